@@ -1,0 +1,107 @@
+"""The fused ops in plain torch: the specification that every backend is tested against.
+
+    x' = a·x + b·v + s·ε          logp = w · mean_D (x' − a·x − b·v)² + c
+
+Coefficient rows are (a, b, s, w, c); every function works in the dtype of its inputs' promotion to at
+least fp32 and runs unchanged in fp64, which is how tests obtain the truth. Invariant: the value of a
+sample depends on that sample alone, never on the batch it sits in.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_MUL = (0xD2511F53, 0xCD9E8D57)
+_KEY = (0x9E3779B9, 0xBB67AE85)
+_MASK = 0xFFFFFFFF
+
+
+def philox_uint32(seed: int, sample: Tensor, step: Tensor, blocks: Tensor) -> Tensor:
+    """Philox4x32-10 words [B, n, 4] (uint32 values in int64) for counters (block, step, sample lo, sample hi).
+
+    `seed` is the 64-bit key; `sample`, `step` are int64 [B]; `blocks` is int64 [n] (element // 4).
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+    """
+    shape = (sample.numel(), blocks.numel())
+    c = [
+        blocks[None, :].expand(shape) & _MASK,
+        step[:, None].expand(shape) & _MASK,
+        sample[:, None].expand(shape) & _MASK,
+        (sample[:, None].expand(shape) >> 32) & _MASK,
+    ]
+    k = [seed & _MASK, (seed >> 32) & _MASK]
+    for _ in range(10):
+        p0, p1 = _MUL[0] * c[0], _MUL[1] * c[2]  # int64 wraps, its bits are the 64-bit product
+        hi0, lo0 = (p0 >> 32) & _MASK, p0 & _MASK
+        hi1, lo1 = (p1 >> 32) & _MASK, p1 & _MASK
+        c = [hi1 ^ c[1] ^ k[0], lo1, hi0 ^ c[3] ^ k[1], lo0]
+        k = [(k[0] + _KEY[0]) & _MASK, (k[1] + _KEY[1]) & _MASK]
+    return torch.stack(c, dim=-1)
+
+
+def philox_normal(
+    seed: int, sample: Tensor, step: Tensor, numel: int, offset: int = 0, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Addressed N(0, 1) noise [B, numel] for elements offset … offset + numel − 1 of each sample's latent.
+
+    Element e takes lane e % 4 of counter block e // 4. A word u becomes the uniform ((u >> 9) + ½)·2⁻²³,
+    exact in fp32 and never 0 or 1; lanes (0, 1) and (2, 3) are the cosine and sine of Box-Muller on the
+    words (0, 1) and (2, 3). Evaluated in fp64, then rounded to `dtype`.
+    """
+    first, last = offset // 4, (offset + numel + 3) // 4
+    blocks = torch.arange(first, last, device=sample.device, dtype=torch.int64)
+    words = philox_uint32(seed, sample, step, blocks)  # [B, n, 4]
+    u = ((words >> 9).double() + 0.5) * 2.0**-23
+    radius = torch.sqrt(-2.0 * torch.log(u[..., 0::2]))  # [B, n, 2]
+    angle = (2.0 * math.pi) * u[..., 1::2]
+    z = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1)  # [B, n, 2, 2]
+    start = offset - 4 * first
+    return z.flatten(1)[:, start : start + numel].to(dtype)
+
+
+def expand(column: Tensor, like: Tensor) -> Tensor:
+    """[B] → [B, 1, …] so that it broadcasts over the latent dimensions of `like`."""
+    return column.view(-1, *([1] * (like.dim() - 1)))
+
+
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
+    """fp64 if any input is fp64, else fp32."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def mean_d(t: Tensor) -> Tensor:
+    """Mean over all but the batch dimension, [B]."""
+    return t.flatten(1).mean(dim=1)
+
+
+def affine_mean(x: Tensor, v: Tensor, rows: Tensor) -> Tensor:
+    """a·x + b·v in the compute dtype."""
+    dtype = compute_dtype(x, v)
+    a, b = (expand(rows[:, k].to(dtype), x) for k in (0, 1))
+    return a * x.to(dtype) + b * v.to(dtype)
+
+
+def affine_step(x: Tensor, v: Tensor, rows: Tensor, eps: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(x' rounded to `out_dtype`, logp [B] of that rounded x')."""
+    mean = affine_mean(x, v, rows)
+    x_next = mean if eps is None else mean + expand(rows[:, 2].to(mean.dtype), x) * eps.to(mean.dtype)
+    x_next = x_next.to(out_dtype)
+    return x_next, affine_logp(x, v, x_next, rows)
+
+
+def affine_logp(x: Tensor, v: Tensor, x_next: Tensor, rows: Tensor) -> Tensor:
+    """w · mean_D (x' − a·x − b·v)² + c, [B]; differentiable in v."""
+    mean = affine_mean(x, v, rows)
+    residual = x_next.to(mean.dtype) - mean
+    return rows[:, 3].to(mean.dtype) * mean_d(residual.square()) + rows[:, 4].to(mean.dtype)
+
+
+def affine_kl(v: Tensor, v_ref: Tensor, rows: Tensor) -> Tensor:
+    """KL of two Gaussian steps with the same std: mean_D (b(v − v_ref))² / (2 s²), [B]; 0 where s = 0."""
+    dtype = compute_dtype(v, v_ref)
+    b, s = rows[:, 1].to(dtype), rows[:, 2].to(dtype)
+    scale = torch.where(s > 0, b.square() / (2 * s.square()).clamp_min(torch.finfo(dtype).tiny), torch.zeros_like(s))
+    return scale * mean_d((v.to(dtype) - v_ref.to(dtype)).square())

@@ -1,0 +1,106 @@
+"""Step rules: from (σ, σ', η) to the five numbers (a, b, s, w, c) of one affine step.
+
+    x' = a·x + b·v + s·ε          logp = w · mean_D (x' − a·x − b·v)² + c
+
+A rule is one small function in fp64; adding one adds no kernel. Invariant: a rule's variance s is 0
+exactly where the step is deterministic, and then w = c = 0, so that a log-prob is never NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class StepInfo(NamedTuple):
+    """What a rule may look at; σ' < σ, both in [0, 1]."""
+
+    sigma: float
+    sigma_next: float
+    eta: float
+    sigma_max: float
+    """Second value of the schedule, σ_1: it stands in for σ where 1 − σ would be 0."""
+    sigma_min: float
+    """Last value of the schedule."""
+
+
+Row = tuple[float, float, float, float, float]
+Rule = Callable[[StepInfo], Row]
+
+
+def _gaussian(a: float, b: float, s: float) -> Row:
+    """Row of a step whose log-prob is that of N(a·x + b·v, s²)."""
+    if s == 0.0:
+        return a, b, 0.0, 0.0, 0.0
+    return a, b, s, -1.0 / (2.0 * s * s), -math.log(s) - 0.5 * math.log(2.0 * math.pi)
+
+
+def _flow_with_std(i: StepInfo, st: float) -> Row:
+    """Flow-GRPO's reverse SDE with diffusion coefficient `st` (arXiv 2505.05470, eq. 9)."""
+    delta = i.sigma_next - i.sigma
+    a = 1.0 + st * st * delta / (2.0 * i.sigma)
+    b = (1.0 + st * st * (1.0 - i.sigma) / (2.0 * i.sigma)) * delta
+    return _gaussian(a, b, st * math.sqrt(-delta))
+
+
+def ode(i: StepInfo) -> Row:
+    """Euler step of the probability-flow ODE; it has no log-prob."""
+    return 1.0, i.sigma_next - i.sigma, 0.0, 0.0, 0.0
+
+
+def flow(i: StepInfo) -> Row:
+    """Flow-GRPO: st = η·sqrt(σ / (1 − σ)), with σ_1 in the denominator where σ = 1."""
+    return _flow_with_std(i, i.eta * math.sqrt(i.sigma / (1.0 - (i.sigma_max if i.sigma == 1.0 else i.sigma))))
+
+
+def wan(i: StepInfo) -> Row:
+    """Flow-GRPO's form for Wan: st = σ_min + (σ_1 − σ_min)·σ; η is not used."""
+    return _flow_with_std(i, i.sigma_min + (i.sigma_max - i.sigma_min) * i.sigma)
+
+
+def dance(i: StepInfo) -> Row:
+    """DanceGRPO: constant diffusion η (arXiv 2505.07818, eq. 8)."""
+    delta = i.sigma_next - i.sigma
+    k = i.eta * i.eta / (2.0 * i.sigma * i.sigma)
+    return _gaussian(1.0 + k * i.sigma * delta, (1.0 + k * i.sigma * (1.0 - i.sigma)) * delta, i.eta * math.sqrt(-delta))
+
+
+def cps(i: StepInfo, *, normalised: bool = False) -> Row:
+    """Coefficient-preserving sampling (arXiv 2509.05952): st = σ'·sin(ηπ/2).
+
+    The published log-prob drops the variance (w = −1, c = 0); `normalised` keeps the Gaussian's own.
+    """
+    st = i.sigma_next * math.sin(i.eta * math.pi / 2.0)
+    r = math.sqrt(max(i.sigma_next**2 - st**2, 0.0))
+    a, b = (1.0 - i.sigma_next) + r, -i.sigma * (1.0 - i.sigma_next) + (1.0 - i.sigma) * r
+    if st == 0.0 or normalised:
+        return _gaussian(a, b, st)
+    return a, b, st, -1.0, 0.0
+
+
+def cps_normalised(i: StepInfo) -> Row:
+    """`cps` with the Gaussian log-prob."""
+    return cps(i, normalised=True)
+
+
+RULES: dict[str, Rule] = {
+    "flow": flow,
+    "dance": dance,
+    "cps": cps,
+    "cps_normalised": cps_normalised,
+    "wan": wan,
+    "ode": ode,
+}
+
+
+def check(info: StepInfo, rule: str) -> None:
+    """Raise ValueError unless the step goes down in σ within [0, 1] and η suits the rule."""
+    if not 0.0 <= info.sigma_next < info.sigma <= 1.0:
+        raise ValueError(
+            f"sigmas must fall within [0, 1]: expected 0 <= sigma_next < sigma <= 1, got sigma={info.sigma}, "
+            f"sigma_next={info.sigma_next}"
+        )
+    top = 1.0 if rule.startswith("cps") else math.inf
+    if not 0.0 <= info.eta <= top:
+        raise ValueError(f"eta must be in [0, {top:g}] for rule '{rule}', got {info.eta}")
