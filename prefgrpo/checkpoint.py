@@ -1,0 +1,146 @@
+"""Checkpoints and the run folder: written whole or not at all, checked before they are used.
+
+A checkpoint is a folder `step_NNNNNN` with `state.safetensors` (trained weights, AdamW moments, EMA), `state.json`
+(step, optimiser counters, sizes and hashes) and `lora/` or `transformer/` in diffusers format. Noise and prompt
+order are functions of (seed, step), so there is no generator state to keep. Invariant: a folder with the final
+name is complete, because it is renamed into place after everything in it is on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+STATE = "state.safetensors"
+META = "state.json"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint or run folder that cannot be used; the message says which and what to do."""
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _hash_310(file)
+
+
+def _hash_310(file: Any) -> str:
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace a small text file in one step."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    _sync(temporary)
+    os.replace(temporary, path)
+
+
+def save(
+    folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], export: Callable[[str], None], keep: int
+) -> Path:
+    """Write `folder/step_NNNNNN`; `export(path)` adds the diffusers-format weights. Old ones beyond `keep` go."""
+    final = folder / f"step_{step:06d}"
+    temporary = folder / f".step_{step:06d}.{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    save_file({k: t.detach().contiguous().cpu() for k, t in tensors.items()}, temporary / STATE)
+    export(str(temporary))
+    files = {str(p.relative_to(temporary)): p for p in sorted(temporary.rglob("*")) if p.is_file()}
+    listing = {name: {"bytes": p.stat().st_size, "sha256": _hash(p)} for name, p in files.items()}
+    (temporary / META).write_text(json.dumps({"step": step, **meta, "files": listing}, indent=1), encoding="utf-8")
+    for p in (*files.values(), temporary / META, temporary):
+        _sync(p)
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(temporary, final)
+    _sync(folder)
+    for old in list_steps(folder)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def list_steps(folder: Path) -> list[Path]:
+    """Checkpoint folders, oldest first."""
+    return sorted(p for p in folder.glob("step_*") if p.is_dir())
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest checkpoint, or None."""
+    steps = list_steps(folder)
+    return steps[-1] if steps else None
+
+
+def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, meta) of a checkpoint folder. Raises CheckpointError if anything in it is missing or damaged."""
+    others = [p.name for p in list_steps(path.parent) if p != path]
+    advice = f"remove that folder to resume from {others[-1]}" if others else "remove that folder and start again"
+    try:
+        meta = json.loads((path / META).read_text(encoding="utf-8"))
+        listing = meta["files"]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} is not a whole checkpoint ({META}: {error}); {advice}") from error
+    for name, facts in listing.items():
+        file = path / name
+        size = file.stat().st_size if file.is_file() else None
+        if size != facts["bytes"]:
+            found = "it is missing" if size is None else f"it has {size}"
+            raise CheckpointError(f"{path} is damaged: {name} should have {facts['bytes']} bytes, {found}; {advice}")
+        if _hash(file) != facts["sha256"]:
+            raise CheckpointError(f"{path} is damaged: the content of {name} does not match its hash; {advice}")
+    try:
+        return load_file(path / STATE), meta
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged: {STATE}: {error}; {advice}") from error
+
+
+def claim(folder: Path, resume: bool) -> None:
+    """Make the run folder ours. Raises CheckpointError if it holds something and `resume` is off."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file; expected a folder for the run, choose another --name")
+    held = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+    if held and not resume:
+        shown = ", ".join(held[:4]) + (" …" if len(held) > 4 else "")
+        raise CheckpointError(
+            f"{folder} holds another run ({shown}); nothing was touched. Continue it with --resume, or choose another --name"
+        )
+    if held and not (folder / "config.yaml").is_file():
+        raise CheckpointError(f"{folder} is not a run of prefgrpo (no config.yaml in it); choose another --name")
+    folder.mkdir(parents=True, exist_ok=True)
+    for leftover in folder.glob("checkpoints/.step_*"):
+        shutil.rmtree(leftover)
+
+
+def load_into(parameters: dict[str, Tensor], tensors: dict[str, Tensor], prefix: str) -> None:
+    """Copy tensors `prefix + name` into parameters in place. Raises CheckpointError on a mismatch of names or shapes."""
+    wanted = {f"{prefix}{n}": p for n, p in parameters.items()}
+    stored = {k: t for k, t in tensors.items() if k.startswith(prefix)}
+    if wanted.keys() != stored.keys() or any(wanted[k].shape != stored[k].shape for k in wanted):
+        raise CheckpointError(
+            f"the checkpoint's weights do not fit this configuration ({len(stored)} stored, {len(wanted)} expected under "
+            f"'{prefix}'); resume with the same model and LoRA rank, or start a new --name"
+        )
+    with torch.no_grad():
+        for key, p in wanted.items():
+            p.copy_(stored[key])

@@ -1,0 +1,396 @@
+"""The configuration of a run: frozen dataclasses, a YAML recipe, and one validation pass.
+
+Invariant: `load` either returns a configuration that can run or raises one ConfigError that lists every
+mistake of the recipe at once. Defaults are safe for FLUX.1-dev; recipes set what differs.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from prefgrpo.rules import RULES
+
+STRICT = ConfigDict(extra="forbid")
+
+
+class ConfigError(ValueError):
+    """A recipe that cannot run; the message lists every mistake, one per line."""
+
+    def __init__(self, mistakes: list[str]) -> None:
+        self.mistakes = mistakes
+        super().__init__("the configuration has mistakes:\n" + "\n".join(f"  - {m}" for m in mistakes))
+
+
+@dataclass(frozen=True)
+class Data:
+    """Prompts and their embeddings."""
+
+    prompts: str = ""
+    """Training prompts: a UTF-8 text file, one per line."""
+    max_length: int = 512
+    """Longest prompt in tokens for the long text encoder (T5); longer ones are cut by it."""
+    cache: str = ""
+    """Folder for prompt embeddings kept between runs; empty: memory only."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """How training images are made."""
+
+    height: int = 512
+    """Image height in pixels."""
+    width: int = 512
+    """Image width in pixels."""
+    steps: int = 10
+    """T, denoising steps."""
+    shift: float | None = None
+    """Static time shift of the sigmas; none: what the pipeline's own scheduler does for this size."""
+    guidance: float = 3.5
+    """Guidance scale."""
+    rule: str = "flow"
+    """Step rule of the stochastic steps: flow, dance, cps, cps_normalised, wan or ode."""
+    eta: float = 0.7
+    """Noise level η of the rule."""
+    window_low: int = 0
+    """First step that may be stochastic and trained."""
+    window_high: int = 0
+    """One past the last such step; 0: all but the last step."""
+    window_size: int = 0
+    """Consecutive steps per rollout, drawn anew inside the range; 0: the whole range."""
+    prompts_per_step: int = 8
+    """P, prompts per training step over all processes."""
+    group_size: int = 8
+    """G, images per prompt."""
+    batch_size: int = 8
+    """Images per forward, in rollout and in training alike."""
+    same_noise: bool = False
+    """Start all images of a prompt from one initial latent (`init_same_noise`)."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The pairwise vision-language judge."""
+
+    backend: Literal["local", "http"] = "http"
+    """local: transformers in this process; http: an OpenAI-compatible server (vLLM, SGLang)."""
+    model: str = ""
+    """local: folder or hub id of the checkpoint; http: the served model's name (empty: the only one served)."""
+    endpoints: tuple[str, ...] = ("http://127.0.0.1:8000",)
+    """Base URLs of the servers; requests go to the least loaded living one."""
+    tokenizer: str = ""
+    """Folder or hub id of the judge's tokenizer, for exact label ids over http; empty: labels by token text."""
+    template: str = "compare"
+    """Prompt template: a shipped name (compare, caption_match) or the path of a YAML file."""
+    answer: Literal["logprob", "text"] = "logprob"
+    """logprob: soft verdict from the label tokens after the prefill; text: parse the written answer."""
+    plan: Literal["round_robin", "both_orders"] = "both_orders"
+    """Which pairs are asked: each pair once in a random order, or in both orders."""
+    verdict: Literal["soft", "hard"] = "soft"
+    """Win rates from probabilities, or from won/tied/lost comparisons."""
+    concurrency: int = 64
+    """Requests in flight at most."""
+    max_tokens: int = 1
+    """Longest answer in tokens (1 for logprob)."""
+    image_format: Literal["jpeg", "png", "webp"] = "jpeg"
+    """Encoding of images on the wire; jpeg is quality 95."""
+    timeout_s: float = 60.0
+    """Time limit of one request."""
+    deadline_s: float = 600.0
+    """Time limit of one step's judging, retries and a restarting server included."""
+    max_missing: float = 0.1
+    """Largest share of missing rewards in a step; above it the run stops with a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What is optimised."""
+
+    spec: str = "vlm_pairwise"
+    """Rewards and weights, e.g. "vlm_pairwise:0.7,clip:0.3"; weight 0 is logged and not trained on."""
+    combine: Literal["weighted_sum", "weighted_advantage_sum"] = "weighted_sum"
+    """Sum rewards and then normalise, or normalise each and then sum (GDPO)."""
+    std: Literal["group", "global", "none"] = "group"
+    """Whose standard deviation divides the advantage (none: Dr. GRPO)."""
+    eps: float = 1e-4
+    """Added to the standard deviation."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """The optimiser and the policy loss."""
+
+    steps: int = 300
+    """Training steps: one rollout of all prompts_per_step groups each."""
+    max_minutes: float = 0.0
+    """End after this many minutes of training; 0: no limit."""
+    lora_rank: int = 64
+    """Rank of the LoRA on the transformer; 0: full fine-tuning."""
+    lora_alpha: int = 128
+    """LoRA alpha; the update is scaled by alpha / rank."""
+    lr: float = 5e-5
+    """AdamW's learning rate."""
+    beta1: float = 0.9
+    """AdamW's first decay."""
+    beta2: float = 0.999
+    """AdamW's second decay."""
+    weight_decay: float = 1e-4
+    """AdamW's weight decay."""
+    warmup_steps: int = 0
+    """Optimiser updates of linear warm-up."""
+    max_grad_norm: float = 1.0
+    """Gradient norm is clipped to this."""
+    updates_per_rollout: int = 1
+    """Optimiser updates per rollout, each on its share of the batches; the first is on-policy."""
+    objective: Literal["grpo"] = "grpo"
+    """Policy loss."""
+    clip_range: float = 1e-4
+    """PPO clip of the mean-log-prob ratio, below 1."""
+    clip_range_high: float | None = None
+    """Clip above 1; none: the same as clip_range."""
+    adv_clip_max: float = 5.0
+    """Advantages are clamped to ± this."""
+    kl_coef: float = 0.0
+    """Weight of the KL to the starting policy (LoRA switched off); 0: not computed."""
+    ema_decay: float = 0.0
+    """Exponential moving average of the trained weights, used for evaluation and export; 0: none."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Evaluation with the ODE rule on held-out prompts, against the starting policy."""
+
+    every: int = 50
+    """Training steps between evaluations; 0: none."""
+    prompts: str = ""
+    """Held-out prompts watched during training; empty: no evaluation."""
+    final_prompts: str = ""
+    """Untouched prompts, evaluated only at the start and the end of the run."""
+    samples_per_prompt: int = 1
+    """Images per held-out prompt."""
+    max_prompts: int = 0
+    """Use only the first so many held-out prompts; 0: all."""
+    spec: str = ""
+    """Rewards that only measure, e.g. "scenes"; they never enter training."""
+    judge: bool = True
+    """Also ask the judge for the win rate against the starting policy, in both orders."""
+    show: int = 12
+    """Images per evaluation kept for the report."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Saving."""
+
+    every: int = 20
+    """Training steps between checkpoints."""
+    keep: int = 2
+    """How many of the latest checkpoints stay."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run."""
+
+    model: str = ""
+    """The diffusers pipeline to train: a folder or a hub id."""
+    family: str = "flux"
+    """Model family (an adapter in prefgrpo/models)."""
+    name: str = "run"
+    """Name of the run; everything it writes lies in output/name."""
+    output: str = "runs"
+    """Folder of the runs."""
+    seed: int = 0
+    """Seed of prompts, noise, pair orders and LoRA initialisation."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Type of the frozen weights and of the forward; LoRA and optimiser are fp32."""
+    device: str = "auto"
+    """auto, cpu, or cuda."""
+    tensorboard: bool = True
+    """Write TensorBoard events beside metrics.jsonl."""
+    data: Data = field(default_factory=Data)
+    rollout: Rollout = field(default_factory=Rollout)
+    judge: Judge = field(default_factory=Judge)
+    reward: Reward = field(default_factory=Reward)
+    train: Train = field(default_factory=Train)
+    eval: Eval = field(default_factory=Eval)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+
+for _cls in (Data, Rollout, Judge, Reward, Train, Eval, Checkpoint, Config):
+    _cls.__pydantic_config__ = STRICT  # type: ignore[attr-defined]
+
+
+def load(recipe: str | Path) -> Config:
+    """Configuration from a YAML recipe. Raises ConfigError with every mistake in it."""
+    path = Path(recipe)
+    if not path.is_file():
+        raise ConfigError([f"recipe not found: {path}; expected a YAML file, e.g. recipes/demo.yaml"])
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path} is not valid YAML: {error}"]) from error
+    if content is None:
+        content = {}
+    if not isinstance(content, Mapping):
+        raise ConfigError([f"{path}: expected a mapping of keys at the top level, got {type(content).__name__}"])
+    return from_dict(content)
+
+
+def from_dict(content: Mapping[str, Any]) -> Config:
+    """Configuration from nested dicts: keys, types and values are all checked before anything is raised."""
+    data = _copy(content)
+    config, mistakes = _typed(data)
+    mistakes += check(config)
+    if mistakes:
+        raise ConfigError(mistakes)
+    return config
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain nested dict (tuples become lists), as written to the run folder."""
+    return TypeAdapter(Config).dump_python(config, mode="json")
+
+
+def differences(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
+    """Dotted field name → (value in a, value in b) where they differ."""
+    left, right = _flatten(asdict(a)), _flatten(asdict(b))
+    return {key: (left[key], right[key]) for key in left if left[key] != right[key]}
+
+
+def _copy(value: Any) -> Any:
+    return {k: _copy(v) for k, v in value.items()} if isinstance(value, Mapping) else value
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+    return out
+
+
+def _typed(data: dict[str, Any]) -> tuple[Config, list[str]]:
+    """Config from `data` with wrong entries left at their defaults, and what was wrong with them."""
+    adapter = TypeAdapter(Config)
+    mistakes: list[str] = []
+    while True:
+        try:
+            return adapter.validate_python(data), mistakes
+        except ValidationError as error:
+            paths = {_path(item["loc"], data): item for item in error.errors()}
+            mistakes += [_explain(path, item) for path, item in paths.items()]
+            for path in paths:
+                _drop(data, path)
+
+
+def _path(loc: tuple[int | str, ...], data: Any) -> tuple[str, ...]:
+    """The keys of `data` that an error location names (pydantic adds indices and union branches)."""
+    keys: list[str] = []
+    for part in loc:
+        if not (isinstance(data, dict) and part in data):
+            break
+        keys.append(str(part))
+        data = data[part]
+    return tuple(keys)
+
+
+def _drop(data: dict[str, Any], path: tuple[str, ...]) -> None:
+    for key in path[:-1]:
+        data = data[key]
+    data.pop(path[-1], None)
+
+
+def _explain(path: tuple[str, ...], item: Any) -> str:
+    name = ".".join(path)
+    if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        cls: Any = Config
+        for key in path[:-1]:
+            cls = get_type_hints(cls)[key]
+        known = [f.name for f in fields(cls)]
+        near = (
+            difflib.get_close_matches(path[-1], known, n=1, cutoff=0.75)
+            or [n for n in _flatten(asdict(Config())) if n.split(".")[-1] == path[-1]]
+            or difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+        )
+        hint = f"did you mean '{near[0]}'?" if near else f"known keys here: {', '.join(known)}"
+        return f"{name}: unknown key; {hint}"
+    return f"{name}: {item['msg']}, got {item['input']!r}"
+
+
+def check(c: Config) -> list[str]:
+    """Every value that cannot work, as 'field: what was expected, what came'."""
+    r, t = c.rollout, c.train
+    high = r.window_high or r.steps - 1
+    rules: list[tuple[bool, str]] = [
+        (bool(c.model), "model: expected the folder or hub id of a diffusers pipeline, got nothing"),
+        (bool(c.data.prompts), "data.prompts: expected a text file with one prompt per line, got nothing"),
+        (c.device in ("auto", "cpu", "cuda"), f"device: expected auto, cpu or cuda, got {c.device!r}"),
+        (c.name not in ("", ".", "..") and "/" not in c.name, f"name: expected a folder name, got {c.name!r}"),
+        (r.group_size >= 2, f"rollout.group_size: a group needs at least 2 images to compare, got {r.group_size}"),
+        (r.rule in RULES, f"rollout.rule: expected one of {', '.join(RULES)}, got {r.rule!r}"),
+        (r.rule != "ode", "rollout.rule: 'ode' has no log-prob to train on; expected a stochastic rule such as flow"),
+        (r.eta > 0 or r.rule == "wan", f"rollout.eta: expected a noise level above 0 to train with, got {r.eta}"),
+        (r.eta <= 1 or not r.rule.startswith("cps"), f"rollout.eta: rule {r.rule} takes 0 … 1, got {r.eta}"),
+        (
+            0 <= r.window_low < high <= r.steps,
+            f"rollout.window_low/high: expected 0 <= low < high <= steps ({r.steps}), got {r.window_low} and {high}",
+        ),
+        (
+            0 <= r.window_size <= max(high - r.window_low, 0),
+            f"rollout.window_size: expected 0 … {high - r.window_low}, got {r.window_size}",
+        ),
+        (c.judge.backend == "http" or bool(c.judge.model), "judge.model: the local judge needs a checkpoint folder or hub id"),
+        (c.judge.backend == "local" or bool(c.judge.endpoints), "judge.endpoints: expected at least one URL, got none"),
+        (0 <= c.judge.max_missing < 1, f"judge.max_missing: expected a share in [0, 1), got {c.judge.max_missing}"),
+        (
+            not (c.judge.backend == "local" and c.judge.answer == "text"),
+            "judge.answer: the local judge reads label logprobs only; expected logprob",
+        ),
+        (0 <= t.ema_decay < 1, f"train.ema_decay: expected [0, 1), got {t.ema_decay}"),
+        (t.kl_coef == 0 or t.lora_rank > 0, "train.kl_coef: the reference is the LoRA switched off; expected lora_rank > 0"),
+        (t.clip_range_high is None or t.clip_range_high > 0, f"train.clip_range_high: expected > 0, got {t.clip_range_high}"),
+    ]
+    positive = {
+        "rollout.steps": r.steps,
+        "rollout.height": r.height,
+        "rollout.width": r.width,
+        "rollout.prompts_per_step": r.prompts_per_step,
+        "rollout.batch_size": r.batch_size,
+        "train.lr": t.lr,
+        "train.clip_range": t.clip_range,
+        "train.adv_clip_max": t.adv_clip_max,
+        "train.max_grad_norm": t.max_grad_norm,
+        "train.updates_per_rollout": t.updates_per_rollout,
+        "train.lora_alpha": t.lora_alpha,
+        "judge.concurrency": c.judge.concurrency,
+        "judge.timeout_s": c.judge.timeout_s,
+        "judge.deadline_s": c.judge.deadline_s,
+        "eval.samples_per_prompt": c.eval.samples_per_prompt,
+        "checkpoint.every": c.checkpoint.every,
+        "checkpoint.keep": c.checkpoint.keep,
+    }
+    natural = {
+        "train.steps": t.steps,
+        "train.max_minutes": t.max_minutes,
+        "train.lora_rank": t.lora_rank,
+        "train.kl_coef": t.kl_coef,
+        "train.warmup_steps": t.warmup_steps,
+        "train.weight_decay": t.weight_decay,
+        "eval.every": c.eval.every,
+        "eval.max_prompts": c.eval.max_prompts,
+        "reward.eps": c.reward.eps,
+    }
+    mistakes = [text for ok, text in rules if not ok]
+    mistakes += [f"{name}: expected a value above 0, got {value}" for name, value in positive.items() if not value > 0]
+    mistakes += [f"{name}: expected 0 or more, got {value}" for name, value in natural.items() if not value >= 0]
+    return mistakes
+
+

@@ -1,0 +1,95 @@
+"""Data parallelism over torchrun processes: gloo on CPUs, nccl on GPUs, nothing at all for one process.
+
+Invariant: every rank calls every collective the same number of times, whatever its share of the data. Gradients
+are summed once per optimiser update, after local accumulation (no per-backward hooks), so a rank whose groups
+carry no signal takes part with zeros.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among the ranks."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        """Rank 0 writes files and speaks."""
+        return self.rank == 0
+
+    def share(self, total: int) -> range:
+        """This rank's consecutive slice of `total` items; total must be a multiple of the world size."""
+        each = total // self.size
+        return range(self.rank * each, (self.rank + 1) * each)
+
+    def sum_gradients(self, parameters: list[Tensor]) -> None:
+        """Replace every .grad by its sum over ranks, in one flat all-reduce per dtype; missing ones count as 0."""
+        for p in parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        if self.size == 1:
+            return
+        for dtype in sorted({p.grad.dtype for p in parameters if p.grad is not None}, key=str):
+            grads = [p.grad for p in parameters if p.grad is not None and p.grad.dtype == dtype]
+            flat = torch.cat([g.flatten() for g in grads])
+            dist.all_reduce(flat)
+            for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                g.copy_(part.view_as(g))
+
+    def gather(self, local: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Rows of all ranks in rank order; every rank passes the same shape, fp64."""
+        if self.size == 1:
+            return local
+        mine = torch.from_numpy(np.ascontiguousarray(local, dtype=np.float64)).to(self.device)
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine)
+        return torch.cat(parts).cpu().numpy()
+
+    def any(self, flag: bool) -> bool:
+        """True on all ranks if `flag` is True on one."""
+        return bool(self.gather(np.array([float(flag)])).any())
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier()
+
+
+def pick_device(name: str) -> torch.device:
+    """Device for 'auto', 'cpu' or 'cuda' on this rank. Raises RuntimeError if cuda is asked for and absent."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise RuntimeError("device: cuda was asked for, but torch sees no GPU; use device: cpu, or run `prefgrpo doctor`")
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def start(device_name: str) -> World:
+    """Join the torchrun group if there is one."""
+    device = pick_device(device_name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return World(int(os.environ.get("RANK", "0")), size, device)
+
+
+def stop() -> None:
+    """Leave the torchrun group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
