@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Usage: scripts/install.sh VENV EXTRA
+# Makes VENV if it is missing and installs this checkout into it, editable, with one extra (train or dev) at the
+# versions of constraints.txt. Shows the large downloads and the phases; the whole log is VENV/install.log.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=$1 extra=$2 python=${PYTHON:-python3}
+
+say() { printf '==> %s\n' "$*"; }
+fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+command -v "$python" >/dev/null || fail "no '$python' here; name a Python 3.10-3.13 with PYTHON=/path/to/python"
+"$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' ||
+    fail "$("$python" --version) will not do: prefgrpo needs Python 3.10-3.13; choose one with PYTHON=python3.11"
+
+if [[ ! -x $venv/bin/python ]]; then
+    say "making $venv with $("$python" --version)"
+    "$python" -m venv "$venv" || fail "could not make $venv (Debian and Ubuntu keep venv in a package: python3-venv)"
+fi
+
+say "installing prefgrpo[$extra] into $venv"
+log=$venv/install.log
+started=$SECONDS
+# shellcheck disable=SC2086  # PIP_ARGS is a list of options
+if ! PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip install --no-input --progress-bar off ${PIP_ARGS:-} \
+    -c constraints.txt -e ".[$extra]" 2>&1 | tee "$log" | awk '
+        $1 == "Downloading" && $NF == "MB)" && substr($(NF - 1), 2) + 0 >= 5 { print "    " $2, $(NF - 1), $NF }
+        /^ *Building |^Installing collected/ { print "    " substr($0, 1, 70) " …" }
+        /^(ERROR|WARNING: The script)/ { print }
+        { fflush() }'; then
+    tail -n 30 "$log" >&2
+    fail "pip could not install prefgrpo[$extra]; the whole log is $log"
+fi
+say "done in $((SECONDS - started)) s"
+touch "$venv/.installed-$extra"
+[[ $extra != dev ]] || touch "$venv/.installed-train"
