@@ -42,7 +42,7 @@ class Log:
         self.writer: Any = None
         if not active:
             return
-        rows = [r for r in read_metrics(folder) if r["step"] < start or (r["step"] == start and r["kind"] == "eval")]
+        rows = [r for r in read_metrics(folder) if r["step"] <= start] if start else []
         write_atomic(folder / METRICS, "".join(json.dumps(r) + "\n" for r in rows))
         self.file = (folder / METRICS).open("a", encoding="utf-8")
         if tensorboard:

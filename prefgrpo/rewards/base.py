@@ -79,6 +79,13 @@ class GroupScores:
     """[G, G] summed soft verdicts that row beats column (pairwise rewards)."""
     counts: NDArray[np.float64] | None = None
     """[G, G] how many verdicts exist."""
+    asked: list[tuple[int, int, float | None]] = field(default_factory=list)
+    """Every comparison as it was asked: (shown first, shown second, P(first is better) or None)."""
+
+    def shown(self, first: int, second: int) -> float:
+        """Mean P(`first` beats `second`) over the comparisons that showed them in this order; NaN if none."""
+        found = [p for i, j, p in self.asked if (i, j) == (first, second) and p is not None]
+        return float(np.mean(found)) if found else float("nan")
 
 
 class PointwiseReward(ABC):

@@ -1,0 +1,181 @@
+"""Evaluation: the ODE rule on held-out prompts with fixed noise, against the starting policy.
+
+Before and after share their initial latents, so comparisons are paired: by the judge in both orders, and by
+measuring rewards (win 1, tie ½). Intervals are bootstrap percentiles over prompts. Invariant: nothing measured here
+reaches the training loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefgrpo.config import Config
+from prefgrpo.embed import Embedder, collate
+from prefgrpo.models.base import Adapter
+from prefgrpo.noise import initial_latents
+from prefgrpo.parallel import World
+from prefgrpo.rewards.base import GroupScores, Media, Sample
+from prefgrpo.rewards.scorer import Scorer
+from prefgrpo.rollout import rollout
+from prefgrpo.schedule import Schedule
+
+FIRST_ID = 2**62
+"""Sample ids of evaluation noise start here, far from those of training."""
+
+Images = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Held:
+    """One set of held-out prompts."""
+
+    name: str
+    prompts: list[str]
+    """One entry per image: each prompt `samples_per_prompt` times."""
+    group: NDArray[np.int64]
+    """Prompt index of each image."""
+    first_id: int
+
+
+def held_out(name: str, prompts: list[str], samples: int, number: int) -> Held:
+    """The `number`-th evaluation set, each prompt repeated `samples` times."""
+    texts = [p for p in prompts for _ in range(samples)]
+    return Held(name, texts, np.repeat(np.arange(len(prompts)), samples), FIRST_ID + number * 2**40)
+
+
+def to_uint8(images: Tensor) -> Images:
+    """[B, 3, H, W] in [0, 1] → uint8 [B, H, W, 3], rounded as diffusers' image processor rounds."""
+    return (images.permute(0, 2, 3, 1) * 255).round().clamp(0, 255).to(torch.uint8).cpu().numpy()
+
+
+class Evaluator:
+    """Renders and compares one held-out set; every rank does every world-size-th image."""
+
+    def __init__(
+        self, config: Config, adapter: Adapter, schedule: Schedule, embedder: Embedder, scorers: dict[str, Scorer], world: World
+    ) -> None:
+        self.config, self.adapter, self.schedule, self.embedder = config, adapter, schedule, embedder
+        self.scorers, self.world = scorers, world
+        self.device = world.device
+
+    def noise(self, held: Held, index: list[int]) -> Tensor:
+        """Initial latents of the given images, fp32."""
+        r = self.config.rollout
+        ids = torch.tensor([held.first_id + i for i in index], device=self.device)
+        return initial_latents(self.config.seed, ids, self.adapter.latent_shape(r.height, r.width))
+
+    @torch.no_grad()
+    def render(self, held: Held, index: list[int]) -> Tensor:
+        """Images [n, 3, H, W] fp32 in [0, 1] of the current policy under the ODE rule."""
+        r = self.config.rollout
+        parts = []
+        for start in range(0, len(index), r.batch_size):
+            chunk = index[start : start + r.batch_size]
+            condition = collate(self.embedder.get([held.prompts[i] for i in chunk]), self.device)
+            ids = torch.tensor([held.first_id + i for i in chunk], device=self.device)
+            done = rollout(
+                self.adapter,
+                self.schedule,
+                condition,
+                ids,
+                seed=self.config.seed,
+                height=r.height,
+                width=r.width,
+                initial=self.noise(held, chunk),
+            )
+            parts.append(self.adapter.decode(done.latents, r.height, r.width))
+        return torch.cat(parts)
+
+    def mine(self, held: Held) -> list[int]:
+        """This rank's images; rank 0 has the first ones, which the report shows."""
+        each = -(-len(held.prompts) // self.world.size)
+        return list(range(self.world.rank * each, min((self.world.rank + 1) * each, len(held.prompts))))
+
+    def run(self, held: Held, before: Images) -> tuple[Images, dict[str, float]]:
+        """(this rank's images now, metrics over all ranks) against `before`, this rank's images at the start."""
+        index = self.mine(held)
+        now = to_uint8(self.render(held, index))
+        table = self._table(held, index, now, before)
+        each = -(-len(held.prompts) // self.world.size)
+        names = sorted(table)
+        local = np.full((each, len(names) + 1), np.nan)
+        local[: len(index), 0] = held.group[index]
+        for k, name in enumerate(names):
+            local[: len(index), k + 1] = table[name]
+        rows = self.world.gather(local)
+        rows = rows[~np.isnan(rows[:, 0])]
+        out: dict[str, float] = {}
+        for k, name in enumerate(names):
+            out.update(summarise(f"{held.name}/{name}", rows[:, 0].astype(int), rows[:, k + 1], name.startswith("win")))
+        return now, out
+
+    def _table(self, held: Held, index: list[int], now: Images, before: Images) -> dict[str, NDArray[np.float64]]:
+        """One column of values per measure, one row per image of this rank."""
+        table: dict[str, NDArray[np.float64]] = {}
+        for name, scorer in self.scorers.items():
+            scorer.begin(0, range(len(index)))
+            for row, i in enumerate(index):
+                for member, pixels in enumerate((now[row], before[row])):
+                    scorer.add(row, member, Sample(held.prompts[i], Media(pixels)))
+            result = scorer.finish()
+            for reward, groups in result.groups.items():
+                table.update(_columns(name, reward, groups))
+        return table
+
+
+def _columns(kind: str, reward: str, groups: list[GroupScores]) -> dict[str, NDArray[np.float64]]:
+    """Columns of one reward over groups (now, before): the judge's verdicts, or values and paired wins."""
+    if kind == "judge":
+        return {
+            "win_judge": np.array([_ratio(g) for g in groups]),
+            "win_judge_first": np.array([g.shown(0, 1) for g in groups]),
+            "win_judge_second": np.array([1.0 - g.shown(1, 0) for g in groups]),
+        }
+    values = np.array([[np.nan if s.value is None else s.value for s in g.scores] for g in groups])
+    out = {reward: values[:, 0], f"{reward}_before": values[:, 1], f"win_{reward}": _paired(values)}
+    for part in sorted({p for g in groups for s in g.scores for p in s.parts}):
+        column = np.array([[s.parts.get(part, np.nan) for s in g.scores] for g in groups])
+        out[f"{reward}.{part}"], out[f"{reward}.{part}_before"] = column[:, 0], column[:, 1]
+    return out
+
+
+def _ratio(group: GroupScores) -> float:
+    """Mean verdict that the first member beats the second, NaN if none exists."""
+    if group.wins is None or group.counts is None or group.counts[0, 1] == 0:
+        return float("nan")
+    return float(group.wins[0, 1] / group.counts[0, 1])
+
+
+def _paired(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Win 1, tie ½, loss 0 of column 0 over column 1; NaN where either is missing."""
+    won = (values[:, 0] > values[:, 1]) + 0.5 * (values[:, 0] == values[:, 1])
+    return np.where(np.isnan(values).any(1), np.nan, won)
+
+
+def summarise(name: str, group: NDArray[np.int64], values: NDArray[np.float64], interval: bool) -> dict[str, float]:
+    """Mean over images, and for win rates a 95 % bootstrap interval over prompts (2000 draws, fixed seed)."""
+    ok = ~np.isnan(values)
+    out = {name: float(values[ok].mean()) if ok.any() else float("nan")}
+    if not ok.all():
+        out[f"{name}_missing"] = float((~ok).mean())
+    if interval and ok.any():
+        ids, inverse = np.unique(group[ok], return_inverse=True)
+        total, count = np.bincount(inverse, values[ok]), np.bincount(inverse)
+        draws = np.random.default_rng(0).integers(len(ids), size=(2000, len(ids)))
+        means = total[draws].sum(1) / count[draws].sum(1)
+        out[f"{name}_low"], out[f"{name}_high"] = (float(q) for q in np.quantile(means, (0.025, 0.975)))
+    return out
+
+
+def save_images(path: Path, **arrays: Images) -> None:
+    """Write uint8 image arrays (npz, no pickle) in one step."""
+    temporary = path.with_name(f".{path.name}")
+    with temporary.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+    temporary.replace(path)

@@ -1,0 +1,29 @@
+"""GRPO's clipped policy loss on replayed steps (Flow-GRPO, arXiv 2505.05470, eq. 5-6).
+
+    loss = (1 / (N·K)) Σ_{i, k} max(−A_i r_ik, −A_i clip(r_ik)) + kl_coef · KL_ik
+
+N counts the samples of the whole optimiser update over all ranks and K the trained steps, so that neither the
+batch size nor the number of processes changes the gradient.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from prefgrpo.config import Train
+from prefgrpo.ops import AffineLogp, PolicyLoss, policy_loss
+
+
+def loss(train: Train, new: AffineLogp, logp_old: Tensor, advantage: Tensor, denominator: float) -> PolicyLoss:
+    """Loss of one replayed step of B samples; `denominator` is N·K."""
+    return policy_loss(
+        new.logp,
+        logp_old,
+        advantage,
+        clip_low=train.clip_range,
+        clip_high=train.clip_range_high,
+        adv_clip=train.adv_clip_max,
+        kl=new.kl,
+        kl_coef=train.kl_coef,
+        denominator=denominator,
+    )
