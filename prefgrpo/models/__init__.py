@@ -1,0 +1,39 @@
+"""The table of model families, and how one is loaded."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+
+import torch
+
+from prefgrpo.models.base import Adapter
+
+MODELS: dict[str, str] = {
+    "flux": "prefgrpo.models.flux:Flux",
+}
+"""Family name → import path of its adapter."""
+
+
+def family(name: str) -> type[Adapter]:
+    """Adapter class of a family; ValueError with the nearest name for an unknown one."""
+    if name not in MODELS:
+        near = difflib.get_close_matches(name, MODELS, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise ValueError(f"unknown model family '{name}': expected one of {', '.join(MODELS)}{hint}")
+    module, _, attribute = MODELS[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def load(
+    name: str,
+    model: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    guidance: float | None = None,
+    shift: float | None = None,
+    encoders: bool = True,
+) -> Adapter:
+    """Load `model` (a folder or hub id) as family `name`; the options are those of `Adapter.load`."""
+    return family(name).load(model, dtype, device, guidance=guidance, shift=shift, encoders=encoders)

@@ -7,11 +7,18 @@ shape) and the same weights returns the same bits in rollout and in replay.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+from prefgrpo.models import folder as folders
+from prefgrpo.models import lora
 
 Condition = dict[str, Tensor]
 """Encoded prompt(s): named tensors; [...] for one prompt, [B, ...] for a batch."""
@@ -20,38 +27,165 @@ Condition = dict[str, Tensor]
 class Adapter(ABC):
     """A loaded model family."""
 
+    pipeline: ClassVar[str]
+    """Name of the stock diffusers pipeline class."""
+    lora_targets: ClassVar[tuple[str, ...]]
+    """Module name suffixes that LoRA wraps by default."""
+    default_guidance: ClassVar[float]
+    """Guidance scale of the published model."""
+
     pipe: Any
     """The stock diffusers pipeline."""
     transformer: nn.Module
     """The trained denoiser (peft adapters are injected into it in place)."""
-    lora_targets: tuple[str, ...]
-    """Module name suffixes that LoRA wraps."""
+    net: nn.Module
+    """What `velocity` calls: the transformer, or a DDP / compiled wrapper of it that the trainer put here."""
+
+    def __init__(
+        self, pipe: Any, *, guidance: float | None = None, shift: float | None = None, source: str = ""
+    ) -> None:
+        """Adopt a loaded pipeline.
+
+        guidance: scale used in every forward (default: the published model's). shift: static time shift that
+        replaces the one of the scheduler's config. source: fingerprint of the text encoders (`Embeddings`).
+        """
+        self.pipe, self.transformer, self.net = pipe, pipe.transformer, pipe.transformer
+        self.guidance = self.default_guidance if guidance is None else guidance
+        self.shift, self.source = shift, source
+        self.dtype: torch.dtype = pipe.transformer.dtype
+        """Compute dtype; bf16 and fp16 run under autocast, so fp32 LoRA masters may sit on a bf16 base."""
+        self._reference: nn.Module | None = None
 
     @classmethod
-    @abstractmethod
-    def load(cls, model: str, dtype: torch.dtype, device: torch.device) -> Adapter:
-        """Load from a folder or hub id, frozen, in eval mode, parameters aligned (cloned out of mmap)."""
+    def load(
+        cls,
+        model: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        guidance: float | None = None,
+        shift: float | None = None,
+        encoders: bool = True,
+    ) -> Adapter:
+        """Load from a folder or hub id, frozen, in eval mode, parameters aligned (cloned out of mmap).
+
+        encoders: False leaves the text encoders on disk (every prompt must then be in the embedding cache).
+        Raises `folder.ModelError` for a missing folder or one that holds another kind of pipeline.
+        """
+        path = folders.resolve(model, cls.pipeline)
+        pipe = folders.read(path, cls.pipeline, dtype, device, encoders)
+        return cls(pipe, guidance=guidance, shift=shift, source=folders.encoder_fingerprint(path))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the transformer lives."""
+        return next(self.transformer.parameters()).device
+
+    @property
+    def repeated_blocks(self) -> tuple[str, ...]:
+        """Class names of the blocks that the transformer repeats: units of regional compile and of FSDP."""
+        return tuple(self.transformer._no_split_modules)  # type: ignore[arg-type]
+
+    # ---- what a family implements -------------------------------------------------------------------------------
 
     @abstractmethod
-    def encode(self, prompts: list[str], max_length: int) -> list[Condition]:
-        """One unbatched condition per prompt, on the CPU."""
+    def encode_prompt(self, prompt: str, max_length: int) -> Condition:
+        """Unbatched condition of one prompt through the pipeline's own text encoders."""
 
     @abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """Shape of one sample's latents as the transformer sees them."""
+        """Shape of one sample's latents as the transformer sees them; ValueError for a size that does not fit."""
 
     @abstractmethod
-    def sigmas(self, steps: int, height: int, width: int) -> Tensor:
-        """[steps + 1] fp32 sigmas that the stock pipeline would use for this size."""
-
-    @abstractmethod
-    def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
-        """Model velocity v [B, …] at latents x [B, …], σ [B] fp32, for a batched condition."""
+    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+        """One forward of `net`: velocity [B, …] at x [B, …] and σ [B] fp32, without classifier-free guidance."""
 
     @abstractmethod
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         """Images [B, 3, H, W] fp32 in [0, 1] from final latents."""
 
-    @abstractmethod
+    def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
+        """What the stock pipeline passes to its scheduler's `set_timesteps`, beside the device."""
+        return {"sigmas": np.linspace(1.0, 1.0 / steps, steps)}
+
+    # ---- shared by all families ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode(self, prompts: list[str], max_length: int) -> list[Condition]:
+        """One unbatched condition per prompt, on the CPU.
+
+        Prompts go one at a time, so that a prompt's condition never depends on its neighbours.
+        """
+        if all(part is None for name, part in self.pipe.components.items() if name.startswith("text_encoder")):
+            raise RuntimeError("the pipeline was loaded without its text encoders: load it with encoders=True")
+        encoded = (self.encode_prompt(prompt, max_length) for prompt in prompts)
+        return [{key: value.detach().cpu().contiguous() for key, value in one.items()} for one in encoded]
+
+    def sigmas(self, steps: int, height: int, width: int) -> Tensor:
+        """[steps + 1] fp32 sigmas that the stock pipeline would use for this size; static if `shift` was given."""
+        config = dict(self.pipe.scheduler.config)
+        options = self.schedule_options(steps, height, width)
+        if self.shift is not None:
+            config |= {"shift": self.shift, "use_dynamic_shifting": False}
+        scheduler = type(self.pipe.scheduler).from_config(config)
+        scheduler.set_timesteps(num_inference_steps=steps, device="cpu", **options)
+        return scheduler.sigmas.to(torch.float32)
+
+    def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+        """Model velocity v [B, …] at latents x [B, …], σ [B] fp32, for a batched condition."""
+        low = self.dtype != torch.float32
+        with torch.autocast(x.device.type, dtype=self.dtype if low else None, enabled=low):
+            return self.predict(x, sigma, condition, height, width)
+
+    def add_lora(self, rank: int, alpha: float, targets: tuple[str, ...] | None = None, seed: int = 0) -> None:
+        """Inject trainable fp32 LoRA layers (A seeded, B = 0) into the frozen transformer; see `lora.add`."""
+        lora.add(self.transformer, rank, alpha, self.lora_targets if targets is None else targets, seed)
+
+    def enable_full(self, *, keep_reference: bool = False) -> None:
+        """Train every weight of the transformer, in fp32 masters; keep_reference holds a frozen copy for the KL."""
+        self._reference = copy.deepcopy(self.transformer) if keep_reference else None
+        self.transformer.float().requires_grad_(True)
+
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+        """(name, parameter) of everything that trains, in a fixed order."""
+        return [(name, p) for name, p in self.transformer.named_parameters() if p.requires_grad]
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside, `velocity` is that of the starting policy: LoRA off, or the copy kept by `enable_full`."""
+        if lora.has(self.transformer):
+            with lora.disabled(self.transformer):
+                yield
+            return
+        if self._reference is None:
+            raise RuntimeError(
+                "there is no reference policy: a KL term needs LoRA, or full fine-tuning with keep_reference=True"
+            )
+        net, self.net = self.net, self._reference
+        try:
+            yield
+        finally:
+            self.net = net
+
     def save_lora(self, folder: str) -> None:
         """Write the LoRA in diffusers format with its alpha: `pipe.load_lora_weights(folder)` must reproduce it."""
+        lora.save(self.pipe, folder)
+
+    def load_lora(self, folder: str) -> None:
+        """Put a LoRA saved by `save_lora` into the model, bit for bit; injects one of its shape if there is none."""
+        lora.load(self.pipe, folder)
+
+    def save_full(self, folder: str, dtype: torch.dtype | None = None) -> None:
+        """Write a whole pipeline folder for the stock `from_pretrained`; dtype: of the transformer (default: as is)."""
+        if lora.has(self.transformer):
+            raise RuntimeError("this policy is a LoRA: write it with save_lora (save_full is for full fine-tuning)")
+        parts = dict(self.pipe.components)
+        if dtype is not None:
+            parts["transformer"] = copy.deepcopy(self.transformer).to(dtype)
+        type(self.pipe)(**parts).save_pretrained(folder)
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Parameters per component of the pipeline, and of what trains, under 'trainable'."""
+        modules = {name: part for name, part in self.pipe.components.items() if isinstance(part, nn.Module)}
+        counts = {name: sum(p.numel() for p in part.parameters()) for name, part in modules.items()}
+        return counts | {"trainable": sum(p.numel() for _, p in self.trainable())}

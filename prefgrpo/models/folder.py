@@ -1,0 +1,95 @@
+"""Reading a diffusers pipeline folder: where it is, what it holds, exact weights.
+
+Invariant: two loads of one folder give bitwise equal models, whatever the mmap did: safetensors leaves parameters
+unaligned, which changes the last bits of a matrix product, so every parameter is cloned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SAMPLE, STRIDE = 1 << 16, 1 << 22  # bytes hashed of every STRIDE bytes of a large file
+
+
+class ModelError(ValueError):
+    """A model that cannot be loaded; the message says what was looked for, and what to do."""
+
+
+def resolve(model: str, pipeline: str) -> Path:
+    """Folder of `model`, which is a folder, or a hub id 'owner/name' whose files are then fetched (or found cached).
+
+    A name that looks like a path is never looked up on the hub. Raises ModelError when nothing is there, or when it
+    is not a `pipeline`.
+    """
+    path = Path(model).expanduser()
+    if not path.is_dir():
+        is_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model) and not Path(model.split("/")[0]).is_dir()
+        if not is_id:
+            raise ModelError(
+                f"model folder not found: '{model}' (looked in {Path.cwd()}); expected a diffusers pipeline folder "
+                f"(with model_index.json) or a hub id like 'owner/name'"
+            )
+        path = _fetch(model)
+    index = path / "model_index.json"
+    if not index.is_file():
+        raise ModelError(f"'{path}' is not a diffusers pipeline folder: it has no model_index.json")
+    found = json.loads(index.read_text()).get("_class_name")
+    if found != pipeline:
+        raise ModelError(f"'{path}' holds a {found}, expected a {pipeline}: set `family` to the one of this model")
+    return path.resolve()
+
+
+def _fetch(model: str) -> Path:
+    """Local snapshot of a hub repository."""
+    from diffusers import DiffusionPipeline
+
+    try:
+        return Path(DiffusionPipeline.download(model))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"'{model}' is no folder in {Path.cwd()}, and could not be fetched from the hub as a model id: {error}"
+        ) from error
+
+
+def _is_encoder(name: str) -> bool:
+    """Whether a component turns prompts into conditions."""
+    return name.startswith(("text_encoder", "tokenizer"))
+
+
+def read(path: Path, pipeline: str, dtype: torch.dtype, device: torch.device, encoders: bool) -> Any:
+    """The pipeline in `path`: frozen, eval mode, on `device`; without its text encoders unless `encoders`."""
+    import diffusers
+
+    names = [name for name in json.loads((path / "model_index.json").read_text()) if _is_encoder(name)]
+    skipped = {} if encoders else dict.fromkeys(names)
+    pipe = getattr(diffusers, pipeline).from_pretrained(path, dtype=dtype, **skipped)
+    for module in (part for part in pipe.components.values() if isinstance(part, torch.nn.Module)):
+        module.eval().requires_grad_(False)
+        for tensor in [*module.parameters(), *module.buffers()]:
+            tensor.data = tensor.data.clone()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(device)
+
+
+def encoder_fingerprint(path: Path) -> str:
+    """Hex digest of the text encoders and tokenizers: names, sizes and contents of their files.
+
+    Of files above 4 MiB, the first 64 KiB of every 4 MiB are hashed (1.5 % of the bytes).
+    """
+    digest = hashlib.sha256()
+    for file in sorted(f for part in path.iterdir() if _is_encoder(part.name) for f in part.rglob("*")):
+        if not file.is_file():
+            continue
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(path).as_posix()}:{size}\n".encode())
+        with file.open("rb") as handle:
+            for start in range(0, size, STRIDE):
+                handle.seek(start)
+                digest.update(handle.read(SAMPLE if size > STRIDE else STRIDE))
+    return digest.hexdigest()

@@ -1,0 +1,118 @@
+"""LoRA on a frozen diffusers transformer: W x + (alpha / rank)·B A x, with fp32 masters over any base dtype.
+
+peft holds the layers and diffusers reads and writes the file. Invariants: the seeded start depends on (seed, shapes)
+only, not on device or rank; a saved LoRA keeps its alpha and reloads bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+NAME = "default"
+"""Name of the trained adapter inside peft."""
+
+
+def has(transformer: nn.Module) -> bool:
+    """Whether a LoRA was injected."""
+    return NAME in getattr(transformer, "peft_config", {})
+
+
+def add(transformer: nn.Module, rank: int, alpha: float, targets: tuple[str, ...], seed: int) -> None:
+    """Inject LoRA layers into every Linear whose name ends in one of `targets`.
+
+    A is Kaiming-uniform (peft's default) from `seed`, B is 0, so the model does not change. Raises ValueError for a
+    second LoRA, a rank below 1, or a target that names no module.
+    """
+    from peft import LoraConfig
+
+    if rank < 1:
+        raise ValueError(f"LoRA rank must be at least 1, got {rank}")
+    if has(transformer):
+        raise ValueError("the transformer already has a LoRA: load the base model anew")
+    linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
+    unknown = [t for t in targets if not any(name == t or name.endswith("." + t) for name in linear)]
+    if unknown or not targets:
+        known = sorted({re.sub(r"^\w+\.\d+\.", "", name) for name in linear})
+        raise ValueError(f"LoRA targets {unknown} name no Linear of the transformer; it has {', '.join(known)}")
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets))
+    _inject(transformer, config)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in transformer.named_parameters():
+        if ".lora_A." in name:
+            start = torch.empty(parameter.shape)
+            nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
+            parameter.data.copy_(start)
+
+
+def _inject(transformer: Any, config: Any) -> None:
+    """Inject `config`; the random state of the process stays as it was, trained weights become fp32."""
+    with torch.random.fork_rng():
+        transformer.add_adapter(config, adapter_name=NAME)
+    for parameter in transformer.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+@contextmanager
+def disabled(transformer: nn.Module) -> Iterator[None]:
+    """Inside, the transformer is its base model."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def save(pipe: Any, folder: str) -> None:
+    """Write `pytorch_lora_weights.safetensors` into `folder`, with rank and alpha in its metadata, atomically."""
+    from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
+    from peft import get_peft_model_state_dict
+
+    if not has(pipe.transformer):
+        raise RuntimeError("there is no LoRA to save: call add_lora or load_lora first")
+    part = f".partial-{os.getpid()}.safetensors"
+    pipe.save_lora_weights(
+        folder,
+        transformer_lora_layers=get_peft_model_state_dict(pipe.transformer, adapter_name=NAME),
+        transformer_lora_adapter_metadata=pipe.transformer.peft_config[NAME].to_dict(),
+        weight_name=part,
+    )
+    os.replace(Path(folder) / part, Path(folder) / LORA_WEIGHT_NAME_SAFE)
+
+
+def load(pipe: Any, folder: str) -> None:
+    """Load what `save` wrote; without a LoRA in the model, one of the saved shape is injected first.
+
+    Raises FileNotFoundError, or ValueError when the saved LoRA has other layers or another rank than the model's.
+    """
+    from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
+    from peft import LoraConfig, set_peft_model_state_dict
+
+    file = Path(folder) / LORA_WEIGHT_NAME_SAFE
+    if not file.is_file():
+        raise FileNotFoundError(f"no LoRA in '{folder}': expected {LORA_WEIGHT_NAME_SAFE}")
+    packed, metadata = pipe.lora_state_dict(str(Path(folder).resolve()), return_lora_metadata=True)
+    state = {key.removeprefix("transformer."): value for key, value in packed.items()}
+    if not has(pipe.transformer):
+        options = {k.removeprefix("transformer."): v for k, v in (metadata or {}).items()}
+        if "lora_alpha" not in options:
+            raise ValueError(f"{file} does not say its rank and alpha: call add_lora with them before load_lora")
+        _inject(pipe.transformer, LoraConfig(**options))
+    own = sum(".lora_" in name for name, _ in pipe.transformer.named_parameters())
+    result = set_peft_model_state_dict(pipe.transformer, state, adapter_name=NAME)
+    if result.unexpected_keys or own != len(state):
+        raise ValueError(f"{file} holds {len(state)} tensors, the model's LoRA has {own}: targets differ")

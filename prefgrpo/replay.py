@@ -1,0 +1,44 @@
+"""Score stored steps under the present weights, with gradient: logp = w · mean_D (x' − a·x − b·v)² + c.
+
+Invariant: the same forward as in the rollout (same σ, same latents, same batch shape) with the same weights gives
+the stored log-prob bit for bit, so the first ratio is exactly 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from prefgrpo.embed import tile
+from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.ops import AffineLogp, affine_logp
+from prefgrpo.rollout import Step, stack
+from prefgrpo.schedule import Schedule
+
+
+def replay(
+    adapter: Adapter,
+    schedule: Schedule,
+    condition: Condition,
+    steps: Step | Sequence[Step],
+    *,
+    height: int,
+    width: int,
+    kl: bool = False,
+) -> AffineLogp:
+    """Log-prob [B] of one stored step, or [S · B] of S steps in one forward (then bits may differ from the rollout).
+
+    condition: of the B samples; it is repeated for stacked steps. kl: also the KL to the adapter's reference policy,
+    by a second forward without gradient. The gradient flows through the velocity only.
+    """
+    step = steps if isinstance(steps, Step) else stack(steps)
+    if not isinstance(steps, Step) and len(steps) > 1:
+        condition = tile(condition, len(steps))
+    sigma = schedule.sigmas.index_select(0, step.index)
+    v_ref = None
+    if kl:
+        with torch.no_grad(), adapter.reference():
+            v_ref = adapter.velocity(step.x, sigma, condition, height, width)
+    v = adapter.velocity(step.x, sigma, condition, height, width)
+    return affine_logp(step.x, v, step.x_next, schedule.coef, step.index, v_ref=v_ref)
