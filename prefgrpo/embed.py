@@ -23,7 +23,7 @@ from prefgrpo.models.base import Adapter, Condition
 logger = logging.getLogger(__name__)
 
 
-class Embedder:
+class Embeddings:
     """Conditions by prompt text."""
 
     def __init__(self, adapter: Adapter, max_length: int, folder: str | Path | None = None, keep: int = 4096) -> None:
@@ -42,7 +42,7 @@ class Embedder:
                 raise ValueError("an embedding folder needs a model loaded from disk: its fingerprint is the key")
             self._folder.mkdir(parents=True, exist_ok=True)
 
-    def get(self, prompts: Sequence[str]) -> list[Condition]:
+    def __call__(self, prompts: Sequence[str]) -> list[Condition]:
         """One unbatched CPU condition per prompt, in order; equal prompts share their tensors."""
         unique = dict.fromkeys(prompts)
         found = {prompt: self._one(prompt) for prompt in unique}

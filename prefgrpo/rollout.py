@@ -61,17 +61,17 @@ def rollout(
     width: int,
     latent_dtype: torch.dtype = torch.float32,
     initial: Tensor | None = None,
-    initial_ids: Tensor | None = None,
+    initial_sample: Tensor | None = None,
 ) -> Rollout:
     """Denoise B samples along `schedule` (on the adapter's device) for a batched condition [B, …].
 
     sample: int64 [B], the noise address, unique per sample over the run. seed: key of the run's noise. latent_dtype:
     of the latents as stored and as the model sees them. initial: latents [B, …] to start from instead of addressed
-    noise. initial_ids: int64 [B] ids for the initial noise only (equal ids in a group: `init_same_noise`).
+    noise. initial_sample: int64 [B] ids for the initial noise only (equal ids in a group: `init_same_noise`).
     """
     shape = adapter.latent_shape(height, width)
     if initial is None:
-        x = initial_latents(seed, sample if initial_ids is None else initial_ids, shape)
+        x = initial_latents(seed, sample if initial_sample is None else initial_sample, shape)
     elif tuple(initial.shape) != (sample.numel(), *shape):
         raise ValueError(f"initial latents: expected {[sample.numel(), *shape]}, got {list(initial.shape)}")
     else:

@@ -47,7 +47,7 @@ class Adapter(ABC):
         """Adopt a loaded pipeline.
 
         guidance: scale used in every forward (default: the published model's). shift: static time shift that
-        replaces the one of the scheduler's config. source: fingerprint of the text encoders (`embed.Embedder`).
+        replaces the one of the scheduler's config. source: fingerprint of the text encoders (`embed.Embeddings`).
         """
         self.pipe, self.transformer, self.net = pipe, pipe.transformer, pipe.transformer
         self.guidance = self.default_guidance if guidance is None else guidance
