@@ -1,0 +1,117 @@
+// CPU entry points: choice of the instruction set, scratch, and the tiny ops that need no vector code.
+//
+// Invariant: a launch writes only to the pointers it is given, and a choice of instruction set or thread count never
+// changes what is summed with what.
+#include "cpu.h"
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <memory>
+
+#include "advantage.h"
+#include "math.h"
+
+namespace prefgrpo {
+namespace plain {
+extern const CpuKernels kernels;
+}
+#if defined(PG_X86)
+namespace avx2 {
+extern const CpuKernels kernels;
+}
+namespace avx512 {
+extern const CpuKernels kernels;
+}
+#endif
+
+namespace cpu {
+namespace {
+
+struct Choice {
+  const char* name;
+  const CpuKernels* kernels;
+};
+
+bool find(const char* name, Choice& out) {
+#if defined(PG_X86)
+  if (!std::strcmp(name, "avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    out = {"avx512", &avx512::kernels};
+    return true;
+  }
+  if (!std::strcmp(name, "avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    out = {"avx2", &avx2::kernels};
+    return true;
+  }
+#endif
+  if (std::strcmp(name, "plain")) return false;
+  out = {"plain", &plain::kernels};
+  return true;
+}
+
+Choice& chosen() {
+  static Choice choice = [] {
+    Choice best{};
+    for (const char* name : {"avx512", "avx2", "plain"})
+      if (find(name, best)) break;
+    return best;
+  }();
+  return choice;
+}
+
+using Launch = void (*CpuKernels::*)(const AffineParams&);
+
+void with_scratch(const AffineParams& given, Launch launch, int planes) {
+  if (given.batch == 0 || given.dim == 0) return;
+  const CpuKernels& k = *chosen().kernels;
+  AffineParams p = given;
+  const int64_t size = planes * p.batch * k.partials_of(p.dim, p.rescale_dim);
+  std::unique_ptr<double[]> partial(new double[size + 1]());
+  p.partial = partial.get();
+  (k.*launch)(p);
+}
+
+}  // namespace
+
+const char* isa() { return chosen().name; }
+bool use_isa(const char* name) { return find(name, chosen()); }
+
+void launch_affine_step(const AffineParams& p, Stream) { with_scratch(p, &CpuKernels::affine_step, 1); }
+void launch_affine_logp(const AffineParams& p, Stream) { with_scratch(p, &CpuKernels::affine_logp, 3); }
+void launch_affine_grad(const AffineParams& p, Stream) { with_scratch(p, &CpuKernels::affine_grad, 0); }
+void launch_normal(const NormalParams& p, Stream) {
+  if (p.batch && p.dim) chosen().kernels->normal(p);
+}
+
+void launch_policy(const PolicyParams& p, Stream) {
+  double sum = 0, squares = 0, ratios = 0, kls = 0;
+  float low = std::numeric_limits<float>::infinity(), high = -low;
+  int64_t count = 0, above = 0, below = 0;
+  for (int64_t i = 0; i < p.batch; ++i) count += !p.mask || p.mask[i];
+  const double norm = p.denominator != 0 ? p.denominator : static_cast<double>(count > 1 ? count : 1);
+  for (int64_t i = 0; i < p.batch; ++i) {
+    const bool keep = !p.mask || p.mask[i];
+    p.d_delta[i] = 0;
+    if (p.d_kl) p.d_kl[i] = keep ? static_cast<float>(p.kl_coef / norm) : 0;
+    if (!keep) continue;
+    const float delta = p.log_ratio ? p.log_ratio[i] : p.logp[i] - p.logp_old[i];
+    const base::PolicyTerm t = base::policy_term(delta, p.advantage[i], p.adv_clip, p.clip_low, p.clip_high,
+                                                 p.weight ? p.weight[i] : 1.0f);
+    p.d_delta[i] = static_cast<float>(t.d_delta / norm);
+    const double kl = p.kl ? p.kl[i] : 0.0;
+    sum += t.loss + (p.kl ? p.kl_coef * kl : 0.0), kls += kl, squares += static_cast<double>(delta) * delta, ratios += t.ratio;
+    low = !(t.ratio >= low) ? t.ratio : low, high = !(t.ratio <= high) ? t.ratio : high;  // NaN stays
+    above += t.above, below += t.below;
+  }
+  const double n = static_cast<double>(count > 1 ? count : 1);
+  *p.loss = static_cast<float>(sum / norm);
+  const double metrics[8] = {0.5 * squares / n, (above + below) / n, above / n, below / n, low, ratios / n, high, kls / n};
+  for (int k = 0; k < 8; ++k) p.metrics[k] = static_cast<float>(metrics[k]);
+}
+
+void launch_advantage(const AdvantageParams& p, Stream) { advantage::group(p); }
+void launch_winrate(const WinrateParams& p, Stream) { advantage::winrate(p); }
+
+}  // namespace cpu
+}  // namespace prefgrpo

@@ -1,0 +1,309 @@
+// CPU kernels; this file is compiled once per instruction set (PG_ISA) and chosen at run time (cpu.cpp).
+//
+// A sample is cut into tasks of 8 tiles; a tile is converted to fp32 in L1, mapped, rounded, and its squared
+// residuals are summed in 32 lanes. Invariant: the cut depends on D (and the last dimension, when a norm is restored)
+// only, so results depend neither on the batch nor on the number of threads.
+#include "cpu.h"
+#include "math.h"
+
+namespace prefgrpo {
+namespace PG_ISA {
+
+constexpr int kTile = 1024, kTilesPerTask = 8, kLanes = 32, kWide = 32;
+
+struct Buffers {
+  alignas(64) float x[kTile], v[kTile], u[kTile], q[kTile], y[kTile], m[kTile], o[kTile], r[kTile];
+  alignas(64) float noise[kTile + 8 * kWide];
+};
+
+static const float* load(const View& t, int64_t i, int64_t start, int n, float* buffer) {
+  const int64_t at = i * t.stride + start;
+  if (t.dtype == kF32) return static_cast<const float*>(t.data) + at;
+  const uint16_t* h = static_cast<const uint16_t*>(t.data) + at;
+  if (t.dtype == kBF16)
+    for (int k = 0; k < n; ++k) buffer[k] = bf16_to_float(h[k]);
+  else
+    for (int k = 0; k < n; ++k) buffer[k] = half_to_float(h[k]);
+  return buffer;
+}
+
+// Where a result tile is written before `store`: the tensor itself if it is fp32.
+static float* place(const View& t, int64_t i, int64_t start, float* buffer) {
+  return t.dtype == kF32 ? static_cast<float*>(t.data) + i * t.stride + start : buffer;
+}
+
+// Rounds `y` to the storage dtype in place and stores it; `y` is what `place` returned if the tensor is fp32.
+static void store(const View& t, int64_t i, int64_t start, int n, float* y, bool keep_rounded) {
+  if (t.dtype == kF32) return;
+  uint16_t* h = static_cast<uint16_t*>(t.data) + i * t.stride + start;
+  if (t.dtype == kBF16) {
+    for (int k = 0; k < n; ++k) h[k] = float_to_bf16(y[k]);
+    if (keep_rounded)
+      for (int k = 0; k < n; ++k) y[k] = bf16_to_float(h[k]);
+  } else {
+    for (int k = 0; k < n; ++k) h[k] = float_to_half(y[k]);
+    if (keep_rounded)
+      for (int k = 0; k < n; ++k) y[k] = half_to_float(h[k]);
+  }
+}
+
+static double lanes_sum(const float* acc) {
+  float t[kLanes];
+  for (int k = 0; k < kLanes; ++k) t[k] = acc[k];
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int k = 0; k < width; ++k) t[k] += t[k + width];
+  return t[0];
+}
+
+// Σ p·q in 32 lanes; the order depends on n only.
+static double dot(const float* __restrict p, const float* __restrict q, int n) {
+  alignas(64) float acc[kLanes] = {};
+  int k = 0;
+  for (; k + kLanes <= n; k += kLanes)
+    for (int l = 0; l < kLanes; ++l) acc[l] += p[k + l] * q[k + l];
+  for (int l = 0; k + l < n; ++l) acc[l] += p[k + l] * q[k + l];
+  return lanes_sum(acc);
+}
+
+static double squared_distance(const float* __restrict p, const float* __restrict q, int n) {
+  alignas(64) float acc[kLanes] = {};
+  int k = 0;
+  for (; k + kLanes <= n; k += kLanes)
+    for (int l = 0; l < kLanes; ++l) {
+      const float d = p[k + l] - q[k + l];
+      acc[l] += d * d;
+    }
+  for (int l = 0; k + l < n; ++l) {
+    const float d = p[k + l] - q[k + l];
+    acc[l] += d * d;
+  }
+  return lanes_sum(acc);
+}
+
+// Noise of the counter blocks first … first + blocks − 1, 4 values each; writes up to kWide − 1 blocks more.
+static void normals(const NoiseAddress& a, int64_t i, int64_t first, int blocks, float* __restrict out) {
+  const uint32_t k0 = static_cast<uint32_t>(a.seed), k1 = static_cast<uint32_t>(a.seed >> 32);
+  const uint32_t step = static_cast<uint32_t>(a.step[i]);
+  const uint32_t low = static_cast<uint32_t>(a.sample[i]), high = static_cast<uint32_t>(a.sample[i] >> 32);
+  for (int at = 0; at < blocks; at += kWide) {
+    alignas(64) float z0[kWide], z1[kWide], z2[kWide], z3[kWide];
+    const uint32_t block = static_cast<uint32_t>(first + at);
+    for (int k = 0; k < kWide; ++k) {
+      const Words w = philox({{block + static_cast<uint32_t>(k), step, low, high}}, k0, k1);
+      const Pair p = normal_pair(w.x[0], w.x[1]), q = normal_pair(w.x[2], w.x[3]);
+      z0[k] = p.cos_part, z1[k] = p.sin_part, z2[k] = q.cos_part, z3[k] = q.sin_part;
+    }
+    float* o = out + 4 * at;
+    for (int k = 0; k < kWide; ++k) o[4 * k] = z0[k], o[4 * k + 1] = z1[k], o[4 * k + 2] = z2[k], o[4 * k + 3] = z3[k];
+  }
+}
+
+static const float* addressed(const NoiseAddress& a, int64_t i, int64_t start, int n, float* buffer) {
+  const int64_t from = a.offset + start, first = from / 4;
+  const int skip = static_cast<int>(from - 4 * first);
+  normals(a, i, first, (skip + n + 3) / 4, buffer);
+  return buffer + skip;
+}
+
+// The velocity of the step in fp32: v, or the guided pair, its norm over the last dimension restored to ‖c‖.
+static const float* velocity(const AffineParams& p, int64_t i, int64_t start, int n, Buffers& s) {
+  const float* c = load(p.v, i, start, n, s.v);
+  if (!p.u.data) return c;
+  const float* u = load(p.u, i, start, n, s.u);
+  for (int k = 0; k < n; ++k) s.q[k] = guide(c[k], u[k], p.guidance, p.from_cond);
+  if (const int length = static_cast<int>(p.rescale_dim))
+    for (int row = 0; row < n; row += length) {
+      const double cc = dot(c + row, c + row, length), qq = dot(s.q + row, s.q + row, length);
+      const float ratio = qq > 0.0 ? static_cast<float>(std::sqrt(cc / qq)) : 0.0f;
+      for (int k = row; k < row + length; ++k) s.q[k] *= ratio;
+    }
+  return s.q;
+}
+
+// dv → (dc, du) through the guidance, in place of `g` and into `du`.
+static void guide_backward(const AffineParams& p, int64_t i, int64_t start, int n, float* g, float* du, Buffers& s) {
+  const float* c = load(p.v, i, start, n, s.v);
+  const float* u = load(p.u, i, start, n, s.u);
+  const float to_c = p.from_cond ? 1.0f + p.guidance : p.guidance, to_u = p.from_cond ? -p.guidance : 1.0f - p.guidance;
+  const int length = p.rescale_dim ? static_cast<int>(p.rescale_dim) : n;
+  for (int row = 0; row < n; row += length) {
+    double along = 0.0, ratio = 1.0, cc = 0.0, qq = 0.0;
+    for (int k = row; k < row + length; ++k) s.q[k] = guide(c[k], u[k], p.guidance, p.from_cond);
+    if (p.rescale_dim) {
+      cc = dot(c + row, c + row, length), qq = dot(s.q + row, s.q + row, length);
+      ratio = qq > 0.0 ? std::sqrt(cc / qq) : 0.0;
+      along = qq > 0.0 ? dot(g + row, s.q + row, length) / qq : 0.0;  // (g·q)/‖q‖²
+    }
+    const float r = static_cast<float>(ratio), on_q = static_cast<float>(ratio * along);
+    const float on_c = cc > 0.0 ? static_cast<float>(along * std::sqrt(qq / cc)) : 0.0f;
+    for (int k = row; k < row + length; ++k) {
+      const float dq = r * g[k] - on_q * s.q[k];
+      g[k] = to_c * dq + on_c * c[k];
+      du[k] = to_u * dq;
+    }
+  }
+}
+
+static Row row_of(const AffineParams& p, int64_t i) {
+  const float* r = p.coef + 5 * (p.index ? p.index[i] : i);
+  return {r[0], r[1], r[2], r[3], r[4]};
+}
+
+static int tile_of(int64_t rescale_dim) {
+  return rescale_dim ? static_cast<int>(kTile - kTile % rescale_dim) : kTile;
+}
+
+// ---------------------------------------------------------------- step
+static double step_tile(const AffineParams& p, const Row& r, int64_t i, int64_t start, int n, Buffers& s) {
+  const float* x = load(p.x, i, start, n, s.x);
+  const float* v = velocity(p, i, start, n, s);
+  const float* e = p.noise.sample ? addressed(p.noise, i, start, n, s.noise)
+                   : p.eps.data   ? load(p.eps, i, start, n, s.noise)
+                                  : nullptr;
+  float* m = p.mean.data ? place(p.mean, i, start, s.m) : s.m;
+  float* y = place(p.out, i, start, s.y);
+  if (p.x0.data) {
+    const float sigma = p.sigma[p.index ? p.index[i] : i];
+    float* o = place(p.x0, i, start, s.o);
+    for (int k = 0; k < n; ++k) o[k] = x[k] - sigma * v[k];
+    store(p.x0, i, start, n, o, false);
+  }
+  if (e)
+    for (int k = 0; k < n; ++k) {
+      const float mean = mean_of(r, x[k], v[k]);
+      const float noise = r.s * e[k];
+      m[k] = mean;
+      y[k] = mean + noise;
+    }
+  else
+    for (int k = 0; k < n; ++k) y[k] = m[k] = mean_of(r, x[k], v[k]);
+  store(p.out, i, start, n, y, true);
+  const double sum = r.w != 0.0f ? squared_distance(y, m, n) : 0.0;
+  if (p.copy.data) {
+    float* o = place(p.copy, i, start, s.o);
+    for (int k = 0; k < n; ++k) o[k] = y[k];
+    store(p.copy, i, start, n, o, false);
+  }
+  if (p.mean.data) store(p.mean, i, start, n, m, false);
+  return sum;
+}
+
+// ---------------------------------------------------------------- replay
+struct Sums {
+  double logp = 0, kl = 0, guard = 0;
+};
+
+static void logp_tile(const AffineParams& p, const Row& r, int64_t i, int64_t start, int n, Buffers& s, Sums& sum) {
+  const float* x = load(p.x, i, start, n, s.x);
+  const float* y = load(p.out, i, start, n, s.y);
+  const float* v = velocity(p, i, start, n, s);
+  for (int k = 0; k < n; ++k) s.m[k] = mean_of(r, x[k], v[k]);
+  if (r.w != 0.0f) sum.logp += squared_distance(y, s.m, n);
+  if (p.v_ref.data) sum.kl += squared_distance(v, load(p.v_ref, i, start, n, s.o), n);
+  if (p.v_old.data) {
+    const float* old = load(p.v_old, i, start, n, s.o);
+    for (int k = 0; k < n; ++k) {
+      s.r[k] = y[k] - mean_of(r, x[k], old[k]);
+      s.m[k] = v[k] - old[k];
+    }
+    sum.guard += dot(s.r, s.m, n);
+  }
+}
+
+static void grad_tile(const AffineParams& p, const Row& r, const GradScale& g, int64_t i, int64_t start, int n, Buffers& s) {
+  const float* x = load(p.x, i, start, n, s.x);
+  const float* y = load(p.out, i, start, n, s.y);
+  const float* v = velocity(p, i, start, n, s);
+  float* d = place(p.dv, i, start, s.r);
+  for (int k = 0; k < n; ++k) d[k] = g.logp * (y[k] - mean_of(r, x[k], v[k]));
+  if (p.v_ref.data) {
+    const float* ref = load(p.v_ref, i, start, n, s.o);
+    for (int k = 0; k < n; ++k) d[k] += g.kl * (v[k] - ref[k]);
+  }
+  if (p.v_old.data) {
+    const float* old = load(p.v_old, i, start, n, s.o);
+    for (int k = 0; k < n; ++k) d[k] += g.guard * (y[k] - mean_of(r, x[k], old[k]));
+  }
+  if (p.u.data) {
+    float* du = place(p.du, i, start, s.o);
+    guide_backward(p, i, start, n, d, du, s);
+    store(p.du, i, start, n, du, false);
+  }
+  store(p.dv, i, start, n, d, false);
+}
+
+// ---------------------------------------------------------------- loops
+// Calls body(sample, start, n, task) for every tile; tasks are spread over the threads.
+template <class Body>
+static void for_tiles(int64_t batch, int64_t dim, int tile, int threads, Body body) {
+  const int64_t span = static_cast<int64_t>(tile) * kTilesPerTask, per_sample = (dim + span - 1) / span;
+  const int64_t tasks = batch * per_sample;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t t = 0; t < tasks; ++t) {
+    Buffers s;
+    const int64_t i = t / per_sample, from = (t % per_sample) * span, to = from + span < dim ? from + span : dim;
+    for (int64_t at = from; at < to; at += tile) body(i, at, static_cast<int>(to - at < tile ? to - at : tile), t, s);
+  }
+}
+
+static int64_t partials_of(int64_t dim, int64_t rescale_dim) {
+  const int64_t span = static_cast<int64_t>(tile_of(rescale_dim)) * kTilesPerTask;
+  return (dim + span - 1) / span;
+}
+
+static double total(const double* partial, int64_t i, int64_t n) {
+  double sum = 0.0;
+  for (int64_t k = 0; k < n; ++k) sum += partial[i * n + k];
+  return sum;
+}
+
+static void affine_step(const AffineParams& p) {
+  const int64_t n = partials_of(p.dim, p.rescale_dim);
+  for_tiles(p.batch, p.dim, tile_of(p.rescale_dim), p.threads,
+            [&p](int64_t i, int64_t at, int len, int64_t task, Buffers& s) {
+              p.partial[task] += step_tile(p, row_of(p, i), i, at, len, s);
+            });
+  for (int64_t i = 0; i < p.batch; ++i) p.logp[i] = finish_logp(row_of(p, i), total(p.partial, i, n), p.dim);
+}
+
+static void affine_logp(const AffineParams& p) {
+  const int64_t n = partials_of(p.dim, p.rescale_dim), plane = p.batch * n;
+  for_tiles(p.batch, p.dim, tile_of(p.rescale_dim), p.threads,
+            [&p, plane](int64_t i, int64_t at, int len, int64_t task, Buffers& s) {
+              Sums sum;
+              logp_tile(p, row_of(p, i), i, at, len, s, sum);
+              p.partial[task] += sum.logp;
+              if (p.kl) p.partial[plane + task] += sum.kl;
+              if (p.guard) p.partial[2 * plane + task] += sum.guard;
+            });
+  for (int64_t i = 0; i < p.batch; ++i) {
+    const Row r = row_of(p, i);
+    p.logp[i] = finish_logp(r, total(p.partial, i, n), p.dim);
+    if (p.kl) p.kl[i] = finish_kl(r, total(p.partial + plane, i, n), p.dim);
+    if (p.guard) p.guard[i] = finish_guard(r, total(p.partial + 2 * plane, i, n), p.dim);
+  }
+}
+
+static void affine_grad(const AffineParams& p) {
+  for_tiles(p.batch, p.dim, tile_of(p.rescale_dim), p.threads, [&p](int64_t i, int64_t at, int len, int64_t, Buffers& s) {
+    const Row r = row_of(p, i);
+    const GradScale g = grad_scale(r, p.dim, p.g_logp ? p.g_logp[i] : 0.f, p.g_kl ? p.g_kl[i] : 0.f,
+                                   p.g_guard ? p.g_guard[i] : 0.f);
+    grad_tile(p, r, g, i, at, len, s);
+  });
+}
+
+static void normal(const NormalParams& p) {
+  for_tiles(p.batch, p.dim, kTile, p.threads, [&p](int64_t i, int64_t at, int len, int64_t, Buffers& s) {
+    const float* z = addressed(p.noise, i, at, len, s.noise);
+    float* y = place(p.out, i, at, s.y);
+    for (int k = 0; k < len; ++k) y[k] = z[k];
+    store(p.out, i, at, len, y, false);
+  });
+}
+
+extern const CpuKernels kernels;
+const CpuKernels kernels = {affine_step, affine_logp, affine_grad, normal, partials_of};
+
+}  // namespace PG_ISA
+}  // namespace prefgrpo

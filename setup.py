@@ -1,0 +1,50 @@
+"""Build of prefgrpo/_C by CMake; everything else about the package is in pyproject.toml.
+
+PREFGRPO_CUDA=0 builds without CUDA, PREFGRPO_CUDA_ARCHS chooses architectures. No torch is needed to build.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pybind11
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+
+
+class CMakeBuild(build_ext):
+    """Configures and builds CMakeLists.txt, then puts the module where setuptools expects it."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Build `ext` (there is one, prefgrpo._C)."""
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        build = Path(self.build_temp).resolve() / "cmake"
+        build.mkdir(parents=True, exist_ok=True)
+        configure = [
+            "cmake",
+            "-G",
+            "Ninja",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target.parent}",
+            "-DCMAKE_BUILD_TYPE=Release",
+            str(ROOT),
+        ]
+        jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1))
+        with (build / "log.txt").open("w") as log:
+            for command in (configure, ["cmake", "--build", str(build), "-j", jobs]):
+                done = subprocess.run(command, cwd=build, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                log.write(done.stdout)
+                for line in done.stdout.splitlines():
+                    if "prefgrpo:" in line:
+                        print(line.removeprefix("-- "), file=sys.stderr)
+                if done.returncode:
+                    print(done.stdout, file=sys.stderr)
+                    raise SystemExit(f"building prefgrpo._C failed: {' '.join(command)}")
+
+
+setup(ext_modules=[Extension("prefgrpo._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
