@@ -98,7 +98,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
-        """One forward of `net`: velocity [B, …] at x [B, …] and σ [B] fp32, without classifier-free guidance."""
+        """One forward of `net`: velocity [B, …] at x [B, …] fp32 and σ [B] fp32, without classifier-free guidance."""
 
     @abstractmethod
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
@@ -132,10 +132,10 @@ class Adapter(ABC):
         return scheduler.sigmas.to(torch.float32)
 
     def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
-        """Model velocity v [B, …] at latents x [B, …], σ [B] fp32, for a batched condition."""
+        """Model velocity v [B, …] at latents x [B, …] of any dtype, σ [B] fp32, for a batched condition."""
         low = self.dtype != torch.float32
         with torch.autocast(x.device.type, dtype=self.dtype if low else None, enabled=low):
-            return self.predict(x, sigma, condition, height, width)
+            return self.predict(x.float(), sigma, condition, height, width)
 
     def add_lora(self, rank: int, alpha: float, targets: tuple[str, ...] | None = None, seed: int = 0) -> None:
         """Inject trainable fp32 LoRA layers (A seeded, B = 0) into the frozen transformer; see `lora.add`."""

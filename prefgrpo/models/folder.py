@@ -17,6 +17,10 @@ import torch
 SAMPLE, STRIDE = 1 << 16, 1 << 22  # bytes hashed of every STRIDE bytes of a large file
 
 
+BOOKKEEPING = {"_name_or_path", "is_local", "local_files_only"}
+"""Config keys that say where a model was loaded from, not what it is."""
+
+
 class ModelError(ValueError):
     """A model that cannot be loaded; the message says what was looked for, and what to do."""
 
@@ -78,7 +82,7 @@ def read(path: Path, pipeline: str, dtype: torch.dtype, device: torch.device, en
 
 
 def encoder_fingerprint(path: Path) -> str:
-    """Hex digest of the text encoders and tokenizers: names, sizes and contents of their files.
+    """Hex digest of the text encoders and tokenizers: names, settings, sizes and contents of their files.
 
     Of files above 4 MiB, the first 64 KiB of every 4 MiB are hashed (1.5 % of the bytes).
     """
@@ -86,10 +90,20 @@ def encoder_fingerprint(path: Path) -> str:
     for file in sorted(f for part in path.iterdir() if _is_encoder(part.name) for f in part.rglob("*")):
         if not file.is_file():
             continue
-        size = file.stat().st_size
-        digest.update(f"{file.relative_to(path).as_posix()}:{size}\n".encode())
-        with file.open("rb") as handle:
-            for start in range(0, size, STRIDE):
-                handle.seek(start)
-                digest.update(handle.read(SAMPLE if size > STRIDE else STRIDE))
+        digest.update(f"{file.relative_to(path).as_posix()}\n".encode())
+        if file.name.endswith("config.json"):
+            config = {key: value for key, value in json.loads(file.read_text()).items() if key not in BOOKKEEPING}
+            digest.update(json.dumps(config, sort_keys=True).encode())
+        else:
+            _hash_file(file, digest)
     return digest.hexdigest()
+
+
+def _hash_file(file: Path, digest: Any) -> None:
+    """Feed a file's size and (sampled) bytes into `digest`."""
+    size = file.stat().st_size
+    digest.update(f"{size}\n".encode())
+    with file.open("rb") as handle:
+        for start in range(0, size, STRIDE):
+            handle.seek(start)
+            digest.update(handle.read(SAMPLE if size > STRIDE else STRIDE))

@@ -1,0 +1,315 @@
+"""Every model family against the stock diffusers pipeline, on tiny random weights.
+
+Why these cases: an adapter may err in conditioning, time, shift, guidance, packing or decode, and each shows as a
+difference from the stock pipeline's image (noise 0). What it then trains must be what it samples (ratio 1), follow
+the gradient of a plain Gaussian log-prob, and load in a process that never heard of this package. A family is added
+by one line in CASES.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from prefgrpo import models
+from prefgrpo.embed import Embeddings, collate, select
+from prefgrpo.replay import replay
+from prefgrpo.rollout import rollout
+from prefgrpo.schedule import make_schedule
+from prefgrpo.tiny import pipelines
+
+CPU = torch.device("cpu")
+PROMPTS = ["a red cube", "two blue balls on a table"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One family and how its stock pipeline is called."""
+
+    family: str
+    call: dict = field(default_factory=dict)
+    """Arguments of the stock call beside prompt, latents, size, steps."""
+    guidance: float | None = None
+    dynamic: bool = False
+    """Whether the stock pipeline supports the scheduler's dynamic shift."""
+    max_length: int = 32
+
+    def __str__(self):
+        return self.family
+
+
+CASES = [
+    Case("flux", {"guidance_scale": 3.5, "max_sequence_length": 32}, 3.5, dynamic=True),
+]
+SIZES = [(32, 32), (16, 48)]
+every = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = {}
+
+    def get(family, **scheduler):
+        key = (family, *sorted(scheduler.items()))
+        if key not in made:
+            made[key] = pipelines.make(family, tmp_path_factory.mktemp(family), **scheduler)
+        return made[key]
+
+    return get
+
+
+def load(case, path, dtype=torch.float32, **options):
+    return models.load(case.family, str(path), dtype, CPU, guidance=case.guidance, **options)
+
+
+def conditions(adapter, case, prompts=PROMPTS):
+    return collate(Embeddings(adapter, case.max_length)(prompts))
+
+
+def perturb(adapter, scale=0.05):
+    """Random LoRA B (or weights), so that the policy differs from its reference."""
+    generator = torch.Generator().manual_seed(7)
+    for name, p in adapter.trainable():
+        if "lora_A" not in name:
+            p.data.add_(torch.randn(p.shape, generator=generator).to(p) * scale)
+
+
+def draw(adapter, case, x0, size, steps, prompts=PROMPTS):
+    """Our image with the ODE rule from given initial latents."""
+    schedule = make_schedule(adapter.sigmas(steps, *size), "ode", 0.0)
+    ids = torch.arange(len(prompts))
+    done = rollout(
+        adapter, schedule, conditions(adapter, case, prompts), ids, seed=0, height=size[0], width=size[1], initial=x0
+    )
+    return adapter.decode(done.latents, *size)
+
+
+def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
+    pipe.set_progress_bar_config(disable=True)
+    return pipe(
+        prompts, latents=x0, height=size[0], width=size[1], num_inference_steps=steps, output_type="pt", **case.call
+    ).images
+
+
+def noise(adapter, size):
+    return torch.randn(len(PROMPTS), *adapter.latent_shape(*size), generator=torch.Generator().manual_seed(3))
+
+
+@every
+@pytest.mark.parametrize(("steps", "size"), [(2, SIZES[0]), (7, SIZES[1])])
+@pytest.mark.parametrize("shifting", ["static", "dynamic", "override"])
+def test_noise_zero_is_the_stock_pipeline(case, folder, shifting, steps, size):
+    if shifting == "dynamic" and not case.dynamic:
+        pytest.skip(f"{case.family} has no dynamic shift in its stock pipeline")
+    ours = {"static": {"use_dynamic_shifting": False, "shift": 3.0}}.get(shifting, {})
+    theirs = {"use_dynamic_shifting": False, "shift": 5.0} if shifting == "override" else ours
+    adapter = load(case, folder(case.family, **ours), shift=5.0 if shifting == "override" else None)
+    pipe = getattr(diffusers, adapter.pipeline).from_pretrained(folder(case.family, **theirs))
+    x0 = noise(adapter, size)
+    want = stock_image(pipe, case, x0, size, steps)
+    got = draw(adapter, case, x0, size, steps)
+    assert got.shape == want.shape == (2, 3, *size)
+    assert want.std() > 0.01
+    assert (got - want).abs().max() <= 1e-5
+
+
+@every
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_first_ratio_is_exactly_one(case, folder, checkpointing):
+    adapter = load(case, folder(case.family))
+    adapter.add_lora(4, 8.0)
+    perturb(adapter)
+    if checkpointing:
+        adapter.transformer.enable_gradient_checkpointing()
+    condition = conditions(adapter, case)
+    schedule = make_schedule(adapter.sigmas(4, *SIZES[1]), "flow", 0.7, (0, 1, 2))
+    kwargs = {"height": SIZES[1][0], "width": SIZES[1][1]}
+    done = rollout(adapter, schedule, condition, torch.tensor([5, 9]), seed=1, **kwargs)
+    assert len(done.steps) == 3
+    for step in done.steps:
+        new = replay(adapter, schedule, condition, step, **kwargs)
+        new.logp.sum().backward()
+        assert (torch.exp(new.logp - step.logp) - 1).abs().max() == 0.0
+    assert all(p.grad is not None for name, p in adapter.trainable() if "lora_B" in name) or case.family == "qwen_image"
+
+
+@every
+def test_gradient_is_that_of_the_normal_log_prob(case, folder):
+    """Oracle: torch.distributions.Normal on the published mean and std of Flow-GRPO, in fp64 autograd."""
+    size, eta = SIZES[0], 0.7
+    adapter = load(case, folder(case.family))
+    adapter.add_lora(4, 8.0)
+    perturb(adapter)
+    condition = conditions(adapter, case)
+    schedule = make_schedule(adapter.sigmas(4, *size), "flow", eta, (1,))
+    done = rollout(adapter, schedule, condition, torch.tensor([5, 9]), seed=1, height=size[0], width=size[1])
+    (step,) = done.steps
+    advantage = torch.tensor([1.0, -0.5])
+
+    new = replay(adapter, schedule, condition, step, height=size[0], width=size[1])
+    (new.logp * advantage).sum().backward()
+    got = {name: p.grad.clone() for name, p in adapter.trainable() if p.grad is not None}
+    adapter.transformer.zero_grad()
+
+    s, t = schedule.sigmas[1].double(), schedule.sigmas[2].double()
+    v = adapter.velocity(step.x, schedule.sigmas[1].expand(2), condition, *size).double()
+    x, dt = step.x.double(), t - s
+    std = eta * torch.sqrt(s / (1 - s))
+    mean = x * (1 + std**2 / (2 * s) * dt) + v * (1 + std**2 * (1 - s) / (2 * s)) * dt
+    logp = torch.distributions.Normal(mean, std * torch.sqrt(-dt)).log_prob(step.x_next.double()).flatten(1).mean(1)
+    assert torch.allclose(logp.float(), new.logp, rtol=1e-5)
+    (logp * advantage).sum().backward()
+    for name, p in adapter.trainable():
+        if p.grad is not None:
+            assert torch.allclose(got[name], p.grad, rtol=1e-3, atol=1e-4 * float(p.grad.abs().max())), name
+
+
+STOCK = """
+import json, sys
+import diffusers, torch
+from safetensors.torch import load_file, save_file
+a = json.loads(sys.argv[1])
+pipe = getattr(diffusers, a["pipeline"]).from_pretrained(a["model"])
+if a["lora"]:
+    pipe.load_lora_weights(a["lora"])
+pipe.set_progress_bar_config(disable=True)
+x = load_file(a["latents"])["x"]
+image = pipe(a["prompts"], latents=x, output_type="pt", **a["call"]).images
+assert not any(name.split(".")[0] == "prefgrpo" for name in sys.modules)
+save_file({"image": image.contiguous()}, a["out"])
+"""
+
+
+def in_a_stock_process(case, adapter, x0, size, steps, tmp_path, model, lora=None):
+    save_file({"x": x0}, tmp_path / "x.safetensors")
+    call = case.call | {"height": size[0], "width": size[1], "num_inference_steps": steps}
+    arguments = {
+        "pipeline": adapter.pipeline, "model": str(model), "lora": lora, "latents": str(tmp_path / "x.safetensors"),
+        "prompts": PROMPTS, "call": call, "out": str(tmp_path / "image.safetensors"),
+    }  # fmt: skip
+    command = [sys.executable, "-c", STOCK, json.dumps(arguments)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return load_file(tmp_path / "image.safetensors")["image"]
+
+
+@every
+def test_lora_loads_in_stock_diffusers_with_its_alpha(case, folder, tmp_path):
+    path, size = folder(case.family), SIZES[0]
+    adapter = load(case, path)
+    x0 = noise(adapter, size)
+    before = draw(adapter, case, x0, size, 3)
+    adapter.add_lora(4, 12.0, seed=3)
+    assert torch.equal(draw(adapter, case, x0, size, 3), before), "a fresh LoRA must change nothing"
+    perturb(adapter, 0.2)
+    after = draw(adapter, case, x0, size, 3)
+    assert (after - before).abs().max() > 1e-3
+    with adapter.reference():
+        assert torch.equal(draw(adapter, case, x0, size, 3), before)
+    assert torch.equal(draw(adapter, case, x0, size, 3), after)
+
+    adapter.save_lora(str(tmp_path / "lora"))
+    assert [f.name for f in (tmp_path / "lora").iterdir()] == ["pytorch_lora_weights.safetensors"]
+    image = in_a_stock_process(case, adapter, x0, size, 3, tmp_path, path, str(tmp_path / "lora"))
+    assert (image - after).abs().max() <= 1e-5
+
+    for prepare in (lambda a: None, lambda a: a.add_lora(4, 12.0, seed=8)):
+        again = load(case, path)
+        prepare(again)
+        again.load_lora(str(tmp_path / "lora"))
+        assert torch.equal(draw(again, case, x0, size, 3), after)
+        assert all(torch.equal(p, q) for (_, p), (_, q) in zip(again.trainable(), adapter.trainable(), strict=True))
+
+
+@every
+def test_full_fine_tune_loads_in_stock_diffusers(case, folder, tmp_path):
+    path, size = folder(case.family), SIZES[0]
+    adapter = load(case, path)
+    x0 = noise(adapter, size)
+    before = draw(adapter, case, x0, size, 3)
+    adapter.enable_full(keep_reference=True)
+    assert len(adapter.trainable()) == sum(1 for _ in adapter.transformer.parameters())
+    perturb(adapter, 0.02)
+    after = draw(adapter, case, x0, size, 3)
+    with adapter.reference():
+        assert torch.equal(draw(adapter, case, x0, size, 3), before)
+    adapter.save_full(str(tmp_path / "full"))
+    again = load(case, tmp_path / "full")
+    assert torch.equal(draw(again, case, x0, size, 3), after), "a reloaded policy is bitwise the same"
+    pipe = getattr(diffusers, adapter.pipeline).from_pretrained(tmp_path / "full")
+    assert (stock_image(pipe, case, x0, size, 3) - after).abs().max() <= 1e-5
+    assert (after - before).abs().max() > 1e-3
+
+
+@every
+def test_a_batch_is_its_samples(case, folder):
+    size = SIZES[0]
+    adapter = load(case, folder(case.family))
+    condition = conditions(adapter, case, [*PROMPTS, *PROMPTS])
+    schedule = make_schedule(adapter.sigmas(4, *size), "flow", 0.7, (0, 1))
+    ids = torch.tensor([3, 1 << 40, 17, 4])
+    kwargs = {"seed": 11, "height": size[0], "width": size[1]}
+    whole = rollout(adapter, schedule, condition, ids, **kwargs)
+    for i in range(4):
+        rows = torch.tensor([i])
+        alone = rollout(adapter, schedule, select(condition, rows), ids[rows], **kwargs)
+        assert torch.equal(alone.steps[0].x, whole.steps[0].x[rows]), "initial noise is addressed by sample id"
+        assert (alone.latents - whole.latents[rows]).abs().max() <= 1e-5
+        for a, b in zip(alone.steps, whole.steps, strict=True):
+            assert torch.allclose(a.logp, b.logp[rows], atol=1e-5)
+
+
+@every
+def test_bf16_base_with_fp32_lora_trains(case, folder):
+    size = SIZES[0]
+    adapter = load(case, folder(case.family), torch.bfloat16)
+    adapter.add_lora(4, 8.0)
+    perturb(adapter)
+    assert {p.dtype for _, p in adapter.trainable()} == {torch.float32}
+    assert next(p for p in adapter.transformer.parameters() if not p.requires_grad).dtype == torch.bfloat16
+    condition = conditions(adapter, case)
+    schedule = make_schedule(adapter.sigmas(3, *size), "flow", 0.7, (0, 1))
+    done = rollout(adapter, schedule, condition, torch.arange(2), seed=0, height=size[0], width=size[1])
+    assert torch.isfinite(adapter.decode(done.latents, *size)).all()
+    for step in done.steps:
+        new = replay(adapter, schedule, condition, step, height=size[0], width=size[1], kl=True)
+        assert (torch.exp(new.logp - step.logp) - 1).abs().max() <= 1e-6
+        assert (new.kl > 0).all() and torch.isfinite(new.kl).all()
+        new.logp.sum().backward()
+    grads = [p.grad for _, p in adapter.trainable() if p.grad is not None]
+    assert grads and all(torch.isfinite(g).all() for g in grads)
+    assert any(g.abs().max() > 0 for g in grads)
+
+
+@every
+def test_cached_embeddings_are_the_encoded_ones(case, folder, tmp_path):
+    path = folder(case.family)
+    adapter = load(case, path)
+    first = Embeddings(adapter, case.max_length, tmp_path)
+    fresh = first([*PROMPTS, PROMPTS[0]])
+    assert first.encoded >= len(PROMPTS)
+    assert fresh[0] is fresh[2]
+
+    blind = load(case, path, encoders=False)
+    again = Embeddings(blind, case.max_length, tmp_path)
+    cached = again([*reversed(PROMPTS)])[::-1]
+    assert again.encoded == 0
+    for a, b in zip(fresh[:2], cached, strict=True):
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a)
+    with pytest.raises(RuntimeError, match="encoders=True"):
+        again(["a prompt that nobody encoded"])
+    for other in (Embeddings(load(case, path, torch.bfloat16), case.max_length, tmp_path),):
+        assert other.file(PROMPTS[0]) != first.file(PROMPTS[0]), "another dtype is another embedding"
+
+
+@every
+def test_a_size_that_does_not_fit_is_refused(case, folder):
+    adapter = load(case, folder(case.family))
+    with pytest.raises(ValueError, match="multiples of"):
+        adapter.latent_shape(33, 32)

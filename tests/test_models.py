@@ -1,0 +1,183 @@
+"""Loading a model, LoRA injection and the embedding cache when something is wrong.
+
+Why these cases: each is a mistake that a first user makes (a mistyped folder that would have gone to the hub, another
+family's folder, a misspelt LoRA target) or damage that a killed process leaves behind (a truncated cache file), and
+the two traps of the file format: weights that differ by alignment, a LoRA that loses its alpha.
+"""
+
+import json
+
+import pytest
+import torch
+
+from prefgrpo import models
+from prefgrpo.embed import Embeddings, collate, tile
+from prefgrpo.models.folder import ModelError, resolve
+from prefgrpo.tiny import pipelines
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return pipelines.make("flux", tmp_path_factory.mktemp("flux") / "tiny")
+
+
+def load(folder, **options):
+    return models.load("flux", str(folder), torch.float32, CPU, **options)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "nowhere", "a/b/c", "~/nowhere", "made/nowhere"])
+def test_a_missing_folder_never_goes_to_the_hub(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "made").mkdir()
+    monkeypatch.setattr("prefgrpo.models.folder._fetch", lambda model: pytest.fail(f"asked the hub for {model}"))
+    with pytest.raises(ModelError, match=r"model folder not found.*model_index\.json"):
+        models.load("flux", name, torch.float32, CPU)
+
+
+def test_an_id_that_the_hub_does_not_give(tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"'owner/name' is no folder in .* and could not be fetched"):
+        models.load("flux", "owner/name", torch.float32, CPU)
+
+
+def test_relative_folders_work(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    assert resolve("tiny", "FluxPipeline") == resolve("./tiny", "FluxPipeline") == folder.resolve()
+
+
+def test_a_folder_of_another_kind(folder, tmp_path):
+    with pytest.raises(ModelError, match=r"no model_index\.json"):
+        load(tmp_path)
+    index = json.loads((folder / "model_index.json").read_text()) | {"_class_name": "WanPipeline"}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="holds a WanPipeline, expected a FluxPipeline"):
+        load(tmp_path)
+
+
+def test_unknown_family_suggests_the_nearest(folder):
+    with pytest.raises(ValueError, match=r"unknown model family 'fluxx'.*did you mean 'flux'"):
+        models.load("fluxx", str(folder), torch.float32, CPU)
+    with pytest.raises(ValueError, match="no tiny pipeline of family 'fluxx'"):
+        pipelines.make("fluxx", folder)
+
+
+def test_loaded_models_are_frozen_aligned_and_equal(folder):
+    """safetensors maps parameters at odd addresses; a clone is aligned, so two loads compute the same bits."""
+    a, b = load(folder), load(folder)
+    for module in (a.transformer, a.pipe.vae, a.pipe.text_encoder, a.pipe.text_encoder_2):
+        assert not module.training
+        for p in module.parameters():
+            assert not p.requires_grad and p.data_ptr() % 16 == 0
+    assert a.trainable() == []
+    assert a.parameter_counts() == {
+        name: sum(p.numel() for p in getattr(b.pipe, name).parameters())
+        for name in ("vae", "text_encoder", "text_encoder_2", "transformer")
+    } | {"trainable": 0}
+    assert a.source == b.source and len(a.source) == 64
+    assert a.repeated_blocks == ("FluxTransformerBlock", "FluxSingleTransformerBlock")
+
+
+def test_equal_seeds_give_equal_pipelines(folder, tmp_path):
+    torch.manual_seed(99)
+    state = torch.get_rng_state()
+    again = pipelines.make("flux", tmp_path / "again")
+    other = pipelines.make("flux", tmp_path / "other", seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    weights = [load(f).transformer.x_embedder.weight for f in (folder, again, other)]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+def test_lora_start_is_seeded_and_leaves_the_random_state(folder):
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    a, b, c = load(folder), load(folder), load(folder)
+    for adapter, seed in ((a, 1), (b, 1), (c, 2)):
+        adapter.add_lora(4, 8.0, seed=seed)
+    assert torch.equal(torch.get_rng_state(), state)
+    values = [torch.cat([p.flatten() for name, p in x.trainable() if "lora_A" in name]) for x in (a, b, c)]
+    assert torch.equal(values[0], values[1]) and not torch.equal(values[0], values[2])
+    assert all((p == 0).all() for name, p in a.trainable() if "lora_B" in name)
+
+
+def test_lora_mistakes(folder, tmp_path):
+    adapter = load(folder)
+    with pytest.raises(RuntimeError, match="no LoRA to save"):
+        adapter.save_lora(str(tmp_path))
+    with pytest.raises(RuntimeError, match="no reference policy"), adapter.reference():
+        pass
+    with pytest.raises(ValueError, match=r"\['attn.to_qq'\] name no Linear .* attn.to_q,"):
+        adapter.add_lora(4, 8.0, ("attn.to_q", "attn.to_qq"))
+    with pytest.raises(ValueError, match="rank must be at least 1"):
+        adapter.add_lora(0, 8.0)
+    with pytest.raises(FileNotFoundError, match="no LoRA in"):
+        adapter.load_lora(str(tmp_path))
+    adapter.add_lora(4, 8.0, ("attn.to_q",))
+    with pytest.raises(ValueError, match="already has a LoRA"):
+        adapter.add_lora(4, 8.0)
+    with pytest.raises(RuntimeError, match="save_lora"):
+        adapter.save_full(str(tmp_path))
+    adapter.save_lora(str(tmp_path))
+    wider = load(folder)
+    wider.add_lora(4, 8.0, ("attn.to_q", "attn.to_k"))
+    with pytest.raises(ValueError, match="targets differ"):
+        wider.load_lora(str(tmp_path))
+    higher = load(folder)
+    higher.add_lora(8, 8.0, ("attn.to_q",))
+    with pytest.raises((ValueError, RuntimeError), match="size mismatch"):
+        higher.load_lora(str(tmp_path))
+
+
+def test_a_damaged_cache_file_is_encoded_again(folder, tmp_path, caplog):
+    first = Embeddings(load(folder), 16, tmp_path)
+    (want,) = first(["a red cube"])
+    file = first.file("a red cube")
+    file.write_bytes(file.read_bytes()[:-7])
+    second = Embeddings(load(folder), 16, tmp_path)
+    (got,) = second(["a red cube"])
+    assert "damaged" in caplog.text and second.encoded == 1
+    assert all(torch.equal(got[key], want[key]) for key in want)
+    third = Embeddings(load(folder), 16, tmp_path)
+    third(["a red cube"])
+    assert third.encoded == 0
+    assert not list(tmp_path.rglob("*.partial")), "no half-written file stays"
+
+
+def test_the_cache_key_follows_the_text_encoder(folder, tmp_path):
+    """Other encoder weights, another length: other files; the transformer does not matter."""
+    other = pipelines.make("flux", tmp_path / "other", seed=1)
+    a, b = Embeddings(load(folder), 16, tmp_path), Embeddings(load(other), 16, tmp_path)
+    assert a.file("x") != b.file("x")
+    assert a.file("x") != Embeddings(load(folder), 17, tmp_path).file("x")
+    tuned = load(folder)
+    tuned.enable_full()
+    tuned.transformer.x_embedder.weight.data.add_(1)
+    tuned.save_full(str(tmp_path / "tuned"))
+    assert Embeddings(load(tmp_path / "tuned"), 16, tmp_path).file("x") == a.file("x")
+
+
+def test_memory_is_bounded(folder):
+    embed = Embeddings(load(folder), 16, keep=2)
+    embed(["a", "b", "c", "c"])
+    embed(["c", "b"])
+    assert embed.encoded == 3
+    embed(["a"])
+    assert embed.encoded == 4
+    with pytest.raises(ValueError, match="keep must be"):
+        Embeddings(load(folder), 16, keep=0)
+
+
+def test_collate_pads_shorter_conditions():
+    short = {"embeds": torch.ones(2, 3), "embeds_mask": torch.ones(2, dtype=torch.bool), "pooled": torch.ones(5)}
+    long = {"embeds": torch.ones(4, 3), "embeds_mask": torch.ones(4, dtype=torch.bool), "pooled": torch.zeros(5)}
+    both = collate([short, long])
+    assert both["embeds"].shape == (2, 4, 3) and both["pooled"].shape == (2, 5)
+    assert both["embeds_mask"].tolist() == [[True, True, False, False], [True] * 4]
+    assert both["embeds"][0, 2:].abs().max() == 0
+    assert torch.equal(tile(both, 2)["pooled"], torch.cat([both["pooled"]] * 2))
+    with pytest.raises(ValueError, match="at least one"):
+        collate([])
