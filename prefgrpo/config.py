@@ -87,17 +87,13 @@ class Judge:
     tokenizer: str = ""
     """Folder or hub id of the judge's tokenizer, for exact label ids over http; empty: labels by token text."""
     template: str = "compare"
-    """Prompt template: a shipped name (compare, caption_match) or the path of a YAML file."""
-    answer: Literal["logprob", "text"] = "logprob"
-    """logprob: soft verdict from the label tokens after the prefill; text: parse the written answer."""
+    """Prompt template and how its answer is read: a shipped name (compare, caption_match, …) or a YAML file's path."""
     plan: Literal["round_robin", "both_orders"] = "both_orders"
     """Which pairs are asked: each pair once in a random order, or in both orders."""
     verdict: Literal["soft", "hard"] = "soft"
     """Win rates from probabilities, or from won/tied/lost comparisons."""
     concurrency: int = 64
     """Requests in flight at most."""
-    max_tokens: int = 1
-    """Longest answer in tokens (1 for logprob)."""
     image_format: Literal["jpeg", "png", "webp"] = "jpeg"
     """Encoding of images on the wire; jpeg is quality 95."""
     timeout_s: float = 60.0
@@ -134,6 +130,8 @@ class Train:
     """Rank of the LoRA on the transformer; 0: full fine-tuning."""
     lora_alpha: int = 128
     """LoRA alpha; the update is scaled by alpha / rank."""
+    lora_targets: tuple[str, ...] = ()
+    """Names of the Linear layers LoRA wraps, by their ending; empty: the family's own list."""
     lr: float = 5e-5
     """AdamW's learning rate."""
     beta1: float = 0.9
@@ -226,11 +224,23 @@ class Config:
 
 
 for _cls in (Data, Rollout, Judge, Reward, Train, Eval, Checkpoint, Config):
-    _cls.__pydantic_config__ = STRICT  # type: ignore[attr-defined]
+    setattr(_cls, "__pydantic_config__", STRICT)  # noqa: B010  (a class attribute would become a field)
 
 
 def load(recipe: str | Path) -> Config:
     """Configuration from a YAML recipe. Raises ConfigError with every mistake in it."""
+    config, mistakes = parse(recipe)
+    if mistakes := mistakes + check(config):
+        raise ConfigError(mistakes)
+    return config
+
+
+def parse(recipe: str | Path) -> tuple[Config, list[str]]:
+    """(configuration, mistakes in keys and types) of a YAML recipe; wrong entries are left at their defaults.
+
+    Values are not judged yet (`check`), because overrides may still change them. Raises ConfigError if the file is
+    missing or no YAML mapping.
+    """
     path = Path(recipe)
     if not path.is_file():
         raise ConfigError([f"recipe not found: {path}; expected a YAML file, e.g. recipes/demo.yaml"])
@@ -238,19 +248,16 @@ def load(recipe: str | Path) -> Config:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path} is not valid YAML: {error}"]) from error
-    if content is None:
-        content = {}
+    content = {} if content is None else content
     if not isinstance(content, Mapping):
         raise ConfigError([f"{path}: expected a mapping of keys at the top level, got {type(content).__name__}"])
-    return from_dict(content)
+    return _typed(_copy(content))
 
 
 def from_dict(content: Mapping[str, Any]) -> Config:
     """Configuration from nested dicts: keys, types and values are all checked before anything is raised."""
-    data = _copy(content)
-    config, mistakes = _typed(data)
-    mistakes += check(config)
-    if mistakes:
+    config, mistakes = _typed(_copy(content))
+    if mistakes := mistakes + check(config):
         raise ConfigError(mistakes)
     return config
 
@@ -347,16 +354,21 @@ def check(c: Config) -> list[str]:
             0 <= r.window_size <= max(high - r.window_low, 0),
             f"rollout.window_size: expected 0 … {high - r.window_low}, got {r.window_size}",
         ),
-        (c.judge.backend == "http" or bool(c.judge.model), "judge.model: the local judge needs a checkpoint folder or hub id"),
+        (
+            c.judge.backend == "http" or bool(c.judge.model),
+            "judge.model: the local judge needs a checkpoint folder or hub id",
+        ),
         (c.judge.backend == "local" or bool(c.judge.endpoints), "judge.endpoints: expected at least one URL, got none"),
         (0 <= c.judge.max_missing < 1, f"judge.max_missing: expected a share in [0, 1), got {c.judge.max_missing}"),
-        (
-            not (c.judge.backend == "local" and c.judge.answer == "text"),
-            "judge.answer: the local judge reads label logprobs only; expected logprob",
-        ),
         (0 <= t.ema_decay < 1, f"train.ema_decay: expected [0, 1), got {t.ema_decay}"),
-        (t.kl_coef == 0 or t.lora_rank > 0, "train.kl_coef: the reference is the LoRA switched off; expected lora_rank > 0"),
-        (t.clip_range_high is None or t.clip_range_high > 0, f"train.clip_range_high: expected > 0, got {t.clip_range_high}"),
+        (
+            t.kl_coef == 0 or t.lora_rank > 0,
+            "train.kl_coef: the reference is the LoRA switched off; expected lora_rank > 0",
+        ),
+        (
+            t.clip_range_high is None or t.clip_range_high > 0,
+            f"train.clip_range_high: expected > 0, got {t.clip_range_high}",
+        ),
     ]
     positive = {
         "rollout.steps": r.steps,
@@ -392,5 +404,3 @@ def check(c: Config) -> list[str]:
     mistakes += [f"{name}: expected a value above 0, got {value}" for name, value in positive.items() if not value > 0]
     mistakes += [f"{name}: expected 0 or more, got {value}" for name, value in natural.items() if not value >= 0]
     return mistakes
-
-

@@ -7,16 +7,19 @@ reaches the training loss.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import save_file
 from torch import Tensor
 
 from prefgrpo.config import Config
-from prefgrpo.embed import Embedder, collate
+from prefgrpo.embed import Embeddings, collate
 from prefgrpo.models.base import Adapter
 from prefgrpo.noise import initial_latents
 from prefgrpo.parallel import World
@@ -58,51 +61,59 @@ class Evaluator:
     """Renders and compares one held-out set; every rank does every world-size-th image."""
 
     def __init__(
-        self, config: Config, adapter: Adapter, schedule: Schedule, embedder: Embedder, scorers: dict[str, Scorer], world: World
+        self,
+        held: Held,
+        config: Config,
+        adapter: Adapter,
+        schedule: Schedule,
+        embeddings: Embeddings,
+        scorers: dict[str, Scorer],
+        world: World,
     ) -> None:
-        self.config, self.adapter, self.schedule, self.embedder = config, adapter, schedule, embedder
-        self.scorers, self.world = scorers, world
-        self.device = world.device
+        self.held, self.config, self.adapter, self.schedule, self.embeddings = (
+            held,
+            config,
+            adapter,
+            schedule,
+            embeddings,
+        )
+        self.scorers, self.world, self.device = scorers, world, world.device
 
-    def noise(self, held: Held, index: list[int]) -> Tensor:
-        """Initial latents of the given images, fp32."""
-        r = self.config.rollout
-        ids = torch.tensor([held.first_id + i for i in index], device=self.device)
-        return initial_latents(self.config.seed, ids, self.adapter.latent_shape(r.height, r.width))
+    def ids(self, index: list[int]) -> Tensor:
+        """Noise addresses of the given images, int64."""
+        return torch.tensor([self.held.first_id + i for i in index], dtype=torch.int64, device=self.device)
 
     @torch.no_grad()
-    def render(self, held: Held, index: list[int]) -> Tensor:
+    def render(self, index: list[int]) -> Tensor:
         """Images [n, 3, H, W] fp32 in [0, 1] of the current policy under the ODE rule."""
         r = self.config.rollout
         parts = []
         for start in range(0, len(index), r.batch_size):
             chunk = index[start : start + r.batch_size]
-            condition = collate(self.embedder.get([held.prompts[i] for i in chunk]), self.device)
-            ids = torch.tensor([held.first_id + i for i in chunk], device=self.device)
+            condition = collate(self.embeddings([self.held.prompts[i] for i in chunk]), self.device)
             done = rollout(
                 self.adapter,
                 self.schedule,
                 condition,
-                ids,
+                self.ids(chunk),
                 seed=self.config.seed,
                 height=r.height,
                 width=r.width,
-                initial=self.noise(held, chunk),
             )
             parts.append(self.adapter.decode(done.latents, r.height, r.width))
         return torch.cat(parts)
 
-    def mine(self, held: Held) -> list[int]:
+    def mine(self) -> list[int]:
         """This rank's images; rank 0 has the first ones, which the report shows."""
-        each = -(-len(held.prompts) // self.world.size)
-        return list(range(self.world.rank * each, min((self.world.rank + 1) * each, len(held.prompts))))
+        each = -(-len(self.held.prompts) // self.world.size)
+        return list(range(self.world.rank * each, min((self.world.rank + 1) * each, len(self.held.prompts))))
 
-    def run(self, held: Held, before: Images) -> tuple[Images, dict[str, float]]:
+    def run(self, before: Images) -> tuple[Images, dict[str, float]]:
         """(this rank's images now, metrics over all ranks) against `before`, this rank's images at the start."""
-        index = self.mine(held)
-        now = to_uint8(self.render(held, index))
-        table = self._table(held, index, now, before)
-        each = -(-len(held.prompts) // self.world.size)
+        index, held = self.mine(), self.held
+        now = to_uint8(self.render(index))
+        table = self._table(index, now, before)
+        each = -(-len(self.held.prompts) // self.world.size)
         names = sorted(table)
         local = np.full((each, len(names) + 1), np.nan)
         local[: len(index), 0] = held.group[index]
@@ -115,14 +126,33 @@ class Evaluator:
             out.update(summarise(f"{held.name}/{name}", rows[:, 0].astype(int), rows[:, k + 1], name.startswith("win")))
         return now, out
 
-    def _table(self, held: Held, index: list[int], now: Images, before: Images) -> dict[str, NDArray[np.float64]]:
+    def save_proof(self, path: Path, index: list[int]) -> None:
+        """What a stock pipeline needs to reproduce `index`: prompts and call, initial latents, our float images."""
+        r, c = self.config.rollout, self.config
+        latents = initial_latents(c.seed, self.ids(index), self.adapter.latent_shape(r.height, r.width))
+        call = {
+            "height": r.height,
+            "width": r.width,
+            "num_inference_steps": r.steps,
+            "max_sequence_length": c.data.max_length,
+        }
+        meta = {
+            "model": c.model,
+            "prompts": json.dumps([self.held.prompts[i] for i in index]),
+            "call": json.dumps(call | {"guidance_scale": self.adapter.guidance}),
+            "shift": json.dumps(r.shift),
+        }
+        images = self.render(index)
+        save_file({"latents": latents.cpu().contiguous(), "images": images.cpu().contiguous()}, path, metadata=meta)
+
+    def _table(self, index: list[int], now: Images, before: Images) -> dict[str, NDArray[np.float64]]:
         """One column of values per measure, one row per image of this rank."""
         table: dict[str, NDArray[np.float64]] = {}
         for name, scorer in self.scorers.items():
             scorer.begin(0, range(len(index)))
             for row, i in enumerate(index):
                 for member, pixels in enumerate((now[row], before[row])):
-                    scorer.add(row, member, Sample(held.prompts[i], Media(pixels)))
+                    scorer.add(row, member, Sample(self.held.prompts[i], Media(pixels)))
             result = scorer.finish()
             for reward, groups in result.groups.items():
                 table.update(_columns(name, reward, groups))
@@ -173,9 +203,9 @@ def summarise(name: str, group: NDArray[np.int64], values: NDArray[np.float64], 
     return out
 
 
-def save_images(path: Path, **arrays: Images) -> None:
-    """Write uint8 image arrays (npz, no pickle) in one step."""
+def save_images(path: Path, **arrays: NDArray[Any]) -> None:
+    """Write arrays (npz, no pickle) in one step."""
     temporary = path.with_name(f".{path.name}")
     with temporary.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)  # type: ignore[arg-type]
+        np.savez_compressed(file, allow_pickle=False, **arrays)
     temporary.replace(path)

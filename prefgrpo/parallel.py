@@ -72,7 +72,9 @@ def pick_device(name: str) -> torch.device:
     """Device for 'auto', 'cpu' or 'cuda' on this rank. Raises RuntimeError if cuda is asked for and absent."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise RuntimeError("device: cuda was asked for, but torch sees no GPU; use device: cpu, or run `prefgrpo doctor`")
+        raise RuntimeError(
+            "device: cuda was asked for, but torch sees no GPU; use device: cpu, or run `prefgrpo doctor`"
+        )
     if name == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -1,0 +1,139 @@
+"""The command line: `prefgrpo train | report | judge serve | judge check | tiny … | doctor`.
+
+A command is a function; its arguments are its options, so `--help` is complete by construction. `train` takes a
+recipe, whose values are the defaults that overrides change. Exit codes: 2 for a mistake that the message tells how
+to mend, 3 for a run that stopped with a resumable checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from prefgrpo import __version__
+from prefgrpo.config import Config, ConfigError, check, parse
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "train": ("prefgrpo.cli:train", "train a model from a recipe; any field can be overridden"),
+    "report": ("prefgrpo.cli:report", "write report.html of a run, finished or not"),
+    "judge serve": ("prefgrpo.judge.serve:serve", "start a judge server with the right flags"),
+    "judge check": ("prefgrpo.judge.check:check", "is the judge there, does it serve the model, does it answer"),
+    "tiny": ("prefgrpo.tiny.pipelines:make", "write a tiny random pipeline of a family: prefgrpo tiny flux DIR"),
+    "tiny vae": ("prefgrpo.tiny.vae:train", "train the demo world's VAE"),
+    "tiny base": ("prefgrpo.tiny.base:train", "train the demo world's FLUX pipeline"),
+    "tiny judge": ("prefgrpo.tiny.judge:train", "train the demo world's judge"),
+    "doctor": ("prefgrpo.doctor:doctor", "what is installed, which backends really run, which GPU"),
+}
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a model from a recipe."""
+
+    recipe: tyro.conf.Positional[Path]
+    """YAML file of the run, e.g. recipes/demo.yaml."""
+    resume: bool = False
+    """Continue the run in output/name from its newest checkpoint (from the start if it has none yet)."""
+    config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def train(argv: Sequence[str]) -> int:
+    """`prefgrpo train RECIPE [--override …] [--resume]`."""
+    recipe = next((word for word in argv if not word.startswith("-")), None)
+    asks_help = "-h" in argv or "--help" in argv
+    config, mistakes = parse(recipe) if recipe and not asks_help else (Config(), [])
+    default = Train(tyro.MISSING, config=config)
+    args = tyro.cli(Train, args=list(argv), default=default, prog="prefgrpo train")
+    if mistakes := mistakes + check(args.config):
+        raise ConfigError(mistakes)
+    return _run(args.config, args.resume)
+
+
+def _run(config: Config, resume: bool) -> int:
+    from prefgrpo.report import write_report
+    from prefgrpo.trainer import Trainer, TrainingStopped
+
+    trainer = Trainer(config, resume)
+    try:
+        folder = trainer.run()
+    except TrainingStopped as stop:
+        if trainer.world.main:
+            print(f"stopped: {stop}\nreport so far: {write_report(trainer.folder)}", file=sys.stderr)
+        return 3
+    if trainer.world.main:
+        print(f"report: {write_report(folder)}")
+        print(trainer.verdict)
+    return 0
+
+
+def report(run: Path) -> int:
+    """Write report.html into a run folder.
+
+    Args:
+        run: Run folder, e.g. runs/demo.
+    """
+    from prefgrpo.report import write_report
+
+    print(write_report(run))
+    return 0
+
+
+def _mendable() -> tuple[type[Exception], ...]:
+    """Errors whose message alone tells the user what to do."""
+    from prefgrpo.checkpoint import CheckpointError
+    from prefgrpo.data import DataError
+    from prefgrpo.judge.verdict import JudgeError
+    from prefgrpo.models.folder import ModelError
+    from prefgrpo.rewards import RewardSpecError
+
+    return ConfigError, CheckpointError, DataError, JudgeError, ModelError, RewardSpecError
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(["usage: prefgrpo COMMAND [--help] …", "", *lines, "", "  --version"])
+
+
+def _find(argv: Sequence[str]) -> tuple[str, list[str]] | None:
+    """(command, its arguments) at the head of `argv`."""
+    for words in (2, 1):
+        name = " ".join(argv[:words])
+        if name in COMMANDS:
+            return name, list(argv[words:])
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv == ["--version"]:
+        print(f"prefgrpo {__version__}")
+        return 0
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice on image processors is not about this run
+    found = _find(argv)
+    if found is None:
+        asked = not argv or argv[0] in ("-h", "--help")
+        print(
+            _usage() if asked else f"error: unknown command '{' '.join(argv[:2])}'\n{_usage()}",
+            file=sys.stderr if not asked else sys.stdout,
+        )
+        return 0 if asked else 2
+    name, rest = found
+    module, _, attribute = COMMANDS[name][0].partition(":")
+    command: Any = getattr(import_module(module), attribute)
+    try:
+        if command is train:
+            return train(rest)
+        result = tyro.cli(command, args=rest, prog=f"prefgrpo {name}", config=(tyro.conf.PositionalRequiredArgs,))
+    except _mendable() as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return result if isinstance(result, int) else 0

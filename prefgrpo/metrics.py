@@ -1,0 +1,133 @@
+"""Numbers that a step reports: reward statistics, policy metrics over all ranks, and the lines a person reads.
+
+Invariant: every function that combines ranks gathers arrays of the same shape on each, and returns the same values
+on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefgrpo.ops import METRICS
+from prefgrpo.parallel import World
+
+FACTS = ("update", "samples", "loss")
+"""Columns before METRICS in a row of `policy_metrics`."""
+
+
+class RewardsMissing(RuntimeError):
+    """Too large a share of a step's rewards could not be had."""
+
+
+def reward_metrics(names: Sequence[str], rewards: NDArray[np.float64], group_size: int) -> dict[str, float]:
+    """Mean and mean within-group std per reward over [P · G, R] (NaN = missing)."""
+    out: dict[str, float] = {}
+    for name, column in zip(names, rewards.T, strict=True):
+        ok = ~np.isnan(column)
+        if not ok.any():
+            continue
+        out[f"reward/{name}"] = float(column[ok].mean())
+        groups = column.reshape(-1, group_size)
+        groups = groups[~np.isnan(groups).any(1)]
+        if len(groups):
+            out[f"reward/{name}_std"] = float(groups.std(1).mean())
+    return out
+
+
+def check_missing(
+    rewards: NDArray[np.float64], weights: NDArray[np.float64], limit: float, reasons: Sequence[str]
+) -> float:
+    """Share of samples that lack a reward of non-zero weight. Raises RewardsMissing above `limit`."""
+    share = float(np.isnan(rewards[:, weights != 0]).any(1).mean()) if (weights != 0).any() else 0.0
+    if share > limit:
+        told = "; ".join(dict.fromkeys(reasons)) or "no reason was given on this rank"
+        raise RewardsMissing(
+            f"{share:.0%} of the rewards are missing, more than judge.max_missing = {limit:.0%}. First reasons: {told[:600]}"
+        )
+    return share
+
+
+JUDGE_SUMS = ("judge/requests", "judge/retries", "judge/failures")
+JUDGE_PEAKS = ("judge/busy_s", "judge/wait_s", "judge/queue_max", "judge/latency_p95")
+JUDGE_MEANS = ("judge/latency_p50", "judge/tie_rate", "judge/position_bias", "judge/order_inconsistency")
+
+
+def judge_over_ranks(local: Mapping[str, float], world: World) -> dict[str, float]:
+    """A step's judge figures over all ranks: counts summed, times at their worst, rates averaged."""
+    names = (*JUDGE_SUMS, *JUDGE_PEAKS, *JUDGE_MEANS)
+    table = world.gather(np.array([[local.get(n, np.nan) for n in names]]))
+    out: dict[str, float] = {}
+    for name, column in zip(names, table.T, strict=True):
+        found = column[~np.isnan(column)]
+        if len(found):
+            out[name] = float(
+                found.sum() if name in JUDGE_SUMS else found.max() if name in JUDGE_PEAKS else found.mean()
+            )
+    if out.get("judge/requests"):
+        out["judge/failure_rate"] = out["judge/failures"] / out["judge/requests"]
+    return out
+
+
+def policy_metrics(rows: list[Tensor], world: World) -> dict[str, float]:
+    """Combine rows [update, samples, loss, *METRICS] of all ranks: sample-weighted means, extremes of the ratio."""
+    columns = (*FACTS, *METRICS)
+    table = torch.stack(rows).double().cpu().numpy() if rows else np.zeros((0, len(columns)))
+    at = {name: k for k, name in enumerate(columns)}
+    means = [name for name in METRICS if name not in ("ratio_min", "ratio_max")]
+    samples = table[:, at["samples"]]
+    sums = [samples.sum(), table[:, at["loss"]].sum(), *((samples * table[:, at[name]]).sum() for name in means)]
+    bounds = [-np.inf, -np.inf, 0.0]
+    if len(table):
+        ratio = table[:, [at["ratio_min"], at["ratio_max"]]]
+        first = ratio[table[:, at["update"]] == 0]
+        bounds = [-ratio[:, 0].min(), ratio[:, 1].max(), np.abs(first - 1.0).max() if len(first) else 0.0]
+    total = world.gather(np.array([sums])).sum(0)
+    top = world.gather(np.array([bounds])).max(0)
+    out = {"loss": total[1]} | {f"policy/{n}": total[2 + k] / max(total[0], 1.0) for k, n in enumerate(means)}
+    if np.isfinite(top[0]):
+        out |= {"policy/ratio_min": -top[0], "policy/ratio_max": top[1]}
+    return {k: float(v) for k, v in out.items()} | {"policy/on_policy_error": float(top[2])}
+
+
+def step_line(step: int, total: int, values: Mapping[str, float], seconds: Mapping[str, float]) -> str:
+    """The one readable line of a step."""
+    rewards = [k for k in values if k.startswith("reward/") and k.removesuffix("_std") == k and k != "reward/missing"]
+    parts = [f"step {step:>{len(str(total))}}/{total}"]
+    parts += [f"{k[7:]} {values[k]:.3f}±{values.get(k + '_std', 0.0):.3f}" for k in rewards]
+    parts += [
+        f"clip {values['policy/clip_fraction']:.0%}",
+        f"|Δratio| ≤ {max(1 - values.get('policy/ratio_min', 1.0), values.get('policy/ratio_max', 1.0) - 1):.1e}",
+        f"grad {values['grad_norm']:.1e}",
+    ]
+    if values.get("policy/kl"):
+        parts.append(f"kl {values['policy/kl']:.1e}")
+    if "judge/requests" in values:
+        lost = values.get("judge/failures", 0.0)
+        parts.append(f"judged {values['judge/requests']:.0f}" + (f", {lost:.0f} failed" if lost else ""))
+    if values["reward/missing"]:
+        parts.append(f"missing {values['reward/missing']:.0%}")
+    phases = " ".join(f"{name} {s:.2f}" for name, s in seconds.items())
+    return " · ".join([*parts, f"{sum(seconds.values()):.2f} s ({phases})"])
+
+
+def eval_line(step: int, name: str, values: Mapping[str, float]) -> str:
+    """The line of an evaluation: measures now (and before), win rates against the start with their intervals."""
+    parts = []
+    for key, value in values.items():
+        short = key.split("/", 1)[1]
+        if short.endswith(("_before", "_low", "_high", "_missing", "_first", "_second")) or key.startswith("time/"):
+            continue
+        if short.startswith("win_"):
+            low, high = values.get(f"{key}_low"), values.get(f"{key}_high")
+            interval = f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else ""
+            orders = [values.get(f"{key}_first"), values.get(f"{key}_second")]
+            both = f" (orders {orders[0]:.3f} / {orders[1]:.3f})" if None not in orders else ""
+            parts.append(f"win rate by {short[4:]} {value:.3f}{interval}{both}")
+        elif f"{key}_before" in values:
+            parts.append(f"{short} {values[f'{key}_before']:.3f} → {value:.3f}")
+    return f"eval at step {step}, {name}: " + ", ".join(parts)

@@ -1,0 +1,255 @@
+"""Everything a run needs before its first step, checked: folder, model, policy, prompts, judge, memory.
+
+Invariant: what can be found wrong without training is found here, with an error that says what to do, before
+anything in an existing run folder is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import yaml
+from torch import Tensor
+
+from prefgrpo import checkpoint, parallel
+from prefgrpo.config import Config, ConfigError, differences, load, to_dict
+from prefgrpo.data import Prompt, read_prompts
+from prefgrpo.embed import Embeddings
+from prefgrpo.evaluate import Evaluator, held_out
+from prefgrpo.judge.verdict import PairJudge
+from prefgrpo.judging import evaluation_scorers, open_judge, specs, training_scorer
+from prefgrpo.models import load as load_model
+from prefgrpo.models.base import Adapter
+from prefgrpo.parallel import World
+from prefgrpo.policy import Policy
+from prefgrpo.rewards.scorer import Scorer
+from prefgrpo.schedule import make_schedule
+
+FREE = ("train.steps", "train.max_minutes", "output", "name", "device", "tensorboard", "judge.endpoints")
+FREE_SECTIONS = ("checkpoint.", "judge.concurrency", "judge.timeout_s", "judge.deadline_s", "judge.max_missing")
+"""What a resumed run may change without becoming another run."""
+
+
+@dataclass
+class Clock:
+    """Seconds per phase of a step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to `name`."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+
+class Interrupt:
+    """Turns the first SIGINT or SIGTERM into a flag, so that a step ends and is saved; the second one kills."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def _note(self, number: int, frame: object) -> None:
+        self.seen = True
+        self.restore()
+
+    def restore(self) -> None:
+        """Give the signals back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class Session:
+    """The parts of a run."""
+
+    world: World
+    folder: Path
+    adapter: Adapter
+    policy: Policy
+    prompts: list[Prompt]
+    embeddings: Embeddings
+    sigmas: Tensor
+    scorer: Scorer
+    weights: dict[str, float]
+    evaluators: dict[str, Evaluator]
+    judge: PairJudge | None
+    interrupt: Interrupt
+    start: int = 0
+    """Steps already done."""
+    trained_s: float = 0.0
+    """Seconds of training already spent."""
+    notes: list[str] = field(default_factory=list)
+    """What the start-up checks found, to be said."""
+
+    def interrupted(self) -> bool:
+        """Whether a signal asked the run to stop."""
+        return self.interrupt.seen
+
+    def close(self) -> None:
+        """Stop the judge and leave the process group."""
+        self.interrupt.restore()
+        self.scorer.close()
+        if self.judge is not None:
+            self.judge.close()
+        parallel.stop()
+
+
+def open_session(config: Config, resume: bool) -> Session:
+    """Build and check everything. Raises ConfigError, DataError, CheckpointError, ModelError or JudgeError."""
+    folder = Path(config.output) / config.name
+    world = parallel.start(config.device)
+    specs(config)
+    _check_world(config, world)
+    _check_folder(config, folder, resume, world)
+    prompts = read_prompts(config.data.prompts)
+    sets = {n: read_prompts(p) for n, p in (("dev", config.eval.prompts), ("test", config.eval.final_prompts)) if p}
+    adapter = _adapter(config, world.device)
+    policy = Policy(dict(adapter.trainable()), config.train)
+    judge = open_judge(config, world)
+    scorer, weights = training_scorer(config, judge, folder if world.main else None)
+    r = config.rollout
+    sigmas = adapter.sigmas(r.steps, r.height, r.width)
+    embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
+    ode = make_schedule(sigmas, "ode", 0.0).to(world.device)
+    evaluators = {}
+    for number, (name, held) in enumerate(sets.items() if config.eval.every else ()):
+        texts = [p.text for p in held[: config.eval.max_prompts or None]]
+        chosen = held_out(name, texts, config.eval.samples_per_prompt, number)
+        scorers = evaluation_scorers(config, judge)
+        evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers, world)
+    session = Session(
+        world, folder, adapter, policy, prompts, embeddings, sigmas, scorer, weights, evaluators, judge, Interrupt()
+    )
+    session.notes = [_describe(config, session), memory_estimate(config, session)]
+    _start_folder(config, session, resume)
+    return session
+
+
+def _check_world(config: Config, world: World) -> None:
+    """The step's prompts must deal out evenly, and every update needs a batch on every rank."""
+    r, mistakes = config.rollout, []
+    if r.prompts_per_step % world.size:
+        mistakes.append(
+            f"rollout.prompts_per_step: {r.prompts_per_step} groups do not deal out over {world.size} processes; "
+            f"expected a multiple of {world.size}"
+        )
+    batches = -(-(r.prompts_per_step // world.size * r.group_size) // r.batch_size)
+    if batches < config.train.updates_per_rollout:
+        mistakes.append(
+            f"train.updates_per_rollout: {config.train.updates_per_rollout} updates need as many batches per process, "
+            f"got {batches}; lower rollout.batch_size"
+        )
+    if mistakes:
+        raise ConfigError(mistakes)
+
+
+def _check_folder(config: Config, folder: Path, resume: bool, world: World) -> None:
+    """Claim the run folder; a resumed run must be the same run."""
+    problem = None
+    if world.main:
+        try:
+            checkpoint.claim(folder, resume)
+        except checkpoint.CheckpointError as error:
+            problem = error
+    if world.any(problem is not None):
+        raise problem or checkpoint.CheckpointError(f"rank 0 could not use {folder}; see its message")
+    if resume and (folder / "config.yaml").is_file():
+        changed = differences(load(folder / "config.yaml"), config)
+        wrong = {k: v for k, v in changed.items() if k not in FREE and not k.startswith(FREE_SECTIONS)}
+        if wrong:
+            shown = "; ".join(f"{k}: was {a!r}, is {b!r}" for k, (a, b) in wrong.items())
+            raise checkpoint.CheckpointError(
+                f"{folder} was started with another configuration ({shown}); resume with the old values, "
+                f"or choose another --name"
+            )
+
+
+def _adapter(config: Config, device: torch.device) -> Adapter:
+    """The model with what trains switched on."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
+    r, t = config.rollout, config.train
+    adapter = load_model(config.family, config.model, dtype, device, guidance=r.guidance, shift=r.shift)
+    adapter.latent_shape(r.height, r.width)
+    if t.lora_rank:
+        adapter.add_lora(t.lora_rank, t.lora_alpha, t.lora_targets or None, seed=config.seed)
+    else:
+        adapter.enable_full()
+    if t.gradient_checkpointing:
+        adapter.transformer.enable_gradient_checkpointing()  # type: ignore[operator]
+    return adapter
+
+
+def _start_folder(config: Config, session: Session, resume: bool) -> None:
+    """Write the configuration of a new run, or load the newest checkpoint of an old one."""
+    folder, world = session.folder, session.world
+    path = checkpoint.latest(folder / "checkpoints") if resume else None
+    if path is not None:
+        tensors, meta = checkpoint.read(path)
+        session.policy.load(tensors, meta["updates"])
+        session.start, session.trained_s = meta["step"], meta["trained_s"]
+        session.notes.append(f"resumed from {path}")
+    elif resume:
+        session.notes.append(f"no checkpoint in {folder} yet; starting from step 0")
+    if world.main:
+        (folder / "eval").mkdir(exist_ok=True)
+        (folder / "groups").mkdir(exist_ok=True)
+        text = yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+        checkpoint.write_atomic(folder / "config.yaml", text)
+    world.barrier()
+
+
+def _describe(config: Config, session: Session) -> str:
+    counts = session.adapter.parameter_counts()
+    r = config.rollout
+    return (
+        f"{config.family} from {config.model}: training {counts['trainable'] / 1e6:.2f} M parameters "
+        f"({'LoRA rank ' + str(config.train.lora_rank) if config.train.lora_rank else 'full'}, {config.dtype}) on "
+        f"{session.world.size} × {session.world.device}; {r.prompts_per_step} prompts × {r.group_size} images "
+        f"{r.width}×{r.height} per step from {len(session.prompts)} prompts"
+    )
+
+
+def memory_estimate(config: Config, session: Session) -> str:
+    """Bytes known before the first step, per process, and what the device has; activations come on top."""
+    modules = [m for m in session.adapter.pipe.components.values() if isinstance(m, torch.nn.Module)]
+    weights = sum(p.numel() * p.element_size() for m in modules for p in m.parameters())
+    trained = sum(p.numel() for p in session.policy.list)
+    state = trained * 4 * (3 + bool(config.train.ema_decay))  # gradient, two moments, average
+    r = config.rollout
+    latent = 4 * int(torch.tensor(session.adapter.latent_shape(r.height, r.width)).prod())
+    window = r.window_size or (r.window_high or r.steps - 1) - r.window_low
+    samples = r.prompts_per_step // session.world.size * r.group_size
+    latents, pixels = samples * latent * (window + 1), samples * r.height * r.width * 3
+    total, gib = weights + state + latents + pixels, 2**30
+    parts = {"weights": weights, "optimiser": state, "latents": latents, "images": pixels}
+    return (
+        f"memory per process: {' + '.join(f'{name} {size / gib:.2f}' for name, size in parts.items())} = {total / gib:.2f} "
+        f"GiB of {available_memory(session.world.device) / gib:.1f} free, and the activations of {r.batch_size} images"
+    )
+
+
+def available_memory(device: torch.device) -> int:
+    """Free bytes on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes this process has held so far, on the device."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,379 @@
+"""The training loop, for every family, reward and objective.
+
+    prompts → rollout → judge (streamed) → advantage → replay → clipped loss → AdamW
+
+Noise, prompts and pair orders are functions of (seed, step), so a step depends on the weights and its number only.
+Invariant: all ranks take every decision (skip, stop, checkpoint) from gathered numbers, hence together.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefgrpo import checkpoint
+from prefgrpo.config import Config
+from prefgrpo.data import step_prompts
+from prefgrpo.embed import collate, select
+from prefgrpo.evaluate import Images, save_images, to_uint8
+from prefgrpo.log import Log
+from prefgrpo.metrics import (
+    RewardsMissing,
+    check_missing,
+    eval_line,
+    judge_over_ranks,
+    policy_metrics,
+    reward_metrics,
+    step_line,
+)
+from prefgrpo.models.base import Condition
+from prefgrpo.objectives import objective
+from prefgrpo.ops import group_advantage
+from prefgrpo.policy import NonFiniteGradient
+from prefgrpo.replay import replay
+from prefgrpo.rewards.base import Media, Sample
+from prefgrpo.rewards.scorer import StepScores
+from prefgrpo.rollout import Rollout, rollout
+from prefgrpo.schedule import Schedule, make_schedule, sde_window
+from prefgrpo.session import Clock, open_session, peak_memory
+
+
+class TrainingStopped(RuntimeError):
+    """The run cannot go on; a resumable checkpoint exists and the message says what to do."""
+
+
+@dataclass
+class Batch:
+    """One rollout batch of this rank, kept until the update."""
+
+    condition: Condition
+    rollout: Rollout
+    slots: Tensor
+    """int64 [B]: position of each sample among this rank's P/world × G samples."""
+
+
+class Trainer:
+    """One run: `Trainer(config, resume).run()`."""
+
+    def __init__(self, config: Config, resume: bool = False) -> None:
+        self.config = config
+        self.parts = open_session(config, resume)
+        self.world, self.adapter, self.policy = self.parts.world, self.parts.adapter, self.parts.policy
+        self.folder = self.parts.folder
+        self.log = Log(
+            self.folder, config.train.steps, self.parts.start, tensorboard=config.tensorboard, active=self.world.main
+        )
+        self.loss = objective(config.train.objective)
+        self.before: dict[str, Images] = {}
+        self.samples: list[Sample] = []
+        """This rank's samples of the present step, in the order of their slots."""
+        self.verdict = ""
+        """The last line of a finished run: what became better, by how much."""
+
+    # ---- the loop -----------------------------------------------------------------------------------------------
+
+    def run(self) -> Path:
+        """Train to the end (or the time limit). Returns the run folder.
+
+        Raises TrainingStopped after saving when too many rewards are missing or the gradient is not finite.
+        """
+        done = self.parts.start
+        try:
+            for line in self.parts.notes:
+                self.log.say(line)
+            self._evaluate_start(done)
+            while done < self.config.train.steps and not self._out_of_time():
+                clock = Clock()
+                values = self._guarded_step(done, clock)
+                done += 1
+                self.parts.trained_s += sum(clock.seconds.values())
+                self._report(done, values, clock)
+                if self.config.eval.every and done % self.config.eval.every == 0 and "dev" in self.parts.evaluators:
+                    self._evaluate(done, "dev")
+                interrupted = self.world.any(self.parts.interrupted())
+                if done % self.config.checkpoint.every == 0 or interrupted:
+                    self._save(done)
+                if interrupted:
+                    raise TrainingStopped(f"interrupted after step {done}; continue with the same command and --resume")
+            self._finish(done)
+        finally:
+            self.log.close()
+            self.parts.close()
+        return self.folder
+
+    def _guarded_step(self, step: int, clock: Clock) -> dict[str, float]:
+        """One step; failures that leave the weights as they were become a checkpoint and TrainingStopped."""
+        try:
+            return self.step(step, clock)
+        except (NonFiniteGradient, RewardsMissing) as error:
+            self.policy.optimizer.zero_grad()
+            path = self._save(step)
+            raise TrainingStopped(
+                f"step {step + 1}: {error}\nsaved {path}; after mending it, continue with --resume"
+            ) from error
+
+    def step(self, step: int, clock: Clock) -> dict[str, float]:
+        """Training step number `step` (from 0): metrics over all ranks."""
+        schedule = self._schedule(step)
+        prompts = self._prompts(step)
+        with clock.phase("rollout"):
+            batches = self._collect(step, schedule, prompts)
+        with clock.phase("judge_wait"):
+            scores = self.parts.scorer.finish()
+        if self.world.main and self._pictured(step + 1):
+            self._save_groups(step + 1, scores)
+        advantage, values = self._advantage(scores)
+        with clock.phase("update"):
+            values |= self._update(schedule, batches, advantage)
+        return values | judge_over_ranks(scores.metrics, self.world)
+
+    def _schedule(self, step: int) -> Schedule:
+        """Sigmas with this step's stochastic window."""
+        r = self.config.rollout
+        window = sde_window(r.steps, r.window_size, r.window_low, r.window_high or r.steps - 1, self.config.seed, step)
+        return make_schedule(self.parts.sigmas, r.rule, r.eta, window).to(self.world.device)
+
+    def _prompts(self, step: int) -> list[int]:
+        """Indices of this rank's prompts: a slice of the step's prompts, each a whole group."""
+        per_step = self.config.rollout.prompts_per_step
+        chosen = step_prompts(len(self.parts.prompts), per_step, self.config.seed, step)
+        return [chosen[i] for i in self.world.share(per_step)]
+
+    # ---- rollout and rewards ------------------------------------------------------------------------------------
+
+    def _collect(self, step: int, schedule: Schedule, prompts: list[int]) -> list[Batch]:
+        """Roll out all of this rank's samples; every image goes to the rewards as soon as it exists."""
+        r, world = self.config.rollout, self.world
+        first = world.share(r.prompts_per_step).start
+        groups = [step * r.prompts_per_step + first + k for k in range(len(prompts))]
+        texts = [self.parts.prompts[i].text for i in prompts]
+        self.parts.scorer.begin(step, groups)
+        batches, self.samples = [], []
+        total = len(prompts) * r.group_size
+        for low in range(0, total, r.batch_size):
+            slots = torch.arange(low, min(low + r.batch_size, total), device=world.device)
+            ids = slots + groups[0] * r.group_size
+            owner = (slots // r.group_size).tolist()
+            condition = collate(self.parts.embeddings([texts[k] for k in owner]), world.device)
+            done = rollout(
+                self.adapter,
+                schedule,
+                condition,
+                ids,
+                seed=self.config.seed,
+                height=r.height,
+                width=r.width,
+                initial_sample=ids - ids % r.group_size if r.same_noise else None,
+            )
+            images = to_uint8(self.adapter.decode(done.latents, r.height, r.width))
+            for slot, pixels in zip(slots.tolist(), images, strict=True):
+                k, member = divmod(slot, r.group_size)
+                sample = Sample(texts[k], Media(pixels), self.parts.prompts[prompts[k]].meta)
+                self.samples.append(sample)
+                self.parts.scorer.add(groups[k], member, sample)
+            batches.append(Batch(condition, done, slots))
+        return batches
+
+    def _advantage(self, scores: StepScores) -> tuple[Tensor, dict[str, float]]:
+        """(this rank's advantages [P/world · G], metrics); statistics over all ranks. Raises RewardsMissing."""
+        c, r = self.config, self.config.rollout
+        names = list(self.parts.weights)
+        local = np.stack([scores.values[n].reshape(-1) for n in names], axis=1)
+        rewards = self.world.gather(local)  # [P · G, R]
+        weights = np.array([self.parts.weights[n] for n in names])
+        values = reward_metrics(names, rewards, r.group_size)
+        values["reward/missing"] = check_missing(rewards, weights, c.judge.max_missing, list(scores.reasons))
+        advantage = group_advantage(
+            torch.from_numpy(rewards.T.copy()),
+            torch.arange(r.prompts_per_step).repeat_interleave(r.group_size),
+            torch.from_numpy(weights),
+            combine=c.reward.combine,
+            std=c.reward.std,
+            eps=c.reward.eps,
+        )
+        per_group = advantage.view(-1, r.group_size)
+        values["advantage/zero_groups"] = float((per_group == 0).all(1).float().mean())
+        values["advantage/max"] = float(advantage.abs().max())
+        mine = self.world.share(r.prompts_per_step)
+        return per_group[mine.start : mine.stop].reshape(-1).to(self.world.device), values
+
+    # ---- update -------------------------------------------------------------------------------------------------
+
+    def _update(self, schedule: Schedule, batches: list[Batch], advantage: Tensor) -> dict[str, float]:
+        """The step's optimiser updates, each on its share of the batches. Raises NonFiniteGradient."""
+        norms: list[float] = []
+        tables: list[Tensor] = []
+        trained = 0.0
+        for number, part in enumerate(np.array_split(np.arange(len(batches)), self.config.train.updates_per_rollout)):
+            rows, samples = self._accumulate(schedule, [batches[i] for i in part], advantage, number)
+            tables += rows
+            kept = float(self.world.gather(np.array([float(samples)])).sum())
+            trained += kept
+            if kept == 0:
+                continue
+            norms.append(self.policy.update(self.world))
+        return policy_metrics(tables, self.world) | {
+            "grad_norm": float(np.mean(norms)) if norms else 0.0,
+            "samples_trained": trained,
+        }
+
+    def _accumulate(
+        self, schedule: Schedule, part: list[Batch], advantage: Tensor, update: int
+    ) -> tuple[list[Tensor], int]:
+        """Gradients of one update's batches. Returns (metric rows [2 + M]: update, samples, …; samples trained)."""
+        train, samples = self.config.train, 0
+        table: list[Tensor] = []
+        total = sum(int(b.slots.numel()) for b in part)
+        everywhere = float(self.world.gather(np.array([float(total)])).sum())
+        for batch in part:
+            rows = self._signal(batch, advantage)
+            if not len(rows):
+                continue
+            whole = len(rows) == batch.slots.numel()
+            condition = batch.condition if whole else select(batch.condition, rows)
+            adv = advantage[batch.slots if whole else batch.slots[rows]]
+            samples += len(rows)
+            steps = batch.rollout.steps if whole else tuple(s.select(rows) for s in batch.rollout.steps)
+            for step in steps:
+                new = replay(
+                    self.adapter,
+                    schedule,
+                    condition,
+                    step,
+                    height=self.config.rollout.height,
+                    width=self.config.rollout.width,
+                    kl=train.kl_coef > 0,
+                )
+                out = self.loss(train, new, step.logp, adv, everywhere * len(steps))
+                out.loss.backward()
+                facts = out.metrics.new_tensor([update, len(rows)])
+                table.append(torch.cat([facts, out.loss.detach()[None], out.metrics]))
+        return table, samples
+
+    def _signal(self, batch: Batch, advantage: Tensor) -> Tensor:
+        """int64 rows of the batch that belong to groups with any non-zero advantage; others cost no forward."""
+        groups = advantage.view(-1, self.config.rollout.group_size)
+        alive = (groups != 0).any(1).repeat_interleave(self.config.rollout.group_size)
+        return alive[batch.slots].nonzero()[:, 0]
+
+    # ---- evaluation and output ----------------------------------------------------------------------------------
+
+    def _out_of_time(self) -> bool:
+        limit = self.config.train.max_minutes * 60
+        return limit > 0 and self.world.any(self.parts.trained_s >= limit)
+
+    def _report(self, step: int, values: dict[str, float], clock: Clock) -> None:
+        """The metrics row and the summary line of a finished step."""
+        first = step == self.parts.start + 1
+        times = {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
+        self.log.row("train", step, values | times)
+        self.log.step(step_line(step, self.config.train.steps, values, clock.seconds))
+        error, limit = values["policy/on_policy_error"], self.config.train.clip_range / 10
+        if first or error > limit:
+            verdict = "exact" if error == 0 else "fine" if error <= limit else f"above clip_range / 10 = {limit:.1e}"
+            self.log.say(f"on-policy check, step {step}: max |ratio - 1| = {error:.1e} ({verdict})")
+        if first:
+            self.log.say(f"peak memory after step {step}: {peak_memory(self.world.device) / 2**30:.2f} GiB")
+
+    def _pictured(self, step: int) -> bool:
+        """Whether the report shows this step's groups: the first, the last, and those with an evaluation."""
+        every = self.config.eval.every or 50
+        return step in (1, self.config.train.steps) or step % every == 0
+
+    def _save_groups(self, step: int, scores: StepScores, most: int = 3) -> None:
+        """groups/step_NNNNNN.npz: images, wins, counts, win rates and prompts of a few judged groups."""
+        size = self.config.rollout.group_size
+        judged = [(k, g) for found in scores.groups.values() for k, g in enumerate(found) if g.wins is not None][:most]
+        if not judged:
+            return
+        members = [self.samples[k * size : (k + 1) * size] for k, _ in judged]
+        save_images(
+            self.folder / "groups" / f"step_{step:06d}.npz",
+            images=np.stack([[m.media.pixels for m in group] for group in members]),
+            wins=np.stack([np.asarray(g.wins) for _, g in judged]),
+            counts=np.stack([np.asarray(g.counts) for _, g in judged]),
+            rates=np.array([[np.nan if s.value is None else s.value for s in g.scores] for _, g in judged]),
+            prompts=np.array([group[0].prompt for group in members]),
+        )
+
+    def _evaluate_start(self, done: int) -> None:
+        """Images of the starting policy: rendered once, kept in the run folder, reloaded by a resumed run."""
+        for name, evaluator in self.parts.evaluators.items():
+            path = self.folder / "eval" / f"{name}_before_rank{self.world.rank}.npz"
+            if done == 0:
+                save_images(path, images=to_uint8(evaluator.render(evaluator.mine())))
+            with np.load(path, allow_pickle=False) as stored:
+                self.before[name] = stored["images"]
+            if done == 0:
+                if self.world.main:
+                    shown = evaluator.held.prompts[: self.config.eval.show]
+                    checkpoint.write_atomic(self.folder / "eval" / f"{name}_prompts.json", json.dumps(shown))
+                self._evaluate(0, name)
+
+    def _evaluate(self, step: int, name: str) -> None:
+        """Compare the current (averaged) policy with the start on one held-out set."""
+        clock = Clock()
+        with clock.phase("eval"), self.policy.averaged():
+            now, values = self.parts.evaluators[name].run(self.before[name])
+        if self.world.main:
+            show = self.config.eval.show
+            save_images(
+                self.folder / "eval" / f"{name}_{step:06d}.npz", before=self.before[name][:show], now=now[:show]
+            )
+        self.log.row("eval", step, {"set": name} | values | {"time/eval": clock.seconds["eval"]})
+        self.verdict = eval_line(step, name, values)
+        self.log.say(self.verdict)
+
+    def _save(self, done: int) -> Path:
+        """Checkpoint after `done` steps; rank 0 writes, all wait."""
+        path = self.folder / "checkpoints" / f"step_{done:06d}"
+        if self.world.main:
+            meta = {"updates": self.policy.updates, "trained_s": self.parts.trained_s}
+            path = checkpoint.save(
+                self.folder / "checkpoints",
+                done,
+                self.policy.tensors(),
+                meta,
+                self._export,
+                self.config.checkpoint.keep,
+            )
+        self.world.barrier()
+        return path
+
+    def _export(self, folder: str) -> None:
+        """The (averaged) weights in diffusers format: lora/, or a whole pipeline for full fine-tuning."""
+        with self.policy.averaged():
+            if self.config.train.lora_rank:
+                self.adapter.save_lora(f"{folder}/lora")
+            else:
+                self.adapter.save_full(f"{folder}/pipeline")
+
+    def _finish(self, done: int) -> None:
+        """Final evaluation and export: runs/NAME/lora (or pipeline) is the product."""
+        if self.config.eval.every and "dev" in self.parts.evaluators and done % self.config.eval.every:
+            self._evaluate(done, "dev")
+        if "test" in self.parts.evaluators:
+            self._evaluate(done, "test")
+        latest = checkpoint.latest(self.folder / "checkpoints")
+        if latest is None or latest.name != f"step_{done:06d}":
+            self._save(done)
+        if self.world.main:
+            self._export(str(self.folder))
+            self._proof()
+            self.log.say(f"finished after {done} steps; the result is in {self.folder}")
+        self.world.barrier()
+
+    def _proof(self) -> None:
+        """proof.safetensors: prompts, initial latents and float images of the final policy, to check the export."""
+        name = next(reversed(self.parts.evaluators), None)
+        if name is None:
+            return
+        evaluator = self.parts.evaluators[name]
+        index = evaluator.mine()[: min(4, self.config.rollout.batch_size)]
+        with self.policy.averaged():
+            evaluator.save_proof(self.folder / "proof.safetensors", index)
