@@ -1,0 +1,154 @@
+"""Rewards: the registry, the `reward_spec` grammar, and building rewards from both.
+
+    "a,b"   "a:0.5,b:1"   '{"a": 0.5, "b": 1}'   '["a", "b"]'        -> {name: weight}
+
+A registry is a dict from name to import path; a name with a colon-free dotted module works too: "pkg.mod:Class"
+inside JSON, "pkg.mod.Class" anywhere. Invariant: a spec that parses names existing rewards once each, with finite
+weights; every refusal names the entry.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward
+
+REWARDS: dict[str, str] = {
+    "vlm_pairwise": "prefgrpo.rewards.pairwise:VlmPairwise",
+    "jpeg_compressibility": "prefgrpo.rewards.jpeg:JpegCompressibility",
+    "jpeg_incompressibility": "prefgrpo.rewards.jpeg:JpegIncompressibility",
+    "scenes": "prefgrpo.rewards.scenes:Scenes",
+}
+Reward = PointwiseReward | GroupwiseReward
+
+
+class RewardSpecError(ValueError):
+    """A reward spec that cannot be used; the message names the entry."""
+
+
+def parse_reward_spec(spec: str | Mapping[str, Any] | list[Any]) -> dict[str, float]:
+    """{reward name: weight} in the order given; raises RewardSpecError naming the first bad entry."""
+    if isinstance(spec, str):
+        spec = spec.strip()
+        entries = _json_entries(spec) if spec[:1] in ("{", "[") else _text_entries(spec)
+    else:
+        entries = _structured(spec)
+    weights: dict[str, float] = {}
+    for name, weight in entries:
+        _check_name(name)
+        if name in weights:
+            raise RewardSpecError(f"reward '{name}' is named twice; give each reward once")
+        weights[name] = _weight(name, weight)
+    if not weights:
+        raise RewardSpecError(f"the reward spec is empty ({spec!r}); expected for example 'vlm_pairwise:1.0'")
+    return weights
+
+
+def _text_entries(spec: str) -> list[tuple[str, Any]]:
+    entries: list[tuple[str, Any]] = []
+    for entry in (e.strip() for e in spec.split(",")):
+        if not entry:
+            continue
+        name, *rest = [p.strip() for p in entry.split(":")]
+        if len(rest) > 1 and "." in name and not _number(rest[0]):  # pkg.mod:Class:weight
+            name, rest = f"{name}:{rest[0]}", rest[1:]
+        elif len(rest) == 1 and "." in name and rest[0].isidentifier():  # pkg.mod:Class
+            name, rest = f"{name}:{rest[0]}", []
+        if not name or len(rest) > 1 or rest == [""]:
+            raise RewardSpecError(f"bad entry {entry!r} in reward spec {spec!r}: expected 'name' or 'name:weight'")
+        entries.append((name, rest[0] if rest else 1.0))
+    return entries
+
+
+def _json_entries(spec: str) -> list[tuple[str, Any]]:
+    def pairs(items: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        return items if items else [("\0", items)]  # keep duplicates: a dict would drop them silently
+
+    try:
+        value = json.loads(spec, object_pairs_hook=pairs)
+    except json.JSONDecodeError as error:
+        raise RewardSpecError(f"reward spec {spec!r} is not valid JSON: {error}") from error
+    if spec[0] == "{":
+        return [] if value == [("\0", [])] else list(value)
+    return _structured(value)
+
+
+def _structured(value: Mapping[str, Any] | list[Any]) -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return list(value.items())
+    for entry in value:
+        if not isinstance(entry, str):
+            raise RewardSpecError(f"bad entry {entry!r} in the list of rewards: expected a name in quotes")
+    return [(entry, 1.0) for entry in value]
+
+
+def _number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _weight(name: str, weight: Any) -> float:
+    numeric = isinstance(weight, int | float | str) and not isinstance(weight, bool)
+    if not numeric or not _number(str(weight)):
+        raise RewardSpecError(f"weight of reward '{name}' must be a number, got {weight!r}")
+    if not math.isfinite(float(weight)):
+        raise RewardSpecError(f"weight of reward '{name}' must be finite, got {weight!r}")
+    return float(weight)
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or not name:
+        raise RewardSpecError(f"bad reward name {name!r}: expected one of {', '.join(REWARDS)}")
+    if name in REWARDS or "." in name:
+        return
+    near = difflib.get_close_matches(name, REWARDS, n=1)
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    raise RewardSpecError(
+        f"unknown reward '{name}': expected one of {', '.join(REWARDS)} or 'package.module:Class'{hint}"
+    )
+
+
+def load_class(name: str) -> type[Reward]:
+    """The class behind a registry name or dotted path."""
+    path = REWARDS.get(name, name)
+    module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise RewardSpecError(f"cannot load reward '{name}' from {path}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, PointwiseReward | GroupwiseReward)):
+        raise RewardSpecError(f"reward '{name}' at {path} is no PointwiseReward or GroupwiseReward")
+    return found
+
+
+def build(
+    spec: str | Mapping[str, Any] | list[Any], options: Mapping[str, Mapping[str, Any]] | None = None
+) -> dict[str, Reward]:
+    """{name: reward} for every reward of `spec`; `options[name]` are the keyword arguments of its class."""
+    weights, options = parse_reward_spec(spec), options or {}
+    return {name: _make(name, dict(options.get(name, {}))) for name in weights}
+
+
+def _make(name: str, options: dict[str, Any]) -> Reward:
+    found = load_class(name)
+    accepted = inspect.signature(found).parameters
+    for key in options:
+        if key not in accepted:
+            near = difflib.get_close_matches(key, accepted, n=1)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            raise RewardSpecError(
+                f"reward '{name}' has no option '{key}': expected {', '.join(accepted) or 'none'}{hint}"
+            )
+    needed = [k for k, p in accepted.items() if p.default is p.empty and k not in options]
+    if needed:
+        raise RewardSpecError(f"reward '{name}' needs the option(s) {', '.join(needed)}")
+    return found(**options)

@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from prefgrpo.judge.verdict import Verdict
+
 
 @dataclass(frozen=True, eq=False)
 class Media:
@@ -46,7 +48,7 @@ class Media:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of shape and pixels, hex."""
-        return hashlib.sha256(repr(self.pixels.shape).encode() + np.ascontiguousarray(self.pixels)).hexdigest()
+        return hashlib.sha256(repr(self.pixels.shape).encode() + self.pixels.tobytes()).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +72,18 @@ class Score:
     """Named sub-scores, for logs."""
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """One ordered pair of a group that was put to a judge."""
+
+    first: int
+    """Member shown first."""
+    second: int
+    """Member shown second."""
+    verdict: Verdict
+    """What the judge answered, or why nothing came."""
+
+
 @dataclass
 class GroupScores:
     """A groupwise reward's result for one group of G samples."""
@@ -79,12 +93,13 @@ class GroupScores:
     """[G, G] summed soft verdicts that row beats column (pairwise rewards)."""
     counts: NDArray[np.float64] | None = None
     """[G, G] how many verdicts exist."""
-    asked: list[tuple[int, int, float | None]] = field(default_factory=list)
-    """Every comparison as it was asked: (shown first, shown second, P(first is better) or None)."""
+    comparisons: list[Comparison] = field(default_factory=list)
+    """Every judgement behind the scores (pairwise rewards)."""
 
     def shown(self, first: int, second: int) -> float:
         """Mean P(`first` beats `second`) over the comparisons that showed them in this order; NaN if none."""
-        found = [p for i, j, p in self.asked if (i, j) == (first, second) and p is not None]
+        asked = [c.verdict.first for c in self.comparisons if (c.first, c.second) == (first, second)]
+        found = [p for p in asked if p is not None]
         return float(np.mean(found)) if found else float("nan")
 
 

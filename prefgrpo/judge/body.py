@@ -1,0 +1,81 @@
+"""Request bytes of an OpenAI chat completion with two images, joined from parts that are made once.
+
+Each medium is encoded and base64-ed once and its id is the hash of the encoded bytes, so an id never names other
+pixels. Invariant: joining the parts gives valid JSON for any prompt.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from prefgrpo.judge.template import Template
+from prefgrpo.rewards.base import Media
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """One medium, ready to be sent."""
+
+    uuid: str
+    """'sha256-…' of the encoded bytes."""
+    with_data: bytes
+    """Content part that carries data and id."""
+    id_only: bytes
+    """Content part for a server that knows the id."""
+    plain: bytes
+    """Content part without an id, for servers that have none."""
+
+
+def encode(media: Media, image_format: str) -> Encoded:
+    """Encode an image as 'jpeg' or 'webp' (lossless)."""
+    data = media.jpeg if image_format == "jpeg" else media.webp
+    uuid = "sha256-" + hashlib.sha256(data).hexdigest()
+    url = b'{"type":"image_url","image_url":{"url":"data:image/%s;base64,%s"}' % (
+        image_format.encode(),
+        base64.b64encode(data),
+    )
+    tag = b',"uuid":"%s"}' % uuid.encode()
+    return Encoded(uuid, url + tag, b'{"type":"image_url","image_url":null' + tag, url + b"}")
+
+
+@dataclass(frozen=True)
+class RequestKind:
+    """What all requests of a judge have in common."""
+
+    model: str
+    template: Template
+    seed: int
+    label_ids: tuple[int, int] | None
+    """Token ids of the labels, where the judge's tokenizer is known."""
+    vllm: bool
+    """The server is vLLM: it takes `logprob_token_ids`."""
+
+    def tail(self) -> bytes:
+        """Everything after the user's content: prefill, sampling, logprobs."""
+        t = self.template
+        fields: dict[str, Any] = {"max_tokens": t.max_tokens, "temperature": 0, "seed": self.seed}
+        turn = b"}]"
+        if t.prefill:
+            turn = b"}," + _json({"role": "assistant", "content": t.prefill}) + b"]"
+            fields |= {"continue_final_message": True, "add_generation_prompt": False}
+        if t.answer == "soft":
+            fields |= {"logprobs": True, "top_logprobs": 20}
+            if self.label_ids and self.vllm:
+                fields["logprob_token_ids"] = list(self.label_ids)
+        return turn + b"," + _json(fields)[1:]
+
+    def body(self, prompt: str, media: tuple[bytes, bytes]) -> bytes:
+        """The request for a prompt and two content parts."""
+        head = b'{"model":' + _json(self.model) + b',"messages":[{"role":"user","content":['
+        parts = [
+            media[p] if isinstance(p, int) else _json({"type": "text", "text": p}) for p in self.template.parts(prompt)
+        ]
+        return head + b",".join(parts) + b"]" + self.tail()
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=True, separators=(",", ":")).encode()

@@ -1,0 +1,131 @@
+"""The public face of the HTTP judge: its config, the judge, and the health check at start.
+
+`check` says in seconds whether judging will work: is the server there, does it serve the model, does a pair of
+pictures get a verdict. Invariant: it raises one JudgeError that says what was expected, what came, what to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+from dataclasses import dataclass, field, replace
+
+import aiohttp
+import numpy as np
+
+from prefgrpo.judge.endpoint import Endpoint, describe_error
+from prefgrpo.judge.http import HttpJudge, HttpJudgeConfig
+from prefgrpo.judge.loop import loop_thread
+from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.rewards.base import Media
+
+__all__ = ["EndpointHealth", "Health", "HttpJudge", "HttpJudgeConfig", "check"]
+
+
+@dataclass
+class EndpointHealth:
+    """What one server said."""
+
+    url: str
+    """Its address."""
+    models: list[str] = field(default_factory=list)
+    """Models that it serves."""
+    vllm: bool = False
+    """It is vLLM: media ids and label ids are used."""
+    problem: str = ""
+    """Why it cannot be used; '' if it can."""
+
+
+@dataclass
+class Health:
+    """Result of a check that passed: at least one endpoint works."""
+
+    endpoints: list[EndpointHealth]
+    """All configured endpoints; one may have a `problem` while another works."""
+    model: str
+    """Model that will judge."""
+    probe_p_first: float | None = None
+    """P(first) of the probe pair; None without a probe."""
+    probe_latency_s: float | None = None
+    """Seconds the probe pair took."""
+    position_bias: float | None = None
+    """Mean P(first) over random pairs in both orders; 0.5 is no bias."""
+
+    def summary(self) -> str:
+        """One line per endpoint and one for the probe."""
+        rows = [f"{e.url}: {e.problem or 'ok, serves ' + ', '.join(e.models)}" for e in self.endpoints]
+        if self.probe_latency_s is not None:
+            rows.append(f"probe pair: P(first) {self.probe_p_first:.3f} in {self.probe_latency_s:.2f} s")
+        if self.position_bias is not None:
+            rows.append(f"position bias: mean P(first) {self.position_bias:.3f} over pairs in both orders")
+        return "\n".join(rows)
+
+
+def check(config: HttpJudgeConfig, *, timeout_s: float = 10.0, probe: bool = True, bias_pairs: int = 0) -> Health:
+    """Check the configured judge; at most about three `timeout_s` per endpoint.
+
+    probe: judge one pair of plain pictures. bias_pairs: judge this many random pairs in both orders.
+    Raises JudgeError if no endpoint works or the probe gets no verdict.
+    """
+    HttpJudge(config).close()  # validates the config and the template
+    thread = loop_thread()
+    found = [thread.submit(_look(url, config, timeout_s)).result(timeout_s + 5.0) for url in config.urls]
+    good = [e for e in found if not e.problem]
+    if not good:
+        raise JudgeError("the judge cannot be used. " + " | ".join(f"{e.url}: {e.problem}" for e in found))
+    health = Health(found, config.model or good[0].models[0])
+    if probe:
+        _probe(replace(config, urls=tuple(e.url for e in good), timeout_s=timeout_s), health, bias_pairs)
+    return health
+
+
+async def _look(url: str, config: HttpJudgeConfig, timeout_s: float) -> EndpointHealth:
+    endpoint = Endpoint(url, config.media_ids, {})
+    result = EndpointHealth(endpoint.url)
+    try:
+        await endpoint.describe(loop_thread().session(), timeout_s)
+    except asyncio.TimeoutError:
+        result.problem = f"no answer from /v1/models within {timeout_s:g} s; is the server still loading, or stuck?"
+        return result
+    except (aiohttp.ClientError, OSError, ValueError) as error:
+        result.problem = (
+            f"not reachable ({describe_error(error)}); expected an OpenAI-compatible server: start one with "
+            "'prefgrpo judge serve', or correct the judge's urls"
+        )
+        return result
+    result.models, result.vllm = endpoint.models or [], endpoint.vllm
+    result.problem = _model_problem(config.model, result.models)
+    return result
+
+
+def _model_problem(model: str, served: list[str]) -> str:
+    if not served:
+        return "/v1/models lists no model; expected an OpenAI-compatible chat server"
+    if model in served or (not model and len(served) == 1):
+        return ""
+    if not model:
+        return f"serves several models ({', '.join(served)}); set the judge's model to one of them"
+    near = difflib.get_close_matches(model, served, n=1)
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    return f"serves {', '.join(served)}, not '{model}'{hint} Set the judge's model to a served name"
+
+
+def _probe(config: HttpJudgeConfig, health: Health, bias_pairs: int) -> None:
+    """Judge plain pictures once, and random pictures in both orders."""
+    judge = HttpJudge(replace(config, retries=1, patience_s=5.0))
+    red, blue = (Media(np.full((64, 64, 3), c, np.uint8)) for c in ((220, 30, 30), (30, 60, 220)))
+    verdict = judge.judge_group("a plain red picture", [red, blue], [(0, 1)])[0]
+    if verdict.first is None:
+        judge.close()
+        raise JudgeError(
+            f"the judge '{health.model}' gave no verdict on a probe pair: {verdict.reason}. "
+            "Check that the template suits the model (labels, prefill, answer), and that it accepts two images"
+        )
+    health.probe_p_first, health.probe_latency_s = verdict.first, verdict.latency_s
+    if bias_pairs:
+        rng = np.random.default_rng(0)
+        media = [Media(rng.integers(0, 256, (64, 64, 3), dtype=np.uint8)) for _ in range(2 * bias_pairs)]
+        pairs = [p for k in range(bias_pairs) for p in ((2 * k, 2 * k + 1), (2 * k + 1, 2 * k))]
+        values = [v.first for v in judge.judge_group("a picture", media, pairs) if v.first is not None]
+        health.position_bias = float(np.mean(values)) if values else None
+    judge.close()

@@ -1,0 +1,198 @@
+"""One judge server as the client sees it, and the pool that picks one.
+
+An endpoint is ejected on a connection error and comes back when its /health answers; which media it holds is
+forgotten then. Invariants: a medium's first request carries its data and the others wait for that one; nobody
+waits for a request that started later, so waits cannot form a ring. Everything runs on the client's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+
+_KNOWN_MEDIA = 8192
+_MIN_MISSES = 16
+_PROBE_TIMEOUT_S = 5.0
+_PROBE_LONGEST_S = 2.0
+TRANSPORT_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, OSError)
+
+
+class NoEndpoint(RuntimeError):
+    """No endpoint has been alive for the client's patience."""
+
+
+class Endpoint:
+    """State of one server."""
+
+    def __init__(self, url: str, media_ids: str, headers: dict[str, str]) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.headers = headers
+        self.load = 0
+        self.alive = True
+        self.trouble = ""
+        self.models: list[str] | None = None
+        self.vllm = False
+        self._media_ids = media_ids
+        self._ids_off = media_ids == "off"
+        self._known: OrderedDict[str, None] = OrderedDict()
+        self._pending: dict[str, asyncio.Event] = {}
+        self._misses = self._lean = 0
+        self.probe: asyncio.Task[None] | None = None
+        self._describing = asyncio.Lock()
+
+    async def describe(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
+        """Learn what it serves and whether it is vLLM (once; again after it came back)."""
+        async with self._describing:
+            if self.models is not None:
+                return
+            timeout = aiohttp.ClientTimeout(total=timeout_s)
+            async with session.get(f"{self.url}/v1/models", headers=self.headers, timeout=timeout) as reply:
+                value: Any = await reply.json(content_type=None) if reply.status == 200 else {}
+            rows = value.get("data") if isinstance(value, dict) else None
+            rows = [r for r in rows if isinstance(r, dict)] if isinstance(rows, list) else []
+            self.vllm = any(r.get("owned_by") == "vllm" for r in rows)
+            self.models = [str(r.get("id")) for r in rows]
+
+    @property
+    def uses_ids(self) -> bool:
+        """Send ids instead of data for media that the server knows."""
+        return not self._ids_off and (self.vllm or self._media_ids == "on")
+
+    async def claim(self, uuids: Sequence[str]) -> set[str]:
+        """Which of the media this request must carry with data; waits until the others are known.
+
+        What is unknown is claimed at once; then whatever earlier requests carry is awaited. `settle` must follow.
+        """
+        earlier = {u: self._pending[u] for u in uuids if u in self._pending}
+        mine = {u for u in uuids if u not in self._known and u not in earlier}
+        self._pending |= {u: asyncio.Event() for u in mine}
+        try:
+            for event in earlier.values():
+                await event.wait()
+        except asyncio.CancelledError:
+            self.settle(mine, False)
+            raise
+        return mine | {u for u in earlier if u not in self._known}  # a carrier that failed is not waited for again
+
+    def settle(self, claimed: set[str], success: bool) -> None:
+        """The request that carried `claimed` has ended; lets those go on that wait for it."""
+        for uuid in claimed:
+            if success:
+                self._known[uuid] = None
+                self._known.move_to_end(uuid)
+            if event := self._pending.pop(uuid, None):
+                event.set()
+        while len(self._known) > _KNOWN_MEDIA:
+            self._known.popitem(last=False)
+
+    def lean_request(self, missed: bool) -> None:
+        """Count a request that relied on ids; many misses (several API processes behind one port) switch ids off."""
+        self._lean += 1
+        self._misses += missed
+        if self._media_ids != "on" and self._misses >= _MIN_MISSES and self._misses > 0.2 * self._lean:
+            self._ids_off = True
+
+    def forget(self) -> None:
+        """The server may have restarted: it knows no media, and may serve another model."""
+        self._known.clear()
+        self.models = None
+
+    def close(self) -> None:
+        """Stop probing."""
+        if self.probe:
+            self.probe.cancel()
+
+
+class Pool:
+    """Picks the least loaded living endpoint; at most `concurrency` requests at a time on each."""
+
+    def __init__(self, endpoints: list[Endpoint], concurrency: int, patience_s: float) -> None:
+        self.endpoints, self.concurrency, self.patience_s = endpoints, concurrency, patience_s
+        self._changed = asyncio.Condition()
+        self._dead_since: float | None = None
+
+    async def acquire(self) -> Endpoint:
+        """An endpoint with a free slot; NoEndpoint when none has been alive for `patience_s`."""
+        async with self._changed:
+            while True:
+                free = [e for e in self.endpoints if e.alive and e.load < self.concurrency]
+                if free:
+                    chosen = min(free, key=lambda e: e.load)
+                    chosen.load += 1
+                    return chosen
+                try:
+                    await self._wait()
+                except asyncio.CancelledError:
+                    self._changed.notify(1)  # the wake-up may have been meant for somebody who still waits
+                    raise
+
+    async def _wait(self) -> None:
+        """Wait for a change; while every endpoint is dead only until the patience is over."""
+        if any(e.alive for e in self.endpoints):
+            await self._changed.wait()
+            return
+        left = (self._dead_since or time.monotonic()) + self.patience_s - time.monotonic()
+        if left <= 0:
+            seen = "; ".join(f"{e.url}: {e.trouble}" for e in self.endpoints)
+            raise NoEndpoint(f"no judge endpoint was reachable for {self.patience_s:g} s ({seen})")
+        try:
+            await asyncio.wait_for(self._changed.wait(), left)
+        except asyncio.TimeoutError:
+            return
+
+    async def release(self, endpoint: Endpoint) -> None:
+        """Give the slot back."""
+        endpoint.load -= 1
+        async with self._changed:
+            self._changed.notify(1)
+
+    def eject(self, session: aiohttp.ClientSession, endpoint: Endpoint, trouble: str) -> None:
+        """Send nothing more to this endpoint until its health probe succeeds."""
+        endpoint.trouble = trouble
+        endpoint.alive = False
+        if self._dead_since is None and not any(e.alive for e in self.endpoints):
+            self._dead_since = time.monotonic()
+        self.suspect(session, endpoint)
+
+    def suspect(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
+        """Probe an endpoint in the background (one probe at a time)."""
+        if endpoint.probe is None or endpoint.probe.done():
+            endpoint.probe = asyncio.create_task(self._probe(session, endpoint))
+
+    async def _probe(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
+        """Ask /health until it answers; a failed answer of a living endpoint ejects it."""
+        pause = 0.1
+        while trouble := await health(session, endpoint):
+            if endpoint.alive:
+                self.eject(session, endpoint, trouble)
+            endpoint.trouble = trouble
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _PROBE_LONGEST_S)
+        if not endpoint.alive:
+            endpoint.forget()
+            endpoint.alive = True
+            self._dead_since = None
+            async with self._changed:
+                self._changed.notify_all()
+
+
+async def health(session: aiohttp.ClientSession, endpoint: Endpoint) -> str:
+    """'' if the server answers /health with anything below 500 (not every server has it), else what is wrong."""
+    timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
+    try:
+        async with session.get(f"{endpoint.url}/health", headers=endpoint.headers, timeout=timeout) as reply:
+            return "" if reply.status < 500 else f"/health says {reply.status}"
+    except asyncio.TimeoutError:
+        return f"/health did not answer within {_PROBE_TIMEOUT_S:g} s"
+    except (aiohttp.ClientError, OSError) as error:
+        return describe_error(error)
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception in a few words, never empty."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

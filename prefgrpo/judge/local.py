@@ -1,0 +1,174 @@
+"""A judge in this process: a Qwen-VL checkpoint run through transformers, without a server or torchvision.
+
+    P(first) = sigmoid(log p(label 1) − log p(label 2)) at the token after the prefill
+
+Each medium is encoded once per group; the prompt up to the second image runs once per first image (its keys and
+values are shared), only the rest once per pair. Invariant: a group's verdicts depend on that group alone, and
+equal the stock model's one-pair forward to fp32 rounding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer, DynamicCache
+
+from prefgrpo.judge.template import label_ids, load_template
+from prefgrpo.judge.verdict import JudgeError, Pair, PairJudge, Verdict, soft_verdict
+from prefgrpo.rewards.base import Media
+
+_FAMILIES = ("qwen3_vl", "qwen2_5_vl")
+Features = tuple[Tensor, ...]
+"""One image's vision tokens [n, H], then its deepstack features, one [n, H] per layer that takes them."""
+
+
+@dataclass(frozen=True)
+class LocalJudgeConfig:
+    """The in-process judge."""
+
+    model: str
+    """Folder or hub id of a Qwen3-VL or Qwen2.5-VL checkpoint."""
+    template: str = "compare"
+    """Name of a shipped template or path to one; its answer must be soft."""
+    device: str = "cpu"
+    """Torch device."""
+    dtype: str = "float32"
+    """Torch dtype of the weights."""
+    pair_batch: int = 256
+    """Most pairs in one language-model call."""
+    min_label_mass: float = 0.01
+    """A verdict is missing if the two labels together have less probability than this."""
+
+
+class LocalJudge(PairJudge):
+    """Judges groups with a model held in this process."""
+
+    streams = False
+
+    def __init__(self, config: LocalJudgeConfig) -> None:
+        self.config = config
+        self.template = load_template(config.template)
+        if self.template.answer != "soft" or self.template.labels is None:
+            raise JudgeError(f"template '{config.template}' asks for text; the in-process judge needs a soft answer")
+        kind = _model_type(config.model)
+        if kind not in _FAMILIES:
+            raise JudgeError(f"{config.model} is a '{kind}' model: expected one of {', '.join(_FAMILIES)}")
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(config.model)
+        self.processor: Any = AutoImageProcessor.from_pretrained(config.model)
+        dtype = getattr(torch, config.dtype)
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(config.model, dtype=dtype).eval()
+        for parameter in self.model.parameters():  # out of the unaligned file mapping: other kernels, other bits
+            parameter.data = parameter.data.clone().requires_grad_(False)
+        self.model.to(config.device)
+        self.labels = torch.tensor(label_ids(self.tokenizer, self.template.prefill, self.template.labels))
+        self.pad: int = self.model.config.image_token_id
+        self._pad_text: str = self.tokenizer.convert_ids_to_tokens(self.pad)
+
+    @torch.inference_mode()
+    def judge_group(self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair]) -> list[Verdict]:
+        """Verdicts for ordered pairs of one prompt's images; all missing if the prompt holds an image token."""
+        start = time.perf_counter()
+        if self._pad_text in prompt:
+            return [Verdict(None, f"the prompt contains the judge's image token {self._pad_text}")] * len(pairs)
+        features, grids = self._encode(media)
+        buckets: dict[tuple[Any, Any], list[int]] = defaultdict(list)
+        for n, (i, j) in enumerate(pairs):
+            buckets[grids[i], grids[j]].append(n)
+        logp = torch.empty(len(pairs), 2)
+        for (grid_1, grid_2), rows in buckets.items():
+            chosen = [pairs[n] for n in rows]
+            logp[rows] = self._log_probs(prompt, features, torch.tensor([grid_1, grid_2]), chosen)
+        share = (time.perf_counter() - start) / max(len(pairs), 1)
+        return [soft_verdict(a, b, self.config.min_label_mass, share) for a, b in logp.tolist()]
+
+    def _encode(self, media: Sequence[Media]) -> tuple[list[Features], list[tuple[int, ...]]]:
+        """Vision features and patch grid (t, h, w) of each image."""
+        inputs = self.processor(images=[m.pil for m in media], return_tensors="pt")
+        grid = inputs["image_grid_thw"]
+        pixels = inputs["pixel_values"].to(self.config.device)
+        out = self.model.model.get_image_features(pixels, grid.to(self.config.device), return_dict=True)
+        layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
+        return list(zip(*layers, strict=True)), [tuple(g) for g in grid.tolist()]
+
+    def _tokens(self, prompt: str, grid: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Ids [L], rotary positions [3, L], and where the second image starts, for images of grids [2, 3]."""
+        text = self.tokenizer.apply_chat_template(
+            self.template.messages(prompt), tokenize=False, **_continuation(bool(self.template.prefill))
+        )
+        sizes = (grid.prod(1) // self.model.config.vision_config.spatial_merge_size**2).tolist()
+        head, middle, tail = text.split(self._pad_text)
+        text = f"{head}{self._pad_text * sizes[0]}{middle}{self._pad_text * sizes[1]}{tail}"
+        ids = torch.tensor(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        kinds = (ids == self.pad).int()[None]
+        positions, _ = self.model.model.get_rope_index(
+            ids[None], mm_token_type_ids=kinds, image_grid_thw=grid, attention_mask=torch.ones_like(ids)[None]
+        )
+        second = int((ids == self.pad).nonzero()[sizes[0]])
+        return ids, positions[:, 0], second
+
+    def _log_probs(self, prompt: str, features: list[Features], grid: Tensor, pairs: list[Pair]) -> Tensor:
+        """Log-probabilities [n, 2] of the two labels for n pairs whose images have the patch grids [2, 3]."""
+        ids, positions, cut = self._tokens(prompt, grid)
+        firsts = sorted({i for i, _ in pairs})
+        row = {i: r for r, i in enumerate(firsts)}
+        head = self._forward(ids[:cut], positions[:, :cut], [features[i] for i in firsts], None)
+        result = []
+        for k in range(0, len(pairs), self.config.pair_batch):
+            chunk = pairs[k : k + self.config.pair_batch]
+            cache = _rows(head.past_key_values, torch.tensor([row[i] for i, _ in chunk]))
+            out = self._forward(ids[cut:], positions[:, cut:], [features[j] for _, j in chunk], cache)
+            logits = self.model.lm_head(out.last_hidden_state[:, -1]).float()
+            result.append(logits.log_softmax(-1)[:, self.labels].cpu())
+        return torch.cat(result)
+
+    def _forward(self, ids: Tensor, positions: Tensor, images: list[Features], cache: DynamicCache | None) -> Any:
+        """Language model on n copies of `ids` [L] that differ in the image in their image tokens."""
+        n, device = len(images), self.config.device
+        language = self.model.model.language_model
+        embeds = language.embed_tokens(ids.to(device))[None].repeat(n, 1, 1)
+        where = (ids == self.pad).to(device)
+        vision, *deep = (torch.stack(layer) for layer in zip(*images, strict=True))
+        embeds[:, where] = vision.to(embeds.dtype)
+        extra: dict[str, Any] = {}
+        if deep:
+            extra = {
+                "visual_pos_masks": where.expand(n, -1),
+                "deepstack_visual_embeds": [d.flatten(0, 1) for d in deep],
+            }
+        return language(
+            inputs_embeds=embeds,
+            position_ids=positions[:, None].expand(-1, n, -1).to(device),
+            past_key_values=cache,
+            use_cache=True,
+            **extra,
+        )
+
+
+def _continuation(prefill: bool) -> dict[str, bool]:
+    return {"continue_final_message": True} if prefill else {"add_generation_prompt": True}
+
+
+def _rows(cache: DynamicCache, rows: Tensor) -> DynamicCache:
+    """A cache with the given rows of another's batch."""
+    chosen = DynamicCache()
+    for index, layer in enumerate(cache.layers):
+        chosen.update(layer.keys[rows], layer.values[rows], index)
+    return chosen
+
+
+def _model_type(model: str) -> str:
+    if Path(model).is_absolute() and not Path(model, "config.json").is_file():
+        raise JudgeError(
+            f"judge checkpoint not found: expected {model}/config.json; give a checkpoint folder or hub id"
+        )
+    try:
+        return str(AutoConfig.from_pretrained(model).model_type)
+    except (OSError, ValueError) as error:
+        raise JudgeError(f"cannot load the judge '{model}': {error}") from error

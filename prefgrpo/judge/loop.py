@@ -1,0 +1,67 @@
+"""The process's one event loop for judging, in its own daemon thread, with one connection pool.
+
+Connections are kept 2 s, less than a server's 5 s: a server that closes an idle connection while a request is being
+written into it is what drops requests. Invariant: one loop and one pool per process, a forked child gets its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import aiohttp
+
+_KEEP_ALIVE_S = 2.0
+T = TypeVar("T")
+
+
+class LoopThread:
+    """An event loop that runs in a daemon thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.loop.set_default_executor(ThreadPoolExecutor(2, thread_name_prefix="judge-encode"))
+        self._session: aiohttp.ClientSession | None = None
+        threading.Thread(target=self._run, name="judge-loop", daemon=True).start()
+        atexit.register(self.close)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def session(self) -> aiohttp.ClientSession:
+        """The connection pool; call on the loop."""
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector)
+        return self._session
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self) -> None:
+        """Close the pool and stop the loop (at exit)."""
+        if self.loop.is_running():
+            if self._session is not None:
+                self.submit(self._session.close()).result(5.0)
+            self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+_threads: dict[int, LoopThread] = {}
+_lock = threading.Lock()
+
+
+def loop_thread() -> LoopThread:
+    """This process's loop thread, started on first use."""
+    with _lock:
+        pid = os.getpid()
+        if pid not in _threads:
+            _threads.clear()
+            _threads[pid] = LoopThread()
+        return _threads[pid]

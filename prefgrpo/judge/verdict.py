@@ -1,0 +1,74 @@
+"""What a judge answers to one pair, and how a judge is called.
+
+A verdict is P(first is better) in [0, 1]; a tie is 0.5, a verdict like any other. A comparison that failed has
+`first is None` with a reason: missing is never 0.5.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prefgrpo.rewards.base import Media
+
+Pair = tuple[int, int]
+"""(first shown, second shown): indices into a group."""
+
+
+class JudgeError(RuntimeError):
+    """A judge that cannot be used; the message says what was expected, what came, what to do."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A judge's answer to one ordered pair."""
+
+    first: float | None
+    """P(first is better) in [0, 1]; None if the comparison failed."""
+    reason: str = ""
+    """Why it is missing."""
+    latency_s: float = 0.0
+    """Seconds from submission to the answer, waiting and retries included."""
+    raw: str = ""
+    """What the judge wrote (start of it)."""
+    retries: int = 0
+    """Requests beyond the first that this pair took."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """P(first) per category, where the answer has categories."""
+
+
+def soft_verdict(first: float, second: float, min_mass: float, seconds: float, retries: int = 0) -> Verdict:
+    """P(first) = sigmoid(first − second) from the labels' log-probabilities.
+
+    Missing where the two labels together have less than `min_mass` of the answer's probability, or are not finite.
+    """
+    raw = f"logp {first:.4f} {second:.4f}"
+    mass = math.exp(min(first, 0.0)) + math.exp(min(second, 0.0))
+    if not mass >= min_mass or math.isnan(first - second):
+        reason = f"the labels have only {mass:.2g} of the answer's probability (at least {min_mass:g} expected)"
+        return Verdict(None, reason, seconds, raw, retries)
+    gap = max(-700.0, min(700.0, first - second))
+    return Verdict(1.0 / (1.0 + math.exp(-gap)), "", seconds, raw, retries)
+
+
+class PairJudge(ABC):
+    """A backend that compares two media for a prompt."""
+
+    streams: bool
+    """True: `submit` returns at once and pairs may be sent one by one; False: whole groups on the calling thread."""
+
+    @abstractmethod
+    def judge_group(self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair]) -> list[Verdict]:
+        """Verdicts for ordered pairs of one prompt's media, in order; never raises for a single failed pair."""
+
+    def submit(self, prompt: str, first: Media, second: Media) -> Future[Verdict]:
+        """Send one pair without waiting (streaming backends only)."""
+        raise NotImplementedError(f"{type(self).__name__} judges whole groups; use judge_group")
+
+    def close(self) -> None:  # noqa: B027  (a backend without resources has nothing to release)
+        """Release what the backend holds."""

@@ -1,0 +1,35 @@
+"""JPEG size as a reward: the classic toy objectives of DDPO, computed for real.
+
+    incompressibility = kB of the image as JPEG, quality 95        compressibility = −incompressibility
+
+Source: Black et al., "Training Diffusion Models with Reinforcement Learning" (arXiv 2305.13301), section 4.
+"""
+
+from __future__ import annotations
+
+import io
+
+from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+
+
+def jpeg_kilobytes(sample: Sample) -> float:
+    """Size of the sample's image as JPEG (quality 95, the library's default subsampling), in units of 1000 bytes."""
+    buffer = io.BytesIO()
+    sample.media.pil.save(buffer, "JPEG", quality=95)
+    return buffer.tell() / 1000.0
+
+
+class JpegIncompressibility(PointwiseReward):
+    """More detail is better."""
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """JPEG kB of each image."""
+        return [Score(jpeg_kilobytes(s)) for s in samples]
+
+
+class JpegCompressibility(PointwiseReward):
+    """Less detail is better."""
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """Minus the JPEG kB of each image."""
+        return [Score(-jpeg_kilobytes(s)) for s in samples]

@@ -1,0 +1,160 @@
+"""`vlm_pairwise`: a vision-language judge compares the members of a group in pairs; the reward is the win rate.
+
+    r_i = Σ_j W_ij / n_i over the comparisons of i that exist
+
+`soft`: W takes the judge's probabilities. `hard`: each verdict is rounded to {0, ½, 1} and the two orders of a pair
+are averaged, so a judge that contradicts itself when swapped gives ½. Invariant: a failed comparison counts for
+nobody, and a member without any comparison is missing; the arrival order of members or answers changes no value.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import fields
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+
+from prefgrpo.judge.plans import get_plan
+from prefgrpo.judge.verdict import JudgeError, PairJudge, Verdict
+from prefgrpo.ops import winrate_advantage
+from prefgrpo.rewards.base import Comparison, GroupScores, GroupwiseReward, Sample, Score
+from prefgrpo.rewards.flight import Flight
+
+VerdictKind = Literal["soft", "hard"]
+
+
+class VlmPairwise(GroupwiseReward):
+    """Win rate under a pairwise judge."""
+
+    def __init__(
+        self, judge: PairJudge | Mapping[str, Any] | Any, plan: str = "both_orders", verdict: VerdictKind = "soft"
+    ) -> None:
+        """`judge`: an open judge, its config, or the config's fields with `backend: http | local` in a mapping."""
+        if verdict not in get_args(VerdictKind):
+            raise ValueError(f"verdict must be one of {', '.join(get_args(VerdictKind))}, got {verdict!r}")
+        self.plan = get_plan(plan)
+        self.verdict: VerdictKind = verdict
+        self._owned = not isinstance(judge, PairJudge)
+        self.judge = judge if isinstance(judge, PairJudge) else open_judge(judge)
+
+    def score_group(self, group: list[Sample], seed: int) -> GroupScores:
+        """Judge the whole group now and wait for the answers."""
+        pairs = self.plan(len(group), seed)
+        verdicts = self.judge.judge_group(group[0].prompt, [s.media for s in group], pairs)
+        found = [Comparison(i, j, v) for (i, j), v in zip(pairs, verdicts, strict=True)]
+        return tally(len(group), found, self.verdict)
+
+    def session(self, size: int, seed: int, flight: Flight) -> PairSession:
+        """A group of `size` members that arrive one by one (streaming judges only)."""
+        return PairSession(self, size, seed, flight)
+
+    def close(self) -> None:
+        """Close the judge if this reward opened it."""
+        if self._owned:
+            self.judge.close()
+
+
+class PairSession:
+    """One group on its way: a pair is sent as soon as both its members exist."""
+
+    def __init__(self, reward: VlmPairwise, size: int, seed: int, flight: Flight) -> None:
+        self.reward, self.size, self._flight = reward, size, flight
+        self.pairs = reward.plan(size, seed)
+        self._members: dict[int, Sample] = {}
+        self._answers: dict[int, Future[Verdict]] = {}
+
+    def add(self, member: int, sample: Sample) -> None:
+        """Member `member` exists now; sends its pairs with those that are there. Does not wait."""
+        self._members[member] = sample
+        for n, (i, j) in enumerate(self.pairs):
+            if member in (i, j) and i in self._members and j in self._members:
+                first, second = self._members[i], self._members[j]
+                self._flight.sent()
+                answer = self.reward.judge.submit(first.prompt, first.media, second.media)
+                answer.add_done_callback(lambda _: self._flight.done())
+                self._answers[n] = answer
+
+    def result(self, deadline: float) -> GroupScores:
+        """Scores once all answers are there, or at `deadline` (`time.monotonic()`): what is not there is missing."""
+        found = [Comparison(i, j, self._answer(n, deadline)) for n, (i, j) in enumerate(self.pairs)]
+        return tally(self.size, found, self.reward.verdict)
+
+    def cancel(self) -> None:
+        """Give up what has not been answered."""
+        for answer in self._answers.values():
+            answer.cancel()
+
+    def _answer(self, index: int, deadline: float) -> Verdict:
+        future = self._answers.get(index)
+        if future is None:
+            return Verdict(None, "one of the pair was never generated")
+        try:
+            return future.result(max(deadline - time.monotonic(), 0.0))
+        except (FutureTimeout, CancelledError):
+            future.cancel()
+            return Verdict(None, "no answer before the step's deadline")
+
+
+def tally(size: int, comparisons: list[Comparison], verdict: VerdictKind) -> GroupScores:
+    """Wins, counts [G, G] and the win rate of every member from a group's comparisons."""
+    sums, asked = np.zeros((size, size)), np.zeros((size, size))
+    for c in comparisons:
+        p = c.verdict.first
+        if p is None:
+            continue
+        p = p if verdict == "soft" else float(np.sign(p - 0.5) + 1) / 2
+        sums[c.first, c.second] += p
+        sums[c.second, c.first] += 1.0 - p
+        asked[c.first, c.second] += 1
+        asked[c.second, c.first] += 1
+    counts = asked if verdict == "soft" else np.minimum(asked, 1.0)
+    wins = sums if verdict == "soft" else np.divide(sums, asked, out=np.zeros_like(sums), where=asked > 0)
+    rate, _ = winrate_advantage(torch.from_numpy(wins)[None], torch.from_numpy(counts)[None])
+    reasons = _reasons(size, comparisons)
+    scores = [Score(None, reasons[i]) if np.isnan(r) else Score(r) for i, r in enumerate(rate[0].tolist())]
+    return GroupScores(scores, wins, counts, comparisons)
+
+
+def _reasons(size: int, comparisons: list[Comparison]) -> list[str]:
+    """For each member, the commonest reason why its comparisons failed."""
+    seen: list[Counter[str]] = [Counter() for _ in range(size)]
+    for c in comparisons:
+        for member in (c.first, c.second):
+            if c.verdict.first is None:
+                seen[member][c.verdict.reason] += 1
+    return [s.most_common(1)[0][0] if s else "the plan has no pair with this member" for s in seen]
+
+
+def open_judge(config: Any) -> PairJudge:
+    """An open judge from `HttpJudgeConfig`, `LocalJudgeConfig`, or a mapping of one's fields with `backend`."""
+    if isinstance(config, Mapping):
+        config = _config_from(dict(config))
+    if type(config).__name__ == "LocalJudgeConfig":
+        from prefgrpo.judge.local import LocalJudge  # imports transformers
+
+        return LocalJudge(config)
+    if type(config).__name__ == "HttpJudgeConfig":
+        from prefgrpo.judge.client import HttpJudge  # imports aiohttp
+
+        return HttpJudge(config)
+    raise JudgeError(f"expected an HttpJudgeConfig, a LocalJudgeConfig or a mapping, got {type(config).__name__}")
+
+
+def _config_from(options: dict[str, Any]) -> Any:
+    backend = options.pop("backend", "http")
+    if backend == "local":
+        from prefgrpo.judge.local import LocalJudgeConfig as Config
+    elif backend == "http":
+        from prefgrpo.judge.client import HttpJudgeConfig as Config  # type: ignore[assignment]
+    else:
+        raise JudgeError(f"judge backend must be 'http' or 'local', got {backend!r}")
+    known = [f.name for f in fields(Config)]
+    if unknown := sorted(set(options) - set(known)):
+        raise JudgeError(f"unknown option(s) {unknown} for the {backend} judge; expected {', '.join(known)}")
+    return Config(**options)

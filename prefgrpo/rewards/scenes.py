@@ -1,0 +1,30 @@
+"""`scenes`: the programmatic scorer of the tiny world, for evaluation specs only (it is never the training signal).
+
+value = mean of the three hits (colour, shape, place); part `all` = 1 if all three are right
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.tiny.scenes import hits
+
+PARTS = ("colour", "shape", "place")
+
+
+class Scenes(PointwiseReward):
+    """What share of its caption a scene shows."""
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """One score per sample; a prompt that is no caption of the tiny world gives a missing score."""
+        return [self._one(s) for s in samples]
+
+    def _one(self, sample: Sample) -> Score:
+        image = torch.from_numpy(np.ascontiguousarray(sample.media.pixels)).permute(2, 0, 1)[None].float() / 255.0
+        try:
+            hit = [float(h) for h in hits(image, [sample.prompt])[0]]
+        except ValueError as error:
+            return Score(None, str(error))
+        return Score(sum(hit) / 3.0, parts=dict(zip(PARTS, hit, strict=True)) | {"all": float(all(hit))})

@@ -1,0 +1,187 @@
+"""Scores a step's groups while they are being made.
+
+`add` hands over a sample and never waits: a streaming judge gets a pair as soon as both its members exist. `finish`
+runs the in-process rewards on the calling thread while those answers are in flight, then waits for them, no longer
+than the deadline. Invariant: values depend on (seed, step, group, samples) alone, not on the order of arrival.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefgrpo.rewards import Reward
+from prefgrpo.rewards.base import Comparison, GroupScores, GroupwiseReward, PointwiseReward, Sample, Score
+from prefgrpo.rewards.flight import Flight, judge_metrics
+from prefgrpo.rewards.log import JudgementLog
+from prefgrpo.rewards.pairwise import PairSession, VlmPairwise
+
+
+@dataclass
+class StepScores:
+    """What one step's samples are worth."""
+
+    values: dict[str, NDArray[np.float64]]
+    """[n_groups, G] per reward, in the order given to `begin`; NaN = missing."""
+    groups: dict[str, list[GroupScores]]
+    """Per reward and group: sub-scores, wins, counts, every judgement."""
+    metrics: dict[str, float]
+    """judge/… and reward/… figures of this step."""
+    reasons: dict[str, int]
+    """Why values or comparisons are missing, and how many, commonest first."""
+
+
+class Scorer:
+    """Scores groups of `group_size` samples under several rewards."""
+
+    def __init__(
+        self,
+        rewards: dict[str, Reward],
+        group_size: int,
+        deadline_s: float = 600.0,
+        seed: int = 0,
+        log_path: str | Path | None = None,
+    ) -> None:
+        """`deadline_s`: the longest that `finish` waits for a judge. `log_path`: JSONL file of every judgement."""
+        if group_size < 2 and any(isinstance(r, GroupwiseReward) for r in rewards.values()):
+            raise ValueError(f"pairwise rewards need groups of at least 2 samples, got group_size={group_size}")
+        if not deadline_s > 0:
+            raise ValueError(f"the judge's deadline must be positive seconds, got {deadline_s}")
+        self.rewards, self.group_size, self.deadline_s, self.seed = rewards, group_size, deadline_s, seed
+        self._log = JudgementLog(log_path) if log_path else None
+        self._samples: dict[int, dict[int, Sample]] = {}
+        self._sessions: dict[str, dict[int, PairSession]] = {}
+        self._step = -1
+        self._flight = Flight()
+
+    def begin(self, step: int, groups: Sequence[int]) -> None:
+        """Start a step with these group ids; what an unfinished step left behind is cancelled."""
+        self._cancel()
+        if len(set(groups)) != len(groups):
+            raise ValueError(f"group ids of a step must be different, got {list(groups)}")
+        self._step, self._flight = step, Flight()
+        self._samples = {g: {} for g in groups}
+        self._sessions = {
+            name: {g: r.session(self.group_size, self._seed(g), self._flight) for g in groups}
+            for name, r in self.rewards.items()
+            if isinstance(r, VlmPairwise) and r.judge.streams
+        }
+
+    def add(self, group: int, member: int, sample: Sample) -> None:
+        """Hand over member 0 … G − 1 of a group; returns at once."""
+        if group not in self._samples:
+            raise ValueError(f"group {group} is not part of this step: {list(self._samples)}")
+        if not 0 <= member < self.group_size or member in self._samples[group]:
+            raise ValueError(f"member {member} of group {group} is out of range or was added before")
+        self._samples[group][member] = sample
+        for sessions in self._sessions.values():
+            sessions[group].add(member, sample)
+
+    def finish(self) -> StepScores:
+        """All scores of the step; takes at most the in-process rewards' time plus `deadline_s`."""
+        groups: dict[str, list[GroupScores]] = {}
+        for name, reward in self.rewards.items():
+            if isinstance(reward, PointwiseReward):
+                groups[name] = self._pointwise(reward)
+            elif name not in self._sessions:
+                groups[name] = [self._groupwise(reward, g) for g in self._samples]
+        started = time.monotonic()
+        for name, sessions in self._sessions.items():
+            groups[name] = [sessions[g].result(started + self.deadline_s) for g in self._samples]
+        wait_s = time.monotonic() - started if self._sessions else 0.0
+        self._cancel()
+        return self._collect({name: groups[name] for name in self.rewards}, wait_s)
+
+    def close(self) -> None:
+        """Cancel what is in flight, close the rewards and the log."""
+        self._cancel()
+        for reward in self.rewards.values():
+            if isinstance(reward, VlmPairwise):
+                reward.close()
+        if self._log:
+            self._log.close()
+
+    def __enter__(self) -> Scorer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _seed(self, group: int) -> int:
+        """Seed of a group's pair plan: a function of (seed, step, group)."""
+        words = [self.seed & 0xFFFFFFFF, self._step & 0xFFFFFFFF, group & 0xFFFFFFFF]
+        return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
+
+    def _cancel(self) -> None:
+        for sessions in self._sessions.values():
+            for session in sessions.values():
+                session.cancel()
+        self._sessions = {}
+
+    def _pointwise(self, reward: PointwiseReward) -> list[GroupScores]:
+        """One call for the whole step, in the order of groups and members."""
+        keys = [(g, m) for g, members in self._samples.items() for m in sorted(members)]
+        found = dict(zip(keys, reward.score([self._samples[g][m] for g, m in keys]) if keys else [], strict=True))
+        absent = Score(None, "the sample was never generated")
+        return [GroupScores([found.get((g, m), absent) for m in range(self.group_size)]) for g in self._samples]
+
+    def _groupwise(self, reward: GroupwiseReward, group: int) -> GroupScores:
+        """A groupwise reward in process, on the members that exist."""
+        here = sorted(self._samples[group])
+        if len(here) < 2:
+            return GroupScores([Score(None, "fewer than two samples of the group exist")] * self.group_size)
+        self._flight.sent()
+        part = reward.score_group([self._samples[group][m] for m in here], self._seed(group))
+        self._flight.done()
+        return part if len(here) == self.group_size else _spread(part, here, self.group_size)
+
+    def _collect(self, groups: dict[str, list[GroupScores]], wait_s: float) -> StepScores:
+        reasons: Counter[str] = Counter()
+        values: dict[str, NDArray[np.float64]] = {}
+        metrics: dict[str, float] = {}
+        for name, found in groups.items():
+            values[name] = np.array([[_finite(s, reasons) for s in g.scores] for g in found], dtype=np.float64)
+            metrics[f"reward/{name}/missing_rate"] = float(np.isnan(values[name]).mean()) if values[name].size else 0.0
+        judged = [g.comparisons for found in groups.values() for g in found if g.comparisons]
+        if judged:
+            metrics |= judge_metrics(judged, self._flight, wait_s)
+            reasons.update(c.verdict.reason for g in judged for c in g if c.verdict.first is None)
+        if self._log:
+            for name, found in groups.items():
+                for group, scores in zip(self._samples, found, strict=True):
+                    prompt = next((s.prompt for s in self._samples[group].values()), "")
+                    self._log.write(name, self._step, group, prompt, scores.comparisons)
+        return StepScores(values, groups, metrics, dict(reasons.most_common()))
+
+
+def _finite(score: Score, reasons: Counter[str]) -> float:
+    """The value, NaN if missing or not finite (with its reason counted)."""
+    if score.value is not None and np.isfinite(score.value):
+        return score.value
+    reasons[score.reason if score.value is None else f"the reward returned {score.value}"] += 1
+    return float("nan")
+
+
+def _spread(part: GroupScores, here: list[int], size: int) -> GroupScores:
+    """Scores of the members `here` put back into a group of `size`; the others are missing."""
+    scores = [Score(None, "the sample was never generated")] * size
+    for member, score in zip(here, part.scores, strict=True):
+        scores[member] = score
+    grid = np.ix_(here, here)
+    matrices = []
+    for small in (part.wins, part.counts):
+        full = None if small is None else np.zeros((size, size))
+        if full is not None:
+            full[grid] = small
+        matrices.append(full)
+    comparisons = [Comparison(here[c.first], here[c.second], c.verdict) for c in part.comparisons]
+    return GroupScores(scores, matrices[0], matrices[1], comparisons)

@@ -1,0 +1,216 @@
+"""A real HTTP server that speaks the OpenAI chat API, keeps media by id like vLLM, and misbehaves on request.
+
+It decodes the pictures it is sent and prefers the brighter one, so a swapped, stale or re-encoded picture shows up
+in the verdict. In a thread: `with JudgeServer(...) as s`. As a process that can be killed: `python judge_server.py
+--port N`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import io
+import json
+import math
+import os
+import socket
+import threading
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+from PIL import Image
+
+MODEL = "bright-judge"
+
+
+class JudgeServer:
+    """`fault`: what to do to the next `count` chat requests (-1: all of them); see `_misbehave`."""
+
+    def __init__(self, fault: str = "", count: int = -1, port: int = 0, vllm: bool = True, delay_s: float = 0.0):
+        self.fault, self.count, self.port, self.vllm, self.delay_s = fault, count, port, vllm, delay_s
+        self.requests: list[dict[str, Any]] = []
+        self.bytes_in = 0
+        self.in_flight = self.peak = 0
+        self.media: dict[str, float] = {}
+        self.capacity = 10_000
+        self._loop = asyncio.new_event_loop()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> JudgeServer:
+        started = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(started,), daemon=True)
+        self._thread.start()
+        assert started.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._loop.is_running():
+            asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(10)
+
+    def _run(self, started: threading.Event) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_until_complete(self.start())
+        started.set()
+        self._loop.run_forever()
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+
+    async def _models(self, _: web.Request) -> web.Response:
+        owner = "vllm" if self.vllm else "someone"
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "owned_by": owner}]})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        if self.fault == "hang":
+            await asyncio.sleep(3600)
+        return web.Response(status=503 if self.fault == "sick" else 200)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        self.bytes_in += len(raw)
+        body = json.loads(raw)
+        self.requests.append(body)
+        self.in_flight += 1
+        self.peak = max(self.peak, self.in_flight)
+        try:
+            if self.fault and self.count != 0:
+                self.count -= 1
+                return await self._misbehave(request, body)
+            await asyncio.sleep(self.delay_s)
+            return self._answer(body)
+        finally:
+            self.in_flight -= 1
+
+    def _answer(self, body: dict[str, Any]) -> web.Response:
+        if body["model"] != MODEL:
+            return _error(404, f"The model `{body['model']}` does not exist.")
+        try:
+            bright = [self._brightness(n, p) for n, p in enumerate(images(body))]
+        except KeyError as miss:
+            return _error(400, f"Cache miss for image at index {miss.args[0]} but data is not provided.")
+        return web.json_response(completion(8.0 * (bright[0] - bright[1])))
+
+    def _brightness(self, index: int, part: dict[str, Any]) -> float:
+        uuid, link = part.get("uuid"), part["image_url"]
+        if uuid in self.media and self.vllm:
+            return self.media[uuid]
+        if link is None:
+            raise KeyError(index)
+        data = base64.b64decode(link["url"].split(",", 1)[1])
+        value = float(np.asarray(Image.open(io.BytesIO(data)).convert("RGB"), np.float64).mean() / 255)
+        if uuid:
+            self.media[uuid] = value
+            while len(self.media) > self.capacity:
+                self.media.pop(next(iter(self.media)))
+        return value
+
+    async def _misbehave(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        good = completion(0.0)
+        match self.fault:
+            case "hang":
+                await asyncio.sleep(3600)
+            case "429":
+                return _error(429, "slow down", {"Retry-After": "1"})
+            case "500" | "sick":
+                return _error(500, "engine trouble")
+            case "400":
+                return _error(400, "At most 1 image(s) may be provided in one prompt.")
+            case "no_choices":
+                good["choices"] = []
+            case "no_logprobs":
+                good["choices"][0]["logprobs"] = None
+            case "garbage":
+                good = completion(0.0, ("cat", "dog"))
+            case "nan":
+                good["choices"][0]["logprobs"]["content"][0]["top_logprobs"][0]["logprob"] = math.nan
+            case "not_json":
+                return web.Response(body=json.dumps(good)[:40], content_type="application/json")
+            case "html":
+                return web.Response(text="<html>It works!</html>", content_type="text/html")
+            case "drop":
+                assert request.transport is not None
+                request.transport.close()
+            case "truncated" | "drip":
+                return await self._slowly(request, json.dumps(good).encode())
+            case "contradict":
+                return web.json_response(completion(3.0))  # always the first, whatever is shown
+            case other:
+                raise AssertionError(other)
+        return web.json_response(good)
+
+    async def _slowly(self, request: web.Request, data: bytes) -> web.StreamResponse:
+        reply = web.StreamResponse(headers={"Content-Length": str(len(data)), "Content-Type": "application/json"})
+        await reply.prepare(request)
+        if self.fault == "truncated":
+            await reply.write(data[:40])
+            assert request.transport is not None
+            request.transport.close()
+            return reply
+        for k in range(len(data)):
+            await reply.write(data[k : k + 1])
+            await asyncio.sleep(0.5)
+        return reply
+
+
+def images(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Image parts of a chat request."""
+    return [p for p in body["messages"][0]["content"] if p["type"] == "image_url"]
+
+
+def completion(gap: float, tokens: tuple[str, str] = ("1", "2")) -> dict[str, Any]:
+    """A chat completion whose first token prefers tokens[0] by `gap` nats."""
+    first, second = -math.log1p(math.exp(-gap)), -math.log1p(math.exp(gap))
+    top = [{"token": tokens[0], "logprob": first}, {"token": tokens[1], "logprob": second}]
+    top.sort(key=lambda t: -t["logprob"])
+    text = top[0]["token"]
+    content = [{"token": text, "logprob": top[0]["logprob"], "top_logprobs": top}]
+    message = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": message, "logprobs": {"content": content}, "finish_reason": "length"}
+    return {"id": "x", "object": "chat.completion", "model": MODEL, "choices": [choice]}
+
+
+def _error(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
+    error = {"message": message, "type": "Error", "param": None, "code": status}
+    return web.json_response({"error": error}, status=status, headers=headers)
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def main() -> None:
+    """Serve in the foreground until killed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--delay", type=float, default=0.0)
+    args = parser.parse_args()
+    server = JudgeServer(port=args.port, delay_s=args.delay)
+
+    async def serve() -> None:
+        await server.start()
+        print(f"serving on {server.url}, pid {os.getpid()}", flush=True)
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    main()

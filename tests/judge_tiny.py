@@ -1,0 +1,99 @@
+"""Builds a tiny random Qwen3-VL or Qwen2.5-VL judge folder from the real classes (no download, no torchvision)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers as T
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+SPECIAL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
+CORPUS = ["Which image is better? Answer with the image number only.", "Caption: a red circle", "Image 1", "Image 2"]
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for c in m['content'] %}{% if c['type'] == 'image' or 'image_url' in c %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in c %}{{ c['text'] }}{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _tokenizer() -> T.PreTrainedTokenizerFast:
+    bpe = Tokenizer(models.BPE())
+    bpe.normalizer = normalizers.NFC()
+    parts = [pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, show_progress=False, initial_alphabet=alphabet)
+    bpe.train_from_iterator(CORPUS * 20, trainer)
+    bpe.add_special_tokens(SPECIAL)
+    return T.PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=SPECIAL,
+        model_max_length=8192,
+        chat_template=CHAT,
+    )
+
+
+def build(kind: str, folder: Path, seed: int = 0) -> str:
+    """Save a random `kind` ('qwen3' | 'qwen25') judge into `folder`; returns its path."""
+    torch.manual_seed(seed)
+    tokenizer = _tokenizer()
+    ids = {s: tokenizer.convert_tokens_to_ids(s) for s in SPECIAL}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6] if kind == "qwen25" else [6, 5, 5]}
+    text = {
+        "vocab_size": -(-len(tokenizer) // 64) * 64,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 8192,
+        "initializer_range": 0.2,
+        "pad_token_id": ids["<|endoftext|>"],
+        "bos_token_id": None,
+        "eos_token_id": ids["<|im_end|>"],
+        "rope_parameters": rope,
+    }
+    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "out_hidden_size": 64}
+    special = {
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "tie_word_embeddings": False,
+    }
+    size = {"shortest_edge": 64 * 64, "longest_edge": 128 * 128}
+    if kind == "qwen3":
+        text |= {"head_dim": 32, "rope_parameters": rope | {"mrope_interleaved": True}}
+        vision |= {"patch_size": 16, "num_position_embeddings": 256, "deepstack_visual_indexes": [0]}
+        vision |= {"initializer_range": 0.2}
+        config = T.Qwen3VLConfig(text_config=text, vision_config=vision, **special)
+        model = T.Qwen3VLForConditionalGeneration(config)
+        half = [0.5, 0.5, 0.5]
+        processor = Qwen2VLImageProcessorPil(patch_size=16, image_mean=half, image_std=half, size=size)
+    else:
+        vision |= {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1], "initializer_range": 0.2}
+        config = T.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **special)
+        model = T.Qwen2_5_VLForConditionalGeneration(config)
+        processor = Qwen2VLImageProcessorPil(patch_size=14, size=size)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder)
