@@ -47,7 +47,7 @@ def check_missing(
     if share > limit:
         told = "; ".join(dict.fromkeys(reasons)) or "no reason was given on this rank"
         raise RewardsMissing(
-            f"{share:.0%} of the rewards are missing, more than judge.max_missing = {limit:.0%}. First reasons: {told[:600]}"
+            f"{share:.0%} of the rewards are missing, more than judge.max_missing = {limit:.0%}. Reasons: {told[:600]}"
         )
     return share
 

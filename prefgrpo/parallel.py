@@ -30,10 +30,14 @@ class World:
         """Rank 0 writes files and speaks."""
         return self.rank == 0
 
-    def share(self, total: int) -> range:
-        """This rank's consecutive slice of `total` items; total must be a multiple of the world size."""
-        each = total // self.size
-        return range(self.rank * each, (self.rank + 1) * each)
+    def slots(self, total: int) -> range:
+        """This rank's of `total` slots, dealt out one by one; total must be a multiple of the world size."""
+        return range(self.rank, total, self.size)
+
+    def gather_slots(self, local: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Rows [total / world, …] of this rank's `slots` → rows [total, …] of all, in slot order."""
+        parts = self.gather(local).reshape(self.size, *local.shape)
+        return np.swapaxes(parts, 0, 1).reshape(-1, *local.shape[1:])
 
     def sum_gradients(self, parameters: list[Tensor]) -> None:
         """Replace every .grad by its sum over ranks, in one flat all-reduce per dtype; missing ones count as 0."""

@@ -139,18 +139,17 @@ def open_session(config: Config, resume: bool) -> Session:
 
 
 def _check_world(config: Config, world: World) -> None:
-    """The step's prompts must deal out evenly, and every update needs a batch on every rank."""
+    """The step's prompts must deal out evenly over ranks and updates."""
     r, mistakes = config.rollout, []
     if r.prompts_per_step % world.size:
         mistakes.append(
             f"rollout.prompts_per_step: {r.prompts_per_step} groups do not deal out over {world.size} processes; "
             f"expected a multiple of {world.size}"
         )
-    batches = -(-(r.prompts_per_step // world.size * r.group_size) // r.batch_size)
-    if batches < config.train.updates_per_rollout:
+    if config.train.updates_per_rollout > r.prompts_per_step:
         mistakes.append(
-            f"train.updates_per_rollout: {config.train.updates_per_rollout} updates need as many batches per process, "
-            f"got {batches}; lower rollout.batch_size"
+            f"train.updates_per_rollout: {config.train.updates_per_rollout} updates need as many prompts per step, "
+            f"got rollout.prompts_per_step = {r.prompts_per_step}"
         )
     if mistakes:
         raise ConfigError(mistakes)
@@ -235,8 +234,9 @@ def memory_estimate(config: Config, session: Session) -> str:
     latents, pixels = samples * latent * (window + 1), samples * r.height * r.width * 3
     total, gib = weights + state + latents + pixels, 2**30
     parts = {"weights": weights, "optimiser": state, "latents": latents, "images": pixels}
+    listed = " + ".join(f"{name} {size / gib:.2f}" for name, size in parts.items())
     return (
-        f"memory per process: {' + '.join(f'{name} {size / gib:.2f}' for name, size in parts.items())} = {total / gib:.2f} "
+        f"memory per process: {listed} = {total / gib:.2f} "
         f"GiB of {available_memory(session.world.device) / gib:.1f} free, and the activations of {r.batch_size} images"
     )
 

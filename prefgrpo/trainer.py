@@ -51,10 +51,14 @@ class TrainingStopped(RuntimeError):
 class Batch:
     """One rollout batch of this rank, kept until the update."""
 
+    update: int
+    """Which of the step's optimiser updates it belongs to."""
+    slots: list[int]
+    """Slot p (0 … P − 1) of each sample's prompt."""
+    members: list[int]
+    """Place g (0 … G − 1) of each sample in its group."""
     condition: Condition
     rollout: Rollout
-    slots: Tensor
-    """int64 [B]: position of each sample among this rank's P/world × G samples."""
 
 
 class Trainer:
@@ -70,8 +74,8 @@ class Trainer:
         )
         self.loss = objective(config.train.objective)
         self.before: dict[str, Images] = {}
-        self.samples: list[Sample] = []
-        """This rank's samples of the present step, in the order of their slots."""
+        self.samples: dict[tuple[int, int], Sample] = {}
+        """This rank's samples of the present step by (slot, member)."""
         self.verdict = ""
         """The last line of a finished run: what became better, by how much."""
 
@@ -120,9 +124,8 @@ class Trainer:
     def step(self, step: int, clock: Clock) -> dict[str, float]:
         """Training step number `step` (from 0): metrics over all ranks."""
         schedule = self._schedule(step)
-        prompts = self._prompts(step)
         with clock.phase("rollout"):
-            batches = self._collect(step, schedule, prompts)
+            batches = self._collect(step, schedule)
         with clock.phase("judge_wait"):
             scores = self.parts.scorer.finish()
         if self.world.main and self._pictured(step + 1):
@@ -138,28 +141,35 @@ class Trainer:
         window = sde_window(r.steps, r.window_size, r.window_low, r.window_high or r.steps - 1, self.config.seed, step)
         return make_schedule(self.parts.sigmas, r.rule, r.eta, window).to(self.world.device)
 
-    def _prompts(self, step: int) -> list[int]:
-        """Indices of this rank's prompts: a slice of the step's prompts, each a whole group."""
-        per_step = self.config.rollout.prompts_per_step
-        chosen = step_prompts(len(self.parts.prompts), per_step, self.config.seed, step)
-        return [chosen[i] for i in self.world.share(per_step)]
-
     # ---- rollout and rewards ------------------------------------------------------------------------------------
 
-    def _collect(self, step: int, schedule: Schedule, prompts: list[int]) -> list[Batch]:
+    def _plan(self) -> list[tuple[int, list[tuple[int, int]]]]:
+        """This rank's batches as (update, [(slot, member), …]): whole groups, dealt out slot by slot.
+
+        Update u holds the slots p with p·U // P = u, so neither it nor the samples depend on the number of ranks.
+        """
+        r, updates = self.config.rollout, self.config.train.updates_per_rollout
+        mine = self.world.slots(r.prompts_per_step)
+        plan = []
+        for update in range(updates):
+            slots = [p for p in mine if p * updates // r.prompts_per_step == update]
+            places = [(p, g) for p in slots for g in range(r.group_size)]
+            plan += [(update, places[k : k + r.batch_size]) for k in range(0, len(places), r.batch_size)]
+        return plan
+
+    def _collect(self, step: int, schedule: Schedule) -> list[Batch]:
         """Roll out all of this rank's samples; every image goes to the rewards as soon as it exists."""
-        r, world = self.config.rollout, self.world
-        first = world.share(r.prompts_per_step).start
-        groups = [step * r.prompts_per_step + first + k for k in range(len(prompts))]
-        texts = [self.parts.prompts[i].text for i in prompts]
-        self.parts.scorer.begin(step, groups)
-        batches, self.samples = [], []
-        total = len(prompts) * r.group_size
-        for low in range(0, total, r.batch_size):
-            slots = torch.arange(low, min(low + r.batch_size, total), device=world.device)
-            ids = slots + groups[0] * r.group_size
-            owner = (slots // r.group_size).tolist()
-            condition = collate(self.parts.embeddings([texts[k] for k in owner]), world.device)
+        r, world, self.samples = self.config.rollout, self.world, {}
+        chosen = step_prompts(len(self.parts.prompts), r.prompts_per_step, self.config.seed, step)
+        first = step * r.prompts_per_step
+        self.parts.scorer.begin(step, [first + p for p in world.slots(r.prompts_per_step)])
+        batches = []
+        for update, places in self._plan():
+            slots, members = [p for p, _ in places], [g for _, g in places]
+            prompts = [self.parts.prompts[chosen[p]] for p in slots]
+            groups = torch.tensor([first + p for p in slots], dtype=torch.int64, device=world.device)
+            ids = groups * r.group_size + torch.tensor(members, dtype=torch.int64, device=world.device)
+            condition = collate(self.parts.embeddings([p.text for p in prompts]), world.device)
             done = rollout(
                 self.adapter,
                 schedule,
@@ -168,24 +178,22 @@ class Trainer:
                 seed=self.config.seed,
                 height=r.height,
                 width=r.width,
-                initial_sample=ids - ids % r.group_size if r.same_noise else None,
+                initial_sample=groups * r.group_size if r.same_noise else None,
             )
             images = to_uint8(self.adapter.decode(done.latents, r.height, r.width))
-            for slot, pixels in zip(slots.tolist(), images, strict=True):
-                k, member = divmod(slot, r.group_size)
-                sample = Sample(texts[k], Media(pixels), self.parts.prompts[prompts[k]].meta)
-                self.samples.append(sample)
-                self.parts.scorer.add(groups[k], member, sample)
-            batches.append(Batch(condition, done, slots))
+            for place, prompt, pixels in zip(places, prompts, images, strict=True):
+                self.samples[place] = Sample(prompt.text, Media(pixels), prompt.meta)
+                self.parts.scorer.add(first + place[0], place[1], self.samples[place])
+            batches.append(Batch(update, slots, members, condition, done))
         return batches
 
     def _advantage(self, scores: StepScores) -> tuple[Tensor, dict[str, float]]:
-        """(this rank's advantages [P/world · G], metrics); statistics over all ranks. Raises RewardsMissing."""
+        """(advantages [P, G] of all ranks' samples, on the CPU; metrics). Raises RewardsMissing."""
         c, r = self.config, self.config.rollout
         names = list(self.parts.weights)
-        local = np.stack([scores.values[n].reshape(-1) for n in names], axis=1)
-        rewards = self.world.gather(local)  # [P · G, R]
         weights = np.array([self.parts.weights[n] for n in names])
+        local = np.stack([scores.values[n] for n in names], axis=-1)  # [P / world, G, R]
+        rewards = self.world.gather_slots(local).reshape(-1, len(names))
         values = reward_metrics(names, rewards, r.group_size)
         values["reward/missing"] = check_missing(rewards, weights, c.judge.max_missing, list(scores.reasons))
         advantage = group_advantage(
@@ -195,71 +203,58 @@ class Trainer:
             combine=c.reward.combine,
             std=c.reward.std,
             eps=c.reward.eps,
-        )
-        per_group = advantage.view(-1, r.group_size)
-        values["advantage/zero_groups"] = float((per_group == 0).all(1).float().mean())
+        ).view(r.prompts_per_step, r.group_size)
+        values["advantage/zero_groups"] = float((advantage == 0).all(1).float().mean())
         values["advantage/max"] = float(advantage.abs().max())
-        mine = self.world.share(r.prompts_per_step)
-        return per_group[mine.start : mine.stop].reshape(-1).to(self.world.device), values
+        return advantage, values
 
     # ---- update -------------------------------------------------------------------------------------------------
 
     def _update(self, schedule: Schedule, batches: list[Batch], advantage: Tensor) -> dict[str, float]:
-        """The step's optimiser updates, each on its share of the batches. Raises NonFiniteGradient."""
-        norms: list[float] = []
-        tables: list[Tensor] = []
-        trained = 0.0
-        for number, part in enumerate(np.array_split(np.arange(len(batches)), self.config.train.updates_per_rollout)):
-            rows, samples = self._accumulate(schedule, [batches[i] for i in part], advantage, number)
-            tables += rows
-            kept = float(self.world.gather(np.array([float(samples)])).sum())
-            trained += kept
-            if kept == 0:
+        """The step's optimiser updates, each on its slots; one without any signal is skipped, on all ranks.
+
+        Raises NonFiniteGradient.
+        """
+        updates, table, norms = self.config.train.updates_per_rollout, [], []
+        signal = (advantage != 0).any(1)  # [P]
+        owner = torch.arange(len(signal)) * updates // len(signal)
+        for update in range(updates):
+            if not bool(signal[owner == update].any()):
                 continue
+            samples = int((owner == update).sum()) * self.config.rollout.group_size
+            for batch in batches:
+                if batch.update == update:
+                    table += self._accumulate(schedule, batch, advantage, signal, samples)
             norms.append(self.policy.update(self.world))
-        return policy_metrics(tables, self.world) | {
+        return policy_metrics(table, self.world) | {
             "grad_norm": float(np.mean(norms)) if norms else 0.0,
-            "samples_trained": trained,
+            "samples_trained": float(signal.sum() * self.config.rollout.group_size),
         }
 
     def _accumulate(
-        self, schedule: Schedule, part: list[Batch], advantage: Tensor, update: int
-    ) -> tuple[list[Tensor], int]:
-        """Gradients of one update's batches. Returns (metric rows [2 + M]: update, samples, …; samples trained)."""
-        train, samples = self.config.train, 0
-        table: list[Tensor] = []
-        total = sum(int(b.slots.numel()) for b in part)
-        everywhere = float(self.world.gather(np.array([float(total)])).sum())
-        for batch in part:
-            rows = self._signal(batch, advantage)
-            if not len(rows):
-                continue
-            whole = len(rows) == batch.slots.numel()
-            condition = batch.condition if whole else select(batch.condition, rows)
-            adv = advantage[batch.slots if whole else batch.slots[rows]]
-            samples += len(rows)
-            steps = batch.rollout.steps if whole else tuple(s.select(rows) for s in batch.rollout.steps)
-            for step in steps:
-                new = replay(
-                    self.adapter,
-                    schedule,
-                    condition,
-                    step,
-                    height=self.config.rollout.height,
-                    width=self.config.rollout.width,
-                    kl=train.kl_coef > 0,
-                )
-                out = self.loss(train, new, step.logp, adv, everywhere * len(steps))
-                out.loss.backward()
-                facts = out.metrics.new_tensor([update, len(rows)])
-                table.append(torch.cat([facts, out.loss.detach()[None], out.metrics]))
-        return table, samples
+        self, schedule: Schedule, batch: Batch, advantage: Tensor, signal: Tensor, samples: int
+    ) -> list[Tensor]:
+        """Gradient of one batch, step by step; rows [update, samples, loss, *METRICS] for `policy_metrics`.
 
-    def _signal(self, batch: Batch, advantage: Tensor) -> Tensor:
-        """int64 rows of the batch that belong to groups with any non-zero advantage; others cost no forward."""
-        groups = advantage.view(-1, self.config.rollout.group_size)
-        alive = (groups != 0).any(1).repeat_interleave(self.config.rollout.group_size)
-        return alive[batch.slots].nonzero()[:, 0]
+        Groups without signal are left out: they cost no forward. `samples`: of the whole update, over all ranks.
+        """
+        r, keep = self.config.rollout, [k for k, p in enumerate(batch.slots) if signal[p]]
+        condition, steps, device = batch.condition, batch.rollout.steps, self.world.device
+        if not keep:
+            return []
+        if len(keep) < len(batch.slots):
+            rows = torch.tensor(keep, device=device)
+            condition, steps = select(condition, rows), tuple(s.select(rows) for s in steps)
+        adv = advantage[[batch.slots[k] for k in keep], [batch.members[k] for k in keep]].to(device)
+        table = []
+        for step in steps:
+            kl = self.config.train.kl_coef > 0
+            new = replay(self.adapter, schedule, condition, step, height=r.height, width=r.width, kl=kl)
+            out = self.loss(self.config.train, new, step.logp, adv, float(samples * len(steps)))
+            out.loss.backward()
+            facts = out.metrics.new_tensor([batch.update, len(keep)])
+            table.append(torch.cat([facts, out.loss.detach()[None], out.metrics]))
+        return table
 
     # ---- evaluation and output ----------------------------------------------------------------------------------
 
@@ -287,11 +282,11 @@ class Trainer:
 
     def _save_groups(self, step: int, scores: StepScores, most: int = 3) -> None:
         """groups/step_NNNNNN.npz: images, wins, counts, win rates and prompts of a few judged groups."""
-        size = self.config.rollout.group_size
+        slots, size = self.world.slots(self.config.rollout.prompts_per_step), self.config.rollout.group_size
         judged = [(k, g) for found in scores.groups.values() for k, g in enumerate(found) if g.wins is not None][:most]
         if not judged:
             return
-        members = [self.samples[k * size : (k + 1) * size] for k, _ in judged]
+        members = [[self.samples[slots[k], g] for g in range(size)] for k, _ in judged]
         save_images(
             self.folder / "groups" / f"step_{step:06d}.npz",
             images=np.stack([[m.media.pixels for m in group] for group in members]),
