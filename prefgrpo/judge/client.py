@@ -69,13 +69,13 @@ def check(config: HttpJudgeConfig, *, timeout_s: float = 10.0, probe: bool = Tru
     """
     HttpJudge(config).close()  # validates the config and the template
     thread = loop_thread()
-    found = [thread.submit(_look(url, config, timeout_s)).result(timeout_s + 5.0) for url in config.urls]
+    found = [thread.submit(_look(url, config, timeout_s)).result(timeout_s + 5.0) for url in config.endpoints]
     good = [e for e in found if not e.problem]
     if not good:
         raise JudgeError("the judge cannot be used. " + " | ".join(f"{e.url}: {e.problem}" for e in found))
     health = Health(found, config.model or good[0].models[0])
     if probe:
-        _probe(replace(config, urls=tuple(e.url for e in good), timeout_s=timeout_s), health, bias_pairs)
+        _probe(replace(config, endpoints=tuple(e.url for e in good), timeout_s=timeout_s), health, bias_pairs)
     return health
 
 
@@ -90,7 +90,7 @@ async def _look(url: str, config: HttpJudgeConfig, timeout_s: float) -> Endpoint
     except (aiohttp.ClientError, OSError, ValueError) as error:
         result.problem = (
             f"not reachable ({describe_error(error)}); expected an OpenAI-compatible server: start one with "
-            "'prefgrpo judge serve', or correct the judge's urls"
+            "'prefgrpo judge serve', or correct the judge's endpoints"
         )
         return result
     result.models, result.vllm = endpoint.models or [], endpoint.vllm

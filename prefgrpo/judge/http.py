@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import aiohttp
 
 from prefgrpo.judge import answers
-from prefgrpo.judge.body import Encoded, RequestKind, encode
+from prefgrpo.judge.body import FORMATS, Encoded, RequestKind, encode
 from prefgrpo.judge.endpoint import TRANSPORT_ERRORS, Endpoint, NoEndpoint, Pool, describe_error
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.template import label_ids, load_template
@@ -37,7 +37,7 @@ _LONGEST_PAUSE_S = 60.0
 class HttpJudgeConfig:
     """The judge behind HTTP."""
 
-    urls: tuple[str, ...] = ("http://127.0.0.1:8000",)
+    endpoints: tuple[str, ...] = ("http://127.0.0.1:8000",)
     """OpenAI-compatible servers of the same model, with or without /v1; the least loaded one is asked."""
     model: str = ""
     """Served model name; empty: the only model that the server has."""
@@ -56,7 +56,7 @@ class HttpJudgeConfig:
     patience_s: float = 180.0
     """How long pairs wait for a server to come back while none is reachable."""
     image_format: str = "jpeg"
-    """jpeg (quality 95) or webp (lossless)."""
+    """jpeg (quality 95), webp or png (lossless)."""
     media_ids: str = "auto"
     """Send each medium once, then its id: auto (vLLM servers), on, off."""
     min_label_mass: float = 0.01
@@ -92,7 +92,7 @@ class HttpJudge(PairJudge):
         if config.api_key_env:
             headers["Authorization"] = f"Bearer {os.environ[config.api_key_env]}"
         self._thread = loop_thread()
-        self._endpoints = [Endpoint(url, config.media_ids, headers) for url in config.urls]
+        self._endpoints = [Endpoint(url, config.media_ids, headers) for url in config.endpoints]
         self._pool = Pool(self._endpoints, config.concurrency, config.patience_s)
         self._encodings: WeakKeyDictionary[Media, asyncio.Future[Encoded]] = WeakKeyDictionary()
 
@@ -248,10 +248,10 @@ def _retry_after(header: str | None) -> float:
 def _validate(config: HttpJudgeConfig) -> None:
     """JudgeError naming every option that is out of range."""
     bad = []
-    if not config.urls or any(not str(u).startswith(("http://", "https://")) for u in config.urls):
-        bad.append(f"urls must be http:// or https:// addresses, got {list(config.urls)}")
-    if config.image_format not in ("jpeg", "webp"):
-        bad.append(f"image_format must be jpeg or webp, got {config.image_format!r}")
+    if not config.endpoints or any(not str(u).startswith(("http://", "https://")) for u in config.endpoints):
+        bad.append(f"endpoints must be http:// or https:// addresses, got {list(config.endpoints)}")
+    if config.image_format not in FORMATS:
+        bad.append(f"image_format must be one of {', '.join(FORMATS)}, got {config.image_format!r}")
     if config.media_ids not in ("auto", "on", "off"):
         bad.append(f"media_ids must be auto, on or off, got {config.media_ids!r}")
     if config.concurrency < 1 or config.retries < 0 or not config.timeout_s > 0:

@@ -131,19 +131,24 @@ def _reasons(size: int, comparisons: list[Comparison]) -> list[str]:
     return [s.most_common(1)[0][0] if s else "the plan has no pair with this member" for s in seen]
 
 
-def open_judge(config: Any) -> PairJudge:
-    """An open judge from `HttpJudgeConfig`, `LocalJudgeConfig`, or a mapping of one's fields with `backend`."""
+def open_judge(config: Any, check: bool = True) -> PairJudge:
+    """An open judge from `HttpJudgeConfig`, `LocalJudgeConfig`, or a mapping of one's fields with `backend`.
+
+    check: make sure first, within seconds, that it gives verdicts. Raises JudgeError with what to do if it does not.
+    """
     if isinstance(config, Mapping):
         config = _config_from(dict(config))
     if type(config).__name__ == "LocalJudgeConfig":
         from prefgrpo.judge.local import LocalJudge  # imports transformers
 
         return LocalJudge(config)
-    if type(config).__name__ == "HttpJudgeConfig":
-        from prefgrpo.judge.client import HttpJudge  # imports aiohttp
+    if type(config).__name__ != "HttpJudgeConfig":
+        raise JudgeError(f"expected an HttpJudgeConfig, a LocalJudgeConfig or a mapping, got {type(config).__name__}")
+    from prefgrpo.judge import client  # imports aiohttp
 
-        return HttpJudge(config)
-    raise JudgeError(f"expected an HttpJudgeConfig, a LocalJudgeConfig or a mapping, got {type(config).__name__}")
+    if check:
+        client.check(config)
+    return client.HttpJudge(config)
 
 
 def _config_from(options: dict[str, Any]) -> Any:

@@ -1,0 +1,33 @@
+"""`prefgrpo judge check`: says in seconds whether a judge will work, and how it answers.
+
+The work is `judge.client.check`; this prints its summary and lets its JudgeError through.
+"""
+
+from __future__ import annotations
+
+from prefgrpo.judge import client
+
+
+def check(
+    endpoint: tuple[str, ...] = ("http://127.0.0.1:8000",),
+    model: str = "",
+    template: str = "compare",
+    tokenizer: str = "",
+    api_key_env: str = "",
+    bias_pairs: int = 8,
+    timeout_s: float = 20.0,
+) -> int:
+    """Is the judge there, does it serve the model, does it answer a pair?
+
+    Args:
+        endpoint: OpenAI-compatible servers, with or without /v1.
+        model: Served model name; empty: the only one served.
+        template: Shipped template name or path to one.
+        tokenizer: Folder or hub id of the judge's tokenizer, for exact label ids.
+        api_key_env: Environment variable that holds the API key.
+        bias_pairs: Random pairs to judge in both orders for the position bias; 0 for none.
+        timeout_s: Longest wait for one answer, in seconds.
+    """
+    config = client.HttpJudgeConfig(endpoint, model, template, tokenizer, api_key_env=api_key_env)
+    print(client.check(config, timeout_s=timeout_s, bias_pairs=bias_pairs).summary())
+    return 0
