@@ -93,7 +93,9 @@ class Judge:
     verdict: Literal["soft", "hard"] = "soft"
     """Win rates from probabilities, or from won/tied/lost comparisons."""
     concurrency: int = 64
-    """Requests in flight at most."""
+    """Requests in flight per endpoint at most."""
+    api_key_env: str = ""
+    """Environment variable that holds the API key, if the server wants one."""
     image_format: Literal["jpeg", "png", "webp"] = "jpeg"
     """Encoding of images on the wire; jpeg is quality 95."""
     timeout_s: float = 60.0

@@ -6,16 +6,20 @@ Invariant: a judge is opened once per process, only if something asks it, and ch
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from prefgrpo.config import Config, ConfigError, Judge
 from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.parallel import World
 from prefgrpo.rewards import RewardSpecError, build, parse_reward_spec
-from prefgrpo.rewards.pairwise import open_judge as open_backend
 from prefgrpo.rewards.scorer import Scorer
 
+if TYPE_CHECKING:
+    from prefgrpo.judge.http import HttpJudgeConfig
+
 PAIRWISE = "vlm_pairwise"
+CALIBRATION_PAIRS = 8
+"""Random pairs judged in both orders at the start, to see the judge's position bias."""
 
 
 def specs(config: Config) -> tuple[dict[str, float], dict[str, float]]:
@@ -33,28 +37,42 @@ def specs(config: Config) -> tuple[dict[str, float], dict[str, float]]:
     return parsed[0], parsed[1]
 
 
-def open_judge(config: Config, world: World) -> PairJudge | None:
-    """The judge, if training or evaluation asks one. Raises JudgeError if it cannot work."""
+def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str]]:
+    """(judge or None, what its health check found), if training or evaluation asks one.
+
+    Raises JudgeError in seconds if it cannot work: unreachable, wrong model, no verdict on a probe pair.
+    """
     training, _ = specs(config)
     if PAIRWISE not in training and not (config.eval.judge and config.eval.every and config.eval.prompts):
-        return None
-    return open_backend(_options(config.judge, world))
-
-
-def _options(judge: Judge, world: World) -> dict[str, Any]:
-    """The chosen backend's own options."""
+        return None, []
+    judge = config.judge
     if judge.backend == "local":
-        return {"backend": "local", "model": judge.model, "template": judge.template, "device": str(world.device)}
-    return {
-        "backend": "http",
-        "endpoints": judge.endpoints,
-        "model": judge.model,
-        "tokenizer": judge.tokenizer,
-        "template": judge.template,
-        "concurrency": judge.concurrency,
-        "timeout_s": judge.timeout_s,
-        "image_format": judge.image_format,
-    }
+        from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
+
+        local = LocalJudgeConfig(model=judge.model, template=judge.template, device=str(world.device))
+        return LocalJudge(local), [f"judge in this process: {judge.model}"]
+    from prefgrpo.judge.client import HttpJudge, check
+
+    http = http_config(judge)
+    notes = check(http, bias_pairs=CALIBRATION_PAIRS).summary().splitlines() if world.main else []
+    return HttpJudge(http), [f"judge {note}" for note in notes]
+
+
+def http_config(judge: Judge) -> HttpJudgeConfig:
+    """The client's options from a run's configuration; a restarting server is waited for until the deadline."""
+    from prefgrpo.judge.http import HttpJudgeConfig
+
+    return HttpJudgeConfig(
+        endpoints=judge.endpoints,
+        model=judge.model,
+        template=judge.template,
+        tokenizer=judge.tokenizer,
+        concurrency=judge.concurrency,
+        timeout_s=judge.timeout_s,
+        patience_s=judge.deadline_s,
+        image_format=judge.image_format,
+        api_key_env=judge.api_key_env,
+    )
 
 
 def training_scorer(config: Config, judge: PairJudge | None, folder: Path | None) -> tuple[Scorer, dict[str, float]]:

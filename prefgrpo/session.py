@@ -118,7 +118,7 @@ def open_session(config: Config, resume: bool) -> Session:
     sets = {n: read_prompts(p) for n, p in (("dev", config.eval.prompts), ("test", config.eval.final_prompts)) if p}
     adapter = _adapter(config, world.device)
     policy = Policy(dict(adapter.trainable()), config.train)
-    judge = open_judge(config, world)
+    judge, judge_notes = open_judge(config, world)
     scorer, weights = training_scorer(config, judge, folder if world.main else None)
     r = config.rollout
     sigmas = adapter.sigmas(r.steps, r.height, r.width)
@@ -133,7 +133,7 @@ def open_session(config: Config, resume: bool) -> Session:
     session = Session(
         world, folder, adapter, policy, prompts, embeddings, sigmas, scorer, weights, evaluators, judge, Interrupt()
     )
-    session.notes = [_describe(config, session), memory_estimate(config, session)]
+    session.notes = [_describe(config, session), memory_estimate(config, session), *judge_notes]
     _start_folder(config, session, resume)
     return session
 
