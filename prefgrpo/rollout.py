@@ -83,10 +83,10 @@ def rollout(
         sigma = schedule.sigmas[k].expand(sample.numel())
         v = adapter.velocity(x, sigma, condition, height, width)
         noise = NoiseAddress(seed, sample) if k in schedule.sde_steps else None
-        x_next, logp = affine_step(x, v, schedule.coef, index, noise=noise, out_dtype=latent_dtype)
+        step = affine_step(x, v, schedule.coef, index, noise=noise, out_dtype=latent_dtype)
         if noise is not None:
-            stored.append(Step(index, x, x_next, logp))
-        x = x_next
+            stored.append(Step(index, x, step.x_next, step.logp))
+        x = step.x_next
     return Rollout(x, sample, tuple(stored))
 
 
