@@ -164,8 +164,8 @@ def _columns(kind: str, reward: str, groups: list[GroupScores]) -> dict[str, NDA
     if kind == "judge":
         return {
             "win_judge": np.array([_ratio(g) for g in groups]),
-            "win_judge_first": np.array([g.shown(0, 1) for g in groups]),
-            "win_judge_second": np.array([1.0 - g.shown(1, 0) for g in groups]),
+            "win_judge_first": _hard(np.array([g.shown(0, 1) for g in groups])),
+            "win_judge_second": 1.0 - _hard(np.array([g.shown(1, 0) for g in groups])),
         }
     values = np.array([[np.nan if s.value is None else s.value for s in g.scores] for g in groups])
     out = {reward: values[:, 0], f"{reward}_before": values[:, 1], f"win_{reward}": _paired(values)}
@@ -180,6 +180,11 @@ def _ratio(group: GroupScores) -> float:
     if group.wins is None or group.counts is None or group.counts[0, 1] == 0:
         return float("nan")
     return float(group.wins[0, 1] / group.counts[0, 1])
+
+
+def _hard(p: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Probabilities as won 1, tied ½, lost 0; NaN stays."""
+    return (np.sign(p - 0.5) + 1.0) / 2.0
 
 
 def _paired(values: NDArray[np.float64]) -> NDArray[np.float64]:
