@@ -43,6 +43,7 @@ class Log:
         if not active:
             return
         rows = [r for r in read_metrics(folder) if r["step"] <= start] if start else []
+        self.have = {(r["kind"], r["step"], r.get("set")) for r in rows}
         write_atomic(folder / METRICS, "".join(json.dumps(r) + "\n" for r in rows))
         self.file = (folder / METRICS).open("a", encoding="utf-8")
         if tensorboard:
@@ -57,8 +58,8 @@ class Log:
             tqdm.write(text)
 
     def row(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Append one row; numbers that are not finite are written as null."""
-        if not self.active:
+        """Append one row, unless a resumed run has it already; numbers that are not finite are written as null."""
+        if not self.active or (kind, step, values.get("set")) in self.have:
             return
         clean = {k: _finite(v) for k, v in values.items()}
         self.file.write(json.dumps({"kind": kind, "step": step, **clean}) + "\n")
