@@ -1,0 +1,298 @@
+"""Line and area charts as inline SVG, coloured by the page's style sheet (so they follow light, dark and print).
+
+x is the training step on every chart. Invariant: a value that exists is visible: gaps break a line, and a point
+without neighbours is drawn as a dot.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from markupsafe import Markup
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+WIDTH, HEIGHT = 400, 220
+LEFT, RIGHT, TOP, BOTTOM = 46, 12, 22, 34
+MAX_POINTS = 400
+SMOOTH_FROM = 60
+COLOURS = 8
+SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve: x, y [n] (NaN = missing), an optional band low … high, and its colour 0 … 7."""
+
+    name: str
+    x: Floats
+    y: Floats
+    colour: int = 0
+    low: Floats | None = None
+    high: Floats | None = None
+    marks: bool = False
+    """Draw points with error bars and no line."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What one figure shows; values are in `unit` already unless `percent` (then fractions)."""
+
+    title: str
+    series: Sequence[Series]
+    unit: str = ""
+    note: str = ""
+    percent: bool = False
+    stacked: bool = False
+    log: bool = False
+    """Logarithmic y where the values are positive and span more than a factor of 100."""
+    include: tuple[float, ...] = ()
+    """Values that the y axis must hold."""
+    lines: tuple[tuple[float, str], ...] = ()
+    """Horizontal lines with their labels, drawn where they fall inside the axis."""
+
+
+def tag(name: str, *content: str, **attributes: object) -> Markup:
+    """An element; `class_` and `stroke_width` become class and stroke-width; text is escaped unless Markup."""
+    told = Markup("").join(
+        Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), f"{v:.5g}" if isinstance(v, float) else v)
+        for key, v in attributes.items()
+    )
+    return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), told, Markup("").join(content))
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Data to picture coordinates."""
+
+    x0: float
+    x1: float
+    y0: float
+    y1: float
+    log: bool = False
+    scale: float = field(default=1.0)
+    """Factor from stored to labelled values."""
+
+    def x(self, value: Floats | float) -> Floats:
+        """Picture x."""
+        return LEFT + (np.asarray(value) - self.x0) / (self.x1 - self.x0) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: Floats | float) -> Floats:
+        """Picture y."""
+        low, high, v = self.y0, self.y1, np.asarray(value)
+        if self.log:
+            low, high, v = math.log10(low), math.log10(high), np.log10(v)
+        return HEIGHT - BOTTOM - (v - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """At most about `count` round values (1, 2 or 5 × 10^k apart) inside [low, high]."""
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
+    first = math.ceil(low / step - 1e-6)
+    return [k * step for k in range(first, math.floor(high / step + 1e-6) + 1)]
+
+
+def label(value: float) -> str:
+    """A tick's text: short, with a true minus sign."""
+    return f"{value + 0.0:.10g}".replace("-", "−") if abs(value) < 1e5 else f"{value:.3g}".replace("-", "−")
+
+
+def draw(chart: Chart, steps: tuple[float, float]) -> Markup:
+    """The figure: title, legend with last values, SVG, note; empty when no series holds a number."""
+    series = [s for s in chart.series if not np.isnan(s.y).all()]
+    if not series:
+        return Markup("")
+    series = [replace(s, name=s.name or chart.title, colour=s.colour % COLOURS) for s in series]
+    bins = 150 if chart.stacked else MAX_POINTS
+    note, original = chart.note, [_shrink(s, bins) for s in series]
+    if max(len(s.x) for s in series) > bins:
+        note += f" Each point stands for {max(-(-len(s.x) // bins) for s in series)} steps."
+    shrunk = _stack(original) if chart.stacked else original
+    axes, unit = _axes(chart, shrunk, steps)
+    body = [_grid(axes, unit, chart), *(_area(axes, s) if chart.stacked else _curve(axes, s) for s in shrunk)]
+    svg = tag(
+        "svg", *body, tag("line", class_="cursor", y1=TOP, y2=HEIGHT - BOTTOM), viewBox=f"0 0 {WIDTH} {HEIGHT}",
+        role="img", aria_label=f"{chart.title} over training steps",
+    )  # fmt: skip
+    suffix = "" if "×" in unit or not unit else f" {unit}"
+    legend = _legend(original, axes.scale, suffix)
+    parts = [tag("figcaption", tag("h3", chart.title), legend), svg, tag("p", note.strip(), class_="note")]
+    data = {
+        "box": [LEFT, WIDTH - RIGHT, axes.x0, axes.x1],
+        "w": WIDTH,
+        "u": suffix,
+        "s": [_points(s, axes.scale) for s in original],
+    }
+    return tag("figure", *parts, class_="chart", data_chart=json.dumps(data, separators=(",", ":")))
+
+
+def _points(s: Series, scale: float) -> list[list[float | None]]:
+    y = [None if math.isnan(v) else float(f"{v * scale:.4g}") for v in s.y.tolist()]
+    return [[float(f"{v:.6g}") for v in s.x.tolist()], y]
+
+
+def _legend(series: Sequence[Series], scale: float, suffix: str) -> Markup:
+    """Colour, name and last value of every series; the page's script puts other values in on hover."""
+    items = []
+    for s in series:
+        value = s.y[~np.isnan(s.y)][-1] * scale
+        mark = tag("i", class_=f"c{s.colour} round" if s.marks else f"c{s.colour}")
+        items.append(tag("span", mark, s.name, " ", tag("b", f"{value:.3g}{suffix}".replace("-", "−"))))
+    return tag("div", *items, class_="legend")
+
+
+def _shrink(s: Series, most: int) -> Series:
+    """At most `most` points: means of consecutive ones, and the extremes of a band."""
+    size = -(-len(s.x) // most)
+    if size <= 1:
+        return s
+    edges = range(0, len(s.x), size)
+
+    def pooled(values: Floats, pool: object) -> Floats:
+        parts = [values[k : k + size] for k in edges]
+        return np.array([np.nan if np.isnan(p).all() else pool(p) for p in parts])  # type: ignore[operator]
+
+    low = None if s.low is None else pooled(s.low, np.nanmin)
+    high = None if s.high is None else pooled(s.high, np.nanmax)
+    return replace(s, x=pooled(s.x, np.nanmean), y=pooled(s.y, np.nanmean), low=low, high=high)
+
+
+def _stack(series: list[Series]) -> list[Series]:
+    """Bands between cumulative sums, drawn from the bottom up; a lone point gets some width."""
+    x = series[0].x
+    wide = len(x) == 1
+    x = np.array([x[0] - 0.4, x[0] + 0.4]) if wide else x
+    below, out = np.zeros(len(x)), []
+    for s in series:
+        y = np.nan_to_num(np.repeat(s.y, 2) if wide else s.y)
+        out.append(replace(s, x=x, y=below + y, low=below, high=below + y))
+        below = below + y
+    return out
+
+
+def _axes(chart: Chart, series: list[Series], steps: tuple[float, float]) -> tuple[Axes, str]:
+    """Coordinates that hold all the data, and the unit to write (a power of ten is taken into it)."""
+    values = np.concatenate(
+        [v for s in series for v in (s.y, s.low, s.high) if v is not None] + [np.array(chart.include)]
+    )
+    values = values[~np.isnan(values)]
+    low, high = float(values.min()), float(values.max())
+    x0, x1 = steps if steps[1] > steps[0] else (steps[0] - 1, steps[1] + 1)
+    if chart.log and low > 0 and high / low > 100:
+        return Axes(x0, x1, low * 0.8, high * 1.25, log=True), chart.unit
+    if chart.stacked:
+        low = 0.0
+    if high == low:
+        low, high = (
+            (0.0, 1.0 if not chart.percent else 0.01) if low == 0 else (low - abs(low) / 10, high + abs(high) / 10)
+        )
+    margin = 0.05 * (high - low)
+    inside = chart.include + ((0.0,) if low >= 0 else ())
+    y0 = low if low in inside else low - margin
+    y1 = high if chart.percent and high == 1.0 else high + margin
+    if chart.percent:
+        return Axes(x0, x1, y0, y1, scale=100.0), "%"
+    top = max(abs(low), abs(high))
+    power = math.floor(math.log10(top)) if top > 0 and not 1e-2 <= top < 1e5 else 0
+    prefix = f"×10{str(power).translate(SUPERSCRIPT)} " if power else ""
+    return Axes(x0, x1, y0, y1, scale=10.0**-power), (prefix + chart.unit).strip()
+
+
+def _grid(axes: Axes, unit: str, chart: Chart) -> Markup:
+    """Grid lines, tick labels, the x title and the chart's own lines."""
+    out = []
+    if axes.log:
+        powers = range(math.ceil(math.log10(axes.y0)), math.floor(math.log10(axes.y1)) + 1)
+        rows = [(10.0**p, f"10{str(p).translate(SUPERSCRIPT)}") for p in powers]
+        rows = rows[:: -(-len(rows) // 5)] if rows else []
+    else:
+        rows = [(t / axes.scale, label(t)) for t in ticks(axes.y0 * axes.scale, axes.y1 * axes.scale, 5)]
+    for value, text in rows:
+        y = float(axes.y(value))
+        out.append(tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
+        out.append(tag("text", text, x=LEFT - 6, y=y + 4, text_anchor="end"))
+    for step in ticks(axes.x0, axes.x1, 6):
+        if step == round(step):
+            x = float(axes.x(step))
+            out.append(tag("line", class_="tick", x1=x, x2=x, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM + 4))
+            out.append(tag("text", label(step), x=x, y=HEIGHT - BOTTOM + 16, text_anchor="middle"))
+    out.append(tag("line", class_="axis", x1=LEFT, x2=WIDTH - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM))
+    if unit:
+        out.append(tag("text", unit, class_="unit", x=4, y=11))
+    out.append(tag("text", "training step", class_="x", x=WIDTH - RIGHT, y=HEIGHT - 4, text_anchor="end"))
+    for value, text in chart.lines:
+        if axes.y0 <= value <= axes.y1:
+            y = float(axes.y(value))
+            out.append(tag("line", class_="rule", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
+            out.append(tag("text", text, class_="rule", x=WIDTH - RIGHT, y=y - 4, text_anchor="end"))
+    return tag("g", *out)
+
+
+def _runs(ok: NDArray[np.bool_]) -> list[slice]:
+    """Slices of consecutive True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], ok, [False]]).astype(np.int8)))
+    return [slice(a, b) for a, b in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)]
+
+
+def _path(x: Floats, y: Floats) -> str:
+    return "M" + "L".join(f"{a:.1f},{b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
+
+
+def _curve(axes: Axes, s: Series) -> Markup:
+    """Band, line (faint under its running mean when noisy), and dots where points are few or alone."""
+    out, ok = [], ~np.isnan(s.y)
+    x, y = axes.x(s.x), axes.y(s.y)
+    if s.low is not None and s.high is not None:
+        known = ~np.isnan(s.low) & ~np.isnan(s.high)
+        low, high = axes.y(s.low), axes.y(s.high)
+        for part in _runs(known):
+            bars = s.marks or part.stop - part.start == 1
+            for k in range(part.start, part.stop) if bars else ():
+                out.append(tag("path", class_=f"bar s{s.colour}", d=_path(x[[k, k]], np.array([low[k], high[k]]))))
+            if not bars:
+                around = _path(np.concatenate([x[part], x[part][::-1]]), np.concatenate([low[part], high[part][::-1]]))
+                out.append(tag("path", class_=f"band f{s.colour}", d=around + "Z"))
+    smooth = _smoothed(s)
+    for part in _runs(ok):
+        if part.stop - part.start > 1 and not s.marks:
+            out.append(
+                tag(
+                    "path",
+                    class_=f"line s{s.colour}" + (" faint" if smooth is not None else ""),
+                    d=_path(x[part], y[part]),
+                )
+            )
+            if smooth is not None:
+                out.append(tag("path", class_=f"line s{s.colour}", d=_path(x[part], axes.y(smooth[part]))))
+    alone = ok.sum() <= 30
+    for part in _runs(ok):
+        if alone or s.marks or part.stop - part.start == 1:
+            look = {"class_": f"mark f{s.colour}", "r": 3.5} if s.marks else {"class_": f"f{s.colour}", "r": 2.5}
+            out += [tag("circle", cx=float(x[k]), cy=float(y[k]), **look) for k in range(part.start, part.stop)]
+    return tag("g", *out)
+
+
+def _area(axes: Axes, s: Series) -> Markup:
+    assert s.low is not None
+    x = axes.x(s.x)
+    around = _path(np.concatenate([x, x[::-1]]), np.concatenate([axes.y(s.y), axes.y(s.low)[::-1]]))
+    return tag("path", class_=f"area f{s.colour}", d=around + "Z")
+
+
+def _window(count: int) -> int:
+    return max(5, count // 25) | 1
+
+
+def _smoothed(s: Series) -> Floats | None:
+    """Centred running mean over the points that exist; None for short or banded series."""
+    if len(s.x) < SMOOTH_FROM or s.low is not None:
+        return None
+    ok, kernel = ~np.isnan(s.y), np.ones(_window(len(s.x)))
+    total = np.convolve(np.nan_to_num(s.y), kernel, "same")
+    return np.where(ok, total / np.maximum(np.convolve(ok.astype(np.float64), kernel, "same"), 1.0), np.nan)
