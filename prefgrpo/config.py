@@ -102,6 +102,8 @@ class Judge:
     """Time limit of one request."""
     deadline_s: float = 600.0
     """Time limit of one step's judging, retries and a restarting server included."""
+    log: bool = True
+    """Write every comparison of training to judgements.jsonl (about 250 bytes each, no pixels)."""
     max_missing: float = 0.1
     """Largest share of missing rewards in a step; above it the run stops with a checkpoint."""
 

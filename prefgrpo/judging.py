@@ -80,7 +80,7 @@ def training_scorer(config: Config, judge: PairJudge | None, folder: Path | None
     weights, _ = specs(config)
     options = {PAIRWISE: {"judge": judge, "plan": config.judge.plan, "verdict": config.judge.verdict}}
     rewards = build(config.reward.spec, {k: v for k, v in options.items() if k in weights})
-    log = folder / "judgements.jsonl" if folder and PAIRWISE in weights else None
+    log = folder / "judgements.jsonl" if folder and PAIRWISE in weights and config.judge.log else None
     return Scorer(rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log), weights
 
 

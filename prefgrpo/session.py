@@ -34,7 +34,7 @@ from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.schedule import make_schedule
 
 FREE = ("train.steps", "train.max_minutes", "output", "name", "device", "tensorboard", "judge.endpoints")
-FREE_SECTIONS = ("checkpoint.", "judge.concurrency", "judge.timeout_s", "judge.deadline_s", "judge.max_missing")
+FREE_SECTIONS = ("checkpoint.", "judge.concurrency", "judge.timeout_s", "judge.deadline_s", "judge.max_missing", "judge.log")
 """What a resumed run may change without becoming another run."""
 
 
