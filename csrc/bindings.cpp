@@ -74,18 +74,18 @@ NoiseAddress address(const py::object& t) {
 }
 
 AffineParams affine(int64_t batch, int64_t dim, const py::object& x, const py::object& v, const py::object& u, const py::tuple& g,
-                    uintptr_t coef, uintptr_t index, const py::object& out) {
+                    uintptr_t coef, int64_t rows, uintptr_t index, const py::object& out) {
   AffineParams p;
   p.batch = batch, p.dim = dim, p.x = view(x), p.v = view(v), p.u = view(u), p.out = view(out);
   p.guidance = g[0].cast<float>(), p.from_cond = g[1].cast<bool>(), p.rescale_dim = g[2].cast<int64_t>();
-  p.coef = at<float>(coef), p.index = at<int64_t>(index);
+  p.coef = at<float>(coef), p.rows = rows, p.index = at<int64_t>(index);
   return p;
 }
 
 void affine_step(int device, int64_t batch, int64_t dim, py::object x, py::object v, py::object u, py::tuple guidance, uintptr_t coef,
-                 uintptr_t index, py::object out, py::object eps, py::object noise, py::object mean, py::object x0, uintptr_t sigma,
+                 int64_t rows, uintptr_t index, py::object out, py::object eps, py::object noise, py::object mean, py::object x0, uintptr_t sigma,
                  py::object copy, uintptr_t logp, uintptr_t partial, uintptr_t ticket, uintptr_t stream) {
-  AffineParams p = affine(batch, dim, x, v, u, guidance, coef, index, out);
+  AffineParams p = affine(batch, dim, x, v, u, guidance, coef, rows, index, out);
   p.eps = view(eps), p.noise = address(noise), p.mean = view(mean), p.x0 = view(x0), p.sigma = at<float>(sigma);
   p.copy = view(copy), p.logp = at<float>(logp), p.partial = at<double>(partial), p.ticket = at<uint32_t>(ticket);
   p.threads = static_cast<int32_t>(stream);
@@ -93,18 +93,18 @@ void affine_step(int device, int64_t batch, int64_t dim, py::object x, py::objec
 }
 
 void affine_logp(int device, int64_t batch, int64_t dim, py::object x, py::object v, py::object u, py::tuple guidance, uintptr_t coef,
-                 uintptr_t index, py::object x_next, py::object v_ref, py::object v_old, uintptr_t logp, uintptr_t kl, uintptr_t guard,
+                 int64_t rows, uintptr_t index, py::object x_next, py::object v_ref, py::object v_old, uintptr_t logp, uintptr_t kl, uintptr_t guard,
                  uintptr_t partial, uintptr_t ticket, uintptr_t stream) {
-  AffineParams p = affine(batch, dim, x, v, u, guidance, coef, index, x_next);
+  AffineParams p = affine(batch, dim, x, v, u, guidance, coef, rows, index, x_next);
   p.v_ref = view(v_ref), p.v_old = view(v_old), p.logp = at<float>(logp), p.kl = at<float>(kl), p.guard = at<float>(guard);
   p.partial = at<double>(partial), p.ticket = at<uint32_t>(ticket), p.threads = static_cast<int32_t>(stream);
   PG_LAUNCH(device, p, stream, affine_logp);
 }
 
 void affine_grad(int device, int64_t batch, int64_t dim, py::object x, py::object v, py::object u, py::tuple guidance, uintptr_t coef,
-                 uintptr_t index, py::object x_next, py::object v_ref, py::object v_old, uintptr_t g_logp, uintptr_t g_kl, uintptr_t g_guard,
+                 int64_t rows, uintptr_t index, py::object x_next, py::object v_ref, py::object v_old, uintptr_t g_logp, uintptr_t g_kl, uintptr_t g_guard,
                  py::object dv, py::object du, uintptr_t stream) {
-  AffineParams p = affine(batch, dim, x, v, u, guidance, coef, index, x_next);
+  AffineParams p = affine(batch, dim, x, v, u, guidance, coef, rows, index, x_next);
   p.v_ref = view(v_ref), p.v_old = view(v_old), p.g_logp = at<float>(g_logp), p.g_kl = at<float>(g_kl), p.g_guard = at<float>(g_guard);
   p.dv = view(dv), p.du = view(du), p.threads = static_cast<int32_t>(stream);
   PG_LAUNCH(device, p, stream, affine_grad);

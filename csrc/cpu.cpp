@@ -8,6 +8,8 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <stdexcept>
+#include <string>
 
 #include "advantage.h"
 #include "math.h"
@@ -64,6 +66,10 @@ using Launch = void (*CpuKernels::*)(const AffineParams&);
 
 void with_scratch(const AffineParams& given, Launch launch, int planes) {
   if (given.batch == 0 || given.dim == 0) return;
+  for (int64_t i = 0; given.index && i < given.batch; ++i)
+    if (given.index[i] < 0 || given.index[i] >= given.rows)
+      throw std::out_of_range("index: " + std::to_string(given.index[i]) + " is not within the " +
+                              std::to_string(given.rows) + " rows of coef");
   const CpuKernels& k = *chosen().kernels;
   AffineParams p = given;
   const int64_t size = planes * p.batch * k.partials_of(p.dim, p.rescale_dim);

@@ -31,7 +31,8 @@ struct AffineParams {
   int32_t from_cond = 0;    // base of the guidance: c instead of u
   int64_t rescale_dim = 0;  // length of the last dimension whose norm is restored to ‖c‖; 0: off
   const float* coef = nullptr;  // [T, 5]
-  const int64_t* index = nullptr;  // [B] rows of coef; null: row i
+  int64_t rows = 0;             // T
+  const int64_t* index = nullptr;  // [B] rows of coef; null: row i. Outside: CPU throws, CUDA gives NaN
   // step
   View eps, out, mean, x0, copy;
   const float* sigma = nullptr;  // like coef: [T] with index, else [B]; for x0

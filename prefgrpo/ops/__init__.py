@@ -4,19 +4,36 @@ Invariant: for every input the result is that of `ops.reference` (plain torch) o
 """
 
 from prefgrpo.ops.advantage import group_advantage, winrate_advantage
-from prefgrpo.ops.affine import AffineLogp, AffineStep, NoiseAddress, affine_logp, affine_step, philox_normal
-from prefgrpo.ops.policy import METRICS, PolicyLoss, policy_loss
+from prefgrpo.ops.affine import (
+    AffineLogp,
+    AffineStep,
+    AffineStepMore,
+    affine_logp,
+    affine_step,
+    affine_step_more,
+    philox_normal,
+)
+from prefgrpo.ops.args import Guidance, NoiseAddress
+from prefgrpo.ops.backend import backend_of, use_backend
+from prefgrpo.ops.policy import METRICS, PolicyGrad, PolicyLoss, policy_loss, policy_loss_grad
 
 __all__ = [
     "METRICS",
     "AffineLogp",
     "AffineStep",
+    "AffineStepMore",
+    "Guidance",
     "NoiseAddress",
+    "PolicyGrad",
     "PolicyLoss",
     "affine_logp",
     "affine_step",
+    "affine_step_more",
+    "backend_of",
     "group_advantage",
     "philox_normal",
     "policy_loss",
+    "policy_loss_grad",
+    "use_backend",
     "winrate_advantage",
 ]

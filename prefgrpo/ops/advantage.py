@@ -7,48 +7,42 @@ Invariant: a missing value (NaN, or a count of 0) enters no statistic, and a con
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from prefgrpo.ops import library
+from prefgrpo.ops.backend import backend_of, implementation
+
 Std = Literal["group", "global", "none"]
-Combine = Literal["weighted_sum", "weighted_advantage_sum"]
+Combine = Literal["weighted_sum", "weighted_advantage_sum", "geometric_mean", "harmonic_mean"]
 
 
-def winrate_advantage(wins: Tensor, counts: Tensor, *, eps: float = 1e-4, ddof: int = 0) -> tuple[Tensor, Tensor]:
-    """(win rate, advantage), both fp32 [P, G], from wins and counts [P, G, G].
+def _check_options(std: str, eps: float, ddof: int) -> None:
+    if std not in get_args(Std):
+        raise ValueError(f"std: expected one of {', '.join(get_args(Std))}, got '{std}'")
+    if ddof not in (0, 1) or not eps >= 0:
+        raise ValueError(f"ddof: expected 0 or 1, eps: 0 or more; got {ddof} and {eps}")
+
+
+def winrate_advantage(
+    wins: Tensor, counts: Tensor, *, std: Std = "group", eps: float = 1e-4, ddof: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(win rate, advantage), both fp32 [P, G], from wins and counts [P, G, G], in one launch.
 
     wins[p, i, j]: sum of soft verdicts that i beats j; counts: how many verdicts exist. A member without any
-    comparison has win rate NaN and advantage 0.
+    comparison has win rate NaN and advantage 0. Raises ValueError for other shapes.
     """
-    n = counts.double().sum(-1)
-    rate = torch.where(n > 0, wins.double().sum(-1) / n.clamp_min(1), torch.full_like(n, torch.nan))
-    p, g = rate.shape
-    ids = torch.arange(p, device=rate.device).repeat_interleave(g)
-    adv = group_advantage(rate.reshape(1, -1), ids, eps=eps, ddof=ddof)
-    return rate.float(), adv.view(p, g)
-
-
-def _normalise(r: Tensor, ids: Tensor, groups: int, std: Std, eps: float, ddof: int) -> Tensor:
-    """(r − group mean) / (std + eps) in fp64; missing entries and constant groups give 0."""
-    ok = ~torch.isnan(r)
-    value = torch.where(ok, r, torch.zeros_like(r))
-    zeros = torch.zeros(groups, dtype=torch.float64, device=r.device)
-    n = zeros.index_add(0, ids, ok.double())
-    mean = zeros.index_add(0, ids, value) / n.clamp_min(1)
-    inf = torch.full_like(zeros, torch.inf)
-    low = inf.scatter_reduce(0, ids, torch.where(ok, r, torch.full_like(r, torch.inf)), "amin")
-    high = (-inf).scatter_reduce(0, ids, torch.where(ok, r, torch.full_like(r, -torch.inf)), "amax")
-    centred = torch.where(ok & (high > low)[ids], value - mean[ids], torch.zeros_like(r))
-    if std == "none":
-        return centred
-    if std == "group":
-        var = zeros.index_add(0, ids, centred.square()) / (n - ddof).clamp_min(1)
-        return centred / (var.sqrt()[ids] + eps)
-    total = ok.sum()
-    overall = torch.where(ok, value - value.sum() / total.clamp_min(1), torch.zeros_like(r))
-    return centred / ((overall.square().sum() / (total - ddof).clamp_min(1)).sqrt() + eps)
+    _check_options(std, eps, ddof)
+    if wins.dim() != 3 or wins.shape[1] != wins.shape[2] or wins.shape != counts.shape or wins.device != counts.device:
+        raise ValueError(
+            f"wins and counts: expected [P, G, G] on one device, got {list(wins.shape)} on {wins.device} and "
+            f"{list(counts.shape)} on {counts.device}"
+        )
+    if torch.compiler.is_compiling():
+        return library.winrate_advantage(wins, counts, std, eps, ddof)
+    return implementation(backend_of(wins.device)).winrate_advantage(wins, counts, std, eps, ddof)
 
 
 def group_advantage(
@@ -60,22 +54,30 @@ def group_advantage(
     std: Std = "group",
     eps: float = 1e-4,
     ddof: int = 0,
+    rank: bool = False,
+    batch_norm: bool = False,
 ) -> Tensor:
-    """Advantage fp32 [B] of rewards [R, B] (NaN = missing) in groups given by integer ids [B].
+    """Advantage fp32 [B] of rewards [R, B] (NaN = missing) in groups given by any integer ids [B], in one launch.
 
-    combine: sum the weighted rewards, then normalise; or normalise each, then sum (GDPO). A sample that lacks any
-    reward of non-zero weight is missing and gets 0. Statistics are two-pass fp64.
+    combine: the rewards' weighted sum, geometric or harmonic mean (missing if a reward is negative), normalised
+    afterwards; or the weighted sum of each reward's own advantage (GDPO). A sample that lacks any reward of
+    non-zero weight is missing and gets 0. rank: replace values by their rank in the group first. batch_norm:
+    normalise the result over the batch (GDPO). Statistics are two-pass fp64. Raises ValueError for other shapes.
     """
-    r = rewards.double()
-    w = torch.ones(r.shape[0], dtype=torch.float64, device=r.device) if weights is None else weights.double()
-    _, ids = torch.unique(group_ids, return_inverse=True)
-    groups = int(ids.max()) + 1 if ids.numel() else 0
-    used = w != 0
-    r, w = r[used], w[used]
-    if r.shape[0] == 0:
-        return torch.zeros(rewards.shape[1], device=rewards.device)
-    if combine == "weighted_sum":
-        return _normalise((w[:, None] * r).sum(0), ids, groups, std, eps, ddof).float()
-    r = torch.where(torch.isnan(r).any(0), torch.full_like(r, torch.nan), r)
-    parts = torch.stack([_normalise(row, ids, groups, std, eps, ddof) for row in r])
-    return (w[:, None] * parts).sum(0).float()
+    _check_options(std, eps, ddof)
+    if combine not in get_args(Combine):
+        raise ValueError(f"combine: expected one of {', '.join(get_args(Combine))}, got '{combine}'")
+    if rewards.dim() != 2 or group_ids.shape != rewards.shape[1:] or group_ids.dtype != torch.int64:
+        raise ValueError(
+            f"expected rewards [R, B] and int64 group_ids [B], got {list(rewards.shape)} and {group_ids.dtype} "
+            f"{list(group_ids.shape)}"
+        )
+    if weights is None:
+        weights = torch.ones(rewards.shape[0], dtype=torch.float64, device=rewards.device)
+    if weights.shape != rewards.shape[:1]:
+        raise ValueError(f"weights: expected [{rewards.shape[0]}], one per reward, got {list(weights.shape)}")
+    weights, group_ids = weights.to(rewards.device), group_ids.to(rewards.device)
+    if torch.compiler.is_compiling():
+        return library.group_advantage(rewards, group_ids, weights, combine, std, eps, ddof, rank, batch_norm)
+    impl = implementation(backend_of(rewards.device))
+    return impl.group_advantage(rewards, group_ids, weights, combine, std, eps, ddof, rank, batch_norm)

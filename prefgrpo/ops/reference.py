@@ -4,7 +4,7 @@
 
 Coefficient rows are (a, b, s, w, c); every function works in the dtype of its inputs' promotion to at
 least fp32 and runs unchanged in fp64, which is how tests obtain the truth. Invariant: the value of a
-sample depends on that sample alone, never on the batch it sits in.
+sample depends on that sample alone, never on the batch it sits in. Losses and advantages: `reference_small`.
 """
 
 from __future__ import annotations
@@ -73,8 +73,25 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def mean_d(t: Tensor) -> Tensor:
-    """Mean over all but the batch dimension, [B]."""
-    return t.flatten(1).mean(dim=1)
+    """Mean over all but the batch dimension, [B]; one reduction per sample, so that no batch size changes its order."""
+    if t.shape[0] == 0:
+        return t.new_zeros(0)
+    return torch.stack([sample.mean() for sample in t.flatten(1).unbind(0)])
+
+
+def guided(cond: Tensor, uncond: Tensor, scale: float, from_cond: bool, rescale: bool) -> Tensor:
+    """u + g·(c − u), or c + g·(c − u), its norm over the last dimension restored to ‖c‖ if `rescale`.
+
+    A last dimension of norm 0 stays 0. `rescale` is the true guidance of Qwen-Image in diffusers.
+    """
+    dtype = compute_dtype(cond, uncond)
+    c, u = cond.to(dtype), uncond.to(dtype)
+    q = (c if from_cond else u) + scale * (c - u)
+    if not rescale:
+        return q
+    norm_c, norm_q = (t.square().sum(-1, keepdim=True) for t in (c, q))
+    safe = torch.where(norm_q > 0, norm_q, torch.ones_like(norm_q))
+    return q * torch.where(norm_q > 0, torch.sqrt(norm_c / safe), torch.zeros_like(norm_q))
 
 
 def affine_mean(x: Tensor, v: Tensor, rows: Tensor) -> Tensor:
@@ -84,7 +101,9 @@ def affine_mean(x: Tensor, v: Tensor, rows: Tensor) -> Tensor:
     return a * x.to(dtype) + b * v.to(dtype)
 
 
-def affine_step(x: Tensor, v: Tensor, rows: Tensor, eps: Tensor | None, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def affine_step(
+    x: Tensor, v: Tensor, rows: Tensor, eps: Tensor | None, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """(x' rounded to `out_dtype`, logp [B] of that rounded x')."""
     mean = affine_mean(x, v, rows)
     x_next = mean if eps is None else mean + expand(rows[:, 2].to(mean.dtype), x) * eps.to(mean.dtype)
@@ -93,15 +112,62 @@ def affine_step(x: Tensor, v: Tensor, rows: Tensor, eps: Tensor | None, out_dtyp
 
 
 def affine_logp(x: Tensor, v: Tensor, x_next: Tensor, rows: Tensor) -> Tensor:
-    """w · mean_D (x' − a·x − b·v)² + c, [B]; differentiable in v."""
+    """w · mean_D (x' − a·x − b·v)² + c, [B]; differentiable in v. Exactly c where w = 0 (a step without log-prob)."""
     mean = affine_mean(x, v, rows)
-    residual = x_next.to(mean.dtype) - mean
-    return rows[:, 3].to(mean.dtype) * mean_d(residual.square()) + rows[:, 4].to(mean.dtype)
+    w, c = rows[:, 3].to(mean.dtype), rows[:, 4].to(mean.dtype)
+    squares = mean_d((x_next.to(mean.dtype) - mean).square())
+    return torch.where(w != 0, w * torch.where(w != 0, squares, torch.zeros_like(squares)) + c, c)
 
 
 def affine_kl(v: Tensor, v_ref: Tensor, rows: Tensor) -> Tensor:
     """KL of two Gaussian steps with the same std: mean_D (b(v − v_ref))² / (2 s²), [B]; 0 where s = 0."""
     dtype = compute_dtype(v, v_ref)
     b, s = rows[:, 1].to(dtype), rows[:, 2].to(dtype)
-    scale = torch.where(s > 0, b.square() / (2 * s.square()).clamp_min(torch.finfo(dtype).tiny), torch.zeros_like(s))
+    safe = torch.where(s > 0, s, torch.ones_like(s))
+    scale = torch.where(s > 0, (b / safe).square() / 2, torch.zeros_like(s))
     return scale * mean_d((v.to(dtype) - v_ref.to(dtype)).square())
+
+
+def guard_log_ratio(x: Tensor, v: Tensor, x_next: Tensor, v_old: Tensor, rows: Tensor) -> Tensor:
+    """GRPO-Guard's log-ratio per sample: mean_D [ε̂·(μ − μ_old)], ε̂ = (x' − μ_old)/s, [B]; 0 where s = 0."""
+    old = affine_mean(x, v_old, rows)
+    b, s = rows[:, 1].to(old.dtype), rows[:, 2].to(old.dtype)
+    scale = torch.where(s > 0, b / torch.where(s > 0, s, torch.ones_like(s)), torch.zeros_like(s))
+    return scale * mean_d((x_next.to(old.dtype) - old) * (v.to(old.dtype) - v_old.to(old.dtype)))
+
+
+def affine_grad(
+    x: Tensor,
+    v: Tensor,
+    x_next: Tensor,
+    rows: Tensor,
+    v_ref: Tensor | None,
+    v_old: Tensor | None,
+    g_logp: Tensor | None,
+    g_kl: Tensor | None,
+    g_guard: Tensor | None,
+) -> Tensor:
+    """∂/∂v of Σ (g_logp·logp + g_kl·KL + g_guard·Guard), elementwise, in the compute dtype."""
+    mean = affine_mean(x, v, rows)
+    dtype, count = mean.dtype, max(x[0].numel(), 1) if x.shape[0] else 1
+    b, s, w = (rows[:, k].to(dtype) for k in (1, 2, 3))
+    over_s = torch.where(s > 0, b / torch.where(s > 0, s, torch.ones_like(s)), torch.zeros_like(s))
+    grad = torch.zeros_like(mean)
+    if g_logp is not None:
+        grad = expand(-2 * w * b / count * g_logp.to(dtype), x) * (x_next.to(dtype) - mean)
+    if g_kl is not None and v_ref is not None:
+        grad = grad + expand(over_s.square() / count * g_kl.to(dtype), x) * (v.to(dtype) - v_ref.to(dtype))
+    if g_guard is not None and v_old is not None:
+        residual = x_next.to(dtype) - affine_mean(x, v_old, rows)
+        grad = grad + expand(over_s / count * g_guard.to(dtype), x) * residual
+    return grad
+
+
+def guided_grad(
+    grad: Tensor, cond: Tensor, uncond: Tensor, scale: float, from_cond: bool, rescale: bool
+) -> tuple[Tensor, Tensor]:
+    """(dc, du) of `guided` from dv, in the compute dtype."""
+    with torch.enable_grad():
+        c, u = (t.detach().to(grad.dtype).requires_grad_() for t in (cond, uncond))
+        dc, du = torch.autograd.grad(guided(c, u, scale, from_cond, rescale), (c, u), grad)
+    return dc, du

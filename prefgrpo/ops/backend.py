@@ -1,0 +1,134 @@
+"""Which implementation serves a tensor: cuda (C++), triton, cpu (C++) or torch (the reference).
+
+Order on a GPU: cuda, triton, torch; on a CPU: cpu, torch. `PREFGRPO_BACKEND` or `use_backend` names one; it then
+serves every tensor on a device that it knows, and other devices keep their order. Invariant: a missing extension
+changes the speed, never the answer; it is said once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import torch
+
+BACKENDS = ("cuda", "triton", "cpu", "torch")
+_MODULES = {
+    "cuda": "prefgrpo.ops.native",
+    "cpu": "prefgrpo.ops.native",
+    "triton": "prefgrpo.kernels.launch",
+    "torch": "prefgrpo.ops.plain",
+}
+_ORDER: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}
+_override: list[str] = []
+
+
+@lru_cache(None)
+def extension() -> Any | None:
+    """The compiled module prefgrpo._C, or None where it was not built."""
+    if importlib.util.find_spec("prefgrpo._C") is None:
+        return None
+    return importlib.import_module("prefgrpo._C")
+
+
+@lru_cache(None)
+def has_triton() -> bool:
+    """Whether Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def missing(name: str) -> str | None:
+    """Why backend `name` cannot run on this machine at all, or None if it can."""
+    if name == "torch":
+        return None
+    if name == "triton":
+        if not has_triton():
+            return "triton is not installed (pip install triton)"
+        return None if _interpreted() or torch.cuda.is_available() else "triton needs a GPU (or TRITON_INTERPRET=1)"
+    built = extension()
+    if built is None:
+        return "prefgrpo._C is not built (pip install -e . with a C++17 compiler)"
+    if name == "cpu":
+        return None
+    if not built.cuda_archs:
+        return "prefgrpo._C was built without CUDA (rebuild where nvcc is found)"
+    return None if torch.cuda.is_available() else "no CUDA device is visible"
+
+
+def _serves(name: str, device: str) -> bool:
+    if name == "torch":
+        return True
+    if name == "triton":
+        return device == ("cpu" if _interpreted() else "cuda")
+    return device == name
+
+
+def _named() -> str | None:
+    if _override:
+        return _override[-1]
+    return _environment()
+
+
+@lru_cache(None)
+def _environment() -> str | None:
+    name = os.environ.get("PREFGRPO_BACKEND", "")
+    return _checked(name) if name else None
+
+
+def _checked(name: str) -> str:
+    if name not in BACKENDS:
+        raise ValueError(f"unknown backend '{name}': expected one of {', '.join(BACKENDS)}")
+    if why := missing(name):
+        raise RuntimeError(f"backend '{name}' was asked for but cannot run: {why}")
+    return name
+
+
+@lru_cache(None)
+def _automatic(device: str) -> str:
+    order = _ORDER.get(device, ())
+    chosen = next((name for name in order if missing(name) is None), "torch")
+    if not order or chosen != order[0]:
+        why = missing(order[0]) if order else "there are no kernels for this device"
+        warnings.warn(
+            f"prefgrpo.ops on {device} uses '{chosen}', slower but with the same results: {why}", stacklevel=4
+        )
+    return chosen
+
+
+def backend_of(device: torch.device | str, *dtypes: torch.dtype) -> str:
+    """Name of the backend that serves tensors on `device`; fp64 is served by torch alone."""
+    if torch.float64 in dtypes:
+        return "torch"
+    kind = torch.device(device).type
+    name = _named()
+    return name if name is not None and _serves(name, kind) else _automatic(kind)
+
+
+@lru_cache(None)
+def implementation(name: str) -> ModuleType:
+    """The module that implements backend `name`; all have the same functions."""
+    return importlib.import_module(_MODULES[name])
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Serve with backend `name` inside the block, for tests and comparisons.
+
+    Raises ValueError for an unknown name and RuntimeError, with the reason, for one that cannot run here.
+    """
+    _override.append(_checked(name))
+    try:
+        yield
+    finally:
+        _override.pop()
