@@ -1,0 +1,69 @@
+"""Lines of the product per folder: `python scripts/count_lines.py [--write]` prints the table of docs/design.md.
+
+A line counts if it is in a source file of prefgrpo/, kernels/ or csrc/; blank lines and comments count too. `--write`
+puts the table between the two marks in docs/design.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parent.parent
+SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh", ".yaml", ".html", ".css", ".js", ".sh"}
+PRODUCT = ("csrc", "kernels", "prefgrpo")
+BESIDE = ("tests", "benchmarks", "scripts", "recipes")
+MARKS = ("<!-- lines: begin -->", "<!-- lines: end -->")
+
+
+def files(folder: str) -> list[Path]:
+    """Source files under `folder`, without prefgrpo/kernels, which is a link, and without data."""
+    found = [p for p in sorted((ROOT / folder).rglob("*")) if p.is_file() and p.suffix in SUFFIXES]
+    skipped = ROOT / "prefgrpo" / "kernels"
+    return [p for p in found if skipped not in p.parents and not {"assets", "__pycache__"} & set(p.parts)]
+
+
+def lines(file: Path) -> int:
+    """Number of lines in `file`."""
+    return len(file.read_text(encoding="utf-8").splitlines())
+
+
+def counts() -> dict[str, tuple[int, int]]:
+    """{folder: (files, lines)} in the order of the table; prefgrpo's subfolders are folders of their own."""
+    table: dict[str, list[int]] = defaultdict(list)
+    for top in PRODUCT + BESIDE:
+        for file in files(top):
+            parts = file.relative_to(ROOT).parts
+            table["/".join(parts[:2]) if top == "prefgrpo" and len(parts) > 2 else top].append(lines(file))
+    return {folder: (len(sizes), sum(sizes)) for folder, sizes in table.items()}
+
+
+def table() -> str:
+    """The Markdown table."""
+    rows = counts()
+    sizes = [lines(p) for top in PRODUCT for p in files(top)]
+    product = sum(n for folder, (_, n) in rows.items() if folder.split("/")[0] in PRODUCT)
+    out = ["| folder | files | lines |", "|---|---:|---:|"]
+    out += [f"| `{folder}` | {count} | {total} |" for folder, (count, total) in rows.items()]
+    out += [
+        "",
+        f"Product (csrc, kernels, prefgrpo): {product} lines in {len(sizes)} files, median {median(sizes):.0f}.",
+    ]
+    return "\n".join(out)
+
+
+def main() -> None:
+    """Print the table, or write it into docs/design.md."""
+    if "--write" not in sys.argv[1:]:
+        print(table())
+        return
+    page = ROOT / "docs" / "design.md"
+    text = page.read_text(encoding="utf-8")
+    begin, end = (text.index(mark) for mark in MARKS)
+    page.write_text(text[: begin + len(MARKS[0])] + "\n" + table() + "\n" + text[end:], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

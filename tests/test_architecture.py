@@ -1,0 +1,160 @@
+"""The shape of the code: what may import what, how long a file may be, what a reader may rely on finding.
+
+Each case is a rule of docs/design.md that a linter cannot see, or the linter's contracts run as a test. A check that
+could pass by looking at nothing also shows that it sees a case which breaks the rule.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+from importlinter.cli import lint_imports
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import count_lines  # noqa: E402
+
+PYTHON = [
+    p for top in ("prefgrpo", "kernels", "benchmarks", "scripts") for p in count_lines.files(top) if p.suffix == ".py"
+]
+PACKAGE = [p for p in PYTHON if p.is_relative_to(ROOT / "prefgrpo")]
+# import name -> name in pyproject.toml, where they differ
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "yaml": "pyyaml",
+    "open_clip": "open-clip-torch",
+    "tokenizers": "transformers",
+    "markupsafe": "jinja2",
+}
+DISTRIBUTIONS["huggingface_hub"] = "transformers"  # a part of it, as tokenizers is
+OPTIONAL = {"vllm", "wandb", "trackio"}
+"""Asked for by name where used, and said so there."""
+
+
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), str(file))
+
+
+def imports(module: ast.AST) -> set[str]:
+    """Dotted names of everything a module imports, wherever the statement stands."""
+    found = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_layers_and_contracts(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert lint_imports(no_logo=True, no_cache=True) == 0, capsys.readouterr().out
+
+
+def test_layers_catch_an_upward_import(tmp_path, monkeypatch, capsys):
+    """The same contract file refuses a copy of the package in which the ops import the trainer."""
+    for file in PACKAGE:
+        copy = tmp_path / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    with (tmp_path / "prefgrpo/ops/policy.py").open("a") as ops:
+        ops.write("\nimport prefgrpo.trainer\n")
+    script = Path(sys.executable).parent / "lint-imports"
+    done = subprocess.run([script, "--no-logo", "--no-cache"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.search(r"prefgrpo\.ops is not allowed to import prefgrpo\.trainer", done.stdout), done.stdout
+
+
+def test_no_torch_distributed_in_judges_and_rewards():
+    """They run in processes of their own, where no group exists."""
+    users = {p.relative_to(ROOT) for p in PACKAGE if any(n.startswith("torch.distributed") for n in imports(tree(p)))}
+    assert Path("prefgrpo/parallel.py") in users, "the check sees no user of torch.distributed at all"
+    assert not [p for p in users if p.parts[1] in ("judge", "rewards", "ops", "models")]
+
+
+def test_every_import_is_a_declared_dependency():
+    """What is imported is in pyproject.toml: nothing works only because a test dependency brought it along."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    declared = {re.sub(r"[-_.]+", "-", name).lower() for name in re.findall(r'"([A-Za-z][\w.-]*)>=', text)}
+    missing = {}
+    for file in PACKAGE:
+        for name in sorted({name.split(".")[0] for name in imports(tree(file))} - sys.stdlib_module_names):
+            if name != "prefgrpo" and name not in OPTIONAL and DISTRIBUTIONS.get(name, name) not in declared:
+                missing.setdefault(name, []).append(str(file.relative_to(ROOT)))
+    assert {"torch", "diffusers", "aiohttp"} <= declared
+    assert not missing
+
+
+def test_constraints_pin_every_direct_dependency():
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    names = {re.sub(r"[-_.]+", "-", name).lower() for name in re.findall(r'"([A-Za-z][\w.-]*)>=', text)}
+    pinned = set(re.findall(r"^([a-z0-9-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M))
+    heavy = {"open-clip-torch"}  # brings torchvision; CI does not install the rewards extra
+    assert names - pinned - heavy == set()
+
+
+def test_kernels_folder_is_no_package():
+    """An __init__.py would shadow the Hugging Face `kernels` library wherever the working directory is the root."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert (ROOT / "prefgrpo" / "kernels").resolve() == ROOT / "kernels"
+
+
+def test_files_are_short():
+    sizes = {
+        str(p.relative_to(ROOT)): count_lines.lines(p) for top in count_lines.PRODUCT for p in count_lines.files(top)
+    }
+    assert {name: n for name, n in sizes.items() if n > 400} == {}, "is one file doing two jobs?"
+    assert median(sizes.values()) <= 150
+
+
+def test_functions_are_short():
+    """Nine of ten functions fit into 30 lines, docstring included, and none is longer than 70."""
+    sizes = {
+        f"{p.relative_to(ROOT)}:{node.name}": node.end_lineno - node.lineno + 1
+        for p in PACKAGE
+        for node in ast.walk(tree(p))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    assert len(sizes) > 100
+    assert {name: n for name, n in sizes.items() if n > 70} == {}
+    assert sum(n > 30 for n in sizes.values()) / len(sizes) <= 0.1
+
+
+def undocumented(module: ast.Module) -> list[str]:
+    """Fields of dataclasses without a string right under them; a section, itself a dataclass here, tells its own."""
+    sections = {node.name for node in ast.walk(module) if isinstance(node, ast.ClassDef)}
+    found = []
+    for node in ast.walk(module):
+        decorators = {ast.unparse(d).split("(")[0] for d in getattr(node, "decorator_list", [])}
+        if not isinstance(node, ast.ClassDef) or "dataclass" not in decorators:
+            continue
+        for field, after in zip(node.body, [*node.body[1:], None], strict=True):
+            told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if isinstance(field, ast.AnnAssign) and not told and ast.unparse(field.annotation) not in sections:
+                found.append(f"{node.name}.{field.target.id}")
+    return found
+
+
+def test_every_config_field_is_documented():
+    """The line under a field is its help text on the command line."""
+    assert undocumented(tree(ROOT / "prefgrpo" / "config.py")) == []
+    assert undocumented(ast.parse("@dataclass(frozen=True)\nclass A:\n    x: int\n    y: int\n    'told'")) == ["A.x"]
+
+
+def test_modules_start_with_what_they_are():
+    silent = [str(p.relative_to(ROOT)) for p in PYTHON if p.read_text().strip() and not ast.get_docstring(tree(p))]
+    assert silent == []
+
+
+@pytest.mark.parametrize("folder", sorted(count_lines.counts()))
+def test_line_table_of_the_design_page_is_current(folder):
+    """Within 10 % or 40 lines per folder; `python scripts/count_lines.py --write` renews it."""
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    told = re.search(rf"^\| `{re.escape(folder)}` \| \d+ \| (\d+) \|$", page, re.M)
+    assert told, f"{folder} is missing from the table: run python scripts/count_lines.py --write"
+    assert int(told[1]) == pytest.approx(count_lines.counts()[folder][1], rel=0.1, abs=40)

@@ -1,0 +1,237 @@
+"""The package works from a checkout, an editable install and a wheel, and needs no more than it says.
+
+The three installs differ in how `prefgrpo.kernels` (a link to kernels/) and the compiled module are found, and each
+must leave `import kernels` to the Hugging Face library. The wheel is built from the sdist, which proves the sdist too.
+Installs use the build tools and dependencies of this environment: nothing is downloaded.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LEFT_OUT = shutil.ignore_patterns(
+    ".git", ".venv*", "build", "runs", "dist", "*.so", "__pycache__", "*.egg-info", ".*_cache"
+)
+NAMED_WHERE_USED = ("torchvision", "open_clip", "flash_attn", "xformers", "vllm", "sageattention", "wandb", "deepspeed")
+BEYOND_OPS = (
+    *NAMED_WHERE_USED, "accelerate", "aiohttp", "diffusers", "jinja2", "kernels", "matplotlib", "peft", "PIL",
+    "pydantic", "rich", "safetensors", "tensorboard", "tqdm", "transformers", "triton", "tyro", "yaml",
+)  # fmt: skip
+HIDE = """
+import sys
+class Hide:
+    def __init__(self, finder):
+        self.finder = finder
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+    def find_spec(self, name, path=None, target=None):
+        if name in {names!r} or name.split(".")[0] in {names!r}:
+            return None
+        return self.finder.find_spec(name, path, target)
+sys.meta_path[:] = [Hide(finder) for finder in sys.meta_path]
+"""
+"""Makes packages as absent as if they had never been installed."""
+PROBE = """
+import importlib.util, json, kernels, pathlib, prefgrpo, prefgrpo.kernels
+package = pathlib.Path(prefgrpo.__file__).parent
+names = sorted(p.stem for p in pathlib.Path(list(prefgrpo.kernels.__path__)[0]).glob("*.py"))
+native = importlib.util.find_spec("prefgrpo._C")
+print(json.dumps({
+    "version": prefgrpo.__version__,
+    "package": str(package),
+    "native": native and native.origin,
+    "hf": kernels.__file__,
+    "get_kernel": hasattr(kernels, "get_kernel"),
+    "kernels": [n for n in names if importlib.util.find_spec(f"prefgrpo.kernels.{n}")],
+    "templates": sorted(p.name for p in (package / "judge/templates").glob("*.yaml")),
+    "assets": sum(p.is_file() for p in (package / "tiny/assets").rglob("*")),
+}))
+"""
+CODE = sorted(p.stem for p in (ROOT / "kernels").glob("*.py"))
+TEMPLATES = sorted(p.name for p in (ROOT / "prefgrpo/judge/templates").glob("*.yaml"))
+ASSETS = sum(p.is_file() for p in (ROOT / "prefgrpo/tiny/assets").rglob("*"))
+
+
+def run(*command: str | Path, cwd: Path, **env: str) -> str:
+    """Standard output of a command that must succeed; PYTHONPATH and the checkout stay out of it."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=clean | env, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def environment(folder: Path) -> Path:
+    """A virtual environment that sees this one's packages, but not the checkout this one has installed."""
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    site = run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])", cwd=folder).strip()
+    (Path(site) / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")  # after its own packages
+    return python
+
+
+def install(python: Path, *what: str | Path) -> None:
+    """pip install, with no network and no build environment of its own."""
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-q",
+    )
+    run(*pip, *what, cwd=python.parent, PREFGRPO_CUDA="0", PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A copy of the checkout without anything built."""
+    copy = tmp_path_factory.mktemp("source") / "prefgrpo"
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=LEFT_OUT)
+    (copy / "README.md").touch()
+    return copy
+
+
+@pytest.fixture(scope="module")
+def sdist(source, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("sdist")
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", out, source, cwd=out)
+    return next(out.glob("*.tar.gz"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-q",
+        "-w",
+        out,
+        sdist,
+    )
+    run(*pip, cwd=out, PREFGRPO_CUDA="0", PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    return next(out.glob("*.whl"))
+
+
+def check(probe: str) -> dict:
+    seen = json.loads(probe)
+    assert seen["get_kernel"] and Path(seen["hf"]).parent != ROOT / "kernels", "`import kernels` is not the library"
+    assert seen["kernels"] == CODE
+    assert seen["templates"] == TEMPLATES
+    assert seen["assets"] == ASSETS
+    return seen
+
+
+def test_checkout_with_the_root_as_working_directory():
+    """`python -c` and `python -m` put the working directory first on the path."""
+    seen = check(run(sys.executable, "-c", PROBE, cwd=ROOT))
+    assert Path(seen["package"]) == ROOT / "prefgrpo"
+
+
+def test_sdist_holds_what_a_build_needs(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"setup.py", "CMakeLists.txt", "LICENSE", "csrc/bindings.cpp", "csrc/math.h", "prefgrpo/py.typed"} <= names
+    assert {f"prefgrpo/kernels/{name}.py" for name in CODE} <= names
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]
+
+
+def test_wheel(wheel, tmp_path):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert [name for name in names if name.startswith("prefgrpo/_C.")], "the compiled module is not in the wheel"
+    assert not [name for name in names if name.split("/")[0] in ("kernels", "tests", "csrc", "scripts", "benchmarks")]
+    python = environment(tmp_path / "venv")
+    install(python, wheel)
+    for cwd in (tmp_path, ROOT):  # -I: the working directory is not on the path, so the wheel is what is imported
+        seen = check(run(python, *(["-I"] if cwd == ROOT else []), "-c", PROBE, cwd=cwd))
+        assert Path(seen["package"]).is_relative_to(tmp_path)
+        assert Path(seen["native"]).is_relative_to(tmp_path)
+    command = python.parent / "prefgrpo"
+    assert run(command, "--version", cwd=ROOT).split() == ["prefgrpo", seen["version"]]
+    assert "train" in run(python, "-m", "prefgrpo", "--help", cwd=tmp_path)
+
+
+def test_editable_install(source, tmp_path):
+    python = environment(tmp_path / "venv")
+    install(python, "-e", source)
+    for cwd in (tmp_path, source):
+        seen = check(run(python, "-c", PROBE, cwd=cwd))
+        assert Path(seen["package"]) == source / "prefgrpo"
+        assert Path(seen["native"]).is_relative_to(source)
+
+
+def test_every_module_imports_without_the_optional_packages():
+    """torchvision, open_clip, flash-attn, xformers, vllm … are asked for by name, only where they are used."""
+    walk = HIDE.format(names=NAMED_WHERE_USED) + (
+        "import importlib, pkgutil, prefgrpo\n"
+        "names = [m.name for m in pkgutil.walk_packages(prefgrpo.__path__, 'prefgrpo.')] + "
+        f"[f'prefgrpo.kernels.{{n}}' for n in {CODE!r}]\n"
+        "for name in names:\n"
+        "    if name not in ('prefgrpo.__main__', 'prefgrpo._C'):\n"
+        "        importlib.import_module(name)\n"
+        "print(len(names))"
+    )
+    assert int(run(sys.executable, "-c", walk, cwd=ROOT)) > 40
+
+
+def test_ops_need_torch_and_numpy_only():
+    step = HIDE.format(names=BEYOND_OPS) + (
+        "import torch, prefgrpo.ops, prefgrpo.rules, prefgrpo.schedule, prefgrpo.noise\n"
+        "x = torch.ones(2, 8)\n"
+        "coef = torch.tensor([[0.5, 2.0, 0.0, 0.0, 0.0]])\n"
+        "out = prefgrpo.ops.affine_step(x, x, coef, torch.zeros(2, dtype=torch.int64), noise=None)\n"
+        "print(float(out.x_next.sum()))"
+    )
+    assert float(run(sys.executable, "-c", step, cwd=ROOT)) == 2 * 8 * 2.5
+
+
+def test_what_is_hidden_is_absent():
+    """The import block of the tests above hides a package that is there."""
+    code = "import importlib.util as u\nprint(bool(u.find_spec('yaml')), bool(u.find_spec('prefgrpo.ops')))"
+    assert run(sys.executable, "-c", code, cwd=ROOT).split() == ["True", "True"]
+    assert (
+        run(sys.executable, "-c", HIDE.format(names=("yaml", "prefgrpo.ops")) + code, cwd=ROOT).split() == ["False"] * 2
+    )
+
+
+@pytest.mark.parametrize(
+    "absent", [(), ("triton", "torchvision", "peft", "diffusers", "transformers", "prefgrpo._C")], ids=str
+)
+def test_doctor(absent):
+    code = HIDE.format(names=absent) + "from prefgrpo.doctor import doctor\nraise SystemExit(doctor())"
+    out = run(sys.executable, "-c", code, cwd=ROOT, COLUMNS="160")
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.split()}
+    assert rows["reference"][0] == rows["torch"][0] == "ok"
+    assert ("native" in rows) is ("diffusers" not in absent)
+    if not absent:
+        assert rows["native"][0] == "ok" and rows["_native_cudnn"][0] != "ok"
+
+
+def test_doctor_finds_a_wrong_reference():
+    """The exit code is the reference's: a step that forgets the noise is found."""
+    code = (
+        "import prefgrpo.ops.reference as r\n"
+        "right = r.affine_step\n"
+        "r.affine_step = lambda x, v, rows, eps, dtype: right(x, v, rows, None, dtype)\n"
+        "from prefgrpo.doctor import doctor\nprint('code', doctor())"
+    )
+    assert run(sys.executable, "-c", code, cwd=ROOT).splitlines()[-1] == "code 1"
