@@ -108,6 +108,11 @@ class Evaluator:
         each = -(-len(self.held.prompts) // self.world.size)
         return list(range(self.world.rank * each, min((self.world.rank + 1) * each, len(self.held.prompts))))
 
+    def shown(self) -> list[int]:
+        """Images for the report: `eval.show` of rank 0's, evenly spread over the set."""
+        first = -(-len(self.held.prompts) // self.world.size)
+        return np.linspace(0, first - 1, min(self.config.eval.show, first)).round().astype(int).tolist()
+
     def run(self, before: Images) -> tuple[Images, dict[str, float]]:
         """(this rank's images now, metrics over all ranks) against `before`, this rank's images at the start."""
         index, held = self.mine(), self.held

@@ -306,8 +306,8 @@ class Trainer:
                 self.before[name] = stored["images"]
             if done == 0:
                 if self.world.main:
-                    shown = evaluator.held.prompts[: self.config.eval.show]
-                    checkpoint.write_atomic(self.folder / "eval" / f"{name}_prompts.json", json.dumps(shown))
+                    prompts = [evaluator.held.prompts[i] for i in evaluator.shown()]
+                    checkpoint.write_atomic(self.folder / "eval" / f"{name}_prompts.json", json.dumps(prompts))
                 self._evaluate(0, name)
 
     def _evaluate(self, step: int, name: str) -> None:
@@ -316,10 +316,9 @@ class Trainer:
         with clock.phase("eval"), self.policy.averaged():
             now, values = self.parts.evaluators[name].run(self.before[name])
         if self.world.main:
-            show = self.config.eval.show
-            save_images(
-                self.folder / "eval" / f"{name}_{step:06d}.npz", before=self.before[name][:show], now=now[:show]
-            )
+            show = self.parts.evaluators[name].shown()
+            file = self.folder / "eval" / f"{name}_{step:06d}.npz"
+            save_images(file, before=self.before[name][show], now=now[show])
         self.log.row("eval", step, {"set": name} | values | {"time/eval": clock.seconds["eval"]})
         self.verdict = eval_line(step, name, values)
         self.log.say(self.verdict)
@@ -369,6 +368,6 @@ class Trainer:
         if name is None:
             return
         evaluator = self.parts.evaluators[name]
-        index = evaluator.mine()[: min(4, self.config.rollout.batch_size)]
+        index = evaluator.shown()[: min(4, self.config.rollout.batch_size)]
         with self.policy.averaged():
             evaluator.save_proof(self.folder / "proof.safetensors", index)
