@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.guidance import attach
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +44,15 @@ class Embeddings:
             self._folder.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, prompts: Sequence[str]) -> list[Condition]:
-        """One unbatched CPU condition per prompt, in order; equal prompts share their tensors."""
+        """One unbatched CPU condition per prompt, in order; equal prompts share their tensors.
+
+        With guidance on, each carries the negative prompt's tensors, which are encoded once.
+        """
         unique = dict.fromkeys(prompts)
         found = {prompt: self._one(prompt) for prompt in unique}
+        if self._adapter.guided and self._adapter.cfg is not None:
+            negative = self._one(self._adapter.cfg.negative)
+            found = {prompt: attach(condition, negative) for prompt, condition in found.items()}
         return [found[prompt] for prompt in prompts]
 
     def _one(self, prompt: str) -> Condition:
@@ -87,10 +94,14 @@ class Embeddings:
 
 
 def collate(conditions: Sequence[Condition], device: torch.device | str = "cpu") -> Condition:
-    """Batch of conditions: [...] each → [B, ...]; a shorter first dimension is padded with zeros (mask: False)."""
+    """Batch of conditions: [...] each → [B, ...] on `device`; a shorter first dimension is padded with zeros.
+
+    Tensors whose name ends in `length` stay on the CPU.
+    """
     if not conditions:
         raise ValueError("collate needs at least one condition")
-    return {key: _stack([one[key] for one in conditions]).to(device) for key in conditions[0]}
+    batch = {key: _stack([one[key] for one in conditions]) for key in conditions[0]}
+    return {key: value if key.endswith("length") else value.to(device) for key, value in batch.items()}
 
 
 def _stack(parts: list[Tensor]) -> Tensor:
@@ -102,7 +113,7 @@ def _stack(parts: list[Tensor]) -> Tensor:
 
 def select(condition: Condition, rows: Tensor) -> Condition:
     """The batch rows `rows` (int64) of a batched condition."""
-    return {key: value.index_select(0, rows) for key, value in condition.items()}
+    return {key: value.index_select(0, rows.to(value.device)) for key, value in condition.items()}
 
 
 def tile(condition: Condition, times: int) -> Condition:

@@ -9,7 +9,7 @@ by one line in CASES.
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import diffusers
 import pytest
@@ -32,19 +32,31 @@ class Case:
     """One family and how its stock pipeline is called."""
 
     family: str
-    call: dict = field(default_factory=dict)
+    call: dict
     """Arguments of the stock call beside prompt, latents, size, steps."""
-    guidance: float | None = None
+    guidance: float
+    """Our guidance scale."""
     dynamic: bool = False
     """Whether the stock pipeline supports the scheduler's dynamic shift."""
     max_length: int = 32
 
     def __str__(self):
-        return self.family
+        return self.family if self.guidance > 1 else f"{self.family}-unguided"
 
 
 CASES = [
     Case("flux", {"guidance_scale": 3.5, "max_sequence_length": 32}, 3.5, dynamic=True),
+    Case("sd3", {"guidance_scale": 4.5, "max_sequence_length": 32}, 4.5, dynamic=True),
+    Case("sd3", {"guidance_scale": 1.0, "max_sequence_length": 32}, 1.0),
+    Case(
+        "qwen_image",
+        {"true_cfg_scale": 4.0, "negative_prompt": [" "] * 2, "max_sequence_length": 320},
+        4.0,
+        dynamic=True,
+        max_length=320,
+    ),
+    Case("z_image", {"guidance_scale": 3.0, "max_sequence_length": 128}, 3.0, dynamic=True, max_length=128),
+    Case("flux2_klein", {"guidance_scale": 4.0, "max_sequence_length": 64}, 4.0, dynamic=True, max_length=64),
 ]
 SIZES = [(32, 32), (16, 48)]
 every = pytest.mark.parametrize("case", CASES, ids=str)
@@ -91,9 +103,8 @@ def draw(adapter, case, x0, size, steps, prompts=PROMPTS):
 
 def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
     pipe.set_progress_bar_config(disable=True)
-    return pipe(
-        prompts, latents=x0, height=size[0], width=size[1], num_inference_steps=steps, output_type="pt", **case.call
-    ).images
+    call = case.call | {"height": size[0], "width": size[1], "num_inference_steps": steps, "output_type": "pt"}
+    return pipe(prompt=list(prompts), latents=x0, **call).images  # a copy: Z-Image writes into the list
 
 
 def noise(adapter, size):
@@ -179,7 +190,7 @@ if a["lora"]:
     pipe.load_lora_weights(a["lora"])
 pipe.set_progress_bar_config(disable=True)
 x = load_file(a["latents"])["x"]
-image = pipe(a["prompts"], latents=x, output_type="pt", **a["call"]).images
+image = pipe(prompt=a["prompts"], latents=x, output_type="pt", **a["call"]).images
 assert not any(name.split(".")[0] == "prefgrpo" for name in sys.modules)
 save_file({"image": image.contiguous()}, a["out"])
 """

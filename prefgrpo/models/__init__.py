@@ -11,6 +11,10 @@ from prefgrpo.models.base import Adapter
 
 MODELS: dict[str, str] = {
     "flux": "prefgrpo.models.flux:Flux",
+    "flux2_klein": "prefgrpo.models.flux2_klein:Flux2Klein",
+    "qwen_image": "prefgrpo.models.qwen_image:QwenImage",
+    "sd3": "prefgrpo.models.sd3:StableDiffusion3",
+    "z_image": "prefgrpo.models.z_image:ZImage",
 }
 """Family name → import path of its adapter."""
 

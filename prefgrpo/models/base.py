@@ -8,9 +8,11 @@ shape) and the same weights returns the same bits in rollout and in replay.
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,10 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from prefgrpo.models import folder as folders
+from prefgrpo.models import guidance as guiding
 from prefgrpo.models import lora
 
 Condition = dict[str, Tensor]
-"""Encoded prompt(s): named tensors; [...] for one prompt, [B, ...] for a batch."""
+"""Encoded prompt(s): named tensors; [...] for one prompt, [B, ...] for a batch. Names ending in `length` stay on the
+CPU (int64), so that shapes may depend on them without waiting for the device."""
 
 
 class Adapter(ABC):
@@ -33,6 +37,8 @@ class Adapter(ABC):
     """Module name suffixes that LoRA wraps by default."""
     default_guidance: ClassVar[float]
     """Guidance scale of the published model."""
+    cfg: ClassVar[guiding.Cfg | None] = None
+    """Form of classifier-free guidance; None: the family has none (guidance is embedded, or absent)."""
 
     pipe: Any
     """The stock diffusers pipeline."""
@@ -82,6 +88,16 @@ class Adapter(ABC):
         return next(self.transformer.parameters()).device
 
     @property
+    def guided(self) -> bool:
+        """Whether a forward needs the negative prompt too."""
+        return self.cfg is not None and self.cfg.active(self.guidance)
+
+    @property
+    def unit(self) -> int:
+        """Pixels per side of one token; image sides are multiples of it."""
+        return 2 * self.pipe.vae_scale_factor
+
+    @property
     def repeated_blocks(self) -> tuple[str, ...]:
         """Class names of the blocks that the transformer repeats: units of regional compile and of FSDP."""
         return tuple(self.transformer._no_split_modules)  # type: ignore[arg-type]
@@ -94,7 +110,7 @@ class Adapter(ABC):
 
     @abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """Shape of one sample's latents as the transformer sees them; ValueError for a size that does not fit."""
+        """Shape of one sample's latents, as the stock pipeline's `latents`; ValueError for a size that does not fit."""
 
     @abstractmethod
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
@@ -123,11 +139,9 @@ class Adapter(ABC):
 
     def sigmas(self, steps: int, height: int, width: int) -> Tensor:
         """[steps + 1] fp32 sigmas that the stock pipeline would use for this size; static if `shift` was given."""
-        config = dict(self.pipe.scheduler.config)
+        static = {} if self.shift is None else {"shift": self.shift, "use_dynamic_shifting": False}
         options = self.schedule_options(steps, height, width)
-        if self.shift is not None:
-            config |= {"shift": self.shift, "use_dynamic_shifting": False}
-        scheduler = type(self.pipe.scheduler).from_config(config)
+        scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config, **static)
         scheduler.set_timesteps(num_inference_steps=steps, device="cpu", **options)
         return scheduler.sigmas.to(torch.float32)
 
@@ -135,7 +149,35 @@ class Adapter(ABC):
         """Model velocity v [B, …] at latents x [B, …] of any dtype, σ [B] fp32, for a batched condition."""
         low = self.dtype != torch.float32
         with torch.autocast(x.device.type, dtype=self.dtype if low else None, enabled=low):
-            return self.predict(x.float(), sigma, condition, height, width)
+            if not self.guided:
+                return self.predict(x.float(), sigma, condition, height, width)
+            predict = partial(self.predict, height=height, width=width)
+            c, u = guiding.both(predict, x.float(), sigma, condition)
+        assert self.cfg is not None
+        return self.cfg.combine(c, u, self.guidance)
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of tokens; ValueError for sides that are not multiples of `unit`."""
+        if height < self.unit or width < self.unit or height % self.unit or width % self.unit:
+            raise ValueError(
+                f"height and width must be multiples of {self.unit} for this model, got {height} × {width}"
+            )
+        return height // self.unit, width // self.unit
+
+    def mu(self, height: int, width: int, top: float = 1.15) -> float:
+        """The dynamic time shift of this size: linear in the number of tokens, as the scheduler's config says."""
+        config = self.pipe.scheduler.config
+        low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+        base = config.get("base_shift", 0.5)
+        slope = (config.get("max_shift", top) - base) / (high - low)
+        return math.prod(self.grid(height, width)) * slope + (base - slope * low)
+
+    @torch.no_grad()
+    def decode_image(self, grid: Tensor) -> Tensor:
+        """Images [B, 3, H, W] fp32 in [0, 1] from unscaled VAE latents."""
+        image = self.pipe.vae.decode(grid.to(self.pipe.vae.dtype), return_dict=False)[0]
+        image = image[:, :, 0] if image.dim() == 5 else image  # video VAEs: a clip of one frame
+        return self.pipe.image_processor.postprocess(image, output_type="pt").float()
 
     def add_lora(self, rank: int, alpha: float, targets: tuple[str, ...] | None = None, seed: int = 0) -> None:
         """Inject trainable fp32 LoRA layers (A seeded, B = 0) into the frozen transformer; see `lora.add`."""

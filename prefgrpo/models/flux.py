@@ -9,9 +9,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
-from diffusers.pipelines.flux.pipeline_flux import FluxPipeline, calculate_shift
+from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 from torch import Tensor
 
 from prefgrpo.models.base import Adapter, Condition
@@ -35,29 +34,14 @@ class Flux(Adapter):
         embeds, pooled, _ = self.pipe.encode_prompt(prompt, device=self.device, max_sequence_length=max_length)
         return {"prompt_embeds": embeds[0], "pooled": pooled[0]}
 
-    def _grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of packed latents."""
-        unit = 2 * self.pipe.vae_scale_factor
-        if height < unit or width < unit or height % unit or width % unit:
-            raise ValueError(f"height and width must be multiples of {unit} for this model, got {height} × {width}")
-        return height // unit, width // unit
-
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """[L, 4C] with L = (height / unit)·(width / unit), unit = 16 pixels for FLUX.1-dev."""
-        rows, columns = self._grid(height, width)
+        rows, columns = self.grid(height, width)
         return rows * columns, self.pipe.transformer.config.in_channels
 
     def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
-        """Even sigmas, and the shift `mu` of this image length (used when the scheduler shifts dynamically)."""
-        config = self.pipe.scheduler.config
-        mu = calculate_shift(
-            self.latent_shape(height, width)[0],
-            config.get("base_image_seq_len", 256),
-            config.get("max_image_seq_len", 4096),
-            config.get("base_shift", 0.5),
-            config.get("max_shift", 1.15),
-        )
-        return {"sigmas": np.linspace(1.0, 1.0 / steps, steps), "mu": mu}
+        """Even sigmas, and the shift of this image length (used when the scheduler shifts dynamically)."""
+        return super().schedule_options(steps, height, width) | {"mu": self.mu(height, width)}
 
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
         """Velocity [B, L, 4C]; σ goes over 0 … 1000 and back as in the stock pipeline, so that the bits are its own."""
@@ -72,18 +56,15 @@ class Flux(Adapter):
             pooled_projections=condition["pooled"],
             encoder_hidden_states=embeds,
             txt_ids=_text_ids(embeds.shape[1], x.device),
-            img_ids=_image_ids(*self._grid(height, width), x.device),
+            img_ids=_image_ids(*self.grid(height, width), x.device),
             return_dict=False,
         )[0]
 
-    @torch.no_grad()
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         """Unpack, undo the VAE's scale and shift, decode."""
         vae = self.pipe.vae
         grid = FluxPipeline._unpack_latents(latents, height, width, self.pipe.vae_scale_factor)
-        grid = grid / vae.config.scaling_factor + vae.config.shift_factor
-        image = vae.decode(grid.to(vae.dtype), return_dict=False)[0]
-        return self.pipe.image_processor.postprocess(image, output_type="pt").float()
+        return self.decode_image(grid / vae.config.scaling_factor + vae.config.shift_factor)
 
 
 @lru_cache(maxsize=64)

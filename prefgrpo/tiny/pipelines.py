@@ -12,9 +12,30 @@ from typing import Any
 
 import torch
 from tokenizers import pre_tokenizers
-from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5Tokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3Model,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
+)
 
 TEXT_WIDTH = 32
+QWEN_WIDTH = 16
+QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
+               "<|image_pad|>", "<|video_pad|>")  # fmt: skip
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def clip_tokenizer() -> CLIPTokenizer:
@@ -54,6 +75,50 @@ def t5_text(
     )  # fmt: skip
 
 
+def qwen_tokenizer() -> Qwen2Tokenizer:
+    """Byte-level Qwen tokenizer without merges, with its special tokens and a chat template."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *QWEN_TOKENS]
+    tokenizer = Qwen2Tokenizer(
+        vocab={t: i for i, t in enumerate(tokens)}, merges=[], extra_special_tokens=list(QWEN_TOKENS[1:]),
+        model_max_length=4096,
+    )  # fmt: skip
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def qwen3_text(tokenizer: Qwen2Tokenizer, cls: type[Any], layers: int) -> Any:
+    """Qwen3 language model of width 16."""
+    return cls(
+        Qwen3Config(
+            vocab_size=len(tokenizer), hidden_size=QWEN_WIDTH, intermediate_size=32, num_hidden_layers=layers,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=4096,
+        )
+    )  # fmt: skip
+
+
+def qwen_vl_text(tokenizer: Qwen2Tokenizer) -> Any:
+    """Qwen2.5-VL of width 16, with its vision tower."""
+    token = tokenizer.convert_tokens_to_ids
+    return Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(
+            text_config={
+                "vocab_size": len(tokenizer), "hidden_size": QWEN_WIDTH, "intermediate_size": 32,
+                "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+                "max_position_embeddings": 4096, "bos_token_id": token("<|endoftext|>"),
+                "eos_token_id": token("<|im_end|>"),
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]},
+            },
+            vision_config={
+                "depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": QWEN_WIDTH,
+                "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
+                "fullatt_block_indexes": [0],
+            },
+            image_token_id=token("<|image_pad|>"), video_token_id=token("<|video_pad|>"),
+            vision_start_token_id=token("<|vision_start|>"), vision_end_token_id=token("<|vision_end|>"),
+        )
+    )  # fmt: skip
+
+
 def image_vae(channels: int = 4) -> Any:
     """AutoencoderKL that halves each side once."""
     from diffusers import AutoencoderKL
@@ -82,7 +147,97 @@ def flux() -> Any:
     )  # fmt: skip
 
 
-FAMILIES: dict[str, Callable[[], Any]] = {"flux": flux}
+def sd3() -> Any:
+    """SD3.5-medium: 2 joint blocks of width 32, the first with dual attention, three text encoders, static shift."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+
+    clip, t5 = clip_tokenizer(), t5_tokenizer()
+    transformer = SD3Transformer2DModel(
+        sample_size=32, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16,
+        num_attention_heads=2, joint_attention_dim=2 * TEXT_WIDTH, caption_projection_dim=32,
+        pooled_projection_dim=2 * TEXT_WIDTH, pos_embed_max_size=32, dual_attention_layers=(0,), qk_norm="rms_norm",
+    )  # fmt: skip
+    return StableDiffusion3Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=image_vae(), transformer=transformer,
+        text_encoder=clip_text(clip, CLIPTextModelWithProjection), tokenizer=clip,
+        text_encoder_2=clip_text(clip, CLIPTextModelWithProjection), tokenizer_2=clip,
+        text_encoder_3=t5_text(t5, width=2 * TEXT_WIDTH), tokenizer_3=t5,
+    )  # fmt: skip
+
+
+def qwen_image() -> Any:
+    """Qwen-Image: 2 dual-stream blocks of width 32, a 3-D VAE that halves each side once, dynamic shift."""
+    from diffusers import (
+        AutoencoderKLQwenImage,
+        FlowMatchEulerDiscreteScheduler,
+        QwenImagePipeline,
+        QwenImageTransformer2DModel,
+    )
+
+    tokenizer = qwen_tokenizer()
+    transformer = QwenImageTransformer2DModel(
+        in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=QWEN_WIDTH, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    vae = AutoencoderKLQwenImage(
+        base_dim=8, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False],
+        latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.0, 0.8, 1.2, 0.9],
+    )  # fmt: skip
+    return QwenImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), vae=vae,
+        text_encoder=qwen_vl_text(tokenizer), tokenizer=tokenizer, transformer=transformer,
+    )  # fmt: skip
+
+
+def z_image() -> Any:
+    """Z-Image: 2 blocks and one refiner of each kind, width 32, static shift."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
+
+    tokenizer = qwen_tokenizer()
+    transformer = ZImageTransformer2DModel(
+        all_patch_size=(2,), all_f_patch_size=(1,), in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2,
+        n_kv_heads=2, cap_feat_dim=QWEN_WIDTH, axes_dims=[8, 4, 4], axes_lens=[512, 32, 32],
+    )  # fmt: skip
+    return ZImagePipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=image_vae(), tokenizer=tokenizer,
+        text_encoder=qwen3_text(tokenizer, Qwen3Model, 2), transformer=transformer,
+    )  # fmt: skip
+
+
+def flux2_klein() -> Any:
+    """FLUX.2-klein base: 2 double and 2 single blocks of width 32, text states of three of 28 layers."""
+    from diffusers import (
+        AutoencoderKLFlux2,
+        FlowMatchEulerDiscreteScheduler,
+        Flux2KleinPipeline,
+        Flux2Transformer2DModel,
+    )
+
+    tokenizer = qwen_tokenizer()
+    transformer = Flux2Transformer2DModel(
+        in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=3 * QWEN_WIDTH, timestep_guidance_channels=32, axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=False,
+    )  # fmt: skip
+    vae = AutoencoderKLFlux2(
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 16), layers_per_block=1, latent_channels=4, norm_num_groups=4, sample_size=32,
+    )  # fmt: skip
+    torch.nn.init.normal_(vae.bn.running_mean, std=0.2)
+    torch.nn.init.uniform_(vae.bn.running_var, 0.5, 1.5)
+    return Flux2KleinPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), vae=vae, tokenizer=tokenizer,
+        text_encoder=qwen3_text(tokenizer, Qwen3ForCausalLM, 28), transformer=transformer,
+    )  # fmt: skip
+
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "flux": flux,
+    "flux2_klein": flux2_klein,
+    "qwen_image": qwen_image,
+    "sd3": sd3,
+    "z_image": z_image,
+}
 """Family name → builder of its tiny pipeline."""
 
 
@@ -93,6 +248,6 @@ def make(family: str, folder: str | Path, seed: int = 0, **scheduler: Any) -> Pa
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipe = FAMILIES[family]()
-    pipe.scheduler = type(pipe.scheduler).from_config(dict(pipe.scheduler.config) | scheduler)
+    pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **scheduler)
     pipe.save_pretrained(folder)
     return Path(folder)

@@ -1,0 +1,84 @@
+"""FLUX.2-klein: patchified latents [4C, h, w] normalised by the VAE's batch-norm statistics, time = σ, guidance 4.0.
+
+Conditions: Qwen3 states of layers 9, 18 and 27 side by side. Distilled checkpoints take no guidance. Invariant: with
+`ode` steps the images are those of the stock Flux2KleinPipeline.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from diffusers.pipelines.flux2.pipeline_flux2_klein import Flux2KleinPipeline, compute_empirical_mu
+from torch import Tensor
+
+from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.guidance import Cfg
+
+
+class Flux2Klein(Adapter):
+    """FLUX.2-klein text-to-image, base or distilled."""
+
+    pipeline = "Flux2KleinPipeline"
+    default_guidance = 4.0
+    cfg = Cfg()
+    lora_targets = (
+        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
+        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
+        "ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out", "attn.to_qkv_mlp_proj",
+    )  # fmt: skip
+
+    @property
+    def guided(self) -> bool:
+        """Guidance is off for a step-distilled model, whatever its scale."""
+        return super().guided and not self.pipe.config.is_distilled
+
+    def encode_prompt(self, prompt: str, max_length: int) -> Condition:
+        """prompt_embeds [max_length, 3C]."""
+        embeds, _ = self.pipe.encode_prompt(prompt, device=self.device, max_sequence_length=max_length)
+        return {"prompt_embeds": embeds[0]}
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """[4C, height / 16, width / 16] for FLUX.2-klein."""
+        return self.pipe.transformer.config.in_channels, *self.grid(height, width)
+
+    def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
+        """Even sigmas and the empirical shift of this image length and number of steps."""
+        rows, columns = self.grid(height, width)
+        mu = compute_empirical_mu(image_seq_len=rows * columns, num_steps=steps)
+        return super().schedule_options(steps, height, width) | {"mu": mu}
+
+    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+        """Velocity [B, 4C, h, w]; the transformer sees tokens [B, h · w, 4C]."""
+        embeds = condition["prompt_embeds"]
+        v = self.net(
+            hidden_states=Flux2KleinPipeline._pack_latents(x),
+            timestep=sigma * 1000 / 1000,
+            guidance=None,
+            encoder_hidden_states=embeds,
+            txt_ids=_text_ids(embeds.shape[1], x.device).expand(x.shape[0], -1, -1),
+            img_ids=_image_ids(*self.grid(height, width), x.device).expand(x.shape[0], -1, -1),
+            return_dict=False,
+        )[0]
+        return v.transpose(1, 2).reshape(x.shape)
+
+    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """Undo the batch-norm, unpatchify, decode."""
+        vae = self.pipe.vae
+        mean = vae.bn.running_mean.view(1, -1, 1, 1).to(latents)
+        std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps).to(latents)
+        return self.decode_image(Flux2KleinPipeline._unpatchify_latents(latents * std + mean))
+
+
+@lru_cache(maxsize=64)
+def _image_ids(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Position ids [1, rows · columns, 4]."""
+    grid = torch.empty(1, 1, rows, columns)
+    return Flux2KleinPipeline._prepare_latent_ids(grid).to(device)
+
+
+@lru_cache(maxsize=64)
+def _text_ids(length: int, device: torch.device) -> Tensor:
+    """Position ids [1, length, 4]."""
+    return Flux2KleinPipeline._prepare_text_ids(torch.empty(1, length, 1)).to(device)

@@ -1,0 +1,64 @@
+"""Qwen-Image: packed 2×2 latents [L, 4C], time = σ, true guidance 4.0 rescaled to the prompt's norm.
+
+Conditions: states of the Qwen2.5-VL language model, as long as the prompt. Invariant: with `ode` steps the images
+are those of the stock QwenImagePipeline with negative prompt " ".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
+from torch import Tensor
+
+from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.guidance import Cfg
+from prefgrpo.models.video_vae import unnormalise
+
+
+class QwenImage(Adapter):
+    """Qwen-Image text-to-image."""
+
+    pipeline = "QwenImagePipeline"
+    default_guidance = 4.0
+    cfg = Cfg(rescale=True, negative=" ")
+    lora_targets = (
+        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
+        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
+    )  # fmt: skip
+
+    def encode_prompt(self, prompt: str, max_length: int) -> Condition:
+        """prompt_embeds [n, C] with n ≤ max_length tokens, and text_length = n."""
+        embeds, _ = self.pipe.encode_prompt([prompt], device=self.device, max_sequence_length=max_length)
+        return {"prompt_embeds": embeds[0], "text_length": torch.tensor(embeds.shape[1])}
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """[L, 4C] with L = (height / 16)·(width / 16) for Qwen-Image."""
+        rows, columns = self.grid(height, width)
+        return rows * columns, self.pipe.transformer.config.in_channels
+
+    def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
+        """Even sigmas and the shift of this image length."""
+        return super().schedule_options(steps, height, width) | {"mu": self.mu(height, width)}
+
+    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+        """Velocity [B, L, 4C]; a mask is passed only where prompts of different lengths share a batch."""
+        embeds, lengths = condition["prompt_embeds"], condition["text_length"]
+        longest = int(lengths.max())
+        mask = None
+        if int(lengths.min()) < longest:
+            mask = (torch.arange(longest)[None, :] < lengths[:, None]).to(x.device, non_blocking=True)
+        return self.net(
+            hidden_states=x,
+            timestep=sigma * 1000 / 1000,
+            encoder_hidden_states=embeds[:, :longest],
+            encoder_hidden_states_mask=mask,
+            img_shapes=[[(1, *self.grid(height, width))]] * x.shape[0],
+            return_dict=False,
+        )[0]
+
+    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """Unpack, undo the VAE's normalisation, decode a clip of one frame."""
+        grid = QwenImagePipeline._unpack_latents(latents, height, width, self.pipe.vae_scale_factor)
+        return self.decode_image(unnormalise(self.pipe.vae, grid))

@@ -1,0 +1,68 @@
+"""Stable Diffusion 3 and 3.5: latents [C, h, w], time = 1000σ, classifier-free guidance 4.5.
+
+Conditions: CLIP-L, CLIP-G and T5 states in one sequence, and both pooled vectors. Invariant: with `ode` steps the
+images are those of the stock StableDiffusion3Pipeline (without skip-layer guidance).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.guidance import Cfg
+
+
+class StableDiffusion3(Adapter):
+    """SD3 / SD3.5 text-to-image."""
+
+    pipeline = "StableDiffusion3Pipeline"
+    default_guidance = 4.5
+    cfg = Cfg()
+    lora_targets = (
+        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
+        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
+    )  # fmt: skip
+
+    @property
+    def unit(self) -> int:
+        """Pixels per side of one transformer patch: 16 for SD3.5."""
+        return self.pipe.vae_scale_factor * self.pipe.patch_size
+
+    def encode_prompt(self, prompt: str, max_length: int) -> Condition:
+        """prompt_embeds [77 + max_length, C] and pooled [C']; max_length: T5 tokens."""
+        embeds, _, pooled, _ = self.pipe.encode_prompt(
+            prompt,
+            prompt,
+            prompt,
+            device=self.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=max_length,
+        )
+        return {"prompt_embeds": embeds[0], "pooled": pooled[0]}
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """[C, height / 8, width / 8] for SD3.5."""
+        rows, columns = self.grid(height, width)
+        return self.pipe.transformer.config.in_channels, rows * self.pipe.patch_size, columns * self.pipe.patch_size
+
+    def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
+        """The scheduler's own sigmas; the shift of this image length if it shifts dynamically."""
+        dynamic = self.pipe.scheduler.config.get("use_dynamic_shifting", False)
+        return {"mu": self.mu(height, width, top=1.16)} if dynamic else {}
+
+    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+        """Velocity [B, C, h, w]."""
+        return self.net(
+            hidden_states=x,
+            timestep=sigma * 1000,
+            encoder_hidden_states=condition["prompt_embeds"],
+            pooled_projections=condition["pooled"],
+            return_dict=False,
+        )[0]
+
+    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """Undo the VAE's scale and shift, decode."""
+        config = self.pipe.vae.config
+        return self.decode_image(latents / config.scaling_factor + config.shift_factor)

@@ -1,0 +1,53 @@
+"""Z-Image: latents [C, h, w], time = 1 − σ, output negated, guidance c + g·(c − u) with g = 3.
+
+Conditions: Qwen3 states (second to last layer), as long as the prompt. The transformer takes lists, one entry per
+sample. Invariant: with `ode` steps the images are those of the stock ZImagePipeline.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.guidance import Cfg
+
+
+class ZImage(Adapter):
+    """Z-Image text-to-image."""
+
+    pipeline = "ZImagePipeline"
+    default_guidance = 3.0
+    cfg = Cfg(onto_cond=True)
+    lora_targets = ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0")
+
+    def encode_prompt(self, prompt: str, max_length: int) -> Condition:
+        """prompt_embeds [n, C] with n ≤ max_length tokens (chat template included), and text_length = n."""
+        (embeds,), _ = self.pipe.encode_prompt(
+            [prompt], device=self.device, do_classifier_free_guidance=False, max_sequence_length=max_length
+        )
+        return {"prompt_embeds": embeds, "text_length": torch.tensor(embeds.shape[0])}
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """[C, height / 8, width / 8] for Z-Image."""
+        rows, columns = self.grid(height, width)
+        return self.pipe.transformer.config.in_channels, 2 * rows, 2 * columns
+
+    def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
+        """Even fp32 sigmas and the shift of this image length."""
+        return {"sigmas": torch.linspace(1.0, 1.0 / steps, steps).tolist(), "mu": self.mu(height, width)}
+
+    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+        """Velocity [B, C, h, w]."""
+        lengths = condition["text_length"].tolist()
+        texts = [text[:n] for text, n in zip(condition["prompt_embeds"].unbind(), lengths, strict=True)]
+        images = list(x.unsqueeze(2).unbind())
+        out = self.net(images, (1000 - sigma * 1000) / 1000, texts, return_dict=False)[0]
+        return -torch.stack([one.float() for one in out]).squeeze(2)
+
+    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """Undo the VAE's scale and shift, decode."""
+        config = self.pipe.vae.config
+        return self.decode_image(latents / config.scaling_factor + config.shift_factor)
