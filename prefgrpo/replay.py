@@ -40,5 +40,5 @@ def replay(
     if kl:
         with torch.no_grad(), adapter.reference():
             v_ref = adapter.velocity(step.x, sigma, condition, height, width)
-    v = adapter.velocity(step.x, sigma, condition, height, width)
-    return affine_logp(step.x, v, step.x_next, schedule.coef, step.index, v_ref=v_ref)
+    v, guidance = adapter.pair(step.x, sigma, condition, height, width)
+    return affine_logp(step.x, v, step.x_next, schedule.coef, step.index, v_ref=v_ref, guidance=guidance)

@@ -81,9 +81,9 @@ def rollout(
     for k in range(schedule.steps):
         index = torch.full_like(sample, k)
         sigma = schedule.sigmas[k].expand(sample.numel())
-        v = adapter.velocity(x, sigma, condition, height, width)
+        v, guidance = adapter.pair(x, sigma, condition, height, width)
         noise = NoiseAddress(seed, sample) if k in schedule.sde_steps else None
-        step = affine_step(x, v, schedule.coef, index, noise=noise, out_dtype=latent_dtype)
+        step = affine_step(x, v, schedule.coef, index, noise=noise, out_dtype=latent_dtype, guidance=guidance)
         if noise is not None:
             stored.append(Step(index, x, step.x_next, step.logp))
         x = step.x_next

@@ -324,3 +324,10 @@ def test_a_size_that_does_not_fit_is_refused(case, folder):
     adapter = load(case, folder(case.family))
     with pytest.raises(ValueError, match="multiples of"):
         adapter.latent_shape(33, 32)
+
+
+@every
+def test_the_stock_call_is_named(case, folder):
+    """Exports and proofs rely on it; the oracles above use the hand-written one."""
+    adapter = load(case, folder(case.family))
+    assert adapter.stock_call(PROMPTS, case.max_length) == case.call | {"prompt": PROMPTS}

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from prefgrpo.models import folder as folders
 from prefgrpo.models import guidance as guiding
 from prefgrpo.models import lora
+from prefgrpo.ops.args import Guidance
+from prefgrpo.ops.reference import guided
 
 Condition = dict[str, Tensor]
 """Encoded prompt(s): named tensors; [...] for one prompt, [B, ...] for a batch. Names ending in `length` stay on the
@@ -124,6 +126,10 @@ class Adapter(ABC):
         """What the stock pipeline passes to its scheduler's `set_timesteps`, beside the device."""
         return {"sigmas": np.linspace(1.0, 1.0 / steps, steps)}
 
+    def stock_call(self, prompts: list[str], max_length: int) -> dict[str, Any]:
+        """Arguments, beside latents, size and steps, with which the stock pipeline does what this adapter does."""
+        return {"prompt": prompts, "guidance_scale": self.guidance, "max_sequence_length": max_length}
+
     # ---- shared by all families ---------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -147,14 +153,21 @@ class Adapter(ABC):
 
     def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
         """Model velocity v [B, …] at latents x [B, …] of any dtype, σ [B] fp32, for a batched condition."""
+        c, half = self.pair(x, sigma, condition, height, width)
+        return c if half is None else guided(c, half.uncond, half.scale, half.from_cond, half.rescale)
+
+    def pair(
+        self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int
+    ) -> tuple[Tensor, Guidance | None]:
+        """(c, what guidance adds): the arguments v and guidance of `ops.affine_step` and `ops.affine_logp`."""
         low = self.dtype != torch.float32
         with torch.autocast(x.device.type, dtype=self.dtype if low else None, enabled=low):
             if not self.guided:
-                return self.predict(x.float(), sigma, condition, height, width)
+                return self.predict(x.float(), sigma, condition, height, width), None
             predict = partial(self.predict, height=height, width=width)
             c, u = guiding.both(predict, x.float(), sigma, condition)
         assert self.cfg is not None
-        return self.cfg.combine(c, u, self.guidance)
+        return c, self.cfg.half(u, self.guidance)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of tokens; ValueError for sides that are not multiples of `unit`."""

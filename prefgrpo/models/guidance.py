@@ -2,8 +2,8 @@
 
     v = u + g·(c − u), or c + g·(c − u) (Z-Image); optionally rescaled to the norm of c over the last dimension
 
-c is the velocity under the prompt, u under the negative prompt. Gradients go to both. Invariant: with guidance off
-(g ≤ 1, or g ≤ 0 for Z-Image) the model runs once and the negative prompt is not encoded.
+c is the velocity under the prompt, u under the negative prompt; `ops` combines them inside the step. Invariant:
+with guidance off (g ≤ 1, or g ≤ 0 for Z-Image) the model runs once and the negative prompt is not encoded.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from prefgrpo.ops.args import Guidance
+
 NEGATIVE = "negative."
 """Prefix of the negative prompt's tensors inside a condition."""
 
@@ -22,7 +24,7 @@ NEGATIVE = "negative."
 class Cfg:
     """A family's form of guidance."""
 
-    onto_cond: bool = False
+    from_cond: bool = False
     """Start from c instead of u."""
     rescale: bool = False
     """Give the result the norm of c."""
@@ -31,15 +33,11 @@ class Cfg:
 
     def active(self, scale: float) -> bool:
         """Whether this scale needs the second forward."""
-        return scale > (0.0 if self.onto_cond else 1.0)
+        return scale > (0.0 if self.from_cond else 1.0)
 
-    def combine(self, c: Tensor, u: Tensor, scale: float) -> Tensor:
-        """Guided velocity, fp32."""
-        c, u = c.float(), u.float()
-        v = (c if self.onto_cond else u) + scale * (c - u)
-        if self.rescale:
-            v = v * (torch.norm(c, dim=-1, keepdim=True) / torch.norm(v, dim=-1, keepdim=True))
-        return v
+    def half(self, u: Tensor, scale: float) -> Guidance:
+        """What the ops need beside c."""
+        return Guidance(u, scale, self.from_cond, self.rescale)
 
 
 def attach(condition: dict[str, Tensor], negative: dict[str, Tensor]) -> dict[str, Tensor]:

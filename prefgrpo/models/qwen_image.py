@@ -33,6 +33,11 @@ class QwenImage(Adapter):
         embeds, _ = self.pipe.encode_prompt([prompt], device=self.device, max_sequence_length=max_length)
         return {"prompt_embeds": embeds[0], "text_length": torch.tensor(embeds.shape[1])}
 
+    def stock_call(self, prompts: list[str], max_length: int) -> dict[str, Any]:
+        """Qwen-Image calls its guidance true_cfg_scale, and takes one negative prompt per prompt."""
+        call: dict[str, Any] = {"prompt": prompts, "max_sequence_length": max_length, "true_cfg_scale": self.guidance}
+        return call | ({"negative_prompt": [self.cfg.negative] * len(prompts)} if self.guided else {})
+
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """[L, 4C] with L = (height / 16)·(width / 16) for Qwen-Image."""
         rows, columns = self.grid(height, width)

@@ -20,7 +20,7 @@ class ZImage(Adapter):
 
     pipeline = "ZImagePipeline"
     default_guidance = 3.0
-    cfg = Cfg(onto_cond=True)
+    cfg = Cfg(from_cond=True)
     lora_targets = ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0")
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
