@@ -104,7 +104,7 @@ def make_run(folder, steps=320, every=40, planned=None):
     rng = np.random.default_rng(0)
     config = {
         "name": "demo", "model": "tiny/flux",
-        "train": {"steps": planned or steps, "clip_range": 1e-5, "clip_range_high": None},
+        "train": {"steps": planned or steps, "max_minutes": 0.0, "clip_range": 1e-5, "clip_range_high": None},
         "eval": {"every": every}, "reward": {"spec": "vlm_pairwise"},
     }  # fmt: skip
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))

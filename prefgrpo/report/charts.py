@@ -62,6 +62,8 @@ def tag(name: str, *content: str, **attributes: object) -> Markup:
         Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), f"{v:.5g}" if isinstance(v, float) else v)
         for key, v in attributes.items()
     )
+    if name == "img":
+        return Markup("<img{}>").format(told)
     return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), told, Markup("").join(content))
 
 

@@ -115,12 +115,8 @@ def _rewards(train: Rows) -> list[Chart]:
 def _policy(run: Run) -> list[Chart]:
     train = run.train
     mean, low, high = (train[f"policy/ratio_{end}"] - 1.0 for end in ("mean", "min", "max"))
-    section = run.config.get("train")
-    clip = section.get("clip_range") if isinstance(section, dict) else None
-    upper = (section.get("clip_range_high") or clip) if isinstance(section, dict) else None
-    lines = (
-        ((0.0, ""), (-clip, ""), (upper, "clip range")) if isinstance(clip, float) and isinstance(upper, float) else ()
-    )
+    clip = run.clip_range
+    lines = ((0.0, ""), (-clip[0], ""), (clip[1], "clip range")) if clip else ()
     ratio = Series("mean", train.steps, mean, 0, low, high)
     clips = [("all", "clip_fraction", 0), ("above", "clip_fraction_high", 1), ("below", "clip_fraction_low", 2)]
     kls = [("to the rollout's policy", "approx_kl", 0), ("to the start", "kl", 1)]

@@ -22,8 +22,8 @@ class Figure:
 
 
 def percent(value: float) -> str:
-    """A share as '91 %', with a decimal near the ends."""
-    return f"{100 * value:.1f} %" if 0 < min(value, 1 - value) < 0.015 else f"{100 * value:.0f} %"
+    """A share as '91 %' (no line break inside), with a decimal near the ends."""
+    return f"{100 * value:.{1 if 0 < min(value, 1 - value) < 0.015 else 0}f}\u00a0%"
 
 
 def number(value: float) -> str:
@@ -35,7 +35,7 @@ def number(value: float) -> str:
 
 def _interval(rows: Rows, win: str) -> str:
     low, high = rows.last(f"{win}_low"), rows.last(f"{win}_high")
-    return "" if math.isnan(low + high) else f"95 % interval {100 * low:.0f}–{percent(high)}"
+    return "" if math.isnan(low + high) else f"95\u00a0% interval {100 * low:.0f}–{percent(high)}"
 
 
 def _orders(rows: Rows, win: str) -> str:

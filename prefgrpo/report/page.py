@@ -111,10 +111,10 @@ def _charts(run: Run, others: bool) -> list[Markup]:
 
 def _pairs(run: Run) -> dict[str, object] | None:
     """The last evaluation of the best set as pairs of images; None without images."""
-    found = run.shown.get(run.best_set or "") or next(iter(run.shown.values()), None)
-    if not found or not found[-1].step:
+    name = next((n for n in (run.best_set, *run.shown) if n in run.shown and run.shown[n][-1].step > 0), None)
+    if name is None:
         return None
-    last, name = found[-1], run.best_set
+    last = run.shown[name][-1]
     pairs = [
         (prompt, picture(b, f"{prompt}: before", PAIR_PX), picture(a, f"{prompt}: after {last.step} steps", PAIR_PX))
         for prompt, b, a in zip(last.prompts, last.before, last.now, strict=True)

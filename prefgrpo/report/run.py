@@ -89,15 +89,27 @@ class Run:
     @property
     def planned(self) -> int:
         """Steps in the configuration, 0 if unknown."""
-        section = self.config.get("train")
-        steps = section.get("steps") if isinstance(section, dict) else None
+        steps = self._train.get("steps")
         return steps if isinstance(steps, int) else 0
 
     @property
+    def _train(self) -> dict[str, Any]:
+        section = self.config.get("train")
+        return section if isinstance(section, dict) else {}
+
+    @property
     def finished(self) -> bool:
-        """Whether the run came to its end: all steps, or its product was exported."""
+        """Whether the run came to its end: all steps, or the time limit (then its product lies in the folder)."""
         exported = any((self.folder / name).exists() for name in ("lora", "pipeline"))
-        return exported or 0 < self.planned <= self.step
+        return 0 < self.planned <= self.step or (exported and bool(self._train.get("max_minutes")))
+
+    @property
+    def clip_range(self) -> tuple[float, float] | None:
+        """How far below and above 1 the ratio may go, None if unknown."""
+        low = _number(self._train.get("clip_range"))
+        high = _number(self._train.get("clip_range_high", low))
+        high = low if np.isnan(high) else high
+        return None if np.isnan(low) else (low, high)
 
     @property
     def best_set(self) -> str | None:
@@ -166,6 +178,10 @@ def _groups(folder: Path, problems: list[str]) -> list[Group]:
     def load(path: Path) -> list[Group]:
         with np.load(path, allow_pickle=False) as file:
             parts = [file[key] for key in ("prompts", "images", "wins", "counts", "rates")]
+        _, images, wins, counts, rates = (p.shape for p in parts)
+        k, size = rates
+        if len(images) != 5 or images[:2] != (k, size) or wins != (k, size, size) or counts != wins:
+            raise ValueError(f"expected k groups of G images, got shapes {[p.shape for p in parts]}")
         return [Group(_step(path), str(p), i, w, c, r) for p, i, w, c, r in zip(*parts, strict=True)]
 
     files = sorted(folder.glob(f"step_{'[0-9]' * 6}.npz"))
