@@ -151,13 +151,14 @@ class Pool:
         async with self._changed:
             self._changed.notify(1)
 
-    def eject(self, session: aiohttp.ClientSession, endpoint: Endpoint, trouble: str) -> None:
+    async def eject(self, session: aiohttp.ClientSession, endpoint: Endpoint, trouble: str) -> None:
         """Send nothing more to this endpoint until its health probe succeeds."""
         endpoint.trouble = trouble
         endpoint.alive = False
         if self._dead_since is None and not any(e.alive for e in self.endpoints):
             self._dead_since = time.monotonic()
         self.suspect(session, endpoint)
+        await self._tell_all()  # those who wait for a slot there now wait for its return, with patience
 
     def suspect(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
         """Probe an endpoint in the background (one probe at a time)."""
@@ -169,7 +170,7 @@ class Pool:
         pause = 0.1
         while trouble := await health(session, endpoint):
             if endpoint.alive:
-                self.eject(session, endpoint, trouble)
+                await self.eject(session, endpoint, trouble)
             endpoint.trouble = trouble
             await asyncio.sleep(pause)
             pause = min(2 * pause, _PROBE_LONGEST_S)
@@ -177,8 +178,11 @@ class Pool:
             endpoint.forget()
             endpoint.alive = True
             self._dead_since = None
-            async with self._changed:
-                self._changed.notify_all()
+            await self._tell_all()
+
+    async def _tell_all(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
 
 async def health(session: aiohttp.ClientSession, endpoint: Endpoint) -> str:

@@ -145,7 +145,7 @@ class HttpJudge(PairJudge):
             self._pool.suspect(session, endpoint)
             raise _Retry(f"{endpoint.url} did not answer within {self.config.timeout_s:g} s") from error
         except TRANSPORT_ERRORS as error:
-            self._pool.eject(session, endpoint, describe_error(error))
+            await self._pool.eject(session, endpoint, describe_error(error))
             raise _Retry(f"{endpoint.url}: {describe_error(error)}") from error
         except aiohttp.ClientError as error:
             raise _Retry(f"{endpoint.url}: {describe_error(error)}") from error

@@ -1,0 +1,106 @@
+"""The in-process judge against the stock model.
+
+Oracle: transformers' own forward on one whole pair (no shared features, no shared keys and values), for both
+families. Cases: square and mixed image sizes (several patch grids in one group), groups judged alone and among
+others, broken checkpoints and prompts that hold the image token.
+"""
+
+import numpy as np
+import pytest
+import torch
+from judge_tiny import build
+
+from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
+from prefgrpo.judge.plans import both_orders
+from prefgrpo.judge.template import label_ids, load_template
+from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.rewards.base import Media
+
+SIZES = {"square": [(64, 64)] * 4, "mixed": [(64, 64), (64, 128), (96, 64), (40, 40)]}
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen25"])
+def judge(request, tmp_path_factory):
+    folder = build(request.param, tmp_path_factory.mktemp(request.param))
+    return LocalJudge(LocalJudgeConfig(folder, min_label_mass=0.0))
+
+
+def _media(sizes, seed=0):
+    rng = np.random.default_rng(seed)
+    return [Media(rng.integers(0, 256, (*s, 3), dtype=np.uint8)) for s in sizes]
+
+
+def _stock(judge, prompt, first, second):
+    """P(first) of the stock forward on one pair."""
+    turns = judge.template.messages(prompt)
+    text = judge.tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True)
+    inputs = judge.processor(images=[first.pil, second.pil], return_tensors="pt")
+    merge = judge.model.config.vision_config.spatial_merge_size**2
+    pieces = text.split("<|image_pad|>")
+    pads = ["<|image_pad|>" * int(g.prod() // merge) for g in inputs["image_grid_thw"]] + [""]
+    text = "".join(a + b for a, b in zip(pieces, pads, strict=True))
+    ids = judge.tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    kinds = (ids["input_ids"] == judge.pad).int()
+    with torch.no_grad():
+        logits = judge.model(**ids, **inputs, mm_token_type_ids=kinds).logits[0, -1].double()
+    one, two = logits[judge.labels]
+    return float(torch.sigmoid(one - two))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_equals_the_stock_forward_of_one_pair(judge, sizes):
+    media, pairs = _media(SIZES[sizes]), both_orders(4, 0)
+    found = [v.first for v in judge.judge_group('a {red} "circle"', media, pairs)]
+    stock = [_stock(judge, 'a {red} "circle"', media[i], media[j]) for i, j in pairs]
+    assert np.abs(np.subtract(found, stock)).max() < 1e-5
+    assert np.ptp(found) > 1e-3  # the pictures matter, so equality says something
+
+
+def test_a_group_does_not_depend_on_other_groups(judge):
+    pairs = both_orders(4, 0)
+    alone = judge.judge_group("a", _media(SIZES["square"]), pairs)
+    judge.judge_group("something else", _media(SIZES["mixed"], seed=1), pairs)
+    again = judge.judge_group("a", _media(SIZES["square"]), pairs)
+    assert [v.raw for v in alone] == [v.raw for v in again]
+    assert [v.first for v in alone] == [v.first for v in again]
+
+
+def test_batches_of_pairs_change_nothing_but_rounding(judge):
+    media, pairs = _media(SIZES["square"]), both_orders(4, 0)
+    small = LocalJudge(LocalJudgeConfig(judge.config.model, min_label_mass=0.0, pair_batch=5))
+    a, b = ([v.first for v in j.judge_group("a", media, pairs)] for j in (judge, small))
+    assert np.abs(np.subtract(a, b)).max() < 1e-5
+
+
+def test_a_prompt_with_the_image_token_is_missing_not_wrong(judge):
+    verdicts = judge.judge_group("a <|image_pad|> cat", _media(SIZES["square"]), [(0, 1), (1, 2)])
+    assert [v.first for v in verdicts] == [None, None]
+    assert "image token" in verdicts[0].reason
+
+
+def test_labels_without_probability_are_missing(judge):
+    strict = LocalJudge(LocalJudgeConfig(judge.config.model, min_label_mass=0.99))
+    verdict = strict.judge_group("a", _media(SIZES["square"]), [(0, 1)])[0]
+    assert verdict.first is None and "probability" in verdict.reason
+
+
+def test_a_missing_or_foreign_checkpoint_is_refused(tmp_path):
+    with pytest.raises(JudgeError, match="config.json"):
+        LocalJudge(LocalJudgeConfig(str(tmp_path / "nothing")))
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(JudgeError, match="qwen3_vl"):
+        LocalJudge(LocalJudgeConfig(str(tmp_path)))
+
+
+def test_a_label_that_the_tokenizer_cannot_split_off_is_refused(judge):
+    assert label_ids(judge.tokenizer, "Image ", ("1", "2")) == tuple(judge.labels.tolist())
+    with pytest.raises(JudgeError, match="one more token"):
+        label_ids(judge.tokenizer, "Imag", ("e 1", "e 2"))
+
+
+def test_a_template_that_asks_for_text_is_refused(judge, tmp_path):
+    path = tmp_path / "text.yaml"
+    path.write_text("user: '{prompt} {media_1} {media_2}'\nanswer: plain\n")
+    assert load_template(str(path)).max_tokens == 32
+    with pytest.raises(JudgeError, match="soft answer"):
+        LocalJudge(LocalJudgeConfig(judge.config.model, template=str(path)))

@@ -1,0 +1,181 @@
+"""Templates, plans and answer parsers.
+
+Cases: prompts that look like markers, JSON or format strings (they must arrive untouched); plans as properties over
+every group size (the balance is what removes position bias); answers from a fuzzer (nothing but an unambiguous
+answer may become a verdict).
+"""
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefgrpo.judge import answers
+from prefgrpo.judge.body import RequestKind
+from prefgrpo.judge.plans import PLANS, both_orders, get_plan, round_robin
+from prefgrpo.judge.template import load_template, shipped
+from prefgrpo.judge.verdict import JudgeError, soft_verdict
+
+NASTY = ["{media_1}", 'a "quoted" {prompt} {0} {', "🙂 \\u0041 \n\t\x00", "%s %(x)s", "x" * 1_000_000]
+
+
+@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("prompt", NASTY, ids=range(len(NASTY)))
+def test_the_prompt_arrives_untouched_in_valid_json(name, prompt):
+    template = load_template(name)
+    kind = RequestKind("m", template, 0, (16, 17), True)
+    body = json.loads(kind.body(prompt, (b'{"medium":1}', b'{"medium":2}')))
+    content = body["messages"][0]["content"]
+    assert [p["medium"] for p in content if "medium" in p] == [1, 2]
+    texts = [p["text"] for p in content if "text" in p]
+    assert sum(prompt in t for t in texts) == 1
+    joined = "".join(texts)
+    rubric = joined.replace(prompt, "", 1) if prompt not in "".join(template.pieces) else ""
+    assert "{media" not in rubric and "{prompt}" not in rubric
+    assert body["temperature"] == 0 and body["max_tokens"] == 1 and body["logprob_token_ids"] == [16, 17]
+    assert body["continue_final_message"] is True and body["add_generation_prompt"] is False
+    assert body["messages"][1] == {"role": "assistant", "content": template.prefill}
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_rubric_and_caption_come_before_the_media(name):
+    parts = load_template(name).parts("CAPTION")
+    assert isinstance(parts[0], str) and "CAPTION" in parts[0]
+    assert [p for p in parts if isinstance(p, int)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("user: '{prompt} {media_1}'\nlabels: [a, b]", "{media_2} once"),
+        ("user: '{prompt} {media_2} {media_1}'\nlabels: [a, b]", "before"),
+        ("user: '{prompt} {media_1} {media_2}'\nlabels: [a, a]\nanswer: soft", "two different labels"),
+        ("user: '{prompt} {media_1} {media_2}'\nanswer: loud", "soft, plain, think, flex"),
+        ("user: '{prompt} {media_1} {media_2}'\nprefil: x", "prefil"),
+        ("user: [", "not valid YAML"),
+        ("- a", "mapping"),
+    ],
+)
+def test_a_bad_template_is_refused_by_name(tmp_path, text, complaint):
+    path = tmp_path / "t.yaml"
+    path.write_text(text)
+    with pytest.raises(JudgeError, match=complaint):
+        load_template(str(path))
+
+
+def test_an_unknown_template_suggests_the_nearest():
+    with pytest.raises(JudgeError, match="did you mean 'compare'"):
+        load_template("compar")
+
+
+@given(size=st.integers(2, 24), seed=st.integers(0, 2**63))
+@settings(max_examples=100, deadline=None)
+def test_round_robin_asks_every_pair_once_and_is_balanced(size, seed):
+    pairs = round_robin(size, seed)
+    assert sorted(tuple(sorted(p)) for p in pairs) == [(i, j) for i in range(size) for j in range(i + 1, size)]
+    first = [sum(i == m for i, _ in pairs) for m in range(size)]
+    assert max(abs(2 * f - (size - 1)) for f in first) <= 1
+    assert pairs == round_robin(size, seed)
+
+
+def test_round_robin_depends_on_its_seed_and_flips_both_ways():
+    drawn = {(0, 1) in round_robin(4, seed) for seed in range(32)}
+    assert drawn == {True, False}
+
+
+@given(size=st.integers(1, 16))
+def test_both_orders_asks_every_ordered_pair(size):
+    pairs = both_orders(size, 0)
+    assert sorted(pairs) == [(i, j) for i in range(size) for j in range(size) if i != j]
+
+
+def test_an_unknown_plan_suggests_the_nearest():
+    assert get_plan("both_orders") is PLANS["both_orders"]
+    with pytest.raises(ValueError, match="did you mean 'round_robin'"):
+        get_plan("roundrobin")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("Image 1", 1.0),
+        ("image 2.", 0.0),
+        ("**Image 1 is better**", 1.0),
+        ("Video 2 is better", 0.0),
+        ("Edited image 1 is better", 1.0),
+        ("1", 1.0),
+        ("tie", 0.5),
+        ("Both are equally good.", 0.5),
+        ("Image 2 is better than Image 1", 0.0),
+    ],
+)
+def test_plain_answers(text, value):
+    assert answers.plain(text) == value
+    assert answers.think(f"Image 1 looks good.\n<answer>\n{text}\n</answer>") == value
+    assert answers.flex(f"```json\n{json.dumps({'winner': text})}\n```") == (value, {})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Image",
+        "Image 3",
+        "12",
+        "Image 1 is better. Image 2 is better.",
+        "Image 1 or Image 2",
+        "neither nor",
+        "<answer>",
+    ],
+)
+def test_ambiguous_answers_are_missing(text):
+    with pytest.raises(answers.Unreadable):
+        answers.plain(text)
+    with pytest.raises(answers.Unreadable):
+        answers.think(text)
+
+
+def test_flex_reads_categories():
+    value = {"categories": [{"name": "style", "cat_winner": "Image 2"}, {"cat_winner": "tie"}], "winner": "Image 1"}
+    assert answers.flex(json.dumps(value)) == (1.0, {"style": 0.0, "1": 0.5})
+    with pytest.raises(answers.Unreadable):
+        answers.flex(json.dumps({"categories": []}))
+
+
+@given(st.text() | st.from_regex(r"(<answer>)?(image|video|edited)? ?[0-9a-z ]{0,12}(</answer>)?", fullmatch=True))
+@settings(max_examples=2000, deadline=None)
+def test_no_answer_crashes_a_parser(text):
+    for parse in (answers.plain, answers.think, lambda t: answers.flex(t)[0]):
+        try:
+            value = parse(text)
+        except answers.Unreadable:
+            continue
+        assert value in (0.0, 0.5, 1.0)
+        assert value == 0.5 or any(digit in text for digit in "12")
+
+
+def _choice(*top):
+    rows = [{"token": t, "logprob": v} for t, v in top]
+    return {"logprobs": {"content": [{"token": "x", "top_logprobs": rows}]}}
+
+
+def test_label_logprobs_prefer_the_exact_token_and_bound_the_absent_one():
+    assert answers.label_logprobs(_choice((" 1", -0.1), ("1", -0.5), ("2", -2.0)), ("1", "2")) == (-0.5, -2.0)
+    assert answers.label_logprobs(_choice((" 1", -0.1), ("x", -9.0)), ("1", "2")) == (-0.1, -9.0)
+    with pytest.raises(answers.Unreadable, match="neither label"):
+        answers.label_logprobs(_choice(("cat", -0.1)), ("1", "2"))
+
+
+@given(st.floats(-50, 0), st.floats(-50, 0))
+def test_soft_verdict_is_the_two_label_softmax(first, second):
+    verdict = soft_verdict(first, second, 0.0, 0.0)
+    total = math.exp(first) + math.exp(second)
+    assert verdict.first == pytest.approx(math.exp(first) / total, rel=1e-9)
+
+
+def test_soft_verdict_is_missing_where_the_labels_have_no_probability():
+    assert soft_verdict(-9.0, -9.5, 0.01, 0.0).first is None
+    assert soft_verdict(math.nan, -1.0, 0.01, 0.0).first is None
+    assert soft_verdict(-9999.0, -9999.0, 0.01, 0.0).first is None
