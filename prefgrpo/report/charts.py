@@ -21,6 +21,8 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 12, 22, 34
 MAX_POINTS = 400
 SMOOTH_FROM = 60
 COLOURS = 8
+TINY = 1e-30
+"""Smaller values are drawn as 0."""
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -184,13 +186,14 @@ def _axes(chart: Chart, series: list[Series], steps: tuple[float, float]) -> tup
         [v for s in series for v in (s.y, s.low, s.high) if v is not None] + [np.array(chart.include)]
     )
     values = values[~np.isnan(values)]
+    values[np.abs(values) < TINY] = 0.0
     low, high = float(values.min()), float(values.max())
     x0, x1 = steps if steps[1] > steps[0] else (steps[0] - 1, steps[1] + 1)
-    if chart.log and low > 0 and high / low > 100:
+    if chart.log and low > TINY and high / low > 100:
         return Axes(x0, x1, low * 0.8, high * 1.25, log=True), chart.unit
     if chart.stacked:
         low = 0.0
-    if high == low:
+    if high - low <= 1e-12 * max(abs(low), abs(high)):
         low, high = (
             (0.0, 1.0 if not chart.percent else 0.01) if low == 0 else (low - abs(low) / 10, high + abs(high) / 10)
         )
