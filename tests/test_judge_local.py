@@ -85,7 +85,7 @@ def test_labels_without_probability_are_missing(judge):
 
 
 def test_a_missing_or_foreign_checkpoint_is_refused(tmp_path):
-    with pytest.raises(JudgeError, match="config.json"):
+    with pytest.raises(JudgeError, match=r"config\.json"):
         LocalJudge(LocalJudgeConfig(str(tmp_path / "nothing")))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(JudgeError, match="qwen3_vl"):

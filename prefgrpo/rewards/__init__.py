@@ -2,8 +2,8 @@
 
     "a,b"   "a:0.5,b:1"   '{"a": 0.5, "b": 1}'   '["a", "b"]'        -> {name: weight}
 
-A registry is a dict from name to import path; a name with a colon-free dotted module works too: "pkg.mod:Class"
-inside JSON, "pkg.mod.Class" anywhere. Invariant: a spec that parses names existing rewards once each, with finite
+The registry is a dict from name to import path; a user's own class is named by its path, "pkg.mod.Class" or
+"pkg.mod:Class". Invariant: a spec that parses names existing rewards once each, with finite
 weights; every refusal names the entry.
 """
 
@@ -108,7 +108,7 @@ def _weight(name: str, weight: Any) -> float:
 def _check_name(name: Any) -> None:
     if not isinstance(name, str) or not name:
         raise RewardSpecError(f"bad reward name {name!r}: expected one of {', '.join(REWARDS)}")
-    if name in REWARDS or "." in name:
+    if name in REWARDS or "." in name or ":" in name:
         return
     near = difflib.get_close_matches(name, REWARDS, n=1)
     hint = f"; did you mean '{near[0]}'?" if near else ""

@@ -1,9 +1,13 @@
-"""The judgement log: one JSON line per comparison, without pixels, appended and flushed once per group."""
+"""The judgement log: one JSON line per comparison, without pixels, appended and flushed once per group.
+
+Invariant: a step has its lines once; a run that does steps again first drops their old lines (`drop_from`).
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import IO
 
 from prefgrpo.rewards.base import Comparison
 
@@ -14,11 +18,14 @@ class JudgementLog:
     """Appends judgements to a JSONL file."""
 
     def __init__(self, path: str | Path) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (open for the run, closed by close())
+        self._path = Path(path)
+        self._file: IO[str] | None = None
 
     def write(self, reward: str, step: int, group: int, prompt: str, comparisons: list[Comparison]) -> None:
         """One line per comparison of a group: who, P(first) or why it is missing, latency, retries, the answer."""
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a", encoding="utf-8")
         for c in comparisons:
             v = c.verdict
             line = {"step": step, "reward": reward, "group": group, "first": c.first, "second": c.second}
@@ -29,4 +36,15 @@ class JudgementLog:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+
+def drop_from(path: Path, step: int) -> None:
+    """Drop the lines of steps from `step` on, and a torn last one: those steps will be judged again."""
+    if not path.is_file():
+        return
+    kept = path.with_name(f".{path.name}")
+    with path.open(encoding="utf-8", errors="replace") as old, kept.open("w", encoding="utf-8") as new:
+        new.writelines(line for line in old if line.endswith("}\n") and json.loads(line)["step"] < step)
+    kept.replace(path)

@@ -1,0 +1,143 @@
+"""The reward_spec grammar and the registry.
+
+Cases: every form of spec/judge.md's list, accepted and refused; refusals must name the entry. The registry test
+imports every entry, so a name without a class cannot be shipped.
+"""
+
+import io
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from prefgrpo.rewards import REWARDS, RewardSpecError, build, load_class, parse_reward_spec
+from prefgrpo.rewards.base import GroupwiseReward, Media, PointwiseReward, Sample, Score
+
+A, B = "jpeg_compressibility", "jpeg_incompressibility"
+
+
+class Brightness(PointwiseReward):
+    """A user's own reward, named by its dotted path."""
+
+    def __init__(self, scale: float = 1.0):
+        self.scale = scale
+
+    def score(self, samples):
+        return [Score(self.scale * float(s.media.pixels.mean())) for s in samples]
+
+
+@pytest.mark.parametrize(
+    ("spec", "weights"),
+    [
+        (f"{A},{B}", {A: 1.0, B: 1.0}),
+        (f"{A},,{B},", {A: 1.0, B: 1.0}),
+        (f" {A} : 0.5 , {B}:1.0", {A: 0.5, B: 1.0}),
+        (f'{{"{A}":0.5,"{B}":1}}', {A: 0.5, B: 1.0}),
+        (f'["{A}","{B}"]', {A: 1.0, B: 1.0}),
+        (f"{A}:0,{B}:-1e-1", {A: 0.0, B: -0.1}),
+        ({A: 2}, {A: 2.0}),
+        ([A], {A: 1.0}),
+        ("my.mod.Class:0.5", {"my.mod.Class": 0.5}),
+        ("my.mod:Class:0.5", {"my.mod:Class": 0.5}),
+        ("my.mod:Class", {"my.mod:Class": 1.0}),
+    ],
+)
+def test_accepted(spec, weights):
+    parsed = parse_reward_spec(spec)
+    assert parsed == weights and list(parsed) == list(weights)
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        ("jpeg_compresibility", f"unknown reward 'jpeg_compresibility'.*did you mean '{A}'"),
+        (f"{A},{A}", f"'{A}' is named twice"),
+        (f'{{"{A}":1,"{A}":2}}', f"'{A}' is named twice"),
+        (f"{A}:", f"bad entry '{A}:'"),
+        (f"{A}:x", f"weight of reward '{A}' must be a number, got 'x'"),
+        (f"{A}:b:1", f"bad entry '{A}:b:1'"),
+        (":1", "bad entry ':1'"),
+        (f"{A}:nan", f"weight of reward '{A}' must be finite"),
+        (f"{A}:inf", f"weight of reward '{A}' must be finite"),
+        (f'{{"{A}":NaN}}', f"weight of reward '{A}' must be finite"),
+        (f'{{"{A}":null}}', f"weight of reward '{A}' must be a number, got None"),
+        (f'{{"{A}":true}}', f"weight of reward '{A}' must be a number, got True"),
+        (f'["{A}", 1]', "bad entry 1"),
+        (f'[{{"{A}": 1}}]', "bad entry"),
+        ("null", "unknown reward 'null'"),
+        ("", "empty"),
+        (" , ,", "empty"),
+        ("{}", "empty"),
+        ("[]", "empty"),
+        ('{"a":', "not valid JSON"),
+    ],
+)
+def test_refused_with_the_entry_named(spec, named):
+    with pytest.raises(RewardSpecError, match=named):
+        parse_reward_spec(spec)
+
+
+@given(st.text(max_size=40))
+def test_any_text_parses_or_is_refused(spec):
+    try:
+        weights = parse_reward_spec(spec)
+    except RewardSpecError:
+        return
+    assert weights and all(math.isfinite(w) for w in weights.values())
+
+
+def test_every_registered_reward_can_be_loaded():
+    for name in REWARDS:
+        assert issubclass(load_class(name), PointwiseReward | GroupwiseReward)
+
+
+def test_a_users_own_reward_is_built_with_its_options():
+    for name in (f"{__name__}:Brightness", f"{__name__}.Brightness"):
+        reward = build(f'{{"{name}": 0.5}}', {name: {"scale": 2.0}})[name]
+        assert reward.score([Sample("", Media(np.full((4, 4, 3), 10, np.uint8)))])[0].value == 20.0
+        with pytest.raises(RewardSpecError, match=r"no option 'scal'.*did you mean 'scale'"):
+            build(f'["{name}"]', {name: {"scal": 2.0}})
+
+
+def test_unloadable_rewards_are_refused():
+    for name, why in (
+        ("no.such.Thing", "cannot load"),
+        ("math.sqrt", "no PointwiseReward"),
+        ("os.path", "no Pointwise"),
+    ):
+        with pytest.raises(RewardSpecError, match=why):
+            build(f'["{name}"]')
+    with pytest.raises(RewardSpecError, match=r"needs the option.*judge"):
+        build("vlm_pairwise")
+
+
+def test_jpeg_rewards_are_the_size_of_the_file():
+    rng = np.random.default_rng(0)
+    noise, flat = (
+        Sample("", Media(p)) for p in (rng.integers(0, 256, (64, 64, 3), np.uint8), np.zeros((64, 64, 3), np.uint8))
+    )
+    rewards = build(f"{A},{B}")
+    buffer = io.BytesIO()
+    Image.fromarray(noise.media.pixels).save(buffer, format="JPEG", quality=95)
+    more = [s.value for s in rewards[B].score([noise, flat])]
+    less = [s.value for s in rewards[A].score([noise, flat])]
+    assert more[0] == len(buffer.getvalue()) / 1000 and more == [-v for v in less] and more[0] > more[1]
+
+
+def test_scenes_counts_hits_and_refuses_foreign_captions():
+    torch = pytest.importorskip("torch")
+    from prefgrpo.tiny import scenes
+
+    combo, other = scenes.COMBOS[0], scenes.COMBOS[-1]
+    image = scenes.render([combo], torch.Generator().manual_seed(0))[0]
+    media = Media((image * 255).round().byte().permute(1, 2, 0).numpy())
+    right, wrong, foreign = build("scenes")["scenes"].score(
+        [Sample(scenes.caption(combo), media), Sample(scenes.caption(other), media), Sample("a dog", media)]
+    )
+    assert right.value == 1.0 and right.parts == {"colour": 1.0, "shape": 1.0, "place": 1.0, "all": 1.0}
+    agree = [float(a == b) for a, b in zip(combo, other, strict=True)]
+    assert wrong.value == pytest.approx(sum(agree) / 3) and wrong.parts["all"] == 0.0
+    assert foreign.value is None and "caption" in foreign.reason
