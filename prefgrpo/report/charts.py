@@ -194,9 +194,8 @@ def _axes(chart: Chart, series: list[Series], steps: tuple[float, float]) -> tup
     if chart.stacked:
         low = 0.0
     if high - low <= 1e-12 * max(abs(low), abs(high)):
-        low, high = (
-            (0.0, 1.0 if not chart.percent else 0.01) if low == 0 else (low - abs(low) / 10, high + abs(high) / 10)
-        )
+        empty = 0.01 if chart.percent else 1.0
+        low, high = (low - abs(low) / 10, high + abs(high) / 10) if low else (0.0, empty)
     margin = 0.05 * (high - low)
     inside = chart.include + ((0.0,) if low >= 0 else ())
     y0 = low if low in inside else low - margin
@@ -204,6 +203,8 @@ def _axes(chart: Chart, series: list[Series], steps: tuple[float, float]) -> tup
     if chart.percent:
         return Axes(x0, x1, y0, y1, scale=100.0), "%"
     top = max(abs(low), abs(high))
+    if chart.unit == "s" and top < 0.5:
+        return Axes(x0, x1, y0, y1, scale=1000.0), "ms"
     power = math.floor(math.log10(top)) if top > 0 and not 1e-2 <= top < 1e5 else 0
     prefix = f"×10{str(power).translate(SUPERSCRIPT)} " if power else ""
     return Axes(x0, x1, y0, y1, scale=10.0**-power), (prefix + chart.unit).strip()

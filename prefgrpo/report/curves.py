@@ -49,10 +49,11 @@ def _wins(run: Run) -> list[Chart]:
     series = []
     for name, rows in run.evals.items():
         for k, win in enumerate(win_names(rows)):
-            low, high = (rows.columns.get(f"{win}_{end}") for end in ("low", "high"))
             watched = name == main_set(run)
+            kept = rows.steps >= 0 if watched else rows.steps > 0  # at 0 every set is at one half
+            low, high = (rows[f"{win}_{end}"][kept] for end in ("low", "high"))
             told = f"by {readable(win[4:])}" + ("" if watched else f", {name}")
-            series.append(Series(told, rows.steps, rows[win], k, low, high, marks=not watched))
+            series.append(Series(told, rows.steps[kept], rows[win][kept], k, low, high, marks=not watched))
     note = "Held-out prompts, against the images of the start from the same noise; bands and bars: 95 % intervals."
     if len(run.evals) > 1:
         note += f" Lines: the set {main_set(run)}."

@@ -29,11 +29,13 @@ def write_strip(folder: Path, target: Path, columns: int = 6, limit: int = 150_0
             f"{folder}: no images of an evaluation after step 0 in eval/; let the run evaluate first"
         )
     for side in SIDES:
-        buffer = io.BytesIO()
-        _draw(found[-1], columns, side).quantize(256, dither=Image.Dither.NONE).save(buffer, "PNG", optimize=True)
-        if buffer.tell() < limit:
-            Path(target).write_bytes(buffer.getvalue())
-            return Path(target)
+        canvas = _draw(found[-1], columns, side)
+        for image in (canvas, canvas.quantize(256, dither=Image.Dither.NONE)):
+            buffer = io.BytesIO()
+            image.save(buffer, "PNG", optimize=True)
+            if buffer.tell() < limit:
+                Path(target).write_bytes(buffer.getvalue())
+                return Path(target)
     raise ValueError(f"{columns} columns do not fit into {limit} bytes; ask for fewer")
 
 
