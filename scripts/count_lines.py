@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
-SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh", ".yaml", ".html", ".css", ".js", ".sh"}
+SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh", ".yaml", ".j2", ".css", ".js", ".sh"}
 PRODUCT = ("csrc", "kernels", "prefgrpo")
 BESIDE = ("tests", "benchmarks", "scripts", "recipes")
 MARKS = ("<!-- lines: begin -->", "<!-- lines: end -->")

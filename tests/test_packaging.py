@@ -43,23 +43,25 @@ sys.meta_path[:] = [Hide(finder) for finder in sys.meta_path]
 """Makes packages as absent as if they had never been installed."""
 PROBE = """
 import importlib.util, json, kernels, pathlib, prefgrpo, prefgrpo.kernels
-package = pathlib.Path(prefgrpo.__file__).parent
 names = sorted(p.stem for p in pathlib.Path(list(prefgrpo.kernels.__path__)[0]).glob("*.py"))
 native = importlib.util.find_spec("prefgrpo._C")
 print(json.dumps({
     "version": prefgrpo.__version__,
-    "package": str(package),
+    "package": str(pathlib.Path(prefgrpo.__file__).parent),
     "native": native and native.origin,
     "hf": kernels.__file__,
     "get_kernel": hasattr(kernels, "get_kernel"),
     "kernels": [n for n in names if importlib.util.find_spec(f"prefgrpo.kernels.{n}")],
-    "templates": sorted(p.name for p in (package / "judge/templates").glob("*.yaml")),
-    "assets": sum(p.is_file() for p in (package / "tiny/assets").rglob("*")),
 }))
 """
 CODE = sorted(p.stem for p in (ROOT / "kernels").glob("*.py"))
-TEMPLATES = sorted(p.name for p in (ROOT / "prefgrpo/judge/templates").glob("*.yaml"))
-ASSETS = sum(p.is_file() for p in (ROOT / "prefgrpo/tiny/assets").rglob("*"))
+BUILT = ("__pycache__", ".so", ".pyc")
+
+
+def files(package: Path) -> set[str]:
+    """Every file of a package folder, the linked kernels too, less what Python or a compiler left there."""
+    found = (Path(top) / name for top, _, names in os.walk(package, followlinks=True) for name in names)
+    return {str(p.relative_to(package)) for p in found if p.parent.name != BUILT[0] and p.suffix not in BUILT}
 
 
 def run(*command: str | Path, cwd: Path, **env: str) -> str:
@@ -136,8 +138,6 @@ def check(probe: str) -> dict:
     seen = json.loads(probe)
     assert seen["get_kernel"] and Path(seen["hf"]).parent != ROOT / "kernels", "`import kernels` is not the library"
     assert seen["kernels"] == CODE
-    assert seen["templates"] == TEMPLATES
-    assert seen["assets"] == ASSETS
     return seen
 
 
@@ -155,7 +155,7 @@ def test_sdist_holds_what_a_build_needs(sdist):
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
 
 
-def test_wheel(wheel, tmp_path):
+def test_wheel(source, wheel, tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     assert [name for name in names if name.startswith("prefgrpo/_C.")], "the compiled module is not in the wheel"
     assert not [name for name in names if name.split("/")[0] in ("kernels", "tests", "csrc", "scripts", "benchmarks")]
@@ -164,6 +164,7 @@ def test_wheel(wheel, tmp_path):
     for cwd in (tmp_path, ROOT):  # -I: the working directory is not on the path, so the wheel is what is imported
         seen = check(run(python, *(["-I"] if cwd == ROOT else []), "-c", PROBE, cwd=cwd))
         assert Path(seen["package"]).is_relative_to(tmp_path)
+        assert files(Path(seen["package"])) == files(source / "prefgrpo"), "a data file was left behind"
         assert Path(seen["native"]).is_relative_to(tmp_path)
     command = python.parent / "prefgrpo"
     assert run(command, "--version", cwd=ROOT).split() == ["prefgrpo", seen["version"]]
