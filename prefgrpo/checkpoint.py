@@ -3,7 +3,7 @@
 A checkpoint is a folder `step_NNNNNN` with `state.safetensors` (trained weights, AdamW moments, EMA), `state.json`
 (step, optimiser counters, sizes and hashes) and `lora/` or `transformer/` in diffusers format. Noise and prompt
 order are functions of (seed, step), so there is no generator state to keep. Invariant: a folder with the final
-name is complete, because it is renamed into place after everything in it is on disk.
+name is complete, because it is renamed into place after everything in it is on disk, and it is never replaced.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,10 @@ def _hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _hash_310(file)
 
 
+def _hash_facts(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
 def _hash_310(file: Any) -> str:
     digest = hashlib.sha256()
     while block := file.read(1 << 20):
@@ -60,8 +65,13 @@ def write_atomic(path: Path, text: str) -> None:
 def save(
     folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], export: Callable[[str], None], keep: int
 ) -> Path:
-    """Write `folder/step_NNNNNN`; `export(path)` adds the diffusers-format weights. Old ones beyond `keep` go."""
+    """Write `folder/step_NNNNNN`; `export(path)` adds the diffusers-format weights. Old ones beyond `keep` go.
+
+    One that exists stays as it is: the state after a step is a function of the run and the step.
+    """
     final = folder / f"step_{step:06d}"
+    if final.exists():
+        return final
     temporary = folder / f".step_{step:06d}.{os.getpid()}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -69,11 +79,10 @@ def save(
     export(str(temporary))
     files = {str(p.relative_to(temporary)): p for p in sorted(temporary.rglob("*")) if p.is_file()}
     listing = {name: {"bytes": p.stat().st_size, "sha256": _hash(p)} for name, p in files.items()}
-    (temporary / META).write_text(json.dumps({"step": step, **meta, "files": listing}, indent=1), encoding="utf-8")
+    facts = {"step": step, **meta, "files": listing}
+    (temporary / META).write_text(json.dumps(facts | {"sha256": _hash_facts(facts)}, indent=1), encoding="utf-8")
     for p in (*files.values(), temporary / META, temporary):
         _sync(p)
-    if final.exists():
-        shutil.rmtree(final)
     os.replace(temporary, final)
     _sync(folder)
     for old in list_steps(folder)[:-keep]:
@@ -83,7 +92,8 @@ def save(
 
 def list_steps(folder: Path) -> list[Path]:
     """Checkpoint folders, oldest first."""
-    return sorted(p for p in folder.glob("step_*") if p.is_dir())
+    found = [p for p in folder.glob("step_*") if p.is_dir() and re.fullmatch(r"step_\d+", p.name)]
+    return sorted(found, key=lambda p: int(p.name[5:]))
 
 
 def latest(folder: Path) -> Path | None:
@@ -98,9 +108,11 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     advice = f"remove that folder to resume from {others[-1]}" if others else "remove that folder and start again"
     try:
         meta = json.loads((path / META).read_text(encoding="utf-8"))
-        listing = meta["files"]
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} is not a whole checkpoint ({META}: {error}); {advice}") from error
+        listing, own = meta["files"], meta.pop("sha256")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is not a whole checkpoint ({META}: {error!r}); {advice}") from error
+    if own != _hash_facts(meta):
+        raise CheckpointError(f"{path} is damaged: the content of {META} does not match its hash; {advice}")
     for name, facts in listing.items():
         file = path / name
         size = file.stat().st_size if file.is_file() else None
@@ -119,11 +131,12 @@ def claim(folder: Path, resume: bool) -> None:
     """Make the run folder ours. Raises CheckpointError if it holds something and `resume` is off."""
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; expected a folder for the run, choose another --name")
-    held = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+    held = sorted(p.name for p in folder.iterdir() if p.name[:1] != ".") if folder.is_dir() else []
     if held and not resume:
         shown = ", ".join(held[:4]) + (" …" if len(held) > 4 else "")
         raise CheckpointError(
-            f"{folder} holds another run ({shown}); nothing was touched. Continue it with --resume, or choose another --name"
+            f"{folder} holds another run ({shown}); nothing was touched. Continue it with --resume, "
+            f"or choose another --name"
         )
     if held and not (folder / "config.yaml").is_file():
         raise CheckpointError(f"{folder} is not a run of prefgrpo (no config.yaml in it); choose another --name")
@@ -133,13 +146,13 @@ def claim(folder: Path, resume: bool) -> None:
 
 
 def load_into(parameters: dict[str, Tensor], tensors: dict[str, Tensor], prefix: str) -> None:
-    """Copy tensors `prefix + name` into parameters in place. Raises CheckpointError on a mismatch of names or shapes."""
+    """Copy tensors `prefix + name` into parameters in place. Raises CheckpointError if names or shapes differ."""
     wanted = {f"{prefix}{n}": p for n, p in parameters.items()}
     stored = {k: t for k, t in tensors.items() if k.startswith(prefix)}
     if wanted.keys() != stored.keys() or any(wanted[k].shape != stored[k].shape for k in wanted):
         raise CheckpointError(
-            f"the checkpoint's weights do not fit this configuration ({len(stored)} stored, {len(wanted)} expected under "
-            f"'{prefix}'); resume with the same model and LoRA rank, or start a new --name"
+            f"the checkpoint's weights do not fit this configuration ({len(stored)} stored, {len(wanted)} expected "
+            f"under '{prefix}'); resume with the same model and LoRA rank, or start a new --name"
         )
     with torch.no_grad():
         for key, p in wanted.items():

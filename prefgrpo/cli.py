@@ -46,11 +46,14 @@ class Train:
 
 def train(argv: Sequence[str]) -> int:
     """`prefgrpo train RECIPE [--override …] [--resume]`."""
-    recipe = next((word for word in argv if not word.startswith("-")), None)
+    words = [word for word in argv if not word.startswith("-")]
+    recipe = next((word for word in words if word.endswith((".yaml", ".yml"))), words[0] if words else None)
     asks_help = "-h" in argv or "--help" in argv
     config, mistakes = parse(recipe) if recipe and not asks_help else (Config(), [])
     default = Train(tyro.MISSING, config=config)
     args = tyro.cli(Train, args=list(argv), default=default, prog="prefgrpo train")
+    if args.recipe != Path(recipe or ""):
+        raise ConfigError([f"recipe: '{recipe}' or '{args.recipe}'? Put the recipe before the overrides"])
     if mistakes := mistakes + check(args.config):
         raise ConfigError(mistakes)
     return _run(args.config, args.resume)
@@ -65,7 +68,8 @@ def _run(config: Config, resume: bool) -> int:
         folder = trainer.run()
     except TrainingStopped as stop:
         if trainer.world.main:
-            print(f"stopped: {stop}\nreport so far: {write_report(trainer.folder)}", file=sys.stderr)
+            print(f"stopped: {stop}", file=sys.stderr, flush=True)
+            print(f"report so far: {write_report(trainer.folder)}", file=sys.stderr)
         return 3
     if trainer.world.main:
         print(f"report: {write_report(folder)}")

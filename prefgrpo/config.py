@@ -7,25 +7,20 @@ mistake of the recipe at once. Defaults are safe for FLUX.1-dev; recipes set wha
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from prefgrpo.recipe import ConfigError, copy_tree, drop, drop_booleans, key_path, read_yaml
 from prefgrpo.rules import RULES
 
+__all__ = ["Config", "ConfigError", "check", "differences", "from_dict", "load", "parse", "to_dict"]
+
 STRICT = ConfigDict(extra="forbid")
-
-
-class ConfigError(ValueError):
-    """A recipe that cannot run; the message lists every mistake, one per line."""
-
-    def __init__(self, mistakes: list[str]) -> None:
-        self.mistakes = mistakes
-        super().__init__("the configuration has mistakes:\n" + "\n".join(f"  - {m}" for m in mistakes))
 
 
 @dataclass(frozen=True)
@@ -245,22 +240,12 @@ def parse(recipe: str | Path) -> tuple[Config, list[str]]:
     Values are not judged yet (`check`), because overrides may still change them. Raises ConfigError if the file is
     missing or no YAML mapping.
     """
-    path = Path(recipe)
-    if not path.is_file():
-        raise ConfigError([f"recipe not found: {path}; expected a YAML file, e.g. recipes/demo.yaml"])
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path} is not valid YAML: {error}"]) from error
-    content = {} if content is None else content
-    if not isinstance(content, Mapping):
-        raise ConfigError([f"{path}: expected a mapping of keys at the top level, got {type(content).__name__}"])
-    return _typed(_copy(content))
+    return _typed(read_yaml(recipe))
 
 
 def from_dict(content: Mapping[str, Any]) -> Config:
     """Configuration from nested dicts: keys, types and values are all checked before anything is raised."""
-    config, mistakes = _typed(_copy(content))
+    config, mistakes = _typed(copy_tree(content))
     if mistakes := mistakes + check(config):
         raise ConfigError(mistakes)
     return config
@@ -277,10 +262,6 @@ def differences(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
     return {key: (left[key], right[key]) for key in left if left[key] != right[key]}
 
 
-def _copy(value: Any) -> Any:
-    return {k: _copy(v) for k, v in value.items()} if isinstance(value, Mapping) else value
-
-
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     out: dict[str, Any] = {}
     for key, value in tree.items():
@@ -291,32 +272,15 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _typed(data: dict[str, Any]) -> tuple[Config, list[str]]:
     """Config from `data` with wrong entries left at their defaults, and what was wrong with them."""
     adapter = TypeAdapter(Config)
-    mistakes: list[str] = []
+    mistakes = drop_booleans(data, adapter.dump_python(Config()))
     while True:
         try:
             return adapter.validate_python(data), mistakes
         except ValidationError as error:
-            paths = {_path(item["loc"], data): item for item in error.errors()}
+            paths = {key_path(item["loc"], data): item for item in error.errors()}
             mistakes += [_explain(path, item) for path, item in paths.items()]
             for path in paths:
-                _drop(data, path)
-
-
-def _path(loc: tuple[int | str, ...], data: Any) -> tuple[str, ...]:
-    """The keys of `data` that an error location names (pydantic adds indices and union branches)."""
-    keys: list[str] = []
-    for part in loc:
-        if not (isinstance(data, dict) and part in data):
-            break
-        keys.append(str(part))
-        data = data[part]
-    return tuple(keys)
-
-
-def _drop(data: dict[str, Any], path: tuple[str, ...]) -> None:
-    for key in path[:-1]:
-        data = data[key]
-    data.pop(path[-1], None)
+                drop(data, path)
 
 
 def _explain(path: tuple[str, ...], item: Any) -> str:
@@ -344,6 +308,7 @@ def check(c: Config) -> list[str]:
         (bool(c.model), "model: expected the folder or hub id of a diffusers pipeline, got nothing"),
         (bool(c.data.prompts), "data.prompts: expected a text file with one prompt per line, got nothing"),
         (c.device in ("auto", "cpu", "cuda"), f"device: expected auto, cpu or cuda, got {c.device!r}"),
+        (0 <= c.seed < 2**63, f"seed: expected 0 … 2^63 − 1, got {c.seed}"),
         (c.name not in ("", ".", "..") and "/" not in c.name, f"name: expected a folder name, got {c.name!r}"),
         (r.group_size >= 2, f"rollout.group_size: a group needs at least 2 images to compare, got {r.group_size}"),
         (r.rule in RULES, f"rollout.rule: expected one of {', '.join(RULES)}, got {r.rule!r}"),
@@ -365,6 +330,9 @@ def check(c: Config) -> list[str]:
         (c.judge.backend == "local" or bool(c.judge.endpoints), "judge.endpoints: expected at least one URL, got none"),
         (0 <= c.judge.max_missing < 1, f"judge.max_missing: expected a share in [0, 1), got {c.judge.max_missing}"),
         (0 <= t.ema_decay < 1, f"train.ema_decay: expected [0, 1), got {t.ema_decay}"),
+        (0 <= t.beta1 < 1, f"train.beta1: expected [0, 1), got {t.beta1}"),
+        (0 <= t.beta2 < 1, f"train.beta2: expected [0, 1), got {t.beta2}"),
+        (r.shift is None or r.shift > 0, f"rollout.shift: expected a value above 0 or none, got {r.shift}"),
         (
             t.kl_coef == 0 or t.lora_rank > 0,
             "train.kl_coef: the reference is the LoRA switched off; expected lora_rank > 0",
@@ -375,6 +343,7 @@ def check(c: Config) -> list[str]:
         ),
     ]
     positive = {
+        "data.max_length": c.data.max_length,
         "rollout.steps": r.steps,
         "rollout.height": r.height,
         "rollout.width": r.width,
@@ -402,9 +371,12 @@ def check(c: Config) -> list[str]:
         "train.weight_decay": t.weight_decay,
         "eval.every": c.eval.every,
         "eval.max_prompts": c.eval.max_prompts,
+        "eval.show": c.eval.show,
         "reward.eps": c.reward.eps,
     }
+    infinite = {k: v for k, v in _flatten(asdict(c)).items() if isinstance(v, float) and not math.isfinite(v)}
     mistakes = [text for ok, text in rules if not ok]
     mistakes += [f"{name}: expected a value above 0, got {value}" for name, value in positive.items() if not value > 0]
     mistakes += [f"{name}: expected 0 or more, got {value}" for name, value in natural.items() if not value >= 0]
-    return mistakes
+    mistakes = [m for m in mistakes if m.split(":")[0] not in infinite]
+    return mistakes + [f"{name}: expected a finite number, got {value}" for name, value in infinite.items()]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
+from prefgrpo.checkpoint import CheckpointError
 from prefgrpo.config import Config
 from prefgrpo.embed import Embeddings, collate
 from prefgrpo.models.base import Adapter
@@ -101,7 +102,7 @@ class Evaluator:
                 width=r.width,
             )
             parts.append(self.adapter.decode(done.latents, r.height, r.width))
-        return torch.cat(parts)
+        return torch.cat(parts) if parts else torch.zeros(0, 3, r.height, r.width)
 
     def mine(self) -> list[int]:
         """This rank's images; rank 0 has the first ones, which the report shows."""
@@ -119,11 +120,11 @@ class Evaluator:
         now = to_uint8(self.render(index))
         table = self._table(index, now, before)
         each = -(-len(self.held.prompts) // self.world.size)
-        names = sorted(table)
+        names = self.world.union(table)
         local = np.full((each, len(names) + 1), np.nan)
         local[: len(index), 0] = held.group[index]
         for k, name in enumerate(names):
-            local[: len(index), k + 1] = table[name]
+            local[: len(index), k + 1] = table.get(name, np.nan)
         rows = self.world.gather(local)
         rows = rows[~np.isnan(rows[:, 0])]
         out: dict[str, float] = {}
@@ -153,6 +154,8 @@ class Evaluator:
     def _table(self, index: list[int], now: Images, before: Images) -> dict[str, NDArray[np.float64]]:
         """One column of values per measure, one row per image of this rank."""
         table: dict[str, NDArray[np.float64]] = {}
+        if not index:
+            return table
         for name, scorer in self.scorers.items():
             scorer.begin(0, range(len(index)))
             for row, i in enumerate(index):
@@ -219,3 +222,16 @@ def save_images(path: Path, **arrays: NDArray[Any]) -> None:
     with temporary.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
     temporary.replace(path)
+
+
+def load_before(folder: Path, name: str, size: int) -> Images:
+    """Images of the starting policy, the whole set, as `size` ranks wrote them, or else another number of ranks.
+
+    Raises CheckpointError if they are not all there.
+    """
+    sizes = {int(p.stem.rpartition("of")[2]) for p in folder.glob(f"{name}_before_*of*.npz")}
+    for n in sorted(sizes, key=lambda n: n != size):
+        files = [folder / f"{name}_before_{rank}of{n}.npz" for rank in range(n)]
+        if all(f.is_file() for f in files):
+            return np.concatenate([np.load(f, allow_pickle=False)["images"] for f in files])
+    raise CheckpointError(f"{folder} lacks images of the starting policy ({name}_before_*.npz); choose another --name")

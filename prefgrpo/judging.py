@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prefgrpo.config import Config, ConfigError, Judge
-from prefgrpo.judge.verdict import PairJudge
+from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.parallel import World
 from prefgrpo.rewards import RewardSpecError, build, parse_reward_spec
 from prefgrpo.rewards.scorer import Scorer
@@ -43,7 +43,8 @@ def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str
     Raises JudgeError in seconds if it cannot work: unreachable, wrong model, no verdict on a probe pair.
     """
     training, _ = specs(config)
-    if PAIRWISE not in training and not (config.eval.judge and config.eval.every and config.eval.prompts):
+    held_out = config.eval.every and (config.eval.prompts or config.eval.final_prompts)
+    if PAIRWISE not in training and not (config.eval.judge and held_out):
         return None, []
     judge = config.judge
     if judge.backend == "local":
@@ -54,7 +55,8 @@ def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str
     from prefgrpo.judge.client import HttpJudge, check
 
     http = http_config(judge)
-    notes = check(http, bias_pairs=CALIBRATION_PAIRS).summary().splitlines() if world.main else []
+    notes: list[str] = []
+    world.on_main(lambda: notes.extend(check(http, bias_pairs=CALIBRATION_PAIRS).summary().splitlines()), JudgeError)
     return HttpJudge(http), [f"judge {note}" for note in notes]
 
 

@@ -49,7 +49,7 @@ class Log:
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start)
+            self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else 0)
         self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None, smoothing=0.1)
 
     def say(self, text: str) -> None:

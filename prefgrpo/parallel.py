@@ -8,6 +8,7 @@ carry no signal takes part with zeros.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+
+from prefgrpo.config import ConfigError
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,26 @@ class World:
         """True on all ranks if `flag` is True on one."""
         return bool(self.gather(np.array([float(flag)])).any())
 
+    def union(self, names: Iterable[str]) -> list[str]:
+        """All names that any rank has, sorted: the same list on all ranks."""
+        found: list[list[str]] = [[] for _ in range(self.size)]
+        if self.size > 1:
+            dist.all_gather_object(found, list(names))
+        else:
+            found = [list(names)]
+        return sorted({name for part in found for name in part})
+
+    def on_main(self, work: Callable[[], object], failure: type[Exception]) -> None:
+        """Do `work` on rank 0 while the others wait; if it raises `failure`, all ranks raise one."""
+        problem = None
+        if self.main:
+            try:
+                work()
+            except failure as error:
+                problem = error
+        if self.any(problem is not None):
+            raise problem or failure("rank 0 found a problem; see its message")
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
@@ -73,12 +96,10 @@ class World:
 
 
 def pick_device(name: str) -> torch.device:
-    """Device for 'auto', 'cpu' or 'cuda' on this rank. Raises RuntimeError if cuda is asked for and absent."""
+    """Device for 'auto', 'cpu' or 'cuda' on this rank. Raises ConfigError if cuda is asked for and absent."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise RuntimeError(
-            "device: cuda was asked for, but torch sees no GPU; use device: cpu, or run `prefgrpo doctor`"
-        )
+        raise ConfigError(["device: cuda was asked for, but torch sees no GPU; use cpu, or run `prefgrpo doctor`"])
     if name == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -26,16 +26,23 @@ from prefgrpo.embed import Embeddings
 from prefgrpo.evaluate import Evaluator, held_out
 from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.judging import evaluation_scorers, open_judge, specs, training_scorer
+from prefgrpo.models import family
 from prefgrpo.models import load as load_model
 from prefgrpo.models.base import Adapter
+from prefgrpo.models.folder import ModelError
 from prefgrpo.parallel import World
 from prefgrpo.policy import Policy
+from prefgrpo.rewards.log import drop_from
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.schedule import make_schedule
 
-FREE = ("train.steps", "train.max_minutes", "output", "name", "device", "tensorboard", "judge.endpoints")
-FREE_SECTIONS = ("checkpoint.", "judge.concurrency", "judge.timeout_s", "judge.deadline_s", "judge.max_missing", "judge.log")
-"""What a resumed run may change without becoming another run."""
+FREE = (
+    *("train.steps", "train.max_minutes", "train.lr", "train.max_grad_norm", "checkpoint.every", "checkpoint.keep"),
+    *("output", "name", "device", "tensorboard", "data.cache", "eval.show"),
+    *("judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s"),
+    *("judge.max_missing", "judge.log"),
+)
+"""What a resumed run may change: where and how it runs, and what mends a run that stopped."""
 
 
 @dataclass
@@ -109,8 +116,16 @@ class Session:
 
 def open_session(config: Config, resume: bool) -> Session:
     """Build and check everything. Raises ConfigError, DataError, CheckpointError, ModelError or JudgeError."""
-    folder = Path(config.output) / config.name
     world = parallel.start(config.device)
+    try:
+        return _open(config, resume, world)
+    except BaseException:
+        parallel.stop()
+        raise
+
+
+def _open(config: Config, resume: bool, world: World) -> Session:
+    folder = Path(config.output) / config.name
     specs(config)
     _check_world(config, world)
     _check_folder(config, folder, resume, world)
@@ -122,6 +137,7 @@ def open_session(config: Config, resume: bool) -> Session:
     scorer, weights = training_scorer(config, judge, folder if world.main else None)
     r = config.rollout
     sigmas = adapter.sigmas(r.steps, r.height, r.width)
+    _check_schedule(config, sigmas)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     ode = make_schedule(sigmas, "ode", 0.0).to(world.device)
     evaluators = {}
@@ -157,17 +173,10 @@ def _check_world(config: Config, world: World) -> None:
 
 def _check_folder(config: Config, folder: Path, resume: bool, world: World) -> None:
     """Claim the run folder; a resumed run must be the same run."""
-    problem = None
-    if world.main:
-        try:
-            checkpoint.claim(folder, resume)
-        except checkpoint.CheckpointError as error:
-            problem = error
-    if world.any(problem is not None):
-        raise problem or checkpoint.CheckpointError(f"rank 0 could not use {folder}; see its message")
+    world.on_main(lambda: checkpoint.claim(folder, resume), checkpoint.CheckpointError)
     if resume and (folder / "config.yaml").is_file():
         changed = differences(load(folder / "config.yaml"), config)
-        wrong = {k: v for k, v in changed.items() if k not in FREE and not k.startswith(FREE_SECTIONS)}
+        wrong = {k: v for k, v in changed.items() if k not in FREE}
         if wrong:
             shown = "; ".join(f"{k}: was {a!r}, is {b!r}" for k, (a, b) in wrong.items())
             raise checkpoint.CheckpointError(
@@ -176,14 +185,43 @@ def _check_folder(config: Config, folder: Path, resume: bool, world: World) -> N
             )
 
 
+def _check_schedule(config: Config, sigmas: Tensor) -> None:
+    """Every window that may be drawn must hold a stochastic step."""
+    r = config.rollout
+    low, high = r.window_low, r.window_high or r.steps - 1
+    with _names("rollout"):
+        random = make_schedule(sigmas, r.rule, r.eta, tuple(range(low, high))).sde_steps
+    size = r.window_size or high - low
+    empty = [k for k in range(low, high - size + 1) if not set(random) & set(range(k, k + size))]
+    if empty:
+        raise ConfigError(
+            [f"rollout.window_low/high: rule {r.rule} has no noise in step(s) {empty}; expected windows that train"]
+        )
+
+
+@contextmanager
+def _names(field_name: str) -> Iterator[None]:
+    """Inside, a value that the model refuses is a mistake of this field."""
+    try:
+        yield
+    except (ConfigError, ModelError):
+        raise
+    except ValueError as error:
+        raise ConfigError([f"{field_name}: {error}"]) from error
+
+
 def _adapter(config: Config, device: torch.device) -> Adapter:
     """The model with what trains switched on."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
     r, t = config.rollout, config.train
+    with _names("family"):
+        family(config.family)
     adapter = load_model(config.family, config.model, dtype, device, guidance=r.guidance, shift=r.shift)
-    adapter.latent_shape(r.height, r.width)
+    with _names("rollout.height/width"):
+        adapter.latent_shape(r.height, r.width)
     if t.lora_rank:
-        adapter.add_lora(t.lora_rank, t.lora_alpha, t.lora_targets or None, seed=config.seed)
+        with _names("train.lora_targets"):
+            adapter.add_lora(t.lora_rank, t.lora_alpha, t.lora_targets or None, seed=config.seed)
     else:
         adapter.enable_full()
     if t.gradient_checkpointing:
@@ -203,10 +241,11 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
     elif resume:
         session.notes.append(f"no checkpoint in {folder} yet; starting from step 0")
     if world.main:
+        text = yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+        checkpoint.write_atomic(folder / "config.yaml", text)  # first: it makes the folder a run that can be resumed
         (folder / "eval").mkdir(exist_ok=True)
         (folder / "groups").mkdir(exist_ok=True)
-        text = yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
-        checkpoint.write_atomic(folder / "config.yaml", text)
+        drop_from(folder / "judgements.jsonl", session.start)
     world.barrier()
 
 

@@ -20,7 +20,7 @@ from prefgrpo import checkpoint
 from prefgrpo.config import Config
 from prefgrpo.data import step_prompts
 from prefgrpo.embed import collate, select
-from prefgrpo.evaluate import Images, save_images, to_uint8
+from prefgrpo.evaluate import Images, load_before, save_images, to_uint8
 from prefgrpo.log import Log
 from prefgrpo.metrics import (
     RewardsMissing,
@@ -44,7 +44,11 @@ from prefgrpo.session import Clock, open_session, peak_memory
 
 
 class TrainingStopped(RuntimeError):
-    """The run cannot go on; a resumable checkpoint exists and the message says what to do."""
+    """The run cannot go on; it can be resumed, and the message says from where and what to do."""
+
+
+class Diverged(RuntimeError):
+    """The policy makes latents that are not finite."""
 
 
 @dataclass
@@ -111,21 +115,28 @@ class Trainer:
         return self.folder
 
     def _guarded_step(self, step: int, clock: Clock) -> dict[str, float]:
-        """One step; failures that leave the weights as they were become a checkpoint and TrainingStopped."""
+        """One step; what ends the run becomes TrainingStopped, after a checkpoint if no weight has changed since."""
+        updates = self.policy.updates
         try:
             return self.step(step, clock)
-        except (NonFiniteGradient, RewardsMissing) as error:
+        except (NonFiniteGradient, RewardsMissing, Diverged) as error:
             self.policy.optimizer.zero_grad()
-            path = self._save(step)
-            raise TrainingStopped(
-                f"step {step + 1}: {error}\nsaved {path}; after mending it, continue with --resume"
-            ) from error
+            if self.policy.updates == updates and not isinstance(error, Diverged):
+                where = f"saved {self._save(step)}; after mending it, continue with --resume"
+            else:
+                newest = checkpoint.latest(self.folder / "checkpoints")
+                where = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
+                where += "; continue from there with --resume and a lower --train.lr"
+            raise TrainingStopped(f"step {step + 1}: {error}\n{where}") from error
 
     def step(self, step: int, clock: Clock) -> dict[str, float]:
         """Training step number `step` (from 0): metrics over all ranks."""
         schedule = self._schedule(step)
         with clock.phase("rollout"):
             batches = self._collect(step, schedule)
+            finite = all(bool(b.rollout.latents.isfinite().all()) for b in batches)
+            if self.world.any(not finite):
+                raise Diverged("the policy makes latents that are not finite (NaN or infinite)")
         with clock.phase("judge_wait"):
             scores = self.parts.scorer.finish()
         if self.world.main and self._pictured(step + 1):
@@ -264,12 +275,12 @@ class Trainer:
 
     def _report(self, step: int, values: dict[str, float], clock: Clock) -> None:
         """The metrics row and the summary line of a finished step."""
-        first = step == self.parts.start + 1
+        first, trained = step == self.parts.start + 1, values["samples_trained"] > 0
         times = {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
         self.log.row("train", step, values | times)
         self.log.step(step_line(step, self.config.train.steps, values, clock.seconds))
         error, limit = values["policy/on_policy_error"], self.config.train.clip_range / 10
-        if first or error > limit:
+        if trained and (first or error > limit):
             verdict = "exact" if error == 0 else "fine" if error <= limit else f"above clip_range / 10 = {limit:.1e}"
             self.log.say(f"on-policy check, step {step}: max |ratio - 1| = {error:.1e} ({verdict})")
         if first:
@@ -299,12 +310,12 @@ class Trainer:
     def _evaluate_start(self, done: int) -> None:
         """Images of the starting policy: rendered once, kept in the run folder, reloaded by a resumed run."""
         for name, evaluator in self.parts.evaluators.items():
-            path = self.folder / "eval" / f"{name}_before_rank{self.world.rank}.npz"
-            if done == 0:
-                save_images(path, images=to_uint8(evaluator.render(evaluator.mine())))
-            with np.load(path, allow_pickle=False) as stored:
-                self.before[name] = stored["images"]
-            if done == 0:
+            if done > 0:
+                self.before[name] = load_before(self.folder / "eval", name, self.world.size)[evaluator.mine()]
+            else:
+                self.before[name] = to_uint8(evaluator.render(evaluator.mine()))
+                file = self.folder / "eval" / f"{name}_before_{self.world.rank}of{self.world.size}.npz"
+                save_images(file, images=self.before[name])
                 if self.world.main:
                     prompts = [evaluator.held.prompts[i] for i in evaluator.shown()]
                     checkpoint.write_atomic(self.folder / "eval" / f"{name}_prompts.json", json.dumps(prompts))
