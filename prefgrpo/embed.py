@@ -1,7 +1,8 @@
 """Prompt embeddings: each unique prompt is encoded once, kept in memory and, if a folder is given, on disk.
 
-A file's name is the hash of (family, text encoders, dtype, max length, prompt), so a folder serves any run and never
-goes stale. Invariant: a condition depends on its prompt alone; cache on = cache off, bit for bit.
+In editing the unit is a prompt with its source image. A file's name is the hash of (family, encoders, dtype, max
+length, prompt, source), so a folder serves any run and never goes stale. Invariant: a condition depends on its prompt
+and source alone; cache on = cache off, bit for bit.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -43,38 +45,43 @@ class Embeddings:
                 raise ValueError("an embedding folder needs a model loaded from disk: its fingerprint is the key")
             self._folder.mkdir(parents=True, exist_ok=True)
 
-    def __call__(self, prompts: Sequence[str]) -> list[Condition]:
-        """One unbatched CPU condition per prompt, in order; equal prompts share their tensors.
+    def __call__(self, prompts: Sequence[str], sources: Sequence[Image.Image | None] | None = None) -> list[Condition]:
+        """One unbatched CPU condition per prompt (and source image), in order; equal ones share their tensors.
 
-        With guidance on, each carries the negative prompt's tensors, which are encoded once.
+        With guidance on, each carries the negative prompt's tensors, which are encoded once (per source).
         """
-        unique = dict.fromkeys(prompts)
-        found = {prompt: self._one(prompt) for prompt in unique}
-        if self._adapter.guided and self._adapter.cfg is not None:
-            negative = self._one(self._adapter.cfg.negative)
-            found = {prompt: attach(condition, negative) for prompt, condition in found.items()}
-        return [found[prompt] for prompt in prompts]
+        asked = list(zip(prompts, sources or [None] * len(prompts), strict=True))
+        keys = [_key(prompt, source) for prompt, source in asked]
+        found = {key: self._guided(*one) for key, one in dict(zip(keys, asked)).items()}
+        return [found[key] for key in keys]
 
-    def _one(self, prompt: str) -> Condition:
-        condition = self._memory.pop(prompt, None) or self._read(prompt)
+    def _guided(self, prompt: str, source: Image.Image | None) -> Condition:
+        """The condition with its negative prompt's, if guidance is on."""
+        condition, cfg = self._one(prompt, source), self._adapter.cfg
+        if cfg is None or not self._adapter.guided:
+            return condition
+        return attach(condition, self._one(cfg.negative, source))
+
+    def _one(self, prompt: str, source: Image.Image | None) -> Condition:
+        key = _key(prompt, source)
+        condition = self._memory.pop(key, None) or self._read(self.file(prompt, source))
         if condition is None:
-            condition = self._adapter.encode([prompt], self._max_length)[0]
+            condition = self._adapter.encode(prompt, self._max_length, source)
             self.encoded += 1
-            self._write(prompt, condition)
-        self._memory[prompt] = condition
+            _write(self.file(prompt, source), condition)
+        self._memory[key] = condition
         if len(self._memory) > self._keep:
             self._memory.popitem(last=False)
         return condition
 
-    def file(self, prompt: str) -> Path | None:
+    def file(self, prompt: str, source: Image.Image | None = None) -> Path | None:
         """Where the condition of a prompt is kept on disk; None without a folder."""
         if self._folder is None:
             return None
-        name = hashlib.sha256(self._salt + prompt.encode()).hexdigest()
+        name = hashlib.sha256(self._salt + _key(prompt, source)).hexdigest()
         return self._folder / name[:2] / f"{name}.safetensors"
 
-    def _read(self, prompt: str) -> Condition | None:
-        file = self.file(prompt)
+    def _read(self, file: Path | None) -> Condition | None:
         if file is None or not file.is_file():
             return None
         try:
@@ -83,31 +90,44 @@ class Embeddings:
             logger.warning("embedding cache: %s is damaged (%s); encoding its prompt again", file, error)
             return None
 
-    def _write(self, prompt: str, condition: Condition) -> None:
-        file = self.file(prompt)
-        if file is None:
-            return
-        file.parent.mkdir(exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}.partial")
-        save_file(condition, part)
-        os.replace(part, file)
+
+def _key(prompt: str, source: Image.Image | None) -> bytes:
+    """What identifies a condition: the prompt's bytes, and a digest of the source's pixels."""
+    if source is None:
+        return prompt.encode()
+    pixels = source.convert("RGB")
+    return prompt.encode() + b"\0" + hashlib.sha256(repr(pixels.size).encode() + pixels.tobytes()).digest()
+
+
+def _write(file: Path | None, condition: Condition) -> None:
+    """Write a condition so that a reader sees all of it or nothing."""
+    if file is None:
+        return
+    file.parent.mkdir(exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}.partial")
+    save_file(condition, part)
+    os.replace(part, file)
 
 
 def collate(conditions: Sequence[Condition], device: torch.device | str = "cpu") -> Condition:
-    """Batch of conditions: [...] each → [B, ...] on `device`; a shorter first dimension is padded with zeros.
+    """Batch of conditions: [...] each → [B, ...] on `device`.
 
-    Tensors whose name ends in `length` stay on the CPU.
+    `prompt_embeds` are padded with zeros to the longest; tensors whose name ends in `length` stay
+    on the CPU. Raises ValueError for other conditions that differ in shape (source images of two sizes).
     """
     if not conditions:
         raise ValueError("collate needs at least one condition")
-    batch = {key: _stack([one[key] for one in conditions]) for key in conditions[0]}
+    batch = {key: _stack(key, [one[key] for one in conditions]) for key in conditions[0]}
     return {key: value if key.endswith("length") else value.to(device) for key, value in batch.items()}
 
 
-def _stack(parts: list[Tensor]) -> Tensor:
-    """torch.stack; if first dimensions differ, zero-padded at the end to the longest."""
-    if len({part.shape for part in parts}) == 1:
+def _stack(key: str, parts: list[Tensor]) -> Tensor:
+    """torch.stack; text is zero-padded at the end to the longest."""
+    shapes = {tuple(part.shape) for part in parts}
+    if len(shapes) == 1:
         return torch.stack(parts)
+    if not key.endswith("prompt_embeds"):
+        raise ValueError(f"conditions of one batch must have equal shapes, but '{key}' has {sorted(shapes)}")
     return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
 
 

@@ -9,11 +9,14 @@ by one line in CASES.
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import diffusers
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from prefgrpo import models
@@ -39,6 +42,8 @@ class Case:
     dynamic: bool = False
     """Whether the stock pipeline supports the scheduler's dynamic shift."""
     max_length: int = 32
+    edit: Callable[[int, int], dict] | None = None
+    """For editing: arguments of the stock call that depend on the size."""
 
     def __str__(self):
         return self.family if self.guidance > 1 else f"{self.family}-unguided"
@@ -46,6 +51,13 @@ class Case:
 
 CASES = [
     Case("flux", {"guidance_scale": 3.5, "max_sequence_length": 32}, 3.5, dynamic=True),
+    Case(
+        "flux_kontext",
+        {"guidance_scale": 2.5, "max_sequence_length": 32},
+        2.5,
+        dynamic=True,
+        edit=lambda h, w: {"max_area": h * w, "_auto_resize": False},
+    ),
     Case("sd3", {"guidance_scale": 4.5, "max_sequence_length": 32}, 4.5, dynamic=True),
     Case("sd3", {"guidance_scale": 1.0, "max_sequence_length": 32}, 1.0),
     Case(
@@ -58,6 +70,7 @@ CASES = [
     Case("z_image", {"guidance_scale": 3.0, "max_sequence_length": 128}, 3.0, dynamic=True, max_length=128),
     Case("flux2_klein", {"guidance_scale": 4.0, "max_sequence_length": 64}, 4.0, dynamic=True, max_length=64),
 ]
+SOURCES = [Image.fromarray(np.random.default_rng(i).integers(0, 256, (16, 32, 3), dtype=np.uint8)) for i in range(2)]
 SIZES = [(32, 32), (16, 48)]
 every = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -76,11 +89,14 @@ def folder(tmp_path_factory):
 
 
 def load(case, path, dtype=torch.float32, **options):
-    return models.load(case.family, str(path), dtype, CPU, guidance=case.guidance, **options)
+    adapter = models.load(case.family, str(path), dtype, CPU, guidance=case.guidance, **options)
+    adapter.auto_resize = False  # Kontext: no source of a million pixels here
+    return adapter
 
 
 def conditions(adapter, case, prompts=PROMPTS):
-    return collate(Embeddings(adapter, case.max_length)(prompts))
+    sources = [SOURCES[i % 2] for i in range(len(prompts))] if case.edit else None
+    return collate(Embeddings(adapter, case.max_length)(prompts, sources))
 
 
 def perturb(adapter, scale=0.05):
@@ -104,6 +120,8 @@ def draw(adapter, case, x0, size, steps, prompts=PROMPTS):
 def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
     pipe.set_progress_bar_config(disable=True)
     call = case.call | {"height": size[0], "width": size[1], "num_inference_steps": steps, "output_type": "pt"}
+    if case.edit:
+        call |= case.edit(*size) | {"image": SOURCES}
     return pipe(prompt=list(prompts), latents=x0, **call).images  # a copy: Z-Image writes into the list
 
 
@@ -190,6 +208,9 @@ if a["lora"]:
     pipe.load_lora_weights(a["lora"])
 pipe.set_progress_bar_config(disable=True)
 x = load_file(a["latents"])["x"]
+if a["images"]:
+    from PIL import Image
+    a["call"]["image"] = [Image.open(name) for name in a["images"]]
 image = pipe(prompt=a["prompts"], latents=x, output_type="pt", **a["call"]).images
 assert not any(name.split(".")[0] == "prefgrpo" for name in sys.modules)
 save_file({"image": image.contiguous()}, a["out"])
@@ -199,9 +220,13 @@ save_file({"image": image.contiguous()}, a["out"])
 def in_a_stock_process(case, adapter, x0, size, steps, tmp_path, model, lora=None):
     save_file({"x": x0}, tmp_path / "x.safetensors")
     call = case.call | {"height": size[0], "width": size[1], "num_inference_steps": steps}
+    images = [str(tmp_path / f"source{i}.png") for i in range(2)] if case.edit else []
+    for name, source in zip(images, SOURCES, strict=False):
+        source.save(name)
+    call |= case.edit(*size) if case.edit else {}
     arguments = {
         "pipeline": adapter.pipeline, "model": str(model), "lora": lora, "latents": str(tmp_path / "x.safetensors"),
-        "prompts": PROMPTS, "call": call, "out": str(tmp_path / "image.safetensors"),
+        "prompts": PROMPTS, "images": images, "call": call, "out": str(tmp_path / "image.safetensors"),
     }  # fmt: skip
     command = [sys.executable, "-c", STOCK, json.dumps(arguments)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -302,13 +327,14 @@ def test_cached_embeddings_are_the_encoded_ones(case, folder, tmp_path):
     path = folder(case.family)
     adapter = load(case, path)
     first = Embeddings(adapter, case.max_length, tmp_path)
-    fresh = first([*PROMPTS, PROMPTS[0]])
+    sources = SOURCES if case.edit else None
+    fresh = first([*PROMPTS, PROMPTS[0]], sources and [*sources, sources[0]])
     assert first.encoded >= len(PROMPTS)
     assert fresh[0] is fresh[2]
 
     blind = load(case, path, encoders=False)
     again = Embeddings(blind, case.max_length, tmp_path)
-    cached = again([*reversed(PROMPTS)])[::-1]
+    cached = again([*reversed(PROMPTS)], sources and [*reversed(sources)])[::-1]
     assert again.encoded == 0
     for a, b in zip(fresh[:2], cached, strict=True):
         assert a.keys() == b.keys()
@@ -331,3 +357,20 @@ def test_the_stock_call_is_named(case, folder):
     """Exports and proofs rely on it; the oracles above use the hand-written one."""
     adapter = load(case, folder(case.family))
     assert adapter.stock_call(PROMPTS, case.max_length) == case.call | {"prompt": PROMPTS}
+
+
+def test_the_source_image_is_part_of_the_condition(folder, tmp_path):
+    case = next(c for c in CASES if c.family == "flux_kontext")
+    adapter = load(case, folder("flux_kontext"))
+    embed = Embeddings(adapter, case.max_length, tmp_path)
+    a, b, again = embed(["red", "red", "red"], [SOURCES[0], SOURCES[1], SOURCES[0].copy()])
+    assert a is again and embed.encoded == 2
+    assert not torch.equal(a["source"], b["source"]) and torch.equal(a["prompt_embeds"], b["prompt_embeds"])
+    x, sigma = noise(adapter, SIZES[0]), torch.full((2,), 0.7)
+    v = adapter.velocity(x[:1].repeat(2, 1, 1), sigma, collate([a, b]), *SIZES[0])
+    assert (v[0] - v[1]).abs().max() > 1e-3
+    wide = embed(["red"], [SOURCES[0].resize((48, 16))])
+    with pytest.raises(ValueError, match="equal shapes, but 'source'"):
+        collate([a, *wide])
+    with pytest.raises(ValueError, match="takes no source image"):
+        Embeddings(load(CASES[0], folder("flux")), 32)(["red"], [SOURCES[0]])

@@ -172,12 +172,14 @@ def test_memory_is_bounded(folder):
 
 
 def test_collate_pads_shorter_conditions():
-    short = {"embeds": torch.ones(2, 3), "embeds_mask": torch.ones(2, dtype=torch.bool), "pooled": torch.ones(5)}
-    long = {"embeds": torch.ones(4, 3), "embeds_mask": torch.ones(4, dtype=torch.bool), "pooled": torch.zeros(5)}
+    short = {"prompt_embeds": torch.ones(2, 3), "text_length": torch.tensor(2), "pooled": torch.ones(5)}
+    long = {"prompt_embeds": torch.ones(4, 3), "text_length": torch.tensor(4), "pooled": torch.zeros(5)}
     both = collate([short, long])
-    assert both["embeds"].shape == (2, 4, 3) and both["pooled"].shape == (2, 5)
-    assert both["embeds_mask"].tolist() == [[True, True, False, False], [True] * 4]
-    assert both["embeds"][0, 2:].abs().max() == 0
+    assert both["prompt_embeds"].shape == (2, 4, 3) and both["pooled"].shape == (2, 5)
+    assert both["text_length"].tolist() == [2, 4]
+    assert both["prompt_embeds"][0, 2:].abs().max() == 0
     assert torch.equal(tile(both, 2)["pooled"], torch.cat([both["pooled"]] * 2))
     with pytest.raises(ValueError, match="at least one"):
         collate([])
+    with pytest.raises(ValueError, match="equal shapes, but 'pooled' has"):
+        collate([short, short | {"pooled": torch.ones(6)}])

@@ -11,6 +11,7 @@ from prefgrpo.models.base import Adapter
 
 MODELS: dict[str, str] = {
     "flux": "prefgrpo.models.flux:Flux",
+    "flux_kontext": "prefgrpo.models.flux_kontext:FluxKontext",
     "flux2_klein": "prefgrpo.models.flux2_klein:Flux2Klein",
     "qwen_image": "prefgrpo.models.qwen_image:QwenImage",
     "sd3": "prefgrpo.models.sd3:StableDiffusion3",

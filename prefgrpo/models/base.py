@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from prefgrpo.models import folder as folders
@@ -110,6 +111,12 @@ class Adapter(ABC):
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """Unbatched condition of one prompt through the pipeline's own text encoders."""
 
+    def encode_source(self, source: Image.Image) -> Condition:
+        """What a source image adds to the condition (editing families)."""
+        raise ValueError(
+            f"{type(self).__name__} takes no source image; expected an editing family such as flux_kontext"
+        )
+
     @abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """Shape of one sample's latents, as the stock pipeline's `latents`; ValueError for a size that does not fit."""
@@ -133,15 +140,15 @@ class Adapter(ABC):
     # ---- shared by all families ---------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def encode(self, prompts: list[str], max_length: int) -> list[Condition]:
-        """One unbatched condition per prompt, on the CPU.
+    def encode(self, prompt: str, max_length: int, source: Image.Image | None = None) -> Condition:
+        """Unbatched condition of a prompt, and of the source image in editing, on the CPU.
 
-        Prompts go one at a time, so that a prompt's condition never depends on its neighbours.
+        One at a time, so that a prompt's condition never depends on its neighbours.
         """
         if all(part is None for name, part in self.pipe.components.items() if name.startswith("text_encoder")):
             raise RuntimeError("the pipeline was loaded without its text encoders: load it with encoders=True")
-        encoded = (self.encode_prompt(prompt, max_length) for prompt in prompts)
-        return [{key: value.detach().cpu().contiguous() for key, value in one.items()} for one in encoded]
+        condition = self.encode_prompt(prompt, max_length) | ({} if source is None else self.encode_source(source))
+        return {key: value.detach().cpu().contiguous() for key, value in condition.items()}
 
     def sigmas(self, steps: int, height: int, width: int) -> Tensor:
         """[steps + 1] fp32 sigmas that the stock pipeline would use for this size; static if `shift` was given."""

@@ -44,19 +44,26 @@ class Flux(Adapter):
         return super().schedule_options(steps, height, width) | {"mu": self.mu(height, width)}
 
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
-        """Velocity [B, L, 4C]; σ goes over 0 … 1000 and back as in the stock pipeline, so that the bits are its own."""
+        """Velocity [B, L, 4C]."""
+        return self.forward(x, sigma, condition, image_ids(*self.grid(height, width), x.device))
+
+    def forward(self, tokens: Tensor, sigma: Tensor, condition: Condition, ids: Tensor) -> Tensor:
+        """The transformer on tokens [B, L, 4C] at positions [L, 3].
+
+        σ goes over 0 … 1000 and back as in the stock pipeline, so that the bits are its own.
+        """
         embeds = condition["prompt_embeds"]
         guidance = None
         if self.pipe.transformer.config.guidance_embeds:
             guidance = torch.full_like(sigma, self.guidance)
         return self.net(
-            hidden_states=x,
+            hidden_states=tokens,
             timestep=sigma * TRAIN_STEPS / TRAIN_STEPS,
             guidance=guidance,
             pooled_projections=condition["pooled"],
             encoder_hidden_states=embeds,
-            txt_ids=_text_ids(embeds.shape[1], x.device),
-            img_ids=_image_ids(*self.grid(height, width), x.device),
+            txt_ids=_text_ids(embeds.shape[1], tokens.device),
+            img_ids=ids,
             return_dict=False,
         )[0]
 
@@ -68,7 +75,7 @@ class Flux(Adapter):
 
 
 @lru_cache(maxsize=64)
-def _image_ids(rows: int, columns: int, device: torch.device) -> Tensor:
+def image_ids(rows: int, columns: int, device: torch.device) -> Tensor:
     """Position ids [rows · columns, 3] fp32."""
     return FluxPipeline._prepare_latent_image_ids(1, rows, columns, device, torch.float32)
 

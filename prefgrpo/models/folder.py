@@ -82,12 +82,15 @@ def read(path: Path, pipeline: str, dtype: torch.dtype, device: torch.device, en
 
 
 def encoder_fingerprint(path: Path) -> str:
-    """Hex digest of the text encoders and tokenizers: names, settings, sizes and contents of their files.
+    """Hex digest of all that makes conditions: names, settings, sizes and contents of the files of the text encoders,
+    the tokenizers and the VAE (source images).
 
     Of files above 4 MiB, the first 64 KiB of every 4 MiB are hashed (1.5 % of the bytes).
     """
     digest = hashlib.sha256()
-    for file in sorted(f for part in path.iterdir() if _is_encoder(part.name) for f in part.rglob("*")):
+    for file in sorted(
+        f for part in path.iterdir() if _is_encoder(part.name) or part.name == "vae" for f in part.rglob("*")
+    ):
         if not file.is_file():
             continue
         digest.update(f"{file.relative_to(path).as_posix()}\n".encode())

@@ -7,6 +7,7 @@ built here). They prove the plumbing of a family, not its quality. Invariant: eq
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +131,10 @@ def image_vae(channels: int = 4) -> Any:
     )  # fmt: skip
 
 
-def flux() -> Any:
+def flux(pipeline: str = "FluxPipeline") -> Any:
     """FLUX.1: 2 double and 2 single blocks of width 32, embedded guidance, dynamic shift."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+    import diffusers
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 
     clip, t5 = clip_tokenizer(), t5_tokenizer()
     transformer = FluxTransformer2DModel(
@@ -140,7 +142,7 @@ def flux() -> Any:
         joint_attention_dim=TEXT_WIDTH, pooled_projection_dim=TEXT_WIDTH, guidance_embeds=True,
         axes_dims_rope=(4, 4, 8),
     )  # fmt: skip
-    return FluxPipeline(
+    return getattr(diffusers, pipeline)(
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0), vae=image_vae(),
         text_encoder=clip_text(clip), tokenizer=clip, text_encoder_2=t5_text(t5), tokenizer_2=t5,
         transformer=transformer,
@@ -233,6 +235,7 @@ def flux2_klein() -> Any:
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "flux": flux,
+    "flux_kontext": partial(flux, "FluxKontextPipeline"),
     "flux2_klein": flux2_klein,
     "qwen_image": qwen_image,
     "sd3": sd3,

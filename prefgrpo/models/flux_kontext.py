@@ -1,0 +1,59 @@
+"""FLUX.1-Kontext (editing): FLUX.1 with the source image's packed latents appended as tokens, guidance 2.5.
+
+Source tokens carry 1 in the first position channel, the generated ones 0; only the latter's velocity is kept.
+Invariant: with `ode` steps the images are those of the stock FluxKontextPipeline.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS, retrieve_latents
+from PIL import Image
+from torch import Tensor
+
+from prefgrpo.models.base import Condition
+from prefgrpo.models.flux import Flux, image_ids
+
+
+class FluxKontext(Flux):
+    """FLUX.1-Kontext image editing."""
+
+    pipeline = "FluxKontextPipeline"
+    default_guidance = 2.5
+    auto_resize = True
+    """Resize sources to the nearest shape that the model was trained on, as the stock pipeline does."""
+
+    def encode_source(self, source: Image.Image) -> Condition:
+        """source [rows, columns, 4C]: the packed latents of the source image at its own size."""
+        processor, vae = self.pipe.image_processor, self.pipe.vae
+        height, width = processor.get_default_height_width(source)
+        if self.auto_resize:
+            ratio = width / height
+            _, width, height = min((abs(ratio - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS)
+        rows, columns = self.grid(height // self.unit * self.unit, width // self.unit * self.unit)
+        height, width = rows * self.unit, columns * self.unit
+        pixels = processor.preprocess(processor.resize(source, height, width), height, width)
+        latents = retrieve_latents(vae.encode(pixels.to(vae.device, vae.dtype)), sample_mode="argmax")
+        latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
+        packed = self.pipe._pack_latents(latents, 1, latents.shape[1], 2 * rows, 2 * columns)
+        return {"source": packed.view(rows, columns, -1)}
+
+    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+        """Velocity [B, L, 4C] of the generated tokens."""
+        ids = image_ids(*self.grid(height, width), x.device)
+        if "source" not in condition:
+            return self.forward(x, sigma, condition, ids)
+        source = condition["source"]
+        ids = torch.cat([ids, _source_ids(*source.shape[1:3], x.device)])
+        tokens = torch.cat([x, source.flatten(1, 2).to(x.dtype)], dim=1)
+        return self.forward(tokens, sigma, condition, ids)[:, : x.shape[1]]
+
+
+@lru_cache(maxsize=64)
+def _source_ids(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Position ids [rows · columns, 3] with 1 in the first channel."""
+    ids = image_ids(rows, columns, device).clone()
+    ids[:, 0] = 1
+    return ids
