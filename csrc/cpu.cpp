@@ -107,7 +107,8 @@ void launch_policy(const PolicyParams& p, Stream) {
     p.d_delta[i] = static_cast<float>(t.d_delta / norm);
     const double kl = p.kl ? p.kl[i] : 0.0;
     sum += t.loss + (p.kl ? p.kl_coef * kl : 0.0), kls += kl, squares += static_cast<double>(delta) * delta, ratios += t.ratio;
-    low = !(t.ratio >= low) ? t.ratio : low, high = !(t.ratio <= high) ? t.ratio : high;  // NaN stays
+    low = low <= t.ratio || std::isnan(low) ? low : t.ratio;  // NaN stays
+    high = high >= t.ratio || std::isnan(high) ? high : t.ratio;
     above += t.above, below += t.below;
   }
   const double n = static_cast<double>(count > 1 ? count : 1);

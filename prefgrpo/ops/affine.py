@@ -12,10 +12,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from prefgrpo.ops import library
-from prefgrpo.ops.args import DTYPES, Affine, Guidance, NoiseAddress, check_address, check_affine, check_ids
+from prefgrpo.ops.args import (
+    DTYPES,
+    Affine,
+    Guidance,
+    NoiseAddress,
+    check_address,
+    check_affine,
+    check_ids,
+    refuse_second_derivative,
+)
 from prefgrpo.ops.backend import backend_of, implementation
 
 
@@ -176,8 +184,8 @@ class _Logp(torch.autograd.Function):
         return implementation(ctx.backend).logp(a, x_next, v_ref, v_old)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("affine_logp")
         v, uncond, x, x_next, coef, index, v_ref, v_old = ctx.saved_tensors
         if all(g is None for g in grads):
             return (None,) * 9

@@ -109,3 +109,9 @@ def check_address(noise: NoiseAddress, index: Tensor | None, batch: int, device:
     if noise.offset < 0:
         raise ValueError(f"noise.offset: expected 0 or more, got {noise.offset}")
     return noise._replace(step=step)
+
+
+def refuse_second_derivative(op: str) -> None:
+    """Raise RuntimeError inside a backward that runs with create_graph=True."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{op} cannot be differentiated twice; run its backward without create_graph=True")

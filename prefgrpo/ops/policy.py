@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from prefgrpo.ops import library
+from prefgrpo.ops.args import refuse_second_derivative
 from prefgrpo.ops.backend import backend_of, implementation
 
 METRICS = (
@@ -83,8 +83,8 @@ class _Policy(torch.autograd.Function):
         return loss, metrics
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("policy_loss")
         d_delta, d_kl = ctx.saved_tensors
         delta = d_delta * grad
         kl = None if d_kl is None else d_kl * grad

@@ -89,8 +89,10 @@ def normalise(r: Tensor, ids: Tensor, groups: int, std: str, eps: float, ddof: i
         return centred
     if std == "group":
         var = zeros.index_add(0, ids, centred.square()) / (n - ddof).clamp_min(1)
-        return centred / (var.sqrt()[ids] + eps)
-    return centred / (_deviation(r, ok, ddof) + eps)
+        scale = var.sqrt()[ids] + eps
+    else:
+        scale = _deviation(r, ok, ddof) + eps
+    return torch.where(centred != 0, centred / scale, 0.0)
 
 
 def _combined(r: Tensor, w: Tensor, combine: str) -> Tensor:

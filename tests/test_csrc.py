@@ -1,0 +1,135 @@
+"""The compiled module itself: what it links, which instruction sets it has, and what happens without it.
+
+Properties: every instruction set and every number of threads gives the same bits (the cut of a sample into sums
+depends on D alone), the module knows no torch and loads without a GPU driver, and without it the answers stay.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from ops_cases import make
+
+from prefgrpo.ops import Guidance, NoiseAddress, affine_logp, affine_step, use_backend
+from prefgrpo.ops.backend import extension, missing
+
+pytestmark = pytest.mark.skipif(extension() is None, reason="prefgrpo._C is not built")
+SETS = ("plain", "avx2", "avx512")
+
+
+@pytest.fixture
+def restore():
+    module = extension()
+    before, threads = module.isa(), torch.get_num_threads()
+    yield module
+    module.use_isa(before)
+    torch.set_num_threads(threads)
+
+
+def everything(shape, guidance):
+    c = make(shape, 3, torch.float32, torch.bfloat16)
+    pair = Guidance(c.u, 2.0, rescale=True) if guidance else None
+    v = c.v.clone().requires_grad_()
+    with use_backend("cpu"):
+        drawn = affine_step(c.x, c.v, c.coef, c.index, noise=NoiseAddress(9, torch.arange(3)), guidance=pair)
+        given = affine_step(c.x, c.v, c.coef, c.index, noise=c.eps, guidance=pair, out_dtype=torch.float16)
+        out = affine_logp(c.x, v, given.x_next, c.coef, c.index, v_ref=c.v_ref, v_old=c.v_old, guidance=pair)
+        (out.logp + out.kl + out.log_ratio).sum().backward()
+    return *drawn, *given, *(t.detach() for t in out), v.grad
+
+
+@pytest.mark.parametrize("guidance", [False, True])
+@pytest.mark.parametrize("name", SETS)
+def test_instruction_sets_agree(restore, name, guidance):
+    """Bit for bit where hardware has a fused multiply-add; noise of the plain set rounds once more, very rarely."""
+    before = everything((1000, 33), guidance)
+    if not restore.use_isa(name):
+        assert restore.isa() != name
+        pytest.skip(f"this machine lacks {name}")
+    assert restore.isa() == name
+    after = everything((1000, 33), guidance)
+    for k, (a, b) in enumerate(zip(before, after, strict=True)):
+        if k < 2 and name == "plain":  # what holds addressed noise
+            assert (a - b).abs().max() <= 1e-6
+        else:
+            assert torch.equal(a, b)
+
+
+def test_unknown_instruction_set_is_refused(restore):
+    before = restore.isa()
+    assert not restore.use_isa("sse9") and restore.isa() == before
+
+
+@pytest.mark.parametrize("guidance", [False, True])
+def test_threads_change_no_bit(restore, guidance):
+    torch.set_num_threads(1)
+    one = everything((3000, 41), guidance)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        for a, b in zip(one, everything((3000, 41), guidance), strict=True):
+            assert torch.equal(a, b)
+
+
+def run(code, **env):
+    env = {**os.environ, **{k: v for k, v in env.items() if v is not None}}
+    return subprocess.run(
+        [sys.executable, "-W", "always", "-c", code], env=env, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_it_links_no_torch_and_no_cuda_driver():
+    done = subprocess.run(["ldd", extension().__file__], capture_output=True, text=True, check=True)
+    for library in ("torch", "c10", "libcuda.so", "libcudart", "python3."):
+        assert library not in done.stdout
+    done = run("import importlib.util as u, sys; p = sys.argv[0]\n"
+               f"s = u.spec_from_file_location('prefgrpo._C', {extension().__file__!r}); m = u.module_from_spec(s)\n"
+               "s.loader.exec_module(m); print(m.isa(), 'torch' in sys.modules)")  # fmt: skip
+    assert done.stdout.split() == [extension().isa(), "False"], done.stderr
+
+
+WITHOUT = """
+import importlib.util as u
+find = u.find_spec
+u.find_spec = lambda name, *a: None if name == 'prefgrpo._C' else find(name, *a)
+import torch
+from prefgrpo.ops import affine_step, backend_of
+g = torch.Generator().manual_seed(0)
+x, v, e = torch.randn(3, 2, 50, generator=g)
+coef = torch.tensor([[0.97, -0.12, 0.66, -1.13, -0.5]] * 2)
+for _ in range(2):
+    out = affine_step(x, v, coef, noise=e)
+print(backend_of('cpu'), out.logp.tolist(), out.x_next.double().sum().item())
+"""
+
+
+def test_without_the_extension_torch_gives_the_same_answer_and_one_warning():
+    have, lack = run(WITHOUT.replace("u.find_spec =", "unused =")), run(WITHOUT)
+    assert have.stdout.startswith("cpu ["), have.stderr
+    assert lack.stdout.startswith("torch ["), lack.stderr
+    values = [
+        [float(t) for t in d.stdout.split(" ", 1)[1].replace("[", "").replace("]", ",").split(",")]
+        for d in (have, lack)
+    ]
+    assert values[0] == pytest.approx(values[1], rel=1e-6)
+    assert lack.stderr.count("prefgrpo._C is not built") == 1 and "prefgrpo" not in have.stderr
+
+
+def test_the_environment_names_a_backend():
+    code = "from prefgrpo.ops import backend_of; print(backend_of('cpu'), backend_of('meta'))"
+    assert run(code, PREFGRPO_BACKEND="torch").stdout.split() == ["torch", "torch"]
+    done = run(code, PREFGRPO_BACKEND="metal")
+    assert done.returncode and "unknown backend 'metal': expected one of cuda, triton, cpu, torch" in done.stderr
+    if why := missing("cuda"):
+        done = run(code, PREFGRPO_BACKEND="cuda")
+        assert done.returncode and "backend 'cuda' was asked for but cannot run" in done.stderr and why in done.stderr
+
+
+@pytest.mark.skipif(not missing("cuda"), reason="this machine has a GPU")
+def test_a_cuda_launch_without_a_gpu_is_an_error_not_a_crash():
+    module = extension()
+    x = torch.zeros(1, 4)
+    address = (1, x.data_ptr(), x.data_ptr(), 0)
+    with pytest.raises(RuntimeError, match="CUDA"):
+        module.normal(1, 1, 4, address, (x.data_ptr(), 4, 0), 0)

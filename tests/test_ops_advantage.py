@@ -1,0 +1,187 @@
+"""winrate_advantage and group_advantage on every backend.
+
+Oracles: golden numbers of the three ancestors' settings, NumPy's own mean and std group by group on random inputs
+(any ids, sizes, missing entries, weights), and the properties that a constant group gives exactly 0 and that missing
+values move nothing.
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ops_cases import DEVICE, FEW, QUICK, each_backend, serve
+
+from prefgrpo.ops import group_advantage, winrate_advantage
+
+R, IDS = [1.0, 2.0, 3.0, 10.0, 0.0, 0.0, 4.0, 4.0], [7, 7, 7, 7, -2, -2, -2, -2]
+GOLDEN = {
+    "flow_grpo": ({}, [-0.84850414, -0.56566943, -0.28283471, 1.69700828]),
+    "flow_grpo global": ({"std": "global"}, [-0.98636149, -0.65757433, -0.32878716, 1.97272298]),
+    "paco": ({"eps": 0.0}, [-0.84852814, -0.56568542, -0.28284271, 1.69705627]),
+    "dance": ({"ddof": 1, "eps": 1e-8}, [-0.73484692, -0.48989795, -0.24494897, 1.46969384]),
+    "dr": ({"std": "none"}, [-3.0, -2.0, -1.0, 6.0]),
+    "rank": ({"rank": True, "eps": 0.0}, [-1.34164079, -0.4472136, 0.4472136, 1.34164079]),
+}
+
+
+def tensors(r, ids, dtype=torch.float64):
+    return torch.tensor(r, dtype=dtype, device=DEVICE), torch.tensor(ids, device=DEVICE)
+
+
+@each_backend
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_numbers(backend, name):
+    options, want = GOLDEN[name]
+    r, ids = tensors([R], IDS)
+    order = torch.tensor([4, 0, 6, 1, 2, 5, 3, 7], device=DEVICE)  # members of a group need not be neighbours
+    with serve(backend):
+        got, mixed = group_advantage(r, ids, **options), group_advantage(r[:, order], ids[order], **options)
+    assert got[:4].tolist() == pytest.approx(want, abs=1e-6)
+    assert torch.equal(mixed, got[order])
+
+
+def numpy_normalised(r, ids, std, eps, ddof, rank):
+    out, ok = np.zeros(len(r)), ~np.isnan(r)
+    r = r.copy()
+    for g in np.unique(ids):
+        m = (ids == g) & ok
+        if rank and m.any():
+            v = r[m]
+            r[m] = [((v < x).sum() + 0.5 * ((v == x).sum() - 1)) / max(len(v) - 1, 1) for x in v]
+    whole = r[ok].std(ddof=0) * np.sqrt(ok.sum() / max(ok.sum() - ddof, 1)) if ok.any() else 0.0
+    for g in np.unique(ids):
+        m = (ids == g) & ok
+        if not m.any() or np.ptp(r[m]) == 0:
+            continue
+        own = np.sqrt(((r[m] - r[m].mean()) ** 2).sum() / max(m.sum() - ddof, 1))
+        out[m] = (r[m] - r[m].mean()) / {"group": own + eps, "global": whole + eps, "none": 1.0}[std]
+    return out
+
+
+def numpy_advantage(r, ids, w, combine, std, eps, ddof, rank, batch_norm):
+    r, w = r[w != 0], w[w != 0]
+    missing = np.isnan(r).any(0)
+    if combine == "weighted_advantage_sum":
+        r = np.where(missing, np.nan, r)
+        out = sum(wi * numpy_normalised(ri, ids, std, eps, ddof, rank) for wi, ri in zip(w, r, strict=True))
+    else:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            value = {
+                "weighted_sum": lambda: w @ r,
+                "geometric_mean": lambda: np.exp(w @ np.log(r) / w.sum()),
+                "harmonic_mean": lambda: w.sum() / (w @ (1 / r)),
+            }[combine]()
+        out = numpy_normalised(np.where(missing, np.nan, value), ids, std, eps, ddof, rank)
+    if batch_norm:
+        out = numpy_normalised(np.where(missing, np.nan, out), np.zeros_like(ids), "group", eps, ddof, False)
+    return out
+
+
+def check(backend, batch, groups, rewards, combine, std, ddof, rank, batch_norm, holes, dtype, seed):
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(-5, -5 + groups, batch)
+    r = rng.choice([0.25, 0.5, 0.5, 1.0, 2.0], (rewards, batch)) if rank else rng.random((rewards, batch)) + 0.01
+    r = r.astype(np.float32).astype(np.float64)
+    r[rng.random((rewards, batch)) < holes] = np.nan
+    w = rng.random(rewards) + 0.1
+    if rewards > 1:
+        w[0] = 0.0
+        r[0] = np.nan  # a monitor may be missing altogether
+    values, group_ids = tensors(r, ids, dtype)
+    options = {"combine": combine, "std": std, "ddof": ddof, "rank": rank, "batch_norm": batch_norm, "eps": 1e-4}
+    with serve(backend):
+        got = group_advantage(values, group_ids, torch.tensor(w), **options)
+    want = numpy_advantage(r, ids, w, combine, std, 1e-4, ddof, rank, batch_norm)
+    assert got.dtype == torch.float32 and got.shape == (batch,)
+    np.testing.assert_allclose(got.double().cpu().numpy(), want, rtol=2e-5, atol=2e-6)
+
+
+ARGS = st.tuples(
+    st.sampled_from([1, 2, 7, 48, 130]),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.sampled_from(["weighted_sum", "weighted_advantage_sum", "geometric_mean", "harmonic_mean"]),
+    st.sampled_from(["group", "global", "none"]),
+    st.integers(0, 1),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.integers(0, 99),
+)
+
+
+@QUICK
+@given(ARGS)
+def test_against_numpy(args):
+    for backend in ("cuda",) if DEVICE == "cuda" else ("cpu", "torch"):
+        check(backend, *args)
+
+
+@FEW
+@given(ARGS)
+def test_triton_against_numpy(args):
+    check("triton", *args)
+
+
+@each_backend
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e6 + 0.1, -7e-30])
+def test_a_constant_group_gives_exactly_zero(backend, value):
+    r, ids = tensors([[value] * 7 + [0.0, 1.0]], [0] * 7 + [1, 1])
+    with serve(backend):
+        for std in ("group", "global", "none"):
+            got = group_advantage(r, ids, std=std, eps=0.0)
+            assert got[:7].tolist() == [0.0] * 7 and got[7:].abs().min() > 0
+        assert group_advantage(r.float(), ids, eps=0.0)[:7].tolist() == [0.0] * 7
+
+
+@each_backend
+def test_a_missing_reward_moves_nothing_and_a_lost_group_is_zero(backend):
+    r, ids = tensors([[1.0, 2.0, torch.nan, 4.0, torch.nan, torch.nan]], [0, 0, 0, 0, 1, 1])
+    with serve(backend):
+        got = group_advantage(r, ids)
+        less = group_advantage(r[:, [0, 1, 3]], ids[[0, 1, 3]])
+        negative = group_advantage(-r, ids, combine="geometric_mean")
+        empty = group_advantage(r[:, :0], ids[:0])
+    assert got[[0, 1, 3]].tolist() == less.tolist() and got[[2, 4, 5]].tolist() == [0.0] * 3
+    assert negative.tolist() == [0.0] * 6 and empty.shape == (0,)
+
+
+def check_winrate(backend, prompts, group, holes, std, ddof, dtype, seed):
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 3, (prompts, group, group)) * (rng.random((prompts, group, group)) >= holes)
+    wins = (rng.random(counts.shape) * counts).astype(np.float32).astype(np.float64)
+    given_wins, given_counts = (torch.tensor(t, dtype=dtype, device=DEVICE) for t in (wins, counts))
+    with serve(backend):
+        rate, adv = winrate_advantage(given_wins, given_counts, std=std, ddof=ddof)
+    n = counts.sum(-1)
+    want = np.where(n > 0, wins.sum(-1) / np.maximum(n, 1), np.nan)
+    np.testing.assert_allclose(rate.double().cpu().numpy(), want, rtol=1e-6)
+    ids = np.arange(prompts).repeat(group)
+    want_adv = numpy_normalised(want.reshape(-1), ids, std, 1e-4, ddof, False).reshape(prompts, group)
+    np.testing.assert_allclose(adv.double().cpu().numpy(), want_adv, rtol=2e-5, atol=2e-6)
+
+
+WINS = st.tuples(
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.sampled_from([0.0, 0.5, 1.0]),
+    st.sampled_from(["group", "global", "none"]),
+    st.integers(0, 1),
+    st.sampled_from([torch.float32, torch.float64]),
+    st.integers(0, 99),
+)
+
+
+@QUICK
+@given(WINS)
+def test_winrate_against_numpy(args):
+    for backend in ("cuda",) if DEVICE == "cuda" else ("cpu", "torch"):
+        check_winrate(backend, *args)
+
+
+@FEW
+@given(WINS)
+def test_triton_winrate_against_numpy(args):
+    check_winrate("triton", *args)

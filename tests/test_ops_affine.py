@@ -1,0 +1,238 @@
+"""affine_step and affine_logp on every backend.
+
+Oracles: golden numbers measured in fp64 from the published formulas; the same formulas in fp64 torch on random shapes
+(hypothesis: D = 1, odd D, more than one tile, 5-D), dtypes and parts; and three properties that training rests on:
+the step's logp is the replay's bit for bit, a sample's bits do not depend on its batch, x' is within 1 ulp of torch.
+"""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ops_cases import (
+    DEVICE,
+    DTYPES,
+    FEW,
+    QUICK,
+    SHAPES,
+    assert_close,
+    compiled,
+    each_backend,
+    make,
+    row,
+    serve,
+    truth_logp,
+    ulps,
+)
+
+from prefgrpo.ops import Guidance, NoiseAddress, affine_logp, affine_step, affine_step_more, use_backend
+
+X, V, Z = [0.5, -1.2], [-0.3, 0.8], [0.25, -0.6]
+GOLDEN = {
+    "flow": (("flow", 0.9, 0.8, 0.7), [0.58086958, -1.40404699], -0.6152083314, 0.6640783086),
+    "flow first": (("flow", 1.0, 0.9, 0.7, 0.9), [0.5825, -1.406], -0.6678885893, 0.7),
+    "cps": (("cps", 0.9, 0.8, 0.8), [0.46040169, -1.11738635], -0.1222895488, 0.7608452130),
+    "cps last": (("cps", 0.1, 0.0, 0.8), [0.53, -1.28], 0.0, 0.0),
+    "dance": (("dance", 0.9, 0.8, 0.3), [0.55136708, -1.331321], 1.3307018176, 0.0948683298),
+    "wan": (("wan", 0.9, 0.8, 0.0, 0.95, 0.0), [0.57850581, -1.39673884], 0.2833828233, 0.2703747399),
+}
+GUIDANCES = st.sampled_from([None, (3.0, False, False), (1.5, True, False), (3.5, False, True), (0.7, True, True)])
+
+
+@each_backend
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_numbers(backend, name):
+    spec, x_next, logp, std = GOLDEN[name]
+    coef = torch.tensor([row(*spec)], device=DEVICE)
+    x, v, z = (torch.tensor([t], device=DEVICE) for t in (X, V, Z))
+    with serve(backend):
+        out = affine_step(x, v, coef, noise=z)
+        again = affine_logp(x, v, out.x_next, coef)
+    assert float(coef[0, 2]) == pytest.approx(std, abs=1e-6)
+    assert out.x_next[0].tolist() == pytest.approx(x_next, abs=1e-6)
+    assert float(out.logp) == pytest.approx(logp, abs=2e-6)
+    assert torch.equal(out.logp, again.logp)
+
+
+def check_step(backend, shape, batch, x_dtype, v_dtype, out_dtype, guidance, how):
+    c = make(shape, batch, x_dtype, v_dtype)
+    pair = None if guidance is None else Guidance(c.u, *guidance)
+    sample = torch.arange(batch, device=DEVICE) + 2**33
+    noise = {"given": c.eps, "none": None, "address": NoiseAddress(7, sample, offset=3)}[how]
+    sigma = torch.tensor([0.9, 0.5, 0.9, 0.4], device=DEVICE)
+    more = {
+        "want_mean": True,
+        "x0_sigma": sigma,
+        "copy_dtype": torch.bfloat16,
+        "guidance": pair,
+        "out_dtype": out_dtype,
+    }
+    with serve(backend):
+        got = affine_step_more(c.x, c.v, c.coef, c.index, noise=noise, **more)
+        replay = affine_logp(c.x, c.v, got.x_next, c.coef, c.index, v_ref=c.v_ref, v_old=c.v_old, guidance=pair)
+    with use_backend("torch"):
+        want = affine_step_more(c.x, c.v, c.coef, c.index, noise=noise, **more)
+    assert got.x_next.shape == c.x.shape and got.x_next.dtype == out_dtype
+    assert torch.equal(got.logp, replay.logp), "the step's logp is not the replay's"
+    assert torch.equal(got.copy, got.x_next.float().bfloat16())
+    if how != "address" and not (guidance and guidance[2]):  # same ε, same v: only the last rounding may differ
+        assert ulps(got.x_next, want.x_next) <= 1 and ulps(got.mean, want.mean) <= 1 and ulps(got.x0, want.x0) <= 1
+    for name in ("x_next", "mean", "x0"):
+        eps = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[getattr(got, name).dtype]
+        assert_close(getattr(got, name), getattr(want, name), eps, eps)
+    check_values(c, got.x_next, replay, pair)
+    assert (got.logp[c.index == 3] == 0).all()
+
+
+def check_values(c, x_next, got, pair):
+    logp, kl, guard = truth_logp(c, x_next, pair)
+    with use_backend("torch"):
+        plain = affine_logp(c.x, c.v, x_next, c.coef, c.index, guidance=pair).logp
+    assert_close(got.logp, logp, 1e-5, 1e-6)
+    slack = 2 * (plain.double() - logp).abs() + 4e-7 * logp.abs().clamp_min(1)  # 4e-7: 3 roundings of the result itself
+    assert bool(((got.logp.double() - logp).abs() <= slack).all()), "further from fp64 than plain torch"
+    assert_close(got.kl, kl, 1e-5, 1e-7)
+    assert_close(got.log_ratio, guard, 1e-4, 2e-6)
+
+
+@QUICK
+@given(SHAPES, st.integers(1, 5), DTYPES, DTYPES, DTYPES, GUIDANCES, st.sampled_from(["given", "none", "address"]))
+def test_step_and_replay_against_fp64(shape, batch, x_dtype, v_dtype, out_dtype, guidance, how):
+    for backend in ("cuda",) if DEVICE == "cuda" else ("cpu", "torch"):
+        check_step(backend, shape, batch, x_dtype, v_dtype, out_dtype, guidance, how)
+
+
+@FEW
+@given(SHAPES, st.integers(1, 3), DTYPES, DTYPES, DTYPES, GUIDANCES, st.sampled_from(["given", "none", "address"]))
+def test_triton_step_and_replay_against_fp64(shape, batch, x_dtype, v_dtype, out_dtype, guidance, how):
+    check_step("triton", shape, batch, x_dtype, v_dtype, out_dtype, guidance, how)
+
+
+def check_gradient(backend, shape, batch, x_dtype, v_dtype, guidance, parts):
+    c = make(shape, batch, x_dtype, v_dtype, seed=1)
+    v, u = c.v.clone().requires_grad_(), c.u.clone().requires_grad_()
+    pair = None if guidance is None else Guidance(u, *guidance)
+    x_next = (c.x.float() + 0.3 * c.eps).to(x_dtype)
+    g = torch.randn(3, batch, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    g = g * torch.tensor(parts, device=DEVICE)[:, None]
+    with serve(backend):
+        out = affine_logp(c.x, v, x_next, c.coef, c.index, v_ref=c.v_ref, v_old=c.v_old, guidance=pair)
+        sum((g[k] * t).sum() for k, t in enumerate(out) if parts[k]).backward()
+    truth = truth_logp(c, x_next, None if pair is None else pair._replace(uncond=c.u), grad=g)[3:]
+    got = (v.grad,) if pair is None else (v.grad, u.grad)
+    rtol = 1e-4 if v_dtype == torch.float32 else 1e-2
+    for mine, want in zip(got, truth, strict=True):
+        assert mine.dtype == v_dtype
+        tiny = 6e-6 if v_dtype == torch.float16 else 1e-12  # fp16 has steps of 6e-8 there
+        scale = want.abs().flatten(1).amax(1).clamp_min(tiny).view(-1, *[1] * (want.dim() - 1))
+        assert_close(mine.double() / scale, want / scale, rtol, 1e-5 if v_dtype == torch.float32 else 1e-2)
+
+
+PARTS = st.sampled_from([(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)])
+
+
+@QUICK
+@given(SHAPES, st.integers(1, 5), DTYPES, DTYPES, GUIDANCES, PARTS)
+def test_gradient_against_fp64_autograd(shape, batch, x_dtype, v_dtype, guidance, parts):
+    for backend in ("cuda",) if DEVICE == "cuda" else ("cpu", "torch"):
+        check_gradient(backend, shape, batch, x_dtype, v_dtype, guidance, parts)
+
+
+@FEW
+@given(SHAPES, st.integers(1, 3), DTYPES, DTYPES, GUIDANCES, PARTS)
+def test_triton_gradient_against_fp64_autograd(shape, batch, x_dtype, v_dtype, guidance, parts):
+    check_gradient("triton", shape, batch, x_dtype, v_dtype, guidance, parts)
+
+
+@each_backend
+@pytest.mark.parametrize("guidance", [None, (3.0, False, True)])
+def test_a_sample_has_the_same_bits_in_any_batch(backend, guidance):
+    c = make((40, 60), 6, torch.float32, torch.bfloat16)
+    sample = torch.arange(6, device=DEVICE)
+
+    def run(keep):
+        pair = None if guidance is None else Guidance(c.u[keep], *guidance)
+        x, v, index = c.x[keep], c.v[keep].clone().requires_grad_(), c.index[keep]
+        step = affine_step(x, v, c.coef, index, noise=NoiseAddress(3, sample[keep]), guidance=pair)
+        out = affine_logp(x, v, step.x_next, c.coef, index, v_ref=c.v_ref[keep], v_old=c.v_old[keep], guidance=pair)
+        (out.logp.sum() + out.kl.sum() + out.log_ratio.sum()).backward()
+        return *step, *out, v.grad
+
+    with serve(backend):
+        whole, alone, swapped = run(slice(None)), run(slice(2, 3)), run([5, 2, 0, 2])
+    for a, b, s in zip(whole, alone, swapped, strict=True):
+        assert torch.equal(a[2], b[0].detach()) and torch.equal(a[2], s[1]) and torch.equal(a[2], s[3])
+
+
+@each_backend
+def test_strided_samples_and_transposed_latents(backend):
+    c = make((6, 10), 4, torch.float32, torch.float32)
+    store = torch.randn(4, 3, 6, 10, device=DEVICE)
+    store[:, 1] = c.x
+    turned = c.v.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not turned.is_contiguous()
+    with serve(backend):
+        want = affine_step(c.x, c.v, c.coef, c.index, noise=c.eps)
+        got = affine_step(store[:, 1], turned, c.coef, c.index, noise=c.eps.expand_as(c.eps))
+        shared = affine_step(c.x, c.v[:1].expand(4, 6, 10), c.coef, c.index, noise=c.eps)
+        copied = affine_step(c.x, c.v[:1].repeat(4, 1, 1), c.coef, c.index, noise=c.eps)
+    assert torch.equal(got.x_next, want.x_next) and torch.equal(got.logp, want.logp)
+    assert torch.equal(shared.x_next, copied.x_next)
+
+
+@each_backend
+def test_empty_batch(backend):
+    c = make((5, 3), 0, torch.float32, torch.float32)
+    with serve(backend):
+        step = affine_step(c.x, c.v, c.coef, c.index, noise=NoiseAddress(1, c.index))
+        v = c.v.clone().requires_grad_()
+        out = affine_logp(c.x, v, step.x_next, c.coef, c.index, v_ref=c.v_ref)
+        out.logp.sum().backward()
+    assert step.x_next.shape == (0, 5, 3) and out.kl.shape == (0,) and v.grad.shape == (0, 5, 3)
+
+
+@each_backend
+def test_nan_stays_in_its_sample_and_never_reaches_a_step_without_logp(backend):
+    c = make((9,), 4, torch.float32, torch.float32)
+    c.v[1, 3] = c.v[3, 3] = torch.nan
+    with serve(backend):
+        out = affine_step(c.x, c.v, c.coef, c.index, noise=c.eps)
+    assert torch.isnan(out.logp).tolist() == [False, True, False, False]
+    assert float(out.logp[3]) == 0.0
+    assert torch.isnan(out.x_next).sum() == 2
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_number_is_read_and_rounded_like_torch(backend, dtype):
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(1, -1).to(DEVICE)
+    half = torch.cat([every, (every.float() * (1 + 2**-9)).to(dtype)], 1)
+    coef = torch.tensor([[1.0, 1.0, 0.0, 0.0, 0.0]], device=DEVICE)
+    fine = (half.float() * (1 + 2**-8 + 2**-12)).nan_to_num(1.0, 1.0, 1.0)
+    for x, v, out in ((half, torch.zeros_like(half), torch.float32), (fine, torch.zeros_like(fine), dtype)):
+        with serve(backend):
+            got = affine_step(x, v, coef, noise=None, out_dtype=out).x_next
+        want = x.float().to(out)
+        nan = torch.isnan(want)
+        assert torch.equal(torch.isnan(got), nan) and torch.equal(got[~nan], want[~nan])
+
+
+@each_backend
+def test_second_derivative_is_refused(backend):
+    c = make((4,), 1, torch.float32, torch.float32)
+    v = c.v.requires_grad_()
+    with serve(backend):
+        logp = affine_logp(c.x, v, c.eps, c.coef, c.index).logp
+        with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+            torch.autograd.grad(logp.sum(), v, create_graph=True)
+
+
+@each_backend
+def test_nothing_of_size_d_is_saved_beyond_the_inputs(backend):
+    c = make((6, 7), 3, torch.float32, torch.bfloat16)
+    v = c.v.requires_grad_()
+    known = {t.data_ptr() for t in (c.x, c.v, c.eps, c.v_ref, c.v_old, c.coef, c.index)}
+    saved = []
+    with serve(backend), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        affine_logp(c.x, v, c.eps, c.coef, c.index, v_ref=c.v_ref, v_old=c.v_old)
+    assert saved and all(t.data_ptr() in known for t in saved)

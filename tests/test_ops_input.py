@@ -1,0 +1,143 @@
+"""Bad input is refused alike by every backend, before a kernel runs: one shared check, one kind of error.
+
+Each case is a mistake that a caller makes: wrong shape, dtype, device, index, ids, options. Hypothesis feeds wrong
+shapes to every tensor argument in turn.
+"""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ops_cases import DEVICE, QUICK, each_backend, make, serve
+
+from prefgrpo.ops import (
+    Guidance,
+    NoiseAddress,
+    affine_logp,
+    affine_step,
+    affine_step_more,
+    group_advantage,
+    philox_normal,
+    policy_loss,
+    use_backend,
+    winrate_advantage,
+)
+
+
+def base():
+    c = make((4, 6), 3, torch.float32, torch.float32)
+    return {"x": c.x, "v": c.v, "coef": c.coef, "index": c.index, "noise": c.eps}
+
+
+def ids(n=3, dtype=torch.int64):
+    return torch.zeros(n, dtype=dtype, device=DEVICE)
+
+
+STEP = {
+    "v has another shape": ({"v": torch.zeros(3, 4, 5)}, ValueError, r"v: expected the shape of x, \[3, 4, 6\]"),
+    "v is an integer": ({"v": torch.zeros(3, 4, 6, dtype=torch.int32)}, TypeError, "expected fp32, bf16, fp16"),
+    "noise has another shape": ({"noise": torch.zeros(3, 24)}, ValueError, "noise: expected the shape of x"),
+    "coef has 4 columns": ({"coef": torch.zeros(4, 4)}, ValueError, r"coef: expected fp32 \[T, 5\]"),
+    "coef is bf16": ({"coef": torch.zeros(4, 5, dtype=torch.bfloat16)}, ValueError, "coef: expected fp32"),
+    "no index for a table": ({"index": None}, ValueError, "pass an int64 index"),
+    "index of another length": (
+        {"index": torch.zeros(2, dtype=torch.int64)},
+        ValueError,
+        r"index: expected int64 \[3\]",
+    ),
+    "index is int32": ({"index": torch.zeros(3, dtype=torch.int32)}, ValueError, r"index: expected int64 \[3\]"),
+    "address without a step": (
+        {"index": None, "coef": torch.zeros(3, 5), "noise": NoiseAddress(1, torch.zeros(3, dtype=torch.int64))},
+        ValueError,
+        "needs a step",
+    ),
+    "address of another batch": (
+        {"noise": NoiseAddress(1, torch.zeros(4, dtype=torch.int64))},
+        ValueError,
+        "noise.sample",
+    ),
+    "negative offset": (
+        {"noise": NoiseAddress(1, torch.zeros(3, dtype=torch.int64), offset=-1)},
+        ValueError,
+        "offset: expected 0 or more",
+    ),
+    "storage dtype": ({"out_dtype": torch.int8}, TypeError, "out_dtype"),
+    "uncond has another shape": ({"guidance": Guidance(torch.zeros(3, 6), 2.0)}, ValueError, "guidance.uncond"),
+    "0-d latents": ({"x": torch.zeros(()), "v": torch.zeros(())}, ValueError, "got a 0-d tensor"),
+}
+
+
+@each_backend
+@pytest.mark.parametrize("name", STEP)
+def test_step(backend, name):
+    change, error, message = STEP[name]
+    change = {k: t.to(DEVICE) if isinstance(t, torch.Tensor) else t for k, t in change.items()}
+    with serve(backend), pytest.raises(error, match=message):
+        affine_step(**{**base(), **change})
+
+
+@each_backend
+def test_index_outside_the_table(backend):
+    """Found by the kernel; on a GPU, where nothing is read back, the sample is NaN."""
+    for bad in (4, -1):
+        given = {**base(), "index": torch.tensor([0, bad, 1], device=DEVICE)}
+        with serve(backend):
+            if DEVICE == "cpu" and backend != "triton":
+                with pytest.raises(IndexError):
+                    affine_step(**given)
+            elif backend != "torch":
+                out = affine_step(**given)
+                assert torch.isnan(out.logp).tolist() == [False, True, False]
+                assert torch.isnan(out.x_next[1]).all()
+
+
+@QUICK
+@given(st.sampled_from(["v", "x_next", "v_ref", "v_old"]), st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_any_other_shape_is_refused_by_the_replay(name, shape):
+    c = make((4, 6), 3, torch.float32, torch.float32)
+    given = {"x": c.x, "v": c.v, "x_next": c.eps, "coef": c.coef, "index": c.index, "v_ref": c.v_ref, "v_old": c.v_old}
+    given[name] = torch.zeros(shape, device=DEVICE)
+    with pytest.raises(ValueError, match=f"{name}: expected the shape of x"):
+        affine_logp(**given)
+
+
+SMALL = {
+    "sigma for x0": (lambda: affine_step_more(**base(), x0_sigma=torch.zeros(2)), ValueError, "one σ per row"),
+    "noise ids": (lambda: philox_normal(1, ids(), ids(2), 4), ValueError, "step: expected int64"),
+    "noise size": (lambda: philox_normal(1, ids(), ids(), -4), ValueError, "0 or more"),
+    "policy shape": (lambda: policy_loss(*torch.zeros(2, 3), torch.zeros(4), clip_low=0.1), ValueError, "advantage"),
+    "policy dtype": (
+        lambda: policy_loss(*torch.zeros(3, 3), clip_low=0.1, mask=torch.zeros(3)),
+        TypeError,
+        "mask: expected torch.bool",
+    ),
+    "policy clip": (lambda: policy_loss(*torch.zeros(3, 3), clip_low=-0.1), ValueError, "0 or more"),
+    "policy denominator": (
+        lambda: policy_loss(*torch.zeros(3, 3), clip_low=0.1, denominator=0.0),
+        ValueError,
+        "more than 0",
+    ),
+    "group shape": (lambda: group_advantage(torch.zeros(1, 4), ids()), ValueError, r"rewards \[R, B\]"),
+    "group id dtype": (
+        lambda: group_advantage(torch.zeros(1, 3), ids(dtype=torch.int32)),
+        ValueError,
+        "int64 group_ids",
+    ),
+    "weights": (lambda: group_advantage(torch.zeros(2, 3), ids(), torch.zeros(3)), ValueError, "one per reward"),
+    "combine": (
+        lambda: group_advantage(torch.zeros(2, 3), ids(), combine="mean"),
+        ValueError,
+        "combine: expected one of",
+    ),
+    "std": (lambda: group_advantage(torch.zeros(2, 3), ids(), std="batch"), ValueError, "std: expected one of"),
+    "ddof": (lambda: group_advantage(torch.zeros(2, 3), ids(), ddof=2), ValueError, "ddof: expected 0 or 1"),
+    "wins": (lambda: winrate_advantage(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4)), ValueError, r"\[P, G, G\]"),
+    "backend": (lambda: use_backend("metal").__enter__(), ValueError, "expected one of cuda, triton, cpu, torch"),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_ops_and_options(name):
+    call, error, message = SMALL[name]
+    with torch.device(DEVICE), pytest.raises(error, match=message):
+        call()

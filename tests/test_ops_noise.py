@@ -1,0 +1,125 @@
+"""Addressed noise: the same numbers from NumPy, torch, C++ and Triton, and from any slice, batch or seed form.
+
+Oracles: the known answers of Random123 for Philox4x32-10, and an implementation of the whole map in NumPy that
+shares no code with the product. Distribution: moments and Kolmogorov-Smirnov distance of 2^18 numbers.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ops_cases import DEVICE, FEW, QUICK, each_backend, serve
+
+from prefgrpo.noise import initial_latents
+from prefgrpo.ops import NoiseAddress, affine_step, philox_normal, reference
+
+KNOWN = [  # counter, key, result (Random123's kat_vectors)
+    ([0, 0, 0, 0], [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+    ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
+]
+
+
+def numpy_philox(counter, key):
+    """Philox4x32-10 on uint64 arrays counter [4, n] and a key of two ints."""
+    c, k = [np.asarray(w, np.uint64) for w in counter], list(key)
+    for _ in range(10):
+        p0, p1 = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+        c = [(p1 >> shift) ^ c[1] ^ np.uint64(k[0]), p1 & low, (p0 >> shift) ^ c[3] ^ np.uint64(k[1]), p0 & low]
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return c
+
+
+def numpy_normal(seed, sample, step, numel, offset):
+    """[numel] fp64."""
+    e = np.arange(offset, offset + numel, dtype=np.uint64)
+    fill = [np.full(numel, w % 2**32, np.uint64) for w in (step, sample, sample >> 32)]
+    words = numpy_philox([e // np.uint64(4), *fill], (seed % 2**32, seed >> 32))
+    u = [((w >> np.uint64(9)).astype(np.float64) + 0.5) / 2**23 for w in words]
+    lane = (e % np.uint64(4)).astype(int)
+    radius = np.sqrt(-2 * np.log(np.where(lane < 2, u[0], u[2])))
+    angle = 2 * np.pi * np.where(lane < 2, u[1], u[3])
+    return radius * np.where(lane % 2 == 0, np.cos(angle), np.sin(angle))
+
+
+@pytest.mark.parametrize(("counter", "key", "result"), KNOWN)
+def test_known_answers(counter, key, result):
+    assert [int(w[0]) for w in numpy_philox([np.array([c]) for c in counter], key)] == result
+    block, step, low, high = counter
+    sample = (high << 32 | low) - (2**64 if high >> 31 else 0)
+    words = reference.philox_uint32(key[1] << 32 | key[0], *(torch.tensor([t]) for t in (sample, step, block)))
+    assert words.flatten().tolist() == result
+
+
+def check(backend, seed, sample, step, numel, offset):
+    ids, steps = torch.tensor(sample, device=DEVICE), torch.tensor(step, device=DEVICE)
+    with serve(backend):
+        got = philox_normal(seed, ids, steps, numel, offset)
+    want = np.stack(
+        [numpy_normal(seed, i % 2**64, k % 2**32, numel, offset) for i, k in zip(sample, step, strict=True)]
+    )
+    assert got.shape == want.shape
+    assert np.abs(got.double().cpu().numpy() - want).max(initial=0.0) <= 1e-6
+
+
+SEEDS = st.one_of(st.integers(0, 2**64 - 1), st.just(0), st.just(2**64 - 1))
+IDS = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=3)
+SIZES, OFFSETS = st.sampled_from([1, 3, 4, 130, 1025, 5000]), st.integers(0, 2**34 - 6000)
+
+
+@QUICK
+@given(SEEDS, IDS, st.integers(-1, 1000), SIZES, OFFSETS)
+def test_same_noise_as_numpy(seed, sample, step, numel, offset):
+    for backend in ("cuda",) if DEVICE == "cuda" else ("cpu", "torch"):
+        check(backend, seed, sample, [step] * len(sample), numel, offset)
+
+
+@FEW
+@given(SEEDS, IDS, st.integers(-1, 1000), SIZES, OFFSETS)
+def test_same_noise_as_numpy_from_triton(seed, sample, step, numel, offset):
+    check("triton", seed, sample, [step] * len(sample), numel, offset)
+
+
+@each_backend
+def test_a_slice_of_the_latent_gets_the_slice_of_the_noise(backend):
+    ids, step = torch.tensor([3, 99], device=DEVICE), torch.tensor([5, 5], device=DEVICE)
+    coef = torch.tensor([[0.0, 0.0, 1.0, 0.0, 0.0]] * 2, device=DEVICE)
+    zero = torch.zeros(2, 3001, device=DEVICE)
+    with serve(backend):
+        whole = philox_normal(11, ids, step, 3001)
+        for low, high in ((0, 1), (1, 7), (4, 3001), (1022, 2050), (3000, 3001)):
+            assert torch.equal(philox_normal(11, ids, step, high - low, low), whole[:, low:high])
+            x = zero[:, low:high]
+            out = affine_step(x, x, coef, noise=NoiseAddress(11, ids, step, low))
+            assert torch.equal(out.x_next, whole[:, low:high])
+        assert torch.equal(philox_normal(11, ids[1:], step[1:], 3001)[0], whole[1])
+        assert not torch.equal(philox_normal(12, ids, step, 3001), whole)
+
+
+@each_backend
+def test_it_is_standard_normal_and_independent_across_addresses(backend):
+    numel = 2**18 if backend != "triton" or DEVICE == "cuda" else 2**14
+    ids = torch.tensor([0, 1], device=DEVICE)
+    with serve(backend):
+        z = philox_normal(0, ids, torch.zeros_like(ids), numel).double().cpu()
+    root = math.sqrt(numel)
+    assert abs(z.mean(1)).max() < 5 / root and abs(z.var(1) - 1).max() < 5 * math.sqrt(2) / root
+    assert abs((z[0] * z[1]).mean()) < 5 / root and abs((z[0, 1:] * z[0, :-1]).mean()) < 5 / root
+    ordered = z[0].sort().values
+    cdf = 0.5 * (1 + torch.erf(ordered / math.sqrt(2)))
+    assert (cdf - (torch.arange(numel) + 0.5) / numel).abs().max() < 1.95 / root  # KS at 0.1 %
+
+
+def test_initial_latents_are_step_minus_one():
+    ids = torch.tensor([4, 4, 9])
+    x = initial_latents(2, ids, (3, 5))
+    assert torch.equal(x[0], x[1]) and not torch.equal(x[0], x[2])
+    assert np.abs(x[2].flatten().double().numpy() - numpy_normal(2, 9, 2**32 - 1, 15, 0)).max() <= 1e-6
