@@ -131,7 +131,8 @@ def affine_step_more(
     if out_dtype not in DTYPES or (copy_dtype or out_dtype) not in DTYPES:
         raise TypeError(f"out_dtype and copy_dtype: expected fp32, bf16, fp16 or fp64, got {out_dtype}, {copy_dtype}")
     if torch.compiler.is_compiling():
-        return AffineStepMore(*library.call_step(a, noise, out_dtype, want_mean, x0_sigma, copy_dtype))
+        with torch.no_grad():
+            return AffineStepMore(*library.call_step(a, noise, out_dtype, want_mean, x0_sigma, copy_dtype))
     kinds = _dtypes(a, given) | {out_dtype, copy_dtype or out_dtype}
     impl = implementation(backend_of(x.device, *kinds))
     with torch.no_grad():
