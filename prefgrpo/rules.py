@@ -63,7 +63,9 @@ def dance(i: StepInfo) -> Row:
     """DanceGRPO: constant diffusion η (arXiv 2505.07818, eq. 8)."""
     delta = i.sigma_next - i.sigma
     k = i.eta * i.eta / (2.0 * i.sigma * i.sigma)
-    return _gaussian(1.0 + k * i.sigma * delta, (1.0 + k * i.sigma * (1.0 - i.sigma)) * delta, i.eta * math.sqrt(-delta))
+    return _gaussian(
+        1.0 + k * i.sigma * delta, (1.0 + k * i.sigma * (1.0 - i.sigma)) * delta, i.eta * math.sqrt(-delta)
+    )
 
 
 def cps(i: StepInfo, *, normalised: bool = False) -> Row:

@@ -69,7 +69,9 @@ def sde_window(steps: int, size: int, low: int, high: int, seed: int, draw: int)
     does not hold the window.
     """
     if not 0 <= low < high <= steps:
-        raise ValueError(f"window range must satisfy 0 <= low < high <= steps, got low={low}, high={high}, steps={steps}")
+        raise ValueError(
+            f"window range must satisfy 0 <= low < high <= steps, got low={low}, high={high}, steps={steps}"
+        )
     if size == 0:
         return tuple(range(low, high))
     if size > high - low:

@@ -12,13 +12,13 @@ SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
-_libraries = []  # a torch.library.Library withdraws its schemas when it is collected
+_libraries: list[object] = []  # a torch.library.Library withdraws its schemas when it is collected
 
 
 class DeclareFirst(importlib.abc.MetaPathFinder):
     """Declares the schemas when torchvision is first looked for, then steps aside."""
 
-    def find_spec(self, fullname, path=None, target=None):
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         """Find nothing: only the moment of the call matters."""
         if fullname == "torchvision":
             sys.meta_path.remove(self)
@@ -28,7 +28,6 @@ class DeclareFirst(importlib.abc.MetaPathFinder):
             for schema in SCHEMAS:
                 library.define(schema)
             _libraries.append(library)
-        return None
 
 
 sys.meta_path.insert(0, DeclareFirst())
