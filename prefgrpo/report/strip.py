@@ -30,7 +30,8 @@ def write_strip(folder: Path, target: Path, columns: int = 6, limit: int = 150_0
         )
     for side in SIDES:
         canvas = _draw(found[-1], columns, side)
-        for image in (canvas, canvas.quantize(256, dither=Image.Dither.NONE)):
+        dithered = canvas.quantize(palette=canvas.quantize(256), dither=Image.Dither.FLOYDSTEINBERG)
+        for image in (canvas, dithered):
             buffer = io.BytesIO()
             image.save(buffer, "PNG", optimize=True)
             if buffer.tell() < limit:

@@ -30,7 +30,9 @@ def draw_group(group: Group, ident: str) -> Markup:
         body += [_cell(group, i, j, (column + 1) * CELL, y, size <= 12) for column, j in enumerate(order) if i != j]
         body += [tag("rect", class_="self", x=y, y=y, width=CELL - GAP, height=CELL - GAP), _rate(group, i, size, y)]
     svg = tag("svg", *body, viewBox=f"0 0 {width} {height}", role="img", aria_label=f"verdicts on {group.prompt}")
-    caption = tag("figcaption", group.prompt, tag("span", f"step {group.step}"))
+    caption = tag(
+        "figcaption", tag("div", group.prompt, class_="clamp", title=group.prompt), tag("span", f"step {group.step}")
+    )
     return tag("figure", caption, svg, class_="group wide" if size > 12 else "group")
 
 
