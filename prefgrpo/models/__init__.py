@@ -15,6 +15,7 @@ MODELS: dict[str, str] = {
     "flux2_klein": "prefgrpo.models.flux2_klein:Flux2Klein",
     "qwen_image": "prefgrpo.models.qwen_image:QwenImage",
     "sd3": "prefgrpo.models.sd3:StableDiffusion3",
+    "wan": "prefgrpo.models.wan:Wan",
     "z_image": "prefgrpo.models.z_image:ZImage",
 }
 """Family name → import path of its adapter."""
@@ -38,7 +39,8 @@ def load(
     *,
     guidance: float | None = None,
     shift: float | None = None,
+    frames: int | None = None,
     encoders: bool = True,
 ) -> Adapter:
     """Load `model` (a folder or hub id) as family `name`; the options are those of `Adapter.load`."""
-    return family(name).load(model, dtype, device, guidance=guidance, shift=shift, encoders=encoders)
+    return family(name).load(model, dtype, device, guidance=guidance, shift=shift, frames=frames, encoders=encoders)

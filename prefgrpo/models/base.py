@@ -40,6 +40,8 @@ class Adapter(ABC):
     """Module name suffixes that LoRA wraps by default."""
     default_guidance: ClassVar[float]
     """Guidance scale of the published model."""
+    default_frames: ClassVar[int | None] = None
+    """Frames per clip of the published model; None: it makes images."""
     cfg: ClassVar[guiding.Cfg | None] = None
     """Form of classifier-free guidance; None: the family has none (guidance is embedded, or absent)."""
 
@@ -51,13 +53,23 @@ class Adapter(ABC):
     """What `velocity` calls: the transformer, or a DDP / compiled wrapper of it that the trainer put here."""
 
     def __init__(
-        self, pipe: Any, *, guidance: float | None = None, shift: float | None = None, source: str = ""
+        self,
+        pipe: Any,
+        *,
+        guidance: float | None = None,
+        shift: float | None = None,
+        frames: int | None = None,
+        source: str = "",
     ) -> None:
         """Adopt a loaded pipeline.
 
         guidance: scale used in every forward (default: the published model's). shift: static time shift that
-        replaces the one of the scheduler's config. source: fingerprint of the text encoders (`embed.Embeddings`).
+        replaces the one of the scheduler's config. frames: length of a clip (video families; default: the published
+        model's). source: fingerprint of what makes conditions (`embed.Embeddings`).
         """
+        if frames is not None and self.default_frames is None:
+            raise ValueError(f"{type(self).__name__} makes images: expected no `frames`, got {frames}")
+        self.frames = self.default_frames if frames is None else frames
         self.pipe, self.transformer, self.net = pipe, pipe.transformer, pipe.transformer
         self.guidance = self.default_guidance if guidance is None else guidance
         self.shift, self.source = shift, source
@@ -74,6 +86,7 @@ class Adapter(ABC):
         *,
         guidance: float | None = None,
         shift: float | None = None,
+        frames: int | None = None,
         encoders: bool = True,
     ) -> Adapter:
         """Load from a folder or hub id, frozen, in eval mode, parameters aligned (cloned out of mmap).
@@ -83,7 +96,7 @@ class Adapter(ABC):
         """
         path = folders.resolve(model, cls.pipeline)
         pipe = folders.read(path, cls.pipeline, dtype, device, encoders)
-        return cls(pipe, guidance=guidance, shift=shift, source=folders.encoder_fingerprint(path))
+        return cls(pipe, guidance=guidance, shift=shift, frames=frames, source=folders.encoder_fingerprint(path))
 
     @property
     def device(self) -> torch.device:
@@ -127,7 +140,11 @@ class Adapter(ABC):
 
     @abstractmethod
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """Images [B, 3, H, W] fp32 in [0, 1] from final latents."""
+        """Images [B, 3, H, W], or clips [B, F, 3, H, W], fp32 in [0, 1] from final latents."""
+
+    def flow_scheduler(self, changes: dict[str, Any]) -> Any:
+        """A fresh scheduler like the pipeline's, with `changes` to its config; it only gives the sigmas."""
+        return type(self.pipe.scheduler).from_config(self.pipe.scheduler.config, **changes)
 
     def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
         """What the stock pipeline passes to its scheduler's `set_timesteps`, beside the device."""
@@ -153,9 +170,8 @@ class Adapter(ABC):
     def sigmas(self, steps: int, height: int, width: int) -> Tensor:
         """[steps + 1] fp32 sigmas that the stock pipeline would use for this size; static if `shift` was given."""
         static = {} if self.shift is None else {"shift": self.shift, "use_dynamic_shifting": False}
-        options = self.schedule_options(steps, height, width)
-        scheduler = type(self.pipe.scheduler).from_config(self.pipe.scheduler.config, **static)
-        scheduler.set_timesteps(num_inference_steps=steps, device="cpu", **options)
+        scheduler = self.flow_scheduler(static)
+        scheduler.set_timesteps(num_inference_steps=steps, device="cpu", **self.schedule_options(steps, height, width))
         return scheduler.sigmas.to(torch.float32)
 
     def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:

@@ -27,6 +27,8 @@ from transformers import (
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
+    UMT5Config,
+    UMT5EncoderModel,
 )
 
 TEXT_WIDTH = 32
@@ -191,6 +193,26 @@ def qwen_image() -> Any:
     )  # fmt: skip
 
 
+def wan() -> Any:
+    """Wan2.1 text-to-video: 2 blocks of width 24, a causal VAE that quarters each side and halves time."""
+    from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+
+    t5 = t5_tokenizer()
+    transformer = WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4,
+        text_dim=TEXT_WIDTH, freq_dim=32, ffn_dim=48, num_layers=2, rope_max_seq_len=64,
+    )  # fmt: skip
+    vae = AutoencoderKLWan(
+        base_dim=8, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True],
+        latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.0, 0.8, 1.2, 0.9],
+        scale_factor_temporal=2, scale_factor_spatial=4,
+    )  # fmt: skip
+    return WanPipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae, tokenizer=t5,
+        text_encoder=t5_text(t5, UMT5EncoderModel, UMT5Config), transformer=transformer,
+    )  # fmt: skip
+
+
 def z_image() -> Any:
     """Z-Image: 2 blocks and one refiner of each kind, width 32, static shift."""
     from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
@@ -239,6 +261,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "flux2_klein": flux2_klein,
     "qwen_image": qwen_image,
     "sd3": sd3,
+    "wan": wan,
     "z_image": z_image,
 }
 """Family name → builder of its tiny pipeline."""

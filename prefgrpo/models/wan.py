@@ -1,0 +1,77 @@
+"""Wan2.1 text-to-video: latents [C, F', h, w] of 4·(F' − 1) + 1 frames, time = 1000σ, guidance 5.0.
+
+Conditions: UMT5 states, zero-padded. The published folders come with a multistep solver; only its shift is used.
+Invariant: with `ode` steps the clips are those of the stock WanPipeline under an Euler scheduler of that shift.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from torch import Tensor
+
+from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.guidance import Cfg
+from prefgrpo.models.video_vae import unnormalise
+
+
+class Wan(Adapter):
+    """Wan2.1 T2V, 1.3B and 14B."""
+
+    pipeline = "WanPipeline"
+    default_guidance = 5.0
+    default_frames = 81
+    cfg = Cfg()
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
+
+    @property
+    def unit(self) -> int:
+        """Pixels per side of one transformer patch: 16 for Wan2.1."""
+        return self.pipe.vae_scale_factor_spatial * self.pipe.transformer.config.patch_size[1]
+
+    def encode_prompt(self, prompt: str, max_length: int) -> Condition:
+        """prompt_embeds [max_length, C]."""
+        embeds, _ = self.pipe.encode_prompt(
+            prompt, do_classifier_free_guidance=False, max_sequence_length=max_length, device=self.device
+        )
+        return {"prompt_embeds": embeds[0]}
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """[C, F', height / 8, width / 8] for Wan2.1; ValueError unless frames are a multiple of 4, plus 1."""
+        frames, stride = self.frames or 1, self.pipe.vae_scale_factor_temporal
+        if frames % stride != 1:
+            raise ValueError(f"frames must be a multiple of {stride}, plus 1, for this model, got {frames}")
+        patch = self.pipe.transformer.config.patch_size[1]
+        rows, columns = self.grid(height, width)
+        return self.pipe.transformer.config.in_channels, (frames - 1) // stride + 1, rows * patch, columns * patch
+
+    def flow_scheduler(self, changes: dict[str, Any]) -> Any:
+        """An Euler scheduler with the shift of the folder's own (multistep) scheduler."""
+        config = self.pipe.scheduler.config
+        shift = config.get("flow_shift", config.get("shift", 1.0))
+        return FlowMatchEulerDiscreteScheduler(**({"shift": shift} | changes))
+
+    def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
+        """The scheduler's own sigmas."""
+        return {}
+
+    def stock_call(self, prompts: list[str], max_length: int) -> dict[str, Any]:
+        """With the number of frames."""
+        return super().stock_call(prompts, max_length) | {"num_frames": self.frames}
+
+    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+        """Velocity [B, C, F', h, w]."""
+        return self.net(
+            hidden_states=x,
+            timestep=sigma * 1000,
+            encoder_hidden_states=condition["prompt_embeds"],
+            return_dict=False,
+        )[0]
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """Undo the VAE's normalisation, decode to [B, F, 3, H, W]."""
+        video = self.pipe.vae.decode(unnormalise(self.pipe.vae, latents), return_dict=False)[0]
+        return self.pipe.video_processor.postprocess_video(video, output_type="pt").float()
