@@ -1,0 +1,81 @@
+"""The report's charts, read back as SVG.
+
+A chart must not lie: every value that exists is drawn and inside the plot, whatever its size; a tick stands where
+its label says; smoothing keeps a level; pooling a long run keeps the extremes of a band.
+"""
+
+import json
+import re
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from report_html import parse
+
+from prefgrpo.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, SMOOTH_FROM, TOP, WIDTH, Chart, Series, draw, ticks
+
+VALUES = st.one_of(st.floats(-1e12, 1e12), st.floats(-1e-9, 1e-9), st.just(np.nan))
+
+
+@given(arrays(np.float64, st.integers(1, 90), elements=VALUES), st.booleans(), st.booleans())
+def test_no_value_leaves_the_plot_or_gets_lost(y, log, percent):
+    x = np.arange(len(y), dtype=float)
+    chart = Chart("c", [Series("s", x, y)], log=log, percent=percent)
+    text = str(draw(chart, (0.0, float(len(y) - 1))))
+    known = int((~np.isnan(y)).sum())
+    if not known:
+        assert text == ""
+        return
+    figure = parse(text)
+    points = [p for d in figure.all("path") for p in re.findall(r"[ML](-?[\d.e+-]+),(-?[\d.e+-]+)", d.attributes["d"])]
+    dots = [(c.attributes["cx"], c.attributes["cy"]) for c in figure.all("circle")]
+    places = np.array([*points, *dots], dtype=float)
+    assert (places[:, 0] >= LEFT - 0.1).all() and (places[:, 0] <= WIDTH - RIGHT + 0.1).all()
+    assert (places[:, 1] >= TOP - 0.1).all() and (places[:, 1] <= HEIGHT - BOTTOM + 0.1).all()
+    drawn = {round(float(a), 1) for a, _ in points + dots}
+    assert len(drawn) >= min(known, 80) * 0.9
+    assert sum(v is not None for v in json.loads(figure.all("figure")[0].attributes["data-chart"])["s"][0][1]) == known
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(3, 8))
+def test_ticks_are_round_evenly_spaced_and_inside(low, span, count):
+    high = low + span
+    found = ticks(low, high, count)
+    assert 1 <= len(found) <= count + 1
+    assert all(low - 1e-6 * span <= t <= high + 1e-6 * span for t in found)
+    if len(found) > 1:
+        step = found[1] - found[0]
+        mantissa = step / 10 ** np.floor(np.log10(step * (1 + 1e-6)))
+        assert min(abs(mantissa - m) for m in (1, 2, 5)) < 1e-3
+
+
+def test_ticks_label_what_they_mark():
+    y = np.array([0.2, 0.8])
+    figure = parse(str(draw(Chart("c", [Series("s", np.array([0.0, 10.0]), y)], include=(0.0,)), (0.0, 10.0))))
+    marks = {t.text: float(t.attributes["y"]) for t in figure.all("text") if t.attributes.get("text-anchor") == "end"}
+    dots = sorted((float(c.attributes["cx"]), float(c.attributes["cy"])) for c in figure.all("circle"))
+    for (_, place), name in zip(dots, ("0.2", "0.8")):
+        assert abs(marks[name] - 4 - place) < 0.2
+
+
+def test_running_mean_keeps_a_level_and_gaps():
+    n = SMOOTH_FROM
+    y = np.full(n, 3.0)
+    y[10] = np.nan
+    figure = parse(str(draw(Chart("c", [Series("s", np.arange(n, dtype=float), y)], include=(0.0,)), (0.0, n - 1.0))))
+    faint, bold = (
+        figure.all("path", "faint"),
+        [p for p in figure.all("path", "s0") if "faint" not in p.attributes["class"]],
+    )
+    assert [p.attributes["d"] for p in faint] == [p.attributes["d"] for p in bold] and len(bold) == 2
+
+
+def test_long_bands_keep_their_extremes():
+    n = 4000
+    low, high = np.full(n, 0.9), np.full(n, 1.1)
+    low[1234], high[3210] = 0.0, 2.0
+    s = Series("s", np.arange(n, dtype=float), np.ones(n), 0, low, high)
+    figure = parse(str(draw(Chart("c", [s]), (0.0, n - 1.0))))
+    ys = [float(v) for v in re.findall(r",([\d.]+)", figure.all("path", "band")[0].attributes["d"])]
+    assert max(ys) - min(ys) > 0.85 * (HEIGHT - TOP - BOTTOM)
