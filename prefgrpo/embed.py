@@ -34,7 +34,7 @@ class Embeddings:
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
         self._adapter, self._max_length, self._keep = adapter, max_length, keep
-        self._memory: OrderedDict[str, Condition] = OrderedDict()
+        self._memory: OrderedDict[bytes, Condition] = OrderedDict()
         key = f"{type(adapter).__name__}:{adapter.source}:{adapter.dtype}:{max_length}"
         self._salt = hashlib.sha256(key.encode()).digest()
         self._folder = None if folder is None else Path(folder)

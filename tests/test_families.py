@@ -376,3 +376,23 @@ def test_the_source_image_is_part_of_the_condition(folder, tmp_path):
         collate([a, *wide])
     with pytest.raises(ValueError, match="takes no source image"):
         Embeddings(load(CASES[0], folder("flux")), 32)(["red"], [SOURCES[0]])
+
+
+def test_wan_folders_with_a_multistep_solver_give_its_shift(folder):
+    adapter = load(next(c for c in CASES if c.family == "wan"), folder("wan"))
+    want = diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0)
+    want.set_timesteps(6)
+    adapter.pipe.scheduler = diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
+    )
+    assert torch.equal(adapter.sigmas(6, *SIZES[0]), want.sigmas)
+    adapter.shift = 3.0
+    assert not torch.equal(adapter.sigmas(6, *SIZES[0]), want.sigmas)
+
+
+def test_frames_are_for_video(folder):
+    with pytest.raises(ValueError, match="makes images"):
+        models.load("flux", str(folder("flux")), torch.float32, CPU, frames=5)
+    adapter = models.load("wan", str(folder("wan")), torch.float32, CPU, frames=6)
+    with pytest.raises(ValueError, match="frames must be a multiple of 2, plus 1"):
+        adapter.latent_shape(32, 32)
