@@ -34,9 +34,11 @@ def test_the_prompt_arrives_untouched_in_valid_json(name, prompt):
     joined = "".join(texts)
     rubric = joined.replace(prompt, "", 1) if prompt not in "".join(template.pieces) else ""
     assert "{media" not in rubric and "{prompt}" not in rubric
-    assert body["temperature"] == 0 and body["max_tokens"] == 1 and body["logprob_token_ids"] == [16, 17]
-    assert body["continue_final_message"] is True and body["add_generation_prompt"] is False
-    assert body["messages"][1] == {"role": "assistant", "content": template.prefill}
+    assert body["temperature"] == 0 and body["max_tokens"] == template.max_tokens
+    assert (body.get("logprob_token_ids") == [16, 17]) == body.get("logprobs", False) == (template.answer == "soft")
+    prefilled = [{"role": "assistant", "content": template.prefill}] if template.prefill else []
+    assert body["messages"][1:] == prefilled
+    assert body.get("continue_final_message", False) == bool(prefilled) != body.get("add_generation_prompt", True)
 
 
 @pytest.mark.parametrize("name", shipped())

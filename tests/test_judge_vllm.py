@@ -1,0 +1,134 @@
+"""The client and `judge serve` against a real vLLM with the demo world's judge.
+
+Needs a vLLM environment, named by PREFGRPO_VLLM (scripts/setup_vllm_cpu.sh VENV makes one; PREFGRPO_VLLM=VENV); it
+is skipped elsewhere, because vLLM needs 2.5 GB and 40 s to start. Oracle: the in-process judge, which is another
+implementation of the same model. Served in fp32, so that equality is tight.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from judge_server import free_port
+
+import prefgrpo
+from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig
+from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
+from prefgrpo.judge.plans import both_orders
+from prefgrpo.judge.serve import ServeConfig, Server
+from prefgrpo.rewards.base import Media
+from prefgrpo.tiny import scenes
+
+MODEL = str(Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge")
+VLLM = os.environ.get("PREFGRPO_VLLM", "")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not VLLM, reason="PREFGRPO_VLLM names no vLLM environment (scripts/setup_vllm_cpu.sh)"),
+    pytest.mark.skipif(not Path(MODEL).is_dir(), reason="the demo world's judge is not in this checkout"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A copy, so that a judge that is trained meanwhile does not change under the server."""
+    return shutil.copytree(MODEL, tmp_path_factory.mktemp("judge") / "tiny").as_posix()
+
+
+def config(model, port):
+    return ServeConfig(
+        model, VLLM, port=port, name="tiny", template="caption_match", cpu=True, dtype="float32",
+        vision_tokens=4, max_model_len=2048, startup_s=240,
+    )  # fmt: skip
+
+
+def judge(model, port, **changes):
+    base = {"endpoints": (f"http://127.0.0.1:{port}",), "template": "caption_match", "tokenizer": model}
+    return HttpJudge(HttpJudgeConfig(**{**base, "image_format": "webp", **changes}))
+
+
+def group(size):
+    """A caption and `size` scenes that fit it more or less."""
+    torch = pytest.importorskip("torch")
+    generator = torch.Generator().manual_seed(0)
+    combos = [scenes.COMBOS[k] for k in torch.randint(len(scenes.COMBOS), (size,), generator=generator).tolist()]
+    pictures = (scenes.render(combos, generator) * 255).round().byte().permute(0, 2, 3, 1).numpy()
+    return scenes.caption(combos[0]), [Media(p) for p in pictures]
+
+
+@pytest.fixture(scope="module")
+def port(model):
+    port = free_port()
+    with Server(config(model, port)) as server:
+        assert "ok, serves tiny" in server.wait_ready()
+        yield port
+
+
+def test_soft_verdicts_equal_the_in_process_judge(model, port):
+    caption, media = group(8)
+    pairs = both_orders(8, 0)
+    local = LocalJudge(LocalJudgeConfig(model, template="caption_match")).judge_group(caption, media, pairs)
+    p = np.array([v.first for v in local])
+    assert np.ptp(p) > 0.5  # the pictures differ in how well they fit
+    for changes in ({}, {"tokenizer": ""}, {"media_ids": "off"}):
+        served = judge(model, port, **changes).judge_group(caption, media, pairs)
+        assert all(v.retries == 0 for v in served)
+        assert np.abs(p - [v.first for v in served]).max() < 2e-3
+    assert np.abs(p - [v.first for v in judge(model, port).judge_group(caption, media, pairs)]).mean() < 2e-4
+
+
+def test_ids_alone_are_enough_the_second_time(model, port):
+    caption, media = group(6)
+    j, pairs = judge(model, port), both_orders(6, 0)
+    first = [v.first for v in j.judge_group(caption, media, pairs)]
+    again = [v.first for v in j.judge_group(caption, media, pairs)]
+    endpoint = j._endpoints[0]
+    assert endpoint.uses_ids and endpoint._misses == 0 and len(endpoint._known) == 6
+    np.testing.assert_allclose(first, again, atol=1e-5)
+
+
+def test_a_server_killed_in_the_middle_of_a_group_and_restarted_loses_nothing(model):
+    port = free_port()
+    caption, media = group(8)
+    pairs = both_orders(8, 0)
+    with Server(config(model, port)) as server:
+        server.wait_ready()
+        j = judge(model, port, concurrency=4, patience_s=300.0)
+        expected = [v.first for v in j.judge_group(caption, media, pairs)]
+        answers = [j.submit(caption, media[a], media[b]) for a, b in pairs * 4]
+        while sum(a.done() for a in answers) < 8:
+            time.sleep(0.005)
+        os.killpg(server.pid, signal.SIGKILL)  # its own group: API server, engine and worker at once
+        server.wait()
+        assert not all(a.done() for a in answers)
+    with Server(config(model, port)) as server:
+        server.wait_ready()
+        found = [a.result(120).first for a in answers]
+    np.testing.assert_allclose(found, expected * 4, atol=1e-5)
+
+
+def test_the_command_serves_until_it_is_told_to_stop(model):
+    port = free_port()
+    line = [
+        sys.executable,
+        "-c",
+        "import sys; from prefgrpo.judge.serve import serve; sys.exit(serve(sys.argv[1], port=",
+    ]
+    code = f"{line.pop()}{port}, name='tiny', template='caption_match', cpu=True, vision_tokens=4, max_model_len=2048))"
+    child = subprocess.Popen([*line, code, model], stdout=subprocess.PIPE, text=True, env={**os.environ})
+    assert child.stdout is not None
+    head = child.stdout.readline()
+    pid = int(head.split("pid ")[1].split(",")[0])
+    lines = []
+    while not lines or "ready: judge 'tiny'" not in lines[-1]:
+        lines.append(child.stdout.readline())
+        assert lines[-1], lines
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(60) == 0
+    with pytest.raises(ProcessLookupError):
+        os.killpg(pid, 0)
