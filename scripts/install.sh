@@ -25,7 +25,7 @@ started=$SECONDS
 # shellcheck disable=SC2086  # PIP_ARGS is a list of options
 if ! PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip install -v --no-input --no-compile --progress-bar off \
     ${PIP_ARGS:-} -c constraints.txt -e ".[$extra]" 2>&1 | tee "$log" | awk '
-        $1 == "Downloading" && $NF == "MB)" && substr($(NF - 1), 2) + 0 >= 5 { print "    " $2, $(NF - 1), $NF }
+        $1 == "Downloading" && $NF == "MB)" && substr($(NF - 1), 2) + 0 >= 5 && !seen[$2]++ { print "    " $2, $(NF - 1), $NF }
         /prefgrpo: building/ { sub(/^.*prefgrpo: /, ""); print "    " $0 }
         /^Installing collected packages/ { print "    unpacking " NF - 3 " packages" }
         /^ERROR/ { print }
