@@ -47,7 +47,8 @@ class Case:
     """For editing: arguments of the stock call that depend on the size."""
 
     def __str__(self):
-        return self.family if self.guidance > 1 else f"{self.family}-unguided"
+        edit = "-edit" if self.edit else ""
+        return f"{self.family}{edit}" + ("" if self.guidance > 1 else "-unguided")
 
 
 CASES = [
@@ -71,8 +72,9 @@ CASES = [
     Case("z_image", {"guidance_scale": 3.0, "max_sequence_length": 128}, 3.0, dynamic=True, max_length=128),
     Case("wan", {"guidance_scale": 5.0, "max_sequence_length": 32, "num_frames": 5}, 5.0, frames=5),
     Case("flux2_klein", {"guidance_scale": 4.0, "max_sequence_length": 64}, 4.0, dynamic=True, max_length=64),
+    Case("flux2_klein", {"guidance_scale": 4.0, "max_sequence_length": 64}, 4.0, max_length=64, edit=lambda h, w: {}),
 ]
-SOURCES = [Image.fromarray(np.random.default_rng(i).integers(0, 256, (16, 32, 3), dtype=np.uint8)) for i in range(2)]
+SOURCES = [Image.fromarray(np.random.default_rng(i).integers(0, 256, (64, 64, 3), dtype=np.uint8)) for i in range(2)]
 SIZES = [(32, 32), (16, 48)]
 every = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -122,9 +124,13 @@ def draw(adapter, case, x0, size, steps, prompts=PROMPTS):
 def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
     pipe.set_progress_bar_config(disable=True)
     call = case.call | {"height": size[0], "width": size[1], "num_inference_steps": steps, "output_type": "pt"}
-    if case.edit:
-        call |= case.edit(*size) | {"image": SOURCES}
-    return pipe(prompt=list(prompts), latents=x0, **call)[0]  # a copy: Z-Image writes into the list
+    if not case.edit:
+        return pipe(prompt=list(prompts), latents=x0, **call)[0]  # a copy: Z-Image writes into the list
+    call |= case.edit(*size)
+    one = [
+        pipe(prompt=[p], image=[i], latents=x, **call)[0] for p, i, x in zip(prompts, SOURCES, x0[:, None], strict=True)
+    ]
+    return torch.cat(one)
 
 
 def noise(adapter, size):
@@ -210,10 +216,13 @@ if a["lora"]:
     pipe.load_lora_weights(a["lora"])
 pipe.set_progress_bar_config(disable=True)
 x = load_file(a["latents"])["x"]
+call = {"output_type": "pt", **a["call"]}
 if a["images"]:
     from PIL import Image
-    a["call"]["image"] = [Image.open(name) for name in a["images"]]
-image = pipe(prompt=a["prompts"], latents=x, output_type="pt", **a["call"])[0]
+    each = zip(a["prompts"], a["images"], x[:, None])
+    image = torch.cat([pipe(prompt=[p], image=[Image.open(i)], latents=one, **call)[0] for p, i, one in each])
+else:
+    image = pipe(prompt=a["prompts"], latents=x, **call)[0]
 assert not any(name.split(".")[0] == "prefgrpo" for name in sys.modules)
 save_file({"image": image.contiguous()}, a["out"])
 """
@@ -371,7 +380,7 @@ def test_the_source_image_is_part_of_the_condition(folder, tmp_path):
     x, sigma = noise(adapter, SIZES[0]), torch.full((2,), 0.7)
     v = adapter.velocity(x[:1].repeat(2, 1, 1), sigma, collate([a, b]), *SIZES[0])
     assert (v[0] - v[1]).abs().max() > 1e-3
-    wide = embed(["red"], [SOURCES[0].resize((48, 16))])
+    wide = embed(["red"], [SOURCES[0].resize((96, 64))])
     with pytest.raises(ValueError, match="equal shapes, but 'source'"):
         collate([a, *wide])
     with pytest.raises(ValueError, match="takes no source image"):

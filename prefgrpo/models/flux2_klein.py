@@ -1,7 +1,8 @@
 """FLUX.2-klein: patchified latents [4C, h, w] normalised by the VAE's batch-norm statistics, time = σ, guidance 4.0.
 
-Conditions: Qwen3 states of layers 9, 18 and 27 side by side. Distilled checkpoints take no guidance. Invariant: with
-`ode` steps the images are those of the stock Flux2KleinPipeline.
+Conditions: Qwen3 states of layers 9, 18 and 27 side by side; in editing also the source's latents, appended as tokens
+with 10 in the first position channel. Distilled checkpoints take no guidance. Invariant: with `ode` steps the images
+are those of the stock Flux2KleinPipeline.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from diffusers.pipelines.flux2.pipeline_flux2_klein import Flux2KleinPipeline, compute_empirical_mu
+from PIL import Image
 from torch import Tensor
 
 from prefgrpo.models.base import Adapter, Condition
@@ -18,7 +20,7 @@ from prefgrpo.models.guidance import Cfg
 
 
 class Flux2Klein(Adapter):
-    """FLUX.2-klein text-to-image, base or distilled."""
+    """FLUX.2-klein text-to-image and editing, base or distilled."""
 
     pipeline = "Flux2KleinPipeline"
     default_guidance = 4.0
@@ -39,6 +41,16 @@ class Flux2Klein(Adapter):
         embeds, _ = self.pipe.encode_prompt(prompt, device=self.device, max_sequence_length=max_length)
         return {"prompt_embeds": embeds[0]}
 
+    def encode_source(self, source: Image.Image) -> Condition:
+        """source [rows, columns, 4C]: normalised latents of the source at its own size, at most a million pixels."""
+        processor, vae = self.pipe.image_processor, self.pipe.vae
+        processor.check_image_input(source)
+        source = processor._resize_if_exceeds_area(source)
+        width, height = (side // self.unit * self.unit for side in source.size)
+        pixels = processor.preprocess(source, height=height, width=width, resize_mode="crop")
+        latents = self.pipe._encode_vae_image(pixels.to(vae.device, vae.dtype), generator=None)
+        return {"source": latents[0].permute(1, 2, 0)}
+
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """[4C, height / 16, width / 16] for FLUX.2-klein."""
         return self.pipe.transformer.config.in_channels, *self.grid(height, width)
@@ -51,16 +63,21 @@ class Flux2Klein(Adapter):
 
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
         """Velocity [B, 4C, h, w]; the transformer sees tokens [B, h · w, 4C]."""
-        embeds = condition["prompt_embeds"]
+        embeds, source = condition["prompt_embeds"], condition.get("source")
+        tokens, ids = Flux2KleinPipeline._pack_latents(x), _image_ids(*self.grid(height, width), x.device)
+        count = tokens.shape[1]
+        if source is not None:
+            tokens = torch.cat([tokens, source.flatten(1, 2).to(x.dtype)], dim=1)
+            ids = torch.cat([ids, _source_ids(*source.shape[1:3], x.device)], dim=1)
         v = self.net(
-            hidden_states=Flux2KleinPipeline._pack_latents(x),
+            hidden_states=tokens,
             timestep=sigma * 1000 / 1000,
             guidance=None,
             encoder_hidden_states=embeds,
             txt_ids=_text_ids(embeds.shape[1], x.device).expand(x.shape[0], -1, -1),
-            img_ids=_image_ids(*self.grid(height, width), x.device).expand(x.shape[0], -1, -1),
+            img_ids=ids.expand(x.shape[0], -1, -1),
             return_dict=False,
-        )[0]
+        )[0][:, :count]
         return v.transpose(1, 2).reshape(x.shape)
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
@@ -76,6 +93,12 @@ def _image_ids(rows: int, columns: int, device: torch.device) -> Tensor:
     """Position ids [1, rows · columns, 4]."""
     grid = torch.empty(1, 1, rows, columns)
     return Flux2KleinPipeline._prepare_latent_ids(grid).to(device)
+
+
+@lru_cache(maxsize=64)
+def _source_ids(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Position ids [1, rows · columns, 4] of one source image."""
+    return Flux2KleinPipeline._prepare_image_ids([torch.empty(1, 1, rows, columns)]).to(device)
 
 
 @lru_cache(maxsize=64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS, retrieve_latents
+from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
 from PIL import Image
 from torch import Tensor
 
@@ -35,8 +35,7 @@ class FluxKontext(Flux):
         rows, columns = self.grid(height // self.unit * self.unit, width // self.unit * self.unit)
         height, width = rows * self.unit, columns * self.unit
         pixels = processor.preprocess(processor.resize(source, height, width), height, width)
-        latents = retrieve_latents(vae.encode(pixels.to(vae.device, vae.dtype)), sample_mode="argmax")
-        latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
+        latents = self.pipe._encode_vae_image(pixels.to(vae.device, vae.dtype), generator=None)
         packed = self.pipe._pack_latents(latents, 1, latents.shape[1], 2 * rows, 2 * columns)
         return {"source": packed.view(rows, columns, -1)}
 
