@@ -2,9 +2,9 @@
 
     P(first) = sigmoid(log p(label 1) − log p(label 2)) at the token after the prefill
 
-Each medium is encoded once per group; the prompt up to the second image runs once per first image (its keys and
-values are shared), only the rest once per pair. Invariant: a group's verdicts depend on that group alone, and
-equal the stock model's one-pair forward to fp32 rounding.
+Each medium is encoded once per group; a long rubric before the images runs once per group, the prompt up to the
+second image once per first image (their keys and values are shared), only the rest once per pair. Invariant: a
+group's verdicts depend on that group alone, and equal the stock model's one-pair forward to fp32 rounding.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from prefgrpo.judge.verdict import JudgeError, Pair, PairJudge, Verdict, soft_ve
 from prefgrpo.rewards.base import Media
 
 _FAMILIES = ("qwen3_vl", "qwen2_5_vl")
+_SHARED_TOKENS = 64
+"""From this length on, the text before the first image is run once per group and not once per image."""
 Features = tuple[Tensor, ...]
 """One image's vision tokens [n, H], then its deepstack features, one [n, H] per layer that takes them."""
 
@@ -118,7 +120,12 @@ class LocalJudge(PairJudge):
         ids, positions, cut = self._tokens(prompt, grid)
         firsts = sorted({i for i, _ in pairs})
         row = {i: r for r, i in enumerate(firsts)}
-        head = self._forward(ids[:cut], positions[:, :cut], [features[i] for i in firsts], None)
+        cache, start = None, int((ids == self.pad).nonzero()[0])
+        if start >= _SHARED_TOKENS:
+            out = self._forward(ids[:start], positions[:, :start], [()], None)
+            cache = _rows(out.past_key_values, torch.zeros(len(firsts), dtype=torch.long))
+        start = start if cache else 0
+        head = self._forward(ids[start:cut], positions[:, start:cut], [features[i] for i in firsts], cache)
         result = []
         for k in range(0, len(pairs), self.config.pair_batch):
             chunk = pairs[k : k + self.config.pair_batch]
@@ -129,19 +136,18 @@ class LocalJudge(PairJudge):
         return torch.cat(result)
 
     def _forward(self, ids: Tensor, positions: Tensor, images: list[Features], cache: DynamicCache | None) -> Any:
-        """Language model on n copies of `ids` [L] that differ in the image in their image tokens."""
+        """Language model on n copies of `ids` [L] that differ in the image in their image tokens, if they have any."""
         n, device = len(images), self.config.device
         language = self.model.model.language_model
         embeds = language.embed_tokens(ids.to(device))[None].repeat(n, 1, 1)
         where = (ids == self.pad).to(device)
-        vision, *deep = (torch.stack(layer) for layer in zip(*images, strict=True))
-        embeds[:, where] = vision.to(embeds.dtype)
+        vision, *deep = (torch.stack(layer) for layer in zip(*images, strict=True)) if images[0] else (None,)
         extra: dict[str, Any] = {}
+        if vision is not None:
+            embeds[:, where] = vision.to(embeds.dtype)
         if deep:
-            extra = {
-                "visual_pos_masks": where.expand(n, -1),
-                "deepstack_visual_embeds": [d.flatten(0, 1) for d in deep],
-            }
+            extra["visual_pos_masks"] = where.expand(n, -1)
+            extra["deepstack_visual_embeds"] = [d.flatten(0, 1) for d in deep]
         return language(
             inputs_embeds=embeds,
             position_ids=positions[:, None].expand(-1, n, -1).to(device),
