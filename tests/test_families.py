@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from subprocess import PIPE
 
 import diffusers
 import numpy as np
@@ -209,26 +210,41 @@ def test_gradient_is_that_of_the_normal_log_prob(case, folder):
 STOCK = """
 import json, sys
 import diffusers, torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
-a = json.loads(sys.argv[1])
-pipe = getattr(diffusers, a["pipeline"]).from_pretrained(a["model"])
-if a["lora"]:
+for line in sys.stdin:
+    a = json.loads(line)
+    pipe = getattr(diffusers, a["pipeline"]).from_pretrained(a["model"])
     pipe.load_lora_weights(a["lora"])
-pipe.set_progress_bar_config(disable=True)
-x = load_file(a["latents"])["x"]
-call = {"output_type": "pt", **a["call"]}
-if a["images"]:
-    from PIL import Image
-    each = zip(a["prompts"], a["images"], x[:, None])
-    image = torch.cat([pipe(prompt=[p], image=[Image.open(i)], latents=one, **call)[0] for p, i, one in each])
-else:
-    image = pipe(prompt=a["prompts"], latents=x, **call)[0]
-assert not any(name.split(".")[0] == "prefgrpo" for name in sys.modules)
-save_file({"image": image.contiguous()}, a["out"])
+    pipe.set_progress_bar_config(disable=True)
+    x = load_file(a["latents"])["x"]
+    call = {"output_type": "pt", **a["call"]}
+    if a["images"]:
+        each = zip(a["prompts"], a["images"], x[:, None])
+        image = torch.cat([pipe(prompt=[p], image=[Image.open(i)], latents=one, **call)[0] for p, i, one in each])
+    else:
+        image = pipe(prompt=a["prompts"], latents=x, **call)[0]
+    assert not any(name.split(".")[0] == "prefgrpo" for name in sys.modules)
+    save_file({"image": image.contiguous()}, a["out"])
+    print("done", flush=True)
 """
 
 
-def in_a_stock_process(case, adapter, x0, size, steps, tmp_path, model, lora=None):
+@pytest.fixture(scope="module")
+def stock_process(tmp_path_factory):
+    """A process that never imports this package; one for all families, because importing diffusers takes seconds."""
+    log = tmp_path_factory.mktemp("stock") / "stderr"
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", STOCK], stdin=PIPE, stdout=PIPE, stderr=errors, text=True, cwd=log.parent
+        )
+        yield process, log
+        process.stdin.close()
+        assert process.wait(60) == 0
+
+
+def in_a_stock_process(process, case, adapter, x0, size, steps, tmp_path, model, lora):
+    process, log = process
     save_file({"x": x0}, tmp_path / "x.safetensors")
     call = case.call | {"height": size[0], "width": size[1], "num_inference_steps": steps}
     images = [str(tmp_path / f"source{i}.png") for i in range(2)] if case.edit else []
@@ -239,14 +255,14 @@ def in_a_stock_process(case, adapter, x0, size, steps, tmp_path, model, lora=Non
         "pipeline": adapter.pipeline, "model": str(model), "lora": lora, "latents": str(tmp_path / "x.safetensors"),
         "prompts": PROMPTS, "images": images, "call": call, "out": str(tmp_path / "image.safetensors"),
     }  # fmt: skip
-    command = [sys.executable, "-c", STOCK, json.dumps(arguments)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    process.stdin.write(json.dumps(arguments) + "\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "done\n", log.read_text()[-2000:]
     return load_file(tmp_path / "image.safetensors")["image"]
 
 
 @every
-def test_lora_loads_in_stock_diffusers_with_its_alpha(case, folder, tmp_path):
+def test_lora_loads_in_stock_diffusers_with_its_alpha(case, folder, tmp_path, stock_process):
     path, size = folder(case.family), SIZES[0]
     adapter = load(case, path)
     x0 = noise(adapter, size)
@@ -262,7 +278,7 @@ def test_lora_loads_in_stock_diffusers_with_its_alpha(case, folder, tmp_path):
 
     adapter.save_lora(str(tmp_path / "lora"))
     assert [f.name for f in (tmp_path / "lora").iterdir()] == ["pytorch_lora_weights.safetensors"]
-    image = in_a_stock_process(case, adapter, x0, size, 3, tmp_path, path, str(tmp_path / "lora"))
+    image = in_a_stock_process(stock_process, case, adapter, x0, size, 3, tmp_path, path, str(tmp_path / "lora"))
     assert (image - after).abs().max() <= 1e-5
 
     for prepare in (lambda a: None, lambda a: a.add_lora(4, 12.0, seed=8)):
