@@ -28,6 +28,8 @@ MODEL = "bright-judge"
 class JudgeServer:
     """`fault`: what to do to the next `count` chat requests (-1: all of them); see `_misbehave`."""
 
+    model = MODEL
+
     def __init__(self, fault: str = "", count: int = -1, port: int = 0, vllm: bool = True, delay_s: float = 0.0):
         self.fault, self.count, self.port, self.vllm, self.delay_s = fault, count, port, vllm, delay_s
         self.requests: list[dict[str, Any]] = []
@@ -73,7 +75,7 @@ class JudgeServer:
 
     async def _models(self, _: web.Request) -> web.Response:
         owner = "vllm" if self.vllm else "someone"
-        return web.json_response({"object": "list", "data": [{"id": MODEL, "owned_by": owner}]})
+        return web.json_response({"object": "list", "data": [{"id": self.model, "owned_by": owner}]})
 
     async def _health(self, _: web.Request) -> web.Response:
         if self.fault == "hang":
@@ -97,7 +99,7 @@ class JudgeServer:
             self.in_flight -= 1
 
     def _answer(self, body: dict[str, Any]) -> web.Response:
-        if body["model"] != MODEL:
+        if body["model"] != self.model:
             return _error(404, f"The model `{body['model']}` does not exist.")
         try:
             bright = [self._brightness(n, p) for n, p in enumerate(images(body))]
@@ -201,8 +203,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--delay", type=float, default=0.0)
-    args = parser.parse_args()
+    parser.add_argument("--served-model-name", default=MODEL)
+    args, _ = parser.parse_known_args()
     server = JudgeServer(port=args.port, delay_s=args.delay)
+    server.model = args.served_model_name
 
     async def serve() -> None:
         await server.start()
