@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 class Embeddings:
     """Conditions by prompt text."""
 
-    def __init__(self, adapter: Adapter, max_length: int, folder: str | Path | None = None, keep: int = 4096) -> None:
+    def __init__(self, adapter: Adapter, max_length: int, folder: str | Path | None = None, keep: int = 1024) -> None:
         """max_length: text tokens. folder: where to keep conditions on disk. keep: how many stay in memory."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")

@@ -421,3 +421,22 @@ def test_frames_are_for_video(folder):
     adapter = models.load("wan", str(folder("wan")), torch.float32, CPU, frames=6)
     with pytest.raises(ValueError, match="frames must be a multiple of 2, plus 1"):
         adapter.latent_shape(32, 32)
+
+
+def test_a_distilled_klein_stays_distilled(folder, tmp_path):
+    """Settings that are no component (is_distilled) must survive a full export, in another dtype too."""
+    case = next(c for c in CASES if c.family == "flux2_klein")
+    pipe = diffusers.Flux2KleinPipeline.from_pretrained(folder("flux2_klein"))
+    pipe.register_to_config(is_distilled=True)
+    pipe.save_pretrained(tmp_path / "distilled")
+    adapter = load(case, tmp_path / "distilled")
+    assert not adapter.guided and not any(key.startswith("negative") for key in conditions(adapter, case))
+    x0 = noise(adapter, SIZES[0])
+    assert (draw(adapter, case, x0, SIZES[0], 2) - stock_image(pipe, case, x0, SIZES[0], 2)).abs().max() <= 1e-5
+    adapter.enable_full()
+    adapter.save_full(str(tmp_path / "full"), torch.bfloat16)
+    assert adapter.pipe.transformer is adapter.transformer and adapter.transformer.dtype == torch.float32
+    again = diffusers.Flux2KleinPipeline.from_pretrained(tmp_path / "full")
+    assert again.config.is_distilled
+    stored = load_file(tmp_path / "full" / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert {value.dtype for value in stored.values()} == {torch.bfloat16}

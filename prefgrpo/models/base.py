@@ -257,10 +257,12 @@ class Adapter(ABC):
         """Write a whole pipeline folder for the stock `from_pretrained`; dtype: of the transformer (default: as is)."""
         if lora.has(self.transformer):
             raise RuntimeError("this policy is a LoRA: write it with save_lora (save_full is for full fine-tuning)")
-        parts = dict(self.pipe.components)
-        if dtype is not None:
-            parts["transformer"] = copy.deepcopy(self.transformer).to(dtype)
-        type(self.pipe)(**parts).save_pretrained(folder)
+        written = self.transformer if dtype is None else copy.deepcopy(self.transformer).to(dtype)
+        try:
+            self.pipe.register_modules(transformer=written)
+            self.pipe.save_pretrained(folder)
+        finally:
+            self.pipe.register_modules(transformer=self.transformer)
 
     def parameter_counts(self) -> dict[str, int]:
         """Parameters per component of the pipeline, and of what trains, under 'trainable'."""
