@@ -40,7 +40,7 @@ demo: $(VENV)/.installed-train
 	@$(BIN)/prefgrpo train recipes/demo.yaml --resume
 
 demo-vllm: $(VENV)/.installed-train
-	@scripts/setup_vllm_cpu.sh $(VENV_VLLM)
+	@scripts/setup_vllm_cpu.sh "$(VENV_VLLM)"
 	@scripts/demo_vllm.sh $(VENV) $(VENV_VLLM)
 
 lint: $(VENV)/.installed-dev
