@@ -110,6 +110,17 @@ void affine_grad(int device, int64_t batch, int64_t dim, py::object x, py::objec
   PG_LAUNCH(device, p, stream, affine_grad);
 }
 
+#if defined(PG_CUDA)
+void guide(int64_t batch, int64_t dim, py::object c, py::object u, py::tuple guidance, py::object dv, py::object out, py::object du,
+           uintptr_t stream) {
+  AffineParams p = affine(batch, dim, py::none(), c, u, guidance, 0, 0, 0, out);
+  const bool backward = !dv.is_none();
+  p.eps = view(dv), p.dv = view(out), p.du = view(du);
+  const char* error = (backward ? cuda::launch_guide_grad : cuda::launch_guide)(p, at<void>(stream));
+  if (error) throw std::runtime_error(std::string("CUDA launch failed: ") + error);
+}
+#endif
+
 void normal(int device, int64_t batch, int64_t dim, py::object noise, py::object out, uintptr_t stream) {
   NormalParams p;
   p.batch = batch, p.dim = dim, p.noise = address(noise), p.out = view(out), p.threads = static_cast<int32_t>(stream);
@@ -138,8 +149,9 @@ void group_advantage(int device, int64_t rewards, int64_t batch, uintptr_t value
 }
 
 void winrate_advantage(int device, int64_t prompts, int64_t group, uintptr_t wins, uintptr_t counts, int dtype, int std_mode, double eps,
-                       int ddof, uintptr_t rate, uintptr_t advantage, uintptr_t stream) {
+                       int ddof, uintptr_t rate, uintptr_t advantage, uintptr_t scratch, uintptr_t stream) {
   WinrateParams p;
+  p.scratch = at<double>(scratch);
   p.prompts = prompts, p.group = group, p.wins = at<void>(wins), p.counts = at<void>(counts), p.dtype = dtype;
   p.std_mode = std_mode, p.eps = eps, p.ddof = ddof, p.rate = at<float>(rate), p.advantage = at<float>(advantage);
   PG_LAUNCH(device, p, stream, winrate);
@@ -151,6 +163,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "prefgrpo's compiled kernels over raw pointers; use prefgrpo.ops";
 #if defined(PG_CUDA)
   m.attr("cuda_archs") = PG_CUDA;
+  m.def("guide", &guide, "guided velocity in fp32, or with dv its gradient in c and u");
   m.def("partials", &cuda::partials_of, "CUDA scratch doubles per sample and plane");
 #else
   m.attr("cuda_archs") = "";

@@ -77,6 +77,7 @@ PG_INLINE GradScale grad_scale(const Row& r, int64_t dim, float g_logp, float g_
 }
 
 PG_INLINE float finish_logp(const Row& r, double sum, int64_t dim) {
+  if (r.w == 0.0f) return r.c;  // a step without log-prob, whatever x holds
   const float mean = static_cast<float>(sum / static_cast<double>(dim));
   return r.w * mean + r.c;
 }

@@ -23,7 +23,8 @@ struct NoiseAddress {
   int64_t offset = 0;
 };
 
-// The velocity of a step: v alone, or guidance over the pair (v = cond, u).
+// The velocity of a step: v alone, or guidance over the pair (v = cond, u). CUDA restores norms in launches of their
+// own: guide (out = v in fp32) before, guide_grad (from eps = dv in fp32 to dv, du) after.
 struct AffineParams {
   int64_t batch = 0, dim = 0;
   View x, v, u;
@@ -84,6 +85,7 @@ struct WinrateParams {
   int32_t dtype = kF64, std_mode = 0, ddof = 0;
   double eps = 0;
   float *rate = nullptr, *advantage = nullptr;  // [P, G]
+  double* scratch = nullptr;                    // CUDA: [P, G]
 };
 
 enum Combine : int32_t { kWeightedSum = 0, kWeightedAdvantageSum = 1, kGeometric = 2, kHarmonic = 3 };

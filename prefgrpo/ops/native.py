@@ -27,6 +27,10 @@ def _packed(t: Tensor) -> Tensor:
     return t if t.is_contiguous() or (t.shape[0] > 0 and t[0].is_contiguous()) else t.contiguous()
 
 
+def _optional(t: Tensor | None) -> Tensor | None:
+    return None if t is None else _packed(t)
+
+
 def _view(t: Tensor | None) -> tuple[int, int, int] | None:
     return None if t is None else (t.data_ptr(), t.stride(0), _CODE[t.dtype])
 
@@ -58,8 +62,32 @@ def _scratch(x: Tensor, planes: int) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _too_wide(a: Affine) -> bool:
-    """The norm over a very wide last dimension is left to plain torch."""
-    return a.guidance is not None and a.guidance.rescale and a.x.shape[-1] > _C.max_rescale_dim
+    """Whether the norm's dimension exceeds the CPU kernels' tile, which leaves the op to plain torch."""
+    return a.x.device.type == "cpu" and _rescaled(a) > _C.max_rescale_dim
+
+
+def _rescaled(a: Affine) -> int:
+    """Length of the dimension whose norm is restored, or 0."""
+    return a.x.shape[-1] if a.guidance is not None and a.guidance.rescale and a.x.dim() > 1 else 0
+
+
+def _guided(a: Affine) -> Affine:
+    """On CUDA a norm is restored in a launch of its own, and v is then the velocity itself."""
+    if not _rescaled(a) or a.x.device.type == "cpu":
+        return a
+    v = _empty(a.x, torch.float32)
+    _guide(a, None, v, None)
+    return a._replace(v=v, guidance=None)
+
+
+def _guide(a: Affine, dv: Tensor | None, out: Tensor, du: Tensor | None) -> None:
+    assert a.guidance is not None
+    c, u = _packed(a.v), _packed(a.guidance.uncond)
+    pair, batch = (a.guidance.scale, a.guidance.from_cond, _rescaled(a)), c.shape[0]
+    with torch.cuda.device_of(c):
+        _, stream = _launch_on(c.device)
+        views = [_view(t) for t in (c, u)]
+        _C.guide(batch, c.numel() // max(batch, 1), *views, pair, _view(dv), _view(out), _view(du), stream)
 
 
 def _head(a: Affine) -> tuple[list[Any], list[Tensor]]:
@@ -69,7 +97,7 @@ def _head(a: Affine) -> tuple[list[Any], list[Tensor]]:
     coef = a.coef if a.coef.dtype == torch.float32 and a.coef.is_contiguous() else a.coef.float().contiguous()
     index = None if a.row is None else a.row.contiguous()
     dim = x.numel() // max(x.shape[0], 1)
-    pair = (0.0, False, 0) if g is None else (g.scale, g.from_cond, x.shape[-1] if g.rescale and x.dim() > 1 else 0)
+    pair = (0.0, False, 0) if g is None else (g.scale, g.from_cond, _rescaled(a))
     keep = [t for t in (x, v, u, coef, index) if t is not None]
     head = [x.shape[0], dim, _view(x), _view(v), _view(u), pair, coef.data_ptr(), coef.shape[0], _ptr(index)]
     return head, keep
@@ -105,6 +133,7 @@ def step(
     """(x', logp, mean, x0, copy)."""
     if _too_wide(a):
         return plain.step(a, noise, out_dtype, want_mean, sigma, copy_dtype)
+    a = _guided(a)
     head, keep = _head(a)
     x = keep[0]
     eps = _packed(noise) if isinstance(noise, Tensor) and not isinstance(noise, NoiseAddress) else None
@@ -144,13 +173,10 @@ def logp(
     """(logp, kl, Guard log-ratio), [B] each."""
     if _too_wide(a):
         return plain.logp(a, x_next, v_ref, v_old)
+    a = _guided(a)
     head, keep = _head(a)
     x = keep[0]
-    x_next, ref, old = (
-        _packed(x_next),
-        v_ref if v_ref is None else _packed(v_ref),
-        v_old if v_old is None else _packed(v_old),
-    )
+    x_next, ref, old = _packed(x_next), _optional(v_ref), _optional(v_old)
     wanted = (True, ref is not None, old is not None)
     out = [torch.empty(x.shape[0], dtype=torch.float32, device=x.device) if want else None for want in wanted]
     with torch.cuda.device_of(x):
@@ -183,10 +209,14 @@ def grad(
     """(dv, None), or (dc, du) of a guidance pair, in the dtypes of v and u."""
     if _too_wide(a):
         return plain.grad(a, x_next, v_ref, v_old, g_logp, g_kl, g_guard)
+    if (guided := _guided(a)) is not a and a.guidance is not None:
+        inner, _ = grad(guided, x_next, v_ref, v_old, g_logp, g_kl, g_guard)
+        dc, du = _empty(inner, a.v.dtype), _empty(inner, a.guidance.uncond.dtype)
+        _guide(a, inner, dc, du)
+        return dc, du
     head, keep = _head(a)
     x, x_next = keep[0], _packed(x_next)
-    ref = _packed(v_ref) if v_ref is not None and g_kl is not None else None
-    old = _packed(v_old) if v_old is not None and g_guard is not None else None
+    ref, old = _optional(None if g_kl is None else v_ref), _optional(None if g_guard is None else v_old)
     upstream = [None if g is None else g.float().contiguous() for g in (g_logp, g_kl, g_guard)]
     dv = _empty(x, a.v.dtype)
     du = None if a.guidance is None else _empty(x, a.guidance.uncond.dtype)
@@ -293,6 +323,7 @@ def winrate_advantage(wins: Tensor, counts: Tensor, std: str, eps: float, ddof: 
     counts = counts.to(wins.dtype)
     rate = torch.empty(wins.shape[:2], dtype=torch.float32, device=wins.device)
     advantage = torch.empty_like(rate)
+    scratch = None if wins.device.type == "cpu" else torch.empty(rate.shape, dtype=torch.float64, device=wins.device)
     with torch.cuda.device_of(wins):
         library, stream = _launch_on(wins.device)
         _C.winrate_advantage(
@@ -306,6 +337,7 @@ def winrate_advantage(wins: Tensor, counts: Tensor, std: str, eps: float, ddof: 
             ddof,
             rate.data_ptr(),
             advantage.data_ptr(),
+            _ptr(scratch),
             stream,
         )
     return rate, advantage

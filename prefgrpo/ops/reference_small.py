@@ -95,15 +95,16 @@ def normalise(r: Tensor, ids: Tensor, groups: int, std: str, eps: float, ddof: i
     return torch.where(centred != 0, centred / scale, 0.0)
 
 
-def _combined(r: Tensor, w: Tensor, combine: str) -> Tensor:
-    """One value per sample, [B], from rewards [R, B]."""
+def combined(r: Tensor, w: Tensor, combine: str) -> Tensor:
+    """One value per sample, [B], from rewards [R, B]; a reward of weight 0 counts for nothing."""
+    used = (w != 0)[:, None]
     if combine == "weighted_sum":
-        return (w[:, None] * r).sum(0)
-    negative = (r < 0).any(0)
+        return torch.where(used, w[:, None] * r, 0.0).sum(0)
+    negative = ((r < 0) & used).any(0)
     if combine == "geometric_mean":
-        value = torch.exp((w[:, None] * torch.log(r)).sum(0) / w.sum())
+        value = torch.exp(torch.where(used, w[:, None] * torch.log(r), 0.0).sum(0) / w.sum())
     else:
-        value = w.sum() / (w[:, None] / r).sum(0)
+        value = w.sum() / torch.where(used, w[:, None] / r, 0.0).sum(0)
     return torch.where(negative, torch.nan, value)
 
 
@@ -130,7 +131,7 @@ def group_advantage(
         parts = torch.stack([normalise(row, ids, groups, std, eps, ddof, rank) for row in r])
         missing, adv = torch.isnan(r[0]), (w[:, None] * parts).sum(0)
     else:
-        value = _combined(r, w, combine)
+        value = combined(r, w, combine)
         missing, adv = torch.isnan(value), normalise(value, ids, groups, std, eps, ddof, rank)
     if batch_norm:
         one = torch.zeros_like(ids)
@@ -138,10 +139,15 @@ def group_advantage(
     return adv.float()
 
 
+def win_rate(wins: Tensor, counts: Tensor) -> Tensor:
+    """fp64 [P, G]; NaN for a member without any comparison."""
+    n = counts.double().sum(-1)
+    return torch.where(n > 0, wins.double().sum(-1) / torch.where(n > 0, n, 1.0), torch.nan)
+
+
 def winrate_advantage(wins: Tensor, counts: Tensor, std: str, eps: float, ddof: int) -> tuple[Tensor, Tensor]:
     """(win rate, advantage), fp32 [P, G]; see `ops.winrate_advantage`."""
-    n = counts.double().sum(-1)
-    rate = torch.where(n > 0, wins.double().sum(-1) / torch.where(n > 0, n, 1.0), torch.nan)
+    rate = win_rate(wins, counts)
     p, g = rate.shape
     ids = torch.arange(p, device=rate.device).repeat_interleave(g)
     adv = normalise(rate.reshape(-1), ids, p, std, eps, ddof)

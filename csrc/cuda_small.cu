@@ -1,0 +1,215 @@
+// CUDA kernels of the small ops: policy loss, group advantages, win rates. One block each, so one launch and no sync.
+//
+// Statistics are fp64 and two-pass, a group's members in the order of their index, as on the CPU. Invariant: every sum
+// has a fixed order; a missing value (NaN) or a masked sample enters none.
+#include <cuda_runtime.h>
+
+#include "cuda.h"
+#include "math.h"
+
+namespace prefgrpo {
+namespace {
+
+constexpr int kThreads = 512;
+
+// Σ over the block in a fixed order, known to every thread.
+__device__ double block_sum(double x) {
+  __shared__ double part[kThreads / 32];
+#pragma unroll
+  for (int width = 16; width > 0; width >>= 1) x += __shfl_xor_sync(0xffffffffu, x, width);
+  __syncthreads();
+  if ((threadIdx.x & 31) == 0) part[threadIdx.x >> 5] = x;
+  __syncthreads();
+  double sum = 0;
+  for (int k = 0; k < kThreads / 32; ++k) sum += part[k];
+  return sum;
+}
+
+// NaN wins over any number.
+__device__ __forceinline__ float lesser(float a, float b) { return isnan(a) || a <= b ? a : b; }
+
+__device__ float block_min(float x) {
+  __shared__ float part[kThreads / 32];
+#pragma unroll
+  for (int width = 16; width > 0; width >>= 1) x = lesser(x, __shfl_xor_sync(0xffffffffu, x, width));
+  __syncthreads();
+  if ((threadIdx.x & 31) == 0) part[threadIdx.x >> 5] = x;
+  __syncthreads();
+  float low = part[0];
+  for (int k = 1; k < kThreads / 32; ++k) low = lesser(low, part[k]);
+  return low;
+}
+
+__global__ void __launch_bounds__(kThreads, 1) policy_kernel(const __grid_constant__ PolicyParams p) {
+  double kept = 0;
+  for (int64_t i = threadIdx.x; i < p.batch; i += kThreads) kept += !p.mask || p.mask[i];
+  const double count = fmax(block_sum(kept), 1.0), norm = p.denominator != 0 ? p.denominator : count;
+  double sum = 0, squares = 0, ratios = 0, kls = 0, above = 0, below = 0;
+  float low = INFINITY, high = INFINITY;  // high holds −ratio
+  for (int64_t i = threadIdx.x; i < p.batch; i += kThreads) {
+    const bool keep = !p.mask || p.mask[i];
+    p.d_delta[i] = 0;
+    if (p.d_kl) p.d_kl[i] = keep ? static_cast<float>(p.kl_coef / norm) : 0.f;
+    if (!keep) continue;
+    const float delta = p.log_ratio ? p.log_ratio[i] : p.logp[i] - p.logp_old[i];
+    const base::PolicyTerm t =
+        base::policy_term(delta, p.advantage[i], p.adv_clip, p.clip_low, p.clip_high, p.weight ? p.weight[i] : 1.0f);
+    p.d_delta[i] = static_cast<float>(t.d_delta / norm);
+    sum += t.loss + (p.kl ? static_cast<double>(p.kl_coef) * p.kl[i] : 0.0), kls += p.kl ? p.kl[i] : 0.f;
+    squares += static_cast<double>(delta) * delta, ratios += t.ratio, above += t.above, below += t.below;
+    low = lesser(low, t.ratio), high = lesser(high, -t.ratio);
+  }
+  sum = block_sum(sum), squares = block_sum(squares), ratios = block_sum(ratios), kls = block_sum(kls);
+  above = block_sum(above), below = block_sum(below), low = block_min(low), high = block_min(high);
+  if (threadIdx.x) return;
+  *p.loss = static_cast<float>(sum / norm);
+  const double m[8] = {0.5 * squares / count, (above + below) / count, above / count, below / count, low, ratios / count,
+                       -static_cast<double>(high), kls / count};
+#pragma unroll
+  for (int k = 0; k < 8; ++k) p.metrics[k] = static_cast<float>(m[k]);
+}
+
+__device__ double read(const void* data, int32_t dtype, int64_t at) {
+  return dtype == kF64 ? static_cast<const double*>(data)[at] : static_cast<const float*>(data)[at];
+}
+
+// Which samples form the group of sample i: by id, or `size` neighbours (id null), or everyone (size 0).
+struct Members {
+  const int64_t* id;
+  int64_t size, batch;
+  __device__ int64_t from(int64_t i) const { return id || !size ? 0 : i / size * size; }
+  __device__ int64_t to(int64_t i) const { return id || !size ? batch : i / size * size + size; }
+  __device__ bool has(int64_t i, int64_t j) const { return !id || id[i] == id[j]; }
+};
+
+struct Stats {
+  double mean, deviation;
+  bool spread;
+};
+
+__device__ Stats stats_of(const double* v, const Members& m, int64_t i, int ddof) {
+  double n = 0, sum = 0, low = INFINITY, high = -INFINITY, squares = 0;
+  for (int64_t j = m.from(i); j < m.to(i); ++j) {
+    if (!m.has(i, j) || isnan(v[j])) continue;
+    n += 1, sum += v[j], low = fmin(low, v[j]), high = fmax(high, v[j]);
+  }
+  const double mean = sum / fmax(n, 1.0);
+  for (int64_t j = m.from(i); j < m.to(i); ++j)
+    if (m.has(i, j) && !isnan(v[j])) squares += (v[j] - mean) * (v[j] - mean);
+  return {mean, sqrt(squares / fmax(n - ddof, 1.0)), high > low};
+}
+
+// The rank of v[i] in its group, in [0, 1], ties at the middle of their places.
+__device__ double rank_of(const double* v, const Members& m, int64_t i) {
+  double n = 0, below = 0, equal = 0;
+  for (int64_t j = m.from(i); j < m.to(i); ++j) {
+    if (!m.has(i, j) || isnan(v[j])) continue;
+    n += 1, below += v[j] < v[i], equal += v[j] == v[i];
+  }
+  return isnan(v[i]) ? v[i] : (below + 0.5 * (equal - 1)) / fmax(n - 1, 1.0);
+}
+
+// out += weight · normalised(v); `scratch` may receive the ranks.
+__device__ void normalise(const double* v, const Members& m, int std_mode, double eps, int ddof, bool rank, double weight,
+                          double* scratch, float* out) {
+  if (rank) {
+    for (int64_t i = threadIdx.x; i < m.batch; i += kThreads) scratch[i] = rank_of(v, m, i);
+    __syncthreads();
+    v = scratch;
+  }
+  const Members all{nullptr, 0, m.batch};
+  const double overall = std_mode == kStdGlobal && m.batch ? stats_of(v, all, 0, ddof).deviation : 0;
+  for (int64_t i = threadIdx.x; i < m.batch; i += kThreads) {
+    if (isnan(v[i])) continue;
+    const Stats s = stats_of(v, m, i, ddof);
+    if (!s.spread) continue;
+    const double scale = std_mode == kStdGroup ? s.deviation + eps : std_mode == kStdGlobal ? overall + eps : 1.0;
+    out[i] += static_cast<float>(weight * ((v[i] - s.mean) / scale));
+  }
+  __syncthreads();
+}
+
+__device__ double combined(const AdvantageParams& p, int64_t i) {
+  double sum = 0, total = 0;
+  bool negative = false;
+  for (int64_t r = 0; r < p.rewards; ++r) {
+    const double w = p.weights[r], v = read(p.values, p.dtype, r * p.batch + i);
+    if (w == 0) continue;
+    total += w, negative |= v < 0;
+    sum += p.combine == kGeometric ? w * log(v) : p.combine == kHarmonic ? w / v : w * v;
+  }
+  if (p.combine != kWeightedSum && negative) return NAN;
+  return p.combine == kGeometric ? exp(sum / total) : p.combine == kHarmonic ? total / sum : sum;
+}
+
+__device__ bool missing(const AdvantageParams& p, int64_t i) {
+  bool lost = false;
+  for (int64_t r = 0; r < p.rewards; ++r) lost |= p.weights[r] != 0 && isnan(read(p.values, p.dtype, r * p.batch + i));
+  return lost;
+}
+
+__global__ void __launch_bounds__(kThreads, 1) advantage_kernel(const __grid_constant__ AdvantageParams p) {
+  double *value = p.scratch, *other = p.scratch + p.batch;
+  const Members m{p.group, 0, p.batch};
+  bool any = false;
+  for (int64_t r = 0; r < p.rewards; ++r) any |= p.weights[r] != 0;
+  for (int64_t i = threadIdx.x; i < p.batch; i += kThreads) p.advantage[i] = 0;
+  const int64_t rounds = !any ? 0 : p.combine == kWeightedAdvantageSum ? p.rewards : 1;
+  for (int64_t r = 0; r < rounds; ++r) {
+    const bool whole = p.combine != kWeightedAdvantageSum;
+    if (!whole && p.weights[r] == 0) continue;
+    for (int64_t i = threadIdx.x; i < p.batch; i += kThreads)
+      value[i] = missing(p, i) ? NAN : whole ? combined(p, i) : read(p.values, p.dtype, r * p.batch + i);
+    __syncthreads();
+    normalise(value, m, p.std_mode, p.eps, p.ddof, p.rank, whole ? 1.0 : p.weights[r], other, p.advantage);
+  }
+  if (!p.batch_norm || !any) return;
+  for (int64_t i = threadIdx.x; i < p.batch; i += kThreads) {
+    other[i] = isnan(value[i]) ? NAN : p.advantage[i];
+    p.advantage[i] = 0;
+  }
+  __syncthreads();
+  normalise(other, {nullptr, 0, p.batch}, kStdGroup, p.eps, p.ddof, false, 1.0, value, p.advantage);
+}
+
+__global__ void __launch_bounds__(kThreads, 1) winrate_kernel(const __grid_constant__ WinrateParams p) {
+  const int64_t n = p.prompts * p.group;
+  for (int64_t i = threadIdx.x; i < n; i += kThreads) {
+    double wins = 0, count = 0;
+    for (int64_t j = 0; j < p.group; ++j) {
+      wins += read(p.wins, p.dtype, i * p.group + j);
+      count += read(p.counts, p.dtype, i * p.group + j);
+    }
+    const double rate = count > 0 ? wins / count : NAN;
+    p.scratch[i] = rate, p.rate[i] = static_cast<float>(rate), p.advantage[i] = 0;
+  }
+  __syncthreads();
+  normalise(p.scratch, {nullptr, p.group, n}, p.std_mode, p.eps, p.ddof, false, 1.0, nullptr, p.advantage);
+}
+
+const char* status() {
+  const cudaError_t code = cudaGetLastError();
+  return code == cudaSuccess ? nullptr : cudaGetErrorString(code);
+}
+
+}  // namespace
+
+namespace cuda {
+
+const char* launch_policy(const PolicyParams& p, Stream s) {
+  policy_kernel<<<1, kThreads, 0, static_cast<cudaStream_t>(s)>>>(p);
+  return status();
+}
+
+const char* launch_advantage(const AdvantageParams& p, Stream s) {
+  advantage_kernel<<<1, kThreads, 0, static_cast<cudaStream_t>(s)>>>(p);
+  return status();
+}
+
+const char* launch_winrate(const WinrateParams& p, Stream s) {
+  winrate_kernel<<<1, kThreads, 0, static_cast<cudaStream_t>(s)>>>(p);
+  return status();
+}
+
+}  // namespace cuda
+}  // namespace prefgrpo

@@ -1,0 +1,242 @@
+"""The affine step, its replay and its gradient in Triton; twins of csrc/cuda_affine.cu.
+
+    x' = a·x + b·v + s·ε      logp = w · mean_D (x' − a·x − b·v)² + c
+
+One program takes BLOCK elements of one sample; partial sums are added by a second kernel in a fixed order. Invariant:
+16-bit values become fp32 right after the load and are rounded by `rounded` alone, on the device as in the interpreter.
+"""
+
+import triton
+import triton.language as tl
+
+from prefgrpo.kernels.noise import addressed
+
+
+@triton.jit
+def rounded(y, ptr):
+    """y as the storage dtype of `ptr` holds it, in fp32 (to nearest even; NaN stays)."""
+    if ptr.dtype.element_ty == tl.bfloat16:
+        u = y.to(tl.uint32, bitcast=True)
+        r = ((u + 0x7FFF + ((u >> 16) & 1)) >> 16) << 16
+        r = tl.where((u & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, r)
+        return r.to(tl.uint32).to(tl.float32, bitcast=True)
+    elif ptr.dtype.element_ty == tl.float16:
+        return y.to(tl.float16).to(tl.float32)
+    else:
+        return y
+
+
+@triton.jit
+def save(ptr, y, mask):
+    """Store fp32 `y`, already `rounded`, in the dtype of `ptr`."""
+    if ptr.dtype.element_ty == tl.bfloat16:
+        word = (y.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
+        tl.store(ptr, word.to(tl.bfloat16, bitcast=True), mask=mask)
+    elif ptr.dtype.element_ty == tl.float16:
+        tl.store(ptr, y.to(tl.float16), mask=mask)
+    else:
+        tl.store(ptr, y, mask=mask)
+
+
+@triton.jit
+def read(ptr, mask):
+    """fp32 of whatever dtype."""
+    if ptr.dtype.element_ty == tl.bfloat16:  # by its bits: the interpreter's own conversion loses subnormals
+        word = tl.load(ptr, mask=mask, other=0.0).to(tl.uint16, bitcast=True)
+        return (word.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX: tl.constexpr):
+    """(row, a, b, s, w, c) of sample i; NaN where its index lies outside the table."""
+    if HAS_INDEX:
+        row = tl.load(index_ptr + i)
+    else:
+        row = i
+    ok = (row >= 0) & (row < rows)
+    at = coef_ptr + 5 * tl.where(ok, row, 0)
+    a = tl.where(ok, tl.load(at), float("nan"))
+    b = tl.where(ok, tl.load(at + 1), float("nan"))
+    s = tl.where(ok, tl.load(at + 2), float("nan"))
+    w = tl.where(ok, tl.load(at + 3), float("nan"))
+    c = tl.where(ok, tl.load(at + 4), float("nan"))
+    return row, ok, a, b, s, w, c
+
+
+@triton.jit
+def velocity(v_ptr, u_ptr, v_at, u_at, mask, scale, PAIR: tl.constexpr, FROM_COND: tl.constexpr):
+    """v, or the guided pair."""
+    v = read(v_ptr + v_at, mask)
+    if PAIR:
+        u = read(u_ptr + u_at, mask)
+        step = scale * (v - u)
+        if FROM_COND:
+            return v + step
+        else:
+            return u + step
+    else:
+        return v
+
+
+@triton.jit(do_not_specialize=["offset", "seed_low", "seed_high"])
+def step_kernel(
+    x_ptr, v_ptr, u_ptr, eps_ptr, out_ptr, mean_ptr, x0_ptr, copy_ptr, coef_ptr, index_ptr, sigma_ptr, sample_ptr, step_ptr,
+    partial_ptr, dim, rows, x_stride, v_stride, u_stride, eps_stride, scale, offset, seed_low, seed_high,
+    NOISE: tl.constexpr, ALIGNED: tl.constexpr, HAS_INDEX: tl.constexpr, PAIR: tl.constexpr, FROM_COND: tl.constexpr,
+    MEAN: tl.constexpr, X0: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """NOISE: 0 none, 1 given, 2 addressed."""
+    chunks = tl.cdiv(dim, BLOCK)
+    pid = tl.program_id(0).to(tl.int64)
+    i, start = pid // chunks, (pid % chunks) * BLOCK
+    k = start + tl.arange(0, BLOCK)
+    mask = k < dim
+    row, ok, a, b, s, w, c = coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX)
+    x = read(x_ptr + i * x_stride + k, mask)
+    v = velocity(v_ptr, u_ptr, i * v_stride + k, i * u_stride + k, mask, scale, PAIR, FROM_COND)
+    mean = a * x + b * v
+    y = mean
+    if NOISE == 1:
+        y = mean + s * read(eps_ptr + i * eps_stride + k, mask)
+    if NOISE == 2:
+        step, sample = tl.load(step_ptr + i), tl.load(sample_ptr + i)
+        y = mean + s * addressed(start, offset, step, sample, seed_low, seed_high, BLOCK, ALIGNED)
+    y = rounded(y, out_ptr)
+    at = i * dim + k
+    save(out_ptr + at, y, mask)
+    if MEAN:
+        tl.store(mean_ptr + at, mean, mask=mask)
+    if X0:
+        sigma = tl.where(ok, tl.load(sigma_ptr + tl.where(ok, row, 0)), float("nan"))
+        save(x0_ptr + at, rounded(x - sigma * v, x0_ptr), mask)
+    if COPY:
+        save(copy_ptr + at, rounded(y, copy_ptr), mask)
+    d = tl.where(mask, y - mean, 0.0)
+    tl.store(partial_ptr + pid, tl.sum(d * d, axis=0))
+
+
+@triton.jit
+def logp_kernel(
+    x_ptr, v_ptr, u_ptr, y_ptr, ref_ptr, old_ptr, coef_ptr, index_ptr, partial_ptr, dim, rows, plane,
+    x_stride, v_stride, u_stride, y_stride, ref_stride, old_stride, scale,
+    HAS_INDEX: tl.constexpr, PAIR: tl.constexpr, FROM_COND: tl.constexpr, KL: tl.constexpr, GUARD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Partial sums of the squared residual, of (v − v_ref)² and of (x' − μ_old)·(v − v_old)."""
+    chunks = tl.cdiv(dim, BLOCK)
+    pid = tl.program_id(0).to(tl.int64)
+    i, start = pid // chunks, (pid % chunks) * BLOCK
+    k = start + tl.arange(0, BLOCK)
+    mask = k < dim
+    row, ok, a, b, s, w, c = coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX)
+    x = read(x_ptr + i * x_stride + k, mask)
+    y = read(y_ptr + i * y_stride + k, mask)
+    v = velocity(v_ptr, u_ptr, i * v_stride + k, i * u_stride + k, mask, scale, PAIR, FROM_COND)
+    d = tl.where(mask, y - (a * x + b * v), 0.0)
+    tl.store(partial_ptr + pid, tl.sum(d * d, axis=0))
+    if KL:
+        d = tl.where(mask, v - read(ref_ptr + i * ref_stride + k, mask), 0.0)
+        tl.store(partial_ptr + plane + pid, tl.sum(d * d, axis=0))
+    if GUARD:
+        old = read(old_ptr + i * old_stride + k, mask)
+        d = tl.where(mask, (y - (a * x + b * old)) * (v - old), 0.0)
+        tl.store(partial_ptr + 2 * plane + pid, tl.sum(d, axis=0))
+
+
+@triton.jit
+def total(partial_ptr, i, chunks, BLOCK: tl.constexpr):
+    """Sum of a sample's partial sums in fp64."""
+    acc = tl.zeros((BLOCK,), tl.float64)
+    for at in range(0, chunks, BLOCK):
+        k = at + tl.arange(0, BLOCK)
+        acc += tl.load(partial_ptr + i * chunks + k, mask=k < chunks, other=0.0).to(tl.float64)
+    return tl.sum(acc, axis=0)
+
+
+@triton.jit
+def finish_kernel(
+    partial_ptr, coef_ptr, index_ptr, logp_ptr, kl_ptr, guard_ptr, dim, chunks, rows, plane,
+    HAS_INDEX: tl.constexpr, KL: tl.constexpr, GUARD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """logp, KL and Guard log-ratio of one sample from its partial sums."""
+    i = tl.program_id(0).to(tl.int64)
+    row, ok, a, b, s, w, c = coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX)
+    mean = (total(partial_ptr, i, chunks, BLOCK) / dim).to(tl.float32)
+    tl.store(logp_ptr + i, tl.where(w == 0, c, w * mean + c))
+    noisy = s > 0
+    b64, s64 = b.to(tl.float64), tl.where(noisy, s, 1.0).to(tl.float64)
+    if KL:
+        kl = b64 * b64 / (2.0 * s64 * s64) * (total(partial_ptr + plane, i, chunks, BLOCK) / dim)
+        tl.store(kl_ptr + i, tl.where(noisy, kl, 0.0).to(tl.float32))
+    if GUARD:
+        guard = b64 / s64 * (total(partial_ptr + 2 * plane, i, chunks, BLOCK) / dim)
+        tl.store(guard_ptr + i, tl.where(noisy, guard, 0.0).to(tl.float32))
+
+
+@triton.jit
+def grad_kernel(
+    x_ptr, v_ptr, u_ptr, y_ptr, ref_ptr, old_ptr, coef_ptr, index_ptr, g_logp_ptr, g_kl_ptr, g_guard_ptr, dv_ptr, du_ptr,
+    dim, rows, x_stride, v_stride, u_stride, y_stride, ref_stride, old_stride, scale, to_c, to_u,
+    HAS_INDEX: tl.constexpr, PAIR: tl.constexpr, FROM_COND: tl.constexpr, LOGP: tl.constexpr, KL: tl.constexpr,
+    GUARD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dv (or dc and du) from the upstream gradients [B]."""
+    chunks = tl.cdiv(dim, BLOCK)
+    pid = tl.program_id(0).to(tl.int64)
+    i, start = pid // chunks, (pid % chunks) * BLOCK
+    k = start + tl.arange(0, BLOCK)
+    mask = k < dim
+    row, ok, a, b, s, w, c = coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX)
+    x = read(x_ptr + i * x_stride + k, mask)
+    y = read(y_ptr + i * y_stride + k, mask)
+    v = velocity(v_ptr, u_ptr, i * v_stride + k, i * u_stride + k, mask, scale, PAIR, FROM_COND)
+    b64, s64 = b.to(tl.float64), tl.where(s > 0, s, 1.0).to(tl.float64)
+    d = tl.zeros((BLOCK,), tl.float32)
+    if LOGP:
+        g = (-2.0 * w.to(tl.float64) * b64 / dim * tl.load(g_logp_ptr + i)).to(tl.float32)
+        d = g * (y - (a * x + b * v))
+    if KL:
+        g = tl.where(s > 0, b64 * b64 / (s64 * s64) / dim * tl.load(g_kl_ptr + i), 0.0).to(tl.float32)
+        d += g * (v - read(ref_ptr + i * ref_stride + k, mask))
+    if GUARD:
+        g = tl.where(s > 0, b64 / (s64 * dim) * tl.load(g_guard_ptr + i), 0.0).to(tl.float32)
+        d += g * (y - (a * x + b * read(old_ptr + i * old_stride + k, mask)))
+    at = i * dim + k
+    if PAIR:
+        save(du_ptr + at, rounded(to_u * d, du_ptr), mask)
+        d = to_c * d
+    save(dv_ptr + at, rounded(d, dv_ptr), mask)
+
+
+@triton.jit
+def guide_kernel(
+    c_ptr, u_ptr, g_ptr, out_ptr, du_ptr, dim, rows, total_rows, length, c_stride, u_stride, scale, to_c, to_u,
+    FROM_COND: tl.constexpr, BACKWARD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The guided velocity with its norm over the last dimension restored to ‖c‖, or its gradient from g = dv."""
+    r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    i = r // rows
+    k = (r % rows * length)[:, None] + tl.arange(0, BLOCK)[None, :]
+    mask = (r < total_rows)[:, None] & (tl.arange(0, BLOCK) < length)[None, :]
+    c = read(c_ptr + (i * c_stride)[:, None] + k, mask)
+    u = read(u_ptr + (i * u_stride)[:, None] + k, mask)
+    if FROM_COND:
+        q = c + scale * (c - u)
+    else:
+        q = u + scale * (c - u)
+    c64, q64 = c.to(tl.float64), q.to(tl.float64)
+    cc, qq = tl.sum(c64 * c64, axis=1), tl.sum(q64 * q64, axis=1)
+    safe_q, safe_c = tl.where(qq > 0, qq, 1.0), tl.where(cc > 0, cc, 1.0)
+    ratio = tl.where(qq > 0, tl.sqrt(cc / safe_q), 0.0)
+    at = (i * dim)[:, None] + k
+    if BACKWARD:
+        g = read(g_ptr + at, mask)
+        along = tl.where(qq > 0, tl.sum(g.to(tl.float64) * q64, axis=1) / safe_q, 0.0)
+        on_c = tl.where(cc > 0, along * tl.sqrt(qq / safe_c), 0.0)
+        dq = ratio.to(tl.float32)[:, None] * g - (ratio * along).to(tl.float32)[:, None] * q
+        save(out_ptr + at, rounded(to_c * dq + on_c.to(tl.float32)[:, None] * c, out_ptr), mask)
+        save(du_ptr + at, rounded(to_u * dq, du_ptr), mask)
+    else:
+        tl.store(out_ptr + at, q * ratio.to(tl.float32)[:, None], mask=mask)

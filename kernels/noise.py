@@ -1,0 +1,101 @@
+"""Addressed noise in Triton: Philox4x32-10, and the same map to N(0, 1) as csrc/math.h, operation by operation.
+
+Invariant: launches use enable_fp_fusion=False and every fused multiply-add is written out, so a GPU gives the bits of
+the C++ kernels; the interpreter rounds fma twice and stays within 1e-6.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def uniform(word):
+    """((w >> 9) + ½)·2⁻²³."""
+    return ((word >> 9).to(tl.int32).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+
+
+@triton.jit
+def ln(u):
+    """ln u for u in (0, 1) (polynomial of Cephes' logf)."""
+    shifted = u.to(tl.int32, bitcast=True) - 0x3F3504F3
+    k = (shifted >> 23).to(tl.float32)
+    z = ((shifted & 0x007FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True) - 1.0
+    p = tl.fma(tl.full(z.shape, 7.0376836292e-2, tl.float32), z, tl.full(z.shape, -1.1514610310e-1, tl.float32))
+    p = tl.fma(p, z, tl.full(z.shape, 1.1676998740e-1, tl.float32))
+    p = tl.fma(p, z, tl.full(z.shape, -1.2420140846e-1, tl.float32))
+    p = tl.fma(p, z, tl.full(z.shape, 1.4249322787e-1, tl.float32))
+    p = tl.fma(p, z, tl.full(z.shape, -1.6668057665e-1, tl.float32))
+    p = tl.fma(p, z, tl.full(z.shape, 2.0000714765e-1, tl.float32))
+    p = tl.fma(p, z, tl.full(z.shape, -2.4999993993e-1, tl.float32))
+    p = tl.fma(p, z, tl.full(z.shape, 3.3333331174e-1, tl.float32))
+    z2 = z * z
+    y = tl.fma(z * z2, p, k * -2.12194440e-4)
+    y = tl.fma(z2, tl.full(z.shape, -0.5, tl.float32), y)
+    return tl.fma(k, tl.full(z.shape, 0.693359375, tl.float32), z + y)
+
+
+@triton.jit
+def normal_pair(w0, w1):
+    """√(−2 ln u₀)·(cos, sin)(2π u₁)."""
+    radius = tl.sqrt_rn(-2.0 * ln(uniform(w0)))
+    t = uniform(w1)
+    quadrant = tl.fma(t, tl.full(t.shape, 4.0, tl.float32), tl.full(t.shape, 0.5, tl.float32)).to(tl.int32)
+    x = tl.fma(quadrant.to(tl.float32), tl.full(t.shape, -0.25, tl.float32), t) * 6.283185307179586
+    z = x * x
+    s = tl.fma(tl.full(z.shape, -1.9515295891e-4, tl.float32), z, tl.full(z.shape, 8.3321608736e-3, tl.float32))
+    s = tl.fma(s, z, tl.full(z.shape, -1.6666654611e-1, tl.float32))
+    s = tl.fma(s * z, x, x)
+    c = tl.fma(
+        tl.full(z.shape, 2.443315711809948e-5, tl.float32), z, tl.full(z.shape, -1.388731625493765e-3, tl.float32)
+    )
+    c = tl.fma(c, z, tl.full(z.shape, 4.166664568298827e-2, tl.float32))
+    half = tl.fma(z, tl.full(z.shape, -0.5, tl.float32), tl.full(z.shape, 1.0, tl.float32))
+    c = tl.fma(c * z, z, half)
+    odd = (quadrant & 1) == 1
+    cos_part, sin_part = tl.where(odd, s, c), tl.where(odd, c, s)
+    cos_part = tl.where(((quadrant + 1) & 2) == 2, -cos_part, cos_part)
+    sin_part = tl.where((quadrant & 2) == 2, -sin_part, sin_part)
+    return radius * cos_part, radius * sin_part
+
+
+@triton.jit
+def four_normals(block, step, sample, seed_low, seed_high):
+    """The four numbers of each counter block; block int64, step and sample int64 scalars."""
+    c0 = (block & 0xFFFFFFFF).to(tl.uint32)
+    zero = tl.zeros_like(c0)
+    c1 = zero + (step & 0xFFFFFFFF).to(tl.uint32)
+    c2 = zero + (sample & 0xFFFFFFFF).to(tl.uint32)
+    c3 = zero + ((sample >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    k0, k1 = (zero.to(tl.int64) + seed_low).to(tl.uint32), (zero.to(tl.int64) + seed_high).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox_impl(c0, c1, c2, c3, k0, k1)
+    z0, z1 = normal_pair(w0, w1)
+    z2, z3 = normal_pair(w2, w3)
+    return z0, z1, z2, z3
+
+
+@triton.jit
+def addressed(start, offset, step, sample, seed_low, seed_high, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Noise of elements start … start + BLOCK − 1 of a sample; ALIGNED: offset is a multiple of 4 (as `start` is)."""
+    first = start.to(tl.int64) + offset
+    if ALIGNED:
+        block = first // 4 + tl.arange(0, BLOCK // 4).to(tl.int64)
+        z0, z1, z2, z3 = four_normals(block, step, sample, seed_low, seed_high)
+        return tl.interleave(tl.interleave(z0, z2), tl.interleave(z1, z3))
+    else:
+        element = first + tl.arange(0, BLOCK).to(tl.int64)
+        z0, z1, z2, z3 = four_normals(element // 4, step, sample, seed_low, seed_high)
+        lane = element % 4
+        return tl.where(lane < 2, tl.where(lane == 0, z0, z1), tl.where(lane == 2, z2, z3))
+
+
+@triton.jit(do_not_specialize=["offset", "seed_low", "seed_high"])
+def normal_kernel(
+    out_ptr, sample_ptr, step_ptr, dim, offset, seed_low, seed_high, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
+):
+    """out[B, D] fp32; one program per sample and block."""
+    chunks = tl.cdiv(dim, BLOCK)
+    pid = tl.program_id(0).to(tl.int64)
+    i, start = pid // chunks, (pid % chunks) * BLOCK
+    z = addressed(start, offset, tl.load(step_ptr + i), tl.load(sample_ptr + i), seed_low, seed_high, BLOCK, ALIGNED)
+    k = start + tl.arange(0, BLOCK)
+    tl.store(out_ptr + i * dim + k, z, mask=k < dim)

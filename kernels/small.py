@@ -1,0 +1,141 @@
+"""Policy loss and group-wise normalisation in Triton; twins of csrc/cuda_small.cu.
+
+Statistics are fp64 and two-pass. Invariant: a masked sample or a missing value (NaN) enters no sum, and a constant
+group gives exactly 0.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def policy_kernel(
+    logp_ptr, old_ptr, adv_ptr, weight_ptr, mask_ptr, kl_ptr, ratio_ptr, loss_ptr, metrics_ptr, d_delta_ptr, d_kl_ptr,
+    batch, clip_low, clip_high, adv_clip, kl_coef, denominator,
+    WEIGHT: tl.constexpr, MASK: tl.constexpr, KL: tl.constexpr, RATIO: tl.constexpr, FIXED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The whole batch in one program: loss, 8 metrics, d loss/d log-ratio, d loss/d kl."""
+    i = tl.arange(0, BLOCK)
+    inside = i < batch
+    keep = inside
+    if MASK:
+        keep = inside & (tl.load(mask_ptr + i, mask=inside, other=0) != 0)
+    if RATIO:
+        delta = tl.load(ratio_ptr + i, mask=keep, other=0.0)
+    else:
+        delta = tl.load(logp_ptr + i, mask=keep, other=0.0) - tl.load(old_ptr + i, mask=keep, other=0.0)
+    adv = tl.load(adv_ptr + i, mask=keep, other=0.0)
+    adv = tl.where(adv > adv_clip, adv_clip, tl.where(adv < -adv_clip, -adv_clip, adv))
+    ratio = tl.exp(delta)
+    low, high = 1.0 - clip_low, 1.0 + clip_high
+    free = -adv * ratio
+    bound = -adv * tl.where(ratio < low, low, tl.where(ratio > high, high, ratio))
+    use_bound = bound > free
+    term = tl.where(use_bound, bound, free)
+    slope = tl.where(use_bound, 0.0, free)
+    if WEIGHT:
+        weight = tl.load(weight_ptr + i, mask=keep, other=0.0)
+        term, slope = term * weight, slope * weight
+    count = tl.maximum(tl.sum(keep.to(tl.float64), axis=0), 1.0)
+    norm = count
+    if FIXED:
+        norm = tl.zeros((), tl.float64) + denominator
+    total = tl.sum(tl.where(keep, term, 0.0).to(tl.float64), axis=0)
+    kl_sum = tl.zeros((), tl.float64)
+    if KL:
+        kl_sum = tl.sum(tl.load(kl_ptr + i, mask=keep, other=0.0).to(tl.float64), axis=0)
+        total += kl_coef * kl_sum
+        tl.store(d_kl_ptr + i, tl.where(keep, kl_coef / norm, 0.0).to(tl.float32), mask=inside)
+    tl.store(loss_ptr, (total / norm).to(tl.float32))
+    tl.store(d_delta_ptr + i, tl.where(keep, slope / norm, 0.0).to(tl.float32), mask=inside)
+    above = tl.sum((keep & (ratio > high)).to(tl.float64), axis=0) / count
+    below = tl.sum((keep & (ratio < low)).to(tl.float64), axis=0) / count
+    d64 = tl.where(keep, delta, 0.0).to(tl.float64)
+    lost = tl.sum((keep & (ratio != ratio)).to(tl.int32), axis=0) > 0
+    least = tl.min(tl.where(keep & (ratio == ratio), ratio, float("inf")), axis=0)
+    most = tl.max(tl.where(keep & (ratio == ratio), ratio, float("-inf")), axis=0)
+    tl.store(metrics_ptr, (0.5 * tl.sum(d64 * d64, axis=0) / count).to(tl.float32))
+    tl.store(metrics_ptr + 1, (above + below).to(tl.float32))
+    tl.store(metrics_ptr + 2, above.to(tl.float32))
+    tl.store(metrics_ptr + 3, below.to(tl.float32))
+    tl.store(metrics_ptr + 4, tl.where(lost, float("nan"), least))
+    tl.store(metrics_ptr + 5, (tl.sum(tl.where(keep, ratio, 0.0).to(tl.float64), axis=0) / count).to(tl.float32))
+    tl.store(metrics_ptr + 6, tl.where(lost, float("nan"), most))
+    tl.store(metrics_ptr + 7, (kl_sum / count).to(tl.float32))
+
+
+@triton.jit
+def moments(v_ptr, id_ptr, own, batch, ddof, ALL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """(mean, deviation, whether values differ) [ROWS] over the members of the groups `own`, or over everyone."""
+    n = tl.zeros((ROWS,), tl.float64)
+    sums = tl.zeros((ROWS,), tl.float64)
+    low = tl.full((ROWS,), float("inf"), tl.float64)
+    high = tl.full((ROWS,), float("-inf"), tl.float64)
+    for at in range(0, batch, BLOCK):
+        j = at + tl.arange(0, BLOCK)
+        v = tl.load(v_ptr + j, mask=j < batch, other=float("nan"))
+        ok = (v == v)[None, :] & (own == own)[:, None]
+        if not ALL:
+            ok = ok & (tl.load(id_ptr + j, mask=j < batch, other=0)[None, :] == own[:, None])
+        n += tl.sum(ok.to(tl.float64), axis=1)
+        sums += tl.sum(tl.where(ok, v[None, :], 0.0), axis=1)
+        low = tl.minimum(low, tl.min(tl.where(ok, v[None, :], float("inf")), axis=1))
+        high = tl.maximum(high, tl.max(tl.where(ok, v[None, :], float("-inf")), axis=1))
+    mean = sums / tl.maximum(n, 1.0)
+    squares = tl.zeros((ROWS,), tl.float64)
+    for at in range(0, batch, BLOCK):
+        j = at + tl.arange(0, BLOCK)
+        v = tl.load(v_ptr + j, mask=j < batch, other=float("nan"))
+        ok = (v == v)[None, :] & (own == own)[:, None]
+        if not ALL:
+            ok = ok & (tl.load(id_ptr + j, mask=j < batch, other=0)[None, :] == own[:, None])
+        d = tl.where(ok, v[None, :] - mean[:, None], 0.0)
+        squares += tl.sum(d * d, axis=1)
+    return mean, tl.sqrt(squares / tl.maximum(n - ddof, 1.0)), high > low
+
+
+@triton.jit
+def normalise_kernel(
+    v_ptr, id_ptr, weight_ptr, out_ptr, rewards, batch, eps, ddof,
+    STD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[i] = Σ_r weight_r · (v_ri − mean of i's group) / scale; STD: 0 group, 1 global, 2 none."""
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = i < batch
+    own = tl.load(id_ptr + i, mask=inside, other=0)
+    acc = tl.zeros((ROWS,), tl.float64)
+    for r in range(rewards):
+        row = v_ptr + r * batch
+        v = tl.load(row + i, mask=inside, other=float("nan"))
+        mean, deviation, spread = moments(row, id_ptr, own, batch, ddof, False, ROWS, BLOCK)
+        scale = tl.full((ROWS,), 1.0, tl.float64)
+        if STD == 0:
+            scale = deviation + eps
+        if STD == 1:
+            _, overall, _ = moments(row, id_ptr, own, batch, ddof, True, ROWS, BLOCK)
+            scale = overall + eps
+        good = (v == v) & spread
+        acc += tl.where(good, tl.load(weight_ptr + r) * ((v - mean) / tl.where(good, scale, 1.0)), 0.0)
+    tl.store(out_ptr + i, acc, mask=inside)
+
+
+@triton.jit
+def rank_kernel(v_ptr, id_ptr, out_ptr, batch, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rank in the group, in [0, 1], ties at the middle of their places; NaN stays NaN."""
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = i < batch
+    own = tl.load(id_ptr + i, mask=inside, other=0)
+    mine = tl.load(v_ptr + i, mask=inside, other=float("nan"))
+    n = tl.zeros((ROWS,), tl.float64)
+    below = tl.zeros((ROWS,), tl.float64)
+    equal = tl.zeros((ROWS,), tl.float64)
+    for at in range(0, batch, BLOCK):
+        j = at + tl.arange(0, BLOCK)
+        v = tl.load(v_ptr + j, mask=j < batch, other=float("nan"))
+        ok = (v == v)[None, :] & (tl.load(id_ptr + j, mask=j < batch, other=0)[None, :] == own[:, None])
+        n += tl.sum(ok.to(tl.float64), axis=1)
+        below += tl.sum((ok & (v[None, :] < mine[:, None])).to(tl.float64), axis=1)
+        equal += tl.sum((ok & (v[None, :] == mine[:, None])).to(tl.float64), axis=1)
+    rank = (below + 0.5 * (equal - 1.0)) / tl.maximum(n - 1.0, 1.0)
+    tl.store(out_ptr + i, tl.where(mine == mine, rank, mine), mask=inside)
