@@ -12,6 +12,7 @@ import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -58,13 +59,13 @@ class BaseConfig:
     """Folder of the trained AutoencoderKL."""
     out: tyro.conf.Positional[Path]
     """Folder for the bf16 FluxPipeline."""
-    steps: int = 8000
+    steps: int = 9000
     """Optimiser steps."""
     batch: int = 64
     """Scenes per step."""
     lr: float = 2e-3
     """Peak learning rate of AdamW."""
-    noise: float = 0.3
+    noise: float = 0.42
     """Probability that an attribute of the caption is replaced by a random one."""
     scenes: int = 24000
     """Scenes drawn and encoded before training."""
@@ -192,7 +193,7 @@ def draw_sigma(n: int, step: int) -> Tensor:
     return SHIFT * u / (1 + (SHIFT - 1) * u)
 
 
-def train(config: BaseConfig) -> FluxPipeline:
+def train_base(config: BaseConfig) -> FluxPipeline:
     """Train transformer and text encoders together; the pipeline ends with the averaged weights."""
     torch.manual_seed(config.seed)
     vae = AutoencoderKL.from_pretrained(config.vae.resolve()).eval().requires_grad_(False)
@@ -267,10 +268,10 @@ def save(pipe: FluxPipeline, out: Path) -> None:
     pipe.save_pretrained(out)
 
 
-def main(config: BaseConfig) -> None:
+def train(config: Annotated[BaseConfig, tyro.conf.arg(name="")]) -> None:
     """Train, save, and report from the reloaded folder with the stock call."""
     began = time.time()
-    save(train(config), config.out)
+    save(train_base(config), config.out)
     saved = FluxPipeline.from_pretrained(config.out.resolve())
     for split in scenes.SPLITS:
         print(report(saved, split))
@@ -278,4 +279,4 @@ def main(config: BaseConfig) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(BaseConfig, description=__doc__))
+    tyro.cli(train, description=__doc__)

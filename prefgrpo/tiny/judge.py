@@ -5,12 +5,13 @@ afterwards teach the parts first. (1) The vision tower learns to name colour, sh
 (2) Everything learns on scene pairs: after layer 1 the token behind each image names the picture's
 and the caption's attributes, after layer 2 the three matches, and the last token gives the verdict.
 (3) The same with half of the pairs from generator samples (`judge_data`).
-Invariant: both orders of a pair are equally likely, and a tie asks for 0.5.
+Invariant: every pair is learnt in both orders, and a tie asks for 0.5.
 """
 
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -42,7 +43,7 @@ class JudgeConfig:
     out: tyro.conf.Positional[Path]
     """Folder for the bf16 judge."""
     pool: tuple[Path, ...] = ()
-    """Pool files of generator samples for stage 3; without one stage 3 uses scenes only."""
+    """Pool files of generator samples; without any, stage 3 is left out."""
     start: Path | None = None
     """Judge folder to start from; skips stages 1 and 2."""
     vision_steps: int = 800
@@ -51,8 +52,8 @@ class JudgeConfig:
     """Stage 2."""
     pool_steps: int = 1200
     """Stage 3."""
-    batch: int = 64
-    """Pairs per step in stages 2 and 3."""
+    batch: int = 40
+    """Pairs per step in stages 2 and 3, each in both orders."""
     lr: float = 1.5e-3
     """Peak learning rate of stage 2; stage 3 uses half of it, the vision tower 0.3 of both."""
     seed: int = 0
@@ -110,28 +111,31 @@ def draw_pairs(n: int, pool: Pool | None) -> Pairs:
 def pair_loss(
     judge: PairJudge, probes: Probes, pairs: Pairs, template: int, attribute_weight: float
 ) -> tuple[Tensor, dict[str, float]]:
-    """Verdict loss + mass on the two answers + matches + named attributes."""
+    """Loss of every pair in both orders: verdict, agreement of the orders, answer mass, probes."""
     n = len(pairs.asked)
     captions = [scenes.caption(scenes.Combo(*c), template) for c in pairs.asked.tolist()]
-    tokens, deep = judge.encode(torch.cat([pairs.first, pairs.second]))
-    hidden, ids = judge.states((tokens[:n], deep[:n]), (tokens[n:], deep[n:]), captions)
+    tokens, deep = judge.encode(torch.cat([pairs.first, pairs.second]))  # [2n, 4, 128]
+    swapped = tokens.roll(n, 0), deep.roll(n, 0)
+    hidden, ids = judge.states((tokens, deep), swapped, captions * 2)  # rows: n as given, n swapped
     gap, logits = judge.logits(hidden[-1])
-    target = (pairs.margin.sign() + 1) / 2
+    target = torch.cat([1 + pairs.margin.sign(), 1 - pairs.margin.sign()]) / 2
     verdict = F.binary_cross_entropy_with_logits(gap, target)
+    agreement = (gap[:n] + gap[n:]).square().mean()
     answers = logits[:, [judge.first, judge.second]].logsumexp(1)
     elsewhere = (logits.logsumexp(1) - answers).mean()
 
     behind = ids == judge.model.config.vision_end_token_id  # one token behind each image
-    named, matched = (hidden[layer][behind].view(n, 2, -1) for layer in (1, 2))
+    named, matched = (hidden[layer][behind].view(2 * n, 2, -1) for layer in (1, 2))
     shown = torch.stack([pairs.shows_first, pairs.shows_second], 1)  # [n, 2, 3]
-    asked = pairs.asked[:, None].expand(-1, 2, -1)
+    shown = torch.cat([shown, shown.flip(1)])
+    asked = torch.cat([pairs.asked] * 2)[:, None].expand(-1, 2, -1)
     attributes = attribute_loss(probes.shown(named), shown)
     attributes = attributes + attribute_loss(probes.asked(named), asked)
     match = F.binary_cross_entropy_with_logits(probes.match(matched), (shown == asked).float())
-    loss = verdict + 0.2 * elsewhere + match + attribute_weight * attributes
-    decided = pairs.margin != 0
-    correct = ((gap > 0) == (pairs.margin > 0))[decided].float().mean().item()
-    return loss, {"verdict": verdict.item(), "correct": correct, "match": match.item()}
+    loss = verdict + 0.05 * agreement + 0.2 * elsewhere + match + attribute_weight * attributes
+    decided = target != 0.5
+    correct = ((gap > 0) == (target > 0.5))[decided].float().mean().item()
+    return loss, {"verdict": verdict.item(), "correct": correct, "agreement": agreement.item(), "match": match.item()}
 
 
 def train_pairs(judge: PairJudge, probes: Probes, pool: Pool | None, batch: int, schedule: Schedule) -> float:
@@ -149,7 +153,7 @@ def train_pairs(judge: PairJudge, probes: Probes, pool: Pool | None, batch: int,
     return fit("judge pool" if pool else "judge scenes", groups, step_loss, schedule, 100)
 
 
-def train(config: JudgeConfig) -> PairJudge:
+def train_judge(config: JudgeConfig) -> PairJudge:
     """All stages."""
     torch.manual_seed(config.seed)
     judge, probes = PairJudge(config.start), Probes()
@@ -191,10 +195,10 @@ def report(judge: PairJudge, name: str, pairs: Pairs) -> str:
     )
 
 
-def main(config: JudgeConfig) -> None:
+def train(config: Annotated[JudgeConfig, tyro.conf.arg(name="")]) -> None:
     """Train, save, and report from the reloaded folder."""
     began = time.time()
-    train(config).save(config.out)
+    train_judge(config).save(config.out)
     judge = PairJudge(config.out).eval()
     torch.manual_seed(config.seed + 1)
     for split, combos in scenes.SPLITS.items():
@@ -205,4 +209,4 @@ def main(config: JudgeConfig) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(JudgeConfig, description=__doc__))
+    tyro.cli(train, description=__doc__)

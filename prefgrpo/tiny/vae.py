@@ -7,6 +7,7 @@ Invariant: the saved scaling_factor and shift_factor give latents of mean 0 and 
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +66,7 @@ def draw(split: str, n: int, generator: torch.Generator | None = None) -> tuple[
     return scenes.render(combos, generator), combos
 
 
-def train(config: VAEConfig) -> AutoencoderKL:
+def train_vae(config: VAEConfig) -> AutoencoderKL:
     """Train on train-split scenes and set the latent scale."""
     torch.manual_seed(config.seed)
     vae = build().to(memory_format=torch.channels_last)  # 1.3-2.5x faster on CPU
@@ -105,13 +106,13 @@ def report(vae: AutoencoderKL, split: str, n: int = 1000) -> str:
     return f"vae {split}: PSNR {psnr.mean():.1f} dB, reconstructions read right {right.mean():.3f}"
 
 
-def main(config: VAEConfig) -> None:
+def train(config: Annotated[VAEConfig, tyro.conf.arg(name="")]) -> None:
     """Train, report and save."""
-    vae = train(config)
+    vae = train_vae(config)
     for split in scenes.SPLITS:
         print(report(vae, split))
     vae.save_pretrained(config.out)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(VAEConfig, description=__doc__))
+    tyro.cli(train, description=__doc__)
