@@ -8,10 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from prefgrpo.config import Config, ConfigError, Judge
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.parallel import World
 from prefgrpo.rewards import RewardSpecError, build, parse_reward_spec
+from prefgrpo.rewards.base import Media
 from prefgrpo.rewards.scorer import Scorer
 
 if TYPE_CHECKING:
@@ -51,13 +54,25 @@ def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str
         from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
 
         local = LocalJudgeConfig(model=judge.model, template=judge.template, device=str(world.device))
-        return LocalJudge(local), [f"judge in this process: {judge.model}"]
+        return _answers(LocalJudge(local), judge), [f"judge in this process: {judge.model}"]
     from prefgrpo.judge.client import HttpJudge, check
 
     http = http_config(judge)
     notes: list[str] = []
     world.on_main(lambda: notes.extend(check(http, bias_pairs=CALIBRATION_PAIRS).summary().splitlines()), JudgeError)
     return HttpJudge(http), [f"judge {note}" for note in notes]
+
+
+def _answers(judge: PairJudge, config: Judge) -> PairJudge:
+    """The judge, if it gives a verdict on a pair of plain pictures; raises JudgeError otherwise."""
+    pictures = [Media(np.full((64, 64, 3), colour, np.uint8)) for colour in ((220, 30, 30), (30, 60, 220))]
+    verdict = judge.judge_group("a plain red picture", pictures, [(0, 1)])[0]
+    if verdict.first is None:
+        raise JudgeError(
+            f"the judge {config.model} gave no verdict on a probe pair: {verdict.reason}. Expected a model that "
+            f"answers the template '{config.template}'; correct judge.model or judge.template"
+        )
+    return judge
 
 
 def http_config(judge: Judge) -> HttpJudgeConfig:

@@ -1,0 +1,98 @@
+"""Step rules against numbers that nobody here made: the published formulas in NumPy fp64, and the ancestors' values.
+
+Why these cases: one wrong sign or σ in a rule trains quietly in the wrong direction. The golden numbers were computed
+from the papers' formulas in their own (not affine) form; the properties hold for every rule at every σ.
+"""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefgrpo.rules import RULES, StepInfo, check
+
+X, V, Z = np.array([0.5, -1.2]), np.array([-0.3, 0.8]), np.array([0.25, -0.6])
+
+# rule, σ, σ', η, σ_1, σ_last, μ, s, x', mean log-prob
+GOLDEN = [
+    ("flow", 0.9, 0.8, 0.7, 0.95, 0.0, [0.41485, -1.0056], 0.6640783086, [0.58086958, -1.40404699], -0.6152083314),
+    ("flow", 1.0, 0.9, 0.7, 0.9, 0.0, [0.4075, -0.986], 0.7, [0.5825, -1.406], -0.6678885893),
+    ("dance", 0.9, 0.8, 0.3, 0.9, 0.0, [0.52765, -1.2744], 0.0948683298, [0.55136708, -1.331321], 1.3307018176),
+    ("wan", 0.9, 0.8, 0.0, 0.95, 0.0, [0.51091213, -1.234514], 0.2703747399, [0.57850581, -1.39673884], 0.2833828233),
+    ("cps", 0.9, 0.8, 0.8, 0.9, 0.0, [0.27019039, -0.66087923], 0.7608452130, [0.46040169, -1.11738635], -0.1222895488),
+    ("cps", 0.1, 0.0, 0.8, 0.9, 0.0, [0.53, -1.28], 0.0, [0.53, -1.28], 0.0),
+]
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda c: f"{c[0]}-{c[1]}")
+def test_golden_numbers(case):
+    rule, sigma, sigma_next, eta, top, low, mean, std, after, logp = case
+    a, b, s, w, c = RULES[rule](StepInfo(sigma, sigma_next, eta, top, low))
+    assert np.allclose(a * X + b * V, mean, atol=5e-9)
+    assert s == pytest.approx(std, abs=5e-11)
+    x_next = a * X + b * V + s * Z
+    assert np.allclose(x_next, after, atol=5e-9)
+    assert w * np.mean((x_next - a * X - b * V) ** 2) + c == pytest.approx(logp, abs=5e-10)
+
+
+def literal(rule, i):
+    """(mean, std) of a step in the papers' own words."""
+    delta, x, v = i.sigma_next - i.sigma, X, V
+    if rule in ("flow", "wan"):
+        st_ = i.eta * math.sqrt(i.sigma / (1 - (i.sigma_max if i.sigma == 1 else i.sigma)))
+        st_ = i.sigma_min + (i.sigma_max - i.sigma_min) * i.sigma if rule == "wan" else st_
+        drift = v + st_**2 / (2 * i.sigma) * (x + (1 - i.sigma) * v)
+        return x + drift * delta, st_ * math.sqrt(-delta)
+    if rule == "dance":
+        x0 = x - i.sigma * v
+        score = -(x - x0 * (1 - i.sigma)) / i.sigma**2
+        return x + delta * v - 0.5 * i.eta**2 * score * delta, i.eta * math.sqrt(-delta)
+    x0, x1 = x - i.sigma * v, x + v * (1 - i.sigma)
+    std = i.sigma_next * math.sin(i.eta * math.pi / 2)
+    return x0 * (1 - i.sigma_next) + x1 * math.sqrt(i.sigma_next**2 - std**2), std
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([r for r in RULES if r != "ode"]),
+    st.floats(0.02, 1.0),
+    st.floats(0.0, 0.99),
+    st.floats(0.01, 1.0),
+)
+def test_the_affine_form_is_the_papers_form(rule, sigma, share, eta):
+    info = StepInfo(sigma, sigma * share, eta, 0.93, 0.01)
+    a, b, s, w, c = RULES[rule](info)
+    mean, std = literal(rule.removesuffix("_normalised"), info)
+    assert np.allclose(a * X + b * V, mean, rtol=1e-9, atol=1e-12) and s == pytest.approx(std, rel=1e-9, abs=1e-300)
+    if s == 0.0:
+        assert w == c == 0.0
+    elif rule == "cps":
+        assert (w, c) == (-1.0, 0.0)
+    else:
+        assert w * 0.3**2 + c == pytest.approx(-0.5 * (0.3 / s) ** 2 - math.log(s * math.sqrt(2 * math.pi)), rel=1e-9)
+    assert all(math.isfinite(n) for n in (a, b, s, w, c))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(["flow", "dance", "cps", "cps_normalised"]), st.floats(0.05, 1.0), st.floats(0.0, 0.95))
+def test_without_noise_every_rule_is_the_euler_step(rule, sigma, share):
+    info = StepInfo(sigma, sigma * share, 0.0, 0.9, 0.0)
+    row, euler = RULES[rule](info), RULES["ode"](info)
+    assert np.allclose(row, euler, rtol=1e-12, atol=1e-12) and row[2:] == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("sigma", "after"), [(0.5, 0.5), (0.5, 0.6), (1.1, 0.5), (0.5, -0.1), (math.nan, 0.1)])
+def test_steps_that_do_not_go_down(sigma, after):
+    with pytest.raises(ValueError, match="0 <= sigma_next < sigma <= 1, got sigma="):
+        check(StepInfo(sigma, after, 0.5, 0.9, 0.0), "flow")
+
+
+def test_noise_levels_out_of_range():
+    with pytest.raises(ValueError, match=r"eta must be in \[0, 1\] for rule 'cps', got 1.2"):
+        check(StepInfo(0.9, 0.8, 1.2, 0.9, 0.0), "cps")
+    for eta in (-0.1, math.nan):
+        with pytest.raises(ValueError, match="eta must be in"):
+            check(StepInfo(0.9, 0.8, eta, 0.9, 0.0), "flow")
+    check(StepInfo(0.9, 0.8, 5.0, 0.9, 0.0), "flow")

@@ -1,0 +1,149 @@
+"""Tiny real runs for the tests of the trainer: a random FLUX pipeline of 0.1 M weights, 16×16 pixels, real commands.
+
+`start` runs `prefgrpo …` in a process of its own that was forked from a server with everything imported, so that a
+run that is killed, resumed or split over ranks costs a fraction of a second to start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from prefgrpo.tiny import pipelines
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    ["prefgrpo.trainer", "prefgrpo.models.flux", "prefgrpo.cli", "prefgrpo.report", "prefgrpo.judge.local", "peft"]
+)
+
+PROMPTS = [f"a red circle number {k}" for k in range(1, 11)]
+
+BASE: dict[str, Any] = {
+    "dtype": "fp32",
+    "tensorboard": False,
+    "data": {"max_length": 24},
+    "rollout": {"height": 16, "width": 16, "steps": 3, "prompts_per_step": 2, "group_size": 4, "batch_size": 4},
+    "reward": {"spec": "jpeg_compressibility"},
+    "train": {"steps": 4, "lora_rank": 4, "lora_alpha": 6, "lr": 1e-2, "clip_range": 1e-5},
+    "eval": {"every": 2, "spec": "jpeg_incompressibility", "judge": False, "show": 2},
+    "checkpoint": {"every": 2},
+}
+"""A run of 4 steps of 2 × 4 images; LoRA alpha differs from its rank."""
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the entries of `over`, section by section."""
+    out = dict(base)
+    for key, value in over.items():
+        out[key] = merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
+    return out
+
+
+def world(folder: Path) -> Path:
+    """`folder` with the tiny pipeline and prompts in it."""
+    pipelines.make("flux", folder / "flux")
+    (folder / "train.txt").write_text("\n".join(PROMPTS[:7]) + "\n", encoding="utf-8")
+    (folder / "dev.txt").write_text("\n".join(PROMPTS[7:]) + "\n", encoding="utf-8")
+    return folder
+
+
+def settings(place: Path, name: str, **over: Any) -> dict[str, Any]:
+    """The configuration of a run over the tiny pipeline in `place`, with absolute paths."""
+    paths = {
+        "model": str(place / "flux"),
+        "name": name,
+        "output": str(place / "runs"),
+        "data": {"prompts": str(place / "train.txt")},
+        "eval": {"prompts": str(place / "dev.txt")},
+    }
+    return merged(merged(BASE, paths), over)
+
+
+def recipe(place: Path, name: str, **over: Any) -> Path:
+    """`settings` as a YAML file."""
+    file = place / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(settings(place, name, **over), allow_unicode=True), encoding="utf-8")
+    return file
+
+
+class Run:
+    """One `prefgrpo` command in its own process."""
+
+    def __init__(self, argv: list[str], log: Path, env: dict[str, str], hook: Callable[[], None] | None) -> None:
+        self.log = log
+        self.process = _CONTEXT.Process(target=_child, args=(argv, str(log), env, hook), daemon=True)
+        self.process.start()
+
+    @property
+    def output(self) -> str:
+        """All that it printed."""
+        return self.log.read_text(encoding="utf-8", errors="replace") if self.log.is_file() else ""
+
+    def wait(self, seconds: float = 60.0) -> int:
+        """Its exit code; fails if it does not end in time."""
+        self.process.join(seconds)
+        if self.process.exitcode is None:
+            self.process.kill()
+            raise AssertionError(f"still running after {seconds} s:\n{self.output}")
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        """kill -9, now."""
+        assert self.process.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join()
+
+    def until(self, done: Callable[[], bool], seconds: float = 60.0) -> None:
+        """Wait for `done`, which must come before the process ends."""
+        limit = time.monotonic() + seconds
+        while not done():
+            assert self.process.is_alive() and time.monotonic() < limit, f"never came:\n{self.output}"
+            time.sleep(0.002)
+
+
+def start(argv: list[str], log: Path, hook: Callable[[], None] | None = None, **env: str) -> Run:
+    """Begin `prefgrpo argv`; `hook` (a module-level function) runs in the new process first."""
+    return Run(argv, log, env, hook)
+
+
+def train(recipe_file: Path, *options: str, hook: Callable[[], None] | None = None, **env: str) -> tuple[int, str]:
+    """(exit code, output) of `prefgrpo train RECIPE options`."""
+    run = start(["train", str(recipe_file), *options], recipe_file.with_suffix(".log"), hook, **env)
+    return run.wait(), run.output
+
+
+def _child(argv: list[str], log: str, env: dict[str, str], hook: Callable[[], None] | None) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.environ.update(env)
+    if hook is not None:
+        hook()
+    from prefgrpo.cli import main
+
+    sys.exit(main(argv))
+
+
+def rows(folder: Path, timeless: bool = True) -> list[dict[str, Any]]:
+    """metrics.jsonl, every line of it, without wall-clock numbers."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    clocks = ("time/", "judge/busy_s", "judge/wait_s", "judge/latency", "judge/queue_max")
+    return [{k: v for k, v in line.items() if not (timeless and k.startswith(clocks))} for line in lines]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Content of every file below a folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
