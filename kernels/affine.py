@@ -82,8 +82,8 @@ def velocity(v_ptr, u_ptr, v_at, u_at, mask, scale, PAIR: tl.constexpr, FROM_CON
 
 @triton.jit(do_not_specialize=["offset", "seed_low", "seed_high"])
 def step_kernel(
-    x_ptr, v_ptr, u_ptr, eps_ptr, out_ptr, mean_ptr, x0_ptr, copy_ptr, coef_ptr, index_ptr, sigma_ptr, sample_ptr, step_ptr,
-    partial_ptr, dim, rows, x_stride, v_stride, u_stride, eps_stride, scale, offset, seed_low, seed_high,
+    x_ptr, v_ptr, u_ptr, eps_ptr, out_ptr, mean_ptr, x0_ptr, copy_ptr, coef_ptr, index_ptr, sigma_ptr, sample_ptr,
+    step_ptr, partial_ptr, dim, rows, x_stride, v_stride, u_stride, eps_stride, scale, offset, seed_low, seed_high,
     NOISE: tl.constexpr, ALIGNED: tl.constexpr, HAS_INDEX: tl.constexpr, PAIR: tl.constexpr, FROM_COND: tl.constexpr,
     MEAN: tl.constexpr, X0: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -177,8 +177,8 @@ def finish_kernel(
 
 @triton.jit
 def grad_kernel(
-    x_ptr, v_ptr, u_ptr, y_ptr, ref_ptr, old_ptr, coef_ptr, index_ptr, g_logp_ptr, g_kl_ptr, g_guard_ptr, dv_ptr, du_ptr,
-    dim, rows, x_stride, v_stride, u_stride, y_stride, ref_stride, old_stride, scale, to_c, to_u,
+    x_ptr, v_ptr, u_ptr, y_ptr, ref_ptr, old_ptr, coef_ptr, index_ptr, g_logp_ptr, g_kl_ptr, g_guard_ptr, dv_ptr,
+    du_ptr, dim, rows, x_stride, v_stride, u_stride, y_stride, ref_stride, old_stride, scale, to_c, to_u,
     HAS_INDEX: tl.constexpr, PAIR: tl.constexpr, FROM_COND: tl.constexpr, LOGP: tl.constexpr, KL: tl.constexpr,
     GUARD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

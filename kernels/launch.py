@@ -57,11 +57,11 @@ def _guide(a: Affine, dv: Tensor | None, out: Tensor, du: Tensor | None) -> None
     c, u, length = _packed(a.v), _packed(a.guidance.uncond), _last(a)
     dim = a.x.numel() // a.x.shape[0]
     block = triton.next_power_of_2(length)
-    rows, per = dim // length, max(1, BLOCK // block)
+    rows, per = dim // length, max(1, 512 // block)
     total = rows * c.shape[0]
     affine.guide_kernel[(triton.cdiv(total, per),)](
-        c, u, dv if dv is not None else c, out, du if du is not None else out, dim, rows, total, length, c.stride(0), u.stride(0),
-        a.guidance.scale, *_slopes(a), a.guidance.from_cond, dv is not None, per, block, **_EXACT,
+        c, u, dv if dv is not None else c, out, du if du is not None else out, dim, rows, total, length,
+        c.stride(0), u.stride(0), a.guidance.scale, *_slopes(a), a.guidance.from_cond, dv is not None, per, block, **_EXACT,
     )  # fmt: skip
 
 
@@ -99,8 +99,8 @@ def _finish(
     out = [torch.empty(x.shape[0], device=x.device) if want else None for want in (True, *wanted)]
     first = out[0]
     affine.finish_kernel[(x.shape[0],)](
-        partial, coef, index, *(first if t is None else t for t in out), dim, chunks, coef.shape[0], x.shape[0] * chunks,
-        a.row is not None, *wanted, 1024, **_EXACT,
+        partial, coef, index, *(first if t is None else t for t in out), dim, chunks, coef.shape[0],
+        x.shape[0] * chunks, a.row is not None, *wanted, 1024, **_EXACT,
     )  # fmt: skip
     return out
 
@@ -128,8 +128,8 @@ def step(
     ids = (index, index) if address is None else (address.sample.contiguous(), address.step.contiguous())
     offset = 0 if address is None else address.offset
     affine.step_kernel[(batch * chunks,)](
-        x, v, u, eps, *(out[0] if t is None else t for t in out), coef, index, coef if sigma is None else sigma.float().contiguous(),
-        *ids, partial, dim, coef.shape[0], x.stride(0), v.stride(0), u.stride(0), eps.stride(0),
+        x, v, u, eps, *(out[0] if t is None else t for t in out), coef, index,
+        coef if sigma is None else sigma.float().contiguous(), *ids, partial, dim, coef.shape[0], x.stride(0), v.stride(0), u.stride(0), eps.stride(0),
         0.0 if a.guidance is None else a.guidance.scale, offset, *_words(0 if address is None else address.seed),
         NOISE=2 if address is not None else int(noise is not None), ALIGNED=offset % 4 == 0,
         MEAN=want_mean, X0=sigma is not None, COPY=copy_dtype is not None, **_pair(a), **_EXACT,
@@ -214,8 +214,8 @@ def policy(
     )
     d_kl = None if kl is None else torch.empty(batch, device=device)
     small.policy_kernel[(1,)](
-        *(logp if t is None else t.contiguous() for t in given), loss, metrics, d_delta, d_delta if d_kl is None else d_kl,
-        batch, clip_low, clip_high, adv_clip, kl_coef, denominator or 0.0,
+        *(logp if t is None else t.contiguous() for t in given), loss, metrics, d_delta,
+        d_delta if d_kl is None else d_kl, batch, clip_low, clip_high, adv_clip, kl_coef, denominator or 0.0,
         weight is not None, mask is not None, kl is not None, log_ratio is not None, denominator is not None,
         max(16, triton.next_power_of_2(batch)), **_EXACT,
     )  # fmt: skip
@@ -226,7 +226,7 @@ def _normalised(values: Tensor, ids: Tensor, weights: Tensor, std: str, eps: flo
     """Σ_r weight_r · normalised(values_r), fp64 [B], of fp64 [R, B]."""
     rewards, batch = values.shape
     out = torch.empty(batch, dtype=torch.float64, device=values.device)
-    rows, block = 32, min(256, triton.next_power_of_2(max(batch, 16)))
+    rows, block = 8, min(128, triton.next_power_of_2(max(batch, 16)))
     grid = (triton.cdiv(batch, rows),)
     if rank:
         ranked = torch.empty_like(values)

@@ -1,0 +1,102 @@
+"""Compiles every Triton kernel to a cubin without a GPU and prints one JSON line each: registers, stack, wide accesses.
+
+Run as a script, in a process without TRITON_INTERPRET: python compile_triton.py ARCH[:kernel,kernel] …
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from prefgrpo.kernels import affine, noise, small
+
+
+def arguments(kernel):
+    """(types of the arguments, values of the constexprs) of a typical call: bf16 velocities, fp32 latents."""
+    types, fixed = {}, {}
+    flags = {"BLOCK": 2048, "NOISE": 2, "STD": 0, "ROWS": 8, "ALL": False}
+    for p in kernel.params:
+        if p.is_constexpr:
+            fixed[p.name] = flags.get(p.name, True)
+            types[p.name] = "constexpr"
+        elif p.name.endswith("_ptr"):
+            name = p.name.removesuffix("_ptr")
+            wide = kernel in (small.normalise_kernel, small.rank_kernel)
+            velocity = name in ("v", "u", "c", "ref", "old", "dv", "du", "copy")
+            ids = name in ("index", "sample", "step", "id")
+            kind = "i64" if ids else "fp64" if wide else "i8" if name == "mask" else "bf16" if velocity else "fp32"
+            types[p.name] = f"*{kind}"
+        else:
+            number = p.name in (
+                "scale",
+                "to_c",
+                "to_u",
+                "eps",
+                "clip_low",
+                "clip_high",
+                "adv_clip",
+                "kl_coef",
+                "denominator",
+            )
+            types[p.name] = "fp32" if number else "i64" if p.name in ("offset", "seed_low", "seed_high") else "i32"
+    if kernel in (small.normalise_kernel, small.rank_kernel):
+        fixed["BLOCK"] = 128
+    if kernel is affine.guide_kernel:
+        fixed["BLOCK"] = 64
+    if kernel is affine.finish_kernel:
+        fixed["BLOCK"] = 1024
+    return types, fixed
+
+
+KERNELS = {
+    "step": affine.step_kernel,
+    "logp": affine.logp_kernel,
+    "finish": affine.finish_kernel,
+    "grad": affine.grad_kernel,
+    "guide": affine.guide_kernel,
+    "normal": noise.normal_kernel,
+    "policy": small.policy_kernel,
+    "normalise": small.normalise_kernel,
+    "rank": small.rank_kernel,
+}
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, bytes of stack) of a cubin."""
+    tool = f"{triton.__path__[0]}/backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
+
+
+def main() -> None:
+    """Compile all kernels for each architecture given."""
+    for word in sys.argv[1:]:
+        arch, _, chosen = word.partition(":")
+        for name in chosen.split(",") if chosen else KERNELS:
+            kernel = KERNELS[name]
+            types, fixed = arguments(kernel)
+            names = list(types)
+            aligned = [n for n in names if types[n].startswith("*") or n.endswith("stride") or n == "dim"]
+            attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}  # as a launch would find
+            source = ASTSource(kernel, types, {(names.index(n),): value for n, value in fixed.items()}, attrs)
+            done = triton.compile(source, target=GPUTarget("cuda", int(arch), 32), options={"enable_fp_fusion": False})
+            registers, stack = resources(done.asm["cubin"])
+            ptx = done.asm["ptx"]
+            line = {"kernel": name, "arch": int(arch), "registers": registers, "stack": stack}
+            line["wide"] = len(re.findall(r"ld\.global[.\w]*\.v4", ptx)), len(re.findall(r"st\.global[.\w]*\.v4", ptx))
+            line["fused"] = len(re.findall(r"\bfma\.rn\.f32", ptx)) + len(
+                re.findall(r"\bfma\.rn\.f32x2", ptx)
+            )  # x2: two at once
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
