@@ -3,145 +3,32 @@
 Why these cases: an adapter may err in conditioning, time, shift, guidance, packing or decode, and each shows as a
 difference from the stock pipeline's image (noise 0). What it then trains must be what it samples (ratio 1), follow
 the gradient of a plain Gaussian log-prob, and load in a process that never heard of this package. A family is added
-by one line in CASES.
+by one line in families.py.
 """
 
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from subprocess import PIPE
 
 import diffusers
-import numpy as np
 import pytest
 import torch
-from PIL import Image
+from families import CASES, PROMPTS, SIZES, SOURCES, conditions, draw, folder, load, noise, perturb, stock_image
 from safetensors.torch import load_file, save_file
 
-from prefgrpo import models
-from prefgrpo.embed import Embeddings, collate, select
+from prefgrpo.embed import Embeddings, select
 from prefgrpo.replay import replay
 from prefgrpo.rollout import rollout
 from prefgrpo.schedule import make_schedule
-from prefgrpo.tiny import pipelines
 
-CPU = torch.device("cpu")
-PROMPTS = ["a red cube", "two blue balls on a table"]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One family and how its stock pipeline is called."""
-
-    family: str
-    call: dict
-    """Arguments of the stock call beside prompt, latents, size, steps."""
-    guidance: float
-    """Our guidance scale."""
-    dynamic: bool = False
-    """Whether the stock pipeline supports the scheduler's dynamic shift."""
-    max_length: int = 32
-    frames: int | None = None
-    edit: Callable[[int, int], dict] | None = None
-    """For editing: arguments of the stock call that depend on the size."""
-
-    def __str__(self):
-        edit = "-edit" if self.edit else ""
-        return f"{self.family}{edit}" + ("" if self.guidance > 1 else "-unguided")
-
-
-CASES = [
-    Case("flux", {"guidance_scale": 3.5, "max_sequence_length": 32}, 3.5, dynamic=True),
-    Case(
-        "flux_kontext",
-        {"guidance_scale": 2.5, "max_sequence_length": 32},
-        2.5,
-        dynamic=True,
-        edit=lambda h, w: {"max_area": h * w, "_auto_resize": False},
-    ),
-    Case("sd3", {"guidance_scale": 4.5, "max_sequence_length": 32}, 4.5, dynamic=True),
-    Case("sd3", {"guidance_scale": 1.0, "max_sequence_length": 32}, 1.0),
-    Case(
-        "qwen_image",
-        {"true_cfg_scale": 4.0, "negative_prompt": [" "] * 2, "max_sequence_length": 320},
-        4.0,
-        dynamic=True,
-        max_length=320,
-    ),
-    Case("z_image", {"guidance_scale": 3.0, "max_sequence_length": 128}, 3.0, dynamic=True, max_length=128),
-    Case("wan", {"guidance_scale": 5.0, "max_sequence_length": 32, "num_frames": 5}, 5.0, frames=5),
-    Case("flux2_klein", {"guidance_scale": 4.0, "max_sequence_length": 64}, 4.0, dynamic=True, max_length=64),
-    Case("flux2_klein", {"guidance_scale": 4.0, "max_sequence_length": 64}, 4.0, max_length=64, edit=lambda h, w: {}),
-]
-SOURCES = [Image.fromarray(np.random.default_rng(i).integers(0, 256, (64, 64, 3), dtype=np.uint8)) for i in range(2)]
-SIZES = [(32, 32), (16, 48)]
 every = pytest.mark.parametrize("case", CASES, ids=str)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = {}
-
-    def get(family, **scheduler):
-        key = (family, *sorted(scheduler.items()))
-        if key not in made:
-            made[key] = pipelines.make(family, tmp_path_factory.mktemp(family), **scheduler)
-        return made[key]
-
-    return get
-
-
-def load(case, path, dtype=torch.float32, **options):
-    adapter = models.load(case.family, str(path), dtype, CPU, guidance=case.guidance, frames=case.frames, **options)
-    adapter.auto_resize = False  # Kontext: no source of a million pixels here
-    return adapter
-
-
-def conditions(adapter, case, prompts=PROMPTS):
-    sources = [SOURCES[i % 2] for i in range(len(prompts))] if case.edit else None
-    return collate(Embeddings(adapter, case.max_length)(prompts, sources))
-
-
-def perturb(adapter, scale=0.05):
-    """Random LoRA B (or weights), so that the policy differs from its reference."""
-    generator = torch.Generator().manual_seed(7)
-    for name, p in adapter.trainable():
-        if "lora_A" not in name:
-            p.data.add_(torch.randn(p.shape, generator=generator).to(p) * scale)
-
-
-def draw(adapter, case, x0, size, steps, prompts=PROMPTS):
-    """Our image with the ODE rule from given initial latents."""
-    schedule = make_schedule(adapter.sigmas(steps, *size), "ode", 0.0)
-    ids = torch.arange(len(prompts))
-    done = rollout(
-        adapter, schedule, conditions(adapter, case, prompts), ids, seed=0, height=size[0], width=size[1], initial=x0
-    )
-    return adapter.decode(done.latents, *size)
-
-
-def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
-    pipe.set_progress_bar_config(disable=True)
-    call = case.call | {"height": size[0], "width": size[1], "num_inference_steps": steps, "output_type": "pt"}
-    if not case.edit:
-        return pipe(prompt=list(prompts), latents=x0, **call)[0]  # a copy: Z-Image writes into the list
-    call |= case.edit(*size)
-    one = [
-        pipe(prompt=[p], image=[i], latents=x, **call)[0] for p, i, x in zip(prompts, SOURCES, x0[:, None], strict=True)
-    ]
-    return torch.cat(one)
-
-
-def noise(adapter, size):
-    return torch.randn(len(PROMPTS), *adapter.latent_shape(*size), generator=torch.Generator().manual_seed(3))
 
 
 @every
 @pytest.mark.parametrize(("steps", "size"), [(2, SIZES[0]), (7, SIZES[1])])
 @pytest.mark.parametrize("shifting", ["static", "dynamic", "override"])
-def test_noise_zero_is_the_stock_pipeline(case, folder, shifting, steps, size):
+def test_noise_zero_is_the_stock_pipeline(case, shifting, steps, size):
     if shifting == "dynamic" and not case.dynamic:
         pytest.skip(f"{case.family} has no dynamic shift in its stock pipeline")
     ours = {"static": {"use_dynamic_shifting": False, "shift": 3.0}}.get(shifting, {})
@@ -158,7 +45,7 @@ def test_noise_zero_is_the_stock_pipeline(case, folder, shifting, steps, size):
 
 @every
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_first_ratio_is_exactly_one(case, folder, checkpointing):
+def test_first_ratio_is_exactly_one(case, checkpointing):
     adapter = load(case, folder(case.family))
     adapter.add_lora(4, 8.0)
     perturb(adapter)
@@ -177,7 +64,7 @@ def test_first_ratio_is_exactly_one(case, folder, checkpointing):
 
 
 @every
-def test_gradient_is_that_of_the_normal_log_prob(case, folder):
+def test_gradient_is_that_of_the_normal_log_prob(case):
     """Oracle: torch.distributions.Normal on the published mean and std of Flow-GRPO, in fp64 autograd."""
     size, eta = SIZES[0], 0.7
     adapter = load(case, folder(case.family))
@@ -262,7 +149,7 @@ def in_a_stock_process(process, case, adapter, x0, size, steps, tmp_path, model,
 
 
 @every
-def test_lora_loads_in_stock_diffusers_with_its_alpha(case, folder, tmp_path, stock_process):
+def test_lora_loads_in_stock_diffusers_with_its_alpha(case, tmp_path, stock_process):
     path, size = folder(case.family), SIZES[0]
     adapter = load(case, path)
     x0 = noise(adapter, size)
@@ -290,7 +177,7 @@ def test_lora_loads_in_stock_diffusers_with_its_alpha(case, folder, tmp_path, st
 
 
 @every
-def test_full_fine_tune_loads_in_stock_diffusers(case, folder, tmp_path):
+def test_full_fine_tune_loads_in_stock_diffusers(case, tmp_path):
     path, size = folder(case.family), SIZES[0]
     adapter = load(case, path)
     x0 = noise(adapter, size)
@@ -310,7 +197,7 @@ def test_full_fine_tune_loads_in_stock_diffusers(case, folder, tmp_path):
 
 
 @every
-def test_a_batch_is_its_samples(case, folder):
+def test_a_batch_is_its_samples(case):
     size = SIZES[0]
     adapter = load(case, folder(case.family))
     condition = conditions(adapter, case, [*PROMPTS, *PROMPTS])
@@ -328,7 +215,7 @@ def test_a_batch_is_its_samples(case, folder):
 
 
 @every
-def test_bf16_base_with_fp32_lora_trains(case, folder):
+def test_bf16_base_with_fp32_lora_trains(case):
     size = SIZES[0]
     adapter = load(case, folder(case.family), torch.bfloat16)
     adapter.add_lora(4, 8.0)
@@ -350,7 +237,7 @@ def test_bf16_base_with_fp32_lora_trains(case, folder):
 
 
 @every
-def test_cached_embeddings_are_the_encoded_ones(case, folder, tmp_path):
+def test_cached_embeddings_are_the_encoded_ones(case, tmp_path):
     path = folder(case.family)
     adapter = load(case, path)
     first = Embeddings(adapter, case.max_length, tmp_path)
@@ -373,70 +260,14 @@ def test_cached_embeddings_are_the_encoded_ones(case, folder, tmp_path):
 
 
 @every
-def test_a_size_that_does_not_fit_is_refused(case, folder):
+def test_a_size_that_does_not_fit_is_refused(case):
     adapter = load(case, folder(case.family))
     with pytest.raises(ValueError, match="multiples of"):
         adapter.latent_shape(33, 32)
 
 
 @every
-def test_the_stock_call_is_named(case, folder):
+def test_the_stock_call_is_named(case):
     """Exports and proofs rely on it; the oracles above use the hand-written one."""
     adapter = load(case, folder(case.family))
     assert adapter.stock_call(PROMPTS, case.max_length) == case.call | {"prompt": PROMPTS}
-
-
-def test_the_source_image_is_part_of_the_condition(folder, tmp_path):
-    case = next(c for c in CASES if c.family == "flux_kontext")
-    adapter = load(case, folder("flux_kontext"))
-    embed = Embeddings(adapter, case.max_length, tmp_path)
-    a, b, again = embed(["red", "red", "red"], [SOURCES[0], SOURCES[1], SOURCES[0].copy()])
-    assert a is again and embed.encoded == 2
-    assert not torch.equal(a["source"], b["source"]) and torch.equal(a["prompt_embeds"], b["prompt_embeds"])
-    x, sigma = noise(adapter, SIZES[0]), torch.full((2,), 0.7)
-    v = adapter.velocity(x[:1].repeat(2, 1, 1), sigma, collate([a, b]), *SIZES[0])
-    assert (v[0] - v[1]).abs().max() > 1e-3
-    wide = embed(["red"], [SOURCES[0].resize((96, 64))])
-    with pytest.raises(ValueError, match="equal shapes, but 'source'"):
-        collate([a, *wide])
-    with pytest.raises(ValueError, match="takes no source image"):
-        Embeddings(load(CASES[0], folder("flux")), 32)(["red"], [SOURCES[0]])
-
-
-def test_wan_folders_with_a_multistep_solver_give_its_shift(folder):
-    adapter = load(next(c for c in CASES if c.family == "wan"), folder("wan"))
-    want = diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0)
-    want.set_timesteps(6)
-    adapter.pipe.scheduler = diffusers.UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
-    )
-    assert torch.equal(adapter.sigmas(6, *SIZES[0]), want.sigmas)
-    adapter.shift = 3.0
-    assert not torch.equal(adapter.sigmas(6, *SIZES[0]), want.sigmas)
-
-
-def test_frames_are_for_video(folder):
-    with pytest.raises(ValueError, match="makes images"):
-        models.load("flux", str(folder("flux")), torch.float32, CPU, frames=5)
-    adapter = models.load("wan", str(folder("wan")), torch.float32, CPU, frames=6)
-    with pytest.raises(ValueError, match="frames must be a multiple of 2, plus 1"):
-        adapter.latent_shape(32, 32)
-
-
-def test_a_distilled_klein_stays_distilled(folder, tmp_path):
-    """Settings that are no component (is_distilled) must survive a full export, in another dtype too."""
-    case = next(c for c in CASES if c.family == "flux2_klein")
-    pipe = diffusers.Flux2KleinPipeline.from_pretrained(folder("flux2_klein"))
-    pipe.register_to_config(is_distilled=True)
-    pipe.save_pretrained(tmp_path / "distilled")
-    adapter = load(case, tmp_path / "distilled")
-    assert not adapter.guided and not any(key.startswith("negative") for key in conditions(adapter, case))
-    x0 = noise(adapter, SIZES[0])
-    assert (draw(adapter, case, x0, SIZES[0], 2) - stock_image(pipe, case, x0, SIZES[0], 2)).abs().max() <= 1e-5
-    adapter.enable_full()
-    adapter.save_full(str(tmp_path / "full"), torch.bfloat16)
-    assert adapter.pipe.transformer is adapter.transformer and adapter.transformer.dtype == torch.float32
-    again = diffusers.Flux2KleinPipeline.from_pretrained(tmp_path / "full")
-    assert again.config.is_distilled
-    stored = load_file(tmp_path / "full" / "transformer" / "diffusion_pytorch_model.safetensors")
-    assert {value.dtype for value in stored.values()} == {torch.bfloat16}

@@ -200,12 +200,11 @@ class Adapter(ABC):
             )
         return height // self.unit, width // self.unit
 
-    def mu(self, height: int, width: int, top: float = 1.15) -> float:
+    def mu(self, height: int, width: int) -> float:
         """The dynamic time shift of this size: linear in the number of tokens, as the scheduler's config says."""
         config = self.pipe.scheduler.config
-        low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-        base = config.get("base_shift", 0.5)
-        slope = (config.get("max_shift", top) - base) / (high - low)
+        low, high, base = config["base_image_seq_len"], config["max_image_seq_len"], config["base_shift"]
+        slope = (config["max_shift"] - base) / (high - low)
         return math.prod(self.grid(height, width)) * slope + (base - slope * low)
 
     @torch.no_grad()

@@ -50,7 +50,7 @@ class StableDiffusion3(Adapter):
     def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
         """The scheduler's own sigmas; the shift of this image length if it shifts dynamically."""
         dynamic = self.pipe.scheduler.config.get("use_dynamic_shifting", False)
-        return {"mu": self.mu(height, width, top=1.16)} if dynamic else {}
+        return {"mu": self.mu(height, width)} if dynamic else {}
 
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
         """Velocity [B, C, h, w]."""

@@ -1,0 +1,121 @@
+"""What the family tests share: the table of families with their stock calls, and how images are drawn both ways."""
+
+import functools
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+
+from prefgrpo import models
+from prefgrpo.embed import Embeddings, collate
+from prefgrpo.rollout import rollout
+from prefgrpo.schedule import make_schedule
+from prefgrpo.tiny import pipelines
+
+CPU = torch.device("cpu")
+PROMPTS = ["a red cube", "two blue balls on a table"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One family and how its stock pipeline is called."""
+
+    family: str
+    call: dict
+    """Arguments of the stock call beside prompt, latents, size, steps."""
+    guidance: float
+    """Our guidance scale."""
+    dynamic: bool = False
+    """Whether the stock pipeline supports the scheduler's dynamic shift."""
+    max_length: int = 32
+    frames: int | None = None
+    edit: Callable[[int, int], dict] | None = None
+    """For editing: arguments of the stock call that depend on the size."""
+
+    def __str__(self):
+        edit = "-edit" if self.edit else ""
+        return f"{self.family}{edit}" + ("" if self.guidance > 1 else "-unguided")
+
+
+CASES = [
+    Case("flux", {"guidance_scale": 3.5, "max_sequence_length": 32}, 3.5, dynamic=True),
+    Case(
+        "flux_kontext",
+        {"guidance_scale": 2.5, "max_sequence_length": 32},
+        2.5,
+        dynamic=True,
+        edit=lambda h, w: {"max_area": h * w, "_auto_resize": False},
+    ),
+    Case("sd3", {"guidance_scale": 4.5, "max_sequence_length": 32}, 4.5, dynamic=True),
+    Case("sd3", {"guidance_scale": 1.0, "max_sequence_length": 32}, 1.0),
+    Case(
+        "qwen_image",
+        {"true_cfg_scale": 4.0, "negative_prompt": [" "] * 2, "max_sequence_length": 320},
+        4.0,
+        dynamic=True,
+        max_length=320,
+    ),
+    Case("z_image", {"guidance_scale": 3.0, "max_sequence_length": 128}, 3.0, dynamic=True, max_length=128),
+    Case("wan", {"guidance_scale": 5.0, "max_sequence_length": 32, "num_frames": 5}, 5.0, frames=5),
+    Case("flux2_klein", {"guidance_scale": 4.0, "max_sequence_length": 64}, 4.0, dynamic=True, max_length=64),
+    Case("flux2_klein", {"guidance_scale": 4.0, "max_sequence_length": 64}, 4.0, max_length=64, edit=lambda h, w: {}),
+]
+SOURCES = [Image.fromarray(np.random.default_rng(i).integers(0, 256, (64, 64, 3), dtype=np.uint8)) for i in range(2)]
+SIZES = [(32, 32), (16, 48)]
+
+
+_ROOT = tempfile.TemporaryDirectory(prefix="tiny-pipelines-")
+
+
+@functools.cache
+def folder(family, **scheduler):
+    """A tiny pipeline of the family, made once per test run."""
+    return pipelines.make(family, tempfile.mkdtemp(dir=_ROOT.name), **scheduler)
+
+
+def load(case, path, dtype=torch.float32, **options):
+    adapter = models.load(case.family, str(path), dtype, CPU, guidance=case.guidance, frames=case.frames, **options)
+    adapter.auto_resize = False  # Kontext: no source of a million pixels here
+    return adapter
+
+
+def conditions(adapter, case, prompts=PROMPTS):
+    sources = [SOURCES[i % 2] for i in range(len(prompts))] if case.edit else None
+    return collate(Embeddings(adapter, case.max_length)(prompts, sources))
+
+
+def perturb(adapter, scale=0.05):
+    """Random LoRA B (or weights), so that the policy differs from its reference."""
+    generator = torch.Generator().manual_seed(7)
+    for name, p in adapter.trainable():
+        if "lora_A" not in name:
+            p.data.add_(torch.randn(p.shape, generator=generator).to(p) * scale)
+
+
+def draw(adapter, case, x0, size, steps, prompts=PROMPTS):
+    """Our image with the ODE rule from given initial latents."""
+    schedule = make_schedule(adapter.sigmas(steps, *size), "ode", 0.0)
+    ids = torch.arange(len(prompts))
+    done = rollout(
+        adapter, schedule, conditions(adapter, case, prompts), ids, seed=0, height=size[0], width=size[1], initial=x0
+    )
+    return adapter.decode(done.latents, *size)
+
+
+def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
+    pipe.set_progress_bar_config(disable=True)
+    call = case.call | {"height": size[0], "width": size[1], "num_inference_steps": steps, "output_type": "pt"}
+    if not case.edit:
+        return pipe(prompt=list(prompts), latents=x0, **call)[0]  # a copy: Z-Image writes into the list
+    call |= case.edit(*size)
+    one = [
+        pipe(prompt=[p], image=[i], latents=x, **call)[0] for p, i, x in zip(prompts, SOURCES, x0[:, None], strict=True)
+    ]
+    return torch.cat(one)
+
+
+def noise(adapter, size):
+    return torch.randn(len(PROMPTS), *adapter.latent_shape(*size), generator=torch.Generator().manual_seed(3))
