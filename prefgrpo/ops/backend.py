@@ -23,7 +23,7 @@ BACKENDS = ("cuda", "triton", "cpu", "torch")
 _MODULES = {
     "cuda": "prefgrpo.ops.native",
     "cpu": "prefgrpo.ops.native",
-    "triton": "prefgrpo.kernels.launch",
+    "triton": "prefgrpo.ops.triton_launch",
     "torch": "prefgrpo.ops.plain",
 }
 _ORDER: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}

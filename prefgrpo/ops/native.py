@@ -176,7 +176,8 @@ def logp(
     a = _guided(a)
     head, keep = _head(a)
     x = keep[0]
-    x_next, ref, old = _packed(x_next), _optional(v_ref), _optional(v_old)
+    x_next = _packed(x_next)
+    ref, old = _optional(v_ref), _optional(v_old)
     wanted = (True, ref is not None, old is not None)
     out = [torch.empty(x.shape[0], dtype=torch.float32, device=x.device) if want else None for want in wanted]
     with torch.cuda.device_of(x):
@@ -211,9 +212,9 @@ def grad(
         return plain.grad(a, x_next, v_ref, v_old, g_logp, g_kl, g_guard)
     if (guided := _guided(a)) is not a and a.guidance is not None:
         inner, _ = grad(guided, x_next, v_ref, v_old, g_logp, g_kl, g_guard)
-        dc, du = _empty(inner, a.v.dtype), _empty(inner, a.guidance.uncond.dtype)
-        _guide(a, inner, dc, du)
-        return dc, du
+        pair = _empty(inner, a.v.dtype), _empty(inner, a.guidance.uncond.dtype)
+        _guide(a, inner, *pair)
+        return pair
     head, keep = _head(a)
     x, x_next = keep[0], _packed(x_next)
     ref, old = _optional(None if g_kl is None else v_ref), _optional(None if g_guard is None else v_old)

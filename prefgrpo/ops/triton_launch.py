@@ -1,4 +1,4 @@
-"""The triton backend: the functions that every backend has, over the kernels of this folder.
+"""The triton backend: the functions that every backend has, over the kernels of `prefgrpo.kernels`.
 
 Outputs are allocated here. Invariant: every launch switches floating-point contraction off, so that a·x + b·v rounds
 as in C++ and in torch, whatever Triton's default is.
@@ -61,7 +61,8 @@ def _guide(a: Affine, dv: Tensor | None, out: Tensor, du: Tensor | None) -> None
     total = rows * c.shape[0]
     affine.guide_kernel[(triton.cdiv(total, per),)](
         c, u, dv if dv is not None else c, out, du if du is not None else out, dim, rows, total, length,
-        c.stride(0), u.stride(0), a.guidance.scale, *_slopes(a), a.guidance.from_cond, dv is not None, per, block, **_EXACT,
+        c.stride(0), u.stride(0), a.guidance.scale, *_slopes(a), a.guidance.from_cond, dv is not None, per, block,
+        **_EXACT,
     )  # fmt: skip
 
 
@@ -94,15 +95,15 @@ def _pair(a: Affine) -> dict[str, Any]:
 
 def _finish(
     a: Affine, partial: Tensor, coef: Tensor, index: Tensor, dim: int, wanted: tuple[bool, bool]
-) -> list[Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     x, chunks = a.x, triton.cdiv(dim, BLOCK)
-    out = [torch.empty(x.shape[0], device=x.device) if want else None for want in (True, *wanted)]
-    first = out[0]
+    first = torch.empty(x.shape[0], device=x.device)
+    kl, guard = (torch.empty_like(first) if want else None for want in wanted)
     affine.finish_kernel[(x.shape[0],)](
-        partial, coef, index, *(first if t is None else t for t in out), dim, chunks, coef.shape[0],
+        partial, coef, index, *(first if t is None else t for t in (first, kl, guard)), dim, chunks, coef.shape[0],
         x.shape[0] * chunks, a.row is not None, *wanted, 1024, **_EXACT,
     )  # fmt: skip
-    return out
+    return first, kl, guard
 
 
 def step(
@@ -119,23 +120,27 @@ def step(
     a = _guided(a)
     x, v, u, coef, index = _inputs(a)
     address = noise if isinstance(noise, NoiseAddress) else None
-    eps = x if address is not None or noise is None else _packed(noise)
+    eps = _packed(noise) if isinstance(noise, Tensor) else x
     batch, dim = x.shape[0], x.numel() // x.shape[0]
-    kinds = (out_dtype, torch.float32 if want_mean else None, None if sigma is None else out_dtype, copy_dtype)
-    out = [None if kind is None else torch.empty(x.shape, dtype=kind, device=x.device) for kind in kinds]
+    out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    kinds = (torch.float32 if want_mean else None, None if sigma is None else out_dtype, copy_dtype)
+    more = [None if kind is None else torch.empty(x.shape, dtype=kind, device=x.device) for kind in kinds]
     chunks = triton.cdiv(dim, BLOCK)
     partial = torch.empty(batch * chunks, device=x.device)
-    ids = (index, index) if address is None else (address.sample.contiguous(), address.step.contiguous())
+    ids = (index, index)
+    if address is not None and address.step is not None:
+        ids = (address.sample.contiguous(), address.step.contiguous())
     offset = 0 if address is None else address.offset
     affine.step_kernel[(batch * chunks,)](
-        x, v, u, eps, *(out[0] if t is None else t for t in out), coef, index,
-        coef if sigma is None else sigma.float().contiguous(), *ids, partial, dim, coef.shape[0], x.stride(0), v.stride(0), u.stride(0), eps.stride(0),
+        x, v, u, eps, out, *(out if t is None else t for t in more), coef, index,
+        coef if sigma is None else sigma.float().contiguous(), *ids,
+        partial, dim, coef.shape[0], x.stride(0), v.stride(0), u.stride(0), eps.stride(0),
         0.0 if a.guidance is None else a.guidance.scale, offset, *_words(0 if address is None else address.seed),
         NOISE=2 if address is not None else int(noise is not None), ALIGNED=offset % 4 == 0,
         MEAN=want_mean, X0=sigma is not None, COPY=copy_dtype is not None, **_pair(a), **_EXACT,
     )  # fmt: skip
     logp = _finish(a, partial, coef, index, dim, (False, False))[0]
-    return out[0], logp, out[1], out[2], out[3]
+    return out, logp, more[0], more[1], more[2]
 
 
 def logp(
@@ -155,8 +160,7 @@ def logp(
         *(t.stride(0) for t in (x, v, u, y, ref, old)), 0.0 if a.guidance is None else a.guidance.scale,
         KL=wanted[0], GUARD=wanted[1], **_pair(a), **_EXACT,
     )  # fmt: skip
-    out = _finish(a, partial, coef, index, dim, wanted)
-    return out[0], out[1], out[2]
+    return _finish(a, partial, coef, index, dim, wanted)
 
 
 def grad(
@@ -171,7 +175,7 @@ def grad(
     """(dv, None), or (dc, du) of a guidance pair, in the dtypes of v and u."""
     if not a.x.numel():
         return torch.empty_like(a.v), None if a.guidance is None else torch.empty_like(a.guidance.uncond)
-    if (guided := _guided(a)) is not a:
+    if (guided := _guided(a)) is not a and a.guidance is not None:
         inner, _ = grad(guided, x_next, v_ref, v_old, g_logp, g_kl, g_guard)
         dc, du = (torch.empty(inner.shape, dtype=t.dtype, device=t.device) for t in (a.v, a.guidance.uncond))
         _guide(a, inner, dc, du)
