@@ -147,7 +147,8 @@ def command(config: ServeConfig) -> list[str]:
     if not config.cpu:
         options["--gpu-memory-utilization"] = str(config.gpu_memory)
     flat = [word for pair in options.items() for word in pair]
-    return ["serve", preset.model, *flat, *(["--enforce-eager"] if config.cpu else []), *config.extra]
+    flags = ["--disable-uvicorn-access-log", *(["--enforce-eager"] if config.cpu else [])]  # the log stays small
+    return ["serve", preset.model, *flat, *flags, *config.extra]
 
 
 def environment(config: ServeConfig) -> dict[str, str]:
