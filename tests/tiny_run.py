@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -147,3 +148,20 @@ def rows(folder: Path, timeless: bool = True) -> list[dict[str, Any]]:
 def tree(folder: Path) -> dict[str, bytes]:
     """Content of every file below a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def ranks(recipe_file: Path, size: int, *options: str, hook: Callable[[], None] | None = None, **env: str) -> list[Run]:
+    """`prefgrpo train RECIPE options` begun on `size` ranks, as torchrun starts them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | env
+    return [
+        start(
+            ["train", str(recipe_file), *options],
+            recipe_file.with_suffix(f".rank{k}.log"),
+            hook,
+            **shared | {"RANK": str(k), "LOCAL_RANK": str(k)},
+        )
+        for k in range(size)
+    ]

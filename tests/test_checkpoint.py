@@ -1,0 +1,399 @@
+"""Checkpoints: whole or not there at all, checked before use; and a run that is killed goes on as if nothing had been.
+
+Why these cases: kill -9 is the normal end of a preempted job, at any instruction: before the first checkpoint, between
+two, while one is being written, while old ones are being removed, at the very end. After each, `--resume` must give
+the metrics of the run that was never stopped, bit for bit. And disks lie: every file of a checkpoint is damaged once.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from tiny_run import BASE, merged, recipe, rows, start, train, tree, world
+
+from prefgrpo import checkpoint
+from prefgrpo.checkpoint import CheckpointError, claim, latest, list_steps, load_into, read, save
+
+JUDGE = Path(checkpoint.__file__).parent / "tiny" / "assets" / "judge"
+STATE = {"param.a": torch.arange(6.0).view(2, 3), "adamw.step.a": torch.tensor(3.0)}
+
+
+def export(folder: str) -> None:
+    Path(folder, "lora").mkdir()
+    Path(folder, "lora", "w.safetensors").write_bytes(b"weights" * 99)
+
+
+def save_one(folder: Path, step: int, keep: int = 2) -> Path:
+    return save(folder, step, STATE, {"updates": step, "trained_s": 1.5}, export, keep)
+
+
+# ---- the files ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_read(tmp_path):
+    tensors, meta = read(save_one(tmp_path, 7))
+    assert meta["step"] == meta["updates"] == 7 and meta["trained_s"] == 1.5
+    assert tensors.keys() == STATE.keys() and all(torch.equal(tensors[k], STATE[k]) for k in STATE)
+
+
+def test_old_ones_go_in_order_of_steps_and_foreign_folders_stay(tmp_path):
+    (tmp_path / "step_old").mkdir()
+    for step in (1, 999_999, 1_000_000):
+        save_one(tmp_path, step)
+    assert [p.name for p in list_steps(tmp_path)] == ["step_999999", "step_1000000"]
+    assert latest(tmp_path).name == "step_1000000" and (tmp_path / "step_old").is_dir()
+    assert latest(tmp_path / "nothing") is None
+
+
+def test_one_that_exists_is_never_replaced(tmp_path):
+    path = save_one(tmp_path, 3)
+    before = tree(path)
+    save(tmp_path, 3, {"param.a": torch.zeros(1)}, {"updates": 0, "trained_s": 0.0}, export, 2)
+    assert tree(path) == before
+
+
+DAMAGE = {
+    "flip": lambda f: f.write_bytes((b := bytearray(f.read_bytes())) and bytes([*b[:-20], b[-20] ^ 1, *b[-19:]])),
+    "truncate": lambda f: f.write_bytes(f.read_bytes()[:-1]),
+    "empty": lambda f: f.write_bytes(b""),
+    "remove": lambda f: f.unlink(),
+    "grow": lambda f: f.write_bytes(f.read_bytes() + b"\0"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", ["state.safetensors", "state.json", "lora/w.safetensors"])
+def test_every_damage_to_every_file_is_seen(tmp_path, name, damage):
+    save_one(tmp_path, 2)
+    path = save_one(tmp_path, 4)
+    DAMAGE[damage](path / name)
+    with pytest.raises(CheckpointError) as caught:
+        read(path)
+    told = str(caught.value)
+    assert str(path) in told and Path(name).name in told and "remove that folder to resume from step_000002" in told
+
+
+def test_every_bit_of_the_facts_is_checked(tmp_path):
+    """A flipped digit of the step or of the update count leaves valid JSON."""
+    path = save_one(tmp_path, 4)
+    good = (path / "state.json").read_bytes()
+    for _ in range(60):
+        at = random.Random(_).randrange(len(good))
+        if good[at : at + 1].isspace():
+            continue
+        (path / "state.json").write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        with pytest.raises(CheckpointError):
+            read(path)
+    for content in (b"[]", b"3", b"{}", b'{"files": {}}', b"null"):
+        (path / "state.json").write_bytes(content)
+        with pytest.raises(CheckpointError, match="remove that folder and start again"):
+            read(path)
+
+
+def test_loading_checks_names_and_shapes():
+    target = {"a": torch.zeros(2, 3)}
+    load_into(target, STATE, "param.")
+    assert torch.equal(target["a"], STATE["param.a"])
+    for wrong in ({"b": torch.zeros(2, 3)}, {"a": torch.zeros(3, 2)}, {}, {"a": target["a"], "b": target["a"]}):
+        with pytest.raises(CheckpointError, match="do not fit this configuration"):
+            load_into(wrong, STATE, "param.")
+
+
+def test_claiming_a_folder(tmp_path):
+    claim(tmp_path / "new", resume=False)
+    claim(tmp_path / "new", resume=False)
+    claim(tmp_path / "newer", resume=True)
+    (tmp_path / "new" / ".config.yaml.123").touch()
+    claim(tmp_path / "new", resume=False)
+    (tmp_path / "new" / "thesis.tex").write_text("precious")
+    for resume, told in ((False, r"holds another run \(thesis.tex\); nothing was touched"), (True, "is not a run of")):
+        with pytest.raises(CheckpointError, match=told):
+            claim(tmp_path / "new", resume)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="is a file; expected a folder"):
+        claim(tmp_path / "file", resume=True)
+    half = tmp_path / "run" / "checkpoints" / ".step_000004.99"
+    half.mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").touch()
+    claim(tmp_path / "run", resume=True)
+    assert not half.exists(), "what a killed save left behind"
+
+
+# ---- kill -9 ------------------------------------------------------------------------------------------------------
+
+
+def judged(place: Path, name: str, **over) -> Path:
+    """A run with everything that a resumed one must restore: EMA, KL, warm-up, windows, several updates, a judge."""
+    full = {
+        "reward": {"spec": "vlm_pairwise:1,jpeg_compressibility:0.5"},
+        "judge": {"backend": "local", "model": str(JUDGE), "template": "caption_match", "log": True},
+        "rollout": {"steps": 4, "window_size": 2, "prompts_per_step": 2},
+        "train": {"steps": 5, "ema_decay": 0.7, "kl_coef": 0.1, "warmup_steps": 3, "updates_per_rollout": 2},
+        "eval": {"judge": True, "final_prompts": str(place / "dev.txt")},
+    }
+    return recipe(place, name, **merged(full, over))
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return world(tmp_path_factory.mktemp("kill"))
+
+
+@pytest.fixture(scope="module")
+def truth(place):
+    code, output = train(judged(place, "truth"))
+    assert code == 0, output
+    return place / "runs" / "truth"
+
+
+def weights(run: Path) -> dict[str, dict[str, bytes]]:
+    """Every tensor in every safetensors file of a run (their headers are written in any order)."""
+    files = {str(f.relative_to(run)): load_file(f) for f in sorted(run.rglob("*.safetensors"))}
+    return {name: {k: t.numpy().tobytes() for k, t in tensors.items()} for name, tensors in files.items()}
+
+
+def same_as(truth: Path, run: Path) -> None:
+    """Metrics, judgements, evaluation images and the product are those of the run that was never stopped."""
+    assert rows(run) == rows(truth)
+    lines = [[json.loads(x) for x in (r / "judgements.jsonl").read_text().splitlines()] for r in (run, truth)]
+    key = ("step", "group", "first", "second", "p_first")
+    assert [[x[k] for k in key] for x in lines[0]] == [[x[k] for k in key] for x in lines[1]]
+    assert weights(run) == weights(truth)
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+def count(run: Path, kind: str = "train") -> int:
+    file = run / "metrics.jsonl"
+    return sum(f'"kind": "{kind}"' in line for line in file.read_text().splitlines()) if file.is_file() else 0
+
+
+MOMENTS = {
+    "before anything is written": lambda run: run.is_dir(),
+    "before the first step": lambda run: (run / "config.yaml").is_file(),
+    "in the first evaluation": lambda run: count(run, "eval") == 1,
+    "in the first step": lambda run: count(run, "eval") == 2,
+    "after the first step": lambda run: count(run) == 1,
+    "between two checkpoints": lambda run: count(run) == 3,
+    "while a checkpoint is written": lambda run: any((run / "checkpoints").glob(".step_000004*")),
+    "at the last evaluation": lambda run: (run / "checkpoints" / "step_000004").is_dir() and count(run) == 5,
+    "while the product is written": lambda run: (run / "lora").is_dir(),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_at_a_moment(place, truth, moment):
+    name = "run" + str(list(MOMENTS).index(moment))
+    file, run = judged(place, name), place / "runs" / name
+    first = start(["train", str(file)], place / "log")
+    first.until(lambda: MOMENTS[moment](run))
+    first.kill()
+    code, output = train(file, "--resume")
+    assert code == 0, output
+    same_as(truth, run)
+
+
+def test_killed_again_and_again_at_random(place, truth):
+    """Every attempt lives a random while longer; in the end the run is the one that was never stopped."""
+    file, run, dice, kills = judged(place, "random"), place / "runs" / "random", random.Random(0), 0
+    for attempt in range(200):
+        process = start(["train", str(file), "--resume"], place / "log")
+        process.process.join(dice.uniform(0.4, 0.5 + 0.3 * attempt))
+        if process.process.exitcode is not None:
+            break
+        process.kill()
+        kills += 1
+    assert process.process.exitcode == 0, process.output
+    assert kills >= 2
+    same_as(truth, run)
+
+
+PLAIN = {"train": {"steps": 3}, "checkpoint": {"every": 1, "keep": 1}, "eval": {"every": 0}}
+
+
+def die_at(left: int) -> None:
+    """This process dies at its `left`-th fsync, rename, removal or weight file."""
+
+    def counted(function):
+        def call(*args, **kwargs):
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return call
+
+    for module, name in ((os, "fsync"), (os, "replace"), (shutil, "rmtree"), (checkpoint, "save_file")):
+        setattr(module, name, counted(getattr(module, name)))
+
+
+def test_killed_at_every_write_of_a_checkpoint(tmp_path):
+    """Each file operation of three saves in turn, keeping one: a usable state is never given up for a new one."""
+    for n in range(1, 100):
+        folder = tmp_path / str(n) / "checkpoints"
+        folder.mkdir(parents=True)
+        (folder.parent / "config.yaml").touch()
+        save_one(folder, 1, keep=1)
+        child = os.fork()
+        if child == 0:
+            die_at(n)
+            for step in (2, 3, 4):
+                save_one(folder, step, keep=1)
+                (folder.parent / "done").write_text(str(step))
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        done = int((folder.parent / "done").read_text()) if (folder.parent / "done").is_file() else 1
+        claim(folder.parent, resume=True)
+        newest = latest(folder)
+        assert read(newest)[1]["step"] in (done, done + 1), "what was saved stays, whole"
+        assert not list(folder.glob(".*")), "nothing half-written stays"
+        if status == 0:
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+    assert done == 4 and n > 20, "the hook no longer sees the writes"
+
+
+def fill_the_disk() -> None:
+    """In the new process: the second checkpoint meets a full disk."""
+    true_save, saves = checkpoint.save_file, []
+
+    def failing(*args, **kwargs):
+        saves.append(1)
+        if len(saves) == 2:
+            raise OSError(28, "No space left on device")
+        return true_save(*args, **kwargs)
+
+    checkpoint.save_file = failing
+
+
+def test_a_full_disk_costs_the_steps_since_the_last_checkpoint(place):
+    file, run = recipe(place, "full", **PLAIN), place / "runs" / "full"
+    code, output = train(file, hook=fill_the_disk)
+    assert code not in (0, 3) and "No space left on device" in output
+    assert [p.name for p in list_steps(run / "checkpoints")] == ["step_000001"]
+    code, output = train(file, "--resume")
+    assert code == 0 and f"resumed from {run / 'checkpoints' / 'step_000001'}" in output
+    assert [r["step"] for r in rows(run)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_step_saves_and_exits_3(place, truth, number):
+    name = f"signal{int(number)}"
+    file, run = judged(place, name), place / "runs" / name
+    process = start(["train", str(file)], place / "log")
+    process.until(lambda: count(run) == 1)
+    os.kill(process.process.pid, number)
+    assert process.wait() == 3, process.output
+    assert "continue with the same command and --resume" in process.output
+    done = count(run)
+    assert latest(run / "checkpoints").name == f"step_{done:06d}" and done < 5
+    code, output = train(file, "--resume")
+    assert code == 0, output
+    assert rows(run) == rows(truth), "no step is lost or done twice"
+
+
+def test_full_fine_tuning_resumes_bit_for_bit(place):
+    options = {"train": {"lora_rank": 0, "steps": 3, "lr": 1e-4}, "checkpoint": {"every": 1}}
+    assert train(recipe(place, "whole", **options))[0] == 0
+    file = recipe(place, "halves", **options)
+    process, run = start(["train", str(file)], place / "log"), place / "runs" / "halves"
+    process.until(lambda: (run / "checkpoints" / "step_000002").is_dir())
+    process.kill()
+    code, output = train(file, "--resume")
+    assert code == 0, output
+    assert rows(run) == rows(place / "runs" / "whole")
+    assert tree(run / "pipeline") == tree(place / "runs" / "whole" / "pipeline")
+
+
+# ---- resuming what should not, or need not, be resumed ---------------------------------------------------------------
+
+
+@pytest.fixture
+def finished(place, tmp_path):
+    """A copy of a finished run with its recipe's name changed."""
+    if not (place / "runs" / "short").is_dir():
+        assert train(recipe(place, "short", train={"steps": 2}))[0] == 0
+    shutil.copytree(place / "runs" / "short", tmp_path / "runs" / "short")
+    return tmp_path
+
+
+def short(place, finished, **over):
+    return recipe(place, "short", **merged({"train": {"steps": 2}, "output": str(finished / "runs")}, over))
+
+
+def test_a_finished_run_may_be_resumed_and_prolonged(place, finished):
+    run = finished / "runs" / "short"
+    before = rows(run)
+    code, output = train(short(place, finished), "--resume")
+    assert code == 0 and rows(run) == before, output
+    code, output = train(short(place, finished), "--resume", "--train.steps", "4")
+    assert code == 0, output
+    assert train(recipe(place, "straight"))[0] == 0
+    assert rows(run) == rows(place / "runs" / "straight")
+    assert yaml.safe_load((run / "config.yaml").read_text())["train"]["steps"] == 4
+
+
+def test_another_configuration_is_refused_and_nothing_is_touched(place, finished):
+    run = finished / "runs" / "short"
+    before = tree(run)
+    code, output = train(short(place, finished, rollout={"group_size": 2}), "--resume", "--seed", "5")
+    assert code == 2 and tree(run) == before
+    for part in ("rollout.group_size: was 4, is 2", "seed: was 0, is 5", "resume with the old values"):
+        assert part in output
+    code, output = train(short(place, finished), "--resume", "--train.lr", "0.002", "--checkpoint.every", "1")
+    assert code == 0, "what mends a run that stopped may change"
+
+
+def test_a_run_is_never_overwritten(place, finished):
+    run = finished / "runs" / "short"
+    before = tree(run)
+    code, output = train(short(place, finished))
+    assert code == 2 and "holds another run" in output and "--resume" in output and tree(run) == before
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+def test_a_damaged_checkpoint_stops_the_resume_and_the_advice_works(place, finished, damage):
+    run = finished / "runs" / "short"
+    shutil.rmtree(run / "checkpoints")
+    code, output = train(short(place, finished), "--resume", "--checkpoint.every", "1")
+    assert code == 0, output
+    newest = run / "checkpoints" / "step_000002"
+    DAMAGE[damage](newest / "state.safetensors")
+    before = tree(run)
+    code, output = train(short(place, finished), "--resume", "--checkpoint.every", "1")
+    assert code == 2 and tree(run) == before
+    assert f"{newest} is damaged" in output and "remove that folder to resume from step_000001" in output
+    shutil.rmtree(newest)
+    code, output = train(short(place, finished), "--resume", "--checkpoint.every", "1")
+    assert code == 0 and "step_000001" in output and [r["step"] for r in rows(run) if r["kind"] == "train"] == [1, 2]
+
+
+def test_a_checkpoint_of_another_model_is_refused(place, finished):
+    run = finished / "runs" / "short"
+    text = (run / "config.yaml").read_text().replace("lora_rank: 4", "lora_rank: 2")
+    (run / "config.yaml").write_text(text)
+    code, output = train(short(place, finished, train={"lora_rank": 2}), "--resume")
+    assert code == 2 and "do not fit this configuration" in output and "LoRA rank" in output
+
+
+def test_time_spent_counts_over_resumes(place):
+    """train.max_minutes is the whole run's: a resumed run has what is left."""
+    file = recipe(place, "timed", train={"steps": 1000, "max_minutes": 0.01}, eval={"every": 0})
+    begin = time.monotonic()
+    assert train(file)[0] == 0 and time.monotonic() - begin < 20
+    done = count(place / "runs" / "timed")
+    assert 0 < done < 1000
+    code, output = train(file, "--resume")
+    assert code == 0 and count(place / "runs" / "timed") == done, output
+
+
+def test_the_base_recipe_has_what_resuming_needs():
+    assert BASE["checkpoint"]["every"] == 2 and BASE["train"]["lora_alpha"] != BASE["train"]["lora_rank"]

@@ -1,0 +1,250 @@
+"""Two processes (gloo) against one with the same global batch, and every way in which one rank alone has trouble.
+
+Why these cases: a run on 8 GPUs must be the run on one, only faster: the same noise and samples to the bit, the same
+group statistics. And a rank that stops alone leaves the others waiting for ever, so each trouble of a single rank
+(a config that does not deal out, a folder only rank 0 may touch, a dead judge, lost rewards, a signal, nothing to
+evaluate, no signal in its groups) must reach all of them.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import ranks, recipe, rows, start, train, world
+
+from prefgrpo.noise import initial_latents
+from prefgrpo.parallel import World, pick_device
+from prefgrpo.recipe import ConfigError
+from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.trainer import Trainer
+
+pytestmark = pytest.mark.dist
+P, G = 4, 4
+SAME = {"rollout": {"prompts_per_step": P, "group_size": G, "batch_size": G}, "train": {"lr": 1e-3}}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return world(tmp_path_factory.mktemp("parallel"))
+
+
+class Brightness(PointwiseReward):
+    def score(self, samples):
+        return [Score(float(s.media.pixels.mean())) for s in samples]
+
+
+class RankOneIsTied(PointwiseReward):
+    def score(self, samples):
+        return [Score(0.0 if os.environ["RANK"] == "1" else float(s.media.pixels.mean())) for s in samples]
+
+
+class RankOneHasNone(PointwiseReward):
+    def score(self, samples):
+        return [Score(None, "no luck") if os.environ["RANK"] == "1" else Score(1.0) for _ in samples]
+
+
+HERE = f"{__name__}."
+
+
+def dump() -> None:
+    """In the new process: every stored latent and every image goes into DUMP by (step, slot, member)."""
+    true_collect = Trainer._collect
+
+    def collect(self, step, schedule):
+        batches = true_collect(self, step, schedule)
+        out = {}
+        for batch in batches:
+            for row, place in enumerate(zip(batch.slots, batch.members, strict=True)):
+                latents = [t[row].clone() for s in batch.rollout.steps for t in (s.x, s.x_next, s.logp)]
+                out[place] = (latents, torch.from_numpy(self.samples[place].media.pixels), self.samples[place].prompt)
+        torch.save(out, Path(os.environ["DUMP"]) / f"{step}_{self.world.rank}of{self.world.size}.pt")
+        return batches
+
+    Trainer._collect = collect
+
+
+def all_end(runs, code):
+    assert [r.wait() for r in runs] == [code] * len(runs), "\n".join(r.output for r in runs)
+    return [r.output for r in runs]
+
+
+@pytest.fixture(scope="module")
+def both(place):
+    """(run folder, dumps) of one process and of two."""
+    out = {}
+    for size in (1, 2):
+        os.environ["DUMP"] = str(place / f"dump{size}")
+        (place / f"dump{size}").mkdir()
+        options = SAME | {"reward": {"spec": f"{HERE}Brightness:1,jpeg_compressibility:0"}}
+        options["train"] = {"lr": 1e-3, "updates_per_rollout": 2, "ema_decay": 0.5, "kl_coef": 0.1}
+        all_end(ranks(recipe(place, f"size{size}", **options), size, hook=dump, DUMP=os.environ["DUMP"]), 0)
+        dumps = {}
+        for file in (place / f"dump{size}").glob("*.pt"):
+            dumps.setdefault(int(file.name.split("_")[0]), {}).update(torch.load(file))
+        out[size] = place / "runs" / f"size{size}", dumps
+    return out
+
+
+def test_noise_and_samples_are_bitwise_the_same(both):
+    one, two = both[1][1][0], both[2][1][0]
+    assert one.keys() == two.keys() == {(p, g) for p in range(P) for g in range(G)}
+    for place in one:
+        (latents, pixels, prompt), (others, other_pixels, other_prompt) = one[place], two[place]
+        assert prompt == other_prompt and torch.equal(pixels, other_pixels)
+        assert all(torch.equal(a, b) for a, b in zip(latents, others, strict=True)), "noise, latents and log-probs"
+        address = torch.tensor([place[0] * G + place[1]])
+        assert torch.equal(latents[0], initial_latents(0, address, tuple(latents[0].shape))[0])
+
+
+def test_group_statistics_are_equal_and_training_stays_together(both):
+    one, two = rows(both[1][0]), rows(both[2][0])
+    assert [(r["kind"], r["step"]) for r in one] == [(r["kind"], r["step"]) for r in two]
+    first, other = (next(r for r in run if r["kind"] == "train") for run in (one, two))
+    for key in first:
+        if key.startswith(("reward/", "advantage/", "samples")) or "on_policy" in key:
+            assert first[key] == other[key], key
+    for a, b in zip(one, two, strict=True):
+        for key in a:
+            if key in ("grad_norm", "loss", "policy/kl", "policy/ratio_max") or "Brightness" in key:
+                assert a[key] == pytest.approx(b[key], rel=2e-3, abs=2e-6), (a["step"], key)
+    for step in range(4):
+        for place in both[1][1][step]:
+            a, b = both[1][1][step][place][0], both[2][1][step][place][0]
+            assert torch.equal(a[0], b[0]) and torch.allclose(a[-2], b[-2], atol=1e-4), (step, place)
+
+
+def test_torchrun_starts_it(place):
+    file = recipe(place, "torchrun", **SAME, eval={"every": 0})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "prefgrpo"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([*command, "train", str(file)], capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [r["step"] for r in rows(place / "runs" / "torchrun")] == [1, 2, 3, 4]
+    assert done.stdout.count("finished after 4 steps") + done.stderr.count("finished after 4 steps") == 1
+    assert "2 × cpu" in done.stdout + done.stderr
+
+
+def test_what_does_not_deal_out_is_refused_everywhere(place):
+    file = recipe(place, "odd", rollout={"prompts_per_step": 3}, train={"updates_per_rollout": 4})
+    for output in all_end(ranks(file, 2), 2):
+        assert "3 groups do not deal out over 2 processes; expected a multiple of 2" in output
+        assert "train.updates_per_rollout: 4 updates need as many prompts per step" in output
+    assert not (place / "runs" / "odd").exists()
+
+
+def test_what_only_rank_0_sees_stops_all(place):
+    """A foreign folder, and a judge that is not there: rank 0 tells, the others end too."""
+    (place / "runs" / "taken").mkdir(parents=True, exist_ok=True)
+    (place / "runs" / "taken" / "thesis.tex").touch()
+    outputs = all_end(ranks(recipe(place, "taken"), 2), 2)
+    assert "holds another run (thesis.tex)" in outputs[0] and "rank 0 found a problem" in outputs[1]
+    down = recipe(place, "down", reward={"spec": "vlm_pairwise"}, judge={"endpoints": ["http://127.0.0.1:9"]})
+    outputs = all_end(ranks(down, 2), 2)
+    assert "not reachable" in outputs[0] and "rank 0 found a problem" in outputs[1]
+
+
+def test_lost_rewards_of_one_rank_stop_all(place):
+    file = recipe(place, "lost", reward={"spec": f"{HERE}RankOneHasNone"}, eval={"every": 0})
+    outputs = all_end(ranks(file, 2), 3)
+    assert "step 1: 50% of the rewards are missing" in outputs[0]
+    assert (place / "runs" / "lost" / "checkpoints" / "step_000000" / "state.json").is_file()
+
+
+def test_a_rank_without_signal_takes_part_with_zeros(place):
+    file = recipe(place, "tied", reward={"spec": f"{HERE}RankOneIsTied"}, eval={"every": 0})
+    all_end(ranks(file, 2), 0)
+    found = rows(place / "runs" / "tied")
+    assert all(r["samples_trained"] == 4 and r["grad_norm"] > 0 for r in found) and len(found) == 4
+
+
+def test_a_signal_to_one_rank_stops_all_after_the_step(place):
+    file = recipe(place, "signal", train={"steps": 500}, eval={"every": 0})
+    runs, folder = ranks(file, 2), place / "runs" / "signal"
+    runs[0].until(lambda: (folder / "metrics.jsonl").is_file() and len(rows(folder)) >= 2)
+    os.kill(runs[1].process.pid, signal.SIGTERM)
+    all_end(runs, 3)
+    done = rows(folder)[-1]["step"]
+    assert (folder / "checkpoints" / f"step_{done:06d}").is_dir()
+
+
+def test_ranks_may_change_on_resume_and_a_rank_may_have_nothing_to_evaluate(place):
+    """One held-out prompt over two ranks, then on with one rank."""
+    (place / "single.txt").write_text("a red circle\n")
+    options = {"eval": {"prompts": str(place / "single.txt"), "every": 1, "spec": "jpeg_compressibility,scenes"}}
+    file = recipe(place, "change", **options)
+    all_end(ranks(file, 2, "--train.steps", "2"), 0)
+    code, output = train(file, "--resume")
+    assert code == 0, output
+    all_end(ranks(file, 2, "--resume", "--train.steps", "6"), 0)
+    found = rows(place / "runs" / "change")
+    assert [r["step"] for r in found if r["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in found if r["kind"] == "eval"] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def collectives() -> None:
+    """In the new process: every collective, with an answer that is known; a failure is the exit code."""
+    from prefgrpo import parallel
+
+    world = parallel.start("cpu")
+    rank, size = world.rank, world.size
+    assert world.main == (rank == 0) and list(world.slots(6)) == list(range(rank, 6, size))
+    local = np.array([[float(p), 10.0 * p] for p in world.slots(6)])
+    assert np.array_equal(world.gather_slots(local), [[p, 10.0 * p] for p in range(6)])
+    assert world.gather_slots(local.reshape(-1, 2, 1)).shape == (6, 2, 1)
+    assert world.gather(np.array([float(rank), np.nan]))[::2].tolist() == list(range(size))
+    assert world.any(rank == size - 1) and not world.any(False)
+    assert world.union(["b", f"r{rank}"] if rank else []) == sorted({"b", *(f"r{k}" for k in range(1, size))})
+    half, full, none = (
+        torch.zeros(3, dtype=t, requires_grad=True) for t in (torch.bfloat16, torch.float32, torch.float32)
+    )
+    half.grad, full.grad = torch.full((3,), 2.0, dtype=torch.bfloat16), torch.full((3,), rank + 1.0)
+    world.sum_gradients([half, full, none])
+    assert half.grad.tolist() == [2.0 * size] * 3 and full.grad.tolist() == [size * (size + 1) / 2] * 3
+    assert none.grad.tolist() == [0.0] * 3
+    said = []
+    world.on_main(lambda: said.append(1), ConfigError)
+    assert said == ([1] if rank == 0 else [])
+    try:
+        world.on_main(lambda: (_ for _ in ()).throw(ConfigError(["only here"])), ConfigError)
+    except ConfigError as error:
+        assert ("only here" in str(error)) == (rank == 0)
+    else:
+        raise AssertionError("every rank must raise")
+    parallel.stop()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_collectives(place, size):
+    all_end(ranks(place / "none.yaml", size, hook=collectives), 0)
+
+
+def test_one_process_needs_no_group():
+    world = World(0, 1, torch.device("cpu"))
+    assert world.gather(np.ones((2, 3))).shape == (2, 3) and world.union({"b": 1, "a": 2}) == ["a", "b"]
+    world.barrier()
+    with pytest.raises(ValueError, match="mine"):
+        world.on_main(lambda: (_ for _ in ()).throw(ValueError("mine")), ValueError)
+
+
+def test_devices(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert pick_device("auto").type == pick_device("cpu").type == "cpu"
+    with pytest.raises(ConfigError, match="device: cuda was asked for, but torch sees no GPU"):
+        pick_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert pick_device("auto") == torch.device("cuda", 3) and pick_device("cpu").type == "cpu"
+
+
+def test_only_rank_0_writes(both):
+    folder = both[2][0]
+    assert len(json.loads((folder / "eval" / "dev_prompts.json").read_text())) == 2
+    assert sorted(p.name for p in folder.glob("eval/dev_before_*")) == ["dev_before_0of2.npz", "dev_before_1of2.npz"]
+    assert start(["--version"], folder / "log").wait() == 0

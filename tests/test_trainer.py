@@ -1,0 +1,342 @@
+"""The training loop: on-policy exactness, the gradient of the whole objective, and what must change nothing.
+
+Why these cases: a first ratio that is not exactly 1 means that rollout and replay disagree on what the policy is, and
+at clip ranges of 1e-5 the run then trains on rounding. The gradient of an update is compared with autograd through the
+plain formulas, written here without any of the project's ops. Groups without signal must cost and change nothing.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import rows, settings, world
+
+from prefgrpo import noise
+from prefgrpo.config import from_dict
+from prefgrpo.embed import collate
+from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.trainer import Trainer, TrainingStopped
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return world(tmp_path_factory.mktemp("trainer"))
+
+
+@pytest.fixture
+def trainer(place, request):
+    """Makes trainers; closes them."""
+    made = []
+
+    def make(name=None, resume=False, **over):
+        config = from_dict(settings(place, name or request.node.name.replace("/", "-"), **over))
+        made.append(Trainer(config, resume))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.log.close()
+        one.parts.close()
+
+
+class Brightness(PointwiseReward):
+    def score(self, samples):
+        return [Score(float(s.media.pixels.mean())) for s in samples]
+
+
+class Constant(PointwiseReward):
+    def score(self, samples):
+        return [Score(0.3) for _ in samples]
+
+
+class HalfTied(PointwiseReward):
+    """The first prompt's group is tied."""
+
+    def score(self, samples):
+        return [Score(0.1 if s.prompt == samples[0].prompt else float(s.media.pixels.mean())) for s in samples]
+
+
+class OneMissing(PointwiseReward):
+    def score(self, samples):
+        return [Score(None, "lost") if n == 1 else Score(float(s.media.pixels.mean())) for n, s in enumerate(samples)]
+
+
+class Mostly(PointwiseReward):
+    def score(self, samples):
+        return [Score(1.0) if n % 3 else Score(float("nan")) for n in range(len(samples))]
+
+
+HERE = f"{__name__}."
+
+EXACT = {
+    "plain": {},
+    "bright": {"reward": {"spec": f"{HERE}Brightness"}},
+    "ema": {"train": {"ema_decay": 0.9}},
+    "kl": {"train": {"kl_coef": 0.5}},
+    "window": {"rollout": {"steps": 6, "window_low": 1, "window_high": 5, "window_size": 2}},
+    "same noise": {"rollout": {"same_noise": True}},
+    "many batches": {"rollout": {"prompts_per_step": 4, "batch_size": 3}},
+    "group over batches": {"rollout": {"group_size": 5, "batch_size": 2}},
+    "two updates": {"train": {"updates_per_rollout": 2}, "rollout": {"batch_size": 3}},
+    "dance": {"rollout": {"rule": "dance", "eta": 0.3}},
+    "cps": {"rollout": {"rule": "cps", "eta": 0.8}},
+    "wan": {"rollout": {"rule": "wan"}},
+    "shift": {"rollout": {"shift": 3.0, "guidance": 1.0}},
+    "checkpointing": {"train": {"gradient_checkpointing": True}},
+    "full": {"train": {"lora_rank": 0, "lr": 1e-4}},
+    "odd size": {"rollout": {"height": 24, "width": 8}},
+}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_the_first_update_is_on_policy_to_the_last_bit(trainer, case):
+    """Two steps, so that the second starts from weights that moved."""
+    over = {"train": {"steps": 2}, "eval": {"every": 0}} | EXACT[case]
+    over["train"] = {"steps": 2} | EXACT[case].get("train", {})
+    one = trainer(**over)
+    weights = [p.detach().clone() for p in one.policy.list]
+    one.run()
+    found = rows(one.folder)
+    assert [r["step"] for r in found] == [1, 2]
+    for row in found:
+        assert row["policy/on_policy_error"] == 0.0 and row["samples_trained"] > 0 and row["grad_norm"] > 0
+    if one.config.train.updates_per_rollout == 1:
+        assert found[1]["policy/ratio_min"] == found[1]["policy/ratio_max"] == 1.0
+    else:
+        assert found[1]["policy/ratio_min"] < 1.0 < found[1]["policy/ratio_max"], "the second update is off-policy"
+    assert any(not torch.equal(a, b) for a, b in zip(weights, one.policy.list, strict=True))
+
+
+def moved(one, scale=0.05):
+    """Put the policy away from its start, where KL and ratios are not trivial."""
+    generator = torch.Generator().manual_seed(1)
+    for p in one.policy.list:
+        p.data.add_(scale * torch.randn(p.shape, generator=generator))
+
+
+PLAIN_FORMULA = {
+    "on-policy": {},
+    "kl": {"train": {"kl_coef": 0.7}},
+    "off-policy and clipped": {"train": {"clip_range": 2e-4, "clip_range_high": 3e-4}},
+    "kl, window, batches": {
+        "train": {"kl_coef": 0.3, "adv_clip_max": 0.8},
+        "rollout": {"steps": 5, "window_size": 2, "batch_size": 3, "guidance": 2.0},
+    },
+}
+
+
+@pytest.mark.parametrize("case", PLAIN_FORMULA)
+def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
+    """Autograd through the objective as the papers write it, on the stored latents, sample by sample."""
+    one = trainer(reward={"spec": f"{HERE}Brightness"}, eval={"every": 0}, **PLAIN_FORMULA[case])
+    c = one.config
+    moved(one)
+    schedule = one._schedule(0)
+    batches = one._collect(0, schedule)
+    advantage, _ = one._advantage(one.parts.scorer.finish())
+    if case.startswith("off"):
+        moved(one, 0.02)
+    taken = []
+    one.policy.update = lambda world: taken.append([p.grad.clone() for p in one.policy.list]) or 0.0
+    values = one._update(schedule, batches, advantage)
+    one.policy.optimizer.zero_grad()
+
+    low, high = 1 - c.train.clip_range, 1 + (c.train.clip_range_high or c.train.clip_range)
+    total, count, ratios = torch.zeros((), dtype=torch.float64), 0, []
+    size = {"height": c.rollout.height, "width": c.rollout.width}
+    for batch in batches:
+        for step in batch.rollout.steps:
+            k = int(step.index[0])
+            a, b, s, w, const = schedule.coef[k].double()
+            sigma = schedule.sigmas[k].expand(len(batch.slots))
+            v = one.adapter.velocity(step.x, sigma, batch.condition, **size).double()
+            error = step.x_next.double() - a * step.x.double() - b * v
+            logp = w * error.square().flatten(1).mean(1) + const
+            ratio = torch.exp(logp - step.logp.double())
+            adv = advantage[batch.slots, batch.members].double().clamp(-c.train.adv_clip_max, c.train.adv_clip_max)
+            loss = torch.maximum(-adv * ratio, -adv * ratio.clamp(low, high))
+            if c.train.kl_coef:
+                with torch.no_grad(), one.adapter.reference():
+                    ref = one.adapter.velocity(step.x, sigma, batch.condition, **size).double()
+                loss = loss + c.train.kl_coef * (b * (v - ref)).square().flatten(1).mean(1) / (2 * s * s)
+            total, count = total + loss.sum(), count + len(loss)
+            ratios += ratio.detach().tolist()
+    (total / count).backward()
+    assert count == c.rollout.prompts_per_step * c.rollout.group_size * len(batches[0].rollout.steps)
+    assert values["loss"] == pytest.approx(float(total.detach() / count), rel=1e-3, abs=1e-6)
+    if case.startswith("off"):
+        assert min(ratios) < low and max(ratios) > high, "both sides of the clip must be met"
+        outside = np.mean([r < low or r > high for r in ratios])
+        assert values["policy/clip_fraction"] == pytest.approx(outside, abs=1e-9)
+    truth = torch.cat([p.grad.flatten() for p in one.policy.list])
+    ours = torch.cat([g.flatten() for g in taken[0]])
+    assert float(truth.norm()) > 0
+    assert float((ours - truth).norm() / truth.norm()) < 1e-4
+
+
+def test_every_image_goes_to_its_own_prompt_and_group(trainer):
+    """The samples handed to the rewards are those of stock sampling at the group's own noise address."""
+    one = trainer(rollout={"prompts_per_step": 3, "group_size": 2, "batch_size": 4}, eval={"every": 0})
+    schedule = one._schedule(5)
+    batches = one._collect(5, schedule)
+    assert [p for b in batches for p in zip(b.slots, b.members, strict=True)] == [
+        (p, g) for p in range(3) for g in (0, 1)
+    ]
+    first = batches[0].rollout.steps[0]
+    ids = [(5 * 3 + p) * 2 + g for p, g in zip(batches[0].slots, batches[0].members, strict=True)]
+    shape = one.adapter.latent_shape(16, 16)
+    assert torch.equal(first.x, noise.initial_latents(0, torch.tensor(ids), shape))
+    for batch in batches:
+        for row, place in enumerate(zip(batch.slots, batch.members, strict=True)):
+            condition = collate(one.parts.embeddings([one.samples[place].prompt]))
+            for key, value in condition.items():
+                assert torch.equal(value[0], batch.condition[key][row])
+    one.parts.scorer.finish()
+
+
+def test_same_noise_is_the_groups_own(trainer):
+    one = trainer(rollout={"same_noise": True, "batch_size": 8}, eval={"every": 0})
+    x = one._collect(0, one._schedule(0))[0].rollout.steps[0].x
+    assert all(torch.equal(x[0], x[k]) for k in range(4)) and all(torch.equal(x[4], x[k]) for k in range(4, 8))
+    assert not torch.equal(x[0], x[4])
+
+
+def test_groups_without_any_signal_change_nothing(trainer):
+    """All rewards equal: no forward, no update (weight decay and EMA included), and the run ends well."""
+    one = trainer(reward={"spec": f"{HERE}Constant"}, train={"steps": 3, "weight_decay": 0.5, "ema_decay": 0.5})
+    before = [p.detach().clone() for p in one.policy.list]
+    one.loss = None  # calling it would fail: no sample may be replayed
+    one.run()
+    assert all(torch.equal(a, b) for a, b in zip(before, one.policy.list, strict=True)) and one.policy.updates == 0
+    for row in (r for r in rows(one.folder) if r["kind"] == "train"):
+        assert row["samples_trained"] == 0 and row["advantage/zero_groups"] == 1.0 and row["loss"] == 0.0
+        assert not any(isinstance(v, float) and math.isnan(v) for v in row.values())
+
+
+def test_a_tied_group_costs_no_forward_and_stays_in_the_mean(trainer):
+    """Its samples count in the denominator, so that ties lower the step instead of being hidden."""
+    one = trainer(reward={"spec": f"{HERE}HalfTied"}, train={"steps": 1}, eval={"every": 0})
+    seen = []
+    true_loss = one.loss
+    one.loss = lambda train, new, old, adv, n: seen.append((len(adv), n)) or true_loss(train, new, old, adv, n)
+    one.run()
+    row = rows(one.folder)[0]
+    assert row["advantage/zero_groups"] == 0.5 and row["samples_trained"] == 4
+    assert sum(n for n, _ in seen) == 4 * 2 and {d for _, d in seen} == {8.0 * 2}, "2 trained steps"
+
+
+def test_a_missing_reward_is_left_out_of_its_group(trainer):
+    one = trainer(reward={"spec": f"{HERE}OneMissing"}, judge={"max_missing": 0.2}, eval={"every": 0})
+    batches = one._collect(0, one._schedule(0))
+    assert len(batches) == 2
+    scores = one.parts.scorer.finish()
+    advantage, values = one._advantage(scores)
+    assert values["reward/missing"] == 1 / 8 and advantage[0, 1] == 0
+    rest = scores.values[f"{HERE}OneMissing"][0, [0, 2, 3]]
+    expected = (rest - rest.mean()) / (rest.std() + 1e-4)
+    assert np.allclose(advantage[0, [0, 2, 3]].numpy(), expected, rtol=1e-5)
+
+
+def test_too_many_missing_rewards_stop_with_a_checkpoint(trainer):
+    one = trainer(name="missing", reward={"spec": f"{HERE}Mostly"}, eval={"every": 0})
+    with pytest.raises(TrainingStopped) as caught:
+        one.run()
+    told = str(caught.value)
+    for part in ("step 1:", "38% of the rewards are missing", "judge.max_missing = 10%", "the reward returned nan"):
+        assert part in told
+    assert (one.folder / "checkpoints" / "step_000000" / "state.json").is_file() and "--resume" in told
+
+
+def test_updates_share_the_prompts_not_the_samples(trainer):
+    """Update u trains the slots p with p·U // P = u; each sample exactly once."""
+    over = {"rollout": {"prompts_per_step": 5, "group_size": 2, "batch_size": 3}, "train": {"updates_per_rollout": 2}}
+    one = trainer(**over, eval={"every": 0})
+    plan = one._plan()
+    assert sorted(p for _, places in plan for p in places) == [(p, g) for p in range(5) for g in range(2)]
+    for update, places in plan:
+        assert {p * 2 // 5 for p, _ in places} == {update} and len(places) <= 3
+
+
+def test_two_updates_make_two_optimiser_steps(trainer):
+    one = trainer(train={"steps": 1, "updates_per_rollout": 2}, eval={"every": 0})
+    one.run()
+    assert one.policy.updates == 2
+
+
+def test_monitors_are_logged_and_not_trained_on(trainer):
+    """A reward of weight 0 changes nothing but its own figures."""
+    alone = trainer(name="alone", train={"steps": 2}, reward={"spec": "jpeg_compressibility"})
+    alone.run()
+    spec = {"spec": f"jpeg_compressibility:1,{HERE}Mostly:0"}
+    both = trainer(name="both", train={"steps": 2}, reward=spec)
+    both.run()
+    for a, b in zip(rows(alone.folder), rows(both.folder), strict=True):
+        assert a == {k: v for k, v in b.items() if "Mostly" not in k}
+    assert f"reward/{HERE}Mostly" in rows(both.folder)[1]
+
+
+def poison(one, at):
+    """From optimiser update `at` on, the gradient is NaN."""
+    true_loss = one.loss
+
+    def loss(train, new, old, adv, n):
+        out = true_loss(train, new, old, adv, n)
+        return out._replace(loss=out.loss * float("nan")) if one.policy.updates >= at else out
+
+    one.loss = loss
+
+
+def test_a_nan_loss_stops_before_any_weight_is_touched(trainer):
+    one = trainer(name="nan", eval={"every": 0})
+    poison(one, at=1)
+    with pytest.raises(TrainingStopped, match=r"step 2: gradient norm is nan\nsaved .*step_000001; after mending it"):
+        one.run()
+    assert all(p.isfinite().all() for p in one.policy.list) and one.policy.updates == 1
+    straight = trainer(name="straight", eval={"every": 0})
+    straight.run()
+    again = trainer(name="nan", resume=True, eval={"every": 0})
+    again.run()
+    assert rows(again.folder) == rows(straight.folder)
+
+
+def test_a_nan_between_two_updates_of_a_step_saves_no_half_step(trainer):
+    over = {"train": {"updates_per_rollout": 2, "steps": 4}, "eval": {"every": 0}, "checkpoint": {"every": 1}}
+    one = trainer(name="half", **over)
+    poison(one, at=3)
+    with pytest.raises(TrainingStopped, match=r"step 2: .*\nthe newest checkpoint is .*step_000001; continue"):
+        one.run()
+    again = trainer(name="half", resume=True, **over)
+    again.run()
+    straight = trainer(name="unhurt", **over)
+    straight.run()
+    assert rows(again.folder) == rows(straight.folder)
+
+
+@pytest.mark.parametrize("every", [1, 20])
+def test_a_policy_that_diverged_stops(trainer, every):
+    """An absurd learning rate: images become NaN, all rewards equal; unchecked, the run would go on for ever."""
+    name = f"absurd{every}"
+    one = trainer(name=name, train={"lr": 1e30}, eval={"every": 0}, checkpoint={"every": every})
+    told = "the newest checkpoint is" if every == 1 else "there is no checkpoint yet"
+    with pytest.raises(
+        TrainingStopped, match=rf"step 2: the policy makes latents that are not finite.*\n{told}.*lower"
+    ):
+        one.run()
+    assert len(rows(one.folder)) == 1
+
+
+def test_one_prompt_and_more_groups_than_prompts(trainer, place):
+    (place / "one.txt").write_text('{x} "it\'s" 100% 家 🐈 \\n ' + "very long " * 300 + "\n", encoding="utf-8")
+    one = trainer(data={"prompts": str(place / "one.txt")}, rollout={"prompts_per_step": 3}, train={"steps": 2})
+    one.run()
+    found = [r for r in rows(one.folder) if r["kind"] == "train"]
+    assert len(found) == 2 and all(r["samples_trained"] == 12 for r in found)
+
+
+def test_bf16_trains_fp32_masters(trainer):
+    one = trainer(dtype="bf16", train={"steps": 2})
+    assert one.adapter.dtype == torch.bfloat16 and all(p.dtype == torch.float32 for p in one.policy.list)
+    one.run()
+    for row in (r for r in rows(one.folder) if r["kind"] == "train"):
+        assert row["policy/on_policy_error"] == 0.0 and math.isfinite(row["grad_norm"])
