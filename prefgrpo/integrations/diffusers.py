@@ -1,0 +1,136 @@
+"""A diffusers scheduler whose steps follow a rule of prefgrpo.rules and return their log-prob.
+
+    scheduler = SDEFlowMatchScheduler.from_config(pipe.scheduler.config, rule="flow", eta=0.7)
+
+It is `FlowMatchEulerDiscreteScheduler` in all else: timesteps, shifts, saving, loading, pipelines. Invariant: a
+deterministic step (η = 0, or outside `sde_steps`) is that class's own step, bit for bit, and draws no noise; a
+log-prob is that of x' as stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.configuration_utils import register_to_config
+from diffusers.utils import BaseOutput
+from torch import Tensor
+
+from prefgrpo.integrations.steps import index_of, randn
+from prefgrpo.ops import NoiseAddress, affine_logp, affine_step
+from prefgrpo.schedule import Schedule, make_schedule
+
+
+@dataclass
+class SDEFlowMatchSchedulerOutput(BaseOutput):
+    """Result of `SDEFlowMatchScheduler.step`."""
+
+    prev_sample: Tensor
+    """[B, …] x' in the model output's dtype."""
+    logp: Tensor
+    """[B] fp32; 0 for a deterministic step."""
+
+
+class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
+    """FlowMatchEulerDiscreteScheduler with stochastic steps.
+
+    rule: a name of prefgrpo.rules.RULES. eta: η of the rule. sde_steps: which steps are stochastic (None: all). The
+    other arguments are diffusers'. Raises ValueError for an unknown rule, or, in `set_timesteps`, for η or steps out
+    of range.
+    """
+
+    @register_to_config
+    def __init__(
+        self,
+        num_train_timesteps: int = 1000,
+        shift: float = 1.0,
+        use_dynamic_shifting: bool = False,
+        base_shift: float | None = 0.5,
+        max_shift: float | None = 1.15,
+        base_image_seq_len: int = 256,
+        max_image_seq_len: int = 4096,
+        invert_sigmas: bool = False,
+        shift_terminal: float | None = None,
+        use_karras_sigmas: bool = False,
+        use_exponential_sigmas: bool = False,
+        use_beta_sigmas: bool = False,
+        time_shift_type: str = "exponential",
+        stochastic_sampling: bool = False,
+        rule: str = "flow",
+        eta: float = 0.7,
+        sde_steps: list[int] | None = None,
+    ) -> None:
+        super().__init__(
+            num_train_timesteps, shift, use_dynamic_shifting, base_shift, max_shift, base_image_seq_len,
+            max_image_seq_len, invert_sigmas, shift_terminal, use_karras_sigmas, use_exponential_sigmas,
+            use_beta_sigmas, time_shift_type, stochastic_sampling,
+        )  # fmt: skip
+        make_schedule(torch.tensor([1.0, 0.5, 0.0]), rule, 0.0)  # an unknown rule fails here already
+        self.schedule: Schedule | None = None
+
+    def set_timesteps(self, *args: Any, **kwargs: Any) -> None:
+        """Diffusers' `set_timesteps`; it also makes the coefficient table of the new schedule."""
+        super().set_timesteps(*args, **kwargs)
+        steps = None if self.config.sde_steps is None else tuple(self.config.sde_steps)
+        with torch.inference_mode(False):
+            schedule = make_schedule(self.sigmas, self.config.rule, self.config.eta, steps)
+            self.schedule = schedule.to(self.sigmas.device)
+
+    def _made(self) -> Schedule:
+        if self.schedule is None:
+            raise RuntimeError("the scheduler has no schedule yet: call set_timesteps before step or logp")
+        return self.schedule
+
+    @torch.no_grad()
+    def step(
+        self,
+        model_output: Tensor,
+        timestep: float | Tensor,
+        sample: Tensor,
+        *,
+        generator: Any = None,
+        noise: Tensor | NoiseAddress | None = None,
+        return_dict: bool = True,
+    ) -> SDEFlowMatchSchedulerOutput | tuple[Tensor, Tensor]:
+        """x' and its log-prob for model_output and sample [B, …] at one timestep; moves on to the next step.
+
+        noise: ε like sample, or its address (the step is then this step's number); else it is drawn in fp32 with
+        `generator` (as diffusers does; a list has one per sample). Raises ValueError if both are given.
+        """
+        if noise is not None and generator is not None:
+            raise ValueError("expected a generator or a noise, got both")
+        schedule = self._made()
+        if self.step_index is None:
+            self._init_step_index(timestep)
+        k = self.step_index
+        if k not in schedule.sde_steps:
+            x_next = super().step(model_output, timestep, sample, return_dict=False)[0]
+            logp = torch.zeros(sample.shape[0], device=sample.device)
+        else:
+            schedule = self._on(sample.device)
+            if noise is None:
+                noise = randn(sample.shape, generator, sample.device, torch.float32)
+            index = torch.full((sample.shape[0],), k, dtype=torch.int64, device=sample.device)
+            x_next, logp = affine_step(
+                sample, model_output, schedule.coef, index, noise=noise, out_dtype=model_output.dtype
+            )
+            self._step_index += 1
+        return SDEFlowMatchSchedulerOutput(x_next, logp) if return_dict else (x_next, logp)
+
+    def logp(self, model_output: Tensor, timestep: Any, sample: Tensor, prev_sample: Tensor) -> Tensor:
+        """Log-prob [B] of stored steps sample → prev_sample, differentiable in model_output; the replay of `step`.
+
+        timestep: 1 or B timesteps of this schedule, in any order. Raises ValueError for one that is not in it.
+        """
+        schedule = self._on(sample.device)
+        index = index_of(self.timesteps, timestep, sample.device).expand(sample.shape[0]).contiguous()
+        return affine_logp(sample, model_output, prev_sample, schedule.coef, index).logp
+
+    def _on(self, device: torch.device) -> Schedule:
+        """The schedule on the samples' device, moved there once."""
+        schedule = self._made()
+        if schedule.coef.device != device:
+            schedule = self.schedule = schedule.to(device)
+        return schedule

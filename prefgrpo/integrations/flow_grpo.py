@@ -1,0 +1,84 @@
+"""Flow-GRPO's `sde_step_with_logprob` (SD3, FLUX, Qwen-Image) and its Wan form, over the fused ops.
+
+    μ = a·x + b·v, x' = μ + s·ε, logp = w · mean_D (x' − μ)² + c      (rules `flow`, `cps`, `wan`)
+
+Invariant: same arguments, return order and random stream as yifan123/flow_grpo; where it returns a NaN log-prob
+(noise level 0), this returns 0. Source of the formulas: arXiv 2505.05470 eq. 9, arXiv 2509.05952.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prefgrpo.integrations.steps import Table, Transition, index_of, randn, spread, table, transition
+
+_RULES = {"sde": "flow", "cps": "cps"}
+
+
+def sde_step_with_logprob(
+    self: Any,
+    model_output: Tensor,
+    timestep: Any,
+    sample: Tensor,
+    noise_level: float = 0.7,
+    prev_sample: Tensor | None = None,
+    generator: Any = None,
+    sde_type: str | None = "sde",
+    return_sqrt_dt: bool | None = False,
+) -> tuple[Tensor, ...]:
+    """(x', logp [B], μ, std_dev_t) or, with `return_sqrt_dt`, also √(σ − σ'); fp32, the last two [n, 1, …].
+
+    self: the pipeline's scheduler. timestep: n of its timesteps, n = 1 or B. prev_sample: score this x' instead of
+    sampling. noise_level: η. Raises ValueError for an unknown `sde_type` or timestep.
+    """
+    if sde_type not in _RULES:
+        raise ValueError(f"sde_type: expected one of {', '.join(_RULES)}, got '{sde_type}'")
+    t = table(self.sigmas, _RULES[sde_type], noise_level, sample.device)
+    index = index_of(self.timesteps, timestep, sample.device)
+    step = _step(t, index, model_output, sample, prev_sample, generator)
+    s, sqrt_dt = (spread(c.index_select(0, index), sample.dim()) for c in (t.coef[:, 2], t.sqrt_dt))
+    std = s if sde_type == "cps" else s / sqrt_dt
+    return (*step[:3], std, sqrt_dt) if return_sqrt_dt else (*step[:3], std)
+
+
+def wan_sde_step_with_logprob(
+    self: Any,
+    model_output: Tensor,
+    timestep: Any,
+    sample: Tensor,
+    prev_sample: Tensor | None = None,
+    generator: Any = None,
+    determistic: bool = False,
+    return_pixel_log_prob: bool = False,
+    return_dt_and_std_dev_t: bool = False,
+) -> tuple[Tensor, ...]:
+    """The Wan form: (x', logp [B], μ, s), or with `return_dt_and_std_dev_t` (…, std_dev_t, √(σ − σ')).
+
+    determistic: x' is the ODE's step, scored under the SDE. return_pixel_log_prob has no effect, as in the peer.
+    Raises ValueError for an unknown timestep, or a generator together with a prev_sample.
+    """
+    if prev_sample is not None and generator is not None:
+        raise ValueError("expected a generator or a prev_sample, got both: a given sample needs no noise")
+    t = table(self.sigmas, "wan", 1.0, sample.device)
+    index = index_of(self.timesteps, timestep, sample.device)
+    if determistic:
+        if prev_sample is None:  # the peer draws and discards: the stream must move on
+            randn(model_output.shape, generator, model_output.device, torch.float32)
+        dt = spread(t.dt.index_select(0, index), sample.dim())
+        prev_sample = sample.float() + dt * model_output.float()
+    step = _step(t, index, model_output, sample, prev_sample, generator)
+    s, sqrt_dt = (spread(c.index_select(0, index), sample.dim()) for c in (t.coef[:, 2], t.sqrt_dt))
+    return (*step[:3], s / sqrt_dt, sqrt_dt) if return_dt_and_std_dev_t else (*step[:3], s)
+
+
+def _step(
+    t: Table, index: Tensor, model_output: Tensor, sample: Tensor, prev_sample: Tensor | None, generator: Any
+) -> Transition:
+    x, v = sample.float(), model_output.float()
+    rows = index.expand(x.shape[0]).contiguous()
+    if prev_sample is not None:
+        return transition(x, v, t.coef, rows, x_next=prev_sample.float())
+    return transition(x, v, t.coef, rows, noise=randn(v.shape, generator, v.device, v.dtype))

@@ -1,0 +1,195 @@
+"""What the drop-in step functions share: coefficient tables, step lookup, torch's noise, and one transition.
+
+    x' = μ + s·ε,  μ = a·x + b·v          logp = w · mean_D (x' − μ)² + c
+
+A table is a pure function of a schedule's numbers, made once and kept on the device. Invariant: no call waits for the
+device, except the first one that sees a schedule whose tensors live there.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from prefgrpo.ops import affine_logp, affine_step, affine_step_more
+from prefgrpo.schedule import make_schedule
+
+_HOST: Any = WeakTensorKeyDictionary()
+
+
+class Table(NamedTuple):
+    """Numbers of a T-step schedule under one rule, all fp32 on the device."""
+
+    coef: Tensor
+    """[T, 5] rows (a, b, s, w, c)."""
+    sigma: Tensor
+    """[T + 1]."""
+    dt: Tensor
+    """[T] σ' − σ < 0."""
+    sqrt_dt: Tensor
+    """[T] √(σ − σ')."""
+
+
+def host(t: Tensor) -> tuple[float, ...]:
+    """The numbers of a schedule tensor [n]; read from a device once per tensor and version."""
+    if t.device.type == "cpu" or t.is_inference():
+        return tuple(t.tolist())
+    version, values = _HOST.get(t, (None, ()))
+    if version != t._version:
+        values = tuple(t.tolist())
+        _HOST[t] = (t._version, values)
+    return values
+
+
+def table(sigmas: Tensor, rule: str, eta: float, device: torch.device) -> Table:
+    """Table of the schedule `sigmas` [T + 1] on `device`.
+
+    rule: a name of prefgrpo.rules.RULES, or `dance_mean_ode`: dance's noise around the ODE's mean. `cps` keeps the
+    peers' w = −1 where s = 0. Raises ValueError for sigmas that do not fall within [0, 1] or η out of range.
+    """
+    return _table(host(sigmas), rule, float(eta), device)
+
+
+@lru_cache(maxsize=256)
+def _table(values: tuple[float, ...], rule: str, eta: float, device: torch.device) -> Table:
+    with torch.inference_mode(False):  # else the table could never be saved for a backward
+        sigmas = torch.tensor(values, dtype=torch.float32)
+        coef = make_schedule(sigmas, "dance" if rule == "dance_mean_ode" else rule, eta).coef
+        dt = sigmas.double().diff()
+        if rule == "dance_mean_ode":
+            coef[:, 0], coef[:, 1] = 1.0, dt
+        if rule == "cps":
+            coef[:, 3], coef[:, 4] = -1.0, 0.0
+        return Table(*(t.to(device, torch.float32) for t in (coef, sigmas, dt, (-dt).sqrt())))
+
+
+@lru_cache(maxsize=256)
+def _keys(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Timesteps to look up; of equal ones the second counts, as in diffusers."""
+    keys = [
+        float("nan") if values.count(t) > 1 and [j for j, u in enumerate(values) if u == t][1] != i else t
+        for i, t in enumerate(values)
+    ]
+    with torch.inference_mode(False):
+        return torch.tensor(keys, dtype=torch.float32, device=device)
+
+
+def index_of(timesteps: Tensor, timestep: Any, device: torch.device) -> Tensor:
+    """Step index int64 [n] of each of the n given timesteps (a tensor, or numbers) in a scheduler's `timesteps` [T].
+
+    A timestep that is not there raises ValueError on a CPU, and fails an assertion on a GPU.
+    """
+    if isinstance(timestep, (list, tuple)):
+        timestep = torch.stack([torch.as_tensor(t) for t in timestep])
+    wanted = torch.as_tensor(timestep).reshape(-1).to(device)
+    hit = wanted[:, None] == _keys(host(timesteps), device)[None, :]  # [n, T]
+    known = hit.any(1).all()
+    if device.type != "cpu":
+        torch._assert_async(known, "prefgrpo: a timestep is not one of the scheduler's timesteps")
+    elif not known:
+        raise ValueError(
+            f"timestep: expected values of the scheduler's timesteps {host(timesteps)}, got {wanted.tolist()}; pass "
+            "them unchanged, in fp32"
+        )
+    return hit.int().argmax(1)
+
+
+def spread(column: Tensor, ndim: int) -> Tensor:
+    """[n] → [n, 1, …] with `ndim` dimensions."""
+    return column.reshape(-1, *([1] * (ndim - 1)))
+
+
+def randn(shape: torch.Size, generator: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """N(0, 1) from torch's stream, drawn as diffusers' randn_tensor draws it.
+
+    generator: None (torch's own), a generator, or a list of one per sample; a CPU generator draws on the CPU. Raises
+    ValueError for a generator of another device.
+    """
+    generators = generator if isinstance(generator, list) else [generator]
+    kind = device.type if generators[0] is None else generators[0].device.type
+    if kind not in ("cpu", device.type):
+        raise ValueError(f"generator: expected one on the CPU or on {device}, got one on {kind}")
+    where = torch.device("cpu") if kind == "cpu" else device
+    if len(generators) == 1:
+        return torch.randn(shape, generator=generators[0], device=where, dtype=dtype).to(device)
+    each = [torch.randn((1, *shape[1:]), generator=g, device=where, dtype=dtype) for g in generators[: shape[0]]]
+    return torch.cat(each).to(device)
+
+
+class Transition(NamedTuple):
+    """Result of `transition`."""
+
+    x_next: Tensor
+    """[B, …] x' as stored."""
+    logp: Tensor
+    """[B] fp32, of x' as stored; 0 where w = 0."""
+    mean: Tensor
+    """[B, …] μ in fp32."""
+    x0: Tensor | None = None
+    """[B, …] x − σ·v, if σ was given."""
+
+
+class _Mean(torch.autograd.Function):
+    """μ = a·x + b·v in one launch, with the bits of the sampling step; nothing of size D is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, v: Tensor, coef: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(coef, index)
+        ctx.dtypes = x.dtype, v.dtype
+        dtype = torch.float64 if torch.float64 in ctx.dtypes else torch.float32
+        return affine_step(x, v, coef, index, noise=None, out_dtype=dtype).x_next
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        coef, index = ctx.saved_tensors
+        a, b = (spread(coef.index_select(0, index)[:, k], grads[0].dim()) for k in (0, 1))
+        dx, dv = ((k * grads[0]).to(dtype) for k, dtype in zip((a, b), ctx.dtypes, strict=True))
+        return (dx if ctx.needs_input_grad[0] else None), dv, None, None
+
+
+def transition(
+    x: Tensor,
+    v: Tensor,
+    coef: Tensor,
+    index: Tensor,
+    *,
+    x_next: Tensor | None = None,
+    noise: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    x0_sigma: Tensor | None = None,
+) -> Transition:
+    """One step: sampled from `noise` ([B, …], rounded to `out_dtype`, default x's), or the scoring of a given x'.
+
+    x, v: [B, …]; coef [T, 5] and index int64 [B]. x0_sigma: σ, [T] or more, read at `index`. Under grad mode μ and
+    logp are differentiable in x and v; the log-prob sees x' as a constant.
+    """
+    differentiable = torch.is_grad_enabled() and (x.requires_grad or v.requires_grad)
+    out_dtype = out_dtype or x.dtype
+    if x_next is None and not differentiable:
+        more = affine_step_more(x, v, coef, index, noise=noise, out_dtype=out_dtype, want_mean=True, x0_sigma=x0_sigma)
+        assert more.mean is not None
+        return Transition(more.x_next, more.logp, more.mean, more.x0)
+    mean = _Mean.apply(x, v, coef, index)
+    if x_next is None:
+        s = spread(coef.index_select(0, index)[:, 2], x.dim())
+        x_next = (mean if noise is None else mean + s * noise).to(out_dtype)
+    return Transition(x_next, _logp(x, v, mean, x_next.detach(), coef, index), mean, _x0(x, v, x0_sigma, index))
+
+
+def _logp(x: Tensor, v: Tensor, mean: Tensor, x_next: Tensor, coef: Tensor, index: Tensor) -> Tensor:
+    """The log-prob; where x needs a gradient too, it is scored on μ, as a step with a = 0 and b = 1."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return affine_logp(x, v, x_next, coef, index).logp
+    through = coef.clone()
+    through[:, 0], through[:, 1] = 0.0, 1.0
+    return affine_logp(x.detach(), mean, x_next, through, index).logp
+
+
+def _x0(x: Tensor, v: Tensor, sigma: Tensor | None, index: Tensor) -> Tensor | None:
+    if sigma is None:
+        return None
+    return x - spread(sigma.index_select(0, index), x.dim()) * v.to(torch.promote_types(x.dtype, torch.float32))

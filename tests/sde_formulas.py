@@ -1,0 +1,65 @@
+"""The published step rules in fp64, written from the papers' equations and not from prefgrpo.rules: the tests' truth.
+
+Each returns (μ, standard deviation of x', the peers' std_dev_t) for scalars or columns σ, σ' that broadcast over x.
+"""
+
+import math
+
+import torch
+
+
+def _double(*values):
+    return [torch.as_tensor(v).detach().double() if not _tracked(v) else v for v in values]
+
+
+def _tracked(v):
+    return isinstance(v, torch.Tensor) and v.requires_grad
+
+
+def flow(x, v, sigma, sigma_next, eta, sigma_1):
+    """Flow-GRPO eq. 9: dx = (v + g²/(2σ)·(x + (1 − σ)v)) dσ + g dw, g = η·sqrt(σ/(1 − σ)); σ_1 replaces σ = 1."""
+    x, v, sigma, sigma_next, sigma_1 = _double(x, v, sigma, sigma_next, sigma_1)
+    g = eta * torch.sqrt(sigma / (1 - torch.where(sigma == 1, sigma_1, sigma)))
+    return _euler_maruyama(x, v, sigma, sigma_next, g)
+
+
+def wan(x, v, sigma, sigma_next, sigma_1, sigma_last):
+    """The same with g running linearly from the schedule's last σ to its second."""
+    x, v, sigma, sigma_next, sigma_1, sigma_last = _double(x, v, sigma, sigma_next, sigma_1, sigma_last)
+    return _euler_maruyama(x, v, sigma, sigma_next, sigma_last + (sigma_1 - sigma_last) * sigma)
+
+
+def _euler_maruyama(x, v, sigma, sigma_next, g):
+    d = sigma_next - sigma
+    drift = v + g**2 / (2 * sigma) * (x + (1 - sigma) * v)
+    return x + drift * d, g * torch.sqrt(-d), g
+
+
+def dance(x, v, sigma, sigma_next, eta, score=True):
+    """DanceGRPO eq. 8: dx = (v − ½η²·score) dσ + η dw, score of the interpolation path from x0 = x − σv."""
+    x, v, sigma, sigma_next = _double(x, v, sigma, sigma_next)
+    d = sigma_next - sigma
+    drift = v
+    if score:
+        drift = v + 0.5 * eta**2 * (x - (1 - sigma) * (x - sigma * v)) / sigma**2
+    s = eta * torch.sqrt(-d)
+    return x + drift * d, s, s
+
+
+def cps(x, v, sigma, sigma_next, eta):
+    """arXiv 2509.05952: (1 − σ')·x0 + sqrt(σ'² − s²)·x1 with s = σ' sin(ηπ/2)."""
+    x, v, sigma, sigma_next = _double(x, v, sigma, sigma_next)
+    s = sigma_next * math.sin(eta * math.pi / 2)
+    return (1 - sigma_next) * (x - sigma * v) + torch.sqrt(sigma_next**2 - s**2) * (x + (1 - sigma) * v), s, s
+
+
+def gaussian(x_next, mean, s):
+    """Mean over all but the first dimension of log N(x'; μ, s²)."""
+    s = torch.as_tensor(s)
+    terms = -((x_next.double() - mean) ** 2) / (2 * s**2) - torch.log(s) - 0.5 * math.log(2 * math.pi)
+    return terms.flatten(1).mean(1)
+
+
+def square(x_next, mean):
+    """CPS's published log-prob: −mean (x' − μ)²."""
+    return -((x_next.double() - mean) ** 2).flatten(1).mean(1)
