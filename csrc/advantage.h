@@ -40,7 +40,8 @@ inline Moments moments(const double* values, const int64_t* order, int64_t from,
   return m;
 }
 
-inline double deviation(const double* values, const int64_t* order, int64_t from, int64_t to, const Moments& m, int ddof) {
+inline double deviation(const double* values, const int64_t* order, int64_t from, int64_t to, const Moments& m,
+                        int ddof) {
   double squares = 0;
   for (int64_t k = from; k < to; ++k) {
     const double v = values[order[k]];

@@ -102,18 +102,20 @@ void launch_policy(const PolicyParams& p, Stream) {
     if (p.d_kl) p.d_kl[i] = keep ? static_cast<float>(p.kl_coef / norm) : 0;
     if (!keep) continue;
     const float delta = p.log_ratio ? p.log_ratio[i] : p.logp[i] - p.logp_old[i];
-    const base::PolicyTerm t = base::policy_term(delta, p.advantage[i], p.adv_clip, p.clip_low, p.clip_high,
-                                                 p.weight ? p.weight[i] : 1.0f);
+    const base::PolicyTerm t =
+        base::policy_term(delta, p.advantage[i], p.adv_clip, p.clip_low, p.clip_high, p.weight ? p.weight[i] : 1.0f);
     p.d_delta[i] = static_cast<float>(t.d_delta / norm);
     const double kl = p.kl ? p.kl[i] : 0.0;
-    sum += t.loss + (p.kl ? p.kl_coef * kl : 0.0), kls += kl, squares += static_cast<double>(delta) * delta, ratios += t.ratio;
+    sum += t.loss + (p.kl ? p.kl_coef * kl : 0.0), kls += kl, squares += static_cast<double>(delta) * delta,
+        ratios += t.ratio;
     low = low <= t.ratio || std::isnan(low) ? low : t.ratio;  // NaN stays
     high = high >= t.ratio || std::isnan(high) ? high : t.ratio;
     above += t.above, below += t.below;
   }
   const double n = static_cast<double>(count > 1 ? count : 1);
   *p.loss = static_cast<float>(sum / norm);
-  const double metrics[8] = {0.5 * squares / n, (above + below) / n, above / n, below / n, low, ratios / n, high, kls / n};
+  const double metrics[8] = {
+      0.5 * squares / n, (above + below) / n, above / n, below / n, low, ratios / n, high, kls / n};
   for (int k = 0; k < 8; ++k) p.metrics[k] = static_cast<float>(metrics[k]);
 }
 

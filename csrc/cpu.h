@@ -26,8 +26,8 @@ void launch_policy(const PolicyParams&, Stream);
 void launch_advantage(const AdvantageParams&, Stream);
 void launch_winrate(const WinrateParams&, Stream);
 
-const char* isa();                // the instruction set in use: plain, avx2, avx512
-bool use_isa(const char* name);   // false if this machine or build lacks it
+const char* isa();               // the instruction set in use: plain, avx2, avx512
+bool use_isa(const char* name);  // false if this machine or build lacks it
 
 }  // namespace cpu
 }  // namespace prefgrpo

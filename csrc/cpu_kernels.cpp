@@ -149,9 +149,7 @@ static Row row_of(const AffineParams& p, int64_t i) {
   return {r[0], r[1], r[2], r[3], r[4]};
 }
 
-static int tile_of(int64_t rescale_dim) {
-  return rescale_dim ? static_cast<int>(kTile - kTile % rescale_dim) : kTile;
-}
+static int tile_of(int64_t rescale_dim) { return rescale_dim ? static_cast<int>(kTile - kTile % rescale_dim) : kTile; }
 
 // ---------------------------------------------------------------- step
 static double step_tile(const AffineParams& p, const Row& r, int64_t i, int64_t start, int n, Buffers& s) {
@@ -210,7 +208,8 @@ static void logp_tile(const AffineParams& p, const Row& r, int64_t i, int64_t st
   }
 }
 
-static void grad_tile(const AffineParams& p, const Row& r, const GradScale& g, int64_t i, int64_t start, int n, Buffers& s) {
+static void grad_tile(const AffineParams& p, const Row& r, const GradScale& g, int64_t i, int64_t start, int n,
+                      Buffers& s) {
   const float* x = load(p.x, i, start, n, s.x);
   const float* y = load(p.out, i, start, n, s.y);
   const float* v = velocity(p, i, start, n, s);
@@ -285,12 +284,13 @@ static void affine_logp(const AffineParams& p) {
 }
 
 static void affine_grad(const AffineParams& p) {
-  for_tiles(p.batch, p.dim, tile_of(p.rescale_dim), p.threads, [&p](int64_t i, int64_t at, int len, int64_t, Buffers& s) {
-    const Row r = row_of(p, i);
-    const GradScale g = grad_scale(r, p.dim, p.g_logp ? p.g_logp[i] : 0.f, p.g_kl ? p.g_kl[i] : 0.f,
-                                   p.g_guard ? p.g_guard[i] : 0.f);
-    grad_tile(p, r, g, i, at, len, s);
-  });
+  for_tiles(p.batch, p.dim, tile_of(p.rescale_dim), p.threads,
+            [&p](int64_t i, int64_t at, int len, int64_t, Buffers& s) {
+              const Row r = row_of(p, i);
+              const GradScale g = grad_scale(r, p.dim, p.g_logp ? p.g_logp[i] : 0.f, p.g_kl ? p.g_kl[i] : 0.f,
+                                             p.g_guard ? p.g_guard[i] : 0.f);
+              grad_tile(p, r, g, i, at, len, s);
+            });
 }
 
 static void normal(const NormalParams& p) {

@@ -272,7 +272,8 @@ __global__ void __launch_bounds__(kThreads) logp_kernel(const __grid_constant__ 
 __global__ void __launch_bounds__(kThreads) grad_kernel(const __grid_constant__ AffineParams p, int64_t chunks) {
   const int64_t i = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
   const Row r = row_of(p, i);
-  const GradScale g = grad_scale(r, p.dim, p.g_logp ? p.g_logp[i] : 0.f, p.g_kl ? p.g_kl[i] : 0.f, p.g_guard ? p.g_guard[i] : 0.f);
+  const GradScale g =
+      grad_scale(r, p.dim, p.g_logp ? p.g_logp[i] : 0.f, p.g_kl ? p.g_kl[i] : 0.f, p.g_guard ? p.g_guard[i] : 0.f);
   const float to_c = p.from_cond ? 1.0f + p.guidance : p.guidance, to_u = p.from_cond ? -p.guidance : 1.0f - p.guidance;
   for (int tile = 0; tile < kTiles; ++tile) {
     const int64_t k = chunk * kBlock + tile * (kThreads * kVector) + static_cast<int64_t>(threadIdx.x) * kVector;
@@ -314,7 +315,8 @@ __global__ void __launch_bounds__(kThreads) normal_kernel(const __grid_constant_
   }
 }
 
-// ------------------------------------------------ guidance with the norm restored: one warp per row of the last dimension
+// ------------------------------------------------ guidance with the norm restored: one warp per row of the last
+// dimension
 __device__ __forceinline__ float one(const View& t, int64_t i, int64_t k) {
   const int64_t at = i * t.stride + k;
   if (t.dtype == kF32) return static_cast<const float*>(t.data)[at];

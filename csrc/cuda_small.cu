@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(kThreads, 1) policy_kernel(const __grid_consta
   above = block_sum(above), below = block_sum(below), low = block_min(low), high = block_min(high);
   if (threadIdx.x) return;
   *p.loss = static_cast<float>(sum / norm);
-  const double m[8] = {0.5 * squares / count, (above + below) / count, above / count, below / count, low, ratios / count,
-                       -static_cast<double>(high), kls / count};
+  const double m[8] = {0.5 * squares / count, (above + below) / count,    above / count, below / count, low,
+                       ratios / count,        -static_cast<double>(high), kls / count};
 #pragma unroll
   for (int k = 0; k < 8; ++k) p.metrics[k] = static_cast<float>(m[k]);
 }
@@ -110,8 +110,8 @@ __device__ double rank_of(const double* v, const Members& m, int64_t i) {
 }
 
 // out += weight · normalised(v); `scratch` may receive the ranks.
-__device__ void normalise(const double* v, const Members& m, int std_mode, double eps, int ddof, bool rank, double weight,
-                          double* scratch, float* out) {
+__device__ void normalise(const double* v, const Members& m, int std_mode, double eps, int ddof, bool rank,
+                          double weight, double* scratch, float* out) {
   if (rank) {
     for (int64_t i = threadIdx.x; i < m.batch; i += kThreads) scratch[i] = rank_of(v, m, i);
     __syncthreads();

@@ -117,9 +117,7 @@ PG_INLINE Words philox(Words c, uint32_t k0, uint32_t k1) {
 }
 
 // Word → uniform ((w >> 9) + ½)·2⁻²³: exact in fp32, never 0 or 1.
-PG_INLINE float uniform(uint32_t w) {
-  return (static_cast<float>(static_cast<int32_t>(w >> 9)) + 0.5f) * 0x1p-23f;
-}
+PG_INLINE float uniform(uint32_t w) { return (static_cast<float>(static_cast<int32_t>(w >> 9)) + 0.5f) * 0x1p-23f; }
 
 // ln u for u in (0, 1), about 1 ulp (polynomial of Cephes' logf).
 PG_INLINE float ln(float u) {

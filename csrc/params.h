@@ -29,10 +29,10 @@ struct AffineParams {
   int64_t batch = 0, dim = 0;
   View x, v, u;
   float guidance = 0.f;
-  int32_t from_cond = 0;    // base of the guidance: c instead of u
-  int64_t rescale_dim = 0;  // length of the last dimension whose norm is restored to ‖c‖; 0: off
-  const float* coef = nullptr;  // [T, 5]
-  int64_t rows = 0;             // T
+  int32_t from_cond = 0;           // base of the guidance: c instead of u
+  int64_t rescale_dim = 0;         // length of the last dimension whose norm is restored to ‖c‖; 0: off
+  const float* coef = nullptr;     // [T, 5]
+  int64_t rows = 0;                // T
   const int64_t* index = nullptr;  // [B] rows of coef; null: row i. Outside: CPU throws, CUDA gives NaN
   // step
   View eps, out, mean, x0, copy;
@@ -45,9 +45,9 @@ struct AffineParams {
   // results
   float *logp = nullptr, *kl = nullptr, *guard = nullptr;  // [B] fp32
   // scratch
-  double* partial = nullptr;    // [3, B, partials_of(...)]
-  uint32_t* ticket = nullptr;   // CUDA: [B], zero before and after each launch
-  int32_t threads = 1;          // CPU
+  double* partial = nullptr;   // [3, B, partials_of(...)]
+  uint32_t* ticket = nullptr;  // CUDA: [B], zero before and after each launch
+  int32_t threads = 1;         // CPU
 };
 
 struct NormalParams {
@@ -71,7 +71,7 @@ struct AdvantageParams {
   int64_t rewards = 0, batch = 0;  // values [R, B]
   const void* values = nullptr;
   int32_t dtype = kF64;
-  const int64_t* group = nullptr;  // [B]
+  const int64_t* group = nullptr;   // [B]
   const double* weights = nullptr;  // [R]
   int32_t combine = 0, std_mode = 0, ddof = 0, rank = 0, batch_norm = 0;
   double eps = 0;

@@ -16,6 +16,7 @@ from prefgrpo.ops.affine import (
 from prefgrpo.ops.args import Guidance, NoiseAddress
 from prefgrpo.ops.backend import backend_of, use_backend
 from prefgrpo.ops.policy import METRICS, PolicyGrad, PolicyLoss, policy_loss, policy_loss_grad
+from prefgrpo.ops.replay import ReplayGrad, on_policy_grad, replay_policy_grad
 
 __all__ = [
     "METRICS",
@@ -26,14 +27,17 @@ __all__ = [
     "NoiseAddress",
     "PolicyGrad",
     "PolicyLoss",
+    "ReplayGrad",
     "affine_logp",
     "affine_step",
     "affine_step_more",
     "backend_of",
     "group_advantage",
+    "on_policy_grad",
     "philox_normal",
     "policy_loss",
     "policy_loss_grad",
+    "replay_policy_grad",
     "use_backend",
     "winrate_advantage",
 ]

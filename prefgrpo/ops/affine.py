@@ -133,7 +133,7 @@ def affine_step_more(
     if torch.compiler.is_compiling():
         with torch.no_grad():
             return AffineStepMore(*library.call_step(a, noise, out_dtype, want_mean, x0_sigma, copy_dtype))
-    kinds = _dtypes(a, given) | {out_dtype, copy_dtype or out_dtype}
+    kinds = affine_kinds(a, given) | {out_dtype, copy_dtype or out_dtype}
     impl = implementation(backend_of(x.device, *kinds))
     with torch.no_grad():
         return AffineStepMore(*impl.step(a, noise, out_dtype, want_mean, x0_sigma, copy_dtype))
@@ -162,11 +162,12 @@ def affine_logp(
         return AffineLogp(*library.call_logp(a, x_next, v_ref, v_old))
     if torch.is_grad_enabled() and (v.requires_grad or (uncond is not None and uncond.requires_grad)):
         return AffineLogp(*_Logp.apply(v, uncond, x, x_next, coef, index, v_ref, v_old, guidance))
-    impl = implementation(backend_of(x.device, *_dtypes(a, x_next, v_ref, v_old)))
+    impl = implementation(backend_of(x.device, *affine_kinds(a, x_next, v_ref, v_old)))
     return AffineLogp(*impl.logp(a, x_next, v_ref, v_old))
 
 
-def _dtypes(a: Affine, *more: Tensor | None) -> set[torch.dtype]:
+def affine_kinds(a: Affine, *more: Tensor | None) -> set[torch.dtype]:
+    """The dtypes that an op on these inputs touches."""
     found = {a.x.dtype, a.v.dtype, *(t.dtype for t in more if t is not None)}
     return found if a.guidance is None else found | {a.guidance.uncond.dtype}
 
@@ -181,7 +182,7 @@ class _Logp(torch.autograd.Function):
         ctx.save_for_backward(v, uncond, x, x_next, coef, index, v_ref, v_old)
         ctx.guidance = None if guidance is None else guidance[1:]
         a = Affine(x, v, coef, index, guidance)
-        ctx.backend = backend_of(x.device, *_dtypes(a, x_next, v_ref, v_old))
+        ctx.backend = backend_of(x.device, *affine_kinds(a, x_next, v_ref, v_old))
         return implementation(ctx.backend).logp(a, x_next, v_ref, v_old)
 
     @staticmethod

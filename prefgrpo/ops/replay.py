@@ -1,0 +1,111 @@
+"""Replay, loss and gradient of a stored step in the functional form, for loops that own their backward.
+
+    logp (and KL, Guard log-ratio) → clipped policy loss → dv: three launches, nothing saved in between
+
+Invariant: loss, metrics and dv are those of `affine_logp` and `policy_loss` followed by backward, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from prefgrpo.ops.affine import affine_kinds, affine_logp, affine_step
+from prefgrpo.ops.args import Affine, Guidance, NoiseAddress, check_affine, rows_of
+from prefgrpo.ops.backend import backend_of, implementation
+from prefgrpo.ops.policy import policy_loss_grad
+
+
+class ReplayGrad(NamedTuple):
+    """Result of `replay_policy_grad`."""
+
+    loss: Tensor
+    """Scalar fp32."""
+    dv: Tensor
+    """[B, …] d loss/d v in v's dtype (d loss/d c with a guidance pair)."""
+    metrics: Tensor
+    """fp32 [8] in the order of `METRICS`."""
+    du: Tensor | None
+    """[B, …] d loss/d u of a guidance pair."""
+    logp: Tensor
+    """[B] fp32."""
+
+
+def replay_policy_grad(
+    x: Tensor,
+    v: Tensor,
+    x_next: Tensor,
+    coef: Tensor,
+    index: Tensor | None,
+    logp_old: Tensor,
+    advantage: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float | None = None,
+    adv_clip: float = 5.0,
+    weight: Tensor | None = None,
+    mask: Tensor | None = None,
+    v_ref: Tensor | None = None,
+    kl_coef: float = 0.0,
+    v_old: Tensor | None = None,
+    guidance: Guidance | None = None,
+    denominator: float | None = None,
+) -> ReplayGrad:
+    """(loss, dv, metrics) of a replayed step; then `v.backward(dv)` trains the model.
+
+    Arguments as in `affine_logp` and `policy_loss`. v_ref turns the KL term on, v_old GRPO-Guard's log-ratio.
+    """
+    with torch.no_grad():
+        new = affine_logp(x, v, x_next, coef, index, v_ref=v_ref, v_old=v_old, guidance=guidance)
+        out = policy_loss_grad(
+            new.logp,
+            logp_old,
+            advantage,
+            clip_low=clip_low,
+            clip_high=clip_high,
+            adv_clip=adv_clip,
+            weight=weight,
+            mask=mask,
+            kl=new.kl,
+            kl_coef=kl_coef,
+            log_ratio=new.log_ratio,
+            denominator=denominator,
+        )
+        a = Affine(x, v, coef, index, guidance)
+        impl = implementation(backend_of(x.device, *affine_kinds(a, x_next, v_ref, v_old)))
+        upstream = (out.d_log_ratio, None) if v_old is None else (None, out.d_log_ratio)
+        dv, du = impl.grad(a, x_next, v_ref, v_old, upstream[0], out.d_kl, upstream[1])
+    return ReplayGrad(out.loss, dv, out.metrics, du, new.logp)
+
+
+def on_policy_grad(
+    like: Tensor,
+    coef: Tensor,
+    index: Tensor | None,
+    noise: NoiseAddress,
+    advantage: Tensor,
+    *,
+    adv_clip: float = 5.0,
+    weight: Tensor | None = None,
+    denominator: float | None = None,
+) -> Tensor:
+    """dv [B, …] of the first, on-policy update (ratio 1), rebuilt from the noise counter alone.
+
+    On policy x' − a·x − b·v is s·ε, so that dv = A·2·w·b·s / (D·denominator)·ε and neither x, v nor x' is read. Exact
+    for latents stored in fp32; rounded storage differs by its rounding. like: any tensor of v's shape and dtype.
+    """
+    a = Affine(like, like, coef, index, None)
+    check_affine(a)
+    batch, numel = like.shape[0], max(like[0].numel(), 1) if like.shape[0] else 1
+    rows = rows_of(a).double()
+    factor = advantage.double().clamp(-adv_clip, adv_clip) * 2.0 * rows[:, 3] * rows[:, 1] * rows[:, 2]
+    factor = factor / (numel * (denominator or max(batch, 1)))
+    if weight is not None:
+        factor = factor * weight
+    scale = torch.zeros(batch, 5, device=like.device)
+    scale[:, 2] = factor
+    zero = like.new_zeros(1, *like.shape[1:]).expand(like.shape)  # one sample of zeros, read by all
+    step = noise.step if noise.step is not None else index
+    return affine_step(zero, zero, scale, noise=noise._replace(step=step), out_dtype=like.dtype).x_next
