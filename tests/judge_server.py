@@ -29,6 +29,7 @@ class JudgeServer:
     """`fault`: what to do to the next `count` chat requests (-1: all of them); see `_misbehave`."""
 
     model = MODEL
+    listing = ""
 
     def __init__(self, fault: str = "", count: int = -1, port: int = 0, vllm: bool = True, delay_s: float = 0.0):
         self.fault, self.count, self.port, self.vllm, self.delay_s = fault, count, port, vllm, delay_s
@@ -74,6 +75,8 @@ class JudgeServer:
         self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
 
     async def _models(self, _: web.Request) -> web.Response:
+        if self.listing:
+            return web.Response(text=self.listing, content_type="text/html")
         owner = "vllm" if self.vllm else "someone"
         return web.json_response({"object": "list", "data": [{"id": self.model, "owned_by": owner}]})
 

@@ -223,6 +223,35 @@ def test_concurrency_is_bounded():
         assert server.peak == 3
 
 
+def test_an_image_that_cannot_be_encoded_is_missing():
+    with JudgeServer() as server:
+        j = judge(server.url)
+        empty, fine = Media(np.zeros((0, 0, 3), np.uint8)), media([200])[0]
+        verdicts = j.judge_group("p", [empty, fine, fine], [(0, 1), (1, 2)])
+    assert verdicts[0].first is None and "could not be encoded" in verdicts[0].reason
+    assert verdicts[1].first == pytest.approx(0.5)
+
+
+def test_a_server_that_is_no_judge_is_named_in_the_check():
+    with JudgeServer() as server:
+        server.listing = "<html>welcome</html>"
+        with pytest.raises(JudgeError, match="lists no model"):
+            check(HttpJudgeConfig(endpoints=(server.url,)))
+
+
+def test_a_process_that_ends_with_requests_in_flight_ends_quietly():
+    program = (
+        "import sys, time; sys.path[:0] = sys.argv[2:]; from test_judge_faults import *\n"
+        "j = judge(sys.argv[1]); [j.submit('p', *media([40, 200])) for _ in range(5)]; time.sleep(0.3)"
+    )
+    with JudgeServer("hang") as server:
+        line = [sys.executable, "-c", program, server.url, str(Path(__file__).parent), *sys.path]
+        start = time.monotonic()
+        ended = subprocess.run(line, capture_output=True, text=True, timeout=30)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert time.monotonic() - start < 20
+
+
 def test_a_cancelled_pair_frees_its_slot():
     with JudgeServer("hang", count=1) as server:
         j = judge(server.url, concurrency=1, timeout_s=30.0)

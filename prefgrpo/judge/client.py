@@ -87,7 +87,7 @@ async def _look(url: str, config: HttpJudgeConfig, timeout_s: float) -> Endpoint
     except asyncio.TimeoutError:
         result.problem = f"no answer from /v1/models within {timeout_s:g} s; is the server still loading, or stuck?"
         return result
-    except (aiohttp.ClientError, OSError, ValueError) as error:
+    except (aiohttp.ClientError, OSError) as error:
         result.problem = (
             f"not reachable ({describe_error(error)}); expected an OpenAI-compatible server: start one with "
             "'prefgrpo judge serve', or correct the judge's endpoints"

@@ -8,6 +8,7 @@ waits for a request that started later, so waits cannot form a ring. Everything 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -52,7 +53,11 @@ class Endpoint:
                 return
             timeout = aiohttp.ClientTimeout(total=timeout_s)
             async with session.get(f"{self.url}/v1/models", headers=self.headers, timeout=timeout) as reply:
-                value: Any = await reply.json(content_type=None) if reply.status == 200 else {}
+                raw = await reply.read() if reply.status == 200 else b""
+            try:
+                value: Any = json.loads(raw or b"{}")
+            except ValueError:
+                value = {}  # no OpenAI server; the first request or the check will say so
             rows = value.get("data") if isinstance(value, dict) else None
             rows = [r for r in rows if isinstance(r, dict)] if isinstance(rows, list) else []
             self.vllm = any(r.get("owned_by") == "vllm" for r in rows)

@@ -112,7 +112,10 @@ class HttpJudge(PairJudge):
 
     async def _judge(self, prompt: str, first: Media, second: Media) -> Verdict:
         start, retries, reason = time.monotonic(), 0, ""
-        media = (await self._encoded(first), await self._encoded(second))
+        try:
+            media = (await self._encoded(first), await self._encoded(second))
+        except (OSError, ValueError, TypeError, SystemError) as error:  # what PIL raises for pixels it cannot write
+            return Verdict(None, f"an image could not be encoded ({describe_error(error)})", time.monotonic() - start)
         while retries <= self.config.retries:
             pause = min(self.config.backoff_s * 2**retries, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
             try:
