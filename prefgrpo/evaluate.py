@@ -136,18 +136,12 @@ class Evaluator:
         """What a stock pipeline needs to reproduce `index`: prompts and call, initial latents, our float images."""
         r, c = self.config.rollout, self.config
         latents = initial_latents(c.seed, self.ids(index), self.adapter.latent_shape(r.height, r.width))
-        call = {
-            "height": r.height,
-            "width": r.width,
-            "num_inference_steps": r.steps,
-            "max_sequence_length": c.data.max_length,
-        }
-        meta = {
-            "model": c.model,
-            "prompts": json.dumps([self.held.prompts[i] for i in index]),
-            "call": json.dumps(call | {"guidance_scale": self.adapter.guidance}),
-            "shift": json.dumps(r.shift),
-        }
+        prompts = [self.held.prompts[i] for i in index]
+        call = self.adapter.stock_call(prompts, c.data.max_length)
+        call |= {"height": r.height, "width": r.width, "num_inference_steps": r.steps}
+        call.pop("prompt")
+        facts = {"prompts": prompts, "call": call, "shift": r.shift}
+        meta = {"model": c.model} | {name: json.dumps(value) for name, value in facts.items()}
         images = self.render(index)
         save_file({"latents": latents.cpu().contiguous(), "images": images.cpu().contiguous()}, path, metadata=meta)
 
