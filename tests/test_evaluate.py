@@ -1,0 +1,238 @@
+"""Evaluation and export: paired images, honest win rates, and stock diffusers rendering what the trainer rendered.
+
+Why these cases: before and after must share their noise and differ in the weights only; missing verdicts must not
+count; the interval must be over prompts, since images of one prompt are not independent; what is exported must be
+the policy that was evaluated (EMA included), loadable without this project, with its alpha.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_run import recipe, rows, settings, train, world
+
+from prefgrpo.checkpoint import CheckpointError
+from prefgrpo.config import from_dict
+from prefgrpo.evaluate import Held, held_out, load_before, save_images, summarise, to_uint8
+from prefgrpo.judge.verdict import PairJudge, Verdict
+from prefgrpo.noise import initial_latents
+from prefgrpo.rewards.pairwise import VlmPairwise
+from prefgrpo.rewards.scorer import Scorer
+from prefgrpo.trainer import Trainer
+
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return world(tmp_path_factory.mktemp("evaluate"))
+
+
+@pytest.fixture(scope="module")
+def check_lora(root):
+    spec = importlib.util.spec_from_file_location("check_lora", root / "scripts" / "check_lora.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- numbers ------------------------------------------------------------------------------------------------------
+
+
+def test_means_leave_missing_ones_out():
+    found = summarise("x", np.array([0, 0, 1]), np.array([1.0, NAN, 0.0]), interval=False)
+    assert found == {"x": 0.5, "x_missing": pytest.approx(1 / 3)}
+    nothing = summarise("x", np.array([0, 1]), np.array([NAN, NAN]), interval=True)
+    assert np.isnan(nothing["x"]) and nothing["x_missing"] == 1.0 and "x_low" not in nothing
+
+
+def test_the_interval_is_over_prompts():
+    """Ten images of a prompt that always wins say no more than one: the interval of 2 prompts is 0 … 1."""
+    group = np.repeat([0, 1], 10)
+    found = summarise("w", group, np.repeat([1.0, 0.0], 10), interval=True)
+    assert (found["w"], found["w_low"], found["w_high"]) == (0.5, 0.0, 1.0)
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says():
+    """200 studies of 60 prompts with 4 correlated images each: 95 % of the intervals hold the true rate."""
+    rng, hits, n = np.random.default_rng(0), 0, 200
+    for _ in range(n):
+        skill = rng.beta(3, 2, size=60)  # mean 0.6
+        values = (rng.random((60, 4)) < skill[:, None]).astype(float).ravel()
+        found = summarise("w", np.repeat(np.arange(60), 4), values, interval=True)
+        hits += found["w_low"] <= 0.6 <= found["w_high"]
+    assert 0.90 <= hits / n <= 0.99
+
+
+def test_pictures_are_rounded_as_diffusers_rounds():
+    from diffusers.image_processor import VaeImageProcessor
+
+    images = torch.rand(2, 3, 4, 6)
+    stock = VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(images))
+    assert np.array_equal(to_uint8(images), np.stack([np.asarray(p) for p in stock]))
+
+
+def test_sets_have_noise_of_their_own():
+    dev, test = held_out("dev", ["a", "b"], 3, 0), held_out("test", ["c"], 2, 1)
+    assert dev.prompts == ["a", "a", "a", "b", "b", "b"] and dev.group.tolist() == [0, 0, 0, 1, 1, 1]
+    assert isinstance(test, Held) and test.first_id - dev.first_id >= 2**32 and dev.first_id > 2**61
+
+
+def test_images_of_the_start_are_found_whole_or_not_at_all(tmp_path):
+    def write(rank, size, count, value):
+        images = np.full((count, 2, 2, 3), value, np.uint8)
+        save_images(tmp_path / f"dev_before_{rank}of{size}.npz", images=images)
+
+    with pytest.raises(CheckpointError, match="lacks images of the starting policy"):
+        load_before(tmp_path, "dev", 1)
+    write(0, 2, 2, 5)
+    with pytest.raises(CheckpointError, match="lacks images"):
+        load_before(tmp_path, "dev", 1)
+    write(1, 2, 1, 6)
+    assert load_before(tmp_path, "dev", 1)[:, 0, 0, 0].tolist() == [5, 5, 6], "another number of ranks wrote them"
+    write(0, 1, 3, 7)
+    assert load_before(tmp_path, "dev", 1)[:, 0, 0, 0].tolist() == [7, 7, 7]
+    assert load_before(tmp_path, "dev", 2)[:, 0, 0, 0].tolist() == [5, 5, 6]
+
+
+# ---- a run's evaluation -------------------------------------------------------------------------------------------
+
+
+class Bright(PairJudge):
+    """A judge that prefers the brighter picture, first shown a little more; it loses every seventh question."""
+
+    streams = False
+
+    def __init__(self):
+        self.asked = 0
+
+    def judge_group(self, prompt, media, pairs):
+        out = []
+        for i, j in pairs:
+            self.asked += 1
+            gap = float(media[i].pixels.mean()) - float(media[j].pixels.mean())
+            lost = self.asked % 7 == 0
+            out.append(Verdict(None, "lost") if lost else Verdict(1.0 if gap > 0 else 0.5 if gap == 0 else 0.0))
+        return out
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def run(place):
+    """A finished run with two sets, several images per prompt, EMA, alpha ≠ rank and a static shift."""
+    over = {
+        "rollout": {"shift": 2.5, "guidance": 2.0},
+        "train": {"ema_decay": 0.5, "steps": 3},
+        "eval": {"samples_per_prompt": 2, "max_prompts": 2, "final_prompts": str(place / "train.txt"), "every": 1},
+    }
+    trainer = Trainer(from_dict(settings(place, "evaluated", **over)))
+    trainer.run()
+    return trainer
+
+
+def test_before_and_after_differ_in_the_weights_only(run):
+    for name in ("dev", "test"):
+        with np.load(run.folder / "eval" / f"{name}_000000.npz") as start:
+            assert np.array_equal(start["before"], start["now"])
+        with np.load(run.folder / "eval" / f"{name}_000003.npz") as end:
+            assert not np.array_equal(end["before"], end["now"])
+            assert np.abs(end["before"].astype(int) - end["now"]).mean() < 64, "the same noise gives a like picture"
+    found = rows(run.folder)
+    assert [(r["step"], r["set"]) for r in found if r["kind"] == "eval"] == [
+        (0, "dev"), (0, "test"), (1, "dev"), (2, "dev"), (3, "dev"), (3, "test"),
+    ]  # fmt: skip
+    start = found[0]
+    assert start["dev/win_jpeg_incompressibility"] == 0.5, "a tie with itself"
+    assert start["dev/jpeg_incompressibility"] == start["dev/jpeg_incompressibility_before"]
+    assert len(json.loads((run.folder / "eval" / "dev_prompts.json").read_text())) == 2
+
+
+def test_a_renderer_is_stock_sampling_at_the_sets_noise(run):
+    evaluator = run.parts.evaluators["dev"]
+    alone, together = evaluator.render([3]), evaluator.render([0, 1, 2, 3])
+    assert torch.allclose(alone[0], together[3], atol=1e-5)
+    latents = initial_latents(0, evaluator.ids([3]), run.adapter.latent_shape(16, 16))
+    pipe = run.adapter.pipe
+    sigmas = dict(pipe.scheduler.config) | {"shift": 2.5, "use_dynamic_shifting": False}
+    keep, pipe.scheduler = pipe.scheduler, type(pipe.scheduler).from_config(sigmas)
+    stock = pipe(
+        evaluator.held.prompts[3], height=16, width=16, num_inference_steps=3, guidance_scale=2.0,
+        max_sequence_length=24, latents=latents, output_type="pt",
+    ).images  # fmt: skip
+    pipe.scheduler = keep
+    assert (stock - alone).abs().max() <= 1e-5
+    assert evaluator.render([]).shape == (0, 3, 16, 16)
+
+
+def test_the_judges_win_rate_is_in_both_orders_and_without_lost_verdicts(run):
+    evaluator = run.parts.evaluators["dev"]
+    keep, evaluator.scorers = evaluator.scorers, {"judge": Scorer({"v": VlmPairwise(Bright())}, 2)}
+    now = to_uint8(evaluator.render(evaluator.mine()))
+    darker = (now * 0.5).astype(np.uint8)
+    _, won = evaluator.run(darker)
+    assert won["dev/win_judge"] == won["dev/win_judge_first"] == won["dev/win_judge_second"] == 1.0
+    assert won["dev/win_judge_first_missing"] == 0.25 or won["dev/win_judge_second_missing"] == 0.25
+    _, same = evaluator.run(now)
+    assert same["dev/win_judge"] == 0.5
+    evaluator.scorers = keep
+
+
+# ---- the product --------------------------------------------------------------------------------------------------
+
+
+def test_stock_diffusers_renders_the_same_without_this_project(run, root):
+    """scripts/check_lora.py in a process in which prefgrpo cannot be imported."""
+    script = str(root / "scripts" / "check_lora.py")
+    code = "import sys, runpy; sys.modules['prefgrpo'] = None; sys.argv = sys.argv[1:]; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", code, script, str(run.folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ": the same images" in done.stdout
+    with safe_open(run.folder / "proof.safetensors", "pt") as proof:
+        images = proof.get_tensor("images")
+        assert json.loads(proof.metadata()["call"])["num_inference_steps"] == 3
+    assert images.dtype == torch.float32 and images.shape[1:] == (3, 16, 16)
+
+
+def test_the_check_notices_a_wrong_scale_and_a_wrong_policy(run, check_lora, place, monkeypatch, capsys):
+    """Alpha forgotten, the average not used, another LoRA: each must be seen, or the check proves nothing."""
+    assert check_lora.largest_difference(run.folder, "cpu") <= 1e-5
+    file = run.folder / "lora" / "pytorch_lora_weights.safetensors"
+    good = file.read_bytes()
+    with safe_open(file, "pt") as stored:
+        facts = stored.metadata()
+    tensors = load_file(file)
+    save_file(tensors, file)  # without its metadata: alpha is lost
+    lost_alpha = check_lora.largest_difference(run.folder, "cpu")
+    live = {k: v + 0.01 for k, v in tensors.items()}
+    save_file(live, file, metadata=facts)
+    monkeypatch.setattr(sys, "argv", ["check_lora.py", str(run.folder)])
+    assert check_lora.main() == 1 and "NOT the same images" in capsys.readouterr().out
+    file.write_bytes(good)
+    assert lost_alpha > 1e-4, "alpha / rank = 1.5 must matter for this test to mean anything"
+    monkeypatch.setattr(sys, "argv", ["check_lora.py", str(place)])
+    assert check_lora.main() == 2 and "has no config.yaml and no proof.safetensors" in capsys.readouterr().err
+
+
+def test_a_fully_trained_pipeline_is_exported_whole(place, check_lora):
+    file = recipe(place, "full", train={"lora_rank": 0, "lr": 1e-3, "steps": 2, "ema_decay": 0.5})
+    code, output = train(file)
+    assert code == 0, output
+    assert check_lora.largest_difference(place / "runs" / "full", "cpu") <= 1e-5
+    assert not (place / "runs" / "full" / "lora").exists()
+
+
+def test_each_checkpoint_carries_a_loadable_product(run):
+    tensors = load_file(run.folder / "lora" / "pytorch_lora_weights.safetensors")
+    newest = sorted((run.folder / "checkpoints").glob("step_*"))[-1] / "lora" / "pytorch_lora_weights.safetensors"
+    assert all(torch.equal(t, load_file(newest)[k]) for k, t in tensors.items())
+    assert len(tensors) == len(run.policy.ema)

@@ -1,0 +1,168 @@
+"""Numbers that a step reports, against plain NumPy; and the log's file as a reader finds it.
+
+Why these cases: a metric that counts missing rewards as zero, averages over batches instead of samples, or hides the
+worst ratio misleads the person who tunes the run; and a log line must exist once, whole, also after a crash.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefgrpo.log import Log, read_metrics
+from prefgrpo.metrics import (
+    FACTS,
+    RewardsMissing,
+    check_missing,
+    eval_line,
+    judge_over_ranks,
+    policy_metrics,
+    reward_metrics,
+    step_line,
+)
+from prefgrpo.ops import METRICS
+from prefgrpo.parallel import World
+
+ALONE = World(0, 1, torch.device("cpu"))
+NAN = float("nan")
+
+
+def test_reward_means_leave_missing_ones_out():
+    rewards = np.array([[1.0, NAN], [3.0, NAN], [5.0, NAN], [NAN, NAN]])
+    found = reward_metrics(["a", "b"], rewards, 2)
+    assert found == {"reward/a": 3.0, "reward/a_std": 1.0}, "the second group has a missing member"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 5), st.integers(2, 6), st.integers(0, 10**6))
+def test_reward_figures_are_numpys(groups, size, seed):
+    values = np.random.default_rng(seed).normal(size=(groups * size, 1))
+    found = reward_metrics(["r"], values, size)
+    assert found["reward/r"] == pytest.approx(values.mean())
+    assert found["reward/r_std"] == pytest.approx(values.reshape(groups, size).std(1).mean())
+
+
+def test_missing_rewards():
+    rewards = np.array([[1.0, NAN], [NAN, 1.0], [1.0, 1.0], [1.0, 1.0]])
+    assert check_missing(rewards, np.array([1.0, 1.0]), 0.5, []) == 0.5
+    assert check_missing(rewards, np.array([1.0, 0.0]), 0.3, []) == 0.25, "a monitor may be missing"
+    assert check_missing(rewards, np.array([0.0, 0.0]), 0.0, []) == 0.0
+    with pytest.raises(RewardsMissing, match=r"50% of the rewards.*judge.max_missing = 10%\. Reasons: timeout; html$"):
+        check_missing(rewards, np.array([1.0, 1.0]), 0.1, ["timeout", "html", "timeout"])
+    with pytest.raises(RewardsMissing, match="no reason was given on this rank"):
+        check_missing(rewards, np.array([1.0, 1.0]), 0.1, [])
+
+
+def row(update, samples, loss, **values):
+    return torch.tensor([update, samples, loss, *(values.get(name, 0.0) for name in METRICS)])
+
+
+def test_policy_figures_are_over_samples_and_the_worst_ratio_shows():
+    rows = [
+        row(0, 3, 0.5, clip_fraction=1.0, ratio_min=0.9, ratio_mean=1.0, ratio_max=1.0, kl=2.0),
+        row(0, 1, 0.25, clip_fraction=0.0, ratio_min=1.0, ratio_mean=2.0, ratio_max=1.3, kl=6.0),
+        row(1, 4, 0.25, clip_fraction=0.5, ratio_min=0.5, ratio_mean=1.0, ratio_max=1.9, kl=0.0),
+    ]
+    found = policy_metrics(rows, ALONE)
+    assert found["loss"] == 1.0 and found["policy/clip_fraction"] == 5 / 8 and found["policy/kl"] == 12 / 8
+    assert found["policy/ratio_min"] == 0.5 and found["policy/ratio_max"] == pytest.approx(1.9)
+    assert found["policy/ratio_mean"] == 9 / 8
+    assert found["policy/on_policy_error"] == pytest.approx(0.3), "of the first update only, in both directions"
+    assert set(found) == {"loss", "policy/on_policy_error", *(f"policy/{n}" for n in METRICS)}
+    assert FACTS == ("update", "samples", "loss")
+
+
+def test_a_step_without_training_has_figures_without_nan():
+    found = policy_metrics([], ALONE)
+    assert found["loss"] == found["policy/on_policy_error"] == 0.0 and "policy/ratio_max" not in found
+    assert all(np.isfinite(v) for v in found.values())
+    line = step_line(3, 100, found | {"grad_norm": 0.0, "reward/missing": 0.0, "reward/x": 0.5}, {"rollout": 1.0})
+    assert line.startswith("step   3/100 · x 0.500±0.000 · ") and "nan" not in line
+
+
+def test_judge_figures():
+    found = judge_over_ranks({"judge/requests": 8.0, "judge/failures": 2.0, "judge/latency_p50": 0.5}, ALONE)
+    assert found == {"judge/requests": 8, "judge/failures": 2, "judge/latency_p50": 0.5, "judge/failure_rate": 0.25}
+    assert judge_over_ranks({}, ALONE) == {}
+
+
+def test_lines_for_a_person():
+    values = {
+        "reward/vlm_pairwise": 0.5, "reward/vlm_pairwise_std": 0.25, "reward/missing": 0.02, "policy/kl": 1e-6,
+        "policy/clip_fraction": 0.25, "policy/ratio_min": 0.9, "policy/ratio_max": 1.05, "grad_norm": 0.01,
+        "judge/requests": 56.0, "judge/failures": 3.0,
+    }  # fmt: skip
+    line = step_line(7, 300, values, {"rollout": 1.0, "update": 0.5})
+    for part in (
+        "step   7/300", "vlm_pairwise 0.500±0.250", "clip 25%", "|Δratio| ≤ 1.0e-01", "kl 1.0e-06",
+        "judged 56, 3 failed", "missing 2%", "1.50 s (rollout 1.00 update 0.50)",
+    ):  # fmt: skip
+        assert part in line
+    values = {
+        "dev/scenes": 0.7, "dev/scenes_before": 0.3, "dev/win_judge": 0.8, "dev/win_judge_low": 0.7,
+        "dev/win_judge_high": 0.9, "dev/win_judge_first": 0.75, "dev/win_judge_second": 0.85,
+    }  # fmt: skip
+    told = eval_line(50, "dev", values)
+    assert told.startswith("eval at step 50, dev: scenes 0.300 → 0.700, ")
+    assert "win rate by judge 0.800 [0.700, 0.900] (orders 0.750 / 0.850)" in told
+
+
+def log(folder, start=0, active=True):
+    return Log(folder, 10, start, tensorboard=False, active=active)
+
+
+def test_rows_are_whole_lines_and_not_finite_is_null(tmp_path):
+    one = log(tmp_path)
+    one.row("train", 1, {"a": NAN, "b": float("inf"), "c": 0.5, "d": "text"})
+    one.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text == '{"kind": "train", "step": 1, "a": null, "b": null, "c": 0.5, "d": "text"}\n'
+
+
+def test_a_resumed_log_drops_what_is_done_again_and_repeats_nothing(tmp_path):
+    one = log(tmp_path)
+    for step in (1, 2, 3):
+        one.row("train", step, {"loss": float(step)})
+        one.row("eval", step, {"set": "dev", "x": float(step)})
+    one.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 4, "lo')  # killed in the middle of a write
+    two = log(tmp_path, start=2)
+    two.row("eval", 2, {"set": "dev", "x": 2.0})  # the end of a run, done once more
+    two.row("eval", 2, {"set": "test", "x": 9.0})
+    two.row("train", 3, {"loss": 33.0})
+    two.close()
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["kind"], r["step"], r.get("set")) for r in found] == [
+        ("train", 1, None), ("eval", 1, "dev"), ("train", 2, None), ("eval", 2, "dev"), ("eval", 2, "test"),
+        ("train", 3, None),
+    ]  # fmt: skip
+    assert found[-1]["loss"] == 33.0
+    log(tmp_path, start=0).close()
+    assert read_metrics(tmp_path) == [] == read_metrics(tmp_path / "nowhere")
+
+
+def test_other_ranks_are_silent(tmp_path, capsys):
+    one = log(tmp_path, active=False)
+    one.row("train", 1, {})
+    one.say("x")
+    one.step("y")
+    one.close()
+    assert not list(tmp_path.iterdir()) and capsys.readouterr() == ("", "")
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
+    """The reader hides what the resumed run does again, and keeps the step it was resumed from."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        one = Log(tmp_path, 10, start, tensorboard=True, active=True)
+        for step in steps:
+            one.row("train", step, {"loss": float(step), "set": "text"})
+        one.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == [1, 2, 3, 4]

@@ -1,0 +1,118 @@
+"""The policy's state against torch's own optimiser in fp64, and its way through a checkpoint.
+
+Why these cases: AdamW's moments, its step count, the warm-up and the moving average are what a resumed run needs to
+continue bit by bit; and a gradient that is not finite must leave every weight as it was.
+"""
+
+import pytest
+import torch
+
+from prefgrpo.checkpoint import CheckpointError
+from prefgrpo.config import Train
+from prefgrpo.parallel import World
+from prefgrpo.policy import NonFiniteGradient, Policy
+
+ALONE = World(0, 1, torch.device("cpu"))
+TRAIN = Train(lr=0.1, beta1=0.8, beta2=0.95, weight_decay=0.2, max_grad_norm=0.7, warmup_steps=4, ema_decay=0.9)
+
+
+def parameters(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"a.weight": (3, 4), "b": (5,), "c.never": (2,)}
+    return {n: torch.randn(s, generator=generator).to(dtype).requires_grad_() for n, s in shapes.items()}
+
+
+def give_gradients(policy, step):
+    generator = torch.Generator().manual_seed(step)
+    for name, p in policy.parameters.items():
+        if name != "c.never":
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def test_ten_updates_against_the_formulas_in_fp64():
+    """Decoupled weight decay (Loshchilov & Hutter), clipping by the global norm, linear warm-up, EMA after the step."""
+    policy = Policy(parameters(), TRAIN)
+    w = {n: p.detach().double() for n, p in policy.parameters.items()}
+    m, v, ema = ({n: torch.zeros_like(t) for n, t in w.items()} for _ in range(3))
+    ema = {n: t.clone() for n, t in w.items()}
+    for step in range(1, 11):
+        give_gradients(policy, step)
+        g = {n: torch.zeros_like(w[n]) if p.grad is None else p.grad.double() for n, p in policy.parameters.items()}
+        norm = torch.sqrt(sum(t.square().sum() for t in g.values()))
+        assert policy.update(ALONE) == pytest.approx(float(norm), rel=1e-5)
+        lr = TRAIN.lr * min(1.0, step / TRAIN.warmup_steps)
+        for n in w:
+            grad = g[n] * min(1.0, TRAIN.max_grad_norm / float(norm))
+            m[n] = TRAIN.beta1 * m[n] + (1 - TRAIN.beta1) * grad
+            v[n] = TRAIN.beta2 * v[n] + (1 - TRAIN.beta2) * grad.square()
+            w[n] = w[n] * (1 - lr * TRAIN.weight_decay)
+            unbiased = m[n] / (1 - TRAIN.beta1**step), v[n] / (1 - TRAIN.beta2**step)
+            w[n] = w[n] - lr * unbiased[0] / (unbiased[1].sqrt() + 1e-8)
+            ema[n] = TRAIN.ema_decay * ema[n] + (1 - TRAIN.ema_decay) * w[n]
+    for n, p in policy.parameters.items():
+        assert torch.allclose(p.double(), w[n], rtol=1e-4, atol=1e-6), n
+        assert torch.allclose(policy.ema[n].double(), ema[n], rtol=1e-4, atol=1e-6), n
+    assert policy.updates == 10 and all(p.grad is None for p in policy.list)
+
+
+@pytest.mark.parametrize("at", [0, 2, 7])
+def test_stopped_and_loaded_it_goes_on_bit_by_bit(at):
+    straight, first = Policy(parameters(), TRAIN), Policy(parameters(), TRAIN)
+    for step in range(10):
+        give_gradients(straight, step)
+        straight.update(ALONE)
+        if step < at:
+            give_gradients(first, step)
+            first.update(ALONE)
+    stored = {k: t.detach().clone() for k, t in first.tensors().items()}
+    second = Policy({n: torch.zeros_like(p).requires_grad_() for n, p in parameters().items()}, TRAIN)
+    second.load(stored, at)
+    for step in range(at, 10):
+        give_gradients(second, step)
+        second.update(ALONE)
+    assert straight.tensors().keys() == second.tensors().keys()
+    for key, value in straight.tensors().items():
+        assert torch.equal(value, second.tensors()[key]), key
+
+
+def test_what_is_stored_has_every_state():
+    policy = Policy(parameters(), TRAIN)
+    give_gradients(policy, 0)
+    policy.update(ALONE)
+    kinds = {"param", "ema", "adamw.step", "adamw.exp_avg", "adamw.exp_avg_sq"}
+    assert policy.tensors().keys() == {f"{kind}.{n}" for kind in kinds for n in policy.parameters}
+    other = Policy({"x": torch.zeros(2, requires_grad=True)}, TRAIN)
+    with pytest.raises(CheckpointError, match="do not fit this configuration"):
+        other.load(policy.tensors(), 1)
+    without = Policy(parameters(), Train(ema_decay=0.0))
+    with pytest.raises(CheckpointError, match=r"under 'ema\.'"):
+        without.load(policy.tensors(), 1)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing(bad):
+    policy = Policy(parameters(), TRAIN)
+    give_gradients(policy, 0)
+    policy.update(ALONE)
+    before = {k: t.detach().clone() for k, t in policy.tensors().items()}
+    give_gradients(policy, 1)
+    policy.list[1].grad[2] = bad
+    with pytest.raises(NonFiniteGradient, match="gradient norm is"):
+        policy.update(ALONE)
+    assert all(torch.equal(before[k], t) for k, t in policy.tensors().items()) and policy.updates == 1
+    assert all(p.grad is None for p in policy.list), "the bad gradient does not stay for the next update"
+
+
+def test_the_average_is_lent_and_given_back():
+    policy = Policy(parameters(), TRAIN)
+    give_gradients(policy, 0)
+    policy.update(ALONE)
+    live = [p.detach().clone() for p in policy.list]
+    with pytest.raises(KeyError), policy.averaged():
+        assert all(torch.equal(p, policy.ema[n]) for n, p in policy.parameters.items())
+        assert not torch.equal(policy.list[0], live[0])
+        raise KeyError
+    assert all(torch.equal(a, b) for a, b in zip(live, policy.list, strict=True))
+    plain = Policy(parameters(), Train(ema_decay=0.0))
+    with plain.averaged():
+        assert torch.equal(plain.list[0], parameters()["a.weight"])
