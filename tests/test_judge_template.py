@@ -1,8 +1,7 @@
-"""Templates, plans and answer parsers.
+"""Templates and answer parsers.
 
-Cases: prompts that look like markers, JSON or format strings (they must arrive untouched); plans as properties over
-every group size (the balance is what removes position bias); answers from a fuzzer (nothing but an unambiguous
-answer may become a verdict).
+Cases: prompts that look like markers, JSON or format strings (they must arrive untouched); answers from a fuzzer
+(nothing but an unambiguous answer may become a verdict).
 """
 
 import json
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from prefgrpo.judge import answers
 from prefgrpo.judge.body import RequestKind
-from prefgrpo.judge.plans import PLANS, both_orders, get_plan, round_robin
 from prefgrpo.judge.template import load_template, shipped
 from prefgrpo.judge.verdict import JudgeError, soft_verdict
 
@@ -70,33 +68,6 @@ def test_a_bad_template_is_refused_by_name(tmp_path, text, complaint):
 def test_an_unknown_template_suggests_the_nearest():
     with pytest.raises(JudgeError, match="did you mean 'compare'"):
         load_template("compar")
-
-
-@given(size=st.integers(2, 24), seed=st.integers(0, 2**63))
-@settings(max_examples=100, deadline=None)
-def test_round_robin_asks_every_pair_once_and_is_balanced(size, seed):
-    pairs = round_robin(size, seed)
-    assert sorted(tuple(sorted(p)) for p in pairs) == [(i, j) for i in range(size) for j in range(i + 1, size)]
-    first = [sum(i == m for i, _ in pairs) for m in range(size)]
-    assert max(abs(2 * f - (size - 1)) for f in first) <= 1
-    assert pairs == round_robin(size, seed)
-
-
-def test_round_robin_depends_on_its_seed_and_flips_both_ways():
-    drawn = {(0, 1) in round_robin(4, seed) for seed in range(32)}
-    assert drawn == {True, False}
-
-
-@given(size=st.integers(1, 16))
-def test_both_orders_asks_every_ordered_pair(size):
-    pairs = both_orders(size, 0)
-    assert sorted(pairs) == [(i, j) for i in range(size) for j in range(size) if i != j]
-
-
-def test_an_unknown_plan_suggests_the_nearest():
-    assert get_plan("both_orders") is PLANS["both_orders"]
-    with pytest.raises(ValueError, match="did you mean 'round_robin'"):
-        get_plan("roundrobin")
 
 
 @pytest.mark.parametrize(

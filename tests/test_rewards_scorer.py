@@ -93,6 +93,36 @@ def test_the_order_of_arrival_changes_nothing(order):
     assert pairs == [[(c.first, c.second) for c in g.comparisons] for g in mixed.groups["vlm_pairwise"]]
 
 
+@pytest.mark.parametrize("plan", ["swiss(3)", "tournament", "k_regular(3)", "budget(9)"])
+def test_plans_in_rounds_ask_the_same_streamed_or_not(plan):
+    levels = [10, 20, 40, 80, 15, 25, 45, 85]
+    streamed, whole = (run(scorer(StubJudge(s), 8, plan), levels) for s in (True, False))
+    assert np.array_equal(streamed.values["vlm_pairwise"], whole.values["vlm_pairwise"], equal_nan=True)
+    mixed = run(scorer(StubJudge(True), 8, plan), levels, order=range(15, -1, -1))
+    assert np.array_equal(streamed.values["vlm_pairwise"], mixed.values["vlm_pairwise"], equal_nan=True)
+    asked = [len(g.comparisons) for g in streamed.groups["vlm_pairwise"]]
+    assert asked == [{"swiss(3)": 12, "tournament": 7, "k_regular(3)": 12, "budget(9)": 9}[plan]] * 2
+
+
+def test_rounds_follow_each_other_over_http():
+    with JudgeServer(delay_s=0.02) as server:
+        rewards = build("vlm_pairwise", {"vlm_pairwise": {"judge": {"endpoints": (server.url,)}, "plan": "tournament"}})
+        with Scorer(rewards, 8, deadline_s=20) as s:
+            s.begin(0, [0, 1])
+            for member in range(8):
+                for group in (0, 1):
+                    s.add(group, member, sample(20 + 25 * member))
+            result = s.finish()
+    assert [len(g.comparisons) for g in result.groups["vlm_pairwise"]] == [7, 7]
+    assert np.nanargmax(result.values["vlm_pairwise"], axis=1).tolist() == [7, 7]
+    assert result.metrics["judge/failures"] == 0
+
+
+def test_a_plan_that_does_not_fit_the_group_is_refused_at_once():
+    with pytest.raises(ValueError, match="got G = 4"):
+        scorer(StubJudge(True), 4, "swiss(4)")
+
+
 def test_a_b_orders_differ_between_steps_and_repeat_for_a_seed():
     def pairs(step, seed):
         result = run(scorer(StubJudge(True), plan="round_robin", seed=seed), [10, 20, 40, 80], step=step)

@@ -1,20 +1,25 @@
 """Which ordered pairs of a group are judged.
 
-A plan is a function (group size, seed) -> [(first shown, second shown), …]. Invariant: which pairs and which order
-depend on (size, seed) only, and every member is shown first as often as second (±1), so that a judge's position
-bias favours nobody.
+A plan is a function (group size, seed, what was judged so far) -> the next [(first shown, second shown), …]; nothing
+more to ask is []. Most plans ask everything at once; `swiss` and `tournament` go in rounds. Invariant: the pairs
+depend on (size, seed, verdicts) only, and within a plan every member is shown first as often as second (±1, or as
+near as a single pair allows), so that a judge's position bias favours nobody.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from prefgrpo.judge.verdict import Pair
 
-Plan = Callable[[int, int], list[Pair]]
+Judged = tuple[int, int, float | None]
+"""(first, second, P(first) or None) of a pair that was asked."""
+Plan = Callable[[int, int, Sequence[Judged]], list[Pair]]
 
 
 def _in_arrival_order(pairs: list[Pair]) -> list[Pair]:
@@ -22,35 +27,111 @@ def _in_arrival_order(pairs: list[Pair]) -> list[Pair]:
     return sorted(pairs, key=lambda p: (max(p), min(p), p[0]))
 
 
-def round_robin(size: int, seed: int) -> list[Pair]:
-    """Every pair once, G(G − 1)/2 verdicts; who is shown first is drawn, balanced per member.
+def _circle(size: int, seed: int) -> list[list[Pair]]:
+    """Every pair once, as rings: ring d pairs each seat of a random circle with the d-th after it.
 
-    Members take seats on a circle at random; each is first against the (G − 1)/2 that follow it. For even G the
-    opposite seat is left over: one coin per such pair.
+    In a full ring everyone is first once and second once. For even sizes the last ring has the opposite seats, one
+    coin per pair.
     """
     rng = np.random.default_rng(seed)
     seats = rng.permutation(size).tolist()
     coins = rng.integers(0, 2, size // 2)
-    pairs = [(seats[a], seats[(a + d) % size]) for a in range(size) for d in range(1, (size - 1) // 2 + 1)]
+    rings = [[(seats[a], seats[(a + d) % size]) for a in range(size)] for d in range(1, (size - 1) // 2 + 1)]
     if size % 2 == 0:
         half = size // 2
-        pairs += [(seats[a + half * int(c)], seats[(a + half * (1 - int(c)))]) for a, c in enumerate(coins)]
-    return _in_arrival_order(pairs)
+        rings.append([(seats[a + half * int(c)], seats[a + half * (1 - int(c))]) for a, c in enumerate(coins)])
+    return rings
 
 
-def both_orders(size: int, seed: int) -> list[Pair]:
+def round_robin(size: int, seed: int, done: Sequence[Judged] = ()) -> list[Pair]:
+    """Every pair once, G(G − 1)/2 verdicts; who is shown first is drawn, balanced per member."""
+    return [] if done else _in_arrival_order([p for ring in _circle(size, seed) for p in ring])
+
+
+def both_orders(size: int, seed: int, done: Sequence[Judged] = ()) -> list[Pair]:
     """Every pair twice, once in each order, G(G − 1) verdicts: the position bias cancels in the mean."""
     del seed  # nothing is random here; the argument is the plans' common signature
-    return _in_arrival_order([(i, j) for i in range(size) for j in range(size) if i != j])
+    return [] if done else _in_arrival_order([(i, j) for i in range(size) for j in range(size) if i != j])
 
 
-PLANS: dict[str, Plan] = {"round_robin": round_robin, "both_orders": both_orders}
+def k_regular(size: int, seed: int, done: Sequence[Judged] = (), n: int = 4) -> list[Pair]:
+    """Every member in n pairs, n·G/2 verdicts, connected. ValueError unless n < G and n·G is even."""
+    if not 2 <= n < size or n * size % 2:
+        raise ValueError(f"k_regular({n}) needs 2 <= k < G and k·G even, got G = {size}")
+    rings = _circle(size, seed)
+    chosen = rings[: n // 2] + ([rings[-1]] if n % 2 else [])
+    return [] if done else _in_arrival_order([p for ring in chosen for p in ring])
+
+
+def budget(size: int, seed: int, done: Sequence[Judged] = (), n: int = 16) -> list[Pair]:
+    """n verdicts, ring after ring, then the same pairs swapped. ValueError unless G/2 <= n <= G(G − 1)."""
+    if not size / 2 <= n <= size * (size - 1):
+        raise ValueError(f"budget({n}) needs G/2 <= n <= G(G - 1), got G = {size}")
+    once = [p for ring in _circle(size, seed) for p in ring]
+    return [] if done else _in_arrival_order((once + [(j, i) for i, j in once])[:n])
+
+
+def swiss(size: int, seed: int, done: Sequence[Judged] = (), n: int = 4) -> list[Pair]:
+    """n rounds of G/2 pairs; each round pairs members of like score that have not met. An odd one sits out.
+
+    Opponents differ in strength, so plain win rates are drawn to the middle: good for finding the order with
+    Bradley-Terry strengths, less so as a reward by itself. The same holds for `tournament`.
+    """
+    if not 1 <= n < size:
+        raise ValueError(f"swiss({n}) needs 1 <= rounds < G, got G = {size}")
+    if len(done) // max(size // 2, 1) >= n:
+        return []
+    rng = np.random.default_rng([seed & 0xFFFFFFFFFFFFFFFF, len(done)])
+    score, played, led = np.zeros(size), np.zeros(size), np.zeros(size)
+    for i, j, p in done:
+        led[i] += 1
+        played[[i, j]] += 1
+        score[[i, j]] += (0.5, 0.5) if p is None else (p, 1.0 - p)
+    order = np.lexsort((rng.random(size), -score)).tolist()
+    if size % 2:  # the lowest of those who played most
+        order.remove(max(reversed(order), key=lambda m: played[m]))
+    met = {frozenset((i, j)) for i, j, _ in done}
+    pairs: list[Pair] = []
+    while order:
+        a = order.pop(0)
+        b = next((m for m in order if frozenset((a, m)) not in met), order[0])
+        order.remove(b)
+        swap = led[b] < led[a] or (led[a] == led[b] and rng.random() < 0.5)
+        pairs.append((b, a) if swap else (a, b))
+    return pairs
+
+
+def tournament(size: int, seed: int, done: Sequence[Judged] = ()) -> list[Pair]:
+    """Single elimination, G − 1 verdicts: finds the best member. A tie or a failed comparison is decided by lot."""
+    rng = np.random.default_rng(seed)
+    seats = rng.permutation(size).tolist()
+    lots = rng.random(size)
+    for i, j, p in done:
+        first_wins = lots[i] > lots[j] if p is None or p == 0.5 else p > 0.5
+        seats.remove(j if first_wins else i)
+    level = max(1, 2 ** (len(seats) - 1).bit_length() // 2)  # as many stay in as fill the next round
+    pairs = [(seats[2 * k], seats[2 * k + 1]) for k in range(len(seats) - level)]
+    return pairs if len(seats) > 1 else []
+
+
+PLANS: dict[str, Callable[..., list[Pair]]] = {
+    "round_robin": round_robin,
+    "both_orders": both_orders,
+    "k_regular": k_regular,
+    "budget": budget,
+    "swiss": swiss,
+    "tournament": tournament,
+}
+_WITH_NUMBER = ("k_regular", "budget", "swiss")
 
 
 def get_plan(name: str) -> Plan:
-    """Plan by name; ValueError suggests the nearest."""
-    if name not in PLANS:
-        near = difflib.get_close_matches(name, PLANS, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise ValueError(f"unknown pair plan '{name}': expected one of {', '.join(PLANS)}{hint}")
-    return PLANS[name]
+    """Plan by name, with its number where it takes one: 'both_orders', 'k_regular(4)'; ValueError if there is none."""
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\(\s*(\d+)\s*\))?\s*", name)
+    base, number = (match[1], match[2]) if match else (name, None)
+    if base not in PLANS or (number and base not in _WITH_NUMBER):
+        shown = [f"{p}(n)" if p in _WITH_NUMBER else p for p in PLANS]
+        near = difflib.get_close_matches(base, PLANS, n=1)
+        hint = f"; did you mean '{near[0]}'?" if near and near[0] != base else ""
+        raise ValueError(f"unknown pair plan '{name}': expected one of {', '.join(shown)}{hint}")
+    return partial(PLANS[base], n=int(number)) if number else PLANS[base]

@@ -9,6 +9,7 @@ nobody, and a member without any comparison is missing; the arrival order of mem
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from prefgrpo.judge.plans import get_plan
+from prefgrpo.judge.plans import Judged, get_plan
 from prefgrpo.judge.verdict import JudgeError, PairJudge, Verdict
 from prefgrpo.ops import winrate_advantage
 from prefgrpo.rewards.base import Comparison, GroupScores, GroupwiseReward, Sample, Score
@@ -45,9 +46,10 @@ class VlmPairwise(GroupwiseReward):
 
     def score_group(self, group: list[Sample], seed: int) -> GroupScores:
         """Judge the whole group now and wait for the answers."""
-        pairs = self.plan(len(group), seed)
-        verdicts = self.judge.judge_group(group[0].prompt, [s.media for s in group], pairs)
-        found = [Comparison(i, j, v) for (i, j), v in zip(pairs, verdicts, strict=True)]
+        media, found = [s.media for s in group], list[Comparison]()
+        while pairs := self.plan(len(group), seed, judged(found)):
+            verdicts = self.judge.judge_group(group[0].prompt, media, pairs)
+            found += [Comparison(i, j, v) for (i, j), v in zip(pairs, verdicts, strict=True)]
         return tally(len(group), found, self.verdict)
 
     def session(self, size: int, seed: int, flight: Flight) -> PairSession:
@@ -61,34 +63,69 @@ class VlmPairwise(GroupwiseReward):
 
 
 class PairSession:
-    """One group on its way: a pair is sent as soon as both its members exist."""
+    """One group on its way: a pair is sent as soon as both its members exist, a next round when one is answered."""
 
     def __init__(self, reward: VlmPairwise, size: int, seed: int, flight: Flight) -> None:
-        self.reward, self.size, self._flight = reward, size, flight
-        self.pairs = reward.plan(size, seed)
+        self.reward, self.size, self.seed, self._flight = reward, size, seed, flight
+        self.pairs = list(reward.plan(size, seed, ()))
         self._members: dict[int, Sample] = {}
         self._answers: dict[int, Future[Verdict]] = {}
+        self._open = 0
+        self._ended = False
+        self._lock = threading.RLock()
 
     def add(self, member: int, sample: Sample) -> None:
         """Member `member` exists now; sends its pairs with those that are there. Does not wait."""
-        self._members[member] = sample
-        for n, (i, j) in enumerate(self.pairs):
-            if member in (i, j) and i in self._members and j in self._members:
-                first, second = self._members[i], self._members[j]
-                self._flight.sent()
-                answer = self.reward.judge.submit(first.prompt, first.media, second.media)
-                answer.add_done_callback(lambda _: self._flight.done())
-                self._answers[n] = answer
+        with self._lock:
+            self._members[member] = sample
+            for n, pair in enumerate(self.pairs):
+                if member in pair and pair[0] in self._members and pair[1] in self._members:
+                    self._send(n)
 
     def result(self, deadline: float) -> GroupScores:
         """Scores once all answers are there, or at `deadline` (`time.monotonic()`): what is not there is missing."""
-        found = [Comparison(i, j, self._answer(n, deadline)) for n, (i, j) in enumerate(self.pairs)]
+        found: list[Comparison] = []
+        while len(found) < len(self.pairs):
+            i, j = self.pairs[len(found)]
+            found.append(Comparison(i, j, self._answer(len(found), deadline)))
+            if len(found) == len(self.pairs):
+                self._next_round()  # the answer's own callback may come a moment later
         return tally(self.size, found, self.reward.verdict)
 
     def cancel(self) -> None:
         """Give up what has not been answered."""
-        for answer in self._answers.values():
+        with self._lock:
+            self._ended = True
+        for answer in list(self._answers.values()):
             answer.cancel()
+
+    def _send(self, index: int) -> None:
+        first, second = (self._members[m] for m in self.pairs[index])
+        self._flight.sent()
+        self._open += 1
+        self._answers[index] = answer = self.reward.judge.submit(first.prompt, first.media, second.media)
+        answer.add_done_callback(self._answered)
+
+    def _answered(self, _: Future[Verdict]) -> None:
+        """An answer came (on any thread)."""
+        self._flight.done()
+        with self._lock:
+            self._open -= 1
+            if not self._open:
+                self._next_round()
+
+    def _next_round(self) -> None:
+        """Send what the plan asks next, if all of the round before is answered."""
+        with self._lock:
+            answers = [self._answers.get(n) for n in range(len(self.pairs))]
+            verdicts = [a.result() for a in answers if a is not None and a.done() and not a.cancelled()]
+            if self._ended or len(verdicts) < len(self.pairs):
+                return
+            found = [Comparison(i, j, v) for (i, j), v in zip(self.pairs, verdicts, strict=True)]
+            start = len(self.pairs)
+            self.pairs += self.reward.plan(self.size, self.seed, judged(found))
+            for n in range(start, len(self.pairs)):
+                self._send(n)
 
     def _answer(self, index: int, deadline: float) -> Verdict:
         future = self._answers.get(index)
@@ -97,8 +134,13 @@ class PairSession:
         try:
             return future.result(max(deadline - time.monotonic(), 0.0))
         except (FutureTimeout, CancelledError):
-            future.cancel()
+            self.cancel()
             return Verdict(None, "no answer before the step's deadline")
+
+
+def judged(comparisons: list[Comparison]) -> list[Judged]:
+    """What a plan may look at."""
+    return [(c.first, c.second, c.verdict.first) for c in comparisons]
 
 
 def tally(size: int, comparisons: list[Comparison], verdict: VerdictKind) -> GroupScores:

@@ -52,6 +52,9 @@ class Scorer:
         """`deadline_s`: the longest that `finish` waits for a judge. `log_path`: JSONL file of every judgement."""
         if group_size < 2 and any(isinstance(r, GroupwiseReward) for r in rewards.values()):
             raise ValueError(f"pairwise rewards need groups of at least 2 samples, got group_size={group_size}")
+        for reward in rewards.values():
+            if isinstance(reward, VlmPairwise):
+                reward.plan(group_size, 0, ())  # a plan that does not fit the group size is refused now
         if not deadline_s > 0:
             raise ValueError(f"the judge's deadline must be positive seconds, got {deadline_s}")
         self.rewards, self.group_size, self.deadline_s, self.seed = rewards, group_size, deadline_s, seed
