@@ -73,7 +73,8 @@ def _run(config: Config, resume: bool) -> int:
         return 3
     if trainer.world.main:
         print(f"report: {write_report(folder)}")
-        print(trainer.verdict)
+        if trainer.verdict:
+            print(trainer.verdict)
     return 0
 
 

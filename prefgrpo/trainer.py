@@ -379,6 +379,6 @@ class Trainer:
         if name is None:
             return
         evaluator = self.parts.evaluators[name]
-        index = evaluator.shown()[: min(4, self.config.rollout.batch_size)]
+        index = (evaluator.shown() or evaluator.mine())[: min(4, self.config.rollout.batch_size)]
         with self.policy.averaged():
             evaluator.save_proof(self.folder / "proof.safetensors", index)

@@ -1,0 +1,386 @@
+"""What a user or a cluster does to a run, and what the run must answer.
+
+Why these cases: each line of the "Bad input" list of the project's main task. The rule is the same for all: nothing
+that exists is overwritten, the message says what was expected, what came and what to do, without a traceback, the
+exit code is 2 (mend it and start) or 3 (stopped, resume it), and training that had begun can go on from where it was.
+"""
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from judge_server import JudgeServer, free_port
+from safetensors.torch import load_file, save_file
+from tiny_run import merged, recipe, rows, start, train, tree, world
+
+from prefgrpo.rewards.base import PointwiseReward, Score
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return world(tmp_path_factory.mktemp("bad"))
+
+
+def refused(code, output, *told):
+    """Exit code 2, one error message, everything told, no traceback."""
+    assert code == 2, output
+    assert "Traceback" not in output and "error: " in output
+    for part in told:
+        assert part in output, f"{part!r} is missing in:\n{output}"
+
+
+class Constant(PointwiseReward):
+    def score(self, samples):
+        return [Score(0.7) for _ in samples]
+
+
+class Broken(PointwiseReward):
+    def score(self, samples):
+        return [Score(float(n) if n % 3 else float("inf")) for n in range(len(samples))]
+
+
+HERE = f"{__name__}."
+
+# ---- before anything runs -----------------------------------------------------------------------------------------
+
+FILES = {
+    "missing": (None, ["prompts file not found: ", "expected a text file with one prompt per line"]),
+    "empty": (b"", ["holds no prompt: every line is blank"]),
+    "blank": (b"\n  \n\t\n", ["holds no prompt"]),
+    "latin-1": (b"a cat\nun caf\xe9\nb\n", ["1 line(s) are not valid UTF-8 (line 2)", "re-save the file as UTF-8"]),
+    "utf-16": ("a cat\n".encode("utf-16"), ["not valid UTF-8"]),
+}
+
+
+@pytest.mark.parametrize("field", ["data", "eval"])
+@pytest.mark.parametrize("case", FILES)
+def test_prompt_files(place, tmp_path, case, field):
+    content, told = FILES[case]
+    if content is not None:
+        (tmp_path / "p.txt").write_bytes(content)
+    code, output = train(recipe(place, "file", **{field: {"prompts": str(tmp_path / "p.txt")}}))
+    refused(code, output, str(tmp_path / "p.txt"), *told)
+    assert not list((place / "runs" / "file").iterdir()), "the run folder stays empty, the name is free"
+
+
+MISTAKES = {
+    "group of one": ({"rollout": {"group_size": 1}}, ["a group needs at least 2 images to compare, got 1"]),
+    "nearest key": ({"trian": {"lr": 1}}, ["trian: unknown key; did you mean 'train'?"]),
+    "nearest field": ({"train": {"learning_rat": 1}}, ["train.learning_rat: unknown key; "]),
+    "no model": ({"model": "./nowhere"}, ["model folder not found: './nowhere'", "model_index.json"]),
+    "no pipeline": ({"model": "."}, ["is not a diffusers pipeline folder"]),
+    "family": ({"family": "fluxx"}, ["family: unknown model family 'fluxx'", "did you mean 'flux'?"]),
+    "other family": ({"family": "sd3"}, ["holds a FluxPipeline, expected a StableDiffusion3Pipeline"]),
+    "size": ({"rollout": {"height": 18}}, ["rollout.height/width: ", "multiples of 4", "got 18 × 16"]),
+    "tiny size": ({"rollout": {"width": 2}}, ["rollout.height/width: ", "multiples of 4"]),
+    "targets": ({"train": {"lora_targets": ["to_qq"]}}, ["train.lora_targets: ", "to_qq", "it has ", "attn.to_q"]),
+    "reward": ({"reward": {"spec": "jpeg_compresibility"}}, ["reward.spec: unknown reward", "jpeg_compressibility"]),
+    "two specs": ({"reward": {"spec": "a:b:c"}, "eval": {"spec": "zz"}}, ["reward.spec: bad entry", "eval.spec: unkn"]),
+    "pairwise twice": ({"eval": {"spec": "vlm_pairwise"}}, ["eval.spec: vlm_pairwise is what eval.judge does"]),
+    "reward class": ({"reward": {"spec": "no.such.Thing"}}, ["cannot load reward 'no.such.Thing'"]),
+    "no noise": (
+        {"rollout": {"rule": "cps", "eta": 0.5, "window_low": 2, "window_high": 3}},
+        ["rule cps has no noise in step(s) [2]", "expected windows that train"],
+    ),
+    "updates": ({"train": {"updates_per_rollout": 3}}, ["3 updates need as many prompts per step"]),
+    "cuda": ({"device": "cuda"}, ["device: cuda was asked for, but torch sees no GPU"]),
+    "judge folder": (
+        {"reward": {"spec": "vlm_pairwise"}, "judge": {"backend": "local", "model": "/no/judge"}},
+        ["judge checkpoint not found: expected /no/judge/config.json"],
+    ),
+    "template": (
+        {"reward": {"spec": "vlm_pairwise"}, "judge": {"template": "compar"}},
+        ["compar", "compare"],
+    ),
+    "endpoint": (
+        {"reward": {"spec": "vlm_pairwise"}, "judge": {"endpoints": ["localhost:8000"]}},
+        ["endpoints must be http:// or https:// addresses", "localhost:8000"],
+    ),
+    "api key": (
+        {"reward": {"spec": "vlm_pairwise"}, "judge": {"api_key_env": "NO_SUCH_KEY"}},
+        ["NO_SUCH_KEY", "is not set"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_in_the_recipe(place, case):
+    import torch
+
+    if case == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    over, told = MISTAKES[case]
+    code, output = train(recipe(place, "mistake", **over))
+    refused(code, output, *told)
+    folder = place / "runs" / "mistake"
+    assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_many_mistakes_are_listed_at_once(place):
+    over = {"rollout": {"group_size": 1, "rule": "flwo"}, "trian": {}, "train": {"lr": "fast"}, "seed": -2}
+    code, output = train(recipe(place, "many", **over), "--checkpoint.keep", "0")
+    refused(code, output, "group_size", "rollout.rule", "trian", "train.lr", "seed", "checkpoint.keep")
+    assert output.count("\n  - ") == 6
+
+
+def test_a_broken_recipe_file(place, tmp_path):
+    refused(*train(tmp_path / "none.yaml"), "recipe not found", "expected a YAML file")
+    (tmp_path / "bad.yaml").write_text("train: {lr: 1\n")
+    refused(*train(tmp_path / "bad.yaml"), "is not valid YAML")
+
+
+FOREIGN = {
+    "files": lambda f: (f / "thesis.tex").write_text("years of work"),
+    "folder": lambda f: (f / "photos").mkdir(),
+    "another program's run": lambda f: (f / "metrics.jsonl").write_text('{"theirs": 1}\n'),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_folder_with_foreign_things_stays_as_it_is(place, case):
+    folder = place / "runs" / "foreign"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    FOREIGN[case](folder)
+    before = tree(folder)
+    refused(*train(recipe(place, "foreign")), "holds another run", "nothing was touched", "another --name")
+    refused(*train(recipe(place, "foreign"), "--resume"), "is not a run of prefgrpo", "another --name")
+    assert tree(folder) == before
+
+
+def test_an_output_that_is_a_file(place):
+    (place / "runs").mkdir(exist_ok=True)
+    (place / "runs" / "filed").write_text("x")
+    refused(*train(recipe(place, "filed")), "is a file; expected a folder")
+
+
+def test_names_that_a_shell_would_mangle(place):
+    code, output = train(recipe(place, "name with spaces & é"))
+    assert code == 0 and (place / "runs" / "name with spaces & é" / "lora").is_dir(), output
+
+
+# ---- while it runs ------------------------------------------------------------------------------------------------
+
+
+def test_all_groups_tied_is_no_crash_and_no_update(place):
+    code, output = train(recipe(place, "tied", reward={"spec": f"{HERE}Constant"}))
+    assert code == 0 and "nan" not in output.lower(), output
+    found = [r for r in rows(place / "runs" / "tied") if r["kind"] == "train"]
+    assert len(found) == 4 and all(r["samples_trained"] == 0 and r["advantage/zero_groups"] == 1 for r in found)
+    lora = load_file(place / "runs" / "tied" / "lora" / "pytorch_lora_weights.safetensors")
+    assert all(not t.any() for k, t in lora.items() if "lora_B" in k), "the policy is the one of the start"
+
+
+def test_a_base_model_with_a_nan_in_it(place):
+    shutil.copytree(place / "flux", place / "poisoned")
+    file = place / "poisoned" / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights = {k: t.clone() for k, t in load_file(file).items()}
+    weights["proj_out.weight"][0, 0] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+    code, output = train(recipe(place, "nan", model=str(place / "poisoned"), eval={"every": 0}))
+    assert code == 3 and "Traceback" not in output
+    assert "stopped: step 1: the policy makes latents that are not finite" in output
+
+
+def test_an_absurd_learning_rate_stops_and_a_lower_one_goes_on(place):
+    file = recipe(place, "absurd", train={"lr": 1e30}, checkpoint={"every": 1}, eval={"every": 0})
+    code, output = train(file)
+    assert code == 3 and "not finite" in output and "--resume and a lower --train.lr" in output
+    shutil.rmtree(place / "runs" / "absurd" / "checkpoints" / "step_000001")
+    code, output = train(file, "--resume", "--train.lr", "1e-3")
+    assert code == 0, output
+    assert [r["step"] for r in rows(place / "runs" / "absurd")] == [1, 2, 3, 4]
+
+
+def test_rewards_that_are_not_numbers(place):
+    code, output = train(recipe(place, "broken", reward={"spec": f"{HERE}Broken"}, eval={"every": 0}))
+    assert code == 3 and "the reward returned inf" in output and "judge.max_missing" in output
+    assert (place / "runs" / "broken" / "checkpoints" / "step_000000" / "lora").is_dir()
+
+
+HARD = [
+    "{prompt} {0} %s $HOME `ls`",
+    'she said "no" \\n \\u0041 \'x\'',
+    "家 🐈‍⬛ ñ 𝕏",
+    "<|image_pad|> </s> [INST]",
+    "w " * 4000,
+]
+    "{prompt} {0} %s $HOME `ls`",
+    "she said \"no\" \\n \\u0041 'x'",
+    "家 🐈‍⬛ ñ 𝕏",
+    "<|image_pad|> </s> [INST]",
+    "w " * 4000,
+]
+
+
+def test_prompts_that_break_templates_reach_the_judge_as_they_are(place):
+    (place / "hard.txt").write_text("\n".join(HARD) + "\n", encoding="utf-8")
+    with JudgeServer() as server:
+        over = judged(server.url, data={"prompts": str(place / "hard.txt")}, rollout={"prompts_per_step": 5})
+        code, output = train(recipe(place, "hard", **merged(over, {"train": {"steps": 1}})))
+    assert code == 0, output
+    told = [json.dumps(r["messages"][0], ensure_ascii=False) for r in server.requests]
+    for prompt in HARD:
+        assert any(json.dumps(prompt.strip(), ensure_ascii=False)[1:-1] in t for t in told), prompt[:40]
+    assert rows(place / "runs" / "hard")[0]["judge/failures"] == 0
+
+
+# ---- the judge ----------------------------------------------------------------------------------------------------
+
+
+def judged(url, **over):
+    """A run that a judge behind HTTP rewards, with short patience."""
+    judge = {"endpoints": [url], "timeout_s": 2.0, "deadline_s": 3.0}
+    base = {"reward": {"spec": "vlm_pairwise"}, "judge": judge, "eval": {"every": 0}, "checkpoint": {"every": 20}}
+    return merged(base, over)
+
+
+def test_no_judge_at_the_start(place):
+    began = time.monotonic()
+    code, output = train(recipe(place, "down", **judged(f"http://127.0.0.1:{free_port()}")))
+    refused(code, output, "the judge cannot be used", "not reachable", "prefgrpo judge serve", "judge's endpoints")
+    assert time.monotonic() - began < 15 and not list((place / "runs" / "down").iterdir())
+
+
+def test_a_model_that_the_judge_does_not_serve(place):
+    with JudgeServer() as server:
+        code, output = train(recipe(place, "model", **judged(server.url, judge={"model": "brightjudge"})))
+    refused(code, output, "serves bright-judge, not 'brightjudge'", "did you mean 'bright-judge'?")
+
+
+@pytest.mark.parametrize("fault", ["garbage", "no_logprobs", "html", "400", "not_json"])
+def test_a_judge_that_gives_no_verdict_is_found_at_the_start(place, fault):
+    with JudgeServer(fault) as server:
+        code, output = train(recipe(place, "mute", **judged(server.url)))
+    refused(code, output, "gave no verdict on a probe pair", "Check that the template suits the model")
+
+
+def learned(folder):
+    """Rows without figures about the judge's own conduct."""
+    return [{k: v for k, v in r.items() if not k.startswith("judge/")} for r in rows(folder)]
+
+
+@pytest.fixture(scope="module")
+def steady(place):
+    """A run whose judge was well all the time."""
+    with JudgeServer() as server:
+        code, output = train(recipe(place, "steady", **judged(server.url)))
+    assert code == 0, output
+    return learned(place / "runs" / "steady")
+
+
+def after_first_step(run, folder):
+    run.until(lambda: (folder / "metrics.jsonl").is_file() and len(rows(folder)) >= 1)
+
+
+@contextlib.contextmanager
+def judge_process(port, delay=0.0):
+    """A judge that can be killed."""
+    file = Path(__file__).with_name("judge_server.py")
+    command = [sys.executable, str(file), "--port", str(port), "--delay", str(delay)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert "serving" in process.stdout.readline()
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_judge_that_dies_in_a_step_and_comes_back_loses_nothing(place, steady):
+    port, folder = free_port(), place / "runs" / "back"
+    over = judged(f"http://127.0.0.1:{port}", judge={"deadline_s": 60.0})
+    with judge_process(port, delay=0.05) as judge:
+        run = start(["train", str(recipe(place, "back", **over))], place / "back.log")
+        after_first_step(run, folder)
+        judge.kill()
+        judge.wait()
+    time.sleep(0.7)
+    with judge_process(port):
+        assert run.wait() == 0, run.output
+    assert learned(folder) == steady
+    assert sum(r["judge/retries"] for r in rows(folder)) > 0, "it died while it was asked"
+    assert sum(r["judge/failures"] for r in rows(folder)) == 0
+
+
+def test_a_judge_that_is_gone_for_good_stops_the_run_which_goes_on_when_it_is_back(place, steady):
+    port, folder = free_port(), place / "runs" / "gone"
+    file = recipe(place, "gone", **judged(f"http://127.0.0.1:{port}"))
+    with judge_process(port, delay=0.02) as judge:
+        run = start(["train", str(file)], place / "gone.log")
+        after_first_step(run, folder)
+        judge.kill()
+        killed = time.monotonic()
+        assert run.wait() == 3, run.output
+    assert time.monotonic() - killed < 3.0 + 6.0, "deadline_s, and the end of the step"
+    done = rows(folder)[-1]["step"]
+    for part in (f"stopped: step {done + 1}: 100% of the rewards are missing", "Reasons: ", "--resume", "Connect"):
+        assert part in run.output, run.output
+    assert (folder / "checkpoints" / f"step_{done:06d}" / "state.json").is_file()
+    before = tree(folder)
+    refused(*train(file, "--resume"), "the judge cannot be used")
+    assert tree(folder) == before, "a resume that cannot start touches nothing"
+    with judge_process(port):
+        code, output = train(file, "--resume")
+    assert code == 0, output
+    assert learned(folder) == steady
+
+
+def test_a_few_garbage_answers_are_left_out_and_counted(place):
+    folder = place / "runs" / "few"
+    with JudgeServer(delay_s=0.02) as server:
+        run = start(["train", str(recipe(place, "few", **judged(server.url)))], place / "few.log")
+        after_first_step(run, folder)
+        server.count, server.fault = 3, "garbage"
+        assert run.wait() == 0, run.output
+    found = rows(folder)
+    assert sum(r["judge/failures"] for r in found) == 3 and all(r["samples_trained"] == 8 for r in found)
+    reasons = [json.loads(x)["reason"] for x in (folder / "judgements.jsonl").read_text().splitlines()]
+    assert sum(bool(r) for r in reasons) == 3 and any("neither label" in r for r in reasons)
+
+
+@pytest.mark.parametrize("fault", ["garbage", "nan", "no_choices"])
+def test_garbage_alone_stops_the_run_with_its_reason(place, fault):
+    folder = place / "runs" / f"all_{fault}"
+    with JudgeServer(delay_s=0.02) as server:
+        run = start(["train", str(recipe(place, f"all_{fault}", **judged(server.url)))], place / "all.log")
+        after_first_step(run, folder)
+        server.count, server.fault = -1, fault
+        assert run.wait() == 3, run.output
+    assert "of the rewards are missing, more than judge.max_missing = 10%. Reasons: " in run.output
+    assert list((folder / "checkpoints").glob("step_*")) and (folder / "report.html").is_file()
+
+
+def test_a_judge_that_stalls_costs_one_deadline(place):
+    """It accepts requests and never answers: the hardest kind of death to notice."""
+    folder = place / "runs" / "stall"
+    over = judged("", judge={"timeout_s": 1.0, "deadline_s": 2.0})
+    with JudgeServer(delay_s=0.02) as server:
+        over["judge"]["endpoints"] = [server.url]
+        run = start(["train", str(recipe(place, "stall", **over))], place / "stall.log")
+        after_first_step(run, folder)
+        server.count, server.fault = -1, "hang"
+        begin = time.monotonic()
+        assert run.wait() == 3, run.output
+        assert time.monotonic() - begin < 8
+    assert "step's deadline" in run.output or "did not answer" in run.output
+
+
+def test_evaluation_survives_a_judge_that_is_gone(place):
+    """The judge only measures here: its figures are missing (null), training goes on."""
+    over = {"eval": {"judge": True, "every": 1}, "judge": {"deadline_s": 1.0, "timeout_s": 1.0}, "train": {"steps": 3}}
+    folder = place / "runs" / "measured"
+    with JudgeServer(delay_s=0.01) as server:
+        over["judge"]["endpoints"] = [server.url]
+        run = start(["train", str(recipe(place, "measured", **over))], place / "measured.log")
+        after_first_step(run, folder)
+        server.count, server.fault = -1, "garbage"
+        assert run.wait() == 0, run.output
+    found = [r for r in rows(folder) if r["kind"] == "eval"]
+    assert found[0]["dev/win_judge"] == 0.5 and found[-1]["dev/win_judge"] is None
+    assert found[-1]["dev/win_judge_missing"] == 1.0
