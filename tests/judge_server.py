@@ -53,9 +53,16 @@ class JudgeServer:
 
     def __exit__(self, *_: object) -> None:
         if self._loop.is_running():
-            asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(10)
+
+    async def _end(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._runner.cleanup()
 
     def _run(self, started: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)

@@ -106,7 +106,8 @@ def test_plans_in_rounds_ask_the_same_streamed_or_not(plan):
 
 def test_rounds_follow_each_other_over_http():
     with JudgeServer(delay_s=0.02) as server:
-        rewards = build("vlm_pairwise", {"vlm_pairwise": {"judge": {"endpoints": (server.url,)}, "plan": "tournament"}})
+        options = {"judge": {"endpoints": (server.url,)}, "plan": "tournament", "verdict": "hard"}
+        rewards = build("vlm_pairwise", {"vlm_pairwise": options})
         with Scorer(rewards, 8, deadline_s=20) as s:
             s.begin(0, [0, 1])
             for member in range(8):
@@ -114,7 +115,7 @@ def test_rounds_follow_each_other_over_http():
                     s.add(group, member, sample(20 + 25 * member))
             result = s.finish()
     assert [len(g.comparisons) for g in result.groups["vlm_pairwise"]] == [7, 7]
-    assert np.nanargmax(result.values["vlm_pairwise"], axis=1).tolist() == [7, 7]
+    assert [np.flatnonzero(row == 1.0).tolist() for row in result.values["vlm_pairwise"]] == [[7], [7]]
     assert result.metrics["judge/failures"] == 0
 
 

@@ -46,11 +46,18 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """Close the pool and stop the loop (at exit)."""
+        """End what is in flight, close the pool and stop the loop (at exit)."""
         if self.loop.is_running():
-            if self._session is not None:
-                self.submit(self._session.close()).result(5.0)
+            self.submit(self._shut_down()).result(5.0)
             self.loop.call_soon_threadsafe(self.loop.stop)
+
+    async def _shut_down(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
 
 
 _threads: dict[int, LoopThread] = {}

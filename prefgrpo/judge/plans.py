@@ -1,9 +1,9 @@
 """Which ordered pairs of a group are judged.
 
 A plan is a function (group size, seed, what was judged so far) -> the next [(first shown, second shown), …]; nothing
-more to ask is []. Most plans ask everything at once; `swiss` and `tournament` go in rounds. Invariant: the pairs
-depend on (size, seed, verdicts) only, and within a plan every member is shown first as often as second (±1, or as
-near as a single pair allows), so that a judge's position bias favours nobody.
+more to ask is []. Most plans ask everything at once; `swiss` and `tournament` go in rounds. Invariants: the pairs
+depend on (size, seed, verdicts) only; who is shown first is balanced, so that a judge's position bias favours
+nobody (full rounds: as often first as second, ±1; swiss: the one who was first less often; tournament: by lot).
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def swiss(size: int, seed: int, done: Sequence[Judged] = (), n: int = 4) -> list
     if len(done) // max(size // 2, 1) >= n:
         return []
     rng = np.random.default_rng([seed & 0xFFFFFFFFFFFFFFFF, len(done)])
-    score, played, led = np.zeros(size), np.zeros(size), np.zeros(size)
+    score, played, lead = np.zeros(size), np.zeros(size), np.zeros(size)
     for i, j, p in done:
-        led[i] += 1
+        lead[[i, j]] += (1, -1)
         played[[i, j]] += 1
         score[[i, j]] += (0.5, 0.5) if p is None else (p, 1.0 - p)
     order = np.lexsort((rng.random(size), -score)).tolist()
@@ -96,7 +96,7 @@ def swiss(size: int, seed: int, done: Sequence[Judged] = (), n: int = 4) -> list
         a = order.pop(0)
         b = next((m for m in order if frozenset((a, m)) not in met), order[0])
         order.remove(b)
-        swap = led[b] < led[a] or (led[a] == led[b] and rng.random() < 0.5)
+        swap = lead[b] < lead[a] or (lead[a] == lead[b] and rng.random() < 0.5)
         pairs.append((b, a) if swap else (a, b))
     return pairs
 
