@@ -205,12 +205,6 @@ def test_rewards_that_are_not_numbers(place):
 
 HARD = [
     "{prompt} {0} %s $HOME `ls`",
-    'she said "no" \\n \\u0041 \'x\'',
-    "家 🐈‍⬛ ñ 𝕏",
-    "<|image_pad|> </s> [INST]",
-    "w " * 4000,
-]
-    "{prompt} {0} %s $HOME `ls`",
     "she said \"no\" \\n \\u0041 'x'",
     "家 🐈‍⬛ ñ 𝕏",
     "<|image_pad|> </s> [INST]",
