@@ -151,8 +151,87 @@ static Row row_of(const AffineParams& p, int64_t i) {
 
 static int tile_of(int64_t rescale_dim) { return rescale_dim ? static_cast<int>(kTile - kTile % rescale_dim) : kTile; }
 
+// ---------------------------------------------------------------- one pass over fp32 and bf16 without extras
+// The same operations and sums as the general tiles below, hence the same bits, but no tile is staged in L1.
+template <int kType>
+PG_INLINE float get(const void* p, int k) {
+  return kType == kF32 ? static_cast<const float*>(p)[k] : bf16_to_float(static_cast<const uint16_t*>(p)[k]);
+}
+
+template <int kType>
+PG_INLINE float put(void* p, int k, float y) {  // returns what is stored
+  if (kType == kF32) return static_cast<float*>(p)[k] = y;
+  const uint16_t h = float_to_bf16(y);
+  static_cast<uint16_t*>(p)[k] = h;
+  return bf16_to_float(h);
+}
+
+// Calls body(k, lane) for k < n with k % kLanes == lane, in the order of `dot`.
+template <class Body>
+PG_INLINE void for_lanes(int n, Body body) {
+  int k = 0;
+  for (; k + kLanes <= n; k += kLanes)
+    for (int l = 0; l < kLanes; ++l) body(k + l, l);
+  for (int l = 0; k + l < n; ++l) body(k + l, l);
+}
+
+template <int kX, int kV, int kY>
+static double step_pass(const Row& r, const void* __restrict x, const void* __restrict v, const float* __restrict e,
+                        void* __restrict y, int n) {
+  alignas(64) float acc[kLanes] = {};
+  for_lanes(n, [&](int k, int l) __attribute__((always_inline)) {
+    const float mean = mean_of(r, get<kX>(x, k), get<kV>(v, k));
+    const float noise = r.s * e[k];
+    const float d = put<kY>(y, k, mean + noise) - mean;
+    acc[l] += d * d;
+  });
+  return lanes_sum(acc);
+}
+
+template <int kX, int kV, int kY>
+static double logp_pass(const Row& r, const void* __restrict x, const void* __restrict v, const void* __restrict y,
+                        int n) {
+  alignas(64) float acc[kLanes] = {};
+  for_lanes(n, [&](int k, int l) __attribute__((always_inline)) {
+    const float d = get<kY>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(v, k));
+    acc[l] += d * d;
+  });
+  return lanes_sum(acc);
+}
+
+template <int kX, int kV, int kY>
+static void grad_pass(const Row& r, float g, const void* __restrict x, const void* __restrict v,
+                      const void* __restrict y, void* __restrict dv, int n) {
+  for (int k = 0; k < n; ++k) put<kV>(dv, k, g * (get<kY>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(v, k))));
+}
+
+// [x][v][x'] over fp32 and bf16
+#define PG_PASSES(name)                                                 \
+  {                                                                     \
+    {{name<0, 0, 0>, name<0, 0, 1>}, {name<0, 1, 0>, name<0, 1, 1>}}, { \
+      {name<1, 0, 0>, name<1, 0, 1>}, { name<1, 1, 0>, name<1, 1, 1> }  \
+    }                                                                   \
+  }
+constexpr decltype(&step_pass<0, 0, 0>) kStepPass[2][2][2] = PG_PASSES(step_pass);
+constexpr decltype(&logp_pass<0, 0, 0>) kLogpPass[2][2][2] = PG_PASSES(logp_pass);
+constexpr decltype(&grad_pass<0, 0, 0>) kGradPass[2][2][2] = PG_PASSES(grad_pass);
+
+static bool plain_types(const AffineParams& p) {
+  return !p.u.data && p.x.dtype <= kBF16 && p.v.dtype <= kBF16 && p.out.dtype <= kBF16;
+}
+
+static char* at(const View& t, int64_t i, int64_t start) {
+  return static_cast<char*>(t.data) + (i * t.stride + start) * (t.dtype == kF32 ? 4 : 2);
+}
+
 // ---------------------------------------------------------------- step
 static double step_tile(const AffineParams& p, const Row& r, int64_t i, int64_t start, int n, Buffers& s) {
+  const bool noisy = p.noise.sample || p.eps.data;
+  if (noisy && r.w != 0.0f && plain_types(p) && !p.mean.data && !p.x0.data && !p.copy.data) {
+    const float* e = p.noise.sample ? addressed(p.noise, i, start, n, s.noise) : load(p.eps, i, start, n, s.noise);
+    return kStepPass[p.x.dtype][p.v.dtype][p.out.dtype](r, at(p.x, i, start), at(p.v, i, start), e, at(p.out, i, start),
+                                                        n);
+  }
   const float* x = load(p.x, i, start, n, s.x);
   const float* v = velocity(p, i, start, n, s);
   const float* e = p.noise.sample ? addressed(p.noise, i, start, n, s.noise)
@@ -192,6 +271,11 @@ struct Sums {
 };
 
 static void logp_tile(const AffineParams& p, const Row& r, int64_t i, int64_t start, int n, Buffers& s, Sums& sum) {
+  if (r.w != 0.0f && plain_types(p) && !p.v_ref.data && !p.v_old.data) {
+    sum.logp +=
+        kLogpPass[p.x.dtype][p.v.dtype][p.out.dtype](r, at(p.x, i, start), at(p.v, i, start), at(p.out, i, start), n);
+    return;
+  }
   const float* x = load(p.x, i, start, n, s.x);
   const float* y = load(p.out, i, start, n, s.y);
   const float* v = velocity(p, i, start, n, s);
@@ -210,6 +294,11 @@ static void logp_tile(const AffineParams& p, const Row& r, int64_t i, int64_t st
 
 static void grad_tile(const AffineParams& p, const Row& r, const GradScale& g, int64_t i, int64_t start, int n,
                       Buffers& s) {
+  if (plain_types(p) && p.dv.dtype == p.v.dtype && !p.v_ref.data && !p.v_old.data) {
+    kGradPass[p.x.dtype][p.v.dtype][p.out.dtype](r, g.logp, at(p.x, i, start), at(p.v, i, start), at(p.out, i, start),
+                                                 at(p.dv, i, start), n);
+    return;
+  }
   const float* x = load(p.x, i, start, n, s.x);
   const float* y = load(p.out, i, start, n, s.y);
   const float* v = velocity(p, i, start, n, s);

@@ -1,0 +1,53 @@
+"""`python -m benchmarks [--device cpu|cuda] [--quick] [--render]`: measure, print, write JSON, render the document."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from benchmarks import report
+from benchmarks.cases import cases
+from benchmarks.harness import as_dict, machine, measure
+from benchmarks.overhead import overhead
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Benchmarks of the ops.")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--quick", action="store_true", help="headline shape only, without torch.compile, nothing written"
+    )
+    parser.add_argument("--render", action="store_true", help="only write docs/benchmarks.md from the JSON")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    args = parser.parse_args()
+    if not args.render:
+        run = {"machine": machine(args.device), "rounds": args.rounds, "results": []}
+        for case in cases(args.device, args.quick):
+            result = measure(case, args.device, args.rounds)
+            run["results"].append(as_dict(result))
+            times = ", ".join(f"{name} {us:.1f}" for name, us in result.us.items())
+            rate = f", {result.bytes / result.us['ours'] / 1e3:.1f} GB/s, copy {result.copy_us:.1f} ({result.formula})"
+            print(
+                f"{result.op} · {result.shape} · {result.dtypes}: {times} µs{rate if result.bytes else ''}", flush=True
+            )
+        if args.quick:
+            return
+        run["overhead"] = overhead(args.device, args.rounds)
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / f"{args.device}.json").write_text(json.dumps(run, indent=1) + "\n")
+        for name, dtypes, reached, least in report.verdicts(run):
+            print(f"{'met   ' if reached >= least else 'MISSED'} {name} ({dtypes}): {reached:.2f}")
+    if args.out == ROOT / "benchmarks" / "results":
+        report.render(args.out, ROOT / "docs")
+        print("wrote docs/benchmarks.md")
+
+
+if __name__ == "__main__":
+    main()

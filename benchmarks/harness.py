@@ -1,0 +1,143 @@
+"""How a number is taken: variants interleaved, medians over rounds, next to the copy bandwidth of the same bytes.
+
+On a CPU a sample is as many calls as fill a few milliseconds; on a GPU it is a CUDA graph of them, so that the time is
+the device's and not the host's. Invariant: every variant of a case sees the same tensors, rounds and order.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Call = Callable[[], Any]
+
+
+@dataclass
+class Case:
+    """One op at one shape with its rivals; `ours` is a key of `calls`."""
+
+    op: str
+    shape: str
+    dtypes: str
+    bytes: int
+    """Least traffic of one call; 0 where a launch, not traffic, is the cost."""
+    formula: str
+    calls: dict[str, Call] = field(repr=False)
+
+
+@dataclass
+class Result:
+    """A measured case: microseconds per variant."""
+
+    op: str
+    shape: str
+    dtypes: str
+    bytes: int
+    formula: str
+    us: dict[str, float]
+    spread: dict[str, float]
+    """Interquartile range over the median."""
+    copy_us: float
+    """Time of a copy that moves the same bytes; 0 without traffic."""
+
+
+def _sampler(call: Call, device: str, seconds: float) -> Call:
+    """A function that returns seconds per call, over enough calls to be measurable."""
+    for _ in range(3):
+        call()
+    if device == "cuda":
+        return _graph_sampler(call)
+    start = time.perf_counter()
+    call()
+    count = max(1, int(seconds / max(time.perf_counter() - start, 1e-7)))
+
+    def sample() -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        return (time.perf_counter() - start) / count
+
+    return sample
+
+
+def _graph_sampler(call: Call, count: int = 20) -> Call:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+
+    def sample() -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3 / count
+
+    return sample
+
+
+def measure(case: Case, device: str, rounds: int, seconds: float = 0.004) -> Result:
+    """Median microseconds per call of every variant, one sample of each per round."""
+    calls = dict(case.calls)
+    if case.bytes:
+        source = torch.empty(max(case.bytes // 8, 1), dtype=torch.float32, device=device).fill_(1.0)
+        target = torch.empty_like(source)
+        calls["copy"] = lambda: target.copy_(source)
+    samplers = {name: _sampler(call, device, seconds) for name, call in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in samplers}
+    for _ in range(rounds):
+        for name, sample in samplers.items():
+            times[name].append(1e6 * sample())
+    us = {name: statistics.median(values) for name, values in times.items()}
+    spread = {}
+    for name, values in times.items():
+        low, _, high = statistics.quantiles(values, n=4)
+        spread[name] = (high - low) / us[name]
+    copy = us.pop("copy", 0.0)
+    return Result(case.op, case.shape, case.dtypes, case.bytes, case.formula, us, spread, copy)
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What the numbers were taken on."""
+    from prefgrpo.ops.backend import backend_of, extension
+
+    built = extension()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else cpu,
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0],
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "backend": backend_of(device),
+        "isa": built.isa() if built is not None else "",
+        "compiler": "inductor",
+    }
+
+
+def as_dict(result: Result) -> dict[str, Any]:
+    """For JSON."""
+    return asdict(result)
+
+
+def randn(*shape: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Reproducible inputs."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*shape, generator=generator).to(device, dtype)

@@ -1,0 +1,79 @@
+"""What a call costs besides its kernel: Python overhead, launches and host reads per op, import and compile time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks import cases, peers
+from benchmarks.harness import Case, measure
+from prefgrpo.ops import affine_logp, affine_step
+
+FREE = (
+    "aten::view",
+    "aten::expand",
+    "aten::empty",
+    "aten::detach",
+    "aten::slice",
+    "aten::unsqueeze",
+    "aten::t",
+    "aten::_unsafe_view",
+)
+
+
+class Counter(TorchDispatchMode):
+    """Counts torch ops that launch something, and reads of values by the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = self.reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if "_local_scalar_dense" in name or "nonzero" in name:
+            self.reads += 1
+        elif not name.startswith(FREE):
+            self.launches += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(call: Callable[[], Any]) -> dict[str, int]:
+    """Torch ops that launch a kernel, and host reads, of one call. Our kernel itself is not a torch op."""
+    with Counter() as counter:
+        call()
+    return {"torch_ops": counter.launches, "host_reads": counter.reads}
+
+
+def calls(device: str) -> dict[str, Callable[[], Any]]:
+    """Forward calls at a tiny size, where nothing but overhead is left."""
+    d = cases.Latents("FLUX 512²", 1, torch.float32, torch.float32, device)
+    d.x, d.v, d.eps = d.x[:, :1], d.v[:, :1], d.eps[:, :1]
+    return {
+        "affine_step": lambda: affine_step(d.x, d.v, d.coef, d.index, noise=d.eps),
+        "affine_step, peers": lambda: peers.flow_step(d.x, d.v, d.eps, *d.columns),
+        "affine_logp": lambda: affine_logp(d.x, d.v, d.x, d.coef, d.index),
+        "affine_logp, peers": lambda: peers.flow_logp(d.x, d.v, d.x, *d.columns),
+    }
+
+
+def overhead(device: str, rounds: int) -> dict[str, Any]:
+    """Microseconds per tiny call, torch ops and host reads, and import time."""
+    tiny = calls(device)
+    timed = measure(Case("overhead", "1 × 64", "fp32", 0, "", tiny), "cpu", rounds)
+    code = "import time, torch; t = time.perf_counter(); import prefgrpo.ops; print(time.perf_counter() - t)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    start = time.perf_counter()
+    d = cases.Latents("FLUX 512²", 1, torch.float32, torch.float32, device)
+    cases.compiled(peers.flow_step)(d.x, d.v, d.eps, *d.columns)
+    return {
+        "call_us": timed.us,
+        "ops": {name: counted(call) for name, call in tiny.items()},
+        "import_s": float(out),
+        "torch_compile_first_call_s": time.perf_counter() - start,
+    }
