@@ -5,6 +5,8 @@ families. Cases: square and mixed image sizes (several patch grids in one group)
 others, broken checkpoints and prompts that hold the image token.
 """
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -96,6 +98,13 @@ def test_a_label_that_the_tokenizer_cannot_split_off_is_refused(judge):
     assert label_ids(judge.tokenizer, "Image ", ("1", "2")) == tuple(judge.labels.tolist())
     with pytest.raises(JudgeError, match="one more token"):
         label_ids(judge.tokenizer, "Imag", ("e 1", "e 2"))
+
+
+def test_a_chat_template_that_drops_images_is_refused(judge, tmp_path):
+    folder = shutil.copytree(judge.config.model, tmp_path / "textual")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'][0]['text'] }}{% endfor %}")
+    with pytest.raises(JudgeError, match="wrote 0 images, expected 2"):
+        LocalJudge(LocalJudgeConfig(str(folder))).judge_group("a", _media(SIZES["square"]), [(0, 1)])
 
 
 def test_a_template_that_asks_for_text_is_refused(judge, tmp_path):

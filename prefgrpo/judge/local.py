@@ -105,8 +105,10 @@ class LocalJudge(PairJudge):
             self.template.messages(prompt), tokenize=False, **_continuation(bool(self.template.prefill))
         )
         sizes = (grid.prod(1) // self.model.config.vision_config.spatial_merge_size**2).tolist()
-        head, middle, tail = text.split(self._pad_text)
-        text = f"{head}{self._pad_text * sizes[0]}{middle}{self._pad_text * sizes[1]}{tail}"
+        pieces = text.split(self._pad_text)
+        if len(pieces) != 3:
+            raise JudgeError(f"the chat template of {self.config.model} wrote {len(pieces) - 1} images, expected 2")
+        text = f"{pieces[0]}{self._pad_text * sizes[0]}{pieces[1]}{self._pad_text * sizes[1]}{pieces[2]}"
         ids = torch.tensor(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         kinds = (ids == self.pad).int()[None]
         positions, _ = self.model.model.get_rope_index(
