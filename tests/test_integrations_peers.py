@@ -6,6 +6,8 @@ truth is fp64 (sde_formulas); ours may be off by as much as the peer is, doubled
 pipeline runs with and without the patch. `-s` prints the measured differences.
 """
 
+# ruff: noqa: B023 (every lambda is used up within its turn of the loop)
+
 import contextlib
 import math
 import sys
@@ -94,7 +96,7 @@ def test_flow_grpo(monkeypatch, shape, sde_type, eta, sqrt_dt):
     for steps in ([0, 0, 0], [0, 4, 9], [5, 2, 8]):
         sigma, after = columns(scheduler, steps, x.dim())
         rest = (scheduler.sigmas[1],) if sde_type == "sde" else ()
-        law = lambda u: getattr(sde_formulas, "flow" if sde_type == "sde" else "cps")(x, u, sigma, after, eta, *rest)  # noqa: B023, E731
+        law = lambda u: getattr(sde_formulas, "flow" if sde_type == "sde" else "cps")(x, u, sigma, after, eta, *rest)  # noqa: E731
         mean, s, std = law(v)
         kwargs = {"noise_level": eta, "sde_type": sde_type, "return_sqrt_dt": sqrt_dt}
         t = scheduler.timesteps[steps]
@@ -110,7 +112,7 @@ def test_flow_grpo(monkeypatch, shape, sde_type, eta, sqrt_dt):
         compare(what, "logp", again[0][1], again[1][1], score(stored, mean, s))
         w_mean, w_logp = torch.randn(x.shape, generator=torch.Generator().manual_seed(2)), torch.tensor([1.0, -2, 0.5])
         g = [
-            gradients(lambda u, f=f: f(scheduler, u, t, x, prev_sample=stored, **kwargs)[1:3], v, 1e-6 * w_mean, w_logp)  # noqa: B023
+            gradients(lambda u, f=f: f(scheduler, u, t, x, prev_sample=stored, **kwargs)[1:3], v, 1e-6 * w_mean, w_logp)
             for f in (theirs, ours)
         ]
         compare(what, "d/dv", *g, true_gradient(law, score, stored, v, 1e-6 * w_mean.double(), w_logp.double()))
@@ -141,7 +143,7 @@ def test_flow_grpo_wan(monkeypatch, determistic):
     x, v = batch(SHAPES["wan"])
     for steps in ([0, 0], [3, 9]):
         sigma, after = columns(scheduler, steps, x.dim())
-        law = lambda u: sde_formulas.wan(x, u, sigma, after, scheduler.sigmas[1], scheduler.sigmas[-1])  # noqa: B023, E731
+        law = lambda u: sde_formulas.wan(x, u, sigma, after, scheduler.sigmas[1], scheduler.sigmas[-1])  # noqa: E731
         mean, s, std = law(v)
         t, seed = scheduler.timesteps[steps], torch.Generator
         args = {"determistic": determistic, "return_dt_and_std_dev_t": True}
@@ -163,7 +165,7 @@ def test_flow_grpo_wan(monkeypatch, determistic):
         compare(what, "logp", a[1], b[1], sde_formulas.gaussian(a[0], mean, s))
         compare(what, "s", a[3], b[3], s)
         w_mean, w_logp, stored = torch.zeros_like(x), torch.tensor([1.0, -2.0]), a[0]
-        g = [gradients(lambda u, f=f: f(scheduler, u, t, x, stored)[1:3], v, w_mean, w_logp) for f in both]  # noqa: B023
+        g = [gradients(lambda u, f=f: f(scheduler, u, t, x, stored)[1:3], v, w_mean, w_logp) for f in both]
         compare(
             what, "d/dv", *g, true_gradient(law, sde_formulas.gaussian, stored, v, w_mean.double(), w_logp.double())
         )
@@ -181,7 +183,7 @@ def test_dance_grpo(monkeypatch, shape, sde_solver):
     both, sigmas, (x, v) = (theirs.flux_step, dance_grpo.flux_step), shifted(), batch(SHAPES[shape])
     eta, what = 0.3, f"dance_grpo flux_step{'' if sde_solver else ' without sde_solver'} {shape}"
     for k in (0, 5, T - 1, torch.tensor(3)):
-        law = lambda u: sde_formulas.dance(x, u, sigmas[k], sigmas[k + 1], eta, sde_solver)  # noqa: B023, E731
+        law = lambda u: sde_formulas.dance(x, u, sigmas[k], sigmas[k + 1], eta, sde_solver)  # noqa: E731
         mean, s, _ = law(v)
         results = []
         for f in both:
@@ -200,7 +202,7 @@ def test_dance_grpo(monkeypatch, shape, sde_solver):
         g = [
             gradients(lambda u, f=f: (f(u, x, eta, sigmas, k, stored, True, sde_solver)[2], zero), v, zero, w)
             for f in both
-        ]  # noqa: B023
+        ]
         compare(what, "d/dv", *g, true_gradient(law, sde_formulas.gaussian, stored, v, zero.double(), w.double()))
 
 
@@ -217,7 +219,7 @@ def test_pref_grpo(monkeypatch, mode, dtype):
     what = f"pref_grpo {name} {str(dtype)[6:]} output"
     for k in (0, 5, T - 1, torch.tensor(3)):
         rest = (sigmas[1],) if mode == "flow" else ()
-        law = lambda u: getattr(sde_formulas, mode)(x, u, sigmas[k], sigmas[k + 1], eta, *rest)  # noqa: B023, E731
+        law = lambda u: getattr(sde_formulas, mode)(x, u, sigmas[k], sigmas[k + 1], eta, *rest)  # noqa: E731
         mean, s, _ = law(v)
         results = []
         for f in both:
@@ -243,7 +245,7 @@ def test_pref_grpo(monkeypatch, mode, dtype):
         g = [
             gradients(
                 lambda u, f=f: pick(f(u, x, eta, sigmas, k, stored, *extra, return_stats=True)), v, zero + 1e-6, w
-            )  # noqa: B023
+            )
             for f in both
         ]
         true = true_gradient(law, sde_formulas.gaussian, stored, v, zero.double() + 1e-6, w.double())
