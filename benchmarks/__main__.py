@@ -40,6 +40,11 @@ def main() -> None:
         if args.quick:
             return
         run["overhead"] = overhead(args.device, args.rounds)
+        if args.device == "cuda":
+            from benchmarks import gpu
+
+            run["checks"] = gpu.checks()
+            print(json.dumps(run["checks"], indent=1))
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / f"{args.device}.json").write_text(json.dumps(run, indent=1) + "\n")
         for name, dtypes, reached, least in report.verdicts(run):

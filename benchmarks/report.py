@@ -68,8 +68,8 @@ def _section(run: dict[str, Any], picture: str) -> list[str]:
     lines = [
         f"## {m['device']}",
         "",
-        f"{m['threads']} threads of {m['cores']}, load average {m['load']:.1f} when it started, backend `{m['backend']}` "
-        f"{m['isa']}, torch {m['torch']}, Python {m['python']}, {run['rounds']} interleaved rounds.",
+        f"{m['threads']} threads of {m['cores']}, load average {m['load']:.1f} when it started, backend "
+        f"`{m['backend']}` {m['isa']}, torch {m['torch']}, Python {m['python']}, {run['rounds']} interleaved rounds.",
         "",
         f"![speed-up over eager torch]({picture})",
         "",
@@ -94,6 +94,9 @@ def _section(run: dict[str, Any], picture: str) -> list[str]:
         f"{o['torch_compile_first_call_s']:.1f} s.",
         "",
     ]
+    if "checks" in run:
+        lines += ["Checked on this GPU (launches per call, host waits, graph of a ten-step loop, largest tensor):", ""]
+        lines += ["```json", json.dumps(run["checks"], indent=1), "```", ""]
     return lines
 
 
@@ -121,11 +124,11 @@ def render(results: Path, docs: Path) -> None:
     lines = [
         "# Benchmarks",
         "",
-        "Written by `python -m benchmarks` (`make bench`) from `benchmarks/results/*.json`; do not edit. Times are medians",
-        "of interleaved rounds; *of copy* is the time of a copy that moves the same bytes over ours; bytes are the least",
-        "traffic, per element. Eager and compile are the peers' published formula in torch. The kernels bring exactness,",
-        "few launches and no host reads; next to the forward of a model of billions of parameters their time is nothing,",
-        "and no training run gets faster by the factors below.",
+        "Written by `python -m benchmarks` (`make bench`) from `benchmarks/results/*.json`; do not edit. Times are",
+        "medians of interleaved rounds; *of copy* is the time of a copy that moves the same bytes over ours; bytes",
+        "are the least traffic, per element. Eager and compile are the peers' published formula in torch. The",
+        "kernels bring exactness, few launches and no host reads; next to the forward of a model of billions of",
+        "parameters their time is nothing, and no training run gets faster by the factors below.",
         "",
     ]
     for file in sorted(results.glob("*.json")):

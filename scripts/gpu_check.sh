@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Checks and measures the ops on a GPU machine: builds the extension for the GPU that is there, runs the tests of the
+# ops on it (where pytest and hypothesis are installed), takes the benchmarks, writes benchmarks/results/cuda.json and
+# docs/benchmarks.md. Needs torch with CUDA, nvcc, cmake, ninja, pybind11; no network. Usage: scripts/gpu_check.sh
+set -euo pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+export PYTHONPATH=$PWD
+
+"$PYTHON" -c 'import torch; assert torch.cuda.is_available(), "torch sees no GPU"; print(torch.__version__, torch.cuda.get_device_name())'
+arch=$("$PYTHON" -c 'import torch; major, minor = torch.cuda.get_device_capability(); print(f"{major}{minor}" + ("a" if major >= 9 else ""))')
+PREFGRPO_CUDA_ARCHS=${PREFGRPO_CUDA_ARCHS:-$arch} "$PYTHON" setup.py -q build_ext --inplace
+"$PYTHON" -c 'from prefgrpo.ops import backend_of; assert backend_of("cuda") == "cuda", backend_of("cuda")'
+
+if "$PYTHON" -c 'import pytest, hypothesis' 2>/dev/null; then
+  "$PYTHON" -m pytest -q -o addopts= -p no:cacheprovider tests/test_gpu.py tests/test_ops_*.py tests/test_csrc.py
+else
+  echo "pytest or hypothesis is not installed: only the checks of benchmarks/gpu.py run"
+fi
+"$PYTHON" -m benchmarks --device cuda

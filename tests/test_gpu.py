@@ -1,0 +1,47 @@
+"""What needs a GPU: launches, host waits, graph capture, streams, size. Left out, with the reason, where there is none.
+
+On a GPU machine the files test_ops_*.py run on it too; here are the checks that have no meaning on a CPU.
+"""
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from prefgrpo.ops import affine_step, backend_of
+from prefgrpo.ops.backend import missing
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(missing("cuda")), reason=missing("cuda") or "")]
+
+
+@pytest.mark.parametrize("name", ["launches", "host_waits", "captured_graph", "same_as_cpu"])
+def test_check(name):
+    getattr(gpu, name)()
+
+
+def test_more_elements_than_an_int32_counts():
+    if torch.cuda.mem_get_info()[0] < 24e9:
+        pytest.skip("needs 24 GB of free GPU memory")
+    assert gpu.large_tensor() > 2**31
+
+
+def test_it_runs_on_the_current_stream():
+    """A step queued behind a slow stream must see what that stream wrote."""
+    assert backend_of("cuda") == "cuda"
+    x = torch.zeros(1, 2**22, device="cuda")
+    coef = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0]], device="cuda")
+    side = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        x.fill_(3.0)
+        out = affine_step(x, x, coef, noise=None).x_next
+    side.synchronize()
+    assert bool((out == 3.0).all())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_device_that_is_not_the_current_one():
+    x = torch.ones(2, 100, device="cuda:1")
+    coef = torch.tensor([[2.0, 0.0, 0.0, 0.0, 0.0]] * 2, device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    assert bool((affine_step(x, x, coef, noise=None).x_next == 2.0).all())
