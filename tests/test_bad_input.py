@@ -85,7 +85,7 @@ MISTAKES = {
     "reward class": ({"reward": {"spec": "no.such.Thing"}}, ["cannot load reward 'no.such.Thing'"]),
     "no noise": (
         {"rollout": {"rule": "cps", "eta": 0.5, "window_low": 2, "window_high": 3}},
-        ["rule cps has no noise in step(s) [2]", "expected windows that train"],
+        ["rule cps has no noise", "in step(s) [2]; expected windows that train"],
     ),
     "updates": ({"train": {"updates_per_rollout": 3}}, ["3 updates need as many prompts per step"]),
     "cuda": ({"device": "cuda"}, ["device: cuda was asked for, but torch sees no GPU"]),

@@ -205,7 +205,7 @@ def test_killed_again_and_again_at_random(place, truth):
     file, run, dice, kills = judged(place, "random"), place / "runs" / "random", random.Random(0), 0
     for attempt in range(200):
         process = start(["train", str(file), "--resume"], place / "log")
-        process.process.join(dice.uniform(0.4, 0.5 + 0.3 * attempt))
+        process.process.join(dice.uniform(0.5, 1.0 + attempt))
         if process.process.exitcode is not None:
             break
         process.kill()

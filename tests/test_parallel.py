@@ -199,7 +199,7 @@ def collectives() -> None:
     assert world.gather_slots(local.reshape(-1, 2, 1)).shape == (6, 2, 1)
     assert world.gather(np.array([float(rank), np.nan]))[::2].tolist() == list(range(size))
     assert world.any(rank == size - 1) and not world.any(False)
-    assert world.union(["b", f"r{rank}"] if rank else []) == sorted({"b", *(f"r{k}" for k in range(1, size))})
+    assert world.union(["b", f"r{rank}"] if rank else []) == sorted({n for k in range(1, size) for n in ("b", f"r{k}")})
     half, full, none = (
         torch.zeros(3, dtype=t, requires_grad=True) for t in (torch.bfloat16, torch.float32, torch.float32)
     )
