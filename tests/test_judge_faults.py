@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,16 @@ def test_the_check_reports_a_hanging_server_within_its_time():
         with pytest.raises(JudgeError, match="no verdict"):
             check(HttpJudgeConfig(endpoints=(server.url,)), timeout_s=1.0)
         assert time.monotonic() - start < 10.0
+
+
+def test_a_judge_that_writes_text_may_take_its_own_time(tmp_path):
+    path = tmp_path / "text.yaml"
+    path.write_text("user: '{prompt} {media_1} {media_2}'\nanswer: plain\n")
+    with JudgeServer(delay_s=1.0) as server:
+        soft = HttpJudgeConfig(endpoints=(server.url,), timeout_s=20)
+        with pytest.raises(JudgeError, match="no verdict"):
+            check(soft, timeout_s=0.4)
+        assert check(replace(soft, template=str(path)), timeout_s=0.4).probe_p_first == 0.0
 
 
 def test_the_check_measures_position_bias():

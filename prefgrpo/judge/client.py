@@ -16,6 +16,7 @@ import numpy as np
 from prefgrpo.judge.endpoint import Endpoint, describe_error
 from prefgrpo.judge.http import HttpJudge, HttpJudgeConfig
 from prefgrpo.judge.loop import loop_thread
+from prefgrpo.judge.template import load_template
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards.base import Media
 
@@ -62,7 +63,7 @@ class Health:
 
 
 def check(config: HttpJudgeConfig, *, timeout_s: float = 10.0, probe: bool = True, bias_pairs: int = 0) -> Health:
-    """Check the configured judge; at most about three `timeout_s` per endpoint.
+    """Check the configured judge; at most about three `timeout_s` per endpoint, longer for judges that write text.
 
     probe: judge one pair of plain pictures. bias_pairs: judge this many random pairs in both orders.
     Raises JudgeError if no endpoint works or the probe gets no verdict.
@@ -75,7 +76,8 @@ def check(config: HttpJudgeConfig, *, timeout_s: float = 10.0, probe: bool = Tru
         raise JudgeError("the judge cannot be used. " + " | ".join(f"{e.url}: {e.problem}" for e in found))
     health = Health(found, config.model or good[0].models[0])
     if probe:
-        _probe(replace(config, endpoints=tuple(e.url for e in good), timeout_s=timeout_s), health, bias_pairs)
+        longest = timeout_s if load_template(config.template).answer == "soft" else max(timeout_s, config.timeout_s)
+        _probe(replace(config, endpoints=tuple(e.url for e in good), timeout_s=longest), health, bias_pairs)
     return health
 
 
