@@ -9,6 +9,7 @@
 namespace prefgrpo {
 namespace PG_ISA {
 
+constexpr int64_t kWorthThreads = 65536;  // elements; below, waking threads costs more than they save
 constexpr int kTile = 1024, kTilesPerTask = 8, kLanes = 32, kWide = 32;
 
 struct Buffers {
@@ -161,9 +162,9 @@ PG_INLINE float get(const void* p, int k) {
 template <int kType>
 PG_INLINE float put(void* p, int k, float y) {  // returns what is stored
   if (kType == kF32) return static_cast<float*>(p)[k] = y;
-  const uint16_t h = float_to_bf16(y);
-  static_cast<uint16_t*>(p)[k] = h;
-  return bf16_to_float(h);
+  const uint32_t word = round_to_bf16(y);
+  static_cast<uint16_t*>(p)[k] = static_cast<uint16_t>(word >> 16);
+  return from_bits(word);
 }
 
 // Calls body(k, lane) for k < n with k % kLanes == lane, in the order of `dot`.
@@ -326,6 +327,8 @@ template <class Body>
 static void for_tiles(int64_t batch, int64_t dim, int tile, int threads, Body body) {
   const int64_t span = static_cast<int64_t>(tile) * kTilesPerTask, per_sample = (dim + span - 1) / span;
   const int64_t tasks = batch * per_sample;
+  if (batch * dim < kWorthThreads) threads = 1;
+  if (threads > tasks) threads = static_cast<int>(tasks);
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t t = 0; t < tasks; ++t) {
     Buffers s;

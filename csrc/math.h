@@ -171,11 +171,13 @@ PG_INLINE Pair normal_pair(uint32_t w0, uint32_t w1) {
 // ---------------------------------------------------------------- storage dtypes
 PG_INLINE float bf16_to_float(uint16_t h) { return from_bits(static_cast<uint32_t>(h) << 16); }
 
-PG_INLINE uint16_t float_to_bf16(float x) {  // to nearest even; NaN stays NaN
+PG_INLINE uint32_t round_to_bf16(float x) {  // the bits of the rounded fp32: to nearest even; NaN stays NaN
   const uint32_t u = bits(x);
-  const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+  const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u;
+  return (u & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : rounded;
 }
+
+PG_INLINE uint16_t float_to_bf16(float x) { return static_cast<uint16_t>(round_to_bf16(x) >> 16); }
 
 PG_INLINE float half_to_float(uint16_t h) {  // normal numbers by scaling, subnormals by subtraction
   const uint32_t w = static_cast<uint32_t>(h) << 16, two = w + w;
