@@ -49,7 +49,7 @@ def dance(x, v, sigma, sigma_next, eta, score=True):
 def cps(x, v, sigma, sigma_next, eta):
     """arXiv 2509.05952: (1 − σ')·x0 + sqrt(σ'² − s²)·x1 with s = σ' sin(ηπ/2)."""
     x, v, sigma, sigma_next = _double(x, v, sigma, sigma_next)
-    s = sigma_next * math.sin(eta * math.pi / 2)
+    s = sigma_next * torch.sin(torch.as_tensor(eta).double() * math.pi / 2)
     return (1 - sigma_next) * (x - sigma * v) + torch.sqrt(sigma_next**2 - s**2) * (x + (1 - sigma) * v), s, s
 
 

@@ -399,12 +399,9 @@ def test_flow_factory_step(dynamics, dtype):
     law = {
         "Flow-SDE": lambda: sde_formulas.flow(x, v, sigma, after, eta, scheduler.sigmas[1]),
         "Dance-SDE": lambda: sde_formulas.dance(x, v, sigma, after, eta),
-        "CPS": lambda: [
-            torch.cat(parts)
-            for parts in zip(*(sde_formulas.cps(*(t[[k]] for t in (x, v, sigma, after)), eta[k].item()) for k in range(3)))
-        ],
+        "CPS": lambda: sde_formulas.cps(x, v, sigma, after, eta),
         "ODE": lambda: (ode, 0 * sigma.double(), 0 * sigma.double()),
-    }  # fmt: skip
+    }
     mean, s, std = law[dynamics]()
     out = flow_factory.step(scheduler, v, scheduler.timesteps[indices], x, generator=seeded())
     rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-8 if dynamics != "ODE" else 1e-5}[dtype]

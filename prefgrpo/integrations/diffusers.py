@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import FlowMatchEulerDiscreteScheduler, SchedulerMixin
 from diffusers.configuration_utils import register_to_config
 from diffusers.utils import BaseOutput
 from torch import Tensor
@@ -21,6 +21,9 @@ from torch import Tensor
 from prefgrpo.integrations.steps import index_of, randn
 from prefgrpo.ops import NoiseAddress, affine_logp, affine_step
 from prefgrpo.schedule import Schedule, make_schedule
+
+# A saved pipeline names this module, and diffusers looks for SchedulerMixin in it to know how to load the class.
+__all__ = ["SDEFlowMatchScheduler", "SDEFlowMatchSchedulerOutput", "SchedulerMixin"]
 
 
 @dataclass
@@ -62,17 +65,35 @@ class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
         eta: float = 0.7,
         sde_steps: list[int] | None = None,
     ) -> None:
-        super().__init__(
-            num_train_timesteps, shift, use_dynamic_shifting, base_shift, max_shift, base_image_seq_len,
-            max_image_seq_len, invert_sigmas, shift_terminal, use_karras_sigmas, use_exponential_sigmas,
-            use_beta_sigmas, time_shift_type, stochastic_sampling,
-        )  # fmt: skip
+        super().__init__(  # by name: diffusers counts what it gets by position as not given
+            num_train_timesteps=num_train_timesteps,
+            shift=shift,
+            use_dynamic_shifting=use_dynamic_shifting,
+            base_shift=base_shift,
+            max_shift=max_shift,
+            base_image_seq_len=base_image_seq_len,
+            max_image_seq_len=max_image_seq_len,
+            invert_sigmas=invert_sigmas,
+            shift_terminal=shift_terminal,
+            use_karras_sigmas=use_karras_sigmas,
+            use_exponential_sigmas=use_exponential_sigmas,
+            use_beta_sigmas=use_beta_sigmas,
+            time_shift_type=time_shift_type,
+            stochastic_sampling=stochastic_sampling,
+        )
         make_schedule(torch.tensor([1.0, 0.5, 0.0]), rule, 0.0)  # an unknown rule fails here already
         self.schedule: Schedule | None = None
 
-    def set_timesteps(self, *args: Any, **kwargs: Any) -> None:
+    def set_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        device: str | torch.device | None = None,
+        sigmas: list[float] | None = None,
+        mu: float | None = None,
+        timesteps: list[float] | None = None,
+    ) -> None:
         """Diffusers' `set_timesteps`; it also makes the coefficient table of the new schedule."""
-        super().set_timesteps(*args, **kwargs)
+        super().set_timesteps(num_inference_steps, device, sigmas, mu, timesteps)
         steps = None if self.config.sde_steps is None else tuple(self.config.sde_steps)
         with torch.inference_mode(False):
             schedule = make_schedule(self.sigmas, self.config.rule, self.config.eta, steps)
@@ -106,7 +127,7 @@ class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
             self._init_step_index(timestep)
         k = self.step_index
         if k not in schedule.sde_steps:
-            x_next = super().step(model_output, timestep, sample, return_dict=False)[0]
+            x_next = super().step(model_output, timestep, sample, generator=generator, return_dict=False)[0]
             logp = torch.zeros(sample.shape[0], device=sample.device)
         else:
             schedule = self._on(sample.device)

@@ -104,8 +104,9 @@ def _targets(codebase: str) -> tuple[Target, ...]:
 
 
 def _modules() -> Iterator[tuple[str, ModuleType]]:
-    """Imported modules by name; a script that runs as __main__ goes by its file's name."""
-    for name, module in list(sys.modules.items()):
+    """Imported modules, each once, by name; a script that runs as __main__ goes by its file's name."""
+    once = {id(module): (name, module) for name, module in reversed(list(sys.modules.items()))}
+    for name, module in once.values():
         if isinstance(module, ModuleType):
             file = getattr(module, "__file__", None) if name == "__main__" else None
             yield (name if file is None else Path(file).stem), module

@@ -1,0 +1,204 @@
+"""SDEFlowMatchScheduler as a diffusers user meets it.
+
+Why these cases: without noise it must be diffusers' own Euler scheduler bit for bit, in every configuration; it is
+saved, loaded and swapped like any other, alone and in a pipeline; with noise, fp64 formulas, the stored value's
+log-prob, its replay with the same bits and the right gradient, and noise from a generator, a tensor or an address.
+"""
+
+import pytest
+import sde_formulas
+import torch
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, FluxPipeline
+
+from prefgrpo.integrations.diffusers import SDEFlowMatchScheduler
+from prefgrpo.ops import NoiseAddress, philox_normal
+from prefgrpo.schedule import make_schedule
+from prefgrpo.tiny import pipelines
+
+T = 6
+CONFIGS = [
+    ({}, {}),
+    ({"shift": 3.0}, {}),
+    ({"use_dynamic_shifting": True}, {"mu": 0.9}),
+    ({"use_dynamic_shifting": True, "time_shift_type": "linear", "shift_terminal": 0.02}, {"mu": 0.9}),
+    ({"shift": 3.0, "stochastic_sampling": True}, {}),
+    ({"invert_sigmas": False, "num_train_timesteps": 500}, {}),
+]
+
+
+def made(*, steps=T, **config):
+    scheduler = SDEFlowMatchScheduler(**{"shift": 3.0, **config})
+    scheduler.set_timesteps(steps)
+    return scheduler
+
+
+def batch(dtype=torch.float32, shape=(2, 7, 5)):
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=g).to(dtype) for _ in range(2)]
+
+
+def seeded():
+    return torch.Generator().manual_seed(7)
+
+
+@pytest.mark.parametrize("config, call", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("still", [{"eta": 0.0}, {"rule": "ode"}, {"sde_steps": []}])
+def test_without_noise_it_is_diffusers_scheduler(config, call, dtype, still):
+    theirs, ours = FlowMatchEulerDiscreteScheduler(**config), SDEFlowMatchScheduler(**config, **still)
+    x, v = batch(dtype)
+    y = x
+    for scheduler in (theirs, ours):
+        scheduler.set_timesteps(T, **call)
+    assert torch.equal(theirs.timesteps, ours.timesteps) and torch.equal(theirs.sigmas, ours.sigmas)
+    for t in theirs.timesteps:
+        torch.manual_seed(1)
+        x = theirs.step(v * x, t, x, return_dict=False)[0]
+        torch.manual_seed(1)
+        y, logp = ours.step(v * y, t, y, return_dict=False)
+        assert torch.equal(x, y) and x.dtype == y.dtype and theirs.step_index == ours.step_index
+        assert torch.equal(logp, torch.zeros(2))
+
+
+@pytest.mark.parametrize("rule, eta", [("flow", 0.7), ("dance", 0.3), ("cps", 0.8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_noisy_steps(rule, eta, dtype):
+    """x' in the output's dtype; its log-prob is that of the rounded value; replay gives the same bits."""
+    scheduler, (x, v) = made(rule=rule, eta=eta), batch(dtype)
+    for k, t in enumerate(scheduler.timesteps[:-1]):
+        sigma, after = scheduler.sigmas[k], scheduler.sigmas[k + 1]
+        rest = (scheduler.sigmas[1],) if rule == "flow" else ()
+        law = lambda u: getattr(sde_formulas, rule)(x, u, sigma, after, eta, *rest)  # noqa: B023, E731
+        mean, s, _ = law(v)
+        out = scheduler.step(v, t, x, generator=seeded())
+        assert out.prev_sample.dtype == dtype and out.logp.dtype == torch.float32
+        assert scheduler.step_index == k + 1
+        noise = torch.randn(x.shape, generator=seeded())
+        torch.testing.assert_close(
+            out.prev_sample.double(), mean + s * noise, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-5
+        )
+        score = sde_formulas.gaussian if rule != "cps" else lambda y, m, _: sde_formulas.square(y, m)
+        torch.testing.assert_close(out.logp.double(), score(out.prev_sample, mean, s), rtol=1e-5, atol=1e-5)
+        assert torch.equal(scheduler.logp(v, t, x, out.prev_sample), out.logp)
+        a, b = v.float().clone().requires_grad_(), v.double().requires_grad_()
+        scheduler.logp(a, t, x, out.prev_sample).sum().backward()
+        mean, s, _ = law(b)
+        score(out.prev_sample, mean, s).sum().backward()
+        torch.testing.assert_close(a.grad.double(), b.grad, rtol=1e-3, atol=1e-5 * b.grad.abs().max().item())
+        x = out.prev_sample
+
+
+def test_replay_of_steps_in_any_order():
+    scheduler, (x, v) = made(), batch()
+    outs = [scheduler.step(v, t, x, generator=seeded()) for t in scheduler.timesteps]
+    pick = [4, 1]
+    stored = torch.stack([outs[k].prev_sample[i] for i, k in enumerate(pick)])
+    logp = scheduler.logp(v, scheduler.timesteps[pick], x, stored)
+    assert torch.equal(logp, torch.stack([outs[k].logp[i] for i, k in enumerate(pick)]))
+    with pytest.raises(ValueError, match="timestep: expected values"):
+        scheduler.logp(v, scheduler.timesteps[:2] + 0.5, x, stored)
+
+
+def test_noise_by_address_and_by_tensor():
+    """An address is (seed, sample, step): the same noise as the whole package's, whatever the batch."""
+    (x, v), ids = batch(), torch.tensor([11, 5])
+    results = []
+    for rows in ([0, 1], [1]):
+        scheduler = made()
+        scheduler.step(v[rows], scheduler.timesteps[0], x[rows])
+        out = scheduler.step(v[rows], scheduler.timesteps[1], x[rows], noise=NoiseAddress(3, ids[rows]))
+        results.append(out.prev_sample[-1])
+    assert torch.equal(*results)
+    scheduler = made()
+    scheduler.set_begin_index(1)
+    noise = philox_normal(3, ids, torch.tensor([1, 1]), 35).view_as(x)
+    given = scheduler.step(v, scheduler.timesteps[1], x, noise=noise)
+    torch.testing.assert_close(given.prev_sample[1], results[0], rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="generator or a noise, got both"):
+        scheduler.step(v, scheduler.timesteps[2], x, noise=noise, generator=seeded())
+
+
+def test_only_the_chosen_steps_are_stochastic():
+    scheduler, (x, v) = made(sde_steps=[1, 3]), batch()
+    generator, states = seeded(), []
+    for t in scheduler.timesteps:
+        before = generator.get_state()
+        out = scheduler.step(v, t, x, generator=generator)
+        states.append(not torch.equal(before, generator.get_state()))
+        assert (out.logp != 0).all() == states[-1]
+    assert states == [False, True, False, True, False, False]
+    assert scheduler.schedule.sde_steps == (1, 3)
+    assert torch.equal(scheduler.schedule.coef, make_schedule(scheduler.sigmas, "flow", 0.7, (1, 3)).coef)
+
+
+def test_saved_and_loaded_as_any_scheduler(tmp_path):
+    made(rule="dance", eta=0.3, sde_steps=[0, 2], base_shift=0.4, shift=2.0).save_pretrained(tmp_path)
+    loaded = SDEFlowMatchScheduler.from_pretrained(tmp_path)
+    config = loaded.config
+    assert (config.rule, config.eta, config.sde_steps) == ("dance", 0.3, [0, 2])
+    assert (config.base_shift, config.shift, loaded.shift) == (0.4, 2.0, 2.0)
+    loaded.set_timesteps(T)
+    assert loaded.schedule.sde_steps == (0, 2)
+
+
+def test_swapped_with_diffusers_scheduler_through_the_config():
+    theirs = FlowMatchEulerDiscreteScheduler(shift=2.5, use_dynamic_shifting=True, max_image_seq_len=8192)
+    ours = SDEFlowMatchScheduler.from_config(theirs.config, rule="cps", eta=0.8)
+    assert {k: v for k, v in theirs.config.items() if not k.startswith("_")}.items() <= ours.config.items()
+    assert (ours.config.rule, ours.config.eta) == ("cps", 0.8)
+    back = FlowMatchEulerDiscreteScheduler.from_config(ours.config)
+    assert (back.config.shift, back.config.max_image_seq_len) == (2.5, 8192)
+    assert SDEFlowMatchScheduler.from_config(back.config).config.eta == 0.8, "diffusers keeps what it does not know"
+
+
+def test_in_a_pipeline(tmp_path):
+    """FLUX with η = 0 gives the image it gave; with noise another; the pipeline is saved and loaded with it.
+
+    FLUX does not hand its generator to the scheduler, so the noise comes from torch's own stream.
+    """
+    pipe = FluxPipeline.from_pretrained(str(pipelines.make("flux", tmp_path / "base")))
+    pipe.set_progress_bar_config(disable=True)
+
+    def image(p):
+        torch.manual_seed(5)
+        args = {"num_inference_steps": 3, "height": 32, "width": 32, "output_type": "latent"}
+        return p("a red square", **args, generator=seeded()).images
+
+    plain, config = image(pipe), pipe.scheduler.config
+    pipe.scheduler = SDEFlowMatchScheduler.from_config(config, eta=0.0)
+    assert torch.equal(image(pipe), plain)
+    pipe.scheduler = SDEFlowMatchScheduler.from_config(config, eta=0.7, sde_steps=[0, 1])
+    noisy = image(pipe)
+    assert (noisy - plain).abs().max() > 0.1 and torch.equal(image(pipe), noisy)
+    pipe.save_pretrained(tmp_path / "saved")
+    loaded = DiffusionPipeline.from_pretrained(tmp_path / "saved")
+    loaded.set_progress_bar_config(disable=True)
+    assert type(loaded.scheduler) is SDEFlowMatchScheduler and torch.equal(image(loaded), noisy)
+
+
+def test_errors_say_what_was_expected():
+    x, v = batch()
+    with pytest.raises(ValueError, match="unknown step rule 'sde'"):
+        SDEFlowMatchScheduler(rule="sde")
+    with pytest.raises(ValueError, match="eta"):
+        made(rule="cps", eta=1.5)
+    with pytest.raises(ValueError, match=r"sde_steps must lie in 0 … 5"):
+        made(sde_steps=[6])
+    with pytest.raises(ValueError, match="sigmas must fall"):
+        made(invert_sigmas=True)
+    fresh = SDEFlowMatchScheduler()
+    for call in (lambda: fresh.step(v, 1000.0, x), lambda: fresh.logp(v, 1000.0, x, x)):
+        with pytest.raises(RuntimeError, match="call set_timesteps before"):
+            call()
+    scheduler = made()
+    with pytest.raises(ValueError, match="expected the shape of x"):
+        scheduler.step(v[:1], scheduler.timesteps[0], x)
+
+
+def test_prepared_in_inference_mode_and_trained_after():
+    with torch.inference_mode():
+        scheduler = made()
+    (x, v), t = batch(), scheduler.timesteps[2:3].clone()
+    v.requires_grad_()
+    scheduler.logp(v, t, x, x + 0.1).sum().backward()
+    assert v.grad.abs().max() > 0

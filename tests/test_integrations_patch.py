@@ -1,0 +1,230 @@
+"""patch and unpatch on stand-in codebases made here, with the peers' module names and parameters.
+
+Why these cases: every place a reference may sit (the defining module, `from x import f`, an alias, a script that runs
+as __main__, a class, a module imported later), twice, undone exactly; and codebases that are absent or differ, where
+nothing may be replaced. The peers' real code: test_integrations_peers.py.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from prefgrpo import integrations
+from prefgrpo.integrations import flow_grpo, patching
+
+SD3 = (
+    "def sde_step_with_logprob(self, model_output, timestep, sample, noise_level=0.7, prev_sample=None, generator=None"
+)
+FILES = {
+    "flow_grpo": {
+        "flow_grpo/__init__.py": "",
+        "flow_grpo/diffusers_patch/__init__.py": "",
+        "flow_grpo/diffusers_patch/sd3_sde_with_logprob.py": (
+            f"{SD3}, sde_type='sde', return_sqrt_dt=False): return 1\n"
+        ),
+        "flow_grpo/diffusers_patch/wan_pipeline_with_logprob.py": (
+            "def sde_step_with_logprob(self, model_output, timestep, sample, prev_sample=None, generator=None,\n"
+            "    determistic=False, return_pixel_log_prob=False, return_dt_and_std_dev_t=False): return 2\n"
+        ),
+        "flow_grpo/pipeline.py": "from .diffusers_patch.sd3_sde_with_logprob import sde_step_with_logprob\n",
+        "flow_grpo/trainer.py": "from .diffusers_patch.sd3_sde_with_logprob import sde_step_with_logprob as step\n",
+        "flow_grpo/late.py": (
+            "from .pipeline import sde_step_with_logprob\n"
+            "from .diffusers_patch.wan_pipeline_with_logprob import sde_step_with_logprob as wan\n"
+        ),
+    },
+    "dance_grpo": {
+        "train_grpo_flux.py": (
+            "import sys\n"
+            "def flux_step(model_output, latents, eta, sigmas, index, prev_sample, grpo, sde_solver): return 3\n"
+            "def run(): return flux_step(*sys.argv[1])\n"
+            "if __name__ == '__main__':\n"
+            "    from prefgrpo import integrations\n"
+            "    print(integrations.patch('dance_grpo'))\n"
+            "    print(flux_step.__wrapped__.__module__)\n"
+            "    print(integrations.unpatch('dance_grpo'), flux_step(*8 * [0]))\n"
+        ),
+        "train_grpo_wan_2_1.py": (
+            "def flux_step(model_output, latents, eta, sigmas, index, prev_sample, grpo, sde_solver): return 4\n"
+        ),
+        "train_grpo_sd.py": "step = None\n",
+    },
+    "flow_factory": {
+        "flow_factory/__init__.py": "",
+        "flow_factory/scheduler/__init__.py": "from .flow_match_euler_discrete import *\n",
+        "flow_factory/scheduler/abc.py": (
+            "class SDESchedulerOutput:\n    def __init__(self, **fields): self.__dict__.update(fields)\n"
+        ),
+        "flow_factory/scheduler/flow_match_euler_discrete.py": (
+            "class FlowMatchEulerDiscreteSDEScheduler:\n"
+            "    def step(self, noise_pred, timestep, latents, next_latents=None, timestep_next=None, generator=None,\n"
+            "        noise_level=None, compute_log_prob=True, return_dict=True, return_kwargs=(), dynamics_type=None,\n"
+            "        sigma_max=None): return 5\n"
+            "class Child(FlowMatchEulerDiscreteSDEScheduler): pass\n"
+        ),
+    },
+}
+
+
+@pytest.fixture
+def codebase(tmp_path, monkeypatch):
+    """install(name, **changed files): the stand-in on sys.path; everything is undone after the test."""
+    before = set(sys.modules)
+
+    def install(name, **changed):
+        for file, text in {**FILES[name], **{k.replace("__", "/") + ".py": v for k, v in changed.items()}}.items():
+            path = tmp_path / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        return tmp_path
+
+    yield install
+    for name in list(patching._ACTIVE):
+        integrations.unpatch(name)
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in (
+            "flow_grpo",
+            "flow_factory",
+            "train_grpo_flux",
+            "train_grpo_wan_2_1",
+            "train_grpo_sd",
+        ):
+            del sys.modules[name]
+
+
+def imported(*names):
+    for name in names:
+        __import__(name)
+    return [sys.modules[name] for name in names]
+
+
+BASE = "flow_grpo.diffusers_patch.sd3_sde_with_logprob"
+WAN = "flow_grpo.diffusers_patch.wan_pipeline_with_logprob"
+
+
+def test_every_reference_is_replaced_once_and_put_back(codebase, capsys):
+    codebase("flow_grpo")
+    base, wan, pipeline, trainer = imported(BASE, WAN, "flow_grpo.pipeline", "flow_grpo.trainer")
+    original, original_wan = base.sde_step_with_logprob, wan.sde_step_with_logprob
+    snapshot = {m: dict(vars(m)) for m in (base, wan, pipeline, trainer)}
+    places = integrations.patch("flow_grpo")
+    names = (f"{BASE}.sde_step_with_logprob", f"{WAN}.sde_step_with_logprob")
+    assert places == sorted([*names, "flow_grpo.pipeline.sde_step_with_logprob", "flow_grpo.trainer.step"])
+    assert all(name in capsys.readouterr().err for name in places[:1])
+    assert pipeline.sde_step_with_logprob is trainer.step is base.sde_step_with_logprob is not original
+    assert base.sde_step_with_logprob.__wrapped__ is flow_grpo.sde_step_with_logprob
+    assert wan.sde_step_with_logprob.__wrapped__ is flow_grpo.wan_sde_step_with_logprob
+    held = base.sde_step_with_logprob
+    assert integrations.patch("flow_grpo") == places and base.sde_step_with_logprob is held
+    assert sorted(integrations.unpatch("flow_grpo")) == places
+    for module, names in snapshot.items():
+        assert set(vars(module)) == set(names) and all(vars(module)[k] is v for k, v in names.items())
+    assert base.sde_step_with_logprob is original and wan.sde_step_with_logprob is original_wan
+    assert integrations.unpatch("flow_grpo") == []
+    assert flow_grpo.sde_step_with_logprob.__module__ == "prefgrpo.integrations.flow_grpo"
+
+
+def test_modules_imported_afterwards(codebase):
+    """They take ours along, and give it back; a module that arrives later is found by the second patch."""
+    codebase("flow_grpo")
+    base, pipeline = imported(BASE, "flow_grpo.pipeline")
+    original = base.sde_step_with_logprob
+    integrations.patch("flow_grpo")
+    (late, wan) = imported("flow_grpo.late", WAN)
+    assert late.sde_step_with_logprob is base.sde_step_with_logprob is not original
+    assert late.wan.__module__ == WAN, "not there yet when patch ran"
+    places = integrations.patch("flow_grpo")
+    assert {"flow_grpo.late.wan", "flow_grpo.late.sde_step_with_logprob"} <= set(places)
+    integrations.unpatch("flow_grpo")
+    assert late.sde_step_with_logprob is pipeline.sde_step_with_logprob is original
+    assert late.wan is wan.sde_step_with_logprob and late.wan(0, 0, 0, 0) == 2
+
+
+def test_the_replacement_computes(codebase):
+    """What a caller of the patched codebase gets is our step."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    codebase("flow_grpo")
+    (trainer,) = imported("flow_grpo.trainer")
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(4)
+    args = scheduler, torch.ones(1, 3), scheduler.timesteps[:1], torch.ones(1, 3)
+    assert trainer.step(*args) == 1
+    integrations.patch("flow_grpo")
+    ours = trainer.step(*args, generator=torch.Generator().manual_seed(0))
+    direct = flow_grpo.sde_step_with_logprob(*args, generator=torch.Generator().manual_seed(0))
+    assert all(torch.equal(a, b) for a, b in zip(ours, direct, strict=True))
+
+
+def test_trainers_that_define_their_own(codebase):
+    """DanceGRPO: one function per trainer, each put back to its own."""
+    codebase("dance_grpo")
+    flux, wan, sd = imported("train_grpo_flux", "train_grpo_wan_2_1", "train_grpo_sd")
+    places = integrations.patch("dance_grpo")
+    assert places == ["train_grpo_flux.flux_step", "train_grpo_wan_2_1.flux_step"]
+    assert flux.flux_step is not wan.flux_step and flux.flux_step.__wrapped__ is wan.flux_step.__wrapped__
+    assert integrations.unpatch("dance_grpo") == places
+    assert flux.flux_step(*8 * [0]) == 3 and wan.flux_step(*8 * [0]) == 4 and sd.step is None
+
+
+def test_a_script_that_is_main(codebase, root):
+    """torchrun starts a trainer as __main__; it goes by its file's name."""
+    folder = codebase("dance_grpo")
+    env = {"PYTHONPATH": str(root), "PATH": "", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "train_grpo_flux.py"], cwd=folder, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    place = "['train_grpo_flux.flux_step']"
+    assert run.stdout.split("\n")[:3] == [place, "prefgrpo.integrations.dance_grpo", f"{place} 3"]
+
+
+def test_methods(codebase):
+    codebase("flow_factory")
+    (module,) = imported("flow_factory.scheduler.flow_match_euler_discrete")
+    cls = module.FlowMatchEulerDiscreteSDEScheduler
+    original = cls.__dict__["step"]
+    assert integrations.patch("flow_factory") == [f"{module.__name__}.{cls.__name__}.step"]
+    assert cls.__dict__["step"] is not original and module.Child().step.__func__ is cls.__dict__["step"]
+    integrations.unpatch("flow_factory")
+    assert cls.__dict__["step"] is original and cls().step(0, 0, 0) == 5 and "step" not in vars(module.Child)
+
+
+def test_an_older_version_with_fewer_arguments(codebase):
+    codebase("flow_grpo", flow_grpo__diffusers_patch__sd3_sde_with_logprob=f"{SD3}): return 1\n")
+    imported("flow_grpo.trainer")
+    assert "flow_grpo.trainer.step" in integrations.patch("flow_grpo")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (f"{SD3}, eta=1.0): return 1\n", r"expected the parameters \(self, .*, sde_type.*found .*eta\)"),
+        ("def other(): pass\n", "expected a function sde_step_with_logprob in flow_grpo.* found none"),
+        ("sde_step_with_logprob = print\n", "expected a function sde_step_with_logprob"),
+    ],
+)
+def test_another_version_is_refused_whole(codebase, text, message):
+    """Nothing is replaced, not even the part that would fit."""
+    codebase("flow_grpo", flow_grpo__diffusers_patch__sd3_sde_with_logprob=text)
+    wan, _ = imported(WAN, BASE)
+    original = wan.sde_step_with_logprob
+    with pytest.raises(RuntimeError, match=message):
+        integrations.patch("flow_grpo")
+    assert wan.sde_step_with_logprob is original and integrations.unpatch("flow_grpo") == []
+
+
+@pytest.mark.parametrize("name", sorted(integrations.CODEBASES))
+def test_a_codebase_that_is_not_imported(name):
+    with pytest.raises(RuntimeError, match=f"'{name}' is not imported, expected .*: import its training code"):
+        integrations.patch(name)
+    assert integrations.unpatch(name) == []
+
+
+@pytest.mark.parametrize("call", [integrations.patch, integrations.unpatch])
+def test_an_unknown_codebase(call):
+    with pytest.raises(ValueError, match="unknown codebase 'trl': expected one of flow_grpo, dance_grpo"):
+        call("trl")
