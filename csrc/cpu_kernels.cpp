@@ -4,13 +4,14 @@
 // residuals are summed in 32 lanes. Invariant: the cut depends on D (and the last dimension, when a norm is restored)
 // only, so results depend neither on the batch nor on the number of threads.
 #include "cpu.h"
+#include "cpu_pass.h"
 #include "math.h"
 
 namespace prefgrpo {
 namespace PG_ISA {
 
 constexpr int64_t kWorthThreads = 65536;  // elements; below, waking threads costs more than they save
-constexpr int kTile = 1024, kTilesPerTask = 8, kLanes = 32, kWide = 32;
+constexpr int kTile = 1024, kTilesPerTask = 8, kWide = 32;
 
 struct Buffers {
   alignas(64) float x[kTile], v[kTile], u[kTile], q[kTile], y[kTile], m[kTile], o[kTile], r[kTile];
@@ -46,39 +47,6 @@ static void store(const View& t, int64_t i, int64_t start, int n, float* y, bool
     if (keep_rounded)
       for (int k = 0; k < n; ++k) y[k] = half_to_float(h[k]);
   }
-}
-
-static double lanes_sum(const float* acc) {
-  float t[kLanes];
-  for (int k = 0; k < kLanes; ++k) t[k] = acc[k];
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int k = 0; k < width; ++k) t[k] += t[k + width];
-  return t[0];
-}
-
-// Σ p·q in 32 lanes; the order depends on n only.
-static double dot(const float* __restrict p, const float* __restrict q, int n) {
-  alignas(64) float acc[kLanes] = {};
-  int k = 0;
-  for (; k + kLanes <= n; k += kLanes)
-    for (int l = 0; l < kLanes; ++l) acc[l] += p[k + l] * q[k + l];
-  for (int l = 0; k + l < n; ++l) acc[l] += p[k + l] * q[k + l];
-  return lanes_sum(acc);
-}
-
-static double squared_distance(const float* __restrict p, const float* __restrict q, int n) {
-  alignas(64) float acc[kLanes] = {};
-  int k = 0;
-  for (; k + kLanes <= n; k += kLanes)
-    for (int l = 0; l < kLanes; ++l) {
-      const float d = p[k + l] - q[k + l];
-      acc[l] += d * d;
-    }
-  for (int l = 0; k + l < n; ++l) {
-    const float d = p[k + l] - q[k + l];
-    acc[l] += d * d;
-  }
-  return lanes_sum(acc);
 }
 
 // Noise of the counter blocks first … first + blocks − 1, 4 values each; writes up to kWide − 1 blocks more.
@@ -151,71 +119,6 @@ static Row row_of(const AffineParams& p, int64_t i) {
 }
 
 static int tile_of(int64_t rescale_dim) { return rescale_dim ? static_cast<int>(kTile - kTile % rescale_dim) : kTile; }
-
-// ---------------------------------------------------------------- one pass over fp32 and bf16 without extras
-// The same operations and sums as the general tiles below, hence the same bits, but no tile is staged in L1.
-template <int kType>
-PG_INLINE float get(const void* p, int k) {
-  return kType == kF32 ? static_cast<const float*>(p)[k] : bf16_to_float(static_cast<const uint16_t*>(p)[k]);
-}
-
-template <int kType>
-PG_INLINE float put(void* p, int k, float y) {  // returns what is stored
-  if (kType == kF32) return static_cast<float*>(p)[k] = y;
-  const uint32_t word = round_to_bf16(y);
-  static_cast<uint16_t*>(p)[k] = static_cast<uint16_t>(word >> 16);
-  return from_bits(word);
-}
-
-// Calls body(k, lane) for k < n with k % kLanes == lane, in the order of `dot`.
-template <class Body>
-PG_INLINE void for_lanes(int n, Body body) {
-  int k = 0;
-  for (; k + kLanes <= n; k += kLanes)
-    for (int l = 0; l < kLanes; ++l) body(k + l, l);
-  for (int l = 0; k + l < n; ++l) body(k + l, l);
-}
-
-template <int kX, int kV, int kY>
-static double step_pass(const Row& r, const void* __restrict x, const void* __restrict v, const float* __restrict e,
-                        void* __restrict y, int n) {
-  alignas(64) float acc[kLanes] = {};
-  for_lanes(n, [&](int k, int l) __attribute__((always_inline)) {
-    const float mean = mean_of(r, get<kX>(x, k), get<kV>(v, k));
-    const float noise = r.s * e[k];
-    const float d = put<kY>(y, k, mean + noise) - mean;
-    acc[l] += d * d;
-  });
-  return lanes_sum(acc);
-}
-
-template <int kX, int kV, int kY>
-static double logp_pass(const Row& r, const void* __restrict x, const void* __restrict v, const void* __restrict y,
-                        int n) {
-  alignas(64) float acc[kLanes] = {};
-  for_lanes(n, [&](int k, int l) __attribute__((always_inline)) {
-    const float d = get<kY>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(v, k));
-    acc[l] += d * d;
-  });
-  return lanes_sum(acc);
-}
-
-template <int kX, int kV, int kY>
-static void grad_pass(const Row& r, float g, const void* __restrict x, const void* __restrict v,
-                      const void* __restrict y, void* __restrict dv, int n) {
-  for (int k = 0; k < n; ++k) put<kV>(dv, k, g * (get<kY>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(v, k))));
-}
-
-// [x][v][x'] over fp32 and bf16
-#define PG_PASSES(name)                                                 \
-  {                                                                     \
-    {{name<0, 0, 0>, name<0, 0, 1>}, {name<0, 1, 0>, name<0, 1, 1>}}, { \
-      {name<1, 0, 0>, name<1, 0, 1>}, { name<1, 1, 0>, name<1, 1, 1> }  \
-    }                                                                   \
-  }
-constexpr decltype(&step_pass<0, 0, 0>) kStepPass[2][2][2] = PG_PASSES(step_pass);
-constexpr decltype(&logp_pass<0, 0, 0>) kLogpPass[2][2][2] = PG_PASSES(logp_pass);
-constexpr decltype(&grad_pass<0, 0, 0>) kGradPass[2][2][2] = PG_PASSES(grad_pass);
 
 static bool plain_types(const AffineParams& p) {
   return !p.u.data && p.x.dtype <= kBF16 && p.v.dtype <= kBF16 && p.out.dtype <= kBF16;

@@ -1,0 +1,111 @@
+// Sums in lanes, and the affine map in one pass over fp32 and bf16 tensors without extras.
+//
+// Element k belongs to lane k mod 32; lanes are added as a tree. Invariant: a pass has the operations and sums of the
+// general tiles (cpu_kernels.cpp), hence the same bits; it only stages no tile in L1.
+#pragma once
+#include "math.h"
+#include "params.h"
+
+namespace prefgrpo {
+namespace PG_ISA {
+
+constexpr int kLanes = 32;
+
+static double lanes_sum(const float* acc) {
+  float t[kLanes];
+  for (int k = 0; k < kLanes; ++k) t[k] = acc[k];
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int k = 0; k < width; ++k) t[k] += t[k + width];
+  return t[0];
+}
+
+// Σ p·q in 32 lanes; the order depends on n only.
+static double dot(const float* __restrict p, const float* __restrict q, int n) {
+  alignas(64) float acc[kLanes] = {};
+  int k = 0;
+  for (; k + kLanes <= n; k += kLanes)
+    for (int l = 0; l < kLanes; ++l) acc[l] += p[k + l] * q[k + l];
+  for (int l = 0; k + l < n; ++l) acc[l] += p[k + l] * q[k + l];
+  return lanes_sum(acc);
+}
+
+static double squared_distance(const float* __restrict p, const float* __restrict q, int n) {
+  alignas(64) float acc[kLanes] = {};
+  int k = 0;
+  for (; k + kLanes <= n; k += kLanes)
+    for (int l = 0; l < kLanes; ++l) {
+      const float d = p[k + l] - q[k + l];
+      acc[l] += d * d;
+    }
+  for (int l = 0; k + l < n; ++l) {
+    const float d = p[k + l] - q[k + l];
+    acc[l] += d * d;
+  }
+  return lanes_sum(acc);
+}
+
+template <int kType>
+PG_INLINE float get(const void* p, int k) {
+  return kType == kF32 ? static_cast<const float*>(p)[k] : bf16_to_float(static_cast<const uint16_t*>(p)[k]);
+}
+
+template <int kType>
+PG_INLINE float put(void* p, int k, float y) {  // returns what is stored
+  if (kType == kF32) return static_cast<float*>(p)[k] = y;
+  const uint32_t word = round_to_bf16(y);
+  static_cast<uint16_t*>(p)[k] = static_cast<uint16_t>(word >> 16);
+  return from_bits(word);
+}
+
+// Calls body(k, lane) for k < n with k % kLanes == lane, in the order of `dot`.
+template <class Body>
+PG_INLINE void for_lanes(int n, Body body) {
+  int k = 0;
+  for (; k + kLanes <= n; k += kLanes)
+    for (int l = 0; l < kLanes; ++l) body(k + l, l);
+  for (int l = 0; k + l < n; ++l) body(k + l, l);
+}
+
+template <int kX, int kV, int kY>
+static double step_pass(const Row& r, const void* __restrict x, const void* __restrict v, const float* __restrict e,
+                        void* __restrict y, int n) {
+  alignas(64) float acc[kLanes] = {};
+  for_lanes(n, [&](int k, int l) __attribute__((always_inline)) {
+    const float mean = mean_of(r, get<kX>(x, k), get<kV>(v, k));
+    const float noise = r.s * e[k];
+    const float d = put<kY>(y, k, mean + noise) - mean;
+    acc[l] += d * d;
+  });
+  return lanes_sum(acc);
+}
+
+template <int kX, int kV, int kY>
+static double logp_pass(const Row& r, const void* __restrict x, const void* __restrict v, const void* __restrict y,
+                        int n) {
+  alignas(64) float acc[kLanes] = {};
+  for_lanes(n, [&](int k, int l) __attribute__((always_inline)) {
+    const float d = get<kY>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(v, k));
+    acc[l] += d * d;
+  });
+  return lanes_sum(acc);
+}
+
+template <int kX, int kV, int kY>
+static void grad_pass(const Row& r, float g, const void* __restrict x, const void* __restrict v,
+                      const void* __restrict y, void* __restrict dv, int n) {
+  for (int k = 0; k < n; ++k) put<kV>(dv, k, g * (get<kY>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(v, k))));
+}
+
+// [x][v][x'] over fp32 and bf16
+#define PG_PASSES(name)                                                 \
+  {                                                                     \
+    {{name<0, 0, 0>, name<0, 0, 1>}, {name<0, 1, 0>, name<0, 1, 1>}}, { \
+      {name<1, 0, 0>, name<1, 0, 1>}, { name<1, 1, 0>, name<1, 1, 1> }  \
+    }                                                                   \
+  }
+constexpr decltype(&step_pass<0, 0, 0>) kStepPass[2][2][2] = PG_PASSES(step_pass);
+constexpr decltype(&logp_pass<0, 0, 0>) kLogpPass[2][2][2] = PG_PASSES(logp_pass);
+constexpr decltype(&grad_pass<0, 0, 0>) kGradPass[2][2][2] = PG_PASSES(grad_pass);
+
+}  // namespace PG_ISA
+}  // namespace prefgrpo
