@@ -47,8 +47,12 @@ class Rollout:
     """T, denoising steps."""
     shift: float | None = None
     """Static time shift of the sigmas; none: what the pipeline's own scheduler does for this size."""
+    frames: int | None = None
+    """Frames per clip; none: the video family's own number (image families take none)."""
     guidance: float = 3.5
     """Guidance scale."""
+    guidance_2: float | None = None
+    """Guidance scale of the second expert (Wan2.2); none: the family's own."""
     rule: str = "flow"
     """Step rule of the stochastic steps: flow, dance, cps, cps_normalised, wan or ode."""
     eta: float = 0.7
@@ -131,6 +135,8 @@ class Train:
     """LoRA alpha; the update is scaled by alpha / rank."""
     lora_targets: tuple[str, ...] = ()
     """Names of the Linear layers LoRA wraps, by their ending; empty: the family's own list."""
+    target_components: tuple[str, ...] = ()
+    """Which denoisers train where there are several (Wan2.2: transformer, transformer_2); empty: all."""
     lr: float = 5e-5
     """AdamW's learning rate."""
     beta1: float = 0.9
@@ -332,6 +338,7 @@ def check(c: Config) -> list[str]:
         (0 <= t.ema_decay < 1, f"train.ema_decay: expected [0, 1), got {t.ema_decay}"),
         (0 <= t.beta1 < 1, f"train.beta1: expected [0, 1), got {t.beta1}"),
         (0 <= t.beta2 < 1, f"train.beta2: expected [0, 1), got {t.beta2}"),
+        (r.frames is None or r.frames > 0, f"rollout.frames: expected a number above 0 or none, got {r.frames}"),
         (r.shift is None or r.shift > 0, f"rollout.shift: expected a value above 0 or none, got {r.shift}"),
         (
             t.kl_coef == 0 or t.lora_rank > 0,
@@ -342,7 +349,20 @@ def check(c: Config) -> list[str]:
             f"train.clip_range_high: expected > 0, got {t.clip_range_high}",
         ),
     ]
-    positive = {
+    infinite = {k: v for k, v in _flatten(asdict(c)).items() if isinstance(v, float) and not math.isfinite(v)}
+    mistakes = [text for ok, text in rules if not ok]
+    mistakes += [
+        f"{name}: expected a value above 0, got {value}" for name, value in _positive(c).items() if not value > 0
+    ]
+    mistakes += [f"{name}: expected 0 or more, got {value}" for name, value in _natural(c).items() if not value >= 0]
+    mistakes = [m for m in mistakes if m.split(":")[0] not in infinite]
+    return mistakes + [f"{name}: expected a finite number, got {value}" for name, value in infinite.items()]
+
+
+def _positive(c: Config) -> dict[str, float]:
+    """Numbers that must be above 0."""
+    r, t = c.rollout, c.train
+    return {
         "data.max_length": c.data.max_length,
         "rollout.steps": r.steps,
         "rollout.height": r.height,
@@ -362,7 +382,12 @@ def check(c: Config) -> list[str]:
         "checkpoint.every": c.checkpoint.every,
         "checkpoint.keep": c.checkpoint.keep,
     }
-    natural = {
+
+
+def _natural(c: Config) -> dict[str, float]:
+    """Numbers that must be 0 or more."""
+    t = c.train
+    return {
         "train.steps": t.steps,
         "train.max_minutes": t.max_minutes,
         "train.lora_rank": t.lora_rank,
@@ -374,9 +399,3 @@ def check(c: Config) -> list[str]:
         "eval.show": c.eval.show,
         "reward.eps": c.reward.eps,
     }
-    infinite = {k: v for k, v in _flatten(asdict(c)).items() if isinstance(v, float) and not math.isfinite(v)}
-    mistakes = [text for ok, text in rules if not ok]
-    mistakes += [f"{name}: expected a value above 0, got {value}" for name, value in positive.items() if not value > 0]
-    mistakes += [f"{name}: expected 0 or more, got {value}" for name, value in natural.items() if not value >= 0]
-    mistakes = [m for m in mistakes if m.split(":")[0] not in infinite]
-    return mistakes + [f"{name}: expected a finite number, got {value}" for name, value in infinite.items()]

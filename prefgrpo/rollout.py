@@ -31,10 +31,15 @@ class Step:
     """[B, …] latents after the step, as stored (the same tensor as the next stored step's x)."""
     logp: Tensor
     """fp32 [B], log-prob of x_next under the policy that made it."""
+    numbers: tuple[int, ...]
+    """The same k on the host: one per equal block of rows (several after `stack`)."""
 
     def select(self, rows: Tensor) -> Step:
         """The samples `rows` (int64): for dropping groups that teach nothing."""
-        return Step(*(part.index_select(0, rows) for part in (self.index, self.x, self.x_next, self.logp)))
+        if len(self.numbers) > 1:
+            raise ValueError("rows are selected before steps are stacked")
+        index, x, x_next, logp = (p.index_select(0, rows) for p in (self.index, self.x, self.x_next, self.logp))
+        return Step(index, x, x_next, logp, self.numbers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +90,7 @@ def rollout(
         noise = NoiseAddress(seed, sample) if k in schedule.sde_steps else None
         step = affine_step(x, v, schedule.coef, index, noise=noise, out_dtype=latent_dtype, guidance=guidance)
         if noise is not None:
-            stored.append(Step(index, x, step.x_next, step.logp))
+            stored.append(Step(index, x, step.x_next, step.logp, (k,)))
         x = step.x_next
     return Rollout(x, sample, tuple(stored))
 
@@ -94,4 +99,5 @@ def stack(steps: Sequence[Step]) -> Step:
     """S steps of B samples as one step of S · B samples, step by step."""
     if len(steps) == 1:
         return steps[0]
-    return Step(*(torch.cat([getattr(s, name) for s in steps]) for name in ("index", "x", "x_next", "logp")))
+    index, x, x_next, logp = (torch.cat([getattr(s, n) for s in steps]) for n in ("index", "x", "x_next", "logp"))
+    return Step(index, x, x_next, logp, tuple(k for s in steps for k in s.numbers))

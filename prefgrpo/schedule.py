@@ -32,8 +32,8 @@ class Schedule:
         return self.coef.shape[0]
 
     def to(self, device: torch.device | str) -> Schedule:
-        """The same schedule with its tensors on `device`."""
-        return replace(self, sigmas=self.sigmas.to(device), coef=self.coef.to(device))
+        """The same schedule with its table on `device`; the sigmas stay on the host."""
+        return replace(self, coef=self.coef.to(device))
 
 
 def make_schedule(sigmas: Tensor, rule: str, eta: float, sde_steps: tuple[int, ...] | None = None) -> Schedule:

@@ -10,7 +10,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,7 +137,7 @@ def _open(config: Config, resume: bool, world: World) -> Session:
     scorer, weights = training_scorer(config, judge, folder if world.main else None)
     r = config.rollout
     sigmas = adapter.sigmas(r.steps, r.height, r.width)
-    _check_schedule(config, sigmas)
+    _check_schedule(config, adapter, sigmas)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     ode = make_schedule(sigmas, "ode", 0.0).to(world.device)
     evaluators = {}
@@ -185,18 +185,28 @@ def _check_folder(config: Config, folder: Path, resume: bool, world: World) -> N
             )
 
 
-def _check_schedule(config: Config, sigmas: Tensor) -> None:
-    """Every window that may be drawn must hold a stochastic step."""
+def _check_schedule(config: Config, adapter: Adapter, sigmas: Tensor) -> None:
+    """Every window that may be drawn must hold a stochastic step of a denoiser that trains."""
     r = config.rollout
     low, high = r.window_low, r.window_high or r.steps - 1
     with _names("rollout"):
-        random = make_schedule(sigmas, r.rule, r.eta, tuple(range(low, high))).sde_steps
+        trained = trained_steps(adapter, sigmas, range(low, high))
+        random = make_schedule(sigmas, r.rule, r.eta, trained).sde_steps
     size = r.window_size or high - low
     empty = [k for k in range(low, high - size + 1) if not set(random) & set(range(k, k + size))]
     if empty:
+        told = "" if len(trained) == high - low else f" (train.target_components trains only step(s) {list(trained)})"
         raise ConfigError(
-            [f"rollout.window_low/high: rule {r.rule} has no noise in step(s) {empty}; expected windows that train"]
+            [
+                f"rollout.window_low/high: rule {r.rule} has no noise in step(s) {empty}{told}; "
+                f"expected windows that train"
+            ]
         )
+
+
+def trained_steps(adapter: Adapter, sigmas: Tensor, window: Iterable[int]) -> tuple[int, ...]:
+    """The steps of a window that go through a denoiser that trains; the others stay deterministic."""
+    return tuple(k for k in window if adapter.trains(float(sigmas[k])))
 
 
 @contextmanager
@@ -216,7 +226,18 @@ def _adapter(config: Config, device: torch.device) -> Adapter:
     r, t = config.rollout, config.train
     with _names("family"):
         family(config.family)
-    adapter = load_model(config.family, config.model, dtype, device, guidance=r.guidance, shift=r.shift)
+    with _names("rollout.frames, rollout.guidance_2 or train.target_components"):
+        adapter = load_model(
+            config.family,
+            config.model,
+            dtype,
+            device,
+            guidance=r.guidance,
+            shift=r.shift,
+            frames=r.frames,
+            guidance_2=r.guidance_2,
+            target_components=t.target_components,
+        )
     with _names("rollout.height/width"):
         adapter.latent_shape(r.height, r.width)
     if t.lora_rank:
@@ -225,7 +246,7 @@ def _adapter(config: Config, device: torch.device) -> Adapter:
     else:
         adapter.enable_full()
     if t.gradient_checkpointing:
-        adapter.transformer.enable_gradient_checkpointing()  # type: ignore[operator]
+        adapter.checkpoint_gradients()
     return adapter
 
 

@@ -40,7 +40,7 @@ from prefgrpo.rewards.base import Media, Sample
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout import Rollout, rollout
 from prefgrpo.schedule import Schedule, make_schedule, sde_window
-from prefgrpo.session import Clock, open_session, peak_memory
+from prefgrpo.session import Clock, open_session, peak_memory, trained_steps
 
 
 class TrainingStopped(RuntimeError):
@@ -150,6 +150,7 @@ class Trainer:
         """Sigmas with this step's stochastic window."""
         r = self.config.rollout
         window = sde_window(r.steps, r.window_size, r.window_low, r.window_high or r.steps - 1, self.config.seed, step)
+        window = trained_steps(self.adapter, self.parts.sigmas, window)
         return make_schedule(self.parts.sigmas, r.rule, r.eta, window).to(self.world.device)
 
     # ---- rollout and rewards ------------------------------------------------------------------------------------

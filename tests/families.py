@@ -60,6 +60,12 @@ CASES = [
     ),
     Case("z_image", {"guidance_scale": 3.0, "max_sequence_length": 128}, 3.0, dynamic=True, max_length=128),
     Case("wan", {"guidance_scale": 5.0, "max_sequence_length": 32, "num_frames": 5}, 5.0, frames=5),
+    Case(
+        "wan22",
+        {"guidance_scale": 4.0, "guidance_scale_2": 3.0, "max_sequence_length": 32, "num_frames": 5},
+        4.0,
+        frames=5,
+    ),
     Case("flux2_klein", {"guidance_scale": 4.0, "max_sequence_length": 64}, 4.0, dynamic=True, max_length=64),
     Case("flux2_klein", {"guidance_scale": 4.0, "max_sequence_length": 64}, 4.0, max_length=64, edit=lambda h, w: {}),
 ]

@@ -81,7 +81,8 @@ def _like(name, value):
         return st.lists(st.text(max_size=8), min_size=1, max_size=3).map(tuple)
     if isinstance(value, str):
         return st.text(min_size=1, max_size=12)
-    share = st.floats(0, 0.99, exclude_min=True)
+    whole = int in getattr(hint, "__args__", ())
+    share = st.integers(1, 64) if whole else st.floats(0, 0.99, exclude_min=True)
     return share if value is not None else st.none() | share
 
 

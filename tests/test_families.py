@@ -50,7 +50,7 @@ def test_first_ratio_is_exactly_one(case, checkpointing):
     adapter.add_lora(4, 8.0)
     perturb(adapter)
     if checkpointing:
-        adapter.transformer.enable_gradient_checkpointing()
+        adapter.checkpoint_gradients()
     condition = conditions(adapter, case)
     schedule = make_schedule(adapter.sigmas(4, *SIZES[1]), "flow", 0.7, (0, 1, 2))
     kwargs = {"height": SIZES[1][0], "width": SIZES[1][1]}
@@ -79,7 +79,8 @@ def test_gradient_is_that_of_the_normal_log_prob(case):
     new = replay(adapter, schedule, condition, step, height=size[0], width=size[1])
     (new.logp * advantage).sum().backward()
     got = {name: p.grad.clone() for name, p in adapter.trainable() if p.grad is not None}
-    adapter.transformer.zero_grad()
+    for _, p in adapter.trainable():
+        p.grad = None
 
     s, t = schedule.sigmas[1].double(), schedule.sigmas[2].double()
     v = adapter.velocity(step.x, schedule.sigmas[1].expand(2), condition, *size).double()
@@ -103,6 +104,8 @@ for line in sys.stdin:
     a = json.loads(line)
     pipe = getattr(diffusers, a["pipeline"]).from_pretrained(a["model"])
     pipe.load_lora_weights(a["lora"])
+    if a["experts"] > 1:
+        pipe.load_lora_weights(a["lora"] + "/transformer_2", load_into_transformer_2=True)
     pipe.set_progress_bar_config(disable=True)
     x = load_file(a["latents"])["x"]
     call = {"output_type": "pt", **a["call"]}
@@ -140,7 +143,8 @@ def in_a_stock_process(process, case, adapter, x0, size, steps, tmp_path, model,
     call |= case.edit(*size) if case.edit else {}
     arguments = {
         "pipeline": adapter.pipeline, "model": str(model), "lora": lora, "latents": str(tmp_path / "x.safetensors"),
-        "prompts": PROMPTS, "images": images, "call": call, "out": str(tmp_path / "image.safetensors"),
+        "experts": len(adapter.denoisers), "prompts": PROMPTS,
+        "images": images, "call": call, "out": str(tmp_path / "image.safetensors"),
     }  # fmt: skip
     process.stdin.write(json.dumps(arguments) + "\n")
     process.stdin.flush()
@@ -164,7 +168,13 @@ def test_lora_loads_in_stock_diffusers_with_its_alpha(case, tmp_path, stock_proc
     assert torch.equal(draw(adapter, case, x0, size, 3), after)
 
     adapter.save_lora(str(tmp_path / "lora"))
-    assert [f.name for f in (tmp_path / "lora").iterdir()] == ["pytorch_lora_weights.safetensors"]
+    written = sorted(str(f.relative_to(tmp_path / "lora")) for f in (tmp_path / "lora").rglob("*.safetensors"))
+    assert (
+        written
+        == ["pytorch_lora_weights.safetensors", "transformer_2/pytorch_lora_weights.safetensors"][
+            : len(adapter.denoisers)
+        ]
+    )
     image = in_a_stock_process(stock_process, case, adapter, x0, size, 3, tmp_path, path, str(tmp_path / "lora"))
     assert (image - after).abs().max() <= 1e-5
 
@@ -183,7 +193,7 @@ def test_full_fine_tune_loads_in_stock_diffusers(case, tmp_path):
     x0 = noise(adapter, size)
     before = draw(adapter, case, x0, size, 3)
     adapter.enable_full(keep_reference=True)
-    assert len(adapter.trainable()) == sum(1 for _ in adapter.transformer.parameters())
+    assert len(adapter.trainable()) == sum(1 for module in adapter.modules().values() for _ in module.parameters())
     perturb(adapter, 0.02)
     after = draw(adapter, case, x0, size, 3)
     with adapter.reference():

@@ -8,6 +8,9 @@ from safetensors.torch import load_file
 
 from prefgrpo import models
 from prefgrpo.embed import Embeddings, collate
+from prefgrpo.replay import replay
+from prefgrpo.rollout import rollout
+from prefgrpo.schedule import make_schedule
 
 
 def test_the_source_image_is_part_of_the_condition(tmp_path):
@@ -64,3 +67,50 @@ def test_a_distilled_klein_stays_distilled(tmp_path):
     assert again.config.is_distilled
     stored = load_file(tmp_path / "full" / "transformer" / "diffusion_pytorch_model.safetensors")
     assert {value.dtype for value in stored.values()} == {torch.bfloat16}
+
+
+def wan22(**options):
+    return load(next(c for c in CASES if c.family == "wan22"), folder("wan22"), **options)
+
+
+def test_the_boundary_belongs_to_the_high_noise_expert():
+    """σ = 0.875 exactly is t = 875 ≥ 875, as in the stock pipeline; either side changes with its own expert alone."""
+    adapter, case = wan22(), next(c for c in CASES if c.family == "wan22")
+    condition, x = conditions(adapter, case), noise(adapter, SIZES[0])
+    sigmas = [torch.full((2,), s) for s in (0.875, 0.8749)]
+    before = [adapter.velocity(x, s, condition, *SIZES[0]) for s in sigmas]
+    adapter.pipe.transformer_2.proj_out.weight.data.mul_(2)
+    after = [adapter.velocity(x, s, condition, *SIZES[0]) for s in sigmas]
+    assert torch.equal(before[0], after[0]) and not torch.equal(before[1], after[1])
+    mixed = adapter.velocity(x, torch.tensor([0.5, 0.9]), condition, *SIZES[0])
+    for row, sigma in enumerate((0.5, 0.9)):
+        alone = adapter.velocity(x, torch.full((2,), sigma), condition, *SIZES[0])
+        assert (mixed[row] - alone[row]).abs().max() <= 1e-5
+
+
+def test_one_expert_may_train(tmp_path):
+    adapter = wan22(target_components=("transformer_2",))
+    adapter.add_lora(4, 8.0)
+    assert all(name.startswith("transformer_2.") for name, _ in adapter.trainable())
+    assert [adapter.trains(s) for s in (1.0, 0.875, 0.87, 0.1)] == [False, False, True, True]
+    adapter.save_lora(str(tmp_path))
+    assert [str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*.safetensors")] == [
+        "transformer_2/pytorch_lora_weights.safetensors"
+    ]
+    with pytest.raises(ValueError, match=r"some of transformer, transformer_2, got \['transformer_3'\]"):
+        wan22(target_components=("transformer_3",))
+    with pytest.raises(ValueError, match="has one denoiser"):
+        load(CASES[0], folder("flux"), guidance_2=3.0)
+
+
+def test_stacked_steps_of_both_experts_replay():
+    """Steps of both experts in one forward: rows on both sides of the boundary."""
+    adapter, case = wan22(), next(c for c in CASES if c.family == "wan22")
+    condition = conditions(adapter, case)
+    schedule = make_schedule(adapter.sigmas(4, *SIZES[0]), "flow", 0.7, (0, 1, 2))
+    sizes = {"height": SIZES[0][0], "width": SIZES[0][1]}
+    done = rollout(adapter, schedule, condition, torch.arange(2), seed=1, **sizes)
+    sides = {bool(adapter.high(schedule.sigmas[k])) for step in done.steps for k in step.numbers}
+    assert sides == {True, False}
+    together = replay(adapter, schedule, condition, done.steps, **sizes)
+    assert torch.allclose(together.logp, torch.cat([step.logp for step in done.steps]), atol=1e-5)

@@ -16,6 +16,7 @@ MODELS: dict[str, str] = {
     "qwen_image": "prefgrpo.models.qwen_image:QwenImage",
     "sd3": "prefgrpo.models.sd3:StableDiffusion3",
     "wan": "prefgrpo.models.wan:Wan",
+    "wan22": "prefgrpo.models.wan22:Wan22",
     "z_image": "prefgrpo.models.z_image:ZImage",
 }
 """Family name → import path of its adapter."""
@@ -40,7 +41,19 @@ def load(
     guidance: float | None = None,
     shift: float | None = None,
     frames: int | None = None,
+    guidance_2: float | None = None,
+    target_components: tuple[str, ...] = (),
     encoders: bool = True,
 ) -> Adapter:
     """Load `model` (a folder or hub id) as family `name`; the options are those of `Adapter.load`."""
-    return family(name).load(model, dtype, device, guidance=guidance, shift=shift, frames=frames, encoders=encoders)
+    return family(name).load(
+        model,
+        dtype,
+        device,
+        guidance=guidance,
+        shift=shift,
+        frames=frames,
+        guidance_2=guidance_2,
+        target_components=target_components,
+        encoders=encoders,
+    )

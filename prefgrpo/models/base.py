@@ -11,7 +11,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -42,15 +42,19 @@ class Adapter(ABC):
     """Guidance scale of the published model."""
     default_frames: ClassVar[int | None] = None
     """Frames per clip of the published model; None: it makes images."""
+    default_guidance_2: ClassVar[float | None] = None
+    """Guidance scale of the second expert; None: the family has one denoiser."""
+    denoisers: ClassVar[tuple[str, ...]] = ("transformer",)
+    """The pipeline's denoisers; several are experts for different σ."""
     cfg: ClassVar[guiding.Cfg | None] = None
     """Form of classifier-free guidance; None: the family has none (guidance is embedded, or absent)."""
 
     pipe: Any
     """The stock diffusers pipeline."""
     transformer: nn.Module
-    """The trained denoiser (peft adapters are injected into it in place)."""
-    net: nn.Module
-    """What `velocity` calls: the transformer, or a DDP / compiled wrapper of it that the trainer put here."""
+    """The (first) denoiser (peft adapters are injected into it in place)."""
+    nets: dict[str, nn.Module]
+    """What `velocity` calls, by denoiser: itself, or a DDP / compiled wrapper of it that the trainer put here."""
 
     def __init__(
         self,
@@ -59,23 +63,35 @@ class Adapter(ABC):
         guidance: float | None = None,
         shift: float | None = None,
         frames: int | None = None,
+        guidance_2: float | None = None,
+        target_components: tuple[str, ...] = (),
         source: str = "",
     ) -> None:
         """Adopt a loaded pipeline.
 
         guidance: scale used in every forward (default: the published model's). shift: static time shift that
         replaces the one of the scheduler's config. frames: length of a clip (video families; default: the published
-        model's). source: fingerprint of what makes conditions (`embed.Embeddings`).
+        model's). guidance_2: scale of the second expert. target_components: which denoisers train (default: all).
+        source: fingerprint of what makes conditions (`embed.Embeddings`).
         """
         if frames is not None and self.default_frames is None:
             raise ValueError(f"{type(self).__name__} makes images: expected no `frames`, got {frames}")
+        if guidance_2 is not None and self.default_guidance_2 is None:
+            raise ValueError(f"{type(self).__name__} has one denoiser: expected no `guidance_2`, got {guidance_2}")
+        if unknown := [name for name in target_components if name not in self.denoisers]:
+            raise ValueError(f"target_components: expected some of {', '.join(self.denoisers)}, got {unknown}")
         self.frames = self.default_frames if frames is None else frames
-        self.pipe, self.transformer, self.net = pipe, pipe.transformer, pipe.transformer
+        self.pipe, self.transformer = pipe, pipe.transformer
+        self.nets = {name: getattr(pipe, name) for name in self.denoisers}
+        self.trained = tuple(name for name in self.denoisers if name in (target_components or self.denoisers))
+        """Names of the denoisers that train."""
+        self._active = self.denoisers[0]
+        self.guidance_2 = self.default_guidance_2 if guidance_2 is None else guidance_2
         self.guidance = self.default_guidance if guidance is None else guidance
         self.shift, self.source = shift, source
         self.dtype: torch.dtype = pipe.transformer.dtype
         """Compute dtype; bf16 and fp16 run under autocast, so fp32 LoRA masters may sit on a bf16 base."""
-        self._reference: nn.Module | None = None
+        self._reference: dict[str, nn.Module] = {}
 
     @classmethod
     def load(
@@ -87,6 +103,8 @@ class Adapter(ABC):
         guidance: float | None = None,
         shift: float | None = None,
         frames: int | None = None,
+        guidance_2: float | None = None,
+        target_components: tuple[str, ...] = (),
         encoders: bool = True,
     ) -> Adapter:
         """Load from a folder or hub id, frozen, in eval mode, parameters aligned (cloned out of mmap).
@@ -96,7 +114,28 @@ class Adapter(ABC):
         """
         path = folders.resolve(model, cls.pipeline)
         pipe = folders.read(path, cls.pipeline, dtype, device, encoders)
-        return cls(pipe, guidance=guidance, shift=shift, frames=frames, source=folders.encoder_fingerprint(path))
+        return cls(
+            pipe,
+            guidance=guidance,
+            shift=shift,
+            frames=frames,
+            guidance_2=guidance_2,
+            target_components=target_components,
+            source=folders.encoder_fingerprint(path),
+        )
+
+    @property
+    def net(self) -> nn.Module:
+        """What `predict` calls now."""
+        return self.nets[self._active]
+
+    def modules(self) -> dict[str, nn.Module]:
+        """The denoisers that train, by name."""
+        return {name: getattr(self.pipe, name) for name in self.trained}
+
+    def trains(self, sigma: float) -> bool:
+        """Whether a step at this σ goes through a denoiser that trains."""
+        return True
 
     @property
     def device(self) -> torch.device:
@@ -176,13 +215,26 @@ class Adapter(ABC):
 
     def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
         """Model velocity v [B, …] at latents x [B, …] of any dtype, σ [B] fp32, for a batched condition."""
-        c, half = self.pair(x, sigma, condition, height, width)
+        return self.combined(*self.pair(x, sigma, condition, height, width))
+
+    @staticmethod
+    def combined(c: Tensor, half: Guidance | None) -> Tensor:
+        """The velocity of a guidance pair."""
         return c if half is None else guided(c, half.uncond, half.scale, half.from_cond, half.rescale)
 
     def pair(
         self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int
     ) -> tuple[Tensor, Guidance | None]:
-        """(c, what guidance adds): the arguments v and guidance of `ops.affine_step` and `ops.affine_logp`."""
+        """(c, what guidance adds): the arguments v and guidance of `ops.affine_step` and `ops.affine_logp`.
+
+        sigma is best on the host: a family of experts chooses by it.
+        """
+        return self.guided_pair(x, sigma.to(x.device, non_blocking=True), condition, height, width, self.guidance)
+
+    def guided_pair(
+        self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int, scale: float
+    ) -> tuple[Tensor, Guidance | None]:
+        """`pair` of the active denoiser at a guidance scale."""
         low = self.dtype != torch.float32
         with torch.autocast(x.device.type, dtype=self.dtype if low else None, enabled=low):
             if not self.guided:
@@ -190,7 +242,7 @@ class Adapter(ABC):
             predict = partial(self.predict, height=height, width=width)
             c, u = guiding.both(predict, x.float(), sigma, condition)
         assert self.cfg is not None
-        return c, self.cfg.half(u, self.guidance)
+        return c, self.cfg.half(u, scale)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of tokens; ValueError for sides that are not multiples of `unit`."""
@@ -215,53 +267,81 @@ class Adapter(ABC):
         return self.pipe.image_processor.postprocess(image, output_type="pt").float()
 
     def add_lora(self, rank: int, alpha: float, targets: tuple[str, ...] | None = None, seed: int = 0) -> None:
-        """Inject trainable fp32 LoRA layers (A seeded, B = 0) into the frozen transformer; see `lora.add`."""
-        lora.add(self.transformer, rank, alpha, self.lora_targets if targets is None else targets, seed)
+        """Inject trainable fp32 LoRA layers (A seeded, B = 0) into what trains; see `lora.add`."""
+        for number, module in enumerate(self.modules().values()):
+            lora.add(module, rank, alpha, self.lora_targets if targets is None else targets, seed + number)
 
     def enable_full(self, *, keep_reference: bool = False) -> None:
-        """Train every weight of the transformer, in fp32 masters; keep_reference holds a frozen copy for the KL."""
-        self._reference = copy.deepcopy(self.transformer) if keep_reference else None
-        self.transformer.float().requires_grad_(True)
+        """Train every weight of the denoisers, in fp32 masters; keep_reference holds a frozen copy for the KL."""
+        self._reference = {n: copy.deepcopy(module) for n, module in self.modules().items()} if keep_reference else {}
+        for module in self.modules().values():
+            module.float().requires_grad_(True)
+
+    def checkpoint_gradients(self) -> None:
+        """Recompute activations in the backward pass."""
+        for module in self.modules().values():
+            module.enable_gradient_checkpointing()  # type: ignore[operator]
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """(name, parameter) of everything that trains, in a fixed order."""
-        return [(name, p) for name, p in self.transformer.named_parameters() if p.requires_grad]
+        first = self.denoisers[0]
+        return [
+            (name if component == first else f"{component}.{name}", p)
+            for component, module in self.modules().items()
+            for name, p in module.named_parameters()
+            if p.requires_grad
+        ]
 
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Inside, `velocity` is that of the starting policy: LoRA off, or the copy kept by `enable_full`."""
-        if lora.has(self.transformer):
-            with lora.disabled(self.transformer):
+        if self._has_lora():
+            with ExitStack() as stack:
+                for module in self.modules().values():
+                    stack.enter_context(lora.disabled(module))
                 yield
             return
-        if self._reference is None:
+        if not self._reference:
             raise RuntimeError(
                 "there is no reference policy: a KL term needs LoRA, or full fine-tuning with keep_reference=True"
             )
-        net, self.net = self.net, self._reference
+        nets, self.nets = self.nets, self.nets | self._reference
         try:
             yield
         finally:
-            self.net = net
+            self.nets = nets
+
+    def _has_lora(self) -> bool:
+        return any(lora.has(module) for module in self.modules().values())
 
     def save_lora(self, folder: str) -> None:
-        """Write the LoRA in diffusers format with its alpha: `pipe.load_lora_weights(folder)` must reproduce it."""
-        lora.save(self.pipe, folder)
+        """Write the LoRA in diffusers format with its alpha: `pipe.load_lora_weights(folder)` must reproduce it.
+
+        A second expert's is in a folder of its name: `load_lora_weights(f"{folder}/transformer_2",
+        load_into_transformer_2=True)`.
+        """
+        for name in self.trained:
+            lora.save(self.pipe, self._place(folder, name), name)
+
+    def _place(self, folder: str, component: str) -> str:
+        return folder if component == self.denoisers[0] else f"{folder}/{component}"
 
     def load_lora(self, folder: str) -> None:
         """Put a LoRA saved by `save_lora` into the model, bit for bit; injects one of its shape if there is none."""
-        lora.load(self.pipe, folder)
+        for name in self.trained:
+            lora.load(self.pipe, self._place(folder, name), name)
 
     def save_full(self, folder: str, dtype: torch.dtype | None = None) -> None:
-        """Write a whole pipeline folder for the stock `from_pretrained`; dtype: of the transformer (default: as is)."""
-        if lora.has(self.transformer):
+        """Write a whole pipeline folder for the stock `from_pretrained`; dtype: of what trains (default: as is)."""
+        if self._has_lora():
             raise RuntimeError("this policy is a LoRA: write it with save_lora (save_full is for full fine-tuning)")
-        written = self.transformer if dtype is None else copy.deepcopy(self.transformer).to(dtype)
+        own = self.modules()
         try:
-            self.pipe.register_modules(transformer=written)
+            if dtype is not None:
+                self.pipe.register_modules(**{name: copy.deepcopy(module).to(dtype) for name, module in own.items()})
             self.pipe.save_pretrained(folder)
         finally:
-            self.pipe.register_modules(transformer=self.transformer)
+            self.pipe.register_modules(**own)
 
     def parameter_counts(self) -> dict[str, int]:
         """Parameters per component of the pipeline, and of what trains, under 'trainable'."""

@@ -77,24 +77,25 @@ def disabled(transformer: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def save(pipe: Any, folder: str) -> None:
+def save(pipe: Any, folder: str, component: str = "transformer") -> None:
     """Write `pytorch_lora_weights.safetensors` into `folder`, with rank and alpha in its metadata, atomically."""
     from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
     from peft import get_peft_model_state_dict
 
-    if not has(pipe.transformer):
+    module = getattr(pipe, component)
+    if not has(module):
         raise RuntimeError("there is no LoRA to save: call add_lora or load_lora first")
     part = f".partial-{os.getpid()}.safetensors"
     pipe.save_lora_weights(
         folder,
-        transformer_lora_layers=get_peft_model_state_dict(pipe.transformer, adapter_name=NAME),
-        transformer_lora_adapter_metadata=pipe.transformer.peft_config[NAME].to_dict(),
+        transformer_lora_layers=get_peft_model_state_dict(module, adapter_name=NAME),
+        transformer_lora_adapter_metadata=module.peft_config[NAME].to_dict(),
         weight_name=part,
     )
     os.replace(Path(folder) / part, Path(folder) / LORA_WEIGHT_NAME_SAFE)
 
 
-def load(pipe: Any, folder: str) -> None:
+def load(pipe: Any, folder: str, component: str = "transformer") -> None:
     """Load what `save` wrote; without a LoRA in the model, one of the saved shape is injected first.
 
     Raises FileNotFoundError, or ValueError when the saved LoRA has other layers or another rank than the model's.
@@ -102,17 +103,17 @@ def load(pipe: Any, folder: str) -> None:
     from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
     from peft import LoraConfig, set_peft_model_state_dict
 
-    file = Path(folder) / LORA_WEIGHT_NAME_SAFE
+    file, module = Path(folder) / LORA_WEIGHT_NAME_SAFE, getattr(pipe, component)
     if not file.is_file():
         raise FileNotFoundError(f"no LoRA in '{folder}': expected {LORA_WEIGHT_NAME_SAFE}")
     packed, metadata = pipe.lora_state_dict(str(Path(folder).resolve()), return_lora_metadata=True)
     state = {key.removeprefix("transformer."): value for key, value in packed.items()}
-    if not has(pipe.transformer):
+    if not has(module):
         options = {k.removeprefix("transformer."): v for k, v in (metadata or {}).items()}
         if "lora_alpha" not in options:
             raise ValueError(f"{file} does not say its rank and alpha: call add_lora with them before load_lora")
-        _inject(pipe.transformer, LoraConfig(**options))
-    own = sum(".lora_" in name for name, _ in pipe.transformer.named_parameters())
-    result = set_peft_model_state_dict(pipe.transformer, state, adapter_name=NAME)
+        _inject(module, LoraConfig(**options))
+    own = sum(".lora_" in name for name, _ in module.named_parameters())
+    result = set_peft_model_state_dict(module, state, adapter_name=NAME)
     if result.unexpected_keys or own != len(state):
         raise ValueError(f"{file} holds {len(state)} tensors, the model's LoRA has {own}: targets differ")

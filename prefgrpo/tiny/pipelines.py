@@ -193,15 +193,21 @@ def qwen_image() -> Any:
     )  # fmt: skip
 
 
-def wan() -> Any:
-    """Wan2.1 text-to-video: 2 blocks of width 24, a causal VAE that quarters each side and halves time."""
+def wan(experts: bool = False) -> Any:
+    """Wan text-to-video: 2 blocks of width 24, a causal VAE that quarters each side and halves time.
+
+    experts: Wan2.2, a second denoiser below σ = 0.875.
+    """
     from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 
     t5 = t5_tokenizer()
-    transformer = WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4,
-        text_dim=TEXT_WIDTH, freq_dim=32, ffn_dim=48, num_layers=2, rope_max_seq_len=64,
-    )  # fmt: skip
+    transformers = [
+        WanTransformer3DModel(
+            patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4,
+            text_dim=TEXT_WIDTH, freq_dim=32, ffn_dim=48, num_layers=2, rope_max_seq_len=64,
+        )
+        for _ in range(1 + experts)
+    ]  # fmt: skip
     vae = AutoencoderKLWan(
         base_dim=8, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True],
         latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.0, 0.8, 1.2, 0.9],
@@ -209,7 +215,8 @@ def wan() -> Any:
     )  # fmt: skip
     return WanPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae, tokenizer=t5,
-        text_encoder=t5_text(t5, UMT5EncoderModel, UMT5Config), transformer=transformer,
+        text_encoder=t5_text(t5, UMT5EncoderModel, UMT5Config), transformer=transformers[0],
+        transformer_2=transformers[1] if experts else None, boundary_ratio=0.875 if experts else None,
     )  # fmt: skip
 
 
@@ -262,6 +269,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen_image": qwen_image,
     "sd3": sd3,
     "wan": wan,
+    "wan22": partial(wan, experts=True),
     "z_image": z_image,
 }
 """Family name → builder of its tiny pipeline."""
