@@ -1,15 +1,26 @@
 """Prompts: reading them, and which ones a training step uses.
 
-Invariant: the prompts of step k depend on (seed, k) alone, so a resumed run and any world size see the same.
+The file's ending says its format: .txt, .csv, .jsonl, .parquet. An edit has a source image; (prompt, source) is one
+group. Invariant: the prompts of step k depend on (seed, k) alone, so a resumed run and any world size see the same.
 """
 
 from __future__ import annotations
 
+import csv
+import io
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
+
+TEXT = ("instruction", "prompt", "prompt_en", "prompt_zh", "caption", "text")
+"""Columns that hold the prompt; the first that a file has is used."""
+SOURCE = ("source_image", "image")
+"""Columns that hold the path of an edit's source image: absolute, or relative to the file's folder or its images/."""
 
 
 @dataclass(frozen=True)
@@ -19,36 +30,155 @@ class Prompt:
     id: int
     text: str
     meta: dict[str, Any] = field(default_factory=dict)
+    """The other columns of its line."""
+    source: str = ""
+    """Path of the source image (editing)."""
+
+    def image(self) -> Image.Image | None:
+        """The source image as RGB; None without one. Raises DataError for a file that is no image."""
+        if not self.source:
+            return None
+        try:
+            with Image.open(self.source) as image:
+                return image.convert("RGB")
+        except OSError as error:
+            raise DataError(f"source image {self.source} of prompt {self.text!r} cannot be read: {error}") from error
 
 
 class DataError(ValueError):
     """A prompts file that cannot be used; the message says where and what to do."""
 
 
-def read_prompts(path: str | Path) -> list[Prompt]:
-    """Prompts of a .txt file, one per line, blank lines skipped; duplicates keep their first place.
+@dataclass
+class _Found:
+    """What a file holds, line by line."""
 
-    Raises DataError for a missing or empty file and for every line that is not UTF-8, with line numbers.
+    rows: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    bad: dict[int, str] = field(default_factory=dict)
+
+
+def read_prompts(path: str | Path, *, unique: bool = True) -> list[Prompt]:
+    """Prompts of a file, one per line or row, blank lines skipped; duplicates keep their first place if `unique`.
+
+    Raises DataError for a missing or empty file, and for all lines that cannot be used at once, with their numbers.
     """
     file = Path(path)
     if not file.is_file():
         raise DataError(f"prompts file not found: {file}; expected a text file with one prompt per line")
-    texts: dict[str, None] = {}
-    bad: list[int] = []
+    reader = READERS.get(file.suffix.lower(), _text)
+    found = _Found()
+    reader(file, found)
+    prompts: dict[Any, Prompt] = {}
+    for number, row in found.rows:
+        text, source, meta = _parts(row)
+        if not text:
+            found.bad[number] = f"no prompt (expected one of {', '.join(TEXT)})"
+            continue
+        place = _place(file.parent, source)
+        if source and place is None:
+            found.bad[number] = f"source image not found: {source}"
+            continue
+        key = (text, place) if unique else number
+        prompts.setdefault(key, Prompt(len(prompts), text, meta, place or ""))
+    _refuse(file, found.bad)
+    if not prompts:
+        raise DataError(f"{file} holds no prompt: every line is blank; expected one prompt per line")
+    return list(prompts.values())
+
+
+def _parts(row: dict[str, Any]) -> tuple[str, str, dict[str, Any]]:
+    """(prompt, source path, the rest) of a row."""
+    text = next((k for k in TEXT if isinstance(row.get(k), str) and row[k].strip()), None)
+    source = next((k for k in SOURCE if isinstance(row.get(k), str) and row[k]), None)
+    meta = {k: v for k, v in row.items() if k not in (text, source)}
+    return (row[text].strip() if text else ""), (row[source] if source else ""), meta
+
+
+def _place(folder: Path, source: str) -> str | None:
+    """The file that a source names; None if there is none."""
+    found = [p for p in (folder / source, folder / "images" / source) if p.is_file()] if source else []
+    return str(found[0]) if found else None
+
+
+def _refuse(file: Path, bad: dict[int, str]) -> None:
+    """Raise DataError if lines are bad."""
+    if not bad:
+        return
+    numbers = sorted(bad)
+    if set(bad.values()) == {NOT_UTF8}:
+        shown = ", ".join(map(str, numbers[:10])) + (" …" if len(bad) > 10 else "")
+        raise DataError(f"{file}: {len(bad)} line(s) are not valid UTF-8 (line {shown}); re-save the file as UTF-8")
+    shown = "\n".join(f"  line {n}: {bad[n]}" for n in numbers[:10]) + ("\n  …" if len(bad) > 10 else "")
+    raise DataError(f"{file}: {len(bad)} line(s) cannot be used; correct or remove them\n{shown}")
+
+
+NOT_UTF8 = "not valid UTF-8"
+
+
+def _lines(file: Path, found: _Found) -> Iterator[tuple[int, str]]:
+    """(number, text) of every line that is not blank; a line ends at a line break, not at a Unicode separator."""
     for number, raw in enumerate(file.read_bytes().splitlines(), start=1):
         try:
             text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
         except UnicodeDecodeError:
-            bad.append(number)
+            found.bad[number] = NOT_UTF8
             continue
         if text:
-            texts.setdefault(text)
-    if bad:
-        shown = ", ".join(map(str, bad[:10])) + (" …" if len(bad) > 10 else "")
-        raise DataError(f"{file}: {len(bad)} line(s) are not valid UTF-8 (line {shown}); re-save the file as UTF-8")
-    if not texts:
-        raise DataError(f"{file} holds no prompt: every line is blank; expected one prompt per line")
-    return [Prompt(i, text) for i, text in enumerate(texts)]
+            yield number, text
+
+
+def _text(file: Path, found: _Found) -> None:
+    """One prompt per line."""
+    found.rows = [(number, {"prompt": text}) for number, text in _lines(file, found)]
+
+
+def _jsonl(file: Path, found: _Found) -> None:
+    """One JSON object per line."""
+    for number, text in _lines(file, found):
+        try:
+            row = json.loads(text)
+        except json.JSONDecodeError as error:
+            found.bad[number] = f"not JSON: {error}"
+            continue
+        if isinstance(row, dict):
+            found.rows.append((number, row))
+        else:
+            found.bad[number] = f"expected an object, got {type(row).__name__}"
+
+
+def _csv(file: Path, found: _Found) -> None:
+    """Comma-separated, with a header that names a prompt column."""
+    try:
+        content = file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        list(_lines(file, found))
+        return
+    reader = csv.DictReader(io.StringIO(content, newline=""), strict=True)
+    try:
+        if not set(reader.fieldnames or ()) & set(TEXT):
+            raise DataError(f"{file}: no prompt column; expected one of {', '.join(TEXT)}, got {reader.fieldnames}")
+        found.rows = [(reader.line_num, row) for row in reader if any(row.values())]
+    except csv.Error as error:
+        found.bad[reader.line_num] = str(error)
+
+
+def _parquet(file: Path, found: _Found) -> None:
+    """A table with a prompt column (needs pyarrow)."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(f"{file}: reading parquet needs pyarrow (pip install pyarrow)") from error
+    try:
+        rows = pyarrow.parquet.read_table(file).to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of ValueError
+        raise DataError(f"{file} is no parquet file that can be read: {error}") from error
+    found.rows = list(enumerate(rows, start=1))
+
+
+READERS: dict[str, Callable[[Path, _Found], None]] = {
+    ".txt": _text, ".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet,
+}  # fmt: skip
+"""File ending → reader; any other ending is read as text."""
 
 
 def step_prompts(total: int, per_step: int, seed: int, step: int) -> list[int]:

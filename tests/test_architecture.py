@@ -31,7 +31,7 @@ DISTRIBUTIONS = {
     "markupsafe": "jinja2",
 }
 DISTRIBUTIONS["huggingface_hub"] = "transformers"  # a part of it, as tokenizers is
-OPTIONAL = {"vllm", "wandb", "trackio"}
+OPTIONAL = {"vllm", "wandb", "trackio", "pyarrow"}
 """Asked for by name where used, and said so there."""
 
 

@@ -1,0 +1,100 @@
+"""Prompts from tables and JSON lines: benchmark files as they are published, and edits with their source images.
+
+Why these cases: UniGenBench's csv (quotes, commas and JSON inside a cell), GenEval's and T2I-set jsonl whose metadata
+a reward needs, edit lists whose images may be missing; and every bad line is told with its number, all at once.
+"""
+
+import csv
+import json
+
+import pytest
+from PIL import Image
+
+from prefgrpo.data import DataError, read_prompts
+
+
+def written(file, rows):
+    file.write_text("\n".join(r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in rows) + "\n")
+    return file
+
+
+def test_csv_with_a_prompt_column(tmp_path):
+    rows = [{"index": "7", "prompt_en": 'two "pandas",\nin suits', "sub_dims_en": '{"a": 1}'}]
+    rows += [{"index": "8", "prompt_en": "家 🐈", "sub_dims_en": ""}, {"index": "9", "prompt_en": "家 🐈"}]
+    with (tmp_path / "p.csv").open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    found = read_prompts(tmp_path / "p.csv")
+    assert [(p.id, p.text, p.meta["index"]) for p in found] == [(0, 'two "pandas",\nin suits', "7"), (1, "家 🐈", "8")]
+    assert found[0].meta["sub_dims_en"] == '{"a": 1}'
+    assert [p.meta["index"] for p in read_prompts(tmp_path / "p.csv", unique=False)] == ["7", "8", "9"]
+    with pytest.raises(DataError, match=r"no prompt column; expected one of instruction, prompt,.* got \['a', 'b'\]"):
+        read_prompts(written(tmp_path / "q.csv", ["a,b", "1,2"]))
+    with pytest.raises(DataError, match=r"line 3: no prompt"):
+        read_prompts(written(tmp_path / "q.csv", ["index,prompt", "1,fine", "2,"]))
+
+
+def test_jsonl_keeps_the_rest_as_metadata(tmp_path):
+    geneval = {"tag": "counting", "include": [{"class": "cup", "count": 2}], "prompt": "two cups"}
+    sets = {"idx": 3, "prompt": "a comic", "height": 512, "criteria": {"Identity": ["x"]}}
+    found = read_prompts(written(tmp_path / "p.jsonl", [geneval, "", sets]))
+    assert [p.text for p in found] == ["two cups", "a comic"]
+    assert found[0].meta == {k: v for k, v in geneval.items() if k != "prompt"}
+    assert found[1].meta["criteria"] == {"Identity": ["x"]} and not found[1].source and found[1].image() is None
+
+
+def test_every_bad_line_is_told_with_its_number(tmp_path):
+    lines = [{"prompt": "fine"}, "{oops", "[1]", {"prompt": "  "}, {"caption": "fine too"}, {"prompt": 3}]
+    with pytest.raises(DataError) as caught:
+        read_prompts(written(tmp_path / "p.jsonl", lines))
+    told = str(caught.value)
+    assert "4 line(s) cannot be used" in told
+    for part in ("line 2: not JSON", "line 3: expected an object, got list", "line 4: no prompt", "line 6: no prompt"):
+        assert part in told
+
+
+def test_edits_have_their_sources(tmp_path):
+    (tmp_path / "images").mkdir()
+    for name in ("a.png", "images/b.png"):
+        Image.new("RGBA", (8, 6), (255, 0, 0, 255)).save(tmp_path / name)
+    (tmp_path / "no.png").write_bytes(b"no image")
+    edits = [
+        {"instruction": "make it blue", "source_image": "a.png", "target_image": "t.png", "prompt": "red"},
+        {"instruction": "make it blue", "image": "b.png"},
+        {"instruction": "make it blue", "source_image": str(tmp_path / "a.png")},
+        {"instruction": "make it blue", "source_image": "no.png"},
+    ]
+    found = read_prompts(written(tmp_path / "e.jsonl", edits))
+    assert [p.text for p in found] == ["make it blue"] * 3, "(prompt, source) is one group; the third is the first"
+    assert [p.source.split("/")[-1] for p in found] == ["a.png", "b.png", "no.png"]
+    assert found[0].meta == {"target_image": "t.png", "prompt": "red"}
+    assert found[1].image().mode == "RGB" and found[1].image().size == (8, 6)
+    with pytest.raises(DataError, match=r"source image .*no\.png of prompt 'make it blue' cannot be read"):
+        found[2].image()
+    gone = [edits[0], {"instruction": "x", "image": "gone.png"}, {"instruction": "y", "source_image": "also/gone.png"}]
+    with pytest.raises(DataError) as caught:
+        read_prompts(written(tmp_path / "f.jsonl", gone))
+    assert "line 2: source image not found: gone.png" in str(caught.value)
+    assert "line 3: source image not found: also/gone.png" in str(caught.value)
+
+
+def test_parquet(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    parquet.write_table(pyarrow.table({"prompt": ["a cat", "a dog"], "n": [1, 2]}), tmp_path / "p.parquet")
+    assert [(p.text, p.meta) for p in read_prompts(tmp_path / "p.parquet")] == [
+        ("a cat", {"n": 1}),
+        ("a dog", {"n": 2}),
+    ]
+    (tmp_path / "q.parquet").write_bytes(b"nothing")
+    with pytest.raises(DataError, match="is no parquet file that can be read"):
+        read_prompts(tmp_path / "q.parquet")
+
+
+def test_parquet_without_pyarrow(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    (tmp_path / "p.parquet").write_bytes(b"")
+    with pytest.raises(DataError, match="needs pyarrow"):
+        read_prompts(tmp_path / "p.parquet")
