@@ -8,6 +8,7 @@ name is complete, because it is renamed into place after everything in it is on 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -127,8 +128,22 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise CheckpointError(f"{path} is damaged: {STATE}: {error}; {advice}") from error
 
 
-def claim(folder: Path, resume: bool) -> None:
-    """Make the run folder ours. Raises CheckpointError if it holds something and `resume` is off."""
+def claim(folder: Path, resume: bool) -> int:
+    """Make the run folder ours until the returned descriptor is closed or the process ends.
+
+    Raises CheckpointError, with nothing touched, if it holds something and `resume` is off, if it is no run's folder,
+    or if another process is using it.
+    """
+    _check_content(folder, resume)
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = lock(folder)
+    _check_content(folder, resume)  # once more: a run may have come between
+    for leftover in folder.glob("checkpoints/.step_*"):
+        shutil.rmtree(leftover)
+    return handle
+
+
+def _check_content(folder: Path, resume: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; expected a folder for the run, choose another --name")
     held = sorted(p.name for p in folder.iterdir() if p.name[:1] != ".") if folder.is_dir() else []
@@ -140,9 +155,24 @@ def claim(folder: Path, resume: bool) -> None:
         )
     if held and not (folder / "config.yaml").is_file():
         raise CheckpointError(f"{folder} is not a run of prefgrpo (no config.yaml in it); choose another --name")
-    folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob("checkpoints/.step_*"):
-        shutil.rmtree(leftover)
+
+
+def lock(folder: Path) -> int:
+    """Hold a run folder until the returned descriptor is closed or the process ends.
+
+    Raises CheckpointError if another process holds it. A file system without locks is let through.
+    """
+    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise CheckpointError(
+            f"{folder} is in use by another process; wait for it, or choose another --name"
+        ) from error
+    except OSError as error:
+        print(f"{folder} cannot be locked ({error}); start no second run in it")
+    return handle
 
 
 def load_into(parameters: dict[str, Tensor], tensors: dict[str, Tensor], prefix: str) -> None:

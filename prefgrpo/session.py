@@ -100,6 +100,8 @@ class Session:
     """Seconds of training already spent."""
     notes: list[str] = field(default_factory=list)
     """What the start-up checks found, to be said."""
+    lock: int | None = None
+    """Descriptor that holds the run folder; rank 0's."""
 
     def interrupted(self) -> bool:
         """Whether a signal asked the run to stop."""
@@ -111,6 +113,9 @@ class Session:
         self.scorer.close()
         if self.judge is not None:
             self.judge.close()
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
         parallel.stop()
 
 
@@ -128,7 +133,7 @@ def _open(config: Config, resume: bool, world: World) -> Session:
     folder = Path(config.output) / config.name
     specs(config)
     _check_world(config, world)
-    _check_folder(config, folder, resume, world)
+    lock = _check_folder(config, folder, resume, world)
     prompts = read_prompts(config.data.prompts)
     sets = {n: read_prompts(p) for n, p in (("dev", config.eval.prompts), ("test", config.eval.final_prompts)) if p}
     adapter = _adapter(config, world.device)
@@ -149,6 +154,7 @@ def _open(config: Config, resume: bool, world: World) -> Session:
     session = Session(
         world, folder, adapter, policy, prompts, embeddings, sigmas, scorer, weights, evaluators, judge, Interrupt()
     )
+    session.lock = lock
     session.notes = [_describe(config, session), memory_estimate(config, session), *judge_notes]
     _start_folder(config, session, resume)
     return session
@@ -171,9 +177,10 @@ def _check_world(config: Config, world: World) -> None:
         raise ConfigError(mistakes)
 
 
-def _check_folder(config: Config, folder: Path, resume: bool, world: World) -> None:
-    """Claim the run folder; a resumed run must be the same run."""
-    world.on_main(lambda: checkpoint.claim(folder, resume), checkpoint.CheckpointError)
+def _check_folder(config: Config, folder: Path, resume: bool, world: World) -> int | None:
+    """Claim the run folder (rank 0 gets the lock); a resumed run must be the same run."""
+    held: list[int] = []
+    world.on_main(lambda: held.append(checkpoint.claim(folder, resume)), checkpoint.CheckpointError)
     if resume and (folder / "config.yaml").is_file():
         changed = differences(load(folder / "config.yaml"), config)
         wrong = {k: v for k, v in changed.items() if k not in FREE}
@@ -183,6 +190,7 @@ def _check_folder(config: Config, folder: Path, resume: bool, world: World) -> N
                 f"{folder} was started with another configuration ({shown}); resume with the old values, "
                 f"or choose another --name"
             )
+    return held[0] if held else None
 
 
 def _check_schedule(config: Config, adapter: Adapter, sigmas: Tensor) -> None:

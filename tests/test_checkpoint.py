@@ -10,6 +10,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 from tiny_run import BASE, merged, recipe, rows, start, train, tree, world
 
 from prefgrpo import checkpoint
-from prefgrpo.checkpoint import CheckpointError, claim, latest, list_steps, load_into, read, save
+from prefgrpo.checkpoint import CheckpointError, claim, latest, list_steps, load_into, lock, read, save
 
 JUDGE = Path(checkpoint.__file__).parent / "tiny" / "assets" / "judge"
 STATE = {"param.a": torch.arange(6.0).view(2, 3), "adamw.step.a": torch.tensor(3.0)}
@@ -108,11 +109,10 @@ def test_loading_checks_names_and_shapes():
 
 
 def test_claiming_a_folder(tmp_path):
-    claim(tmp_path / "new", resume=False)
-    claim(tmp_path / "new", resume=False)
-    claim(tmp_path / "newer", resume=True)
+    for name, resume in (("new", False), ("new", False), ("newer", True)):
+        os.close(claim(tmp_path / name, resume))
     (tmp_path / "new" / ".config.yaml.123").touch()
-    claim(tmp_path / "new", resume=False)
+    os.close(claim(tmp_path / "new", resume=False))
     (tmp_path / "new" / "thesis.tex").write_text("precious")
     for resume, told in ((False, r"holds another run \(thesis.tex\); nothing was touched"), (True, "is not a run of")):
         with pytest.raises(CheckpointError, match=told):
@@ -123,8 +123,31 @@ def test_claiming_a_folder(tmp_path):
     half = tmp_path / "run" / "checkpoints" / ".step_000004.99"
     half.mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").touch()
-    claim(tmp_path / "run", resume=True)
+    holder = lock(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="is in use by another process"):
+        claim(tmp_path / "run", resume=True)
+    assert half.exists(), "it may be the other process's checkpoint"
+    os.close(holder)
+    os.close(claim(tmp_path / "run", resume=True))
     assert not half.exists(), "what a killed save left behind"
+
+
+def test_one_process_at_a_time(tmp_path):
+    """The lock ends with its process, however that ends; a file system without locks is no reason to stop."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        lock(tmp_path)
+        os.write(writer, b"x")
+        time.sleep(60)
+        os._exit(0)
+    os.read(reader, 1)
+    with pytest.raises(CheckpointError, match="is in use by another process"):
+        lock(tmp_path)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(lock(tmp_path))
+    os.close(lock(tmp_path))
 
 
 # ---- kill -9 ------------------------------------------------------------------------------------------------------
@@ -218,26 +241,28 @@ def test_killed_again_and_again_at_random(place, truth):
 PLAIN = {"train": {"steps": 3}, "checkpoint": {"every": 1, "keep": 1}, "eval": {"every": 0}}
 
 
+WRITES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.copyfile", "shutil.rmtree")
+
+
 def die_at(left: int) -> None:
-    """This process dies at its `left`-th fsync, rename, removal or weight file."""
+    """This process dies just before its `left`-th file operation, as Python's auditing and fsync show them."""
 
-    def counted(function):
-        def call(*args, **kwargs):
-            nonlocal left
-            left -= 1
-            if left == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
+    def count(*_):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-        return call
+    def before(function):
+        return lambda *args, **kwargs: (count(), function(*args, **kwargs))[1]
 
-    for module, name in ((os, "fsync"), (os, "replace"), (shutil, "rmtree"), (checkpoint, "save_file")):
-        setattr(module, name, counted(getattr(module, name)))
+    os.fsync, checkpoint.save_file = before(os.fsync), before(checkpoint.save_file)
+    sys.addaudithook(lambda event, _: count() if event in WRITES else None)
 
 
 def test_killed_at_every_write_of_a_checkpoint(tmp_path):
     """Each file operation of three saves in turn, keeping one: a usable state is never given up for a new one."""
-    for n in range(1, 100):
+    for n in range(1, 300):
         folder = tmp_path / str(n) / "checkpoints"
         folder.mkdir(parents=True)
         (folder.parent / "config.yaml").touch()
@@ -245,20 +270,20 @@ def test_killed_at_every_write_of_a_checkpoint(tmp_path):
         child = os.fork()
         if child == 0:
             die_at(n)
-            for step in (2, 3, 4):
+            for step in (2, 3):
                 save_one(folder, step, keep=1)
                 (folder.parent / "done").write_text(str(step))
             os._exit(0)
         status = os.waitpid(child, 0)[1]
         done = int((folder.parent / "done").read_text()) if (folder.parent / "done").is_file() else 1
-        claim(folder.parent, resume=True)
+        os.close(claim(folder.parent, resume=True))
         newest = latest(folder)
         assert read(newest)[1]["step"] in (done, done + 1), "what was saved stays, whole"
         assert not list(folder.glob(".*")), "nothing half-written stays"
         if status == 0:
             break
         assert os.WTERMSIG(status) == signal.SIGKILL
-    assert done == 4 and n > 20, "the hook no longer sees the writes"
+    assert done == 3 and n > 30, "the hook no longer sees the writes"
 
 
 def fill_the_disk() -> None:
@@ -298,6 +323,19 @@ def test_a_signal_ends_the_step_saves_and_exits_3(place, truth, number):
     code, output = train(file, "--resume")
     assert code == 0, output
     assert rows(run) == rows(truth), "no step is lost or done twice"
+
+
+def test_the_same_command_twice_at_once(place):
+    """The second is refused, new or resumed, and the first does not notice."""
+    file = recipe(place, "twice", train={"steps": 9999}, eval={"every": 0})
+    first, run = start(["train", str(file)], place / "log"), place / "runs" / "twice"
+    first.until(lambda: count(run) >= 1)
+    code, output = train(file, "--resume")
+    assert code == 2 and "is in use by another process" in output, output
+    code, output = train(file)
+    assert code == 2 and "holds another run" in output
+    os.kill(first.process.pid, signal.SIGTERM)
+    assert first.wait() == 3 and [r["step"] for r in rows(run)] == list(range(1, count(run) + 1)), first.output
 
 
 def test_full_fine_tuning_resumes_bit_for_bit(place):
