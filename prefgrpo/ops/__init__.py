@@ -17,6 +17,7 @@ from prefgrpo.ops.args import Guidance, NoiseAddress
 from prefgrpo.ops.backend import backend_of, use_backend
 from prefgrpo.ops.policy import METRICS, PolicyGrad, PolicyLoss, policy_loss, policy_loss_grad
 from prefgrpo.ops.replay import ReplayGrad, on_policy_grad, replay_policy_grad
+from prefgrpo.ops.shaping import bradley_terry, log_tame
 
 __all__ = [
     "METRICS",
@@ -32,7 +33,9 @@ __all__ = [
     "affine_step",
     "affine_step_more",
     "backend_of",
+    "bradley_terry",
     "group_advantage",
+    "log_tame",
     "on_policy_grad",
     "philox_normal",
     "policy_loss",

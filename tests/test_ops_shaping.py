@@ -1,0 +1,72 @@
+"""Bradley-Terry strengths and log-taming.
+
+Oracles: the strengths zero the gradient of the penalised likelihood (a property of the optimum, not of the iteration);
+with a full plan they rank as the win rates do; log-taming against NumPy row by row.
+"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from ops_cases import QUICK
+
+from prefgrpo.ops import bradley_terry, group_advantage, log_tame, winrate_advantage
+
+
+def games(seed, prompts, group, density):
+    rng = np.random.default_rng(seed)
+    played = np.triu((rng.random((prompts, group, group)) < density) * rng.integers(1, 3, (prompts, group, group)), 1)
+    upper = rng.random(played.shape) * played
+    counts = played + played.transpose(0, 2, 1)
+    wins = upper + np.triu(played - upper, 1).transpose(0, 2, 1)
+    return torch.tensor(wins), torch.tensor(counts)
+
+
+@QUICK
+@given(st.integers(0, 99), st.integers(1, 3), st.integers(2, 9), st.sampled_from([0.2, 0.6, 1.0]), st.floats(0.2, 3.0))
+def test_strengths_are_the_optimum(seed, prompts, group, density, prior):
+    wins, counts = games(seed, prompts, group, density)
+    theta = bradley_terry(wins, counts, prior=prior, iterations=3000).double()
+    lost = counts.sum(-1) == 0
+    assert torch.equal(torch.isnan(theta), lost)
+    t = theta.nan_to_num(0.0)
+    expected = counts * torch.sigmoid(t[:, :, None] - t[:, None, :])
+    gradient = wins.sum(-1) - expected.sum(-1) + prior * (0.5 - torch.sigmoid(t))
+    assert gradient[~lost].abs().max() < 1e-4 if (~lost).any() else True
+
+
+def test_an_undefeated_member_is_finite_and_a_full_plan_ranks_like_win_rates():
+    wins, counts = games(3, 2, 8, 1.0)
+    counts = torch.ones_like(counts) - torch.eye(8)
+    wins = torch.triu(torch.rand(2, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64), 1)
+    wins = wins + torch.tril(counts - wins.transpose(1, 2), -1)
+    wins[0, 0], wins[0, :, 0] = counts[0, 0], 0.0
+    theta, (rate, _) = bradley_terry(wins, counts), winrate_advantage(wins, counts)
+    assert torch.isfinite(theta).all() and theta[0].argmax() == 0
+    assert torch.equal(theta.argsort(1), rate.argsort(1))
+    ids = torch.arange(2).repeat_interleave(8)
+    assert group_advantage(theta.reshape(1, -1), ids).view(2, 8).sum(1).abs().max() < 1e-5
+
+
+@QUICK
+@given(st.integers(0, 99), st.integers(1, 4), st.sampled_from(["mean", "median", 0.5, 10.0]), st.booleans())
+def test_log_tame_against_numpy(seed, rows, threshold, holes):
+    rng = np.random.default_rng(seed)
+    r = rng.gamma(rng.random((rows, 1)) * 4 + 0.2, 2.0, (rows, 30))
+    if holes:
+        r[rng.random(r.shape) < 0.2] = np.nan
+    spread = np.nanstd(r, axis=1) / np.nanmean(r, axis=1)
+    limit = {"mean": spread.mean(), "median": np.sort(spread)[(rows - 1) // 2]}.get(threshold, threshold)
+    want = np.where((spread > limit)[:, None], np.log1p(r), r)
+    close = np.abs(spread - limit) < 1e-9
+    np.testing.assert_allclose(log_tame(torch.tensor(r), threshold).numpy()[~close], want[~close], rtol=1e-9)
+
+
+@pytest.mark.parametrize("bad", [{"prior": 0.0}, {"iterations": 0}, {"wins": torch.zeros(2, 3, 4)}])
+def test_bad_input(bad):
+    given = {"wins": torch.zeros(2, 3, 3), "counts": torch.zeros(2, 3, 3), **bad}
+    with pytest.raises(ValueError, match="expected"):
+        bradley_terry(**given)
+    with pytest.raises(ValueError, match="expected"):
+        log_tame(torch.zeros(3))
