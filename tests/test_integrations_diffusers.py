@@ -52,10 +52,8 @@ def test_without_noise_it_is_diffusers_scheduler(config, call, dtype, still):
         scheduler.set_timesteps(T, **call)
     assert torch.equal(theirs.timesteps, ours.timesteps) and torch.equal(theirs.sigmas, ours.sigmas)
     for t in theirs.timesteps:
-        torch.manual_seed(1)
-        x = theirs.step(v * x, t, x, return_dict=False)[0]
-        torch.manual_seed(1)
-        y, logp = ours.step(v * y, t, y, return_dict=False)
+        x = theirs.step(v * x, t, x, generator=seeded(), return_dict=False)[0]
+        y, logp = ours.step(v * y, t, y, generator=seeded(), return_dict=False)
         assert torch.equal(x, y) and x.dtype == y.dtype and theirs.step_index == ours.step_index
         assert torch.equal(logp, torch.zeros(2))
 

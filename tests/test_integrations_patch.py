@@ -203,6 +203,7 @@ def test_an_older_version_with_fewer_arguments(codebase):
     "text, message",
     [
         (f"{SD3}, eta=1.0): return 1\n", r"expected the parameters \(self, .*, sde_type.*found .*eta\)"),
+        (f"{SD3.replace('model_output, timestep', 'timestep, model_output')}): return 1\n", "expected the parameters"),
         ("def other(): pass\n", "expected a function sde_step_with_logprob in flow_grpo.* found none"),
         ("sde_step_with_logprob = print\n", "expected a function sde_step_with_logprob"),
     ],

@@ -123,7 +123,10 @@ def test_flow_grpo_wan(shape, indices):
     near(scale, s)
     near(logp, sde_formulas.gaussian(x_next, mean, s), rtol=2e-5)
     near(flow_grpo.wan_sde_step_with_logprob(*args, x_next, return_dt_and_std_dev_t=True)[3], std)
-    still = flow_grpo.wan_sde_step_with_logprob(*args, None, seeded(), True)
+    used, drawn = seeded(), seeded()
+    still = flow_grpo.wan_sde_step_with_logprob(*args, None, used, True)
+    torch.randn(x.shape, generator=drawn)
+    assert torch.equal(used.get_state(), drawn.get_state()), "noise is drawn and not used, as the peer does"
     ode = x.double() + (after - sigma).double() * v
     near(still[0], ode)
     near(still[1], sde_formulas.gaussian(still[0], mean, s), rtol=1e-4)
@@ -292,6 +295,14 @@ def test_noise_is_diffusers_stream(generator, dtype):
     )
 
 
+def test_a_cpu_generator_draws_on_the_cpu_for_another_device():
+    """The same numbers for any device; the meta device stands for it here."""
+    used, drawn = seeded(), seeded()
+    assert steps.randn(torch.Size((2, 3)), used, torch.device("meta"), torch.float32).device.type == "meta"
+    torch.randn(2, 3, generator=drawn)
+    assert torch.equal(used.get_state(), drawn.get_state())
+
+
 def test_timesteps_are_looked_up_as_diffusers_does():
     """Also with equal timesteps, where the second counts, and int64 ones (UniPC)."""
     for scheduler in (euler(), unipc()):
@@ -338,8 +349,9 @@ def test_errors_say_what_was_expected():
         flow_grpo.sde_step_with_logprob(scheduler, v, scheduler.timesteps[:1], x, -1.0)
     with pytest.raises(ValueError, match="sigmas must fall"):
         dance_grpo.flux_step(v, x, 0.3, scheduler.sigmas.flip(0), 0, None, True, True)
-    with pytest.raises(IndexError, match="rows of coef"):
-        dance_grpo.flux_step(v, x, 0.3, scheduler.sigmas, T, None, True, True)
+    for index in (T, -1):
+        with pytest.raises(IndexError, match=rf"index: expected a step in 0 … {T - 1} of this schedule, got {index}"):
+            dance_grpo.flux_step(v, x, 0.3, scheduler.sigmas, index, None, True, True)
     with pytest.raises(ValueError, match="expected the shape of x"):
         pref_grpo.flow_grpo_step(v, x, 0.7, scheduler.sigmas, 0, x[:1])
 

@@ -27,17 +27,19 @@ def flux_step(
     """(x', x0 prediction, logp [B]), or (μ, x0 prediction) without `grpo`, in the latents' dtype.
 
     sigmas: the schedule [T + 1]; index: step, a number or a 0-d tensor. prev_sample: score this x' instead of
-    sampling. Raises ValueError for sigmas that do not fall within [0, 1] or a negative η.
+    sampling. Raises ValueError for sigmas that do not fall within [0, 1] or a negative η, IndexError for the index.
     """
     step, _, _ = dance_step(model_output, latents, eta, sigmas, index, prev_sample, grpo, sde_solver)
     assert step.x0 is not None
     return (step.x_next, step.x0, step.logp) if grpo else (step.mean.to(step.x0.dtype), step.x0)
 
 
-def rows_of(index: int | Tensor, x: Tensor) -> Tensor:
-    """A step number or 0-d tensor as int64 [B] on x's device, without reading it back."""
+def rows_of(index: int | Tensor, t: Table, x: Tensor) -> Tensor:
+    """A step number or 0-d tensor as int64 [B] on x's device; a tensor is not read back, so not checked here."""
     if isinstance(index, Tensor):
         return index.reshape(1).to(x.device, torch.int64).expand(x.shape[0]).contiguous()
+    if not 0 <= index < t.dt.numel():
+        raise IndexError(f"index: expected a step in 0 … {t.dt.numel() - 1} of this schedule, got {index}")
     return torch.full((x.shape[0],), index, dtype=torch.int64, device=x.device)
 
 
@@ -53,7 +55,7 @@ def dance_step(
 ) -> tuple[Transition, Table, Tensor]:
     """The step, its table and its row numbers [B]; shared with Pref-GRPO."""
     t = table(sigmas, "dance" if sde_solver else "dance_mean_ode", eta, latents.device)
-    rows = rows_of(index, latents)
+    rows = rows_of(index, t, latents)
     dtype = torch.promote_types(latents.dtype, model_output.dtype)
     given = prev_sample if grpo else None
     noise = torch.randn_like(latents, dtype=dtype) if grpo and given is None else None

@@ -30,10 +30,10 @@ def flow_grpo_step(
     """(x', x0 prediction, logp [B]) and, with `return_stats`, (μ, s, Δ); s and Δ < 0 are 0-d.
 
     sigmas: the schedule [T + 1]; index: step, a number or a 0-d tensor. prev_sample: score this x' instead of
-    sampling. Raises ValueError for sigmas that do not fall within [0, 1] or a negative η.
+    sampling. Raises ValueError for sigmas that do not fall within [0, 1] or a negative η, IndexError for the index.
     """
     t = table(sigmas, "flow", eta, latents.device)
-    rows = rows_of(index, latents)
+    rows = rows_of(index, t, latents)
     dtype = torch.promote_types(latents.dtype, model_output.dtype)
     noise = None
     if prev_sample is None:
