@@ -13,7 +13,7 @@ command -v "$python" >/dev/null || fail "no '$python' here; name a Python 3.10-3
 "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' ||
     fail "$("$python" --version) will not do: prefgrpo needs Python 3.10-3.13; choose one with PYTHON=python3.11"
 
-if [[ ! -x $venv/bin/python ]]; then
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     say "making $venv with $("$python" --version)"
     "$python" -m venv "$venv" || fail "could not make $venv (Debian and Ubuntu keep venv in a package: python3-venv)"
 fi

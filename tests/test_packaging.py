@@ -180,6 +180,20 @@ def test_editable_install(source, tmp_path):
         assert Path(seen["native"]).is_relative_to(source)
 
 
+@pytest.mark.parametrize("python", ["old", "none"])
+def test_make_refuses_a_python_that_will_not_do(python, tmp_path):
+    """In one line that says what is needed, before anything is made."""
+    old = tmp_path / "old"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.18\n[ "$1" = --version ]\n')
+    old.chmod(0o755)
+    command = ["make", "--no-print-directory", "venv", f"VENV={tmp_path / 'venv'}", f"PYTHON={tmp_path / python}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    error = [line for line in done.stderr.splitlines() if not line.startswith("make:")]
+    assert len(error) == 1 and "3.10-3.13" in error[0] and ("3.9.18" in error[0]) is (python == "old")
+    assert not (tmp_path / "venv").exists()
+
+
 def test_every_module_imports_without_the_optional_packages():
     """torchvision, open_clip, flash-attn, xformers, vllm … are asked for by name, only where they are used."""
     walk = HIDE.format(names=NAMED_WHERE_USED) + (
