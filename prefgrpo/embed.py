@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -35,8 +35,7 @@ class Embeddings:
             raise ValueError(f"keep must be at least 1, got {keep}")
         self._adapter, self._max_length, self._keep = adapter, max_length, keep
         self._memory: OrderedDict[bytes, Condition] = OrderedDict()
-        key = f"{type(adapter).__name__}:{adapter.source}:{adapter.dtype}:{max_length}"
-        self._salt = hashlib.sha256(key.encode()).digest()
+        self._salt = salt(type(adapter), adapter.source, adapter.dtype, max_length)
         self._folder = None if folder is None else Path(folder)
         self.encoded = 0
         """How many prompts went through the text encoders so far."""
@@ -57,12 +56,13 @@ class Embeddings:
 
     def _guided(self, prompt: str, source: Image.Image | None) -> Condition:
         """The condition with its negative prompt's, if guidance is on."""
-        condition, cfg = self._one(prompt, source), self._adapter.cfg
+        condition, cfg = self.one(prompt, source), self._adapter.cfg
         if cfg is None or not self._adapter.guided:
             return condition
-        return attach(condition, self._one(cfg.negative, source))
+        return attach(condition, self.one(cfg.negative, source))
 
-    def _one(self, prompt: str, source: Image.Image | None) -> Condition:
+    def one(self, prompt: str, source: Image.Image | None = None) -> Condition:
+        """The condition of one text (and source image), without a negative prompt."""
         key = _key(prompt, source)
         condition = self._memory.pop(key, None) or self._read(self.file(prompt, source))
         if condition is None:
@@ -76,10 +76,7 @@ class Embeddings:
 
     def file(self, prompt: str, source: Image.Image | None = None) -> Path | None:
         """Where the condition of a prompt is kept on disk; None without a folder."""
-        if self._folder is None:
-            return None
-        name = hashlib.sha256(self._salt + _key(prompt, source)).hexdigest()
-        return self._folder / name[:2] / f"{name}.safetensors"
+        return None if self._folder is None else cache_file(self._folder, self._salt, prompt, source)
 
     def _read(self, file: Path | None) -> Condition | None:
         if file is None or not file.is_file():
@@ -89,6 +86,23 @@ class Embeddings:
         except SafetensorError as error:
             logger.warning("embedding cache: %s is damaged (%s); encoding its prompt again", file, error)
             return None
+
+
+def salt(family: type[Adapter], source: str, dtype: torch.dtype, max_length: int) -> bytes:
+    """What all conditions of a run have in common; source: fingerprint of the encoders."""
+    return hashlib.sha256(f"{family.__name__}:{source}:{dtype}:{max_length}".encode()).digest()
+
+
+def cache_file(folder: Path, common: bytes, prompt: str, source: Image.Image | None = None) -> Path:
+    """Where the condition of a text (and source image) is kept."""
+    name = hashlib.sha256(common + _key(prompt, source)).hexdigest()
+    return folder / name[:2] / f"{name}.safetensors"
+
+
+def texts(family: type[Adapter], guidance: float, prompts: Iterable[str]) -> list[str]:
+    """All texts that a run encodes, each once: the prompts, and before them the negative prompt if guidance is on."""
+    negative = [family.cfg.negative] if family.cfg is not None and family.cfg.active(guidance) else []
+    return list(dict.fromkeys([*negative, *prompts]))
 
 
 def _key(prompt: str, source: Image.Image | None) -> bytes:

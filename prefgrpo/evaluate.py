@@ -20,19 +20,20 @@ from torch import Tensor
 
 from prefgrpo.checkpoint import CheckpointError
 from prefgrpo.config import Config
-from prefgrpo.embed import Embeddings, collate
+from prefgrpo.data import Prompt
+from prefgrpo.embed import Embeddings
 from prefgrpo.models.base import Adapter
 from prefgrpo.noise import initial_latents
 from prefgrpo.parallel import World
+from prefgrpo.render import Images, render, to_uint8
 from prefgrpo.rewards.base import GroupScores, Media, Sample
 from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.rollout import rollout
 from prefgrpo.schedule import Schedule
+
+__all__ = ["Evaluator", "Held", "Images", "held_out", "load_before", "save_images", "summarise", "to_uint8"]
 
 FIRST_ID = 2**62
 """Sample ids of evaluation noise start here, far from those of training."""
-
-Images = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -40,22 +41,22 @@ class Held:
     """One set of held-out prompts."""
 
     name: str
-    prompts: list[str]
+    items: list[Prompt]
     """One entry per image: each prompt `samples_per_prompt` times."""
     group: NDArray[np.int64]
     """Prompt index of each image."""
     first_id: int
 
+    @property
+    def prompts(self) -> list[str]:
+        """The text of each image."""
+        return [p.text for p in self.items]
 
-def held_out(name: str, prompts: list[str], samples: int, number: int) -> Held:
+
+def held_out(name: str, prompts: list[Prompt], samples: int, number: int) -> Held:
     """The `number`-th evaluation set, each prompt repeated `samples` times."""
-    texts = [p for p in prompts for _ in range(samples)]
-    return Held(name, texts, np.repeat(np.arange(len(prompts)), samples), FIRST_ID + number * 2**40)
-
-
-def to_uint8(images: Tensor) -> Images:
-    """[B, 3, H, W] in [0, 1] → uint8 [B, H, W, 3], rounded as diffusers' image processor rounds."""
-    return (images.permute(0, 2, 3, 1) * 255).round().clamp(0, 255).to(torch.uint8).cpu().numpy()
+    items = [p for p in prompts for _ in range(samples)]
+    return Held(name, items, np.repeat(np.arange(len(prompts)), samples), FIRST_ID + number * 2**40)
 
 
 class Evaluator:
@@ -86,23 +87,15 @@ class Evaluator:
 
     @torch.no_grad()
     def render(self, index: list[int]) -> Tensor:
-        """Images [n, 3, H, W] fp32 in [0, 1] of the current policy under the ODE rule."""
+        """Images [n, 3, H, W], or clips [n, F, 3, H, W], fp32 in [0, 1] of the current policy under the ODE rule."""
         r = self.config.rollout
         parts = []
         for start in range(0, len(index), r.batch_size):
             chunk = index[start : start + r.batch_size]
-            condition = collate(self.embeddings([self.held.prompts[i] for i in chunk]), self.device)
-            done = rollout(
-                self.adapter,
-                self.schedule,
-                condition,
-                self.ids(chunk),
-                seed=self.config.seed,
-                height=r.height,
-                width=r.width,
-            )
-            parts.append(self.adapter.decode(done.latents, r.height, r.width))
-        return torch.cat(parts) if parts else torch.zeros(0, 3, r.height, r.width)
+            items, ids = [self.held.items[i] for i in chunk], self.ids(chunk)
+            parts.append(render(self.adapter, self.schedule, self.embeddings, items, ids, r, self.config.seed))
+        frames = () if self.adapter.frames is None else (self.adapter.frames,)
+        return torch.cat(parts) if parts else torch.zeros(0, *frames, 3, r.height, r.width)
 
     def mine(self) -> list[int]:
         """This rank's images; rank 0 has the first ones, which the report shows."""
@@ -154,7 +147,8 @@ class Evaluator:
             scorer.begin(0, range(len(index)))
             for row, i in enumerate(index):
                 for member, pixels in enumerate((now[row], before[row])):
-                    scorer.add(row, member, Sample(self.held.prompts[i], Media(pixels)))
+                    item = self.held.items[i]
+                    scorer.add(row, member, Sample(item.text, Media(pixels), item.meta))
             result = scorer.finish()
             for reward, groups in result.groups.items():
                 table.update(_columns(name, reward, groups))

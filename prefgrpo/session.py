@@ -26,10 +26,8 @@ from prefgrpo.embed import Embeddings
 from prefgrpo.evaluate import Evaluator, held_out
 from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.judging import evaluation_scorers, open_judge, specs, training_scorer
-from prefgrpo.models import family
-from prefgrpo.models import load as load_model
+from prefgrpo.loading import missing, names, open_adapter
 from prefgrpo.models.base import Adapter
-from prefgrpo.models.folder import ModelError
 from prefgrpo.parallel import World
 from prefgrpo.policy import Policy
 from prefgrpo.rewards.log import drop_from
@@ -136,7 +134,9 @@ def _open(config: Config, resume: bool, world: World) -> Session:
     lock = _check_folder(config, folder, resume, world)
     prompts = read_prompts(config.data.prompts)
     sets = {n: read_prompts(p) for n, p in (("dev", config.eval.prompts), ("test", config.eval.final_prompts)) if p}
-    adapter = _adapter(config, world.device)
+    used = [*prompts, *(p for held in sets.values() for p in held)]
+    absent = len(missing(config, used))
+    adapter = _adapter(config, world.device, encoders=bool(absent))
     policy = Policy(dict(adapter.trainable()), config.train)
     judge, judge_notes = open_judge(config, world)
     scorer, weights = training_scorer(config, judge, folder if world.main else None)
@@ -147,8 +147,7 @@ def _open(config: Config, resume: bool, world: World) -> Session:
     ode = make_schedule(sigmas, "ode", 0.0).to(world.device)
     evaluators = {}
     for number, (name, held) in enumerate(sets.items() if config.eval.every else ()):
-        texts = [p.text for p in held[: config.eval.max_prompts or None]]
-        chosen = held_out(name, texts, config.eval.samples_per_prompt, number)
+        chosen = held_out(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
         scorers = evaluation_scorers(config, judge)
         evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers, world)
     session = Session(
@@ -156,6 +155,9 @@ def _open(config: Config, resume: bool, world: World) -> Session:
     )
     session.lock = lock
     session.notes = [_describe(config, session), memory_estimate(config, session), *judge_notes]
+    if config.data.cache:
+        told = f"{absent} texts are not in it yet" if absent else "it has all prompts, no text encoder was loaded"
+        session.notes.append(f"embeddings in {config.data.cache}: {told}")
     _start_folder(config, session, resume)
     return session
 
@@ -197,7 +199,7 @@ def _check_schedule(config: Config, adapter: Adapter, sigmas: Tensor) -> None:
     """Every window that may be drawn must hold a stochastic step of a denoiser that trains."""
     r = config.rollout
     low, high = r.window_low, r.window_high or r.steps - 1
-    with _names("rollout"):
+    with names("rollout"):
         trained = trained_steps(adapter, sigmas, range(low, high))
         random = make_schedule(sigmas, r.rule, r.eta, trained).sde_steps
     size = r.window_size or high - low
@@ -217,39 +219,11 @@ def trained_steps(adapter: Adapter, sigmas: Tensor, window: Iterable[int]) -> tu
     return tuple(k for k in window if adapter.trains(float(sigmas[k])))
 
 
-@contextmanager
-def _names(field_name: str) -> Iterator[None]:
-    """Inside, a value that the model refuses is a mistake of this field."""
-    try:
-        yield
-    except (ConfigError, ModelError):
-        raise
-    except ValueError as error:
-        raise ConfigError([f"{field_name}: {error}"]) from error
-
-
-def _adapter(config: Config, device: torch.device) -> Adapter:
+def _adapter(config: Config, device: torch.device, encoders: bool) -> Adapter:
     """The model with what trains switched on."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.dtype]
-    r, t = config.rollout, config.train
-    with _names("family"):
-        family(config.family)
-    with _names("rollout.frames, rollout.guidance_2 or train.target_components"):
-        adapter = load_model(
-            config.family,
-            config.model,
-            dtype,
-            device,
-            guidance=r.guidance,
-            shift=r.shift,
-            frames=r.frames,
-            guidance_2=r.guidance_2,
-            target_components=t.target_components,
-        )
-    with _names("rollout.height/width"):
-        adapter.latent_shape(r.height, r.width)
+    t, adapter = config.train, open_adapter(config, device, encoders)
     if t.lora_rank:
-        with _names("train.lora_targets"):
+        with names("train.lora_targets"):
             adapter.add_lora(t.lora_rank, t.lora_alpha, t.lora_targets or None, seed=config.seed)
     else:
         adapter.enable_full()

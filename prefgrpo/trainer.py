@@ -19,8 +19,8 @@ from torch import Tensor
 from prefgrpo import checkpoint
 from prefgrpo.config import Config
 from prefgrpo.data import step_prompts
-from prefgrpo.embed import collate, select
-from prefgrpo.evaluate import Images, load_before, save_images, to_uint8
+from prefgrpo.embed import select
+from prefgrpo.evaluate import load_before, save_images
 from prefgrpo.log import Log
 from prefgrpo.metrics import (
     RewardsMissing,
@@ -35,6 +35,7 @@ from prefgrpo.models.base import Condition
 from prefgrpo.objectives import objective
 from prefgrpo.ops import group_advantage
 from prefgrpo.policy import NonFiniteGradient
+from prefgrpo.render import Images, conditions, to_uint8
 from prefgrpo.replay import replay
 from prefgrpo.rewards.base import Media, Sample
 from prefgrpo.rewards.scorer import StepScores
@@ -181,7 +182,7 @@ class Trainer:
             prompts = [self.parts.prompts[chosen[p]] for p in slots]
             groups = torch.tensor([first + p for p in slots], dtype=torch.int64, device=world.device)
             ids = groups * r.group_size + torch.tensor(members, dtype=torch.int64, device=world.device)
-            condition = collate(self.parts.embeddings([p.text for p in prompts]), world.device)
+            condition = conditions(self.parts.embeddings, prompts, r, world.device)
             done = rollout(
                 self.adapter,
                 schedule,

@@ -84,7 +84,6 @@ def folder(family, **scheduler):
 
 def load(case, path, dtype=torch.float32, **options):
     adapter = models.load(case.family, str(path), dtype, CPU, guidance=case.guidance, frames=case.frames, **options)
-    adapter.auto_resize = False  # Kontext: no source of a million pixels here
     return adapter
 
 

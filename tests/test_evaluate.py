@@ -19,6 +19,7 @@ from tiny_run import recipe, rows, settings, train, world
 
 from prefgrpo.checkpoint import CheckpointError
 from prefgrpo.config import from_dict
+from prefgrpo.data import Prompt
 from prefgrpo.evaluate import Held, held_out, load_before, save_images, summarise, to_uint8
 from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.noise import initial_latents
@@ -27,6 +28,7 @@ from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.trainer import Trainer
 
 NAN = float("nan")
+AB = [Prompt(0, "a"), Prompt(1, "b")]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,7 @@ def test_pictures_are_rounded_as_diffusers_rounds():
 
 
 def test_sets_have_noise_of_their_own():
-    dev, test = held_out("dev", ["a", "b"], 3, 0), held_out("test", ["c"], 2, 1)
+    dev, test = held_out("dev", AB, 3, 0), held_out("test", AB[:1], 2, 1)
     assert dev.prompts == ["a", "a", "a", "b", "b", "b"] and dev.group.tolist() == [0, 0, 0, 1, 1, 1]
     assert isinstance(test, Held) and test.first_id - dev.first_id >= 2**32 and dev.first_id > 2**61
 

@@ -22,8 +22,9 @@ class FluxKontext(Flux):
 
     pipeline = "FluxKontextPipeline"
     default_guidance = 2.5
-    auto_resize = True
-    """Resize sources to the nearest shape that the model was trained on, as the stock pipeline does."""
+    auto_resize = False
+    """Resize sources to the nearest shape of a million pixels, as the stock pipeline does unless `_auto_resize=False`;
+    a run fits them to the output's size instead."""
 
     def encode_source(self, source: Image.Image) -> Condition:
         """source [rows, columns, 4C]: the packed latents of the source image at its own size."""

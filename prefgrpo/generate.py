@@ -1,0 +1,127 @@
+"""`prefgrpo generate RECIPE --lora DIR`: images or clips of every prompt of a file, as the evaluation makes them.
+
+Sample j of prompt i has the noise address (seed, i, j), and belongs to rank (i·n + j) mod world size. Files that exist
+are skipped, so a killed run is continued by the same command. Invariant: a file depends on (weights, prompt, seed, i,
+j), not on the world size or on what was there.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from tqdm import tqdm
+
+from prefgrpo import parallel
+from prefgrpo.config import Config, ConfigError
+from prefgrpo.data import DataError, Prompt, read_prompts
+from prefgrpo.embed import Embeddings
+from prefgrpo.loading import missing, open_adapter
+from prefgrpo.models.folder import ModelError
+from prefgrpo.parallel import World
+from prefgrpo.render import Images, render, to_uint8
+from prefgrpo.schedule import make_schedule
+
+FIRST_ID = 2**61
+"""Sample ids of generated noise start here, far from those of training and evaluation."""
+PER_PROMPT = 2**20
+
+Naming = Literal["plain", "unigenbench", "vbench"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One file to make."""
+
+    prompt: Prompt
+    sample: int
+    """Number j of the prompt's samples."""
+    file: Path
+
+
+def file_name(prompt: Prompt, sample: int, naming: Naming, ending: str) -> str:
+    """plain: 000012_0.png, by the position in the file. unigenbench: INDEX_0.png, by the table's `index` column, as its
+    scoring tools read it. vbench: PROMPT-0.mp4, at most 255 bytes.
+
+    Raises DataError for a file without that column.
+    """
+    if naming == "plain":
+        return f"{prompt.id:06d}_{sample}{ending}"
+    if naming == "unigenbench":
+        if "index" not in prompt.meta:
+            raise DataError(f"--naming unigenbench needs an 'index' column; prompt {prompt.id + 1} has none")
+        return f"{prompt.meta['index']}_{sample}{ending}"
+    tail = f"-{sample}{ending}"
+    stem = prompt.text.replace("/", "_").encode()[: 255 - len(tail)].decode(errors="ignore")
+    return stem + tail
+
+
+def generate(
+    config: Config, lora: Path | None, prompts: str, out: Path, samples: int, naming: Naming, fps: int = 16
+) -> int:
+    """Make every missing file; returns the exit code. Raises ConfigError, DataError or ModelError."""
+    if samples < 1 or fps < 1:
+        raise ConfigError([f"samples and fps: expected at least 1, got {samples} and {fps}"])
+    held = read_prompts(prompts or config.eval.prompts or config.data.prompts, unique=False)
+    world = parallel.start(config.device)
+    try:
+        adapter = open_adapter(config, world.device, encoders=bool(missing(config, held)))
+        if lora is not None:
+            try:
+                adapter.load_lora(str(lora / "lora" if (lora / "lora").is_dir() else lora))
+            except (FileNotFoundError, ValueError) as error:
+                raise ModelError(f"--lora: {error}") from error
+        clips = adapter.frames not in (None, 1)
+        jobs = _jobs(held, samples, out, naming, ".mp4" if clips else ".png", world)
+        out.mkdir(parents=True, exist_ok=True)
+        _make(config, adapter, jobs, world, fps)
+        world.barrier()
+        if world.main:
+            print(f"{len(held) * samples} files are in {out}")
+    finally:
+        parallel.stop()
+    return 0
+
+
+def _jobs(held: list[Prompt], samples: int, out: Path, naming: Naming, ending: str, world: World) -> list[Job]:
+    """This rank's files that do not exist yet."""
+    every = [Job(p, j, out / file_name(p, j, naming, ending)) for p in held for j in range(samples)]
+    seen: dict[Path, Job] = {}
+    for job in every:
+        if job.file in seen and naming != "vbench":
+            raise DataError(f"prompts {seen[job.file].prompt.id + 1} and {job.prompt.id + 1} share the file {job.file}")
+        seen.setdefault(job.file, job)
+    return [job for job in list(seen.values())[world.rank :: world.size] if not job.file.exists()]
+
+
+def _make(config: Config, adapter: Any, jobs: list[Job], world: World, fps: int) -> None:
+    """Render and write this rank's files, a batch at a time."""
+    r = config.rollout
+    embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
+    schedule = make_schedule(adapter.sigmas(r.steps, r.height, r.width), "ode", 0.0).to(world.device)
+    with tqdm(total=len(jobs), unit="file", dynamic_ncols=True, disable=None if world.main else True) as bar:
+        for start in range(0, len(jobs), r.batch_size):
+            batch = jobs[start : start + r.batch_size]
+            places = [FIRST_ID + job.prompt.id * PER_PROMPT + job.sample for job in batch]
+            ids = torch.tensor(places, dtype=torch.int64, device=world.device)
+            media = render(adapter, schedule, embeddings, [job.prompt for job in batch], ids, r, config.seed)
+            for job, pixels in zip(batch, to_uint8(media), strict=True):
+                write(job.file, pixels, fps)
+            bar.update(len(batch))
+
+
+def write(file: Path, pixels: Images, fps: int) -> None:
+    """An image [H, W, 3] as PNG or a clip [F, H, W, 3] as mp4; whole or not at all."""
+    part = file.with_name(f".{os.getpid()}{file.suffix}")
+    if pixels.ndim == 3:
+        Image.fromarray(pixels).save(part)
+    else:
+        from diffusers.utils import export_to_video
+
+        export_to_video([Image.fromarray(np.ascontiguousarray(frame)) for frame in pixels], str(part), fps=fps)
+    os.replace(part, file)

@@ -1,0 +1,87 @@
+"""From the configuration to a loaded model, and whether its text encoders are needed at all.
+
+Invariant: a value that the model refuses is a ConfigError that names its field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from prefgrpo.config import Config, ConfigError
+from prefgrpo.data import Prompt
+from prefgrpo.embed import cache_file, salt, texts
+from prefgrpo.models import family, folder
+from prefgrpo.models import load as load_model
+from prefgrpo.models.base import Adapter
+from prefgrpo.models.folder import ModelError
+from prefgrpo.render import sources
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@contextmanager
+def names(field_name: str) -> Iterator[None]:
+    """Inside, a value that the model refuses is a mistake of this field."""
+    try:
+        yield
+    except (ConfigError, ModelError):
+        raise
+    except ValueError as error:
+        raise ConfigError([f"{field_name}: {error}"]) from error
+
+
+def open_adapter(config: Config, device: torch.device, encoders: bool = True) -> Adapter:
+    """The model of a run, frozen, its size and frames checked. Raises ConfigError or ModelError."""
+    r = config.rollout
+    with names("family"):
+        family(config.family)
+    with names("rollout.frames, rollout.guidance_2 or train.target_components"):
+        adapter = load_model(
+            config.family,
+            config.model,
+            DTYPES[config.dtype],
+            device,
+            guidance=r.guidance,
+            shift=r.shift,
+            frames=r.frames,
+            guidance_2=r.guidance_2,
+            target_components=config.train.target_components,
+            encoders=encoders,
+        )
+    with names("rollout.height/width/frames"):
+        adapter.latent_shape(r.height, r.width)
+    return adapter
+
+
+def to_encode(config: Config, prompts: Iterable[Prompt]) -> list[Prompt]:
+    """Everything that a run encodes, each once: the prompts and, with guidance, the negative prompt per source."""
+    with names("family"):
+        cls = family(config.family)
+    by_source: dict[str, list[str]] = {}
+    for prompt in prompts:
+        by_source.setdefault(prompt.source, []).append(prompt.text)
+    found = []
+    for source, own in by_source.items():
+        found += [Prompt(0, text, source=source) for text in texts(cls, config.rollout.guidance, own)]
+    return found
+
+
+def missing(config: Config, prompts: list[Prompt]) -> list[Prompt]:
+    """Those of `to_encode` that are not in data.cache. Raises ConfigError or ModelError."""
+    needed = to_encode(config, prompts)
+    if not config.data.cache:
+        return needed
+    cls = family(config.family)
+    fingerprint = folder.encoder_fingerprint(folder.resolve(config.model, cls.pipeline))
+    common = salt(cls, fingerprint, DTYPES[config.dtype], config.data.max_length)
+    place = Path(config.data.cache)
+    out = []
+    for prompt in needed:
+        (image,) = sources([prompt], config.rollout)
+        if not cache_file(place, common, prompt.text, image).is_file():
+            out.append(prompt)
+    return out

@@ -1,0 +1,67 @@
+"""From prompts to pixels under one schedule: what training, evaluation and generation share.
+
+Source images are fitted to the output's size (cropped in the middle), so that any of them share a batch. Invariant: a
+sample depends on (weights, prompt, source, seed, sample id) alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from prefgrpo.config import Rollout as Sizes
+from prefgrpo.data import Prompt
+from prefgrpo.embed import Embeddings, collate
+from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.rollout import rollout
+from prefgrpo.schedule import Schedule
+
+Images = NDArray[np.uint8]
+
+
+def sources(prompts: Sequence[Prompt], sizes: Sizes) -> list[Image.Image | None]:
+    """The source image of each prompt at the output's size; each file is read once."""
+    size, how, fitted = (sizes.width, sizes.height), Image.Resampling.LANCZOS, dict[str, Image.Image | None]()
+    for prompt in prompts:
+        if prompt.source not in fitted:
+            image = prompt.image()
+            fitted[prompt.source] = None if image is None else ImageOps.fit(image, size, how)
+    return [fitted[p.source] for p in prompts]
+
+
+def conditions(embeddings: Embeddings, prompts: Sequence[Prompt], sizes: Sizes, device: torch.device) -> Condition:
+    """Batched condition [B, …] of prompts with their source images."""
+    unique = list({(p.text, p.source): p for p in prompts}.values())
+    found = embeddings([p.text for p in unique], sources(unique, sizes))
+    by = {(p.text, p.source): one for p, one in zip(unique, found, strict=True)}
+    return collate([by[p.text, p.source] for p in prompts], device)
+
+
+@torch.no_grad()
+def render(
+    adapter: Adapter,
+    schedule: Schedule,
+    embeddings: Embeddings,
+    prompts: Sequence[Prompt],
+    ids: Tensor,
+    sizes: Sizes,
+    seed: int,
+) -> Tensor:
+    """Images [B, 3, H, W] or clips [B, F, 3, H, W], fp32 in [0, 1], of B prompts; ids: int64 [B] noise addresses."""
+    condition = conditions(embeddings, prompts, sizes, ids.device)
+    done = rollout(adapter, schedule, condition, ids, seed=seed, height=sizes.height, width=sizes.width)
+    return adapter.decode(done.latents, sizes.height, sizes.width)
+
+
+def to_uint8(media: Tensor) -> Images:
+    """[B, 3, H, W] or [B, F, 3, H, W] in [0, 1] → uint8 [B, (F,) H, W, 3], rounded as diffusers' processor rounds.
+
+    A clip of one frame is an image.
+    """
+    media = media[:, 0] if media.dim() == 5 and media.shape[1] == 1 else media
+    return (media.movedim(-3, -1) * 255).round().clamp(0, 255).to(torch.uint8).cpu().numpy()
