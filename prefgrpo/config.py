@@ -87,8 +87,8 @@ class Judge:
     """Folder or hub id of the judge's tokenizer, for exact label ids over http; empty: labels by token text."""
     template: str = "compare"
     """Prompt template and how its answer is read: a shipped name (compare, caption_match, …) or a YAML file's path."""
-    plan: Literal["round_robin", "both_orders"] = "both_orders"
-    """Which pairs are asked: each pair once in a random order, or in both orders."""
+    plan: str = "both_orders"
+    """Which pairs are asked: both_orders, round_robin, k_regular(n), budget(n), swiss(n) or tournament."""
     verdict: Literal["soft", "hard"] = "soft"
     """Win rates from probabilities, or from won/tied/lost comparisons."""
     concurrency: int = 64

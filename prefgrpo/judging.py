@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from prefgrpo.config import Config, ConfigError, Judge
+from prefgrpo.judge.plans import get_plan
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.parallel import World
 from prefgrpo.rewards import RewardSpecError, build, parse_reward_spec
@@ -26,13 +27,17 @@ CALIBRATION_PAIRS = 8
 
 
 def specs(config: Config) -> tuple[dict[str, float], dict[str, float]]:
-    """(training, measuring) reward weights. Raises ConfigError for a spec that does not parse."""
+    """(training, measuring) reward weights. Raises ConfigError for a spec or a pair plan that does not parse."""
     mistakes, parsed = [], []
     for name, spec in (("reward.spec", config.reward.spec), ("eval.spec", config.eval.spec)):
         try:
             parsed.append(parse_reward_spec(spec) if spec or name == "reward.spec" else {})
         except RewardSpecError as error:
             mistakes.append(f"{name}: {error}")
+    try:
+        get_plan(config.judge.plan)
+    except ValueError as error:
+        mistakes.append(f"judge.plan: {error}")
     if mistakes:
         raise ConfigError(mistakes)
     if PAIRWISE in parsed[1]:
