@@ -330,6 +330,29 @@ def test_a_schedule_that_changes_in_place_is_noticed():
         assert all(torch.equal(a, b) for a, b in zip(ours, fresh, strict=True))
 
 
+class Far(torch.Tensor):
+    """A schedule that says it lives on a GPU; reading it back is counted."""
+
+    reads = 0
+
+    @property
+    def device(self):
+        return torch.device("cuda")
+
+    def tolist(self):
+        Far.reads += 1
+        return super().tolist()
+
+
+def test_a_schedule_on_the_device_is_read_once():
+    far = torch.tensor([1.0, 0.5, 0.0]).as_subclass(Far)
+    assert [steps.host(far) for _ in range(3)] == [(1.0, 0.5, 0.0)] * 3 and Far.reads == 1
+    far.mul_(0.5)
+    assert [steps.host(far) for _ in range(3)] == [(0.5, 0.25, 0.0)] * 3 and Far.reads == 2
+    assert steps.host(torch.zeros(1).as_subclass(Far)) == (0.0,) and steps.host(far) == (0.5, 0.25, 0.0)
+    assert Far.reads == 3
+
+
 def test_rollout_in_inference_mode_then_training():
     scheduler, (x, v) = euler(shift=1.7), batch((2, 7, 3))
     t = scheduler.timesteps[[2]]
@@ -478,7 +501,9 @@ def test_flow_factory_arguments(caplog):
 def test_no_call_waits_for_the_device():
     """After the first call on a schedule: torch raises on any synchronisation."""
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    scheduler.set_timesteps(T, device="cuda")
+    factory = FactoryScheduler("Flow-SDE")
+    for each in (scheduler, factory):
+        each.set_timesteps(T, device="cuda")
     x, v = (t.cuda() for t in batch((2, 7, 3)))
     t, index = scheduler.timesteps[[1, 4]], torch.tensor(3, device="cuda")
 
@@ -487,6 +512,7 @@ def test_no_call_waits_for_the_device():
         flow_grpo.sde_step_with_logprob(scheduler, v.clone().requires_grad_(), t, x, 0.7, x_next)[1].sum().backward()
         pref_grpo.flow_grpo_step(v, x, 0.7, scheduler.sigmas, index, None, None, True)
         dance_grpo.flux_step(v, x, 0.3, scheduler.sigmas, index, None, True, True)
+        flow_factory.step(factory, v, t, x, noise_level=0.6)
 
     calls()
     torch.cuda.set_sync_debug_mode("error")

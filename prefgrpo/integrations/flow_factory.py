@@ -97,7 +97,7 @@ def step(
         noise_level = 0.0
     elif noise_level is None:
         noise_level = _noise_level(self, sigma, index)
-    top = torch.as_tensor(sigma_max or self.sigmas[1], device=device)
+    top = sigma_max or self.sigmas[1]
     sigma, sigma_next, eta, top = (_batched(t, batch, device) for t in (sigma, sigma_next, noise_level, top))
     coef, std = rows(dynamics, sigma, sigma_next, eta, top)
     noise = None
@@ -123,7 +123,7 @@ def _sigmas(self: Any, timestep: Any, timestep_next: Any, device: torch.device) 
     if isinstance(timestep, Tensor) and timestep.dim() > 1:
         raise ValueError(f"timestep: expected a number, a 0-d or a 1-d tensor, got shape {list(timestep.shape)}")
     if isinstance(timestep, int) or whole:
-        index = torch.tensor([int(timestep)], device=device)
+        index = torch.full((1,), int(timestep), device=device)
     elif isinstance(timestep, (float, Tensor)):
         index = index_of(self.timesteps, timestep, device)
     else:
@@ -139,8 +139,11 @@ def _noise_level(self: Any, sigma: Any, index: Tensor | None) -> Any:
     return self.get_noise_levels().to(index.device).index_select(0, index)
 
 
-def _batched(value: Any, batch: int, device: torch.device) -> Tensor:
-    t = torch.as_tensor(value, device=device).to(torch.float32).reshape(-1)
+def _batched(value: float | Tensor | Sequence[float], batch: int, device: torch.device) -> Tensor:
+    """fp32 [batch] on the device; a plain number gets there without a copy, which would wait."""
+    if isinstance(value, (int, float)):
+        return torch.full((batch,), value, dtype=torch.float32, device=device)
+    t = torch.as_tensor(value).to(device, torch.float32).reshape(-1)
     return t.expand(batch) if t.numel() == 1 else t
 
 

@@ -85,7 +85,9 @@ def index_of(timesteps: Tensor, timestep: Any, device: torch.device) -> Tensor:
     """
     if isinstance(timestep, (list, tuple)):
         timestep = torch.stack([torch.as_tensor(t) for t in timestep])
-    wanted = torch.as_tensor(timestep).reshape(-1).to(device)
+    if not isinstance(timestep, Tensor):
+        timestep = torch.full((1,), timestep, device=device)  # a copy to the device would wait for it
+    wanted = timestep.reshape(-1).to(device)
     hit = wanted[:, None] == _keys(host(timesteps), device)[None, :]  # [n, T]
     known = hit.any(1).all()
     if device.type != "cpu":
