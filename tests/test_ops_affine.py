@@ -78,7 +78,7 @@ def check_step(backend, shape, batch, x_dtype, v_dtype, out_dtype, guidance, how
     if how != "address" and not (guidance and guidance[2]):  # same ε, same v: only the last rounding may differ
         assert ulps(got.x_next, want.x_next) <= 1 and ulps(got.mean, want.mean) <= 1 and ulps(got.x0, want.x0) <= 1
     for name in ("x_next", "mean", "x0"):
-        eps = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[getattr(got, name).dtype]
+        eps = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}[getattr(got, name).dtype]
         assert_close(getattr(got, name), getattr(want, name), eps, eps)
     check_values(c, got.x_next, replay, pair)
     assert (got.logp[c.index == 3] == 0).all()
@@ -115,17 +115,22 @@ def check_gradient(backend, shape, batch, x_dtype, v_dtype, guidance, parts):
     x_next = (c.x.float() + 0.3 * c.eps).to(x_dtype)
     g = torch.randn(3, batch, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     g = g * torch.tensor(parts, device=DEVICE)[:, None]
-    with serve(backend):
-        out = affine_logp(c.x, v, x_next, c.coef, c.index, v_ref=c.v_ref, v_old=c.v_old, guidance=pair)
-        sum((g[k] * t).sum() for k, t in enumerate(out) if parts[k]).backward()
+    gradients = []
+    for block in (serve(backend), use_backend("torch")):
+        with block:
+            out = affine_logp(c.x, v, x_next, c.coef, c.index, v_ref=c.v_ref, v_old=c.v_old, guidance=pair)
+            leaves = (v,) if pair is None else (v, u)
+            gradients.append(torch.autograd.grad(sum((g[k] * t).sum() for k, t in enumerate(out) if parts[k]), leaves))
     truth = truth_logp(c, x_next, None if pair is None else pair._replace(uncond=c.u), grad=g)[3:]
-    got = (v.grad,) if pair is None else (v.grad, u.grad)
     rtol = 1e-4 if v_dtype == torch.float32 else 1e-2
-    for mine, want in zip(got, truth, strict=True):
+    tiny = 6e-6 if v_dtype == torch.float16 else 1e-12  # fp16 has steps of 6e-8 there
+    largest = torch.stack([want.abs().flatten(1).amax(1) for want in truth]).amax(0).clamp_min(tiny)
+    for mine, plain, want in zip(*gradients, truth, strict=True):
         assert mine.dtype == v_dtype
-        tiny = 6e-6 if v_dtype == torch.float16 else 1e-12  # fp16 has steps of 6e-8 there
-        scale = want.abs().flatten(1).amax(1).clamp_min(tiny).view(-1, *[1] * (want.dim() - 1))
-        assert_close(mine.double() / scale, want / scale, rtol, 1e-5 if v_dtype == torch.float32 else 1e-2)
+        scale = largest.view(-1, *[1] * (want.dim() - 1))
+        spare = 2 * (plain.double() - want).abs()  # where x' − a·x − b·v cancels, fp32 itself is no better
+        error = ((mine.double() - want).abs() - rtol * want.abs() - spare) / scale
+        assert float(error.max()) <= (1e-5 if v_dtype == torch.float32 else 1e-2)
 
 
 PARTS = st.sampled_from([(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)])
