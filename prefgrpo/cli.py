@@ -1,8 +1,8 @@
-"""The command line: `prefgrpo train | report | judge serve | judge check | tiny … | doctor`.
+"""The command line: `prefgrpo train | preprocess | generate | report | judge … | tiny … | doctor`.
 
-A command is a function; its arguments are its options, so `--help` is complete by construction. `train` takes a
-recipe, whose values are the defaults that overrides change. Exit codes: 2 for a mistake that the message tells how
-to mend, 3 for a run that stopped with a resumable checkpoint.
+A command is a function; its arguments are its options, so `--help` is complete by construction. `train`, `preprocess`
+and `generate` take a recipe, whose values are the defaults that overrides change. Exit codes: 2 for a mistake that
+the message tells how to mend, 3 for a run that stopped with a resumable checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -22,6 +22,11 @@ from prefgrpo.config import Config, ConfigError, check, parse
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("prefgrpo.cli:train", "train a model from a recipe; any field can be overridden"),
+    "preprocess": (
+        "prefgrpo.cli:preprocess",
+        "encode all prompts of a recipe once, into data.cache (also under torchrun)",
+    ),
+    "generate": ("prefgrpo.cli:generate", "make images or clips of every prompt of a file (also under torchrun)"),
     "report": ("prefgrpo.cli:report", "write report.html of a run, finished or not"),
     "judge serve": ("prefgrpo.judge.serve:serve", "start a judge server with the right flags"),
     "judge check": ("prefgrpo.judge.check:check", "is the judge there, does it serve the model, does it answer"),
@@ -44,19 +49,71 @@ class Train:
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
-def train(argv: Sequence[str]) -> int:
-    """`prefgrpo train RECIPE [--override …] [--resume]`."""
+@dataclass(frozen=True)
+class Preprocess:
+    """Encode all prompts of a recipe once, into data.cache."""
+
+    recipe: tyro.conf.Positional[Path]
+    """YAML file of the run, e.g. recipes/flux_lora_prefgrpo.yaml."""
+    config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Make images or clips of every prompt of a file, as the evaluation does."""
+
+    recipe: tyro.conf.Positional[Path]
+    """YAML file of the run: model, size, steps, guidance and seed, e.g. runs/demo/config.yaml."""
+    lora: Path | None = None
+    """Folder of a trained LoRA, or the run folder that has it; none: the base model (or a --model of full weights)."""
+    prompts: str = ""
+    """Prompts: txt, csv, jsonl or parquet; empty: the recipe's eval.prompts, or else its data.prompts."""
+    out: Path = Path("generated")
+    """Folder of the files; what is there already is skipped."""
+    samples: int = 4
+    """Images or clips per prompt."""
+    naming: Literal["plain", "unigenbench", "vbench"] = "plain"
+    """plain: 000012_0.png by place; unigenbench: INDEX_0.png by the table's index column; vbench: PROMPT-0.mp4."""
+    fps: int = 16
+    """Frames per second of clips."""
+    config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def _with_recipe(command: Any, argv: Sequence[str], name: str) -> Any:
+    """The command's arguments: its recipe read, overridden and checked. Raises ConfigError with every mistake."""
     words = [word for word in argv if not word.startswith("-")]
     recipe = next((word for word in words if word.endswith((".yaml", ".yml"))), words[0] if words else None)
     asks_help = "-h" in argv or "--help" in argv
     config, mistakes = parse(recipe) if recipe and not asks_help else (Config(), [])
-    default = Train(tyro.MISSING, config=config)
-    args = tyro.cli(Train, args=list(argv), default=default, prog="prefgrpo train")
+    default = command(tyro.MISSING, config=config)
+    args = tyro.cli(command, args=list(argv), default=default, prog=f"prefgrpo {name}")
     if args.recipe != Path(recipe or ""):
         raise ConfigError([f"recipe: '{recipe}' or '{args.recipe}'? Put the recipe before the overrides"])
     if mistakes := mistakes + check(args.config):
         raise ConfigError(mistakes)
+    return args
+
+
+def train(argv: Sequence[str]) -> int:
+    """`prefgrpo train RECIPE [--override …] [--resume]`."""
+    args = _with_recipe(Train, argv, "train")
     return _run(args.config, args.resume)
+
+
+def preprocess(argv: Sequence[str]) -> int:
+    """`prefgrpo preprocess RECIPE [--override …]`."""
+    args = _with_recipe(Preprocess, argv, "preprocess")
+    from prefgrpo.preprocess import preprocess as run
+
+    return run(args.config)
+
+
+def generate(argv: Sequence[str]) -> int:
+    """`prefgrpo generate RECIPE [--lora DIR] [--override …]`."""
+    args = _with_recipe(Generate, argv, "generate")
+    from prefgrpo.generate import generate as run
+
+    return run(args.config, args.lora, args.prompts, args.out, args.samples, args.naming, args.fps)
 
 
 def _run(config: Config, resume: bool) -> int:
@@ -135,8 +192,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _, attribute = COMMANDS[name][0].partition(":")
     command: Any = getattr(import_module(module), attribute)
     try:
-        if command is train:
-            return train(rest)
+        if command in (train, preprocess, generate):
+            return command(rest)
         result = tyro.cli(command, args=rest, prog=f"prefgrpo {name}", config=(tyro.conf.PositionalRequiredArgs,))
     except _mendable() as error:
         print(f"error: {error}", file=sys.stderr)

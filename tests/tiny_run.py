@@ -150,15 +150,22 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def ranks(recipe_file: Path, size: int, *options: str, hook: Callable[[], None] | None = None, **env: str) -> list[Run]:
-    """`prefgrpo train RECIPE options` begun on `size` ranks, as torchrun starts them."""
+def ranks(
+    recipe_file: Path,
+    size: int,
+    *options: str,
+    hook: Callable[[], None] | None = None,
+    command: str = "train",
+    **env: str,
+) -> list[Run]:
+    """`prefgrpo COMMAND RECIPE options` begun on `size` ranks, as torchrun starts them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | env
     return [
         start(
-            ["train", str(recipe_file), *options],
+            [command, str(recipe_file), *options],
             recipe_file.with_suffix(f".rank{k}.log"),
             hook,
             **shared | {"RANK": str(k), "LOCAL_RANK": str(k)},

@@ -1,0 +1,123 @@
+"""`prefgrpo preprocess` and `prefgrpo generate`, as commands on one process and on two.
+
+Why these cases: encoding 50,000 prompts takes hours and is killed halfway; two ranks must neither lose nor repeat a
+prompt; a cache that lacks one text must not start a run that dies at that text; and files of a benchmark must be the
+same whatever the number of ranks, with the names its scoring tools read.
+"""
+
+import csv
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+from tiny_run import PROMPTS, ranks, settings, start, train, tree, world
+
+from prefgrpo.data import Prompt
+from prefgrpo.generate import file_name
+from prefgrpo.tiny import pipelines
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = world(tmp_path_factory.mktemp("generate"))
+    pipelines.make("sd3", folder / "sd3")
+    return folder
+
+
+def written(place, name, **over):
+    file = place / f"{name}.yaml"
+    content = settings(place, name, **over)
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return file
+
+
+def command(*argv):
+    run = start([str(a) for a in argv], argv[1].with_suffix(".log"))
+    return run.wait(), run.output
+
+
+def test_preprocess_fills_the_cache_and_training_loads_no_encoder(place):
+    cache = place / "cache"
+    file = written(place, "cached", data={"cache": str(cache)}, train={"steps": 1})
+    code, output = command("preprocess", file)
+    assert code == 0, output
+    assert "10 texts encoded now; all of 10 prompts are in" in output
+    first = tree(cache)
+    assert len(first) == 10
+    next(cache.rglob("*.safetensors")).unlink()
+    assert "1 texts encoded now" in command("preprocess", file)[1]
+    assert tree(cache) == first, "the same bytes again"
+    code, output = train(file)
+    assert code == 0 and "no text encoder was loaded" in output
+    without = train(written(place, "uncached", train={"steps": 1}))
+    assert without[0] == 0 and "embeddings in" not in without[1]
+    lora = [load_file(place / "runs" / n / "lora" / "pytorch_lora_weights.safetensors") for n in ("cached", "uncached")]
+    assert all((lora[0][key] == lora[1][key]).all() for key in lora[0])
+
+
+@pytest.mark.dist
+def test_two_ranks_encode_each_text_once(place):
+    over = {"family": "sd3", "model": str(place / "sd3"), "rollout": {"guidance": 4.5}}
+    names = []
+    for size in (1, 2):
+        file = written(place, f"pre{size}", data={"cache": str(place / f"cache{size}")}, **over)
+        runs = ranks(file, size, command="preprocess") if size > 1 else [start(["preprocess", str(file)], place / "l")]
+        assert [run.wait() for run in runs] == [0] * size, runs[0].output
+        assert "11 texts encoded now" in runs[0].output, "ten prompts and the negative one"
+        names.append(tree(place / f"cache{size}"))
+    assert names[0] == names[1]
+
+
+def test_preprocess_says_what_is_wrong(place):
+    code, output = command("preprocess", written(place, "nocache"))
+    assert code == 2 and "data.cache: expected the folder to fill" in output
+    (place / "bad.jsonl").write_text('{"prompt": "a"}\n{"x": 1}\n')
+    bad = written(place, "bad", data={"cache": str(place / "c"), "prompts": str(place / "bad.jsonl")})
+    code, output = command("preprocess", bad)
+    assert code == 2 and "line 2: no prompt" in output
+
+
+@pytest.mark.dist
+def test_generate_skips_what_is_there_and_does_not_depend_on_ranks(place):
+    with (place / "bench.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["index", "prompt_en"], *([7 + k, p] for k, p in enumerate(PROMPTS[:3]))])
+    recipe = written(place, "images")
+    argv = ["--prompts", place / "bench.csv", "--samples", 2, "--naming", "unigenbench", "--out"]
+    code, output = command("generate", recipe, *argv, place / "one")
+    assert code == 0 and "6 files are in" in output, output
+    first = tree(place / "one")
+    assert sorted(first) == [f"{i}_{j}.png" for i in (7, 8, 9) for j in (0, 1)]
+    pixels = [np.asarray(Image.open(place / "one" / name)) for name in sorted(first)]
+    assert all(p.shape == (16, 16, 3) for p in pixels) and not any((pixels[0] == p).all() for p in pixels[1:])
+    (place / "one" / "8_1.png").unlink()
+    (place / "one" / "7_0.png").write_bytes(b"kept")
+    assert command("generate", recipe, *argv, place / "one")[0] == 0
+    assert tree(place / "one") == first | {"7_0.png": b"kept"}
+    runs = ranks(recipe, 2, *map(str, argv), str(place / "two"), command="generate")
+    assert [run.wait() for run in runs] == [0, 0], runs[0].output
+    for name in first:
+        a, b = np.asarray(Image.open(place / "two" / name)).astype(int), pixels[sorted(first).index(name)].astype(int)
+        assert abs(a - b).max() <= 1
+
+
+def test_generate_with_a_lora(place):
+    code, output = train(written(place, "trained", train={"steps": 2}))
+    assert code == 0, output
+    recipe, argv = place / "runs" / "trained" / "config.yaml", ["--samples", 1, "--prompts", place / "dev.txt", "--out"]
+    for name, options in {"base": [], "run": ["--lora", place / "runs/trained"]}.items():
+        code, output = command("generate", recipe, *argv, place / name, *options)
+        assert code == 0, output
+    assert sorted(tree(place / "run")) == [f"{i:06d}_0.png" for i in range(3)]
+    assert tree(place / "run") != tree(place / "base")
+    code, output = command("generate", recipe, *argv, place / "none", "--lora", place)
+    assert code == 2 and "--lora: no LoRA in" in output
+
+
+def test_names():
+    assert file_name(Prompt(12, "a"), 3, "plain", ".png") == "000012_3.png"
+    assert file_name(Prompt(0, "a/b" + "ü" * 300), 0, "vbench", ".mp4").startswith("a_bü")
+    assert len(file_name(Prompt(0, "ü" * 300), 0, "vbench", ".mp4").encode()) <= 255
+    with pytest.raises(ValueError, match="needs an 'index' column"):
+        file_name(Prompt(0, "a"), 0, "unigenbench", ".png")
