@@ -35,6 +35,7 @@ struct Choice {
   const CpuKernels* kernels;
 };
 
+// Every CPU with AVX2 also has F16C, which the kernels use; older compilers cannot ask for it by name.
 bool find(const char* name, Choice& out) {
 #if defined(PG_X86)
   if (!std::strcmp(name, "avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -6,6 +6,9 @@
 #include "cpu.h"
 #include "cpu_pass.h"
 #include "math.h"
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 namespace prefgrpo {
 namespace PG_ISA {
@@ -18,6 +21,31 @@ struct Buffers {
   alignas(64) float noise[kTile + 8 * kWide];
 };
 
+#if defined(__F16C__)
+static void widen_half(const uint16_t* h, int n, float* out) {
+  int k = 0;
+  for (; k + 8 <= n; k += 8)
+    _mm256_storeu_ps(out + k, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(h + k))));
+  for (; k < n; ++k) out[k] = half_to_float(h[k]);
+}
+
+static void narrow_half(const float* y, int n, uint16_t* h) {
+  int k = 0;
+  for (; k + 8 <= n; k += 8)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(h + k),
+                     _mm256_cvtps_ph(_mm256_loadu_ps(y + k), _MM_FROUND_TO_NEAREST_INT));
+  for (; k < n; ++k) h[k] = float_to_half(y[k]);
+}
+#else
+static void widen_half(const uint16_t* h, int n, float* out) {
+  for (int k = 0; k < n; ++k) out[k] = half_to_float(h[k]);
+}
+
+static void narrow_half(const float* y, int n, uint16_t* h) {
+  for (int k = 0; k < n; ++k) h[k] = float_to_half(y[k]);
+}
+#endif
+
 static const float* load(const View& t, int64_t i, int64_t start, int n, float* buffer) {
   const int64_t at = i * t.stride + start;
   if (t.dtype == kF32) return static_cast<const float*>(t.data) + at;
@@ -25,7 +53,7 @@ static const float* load(const View& t, int64_t i, int64_t start, int n, float* 
   if (t.dtype == kBF16)
     for (int k = 0; k < n; ++k) buffer[k] = bf16_to_float(h[k]);
   else
-    for (int k = 0; k < n; ++k) buffer[k] = half_to_float(h[k]);
+    widen_half(h, n, buffer);
   return buffer;
 }
 
@@ -43,9 +71,8 @@ static void store(const View& t, int64_t i, int64_t start, int n, float* y, bool
     if (keep_rounded)
       for (int k = 0; k < n; ++k) y[k] = bf16_to_float(h[k]);
   } else {
-    for (int k = 0; k < n; ++k) h[k] = float_to_half(y[k]);
-    if (keep_rounded)
-      for (int k = 0; k < n; ++k) y[k] = half_to_float(h[k]);
+    narrow_half(y, n, h);
+    if (keep_rounded) widen_half(h, n, y);
   }
 }
 
