@@ -7,7 +7,6 @@ mistake of the recipe at once. Defaults are safe for FLUX.1-dev; recipes set wha
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import Any, Literal, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from prefgrpo.recipe import ConfigError, copy_tree, drop, drop_booleans, key_path, read_yaml
-from prefgrpo.rules import RULES
+from prefgrpo.limits import check
+from prefgrpo.recipe import ConfigError, copy_tree, drop, drop_booleans, flatten, key_path, read_yaml
 
 __all__ = ["Config", "ConfigError", "check", "differences", "from_dict", "load", "parse", "to_dict"]
 
@@ -264,15 +263,8 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def differences(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
     """Dotted field name → (value in a, value in b) where they differ."""
-    left, right = _flatten(asdict(a)), _flatten(asdict(b))
+    left, right = flatten(asdict(a)), flatten(asdict(b))
     return {key: (left[key], right[key]) for key in left if left[key] != right[key]}
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in tree.items():
-        out.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
-    return out
 
 
 def _typed(data: dict[str, Any]) -> tuple[Config, list[str]]:
@@ -298,104 +290,9 @@ def _explain(path: tuple[str, ...], item: Any) -> str:
         known = [f.name for f in fields(cls)]
         near = (
             difflib.get_close_matches(path[-1], known, n=1, cutoff=0.75)
-            or [n for n in _flatten(asdict(Config())) if n.split(".")[-1] == path[-1]]
+            or [n for n in flatten(asdict(Config())) if n.split(".")[-1] == path[-1]]
             or difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
         )
         hint = f"did you mean '{near[0]}'?" if near else f"known keys here: {', '.join(known)}"
         return f"{name}: unknown key; {hint}"
     return f"{name}: {item['msg']}, got {item['input']!r}"
-
-
-def check(c: Config) -> list[str]:
-    """Every value that cannot work, as 'field: what was expected, what came'."""
-    r, t = c.rollout, c.train
-    high = r.window_high or r.steps - 1
-    rules: list[tuple[bool, str]] = [
-        (bool(c.model), "model: expected the folder or hub id of a diffusers pipeline, got nothing"),
-        (bool(c.data.prompts), "data.prompts: expected a text file with one prompt per line, got nothing"),
-        (c.device in ("auto", "cpu", "cuda"), f"device: expected auto, cpu or cuda, got {c.device!r}"),
-        (0 <= c.seed < 2**63, f"seed: expected 0 … 2^63 − 1, got {c.seed}"),
-        (c.name not in ("", ".", "..") and "/" not in c.name, f"name: expected a folder name, got {c.name!r}"),
-        (r.group_size >= 2, f"rollout.group_size: a group needs at least 2 images to compare, got {r.group_size}"),
-        (r.rule in RULES, f"rollout.rule: expected one of {', '.join(RULES)}, got {r.rule!r}"),
-        (r.rule != "ode", "rollout.rule: 'ode' has no log-prob to train on; expected a stochastic rule such as flow"),
-        (r.eta > 0 or r.rule == "wan", f"rollout.eta: expected a noise level above 0 to train with, got {r.eta}"),
-        (r.eta <= 1 or not r.rule.startswith("cps"), f"rollout.eta: rule {r.rule} takes 0 … 1, got {r.eta}"),
-        (
-            0 <= r.window_low < high <= r.steps,
-            f"rollout.window_low/high: expected 0 <= low < high <= steps ({r.steps}), got {r.window_low} and {high}",
-        ),
-        (
-            0 <= r.window_size <= max(high - r.window_low, 0),
-            f"rollout.window_size: expected 0 … {high - r.window_low}, got {r.window_size}",
-        ),
-        (
-            c.judge.backend == "http" or bool(c.judge.model),
-            "judge.model: the local judge needs a checkpoint folder or hub id",
-        ),
-        (c.judge.backend == "local" or bool(c.judge.endpoints), "judge.endpoints: expected at least one URL, got none"),
-        (0 <= c.judge.max_missing < 1, f"judge.max_missing: expected a share in [0, 1), got {c.judge.max_missing}"),
-        (0 <= t.ema_decay < 1, f"train.ema_decay: expected [0, 1), got {t.ema_decay}"),
-        (0 <= t.beta1 < 1, f"train.beta1: expected [0, 1), got {t.beta1}"),
-        (0 <= t.beta2 < 1, f"train.beta2: expected [0, 1), got {t.beta2}"),
-        (r.frames is None or r.frames > 0, f"rollout.frames: expected a number above 0 or none, got {r.frames}"),
-        (r.shift is None or r.shift > 0, f"rollout.shift: expected a value above 0 or none, got {r.shift}"),
-        (
-            t.kl_coef == 0 or t.lora_rank > 0,
-            "train.kl_coef: the reference is the LoRA switched off; expected lora_rank > 0",
-        ),
-        (
-            t.clip_range_high is None or t.clip_range_high > 0,
-            f"train.clip_range_high: expected > 0, got {t.clip_range_high}",
-        ),
-    ]
-    infinite = {k: v for k, v in _flatten(asdict(c)).items() if isinstance(v, float) and not math.isfinite(v)}
-    mistakes = [text for ok, text in rules if not ok]
-    mistakes += [
-        f"{name}: expected a value above 0, got {value}" for name, value in _positive(c).items() if not value > 0
-    ]
-    mistakes += [f"{name}: expected 0 or more, got {value}" for name, value in _natural(c).items() if not value >= 0]
-    mistakes = [m for m in mistakes if m.split(":")[0] not in infinite]
-    return mistakes + [f"{name}: expected a finite number, got {value}" for name, value in infinite.items()]
-
-
-def _positive(c: Config) -> dict[str, float]:
-    """Numbers that must be above 0."""
-    r, t = c.rollout, c.train
-    return {
-        "data.max_length": c.data.max_length,
-        "rollout.steps": r.steps,
-        "rollout.height": r.height,
-        "rollout.width": r.width,
-        "rollout.prompts_per_step": r.prompts_per_step,
-        "rollout.batch_size": r.batch_size,
-        "train.lr": t.lr,
-        "train.clip_range": t.clip_range,
-        "train.adv_clip_max": t.adv_clip_max,
-        "train.max_grad_norm": t.max_grad_norm,
-        "train.updates_per_rollout": t.updates_per_rollout,
-        "train.lora_alpha": t.lora_alpha,
-        "judge.concurrency": c.judge.concurrency,
-        "judge.timeout_s": c.judge.timeout_s,
-        "judge.deadline_s": c.judge.deadline_s,
-        "eval.samples_per_prompt": c.eval.samples_per_prompt,
-        "checkpoint.every": c.checkpoint.every,
-        "checkpoint.keep": c.checkpoint.keep,
-    }
-
-
-def _natural(c: Config) -> dict[str, float]:
-    """Numbers that must be 0 or more."""
-    t = c.train
-    return {
-        "train.steps": t.steps,
-        "train.max_minutes": t.max_minutes,
-        "train.lora_rank": t.lora_rank,
-        "train.kl_coef": t.kl_coef,
-        "train.warmup_steps": t.warmup_steps,
-        "train.weight_decay": t.weight_decay,
-        "eval.every": c.eval.every,
-        "eval.max_prompts": c.eval.max_prompts,
-        "eval.show": c.eval.show,
-        "reward.eps": c.reward.eps,
-    }

@@ -82,3 +82,11 @@ def drop(data: dict[str, Any], path: tuple[str, ...]) -> None:
     for key in path[:-1]:
         data = data[key]
     data.pop(path[-1], None)
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dict → {dotted name: value}."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out.update(flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+    return out

@@ -9,7 +9,7 @@ import ast
 import inspect
 import re
 import sys
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from itertools import pairwise
 from typing import get_type_hints
 
@@ -18,8 +18,9 @@ import tyro
 from tiny_run import recipe, world
 
 import prefgrpo
-from prefgrpo import cli, config
+from prefgrpo import cli
 from prefgrpo.config import Config, ConfigError, parse
+from prefgrpo.recipe import flatten
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_help_shows_every_field_with_its_line(capsys, monkeypatch):
     code, text = shown(capsys, "train", "--help")
     assert code == 0
     found = list(documented(Config))
-    assert len(found) == len(config._flatten(config.asdict(Config()))) > 60
+    assert len(found) == len(flatten(asdict(Config()))) > 60
     for option, line in found:
         assert option in text, f"{option} is not in --help"
         words = re.sub(r"\s+", " ", line).split(";")[0].split(",")[0][:40]
