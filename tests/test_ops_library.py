@@ -15,8 +15,10 @@ from prefgrpo.ops import (
     affine_step_more,
     group_advantage,
     library,
+    on_policy_grad,
     philox_normal,
     policy_loss,
+    replay_policy_grad,
     winrate_advantage,
 )
 
@@ -107,6 +109,23 @@ def test_one_graph_equals_eager():
         out[0].backward()
         results.append((*out, v.grad, u.grad))
     for eager, graph in zip(*results, strict=True):
+        assert torch.equal(eager, graph)
+
+
+def functional_step(x, v, u, ref, y, old, coef, index, ids):
+    """The functional form, for loops that own their backward."""
+    pair = Guidance(u, 1.5)
+    out = replay_policy_grad(
+        x, v, y, coef, index, old, old + 1, clip_low=0.1, v_ref=ref, kl_coef=0.1, v_old=ref, guidance=pair
+    )
+    return *out, on_policy_grad(v, coef, index, NoiseAddress(3, ids), old)
+
+
+def test_the_functional_form_is_one_graph_too():
+    c, ids = case(), torch.arange(3, device=DEVICE)
+    given = (c.x, c.v, c.u, c.v_ref, c.eps, torch.randn(3, device=DEVICE), c.coef, c.index, ids)
+    compiled = torch.compile(functional_step, fullgraph=True, backend="aot_eager")
+    for eager, graph in zip(functional_step(*given), compiled(*given), strict=True):
         assert torch.equal(eager, graph)
 
 

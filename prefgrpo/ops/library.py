@@ -87,6 +87,12 @@ def _(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return full(True, out_dtype), logp, *extra
 
 
+def _spread(a: Affine) -> tuple[Tensor | None, float, bool, bool]:
+    """A guidance pair as four arguments."""
+    g = a.guidance
+    return (None, 0.0, False, False) if g is None else (g.uncond, g.scale, g.from_cond, g.rescale)
+
+
 def call_step(
     a: Affine,
     noise: Tensor | NoiseAddress | None,
@@ -96,15 +102,12 @@ def call_step(
     copy_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The custom op with the functions' usual arguments."""
-    g = a.guidance
-    address = noise if isinstance(noise, NoiseAddress) else None
+    eps, address = (None, noise) if isinstance(noise, NoiseAddress) else (noise, NoiseAddress(0, a.x))
+    sample, step = (address.sample, address.step) if eps is None and noise is not None else (None, None)
     out = affine_step(
-        a.x, a.v, a.coef, a.row, None if g is None else g.uncond, 0.0 if g is None else g.scale,
-        g is not None and g.from_cond, g is not None and g.rescale, None if address is not None else noise,
-        0 if address is None else signed(address.seed), None if address is None else address.sample,
-        None if address is None else address.step, 0 if address is None else address.offset,
-        out_dtype, want_mean, sigma, copy_dtype,
-    )  # fmt: skip
+        *(a.x, a.v, a.coef, a.row, *_spread(a), eps, signed(address.seed), sample, step, address.offset),
+        *(out_dtype, want_mean, sigma, copy_dtype),
+    )
     wanted = (want_mean, sigma is not None, copy_dtype is not None)
     extra = [t if want else None for t, want in zip(out[2:], wanted, strict=True)]
     return out[0], out[1], extra[0], extra[1], extra[2]
@@ -185,10 +188,20 @@ affine_logp.register_autograd(_logp_backward, setup_context=_logp_setup)
 
 def call_logp(a: Affine, x_next: Tensor, v_ref: Tensor | None, v_old: Tensor | None) -> Optional3:
     """The custom op with the functions' usual arguments."""
-    g = a.guidance
-    pair = (None, 0.0, False, False) if g is None else (g.uncond, g.scale, g.from_cond, g.rescale)
-    logp, kl, guard = affine_logp(a.x, a.v, x_next, a.coef, a.row, *pair, v_ref, v_old)
+    logp, kl, guard = affine_logp(a.x, a.v, x_next, a.coef, a.row, *_spread(a), v_ref, v_old)
     return logp, None if v_ref is None else kl, None if v_old is None else guard
+
+
+def call_grad(
+    a: Affine,
+    x_next: Tensor,
+    v_ref: Tensor | None,
+    v_old: Tensor | None,
+    upstream: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor | None]:
+    """The custom op of the gradient with the functions' usual arguments."""
+    dv, du = affine_grad(a.x, a.v, x_next, a.coef, a.row, *_spread(a), v_ref, v_old, *upstream)
+    return dv, None if a.guidance is None else du
 
 
 @torch.library.custom_op("prefgrpo::policy_loss", mutates_args=())

@@ -177,6 +177,12 @@ def policy_loss_grad(
         kl=kl,
         log_ratio=log_ratio,
     )
+    if torch.compiler.is_compiling():
+        with torch.no_grad():
+            out = library.policy_loss(
+                logp, logp_old, advantage, clip_low, high, adv_clip, weight, mask, kl, kl_coef, log_ratio, denominator
+            )
+        return PolicyGrad(out[0], out[1], out[2], None if kl is None else out[3])
     impl = implementation(backend_of(logp.device, logp.dtype, advantage.dtype, logp_old.dtype))
     with torch.no_grad():
         return PolicyGrad(

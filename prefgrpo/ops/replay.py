@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from prefgrpo.ops import library
 from prefgrpo.ops.affine import affine_kinds, affine_logp, affine_step
 from prefgrpo.ops.args import Affine, Guidance, NoiseAddress, check_affine, rows_of
 from prefgrpo.ops.backend import backend_of, implementation
@@ -74,9 +75,12 @@ def replay_policy_grad(
             denominator=denominator,
         )
         a = Affine(x, v, coef, index, guidance)
-        impl = implementation(backend_of(x.device, *affine_kinds(a, x_next, v_ref, v_old)))
-        upstream = (out.d_log_ratio, None) if v_old is None else (None, out.d_log_ratio)
-        dv, du = impl.grad(a, x_next, v_ref, v_old, upstream[0], out.d_kl, upstream[1])
+        upstream = (out.d_log_ratio, out.d_kl, None) if v_old is None else (None, out.d_kl, out.d_log_ratio)
+        if torch.compiler.is_compiling():
+            dv, du = library.call_grad(a, x_next, v_ref, v_old, upstream)
+        else:
+            impl = implementation(backend_of(x.device, *affine_kinds(a, x_next, v_ref, v_old)))
+            dv, du = impl.grad(a, x_next, v_ref, v_old, *upstream)
     return ReplayGrad(out.loss, dv, out.metrics, du, new.logp)
 
 
