@@ -244,7 +244,7 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
     elif resume:
         session.notes.append(f"no checkpoint in {folder} yet; starting from step 0")
     if world.main:
-        text = yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(to_dict(config), sort_keys=False)  # escapes: U+0085 would not survive otherwise
         checkpoint.write_atomic(folder / "config.yaml", text)  # first: it makes the folder a run that can be resumed
         (folder / "eval").mkdir(exist_ok=True)
         (folder / "groups").mkdir(exist_ok=True)
@@ -255,10 +255,11 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
 def _describe(config: Config, session: Session) -> str:
     counts = session.adapter.parameter_counts()
     r = config.rollout
+    media = f"clips of {session.adapter.frames} frames" if session.adapter.frames else "images"
     return (
         f"{config.family} from {config.model}: training {counts['trainable'] / 1e6:.2f} M parameters "
         f"({'LoRA rank ' + str(config.train.lora_rank) if config.train.lora_rank else 'full'}, {config.dtype}) on "
-        f"{session.world.size} × {session.world.device}; {r.prompts_per_step} prompts × {r.group_size} images "
+        f"{session.world.size} × {session.world.device}; {r.prompts_per_step} prompts × {r.group_size} {media} "
         f"{r.width}×{r.height} per step from {len(session.prompts)} prompts"
     )
 
@@ -273,7 +274,7 @@ def memory_estimate(config: Config, session: Session) -> str:
     latent = 4 * int(torch.tensor(session.adapter.latent_shape(r.height, r.width)).prod())
     window = r.window_size or (r.window_high or r.steps - 1) - r.window_low
     samples = r.prompts_per_step // session.world.size * r.group_size
-    latents, pixels = samples * latent * (window + 1), samples * r.height * r.width * 3
+    latents, pixels = samples * latent * (window + 1), samples * r.height * r.width * 3 * (session.adapter.frames or 1)
     total, gib = weights + state + latents + pixels, 2**30
     parts = {"weights": weights, "optimiser": state, "latents": latents, "images": pixels}
     listed = " + ".join(f"{name} {size / gib:.2f}" for name, size in parts.items())
