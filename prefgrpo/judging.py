@@ -5,6 +5,7 @@ Invariant: a judge is opened once per process, only if something asks it, and ch
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,9 @@ import numpy as np
 from prefgrpo.config import Config, ConfigError, Judge
 from prefgrpo.judge.plans import get_plan
 from prefgrpo.judge.verdict import JudgeError, PairJudge
+from prefgrpo.models import family
 from prefgrpo.parallel import World
-from prefgrpo.rewards import RewardSpecError, build, parse_reward_spec
+from prefgrpo.rewards import Reward, RewardSpecError, build, parse_reward_spec
 from prefgrpo.rewards.base import Media
 from prefgrpo.rewards.scorer import Scorer
 
@@ -97,11 +99,31 @@ def http_config(judge: Judge) -> HttpJudgeConfig:
     )
 
 
+def makes_clips(config: Config) -> bool:
+    """Whether samples are videos of more than one frame."""
+    frames = config.rollout.frames or family(config.family).default_frames
+    return frames is not None and frames > 1
+
+
+def _take_clips(config: Config, field: str, rewards: Mapping[str, Reward]) -> None:
+    """Raise ConfigError for a reward that takes images where the samples are clips."""
+    images_only = [name for name, reward in rewards.items() if not reward.clips]
+    if images_only and makes_clips(config):
+        hint = "; a judge sees clips over http only" if PAIRWISE in images_only else ""
+        raise ConfigError(
+            [
+                f"{field}: {', '.join(images_only)} takes images, but this run makes clips; expected rewards that "
+                f"take clips (or rollout.frames = 1){hint}"
+            ]
+        )
+
+
 def training_scorer(config: Config, judge: PairJudge | None, folder: Path | None) -> tuple[Scorer, dict[str, float]]:
     """(scorer of training groups, weights). `folder`: where judgements.jsonl goes, None to write none."""
     weights, _ = specs(config)
     options = {PAIRWISE: {"judge": judge, "plan": config.judge.plan, "verdict": config.judge.verdict}}
     rewards = build(config.reward.spec, {k: v for k, v in options.items() if k in weights})
+    _take_clips(config, "reward.spec", rewards)
     log = folder / "judgements.jsonl" if folder and PAIRWISE in weights and config.judge.log else None
     return Scorer(rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log), weights
 
@@ -112,7 +134,10 @@ def evaluation_scorers(config: Config, judge: PairJudge | None) -> dict[str, Sco
     scorers = {}
     if config.eval.judge and judge is not None:
         reward = build(PAIRWISE, {PAIRWISE: {"judge": judge, "plan": "both_orders", "verdict": "hard"}})
+        _take_clips(config, "eval.judge", reward)
         scorers["judge"] = Scorer(reward, 2, config.judge.deadline_s, config.seed)
     if measured:
-        scorers["measure"] = Scorer(build(config.eval.spec), 2, config.judge.deadline_s, config.seed)
+        rewards = build(config.eval.spec)
+        _take_clips(config, "eval.spec", rewards)
+        scorers["measure"] = Scorer(rewards, 2, config.judge.deadline_s, config.seed)
     return scorers

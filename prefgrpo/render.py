@@ -58,6 +58,14 @@ def render(
     return adapter.decode(done.latents, sizes.height, sizes.width)
 
 
+def stills(media: Images, most: int = 4) -> Images:
+    """Images as they are; of clips [n, F, H, W, 3] up to `most` frames side by side, [n, H, k · W, 3], for a page."""
+    if media.ndim == 4:
+        return media
+    chosen = np.linspace(0, media.shape[1] - 1, min(most, media.shape[1]), dtype=int)
+    return np.concatenate([media[:, k] for k in chosen], axis=2)
+
+
 def to_uint8(media: Tensor) -> Images:
     """[B, 3, H, W] or [B, F, 3, H, W] in [0, 1] → uint8 [B, (F,) H, W, 3], rounded as diffusers' processor rounds.
 

@@ -35,7 +35,7 @@ from prefgrpo.models.base import Condition
 from prefgrpo.objectives import objective
 from prefgrpo.ops import group_advantage
 from prefgrpo.policy import NonFiniteGradient
-from prefgrpo.render import Images, conditions, to_uint8
+from prefgrpo.render import Images, conditions, stills, to_uint8
 from prefgrpo.replay import replay
 from prefgrpo.rewards.base import Media, Sample
 from prefgrpo.rewards.scorer import StepScores
@@ -302,7 +302,7 @@ class Trainer:
         members = [[self.samples[slots[k], g] for g in range(size)] for k, _ in judged]
         save_images(
             self.folder / "groups" / f"step_{step:06d}.npz",
-            images=np.stack([[m.media.pixels for m in group] for group in members]),
+            images=np.stack([stills(np.stack([m.media.pixels for m in group])) for group in members]),
             wins=np.stack([np.asarray(g.wins) for _, g in judged]),
             counts=np.stack([np.asarray(g.counts) for _, g in judged]),
             rates=np.array([[np.nan if s.value is None else s.value for s in g.scores] for _, g in judged]),
@@ -331,7 +331,7 @@ class Trainer:
         if self.world.main:
             show = self.parts.evaluators[name].shown()
             file = self.folder / "eval" / f"{name}_{step:06d}.npz"
-            save_images(file, before=self.before[name][show], now=now[show])
+            save_images(file, before=stills(self.before[name][show]), now=stills(now[show]))
         self.log.row("eval", step, {"set": name} | values | {"time/eval": clock.seconds["eval"]})
         self.verdict = eval_line(step, name, values)
         self.log.say(self.verdict)
@@ -382,5 +382,8 @@ class Trainer:
             return
         evaluator = self.parts.evaluators[name]
         index = (evaluator.shown() or evaluator.mine())[: min(4, self.config.rollout.batch_size)]
+        if any(evaluator.held.items[i].source for i in index):
+            self.log.say("no proof.safetensors: the stock call of an edit needs its source images")
+            return
         with self.policy.averaged():
             evaluator.save_proof(self.folder / "proof.safetensors", index)

@@ -36,7 +36,10 @@ def load(run: Path, facts: dict[str, str], device: str) -> Any:
     full = (run / "pipeline").is_dir()
     pipe = DiffusionPipeline.from_pretrained(run / "pipeline" if full else facts["model"], dtype=dtype)
     if not full:
-        pipe.load_lora_weights(str(run / "lora"))
+        if (run / "lora" / "pytorch_lora_weights.safetensors").is_file():
+            pipe.load_lora_weights(str(run / "lora"))
+        if (run / "lora" / "transformer_2").is_dir():  # the second expert of Wan2.2
+            pipe.load_lora_weights(str(run / "lora" / "transformer_2"), load_into_transformer_2=True)
     shift = json.loads(facts["shift"])
     if shift is not None:
         fixed = dict(pipe.scheduler.config) | {"shift": shift, "use_dynamic_shifting": False}
@@ -49,8 +52,9 @@ def largest_difference(run: Path, device: str) -> float:
     """Largest absolute difference of any pixel, images in [0, 1]."""
     facts, latents, images = read_proof(run / "proof.safetensors")
     pipe = load(run, facts, device)
-    out = pipe(json.loads(facts["prompts"]), latents=latents.to(device), output_type="pt", **json.loads(facts["call"]))
-    return float((out.images.float().cpu() - images).abs().max())
+    call = {"latents": latents.to(device), "output_type": "pt", "return_dict": False} | json.loads(facts["call"])
+    (out, *_) = pipe(json.loads(facts["prompts"]), **call)
+    return float((out.float().cpu() - images).abs().max())
 
 
 def main() -> int:

@@ -42,8 +42,21 @@ class Encoded:
     """Content part without an id, for servers that have none."""
 
 
+FRAMES = 8
+"""Frames of a clip that a judge sees, evenly spread from the first to the last."""
+
+
 def encode(media: Media, image_format: str) -> Encoded:
-    """Encode an image as one of FORMATS; all but jpeg are lossless."""
+    """Encode an image as one of FORMATS (all but jpeg are lossless), a clip as FRAMES images one after another."""
+    if not media.clip:
+        return _encode_image(media, image_format)
+    parts = [_encode_image(frame, image_format) for frame in media.frames(FRAMES)]
+    uuid = "sha256-" + hashlib.sha256(b"".join(part.uuid.encode() for part in parts)).hexdigest()
+    joined = (b",".join(getattr(part, name) for part in parts) for name in ("with_data", "id_only", "plain"))
+    return Encoded(uuid, *joined)
+
+
+def _encode_image(media: Media, image_format: str) -> Encoded:
     data = FORMATS[image_format](media)
     uuid = "sha256-" + hashlib.sha256(data).hexdigest()
     url = b'{"type":"image_url","image_url":{"url":"data:image/%s;base64,%s"}' % (

@@ -83,6 +83,7 @@ class HttpJudge(PairJudge):
     """Asks one or several servers; pairs may be submitted from any thread."""
 
     streams = True
+    clips = True
 
     def __init__(self, config: HttpJudgeConfig) -> None:
         _validate(config)

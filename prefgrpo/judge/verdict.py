@@ -61,6 +61,8 @@ class PairJudge(ABC):
 
     streams: bool
     """True: `submit` returns at once and pairs may be sent one by one; False: whole groups on the calling thread."""
+    clips: bool = False
+    """Whether it takes videos."""
 
     @abstractmethod
     def judge_group(self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair]) -> list[Verdict]:

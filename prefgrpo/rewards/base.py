@@ -26,6 +26,20 @@ class Media:
 
     pixels: NDArray[np.uint8]
 
+    @property
+    def clip(self) -> bool:
+        """Whether this is a video."""
+        return self.pixels.ndim == 4
+
+    def frames(self, most: int | None = None) -> list[Media]:
+        """Frames of a clip as images, evenly spread from first to last if there are more than `most`; [self] of an
+        image."""
+        if not self.clip:
+            return [self]
+        count = len(self.pixels)
+        chosen = range(count) if most is None or count <= most else np.linspace(0, count - 1, most, dtype=int)
+        return [Media(self.pixels[k]) for k in chosen]
+
     @cached_property
     def pil(self) -> Image.Image:
         """The image as PIL (images only)."""
@@ -106,6 +120,9 @@ class GroupScores:
 class PointwiseReward(ABC):
     """Scores samples one by one."""
 
+    clips: bool = False
+    """Whether it takes videos; a run that makes videos refuses a reward that does not."""
+
     @abstractmethod
     def score(self, samples: list[Sample]) -> list[Score]:
         """One score per sample, in order."""
@@ -113,6 +130,9 @@ class PointwiseReward(ABC):
 
 class GroupwiseReward(ABC):
     """Scores the samples of one prompt together, in process, when all exist."""
+
+    clips: bool = False
+    """Whether it takes videos; a run that makes videos refuses a reward that does not."""
 
     @abstractmethod
     def score_group(self, group: list[Sample], seed: int) -> GroupScores:

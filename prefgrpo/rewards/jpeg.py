@@ -2,6 +2,7 @@
 
     incompressibility = kB of the image as JPEG, quality 95        compressibility = −incompressibility
 
+Of a clip: the mean over its frames.
 Source: Black et al., "Training Diffusion Models with Reinforcement Learning" (arXiv 2305.13301), section 4.
 """
 
@@ -14,13 +15,18 @@ from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 
 def jpeg_kilobytes(sample: Sample) -> float:
     """Size of the sample's image as JPEG (quality 95, the library's default subsampling), in units of 1000 bytes."""
-    buffer = io.BytesIO()
-    sample.media.pil.save(buffer, "JPEG", quality=95)
-    return buffer.tell() / 1000.0
+    sizes = []
+    for frame in sample.media.frames():
+        buffer = io.BytesIO()
+        frame.pil.save(buffer, "JPEG", quality=95)
+        sizes.append(buffer.tell())
+    return sum(sizes) / len(sizes) / 1000.0
 
 
 class JpegIncompressibility(PointwiseReward):
     """More detail is better."""
+
+    clips = True
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """JPEG kB of each image."""
@@ -29,6 +35,8 @@ class JpegIncompressibility(PointwiseReward):
 
 class JpegCompressibility(PointwiseReward):
     """Less detail is better."""
+
+    clips = True
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """Minus the JPEG kB of each image."""

@@ -43,6 +43,7 @@ class VlmPairwise(GroupwiseReward):
         self.verdict: VerdictKind = verdict
         self._owned = not isinstance(judge, PairJudge)
         self.judge = judge if isinstance(judge, PairJudge) else open_judge(judge)
+        self.clips = self.judge.clips
 
     def score_group(self, group: list[Sample], seed: int) -> GroupScores:
         """Judge the whole group now and wait for the answers."""

@@ -1,0 +1,112 @@
+"""Videos and edits through `prefgrpo train`: three steps each, and the commands after it.
+
+Why these cases: an image trainer breaks on clips in the reward, in the pages and in the export; edits need a group per
+(prompt, source), whatever the size of the source; and a reward that cannot see a clip must say so before anything runs.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from tiny_run import rows, settings, start, train, tree
+
+from prefgrpo.config import ConfigError, from_dict
+from prefgrpo.judge.body import encode
+from prefgrpo.judge.verdict import PairJudge, Verdict
+from prefgrpo.judging import training_scorer
+from prefgrpo.render import stills
+from prefgrpo.rewards.base import Media
+from prefgrpo.tiny import pipelines
+
+SMALL = {"train": {"steps": 3}, "rollout": {"prompts_per_step": 2, "group_size": 2, "batch_size": 4}}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("media")
+    for family in ("wan22", "flux_kontext"):
+        pipelines.make(family, folder / family)
+    (folder / "train.txt").write_text("a red circle\na blue square\na dot\n")
+    (folder / "dev.txt").write_text("a green ball\ntwo lines\n")
+    return folder
+
+
+def run(place, name, family, **over):
+    over = {k: {**SMALL.get(k, {}), **v} if isinstance(v, dict) else v for k, v in (SMALL | over).items()}
+    content = settings(place, name, **over) | {"family": family, "model": str(place / family)}
+    file = place / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return train(file)
+
+
+def test_a_video_model_with_two_experts(place):
+    rollout = {
+        **SMALL["rollout"],
+        "frames": 5,
+        "guidance": 4.0,
+        "guidance_2": 3.0,
+        "height": 16,
+        "width": 16,
+        "steps": 4,
+    }
+    code, output = run(place, "video", "wan22", rollout=rollout)
+    assert code == 0, output
+    assert "clips of 5 frames" in output and "on-policy check, step 1: max |ratio - 1| = 0.0e+00 (exact)" in output
+    folder = place / "runs" / "video"
+    assert [r["step"] for r in rows(folder) if r["kind"] == "train"] == [1, 2, 3]
+    assert (folder / "lora" / "transformer_2" / "pytorch_lora_weights.safetensors").is_file()
+    shown = np.load(folder / "eval" / "dev_000002.npz")
+    assert shown["now"].shape == (2, 16, 4 * 16, 3), "four frames side by side in the report"
+    assert (folder / "report.html").is_file()
+
+
+def test_a_reward_that_takes_images_refuses_clips(place):
+    for spec, field in (("scenes", "reward.spec: scenes"), ("jpeg_compressibility,scenes:0", "reward.spec: scenes")):
+        code, output = run(place, "refused", "wan22", reward={"spec": spec})
+        assert code == 2 and f"{field} takes images, but this run makes clips" in output
+    over = {"family": "wan22", "judge": {"backend": "local", "model": "m"}, "reward": {"spec": "vlm_pairwise"}}
+
+    class OneByOne(PairJudge):
+        streams = False
+
+        def judge_group(self, prompt, media, pairs):
+            return [Verdict(0.5)] * len(pairs)
+
+    with pytest.raises(ConfigError, match=r"vlm_pairwise takes images.*over http only"):
+        training_scorer(from_dict(settings(place, "x", **over)), OneByOne(), None)
+    training_scorer(from_dict(settings(place, "x", **over, rollout={"frames": 1})), OneByOne(), None)
+
+
+def test_edits_with_sources_of_any_size(place):
+    for number, size in enumerate([(40, 24), (24, 24), (64, 64)]):
+        noise = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+        Image.fromarray(noise).save(place / f"source{number}.png")
+    edits = [{"instruction": "make it red", "source_image": f"source{k}.png", "kind": k} for k in range(3)]
+    (place / "edits.jsonl").write_text("\n".join(map(json.dumps, edits)))
+    files = {"data": {"prompts": str(place / "edits.jsonl")}, "eval": {"prompts": str(place / "edits.jsonl")}}
+    code, output = run(place, "edit", "flux_kontext", **files)
+    assert code == 0, output
+    assert "(exact)" in output and "no proof.safetensors" in output and "from 3 prompts" in output
+    argv = ["generate", str(place / "runs/edit/config.yaml"), "--lora", str(place / "runs/edit"), "--samples", "1"]
+    after = start([*argv, "--out", str(place / "edited")], place / "generate.log")
+    assert after.wait() == 0, after.output
+    images = list(tree(place / "edited").values())
+    assert len(images) == 3 and len(set(images)) == 3, "one instruction, three sources, three edits"
+
+
+def test_an_image_family_takes_no_source(place):
+    (place / "one.jsonl").write_text(json.dumps({"prompt": "x", "image": "gone.png"}))
+    code, output = run(place, "gone", "flux_kontext", data={"prompts": str(place / "one.jsonl")})
+    assert code == 2 and "line 1: source image not found: gone.png" in output
+
+
+def test_a_judge_sees_eight_even_frames():
+    clip = Media(np.random.default_rng(0).integers(0, 256, (33, 32, 32, 3), dtype=np.uint8))
+    parts = json.loads(b"[" + encode(clip, "png").with_data + b"]")
+    assert len(parts) == 8 and len({p["uuid"] for p in parts}) == 8
+    want = [Media(clip.pixels[k]).digest for k in (0, 4, 9, 13, 18, 22, 27, 32)]
+    assert [frame.digest for frame in clip.frames(8)] == want
+    assert len(json.loads(b"[" + encode(Media(clip.pixels[:3]), "png").plain + b"]")) == 3
+    assert stills(clip.pixels[None]).shape == (1, 32, 128, 3) and stills(clip.pixels).shape == clip.pixels.shape
