@@ -102,12 +102,11 @@ def call_step(
     copy_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """The custom op with the functions' usual arguments."""
-    eps, address = (None, noise) if isinstance(noise, NoiseAddress) else (noise, NoiseAddress(0, a.x))
-    sample, step = (address.sample, address.step) if eps is None and noise is not None else (None, None)
-    out = affine_step(
-        *(a.x, a.v, a.coef, a.row, *_spread(a), eps, signed(address.seed), sample, step, address.offset),
-        *(out_dtype, want_mean, sigma, copy_dtype),
-    )
+    eps = noise if isinstance(noise, Tensor) else None
+    place: tuple[int, Tensor | None, Tensor | None, int] = (0, None, None, 0)
+    if isinstance(noise, NoiseAddress):
+        place = (signed(noise.seed), noise.sample, noise.step, noise.offset)
+    out = affine_step(a.x, a.v, a.coef, a.row, *_spread(a), eps, *place, out_dtype, want_mean, sigma, copy_dtype)
     wanted = (want_mean, sigma is not None, copy_dtype is not None)
     extra = [t if want else None for t, want in zip(out[2:], wanted, strict=True)]
     return out[0], out[1], extra[0], extra[1], extra[2]
