@@ -32,6 +32,8 @@ class Case:
     """Least traffic of one call; 0 where a launch, not traffic, is the cost."""
     formula: str
     calls: dict[str, Call] = field(repr=False)
+    by_host: bool = False
+    """On a GPU: timed from the host, waiting at the end, for calls that wait themselves and cannot be captured."""
 
 
 @dataclass
@@ -50,11 +52,11 @@ class Result:
     """Time of a copy that moves the same bytes; 0 without traffic."""
 
 
-def _sampler(call: Call, device: str, seconds: float) -> Call:
+def _sampler(call: Call, device: str, seconds: float, by_host: bool) -> Call:
     """A function that returns seconds per call, over enough calls to be measurable."""
     for _ in range(3):
         call()
-    if device == "cuda":
+    if device == "cuda" and not by_host:
         return _graph_sampler(call)
     start = time.perf_counter()
     call()
@@ -64,6 +66,8 @@ def _sampler(call: Call, device: str, seconds: float) -> Call:
         start = time.perf_counter()
         for _ in range(count):
             call()
+        if device == "cuda":
+            torch.cuda.synchronize()
         return (time.perf_counter() - start) / count
 
     return sample
@@ -98,7 +102,7 @@ def measure(case: Case, device: str, rounds: int, seconds: float = 0.004) -> Res
         source = torch.empty(max(case.bytes // 8, 1), dtype=torch.float32, device=device).fill_(1.0)
         target = torch.empty_like(source)
         calls["copy"] = lambda: target.copy_(source)
-    samplers = {name: _sampler(call, device, seconds) for name, call in calls.items()}
+    samplers = {name: _sampler(call, device, seconds, case.by_host) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in samplers}
     for _ in range(rounds):
         for name, sample in samplers.items():

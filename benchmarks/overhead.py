@@ -65,7 +65,7 @@ def calls(device: str) -> dict[str, Callable[[], Any]]:
 def overhead(device: str, rounds: int) -> dict[str, Any]:
     """Microseconds per tiny call, torch ops and host reads, and import time."""
     tiny = calls(device)
-    timed = measure(Case("overhead", "1 × 64", "fp32", 0, "", tiny), "cpu", rounds)
+    timed = measure(Case("overhead", "1 × 64", "fp32", 0, "", tiny, by_host=True), device, rounds)
     code = "import time, torch; t = time.perf_counter(); import prefgrpo.ops; print(time.perf_counter() - t)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     start = time.perf_counter()
