@@ -33,7 +33,7 @@ def _headline(results: list[dict[str, Any]], op: str) -> list[dict[str, Any]]:
 
 
 def verdicts(run: dict[str, Any]) -> list[tuple[str, str, float, float]]:
-    """(target, dtypes, reached, wanted): on a CPU at FLUX 1024² batch 4, on a GPU from 8M elements up; 48 groups of 24."""
+    """(target, dtypes, reached, wanted): a CPU at FLUX 1024² batch 4 and 48 groups of 24, a GPU from 8M elements up."""
     rows = []
     if run["machine"]["backend"] in ("cuda", "triton"):
         for r in (r for r in run["results"] if r["shape"] in LARGE and "addressed" not in r["op"]):
