@@ -129,3 +129,15 @@ def test_second_derivative_is_refused(backend):
         loss = policy_loss(logp, column(0.0, 0.0), column(1.0, 1.0), clip_low=0.1).loss
         with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
             torch.autograd.grad(loss, logp, create_graph=True)
+
+
+@each_backend
+@pytest.mark.parametrize("name", ["logp", "logp_old", "advantage", "weight", "kl", "log_ratio"])
+def test_one_tensor_in_fp64_is_read_as_such(backend, name):
+    """A kernel that took its bits for fp32 would give noise."""
+    given = {k: column(0.1, 0.2, -0.3) for k in ("logp", "logp_old", "advantage", "weight", "kl", "log_ratio")}
+    with serve(backend):
+        want = policy_loss_grad(**given, clip_low=0.5, kl_coef=0.1)
+        got = policy_loss_grad(**{**given, name: given[name].double()}, clip_low=0.5, kl_coef=0.1)
+    for mine, plain in zip(got, want, strict=True):
+        assert_close(mine, plain, 1e-6, 1e-7)

@@ -219,7 +219,7 @@ def policy_loss(
     denominator: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`ops.policy_loss_grad`: (loss, metrics, d log-ratio, d kl); without kl the last is empty."""
-    loss, metrics, d_delta, d_kl = _impl(logp, logp_old, advantage).policy(
+    loss, metrics, d_delta, d_kl = _impl(logp, logp_old, advantage, weight, kl, log_ratio).policy(
         logp, logp_old, advantage, clip_low, clip_high, adv_clip, weight, mask, kl, kl_coef, log_ratio, denominator
     )
     return loss, metrics, d_delta, _filled(d_kl, logp)

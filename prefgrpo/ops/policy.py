@@ -66,6 +66,13 @@ def _check(logp: Tensor, clips: tuple[float, float, float], denominator: float |
         raise ValueError(f"denominator: expected more than 0, got {denominator}")
 
 
+def _implementation(*given: Tensor | None) -> Any:
+    """The backend for these tensors; one in fp64 makes it torch."""
+    kinds = [t.dtype for t in given if t is not None]
+    device = next(t.device for t in given if t is not None)
+    return implementation(backend_of(device, *kinds))
+
+
 class _Policy(torch.autograd.Function):
     """The gradient is known when the loss is; backward scales it."""
 
@@ -129,7 +136,7 @@ def policy_loss(
             logp, logp_old, advantage, clip_low, high, adv_clip, weight, mask, kl, kl_coef, log_ratio, denominator
         )
         return PolicyLoss(out[0], out[1])
-    impl = implementation(backend_of(logp.device, logp.dtype, advantage.dtype, logp_old.dtype))
+    impl = _implementation(logp, logp_old, advantage, weight, kl, log_ratio)
     return PolicyLoss(
         *_Policy.apply(
             logp,
@@ -183,7 +190,7 @@ def policy_loss_grad(
                 logp, logp_old, advantage, clip_low, high, adv_clip, weight, mask, kl, kl_coef, log_ratio, denominator
             )
         return PolicyGrad(out[0], out[1], out[2], None if kl is None else out[3])
-    impl = implementation(backend_of(logp.device, logp.dtype, advantage.dtype, logp_old.dtype))
+    impl = _implementation(logp, logp_old, advantage, weight, kl, log_ratio)
     with torch.no_grad():
         return PolicyGrad(
             *impl.policy(
