@@ -59,6 +59,8 @@ class BaseConfig:
     """Folder of the trained AutoencoderKL."""
     out: tyro.conf.Positional[Path]
     """Folder for the bf16 FluxPipeline."""
+    start: Path | None = None
+    """Pipeline folder to train on from, instead of fresh weights."""
     steps: int = 9000
     """Optimiser steps."""
     batch: int = 64
@@ -197,7 +199,8 @@ def train_base(config: BaseConfig) -> FluxPipeline:
     """Train transformer and text encoders together; the pipeline ends with the averaged weights."""
     torch.manual_seed(config.seed)
     vae = AutoencoderKL.from_pretrained(config.vae.resolve()).eval().requires_grad_(False)
-    pipe = build(vae)
+    pipe = FluxPipeline.from_pretrained(config.start.resolve()) if config.start else build(vae)
+    pipe.vae = vae
     modules = {"clip": pipe.text_encoder, "t5": pipe.text_encoder_2, "flux": pipe.transformer}
     print("base:", {name: parameter_count(module) for name, module in modules.items()})
     captions = Captions(pipe)
