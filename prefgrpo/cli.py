@@ -1,4 +1,4 @@
-"""The command line: `prefgrpo train | preprocess | generate | report | judge … | tiny … | doctor`.
+"""The command line: `prefgrpo train | plan | preprocess | generate | report | judge … | tiny … | doctor`.
 
 A command is a function; its arguments are its options, so `--help` is complete by construction. `train`, `preprocess`
 and `generate` take a recipe, whose values are the defaults that overrides change. Exit codes: 2 for a mistake that
@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "prefgrpo.cli:preprocess",
         "encode all prompts of a recipe once, into data.cache (also under torchrun)",
     ),
+    "plan": ("prefgrpo.cli:plan", "parameters and memory per GPU, from the model's config alone"),
     "generate": ("prefgrpo.cli:generate", "make images or clips of every prompt of a file (also under torchrun)"),
     "report": ("prefgrpo.cli:report", "write report.html of a run, finished or not"),
     "judge serve": ("prefgrpo.judge.serve:serve", "start a judge server with the right flags"),
@@ -46,6 +47,21 @@ class Train:
     """YAML file of the run, e.g. recipes/demo.yaml."""
     resume: bool = False
     """Continue the run in output/name from its newest checkpoint (from the start if it has none yet)."""
+    dry_run: bool = False
+    """Print configuration and memory, make the first batch, replay one step, write nothing, ask no judge."""
+    config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Parameters and memory per GPU, from the model's config alone."""
+
+    recipe: tyro.conf.Positional[Path]
+    """YAML file of the run, e.g. recipes/flux_lora_prefgrpo.yaml."""
+    gpus: int = 1
+    """Processes, one per GPU."""
+    memory_gib: float = 80.0
+    """Memory of one GPU."""
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -95,9 +111,24 @@ def _with_recipe(command: Any, argv: Sequence[str], name: str) -> Any:
 
 
 def train(argv: Sequence[str]) -> int:
-    """`prefgrpo train RECIPE [--override …] [--resume]`."""
+    """`prefgrpo train RECIPE [--override …] [--resume | --dry-run]`."""
     args = _with_recipe(Train, argv, "train")
+    if args.dry_run:
+        from prefgrpo.dry_run import dry_run
+
+        return dry_run(args.config)
     return _run(args.config, args.resume)
+
+
+def plan(argv: Sequence[str]) -> int:
+    """`prefgrpo plan RECIPE [--gpus N] [--override …]`."""
+    args = _with_recipe(Plan, argv, "plan")
+    if args.gpus < 1 or args.config.rollout.prompts_per_step % args.gpus:
+        told = f"--gpus: expected a divisor of rollout.prompts_per_step = {args.config.rollout.prompts_per_step}"
+        raise ConfigError([f"{told}, got {args.gpus}"])
+    from prefgrpo.plan import plan as run
+
+    return run(args.config, args.gpus, args.memory_gib)
 
 
 def preprocess(argv: Sequence[str]) -> int:
@@ -192,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _, attribute = COMMANDS[name][0].partition(":")
     command: Any = getattr(import_module(module), attribute)
     try:
-        if command in (train, preprocess, generate):
+        if command in (train, plan, preprocess, generate):
             return command(rest)
         result = tyro.cli(command, args=rest, prog=f"prefgrpo {name}", config=(tyro.conf.PositionalRequiredArgs,))
     except _mendable() as error:

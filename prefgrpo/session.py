@@ -29,6 +29,7 @@ from prefgrpo.judging import evaluation_scorers, open_judge, specs, training_sco
 from prefgrpo.loading import missing, names, open_adapter
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel import World
+from prefgrpo.plan import known_bytes
 from prefgrpo.policy import Policy
 from prefgrpo.rewards.log import drop_from
 from prefgrpo.rewards.scorer import Scorer
@@ -130,19 +131,19 @@ def open_session(config: Config, resume: bool) -> Session:
 def _open(config: Config, resume: bool, world: World) -> Session:
     folder = Path(config.output) / config.name
     specs(config)
-    _check_world(config, world)
+    check_world(config, world)
     lock = _check_folder(config, folder, resume, world)
     prompts = read_prompts(config.data.prompts)
     sets = {n: read_prompts(p) for n, p in (("dev", config.eval.prompts), ("test", config.eval.final_prompts)) if p}
     used = [*prompts, *(p for held in sets.values() for p in held)]
     absent = len(missing(config, used))
-    adapter = _adapter(config, world.device, encoders=bool(absent))
+    adapter = trainable_adapter(config, world.device, encoders=bool(absent))
     policy = Policy(dict(adapter.trainable()), config.train)
     judge, judge_notes = open_judge(config, world)
     scorer, weights = training_scorer(config, judge, folder if world.main else None)
     r = config.rollout
     sigmas = adapter.sigmas(r.steps, r.height, r.width)
-    _check_schedule(config, adapter, sigmas)
+    check_schedule(config, adapter, sigmas)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     ode = make_schedule(sigmas, "ode", 0.0).to(world.device)
     evaluators = {}
@@ -162,7 +163,7 @@ def _open(config: Config, resume: bool, world: World) -> Session:
     return session
 
 
-def _check_world(config: Config, world: World) -> None:
+def check_world(config: Config, world: World) -> None:
     """The step's prompts must deal out evenly over ranks and updates."""
     r, mistakes = config.rollout, []
     if r.prompts_per_step % world.size:
@@ -195,7 +196,7 @@ def _check_folder(config: Config, folder: Path, resume: bool, world: World) -> i
     return held[0] if held else None
 
 
-def _check_schedule(config: Config, adapter: Adapter, sigmas: Tensor) -> None:
+def check_schedule(config: Config, adapter: Adapter, sigmas: Tensor) -> None:
     """Every window that may be drawn must hold a stochastic step of a denoiser that trains."""
     r = config.rollout
     low, high = r.window_low, r.window_high or r.steps - 1
@@ -219,7 +220,7 @@ def trained_steps(adapter: Adapter, sigmas: Tensor, window: Iterable[int]) -> tu
     return tuple(k for k in window if adapter.trains(float(sigmas[k])))
 
 
-def _adapter(config: Config, device: torch.device, encoders: bool) -> Adapter:
+def trainable_adapter(config: Config, device: torch.device, encoders: bool) -> Adapter:
     """The model with what trains switched on."""
     t, adapter = config.train, open_adapter(config, device, encoders)
     if t.lora_rank:
@@ -266,17 +267,9 @@ def _describe(config: Config, session: Session) -> str:
 
 def memory_estimate(config: Config, session: Session) -> str:
     """Bytes known before the first step, per process, and what the device has; activations come on top."""
-    modules = [m for m in session.adapter.pipe.components.values() if isinstance(m, torch.nn.Module)]
-    weights = sum(p.numel() * p.element_size() for m in modules for p in m.parameters())
-    trained = sum(p.numel() for p in session.policy.list)
-    state = trained * 4 * (3 + bool(config.train.ema_decay))  # gradient, two moments, average
-    r = config.rollout
-    latent = 4 * int(torch.tensor(session.adapter.latent_shape(r.height, r.width)).prod())
-    window = r.window_size or (r.window_high or r.steps - 1) - r.window_low
-    samples = r.prompts_per_step // session.world.size * r.group_size
-    latents, pixels = samples * latent * (window + 1), samples * r.height * r.width * 3 * (session.adapter.frames or 1)
-    total, gib = weights + state + latents + pixels, 2**30
-    parts = {"weights": weights, "optimiser": state, "latents": latents, "images": pixels}
+    r, gib = config.rollout, 2**30
+    parts = known_bytes(config, session.adapter, session.world.size)
+    total = sum(parts.values())
     listed = " + ".join(f"{name} {size / gib:.2f}" for name, size in parts.items())
     return (
         f"memory per process: {listed} = {total / gib:.2f} "
