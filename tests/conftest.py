@@ -19,9 +19,13 @@ os.environ.pop("PREFGRPO_BACKEND", None)
 if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"
 
+import hypothesis
 import pytest
 import torch
 
+# The same examples in every run: a test that fails does so for everybody. HYPOTHESIS_PROFILE=default draws new ones.
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)
 _LOCAL = ("127.", "::1", "localhost", "0.0.0.0")
