@@ -27,7 +27,8 @@ def plan(config: Config, gpus: int, memory_gib: float) -> int:
     """Print the plan; returns 0 if it fits into `memory_gib` per GPU, else 1. Raises ConfigError or ModelError."""
     with names("family"):
         cls = family(config.family)
-    pipe, encoders = meta_pipeline(_configs(config.model, cls.pipeline), cls.pipeline, DTYPES[config.dtype])
+    path = folder.resolve(config.model, cls.pipeline, configs_only=True)
+    pipe, encoders = meta_pipeline(path, cls.pipeline, DTYPES[config.dtype])
     r, t = config.rollout, config.train
     with names("rollout or train"):
         adapter = cls(pipe, guidance=r.guidance, shift=r.shift, frames=r.frames, guidance_2=r.guidance_2,
@@ -66,18 +67,6 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
         "latents": samples * latent * (window + 1),
         "images": samples * r.height * r.width * 3 * (adapter.frames or 1),
     }
-
-
-def _configs(model: str, pipeline: str) -> Path:
-    """Folder with the model's config files; of a hub id, only its JSON files are fetched."""
-    if Path(model).expanduser().is_dir() or "/" not in model.strip("/"):
-        return folder.resolve(model, pipeline)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=["*.json"]))
-    except (OSError, ValueError) as error:
-        raise folder.ModelError(f"the configs of '{model}' could not be fetched: {error}") from error
 
 
 def meta_pipeline(path: Path, pipeline: str, dtype: torch.dtype) -> tuple[Any, dict[str, int]]:

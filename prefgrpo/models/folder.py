@@ -25,9 +25,10 @@ class ModelError(ValueError):
     """A model that cannot be loaded; the message says what was looked for, and what to do."""
 
 
-def resolve(model: str, pipeline: str) -> Path:
+def resolve(model: str, pipeline: str, configs_only: bool = False) -> Path:
     """Folder of `model`, which is a folder, or a hub id 'owner/name' whose files are then fetched (or found cached).
 
+    configs_only: of a hub id, fetch the JSON files and no weights.
     A name that looks like a path is never looked up on the hub. Raises ModelError when nothing is there, or when it
     is not a `pipeline`.
     """
@@ -39,7 +40,7 @@ def resolve(model: str, pipeline: str) -> Path:
                 f"model folder not found: '{model}' (looked in {Path.cwd()}); expected a diffusers pipeline folder "
                 f"(with model_index.json) or a hub id like 'owner/name'"
             )
-        path = _fetch(model)
+        path = _fetch_configs(model) if configs_only else _fetch(model)
     index = path / "model_index.json"
     if not index.is_file():
         raise ModelError(f"'{path}' is not a diffusers pipeline folder: it has no model_index.json")
@@ -59,6 +60,16 @@ def _fetch(model: str) -> Path:
         raise ModelError(
             f"'{model}' is no folder in {Path.cwd()}, and could not be fetched from the hub as a model id: {error}"
         ) from error
+
+
+def _fetch_configs(model: str) -> Path:
+    """Local snapshot of a hub repository's JSON files."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json"]))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the configs of '{model}' could not be fetched from the hub: {error}") from error
 
 
 def _is_encoder(name: str) -> bool:
