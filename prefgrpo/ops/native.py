@@ -39,6 +39,10 @@ def _ptr(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
 
+def _on_cpu(t: Tensor) -> bool:
+    return t.device.type == "cpu"
+
+
 def _launch_on(device: torch.device) -> tuple[int, int]:
     """(library, stream): CUDA's stream, or for the CPU the number of threads."""
     if device.type == "cpu":
@@ -48,7 +52,7 @@ def _launch_on(device: torch.device) -> tuple[int, int]:
 
 def _scratch(x: Tensor, planes: int) -> tuple[Tensor | None, Tensor | None]:
     """(partial sums, tickets) of a CUDA reduction; tickets are 0 before and after every launch."""
-    if x.device.type == "cpu":
+    if _on_cpu(x):
         return None, None
     batch, dim = x.shape[0], x.numel() // max(x.shape[0], 1)
     partial = torch.empty(planes * batch * _C.partials(dim), dtype=torch.float64, device=x.device)
@@ -63,7 +67,7 @@ def _scratch(x: Tensor, planes: int) -> tuple[Tensor | None, Tensor | None]:
 
 def _too_wide(a: Affine) -> bool:
     """Whether the norm's dimension exceeds the CPU kernels' tile, which leaves the op to plain torch."""
-    return a.x.device.type == "cpu" and _rescaled(a) > _C.max_rescale_dim
+    return _on_cpu(a.x) and _rescaled(a) > _C.max_rescale_dim
 
 
 def _rescaled(a: Affine) -> int:
@@ -73,7 +77,7 @@ def _rescaled(a: Affine) -> int:
 
 def _guided(a: Affine) -> Affine:
     """On CUDA a norm is restored in a launch of its own, and v is then the velocity itself."""
-    if not _rescaled(a) or a.x.device.type == "cpu":
+    if not _rescaled(a) or _on_cpu(a.x):
         return a
     v = _empty(a.x, torch.float32)
     _guide(a, None, v, None)
@@ -295,7 +299,7 @@ def group_advantage(
     """Advantage fp32 [B] of rewards [R, B]."""
     r, ids, w = _real(rewards), group_ids.contiguous(), weights.double().contiguous()
     out = torch.empty(r.shape[1], dtype=torch.float32, device=r.device)
-    scratch = None if r.device.type == "cpu" else torch.empty(2 * r.shape[1], dtype=torch.float64, device=r.device)
+    scratch = None if _on_cpu(r) else torch.empty(2 * r.shape[1], dtype=torch.float64, device=r.device)
     with torch.cuda.device_of(r):
         library, stream = _launch_on(r.device)
         _C.group_advantage(
@@ -324,7 +328,7 @@ def winrate_advantage(wins: Tensor, counts: Tensor, std: str, eps: float, ddof: 
     counts = counts.to(wins.dtype)
     rate = torch.empty(wins.shape[:2], dtype=torch.float32, device=wins.device)
     advantage = torch.empty_like(rate)
-    scratch = None if wins.device.type == "cpu" else torch.empty(rate.shape, dtype=torch.float64, device=wins.device)
+    scratch = None if _on_cpu(wins) else torch.empty(rate.shape, dtype=torch.float64, device=wins.device)
     with torch.cuda.device_of(wins):
         library, stream = _launch_on(wins.device)
         _C.winrate_advantage(

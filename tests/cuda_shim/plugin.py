@@ -1,0 +1,71 @@
+"""A pytest plugin under which the backend named `cpu` runs the CUDA sources, compiled for the CPU by cuda_runtime.h.
+
+`python -m pytest -p cuda_shim.plugin …` with tests/ on the path and PREFGRPO_SHIM naming a folder for the build. The
+module takes the place of prefgrpo._C before anything imports it; launches of the CPU library go to the CUDA one.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+CSRC = HERE.parent.parent / "csrc"
+LAUNCH = re.compile(r"(\w+(?:<\w+>)?)<<<(.+?), kThreads, 0, .+?>>>\((.*?)\);", re.DOTALL)
+
+
+def built(folder: Path) -> Path:
+    """The module, compiled from csrc with every launch turned into a call of the shim."""
+    import pybind11
+
+    flags = ["-std=c++17", "-O1", "-fPIC", "-mfma", "-ffp-contract=off", "-fvisibility=hidden", '-DPG_CUDA="shim"']
+    flags += [f"-I{p}" for p in (HERE, CSRC, pybind11.get_include(), sysconfig.get_paths()["include"])]
+    jobs = [(CSRC / "bindings.cpp", ()), (CSRC / "cpu.cpp", ()), (CSRC / "cpu_kernels.cpp", ("-DPG_ISA=plain",))]
+    for name in ("cuda_affine", "cuda_small"):
+        text, count = LAUNCH.subn(
+            r"cuda_shim::launch(\2, kThreads, [&] { \1(\3); });", (CSRC / f"{name}.cu").read_text()
+        )
+        assert count and "<<<" not in text
+        (folder / f"{name}.cpp").write_text(text)
+        jobs.append((folder / f"{name}.cpp", ()))
+    objects = [folder / f"{source.stem}.o" for source, _ in jobs]
+    running = [
+        subprocess.Popen(["g++", *flags, *more, "-c", str(source), "-o", str(out)])
+        for (source, more), out in zip(jobs, objects, strict=True)
+    ]
+    codes = [job.wait() for job in running]
+    assert not any(codes)
+    module = folder / "_C.so"
+    subprocess.run(["g++", "-shared", *map(str, objects), "-o", str(module)], check=True)
+    return module
+
+
+def pytest_configure() -> None:
+    """Build, and put the module and the patched launches in place."""
+    module = built(Path(os.environ["PREFGRPO_SHIM"]))
+    spec = importlib.util.spec_from_file_location("prefgrpo._C", module)
+    sys.modules["prefgrpo._C"] = loaded = importlib.util.module_from_spec(spec)
+    loaded.__spec__ = spec
+    spec.loader.exec_module(loaded)
+
+    from prefgrpo.ops import native
+
+    tickets = torch.zeros(4096, dtype=torch.int32)  # kept, as on a GPU: a launch must leave them as it found them
+
+    def scratch(x: torch.Tensor, planes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        size = planes * x.shape[0] * loaded.partials(x.numel() // max(x.shape[0], 1))
+        return torch.full((size,), torch.nan, dtype=torch.float64), tickets
+
+    native._on_cpu = lambda t: False
+    native._launch_on = lambda device: (1, 0)
+    native._scratch = scratch
+    coef = torch.ones(1, 5)
+    outside = native.step(
+        native.Affine(coef, coef, coef, torch.tensor([7]), None), None, torch.float32, False, None, None
+    )
+    assert outside[0].isnan().all(), "the CPU kernels raise here: these are not the CUDA sources"
