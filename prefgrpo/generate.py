@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from prefgrpo import parallel
 from prefgrpo.config import Config, ConfigError
 from prefgrpo.data import DataError, Prompt, read_prompts
 from prefgrpo.embed import Embeddings
+from prefgrpo.judging import makes_clips
 from prefgrpo.loading import missing, open_adapter
 from prefgrpo.models.folder import ModelError
 from prefgrpo.parallel import World
@@ -67,6 +69,8 @@ def generate(
     """Make every missing file; returns the exit code. Raises ConfigError, DataError or ModelError."""
     if samples < 1 or fps < 1:
         raise ConfigError([f"samples and fps: expected at least 1, got {samples} and {fps}"])
+    if makes_clips(config) and find_spec("imageio_ffmpeg") is None:
+        raise ConfigError(["generate: writing mp4 files needs imageio-ffmpeg: pip install 'prefgrpo[video]'"])
     held = read_prompts(prompts or config.eval.prompts or config.data.prompts, unique=False)
     world = parallel.start(config.device)
     try:
@@ -76,7 +80,7 @@ def generate(
                 adapter.load_lora(str(lora / "lora" if (lora / "lora").is_dir() else lora))
             except (FileNotFoundError, ValueError) as error:
                 raise ModelError(f"--lora: {error}") from error
-        clips = adapter.frames not in (None, 1)
+        clips = makes_clips(config)
         jobs = _jobs(held, samples, out, naming, ".mp4" if clips else ".png", world)
         out.mkdir(parents=True, exist_ok=True)
         _make(config, adapter, jobs, world, fps)

@@ -60,6 +60,12 @@ def test_a_video_model_with_two_experts(place):
     shown = np.load(folder / "eval" / "dev_000002.npz")
     assert shown["now"].shape == (2, 16, 4 * 16, 3), "four frames side by side in the report"
     assert (folder / "report.html").is_file()
+    imageio = pytest.importorskip("imageio.v3")
+    argv = ["generate", str(folder / "config.yaml"), "--lora", str(folder), "--samples", "1", "--naming", "vbench"]
+    after = start([*argv, "--out", str(place / "clips")], place / "generate.log")
+    assert after.wait() == 0, after.output
+    assert sorted(tree(place / "clips")) == ["a green ball-0.mp4", "two lines-0.mp4"]
+    assert imageio.imread(place / "clips" / "two lines-0.mp4", plugin="FFMPEG").shape == (5, 16, 16, 3)
 
 
 def test_a_reward_that_takes_images_refuses_clips(place):
