@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.cases import cases
-from benchmarks.harness import as_dict, machine, measure
+from benchmarks.harness import as_dict, keep_freed_memory, machine, measure
 from benchmarks.overhead import overhead
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
     if not args.render:
+        keep_freed_memory()
         run = {"machine": machine(args.device), "rounds": args.rounds, "results": []}
         for case in cases(args.device, args.quick):
             result = measure(case, args.device, args.rounds)

@@ -6,6 +6,7 @@ the device's and not the host's. Invariant: every variant of a case sees the sam
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import statistics
@@ -114,6 +115,17 @@ def measure(case: Case, device: str, rounds: int, seconds: float = 0.004) -> Res
         spread[name] = (high - low) / us[name]
     copy = us.pop("copy", 0.0)
     return Result(case.op, case.shape, case.dtypes, case.bytes, case.formula, us, spread, copy)
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep what is freed, for all variants alike, as a GPU's caching allocator does.
+
+    Otherwise a result of some MB costs page faults or not depending on what another variant freed before.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD
 
 
 def machine(device: str) -> dict[str, Any]:
