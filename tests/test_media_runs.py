@@ -9,6 +9,7 @@ import json
 import numpy as np
 import pytest
 import yaml
+from judge_server import JudgeServer, images
 from PIL import Image
 from tiny_run import rows, settings, start, train, tree
 
@@ -51,8 +52,12 @@ def test_a_video_model_with_two_experts(place):
         "width": 16,
         "steps": 4,
     }
-    code, output = run(place, "video", "wan22", rollout=rollout)
+    with JudgeServer() as server:
+        judge = {"backend": "http", "endpoints": [server.url], "template": "compare_video"}
+        code, output = run(place, "video", "wan22", rollout=rollout, reward={"spec": "vlm_pairwise"}, judge=judge)
     assert code == 0, output
+    asked = [body for body in server.requests if len(images(body)) == 10]
+    assert len(asked) >= 3 * 2 * 2, "3 steps, 2 groups, a pair in both orders: five frames of either clip"
     assert "clips of 5 frames" in output and "on-policy check, step 1: max |ratio - 1| = 0.0e+00 (exact)" in output
     folder = place / "runs" / "video"
     assert [r["step"] for r in rows(folder) if r["kind"] == "train"] == [1, 2, 3]
@@ -60,6 +65,8 @@ def test_a_video_model_with_two_experts(place):
     shown = np.load(folder / "eval" / "dev_000002.npz")
     assert shown["now"].shape == (2, 16, 4 * 16, 3), "four frames side by side in the report"
     assert (folder / "report.html").is_file()
+    groups = np.load(folder / "groups" / "step_000001.npz")["images"]
+    assert groups.shape == (2, 2, 16, 4 * 16, 3)
     imageio = pytest.importorskip("imageio.v3")
     argv = ["generate", str(folder / "config.yaml"), "--lora", str(folder), "--samples", "1", "--naming", "vbench"]
     after = start([*argv, "--out", str(place / "clips")], place / "generate.log")
@@ -98,8 +105,8 @@ def test_edits_with_sources_of_any_size(place):
     argv = ["generate", str(place / "runs/edit/config.yaml"), "--lora", str(place / "runs/edit"), "--samples", "1"]
     after = start([*argv, "--out", str(place / "edited")], place / "generate.log")
     assert after.wait() == 0, after.output
-    images = list(tree(place / "edited").values())
-    assert len(images) == 3 and len(set(images)) == 3, "one instruction, three sources, three edits"
+    edited = list(tree(place / "edited").values())
+    assert len(edited) == 3 and len(set(edited)) == 3, "one instruction, three sources, three edits"
 
 
 def test_an_image_family_takes_no_source(place):
