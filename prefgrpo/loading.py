@@ -5,6 +5,7 @@ Invariant: a value that the model refuses is a ConfigError that names its field.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,24 @@ from prefgrpo.render import sources
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+class _TruncatedOnce(logging.Filter):
+    """Lets diffusers say once per encoder that a prompt was cut, not once per prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is to be shown."""
+        head, _, cut = record.getMessage().partition(":")
+        if "truncated" not in head or not cut:
+            return True
+        first = head not in self.said
+        self.said.add(head)
+        record.msg, record.args = f"{head} (said once; data.max_length is the limit of the long encoder):{cut}", ()
+        return first
+
+
 @contextmanager
 def names(field_name: str) -> Iterator[None]:
     """Inside, a value that the model refuses is a mistake of this field."""
@@ -37,6 +56,8 @@ def names(field_name: str) -> Iterator[None]:
 def open_adapter(config: Config, device: torch.device, encoders: bool = True) -> Adapter:
     """The model of a run, frozen, its size and frames checked. Raises ConfigError or ModelError."""
     r = config.rollout
+    for handler in logging.getLogger("diffusers").handlers:
+        handler.addFilter(_TruncatedOnce())
     with names("family"):
         family(config.family)
     with names("rollout.frames, rollout.guidance_2 or train.target_components"):
