@@ -187,7 +187,8 @@ def test_make_refuses_a_python_that_will_not_do(python, tmp_path):
     old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.18\n[ "$1" = --version ]\n')
     old.chmod(0o755)
     command = ["make", "--no-print-directory", "venv", f"VENV={tmp_path / 'venv'}", f"PYTHON={tmp_path / python}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    outside = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=outside)
     assert done.returncode == 2
     error = [line for line in done.stderr.splitlines() if not line.startswith("make:")]
     assert len(error) == 1 and "3.10-3.13" in error[0] and ("3.9.18" in error[0]) is (python == "old")
