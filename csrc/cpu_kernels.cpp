@@ -9,6 +9,9 @@
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
+#if defined(__AVX512BW__)
+#include "cpu_pass_avx512.h"
+#endif
 
 namespace prefgrpo {
 namespace PG_ISA {
@@ -146,6 +149,17 @@ static Row row_of(const AffineParams& p, int64_t i) {
 }
 
 static int tile_of(int64_t rescale_dim) { return rescale_dim ? static_cast<int>(kTile - kTile % rescale_dim) : kTile; }
+
+// [x][v][x'] over fp32 and bf16
+#define PG_PASSES(name)                                                 \
+  {                                                                     \
+    {{name<0, 0, 0>, name<0, 0, 1>}, {name<0, 1, 0>, name<0, 1, 1>}}, { \
+      {name<1, 0, 0>, name<1, 0, 1>}, { name<1, 1, 0>, name<1, 1, 1> }  \
+    }                                                                   \
+  }
+constexpr decltype(&step_pass<0, 0, 0>) kStepPass[2][2][2] = PG_PASSES(step_pass);
+constexpr decltype(&logp_pass<0, 0, 0>) kLogpPass[2][2][2] = PG_PASSES(logp_pass);
+constexpr decltype(&grad_pass<0, 0, 0>) kGradPass[2][2][2] = PG_PASSES(grad_pass);
 
 static bool plain_types(const AffineParams& p) {
   return !p.u.data && p.x.dtype <= kBF16 && p.v.dtype <= kBF16 && p.out.dtype <= kBF16;

@@ -96,16 +96,5 @@ static void grad_pass(const Row& r, float g, const void* __restrict x, const voi
   for (int k = 0; k < n; ++k) put<kV>(dv, k, g * (get<kY>(y, k) - mean_of(r, get<kX>(x, k), get<kV>(v, k))));
 }
 
-// [x][v][x'] over fp32 and bf16
-#define PG_PASSES(name)                                                 \
-  {                                                                     \
-    {{name<0, 0, 0>, name<0, 0, 1>}, {name<0, 1, 0>, name<0, 1, 1>}}, { \
-      {name<1, 0, 0>, name<1, 0, 1>}, { name<1, 1, 0>, name<1, 1, 1> }  \
-    }                                                                   \
-  }
-constexpr decltype(&step_pass<0, 0, 0>) kStepPass[2][2][2] = PG_PASSES(step_pass);
-constexpr decltype(&logp_pass<0, 0, 0>) kLogpPass[2][2][2] = PG_PASSES(logp_pass);
-constexpr decltype(&grad_pass<0, 0, 0>) kGradPass[2][2][2] = PG_PASSES(grad_pass);
-
 }  // namespace PG_ISA
 }  // namespace prefgrpo

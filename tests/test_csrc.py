@@ -4,6 +4,7 @@ Properties: every instruction set and every number of threads gives the same bit
 depends on D alone), the module knows no torch and loads without a GPU driver, and without it the answers stay.
 """
 
+import itertools
 import os
 import re
 import shutil
@@ -39,7 +40,23 @@ def everything(shape, guidance):
         given = affine_step(c.x, c.v, c.coef, c.index, noise=c.eps, guidance=pair, out_dtype=torch.float16)
         out = affine_logp(c.x, v, given.x_next, c.coef, c.index, v_ref=c.v_ref, v_old=c.v_old, guidance=pair)
         (out.logp + out.kl + out.log_ratio).sum().backward()
-    return *drawn, *given, *(t.detach() for t in out), v.grad
+    return *drawn, *given, *(t.detach() for t in out), v.grad, *without_extras(shape)
+
+
+def without_extras(shape):
+    """The one-pass loops, over every mixture of fp32 and bf16."""
+    results = []
+    for x, v, y in itertools.product((torch.float32, torch.bfloat16), repeat=3):
+        c = make(shape, 2, x, v)
+        leaf = c.v.clone().requires_grad_()
+        with use_backend("cpu"):
+            step = affine_step(c.x, c.v, c.coef, c.index, noise=c.eps, out_dtype=y)
+            logp = affine_logp(c.x, leaf, step.x_next, c.coef, c.index).logp
+            logp.sum().backward()
+            staged = affine_logp(c.x, c.v, step.x_next, c.coef, c.index, v_ref=c.v_ref).logp
+        assert torch.equal(staged, logp), "one pass and staged tiles must sum alike"
+        results += [*step, logp.detach(), leaf.grad]
+    return results
 
 
 @pytest.mark.parametrize("guidance", [False, True])
