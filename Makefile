@@ -46,6 +46,7 @@ demo-vllm: $(VENV)/.installed-train
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check --quiet
+	@$(BIN)/clang-format --dry-run --Werror csrc/*.*
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/mypy
 
