@@ -161,8 +161,8 @@ def render(results: Path, docs: Path) -> None:
             "## GPU",
             "",
             "Not measured yet: the CUDA and Triton kernels were compiled for sm_80, sm_90a and sm_100a and ran on the",
-            "CPU only (`tests/test_cuda_on_cpu.py`, Triton's interpreter). `scripts/gpu_check.sh` on a GPU machine adds",
-            "this section.",
+            "CPU only (`tests/test_cuda_on_cpu.py`, Triton's interpreter). `scripts/gpu_check.sh` on a GPU adds this",
+            "section.",
             "",
         ]
     (docs / "benchmarks.md").write_text("\n".join(lines))
