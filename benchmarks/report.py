@@ -123,6 +123,7 @@ def plot(run: dict[str, Any], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "prefgrpo"  # the same picture from the same numbers
     from matplotlib import pyplot
 
     rows = [r for r in run["results"] if r["bytes"] and r["dtypes"] == "x fp32, v bf16"]
