@@ -6,6 +6,7 @@ Invariant: a value that the model refuses is a ConfigError that names its field.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,18 @@ class _TruncatedOnce(logging.Filter):
         return first
 
 
+def _calm() -> None:
+    """Say a cut prompt once; draw the libraries' progress bars on a terminal only."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    for handler in logging.getLogger("diffusers").handlers:
+        handler.addFilter(_TruncatedOnce())
+    if not sys.stderr.isatty():
+        diffusers_logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()
+
+
 @contextmanager
 def names(field_name: str) -> Iterator[None]:
     """Inside, a value that the model refuses is a mistake of this field."""
@@ -56,8 +69,7 @@ def names(field_name: str) -> Iterator[None]:
 def open_adapter(config: Config, device: torch.device, encoders: bool = True) -> Adapter:
     """The model of a run, frozen, its size and frames checked. Raises ConfigError or ModelError."""
     r = config.rollout
-    for handler in logging.getLogger("diffusers").handlers:
-        handler.addFilter(_TruncatedOnce())
+    _calm()
     with names("family"):
         family(config.family)
     with names("rollout.frames, rollout.guidance_2 or train.target_components"):
