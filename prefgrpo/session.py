@@ -267,13 +267,15 @@ def _describe(config: Config, session: Session) -> str:
 
 def memory_estimate(config: Config, session: Session) -> str:
     """Bytes known before the first step, per process, and what the device has; activations come on top."""
-    r, gib = config.rollout, 2**30
+    r = config.rollout
     parts = known_bytes(config, session.adapter, session.world.size)
     total = sum(parts.values())
-    listed = " + ".join(f"{name} {size / gib:.2f}" for name, size in parts.items())
+    unit, name = (2**30, "GiB") if total >= 2**30 else (2**20, "MiB")
+    listed = " + ".join(f"{part} {size / unit:.3g}" for part, size in parts.items())
+    free = available_memory(session.world.device) / 2**30
     return (
-        f"memory per process: {listed} = {total / gib:.2f} "
-        f"GiB of {available_memory(session.world.device) / gib:.1f} free, and the activations of {r.batch_size} images"
+        f"memory per process: {listed} = {total / unit:.3g} {name} of {free:.1f} GiB free, and the activations of "
+        f"{r.batch_size} images"
     )
 
 
