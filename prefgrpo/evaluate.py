@@ -22,11 +22,12 @@ from prefgrpo.checkpoint import CheckpointError
 from prefgrpo.config import Config
 from prefgrpo.data import Prompt
 from prefgrpo.embed import Embeddings
+from prefgrpo.media import Media
 from prefgrpo.models.base import Adapter
 from prefgrpo.noise import initial_latents
 from prefgrpo.parallel import World
 from prefgrpo.render import Images, render, to_uint8
-from prefgrpo.rewards.base import GroupScores, Media, Sample
+from prefgrpo.rewards.base import GroupScores, Sample
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.schedule import Schedule
 

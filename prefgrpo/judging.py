@@ -14,10 +14,10 @@ import numpy as np
 from prefgrpo.config import Config, ConfigError, Judge
 from prefgrpo.judge.plans import get_plan
 from prefgrpo.judge.verdict import JudgeError, PairJudge
+from prefgrpo.media import Media
 from prefgrpo.models import family
 from prefgrpo.parallel import World
 from prefgrpo.rewards import Reward, RewardSpecError, build, parse_reward_spec
-from prefgrpo.rewards.base import Media
 from prefgrpo.rewards.scorer import Scorer
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ from prefgrpo.data import step_prompts
 from prefgrpo.embed import select
 from prefgrpo.evaluate import load_before, save_images
 from prefgrpo.log import Log
+from prefgrpo.media import Media
 from prefgrpo.metrics import (
     RewardsMissing,
     check_missing,
@@ -37,7 +38,7 @@ from prefgrpo.ops import group_advantage
 from prefgrpo.policy import NonFiniteGradient
 from prefgrpo.render import Images, conditions, stills, to_uint8
 from prefgrpo.replay import replay
-from prefgrpo.rewards.base import Media, Sample
+from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout import Rollout, rollout
 from prefgrpo.schedule import Schedule, make_schedule, sde_window

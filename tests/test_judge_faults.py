@@ -20,7 +20,7 @@ from judge_server import MODEL, JudgeServer, free_port, images
 from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig, check
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.verdict import JudgeError
-from prefgrpo.rewards.base import Media
+from prefgrpo.media import Media
 
 FAST = {"timeout_s": 1.0, "retries": 2, "backoff_s": 0.05, "patience_s": 2.0}
 

@@ -22,7 +22,7 @@ from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig
 from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.serve import ServeConfig, Server
-from prefgrpo.rewards.base import Media
+from prefgrpo.media import Media
 from prefgrpo.tiny import scenes
 
 MODEL = str(Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge")

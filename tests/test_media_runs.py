@@ -17,8 +17,8 @@ from prefgrpo.config import ConfigError, from_dict
 from prefgrpo.judge.body import encode
 from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.judging import training_scorer
+from prefgrpo.media import Media
 from prefgrpo.render import stills
-from prefgrpo.rewards.base import Media
 from prefgrpo.tiny import pipelines
 
 SMALL = {"train": {"steps": 3}, "rollout": {"prompts_per_step": 2, "group_size": 2, "batch_size": 4}}

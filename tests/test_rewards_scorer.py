@@ -17,8 +17,9 @@ from judge_server import JudgeServer
 
 from prefgrpo.judge.client import HttpJudgeConfig
 from prefgrpo.judge.verdict import JudgeError, PairJudge, Verdict
+from prefgrpo.media import Media
 from prefgrpo.rewards import build
-from prefgrpo.rewards.base import Comparison, Media, PointwiseReward, Sample, Score
+from prefgrpo.rewards.base import Comparison, PointwiseReward, Sample, Score
 from prefgrpo.rewards.pairwise import VlmPairwise, open_judge, tally
 from prefgrpo.rewards.scorer import Scorer
 

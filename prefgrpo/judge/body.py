@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefgrpo.judge.template import Template
-from prefgrpo.rewards.base import Media
+from prefgrpo.media import Media
 
 
 def _png(media: Media) -> bytes:

@@ -18,7 +18,7 @@ from prefgrpo.judge.http import HttpJudge, HttpJudgeConfig
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.template import load_template
 from prefgrpo.judge.verdict import JudgeError
-from prefgrpo.rewards.base import Media
+from prefgrpo.media import Media
 
 __all__ = ["EndpointHealth", "Health", "HttpJudge", "HttpJudgeConfig", "check"]
 

@@ -27,7 +27,7 @@ from prefgrpo.judge.endpoint import TRANSPORT_ERRORS, Endpoint, NoEndpoint, Pool
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.template import label_ids, load_template
 from prefgrpo.judge.verdict import JudgeError, Pair, PairJudge, Verdict, soft_verdict
-from prefgrpo.rewards.base import Media
+from prefgrpo.media import Media
 
 _MISS = ("Cache miss for", "Failed to apply")
 _LONGEST_PAUSE_S = 60.0

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 
 from prefgrpo.judge.template import label_ids, load_template
 from prefgrpo.judge.verdict import JudgeError, Pair, PairJudge, Verdict, soft_verdict
-from prefgrpo.rewards.base import Media
+from prefgrpo.media import Media
 
 _FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 _SHARED_TOKENS = 64

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from prefgrpo.rewards.base import Media
+    from prefgrpo.media import Media
 
 Pair = tuple[int, int]
 """(first shown, second shown): indices into a group."""

@@ -6,63 +6,15 @@ value of a sample that could not be scored is None with a reason: missing is nev
 
 from __future__ import annotations
 
-import hashlib
-import io
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from prefgrpo.judge.verdict import Verdict
-
-
-@dataclass(frozen=True, eq=False)
-class Media:
-    """An image [H, W, 3] or a video [F, H, W, 3], uint8 RGB. Encodings are made once and kept."""
-
-    pixels: NDArray[np.uint8]
-
-    @property
-    def clip(self) -> bool:
-        """Whether this is a video."""
-        return self.pixels.ndim == 4
-
-    def frames(self, most: int | None = None) -> list[Media]:
-        """Frames of a clip as images, evenly spread from first to last if there are more than `most`; [self] of an
-        image."""
-        if not self.clip:
-            return [self]
-        count = len(self.pixels)
-        chosen = range(count) if most is None or count <= most else np.linspace(0, count - 1, most, dtype=int)
-        return [Media(self.pixels[k]) for k in chosen]
-
-    @cached_property
-    def pil(self) -> Image.Image:
-        """The image as PIL (images only)."""
-        return Image.fromarray(self.pixels)
-
-    @cached_property
-    def jpeg(self) -> bytes:
-        """JPEG, quality 95, 4:4:4 below 256 pixels a side (where 4:2:0 would smear colours)."""
-        buffer = io.BytesIO()
-        self.pil.save(buffer, "JPEG", quality=95, subsampling=0 if min(self.pil.size) < 256 else 2)
-        return buffer.getvalue()
-
-    @cached_property
-    def webp(self) -> bytes:
-        """WebP, lossless, fastest method."""
-        buffer = io.BytesIO()
-        self.pil.save(buffer, "WEBP", lossless=True, method=0, quality=0)
-        return buffer.getvalue()
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of shape and pixels, hex."""
-        return hashlib.sha256(repr(self.pixels.shape).encode() + self.pixels.tobytes()).hexdigest()
+from prefgrpo.media import Media
 
 
 @dataclass(frozen=True, eq=False)
