@@ -7,6 +7,7 @@ group. Invariant: the prompts of step k depend on (seed, k) alone, so a resumed 
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 from collections.abc import Callable, Iterator
@@ -43,6 +44,12 @@ class Prompt:
                 return image.convert("RGB")
         except OSError as error:
             raise DataError(f"source image {self.source} of prompt {self.text!r} cannot be read: {error}") from error
+
+
+def fingerprint(prompts: list[Prompt]) -> str:
+    """Hex digest of texts and sources in their order: what the prompts of every step follow from, beside the seed."""
+    rows = "".join(f"{p.text}\0{p.source}\n" for p in prompts)
+    return hashlib.sha256(rows.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class DataError(ValueError):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from prefgrpo import checkpoint, parallel
 from prefgrpo.config import Config, ConfigError, differences, load, to_dict
-from prefgrpo.data import Prompt, read_prompts
+from prefgrpo.data import Prompt, fingerprint, read_prompts
 from prefgrpo.embed import Embeddings
 from prefgrpo.evaluate import Evaluator, held_out
 from prefgrpo.judge.verdict import PairJudge
@@ -239,6 +239,11 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
     path = checkpoint.latest(folder / "checkpoints") if resume else None
     if path is not None:
         tensors, meta = checkpoint.read(path)
+        if meta["prompts"] != fingerprint(session.prompts):
+            raise checkpoint.CheckpointError(
+                f"{config.data.prompts} holds other prompts than when {folder} was started; "
+                "resume with the old file, or choose another --name"
+            )
         session.policy.load(tensors, meta["updates"])
         session.start, session.trained_s = meta["step"], meta["trained_s"]
         session.notes.append(f"resumed from {path}")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from prefgrpo import checkpoint
 from prefgrpo.config import Config
-from prefgrpo.data import step_prompts
+from prefgrpo.data import fingerprint, step_prompts
 from prefgrpo.embed import select
 from prefgrpo.evaluate import load_before, save_images
 from prefgrpo.log import Log
@@ -341,7 +341,11 @@ class Trainer:
         """Checkpoint after `done` steps; rank 0 writes, all wait."""
         path = self.folder / "checkpoints" / f"step_{done:06d}"
         if self.world.main:
-            meta = {"updates": self.policy.updates, "trained_s": self.parts.trained_s}
+            meta = {
+                "updates": self.policy.updates,
+                "trained_s": self.parts.trained_s,
+                "prompts": fingerprint(self.parts.prompts),
+            }
             path = checkpoint.save(
                 self.folder / "checkpoints",
                 done,

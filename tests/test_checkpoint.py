@@ -390,6 +390,17 @@ def test_another_configuration_is_refused_and_nothing_is_touched(place, finished
     assert code == 0, "what mends a run that stopped may change"
 
 
+def test_other_prompts_behind_the_same_path_are_refused(place, finished):
+    run, file = finished / "runs" / "short", place / "train.txt"
+    before, original = tree(run), file.read_bytes()
+    file.write_text("another prompt\n", encoding="utf-8")
+    try:
+        code, output = train(short(place, finished), "--resume")
+    finally:
+        file.write_bytes(original)
+    assert code == 2 and "other prompts" in output and tree(run) == before
+
+
 def test_a_run_is_never_overwritten(place, finished):
     run = finished / "runs" / "short"
     before = tree(run)
