@@ -109,7 +109,7 @@ def test_rounds_follow_each_other_over_http():
     with JudgeServer(delay_s=0.02) as server:
         options = {"judge": {"endpoints": (server.url,)}, "plan": "tournament", "verdict": "hard"}
         rewards = build("vlm_pairwise", {"vlm_pairwise": options})
-        with Scorer(rewards, 8, deadline_s=20) as s:
+        with Scorer(rewards, 8, deadline_s=60) as s:
             s.begin(0, [0, 1])
             for member in range(8):
                 for group in (0, 1):

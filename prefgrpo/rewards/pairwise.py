@@ -129,7 +129,8 @@ class PairSession:
                 self._send(n)
 
     def _answer(self, index: int, deadline: float) -> Verdict:
-        future = self._answers.get(index)
+        with self._lock:  # a round's pairs are listed and sent under it: a listed pair without an answer was never sent
+            future = self._answers.get(index)
         if future is None:
             return Verdict(None, "one of the pair was never generated")
         try:
