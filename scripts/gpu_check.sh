@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks and measures the ops on a GPU machine: builds the extension for the GPU that is there, runs the tests of the
-# ops on it (where pytest and hypothesis are installed), takes the benchmarks, writes benchmarks/results/cuda.json and
+# ops on it (where pytest and hypothesis are installed), checks memory accesses of a small case, takes the benchmarks, writes benchmarks/results/cuda.json and
 # docs/benchmarks.md. Needs torch with CUDA, nvcc, cmake, ninja, pybind11; no network. Usage: scripts/gpu_check.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,5 +16,21 @@ if "$PYTHON" -c 'import pytest, hypothesis' 2>/dev/null; then
   "$PYTHON" -m pytest -q -o addopts= -p no:cacheprovider tests/test_gpu.py tests/test_ops_*.py tests/test_csrc.py
 else
   echo "pytest or hypothesis is not installed: only the checks of benchmarks/gpu.py run"
+fi
+if command -v compute-sanitizer >/dev/null; then
+  compute-sanitizer --tool memcheck --error-exitcode 9 "$PYTHON" -c '
+import torch
+from prefgrpo import ops
+x, v = (torch.randn(3, 1003, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+coef, index = torch.tensor([[0.9, -0.1, 0.5, -2.0, 0.3]], device="cuda"), torch.zeros(3, dtype=torch.int64, device="cuda")
+step = ops.affine_step(x, v, coef, index, noise=ops.NoiseAddress(7, torch.arange(3, device="cuda")))
+v.requires_grad_()
+logp = ops.affine_logp(x, v, step.x_next, coef, index).logp
+ops.policy_loss(logp, step.logp, torch.tensor([1.0, 0.0, -1.0], device="cuda"), clip_low=1e-4).loss.backward()
+wins = torch.rand(2, 5, 5, device="cuda")
+ops.winrate_advantage(wins, torch.ones_like(wins))
+torch.cuda.synchronize()'
+else
+  echo "compute-sanitizer is not here: memory is not checked"
 fi
 "$PYTHON" -m benchmarks --device cuda
