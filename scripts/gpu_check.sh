@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Checks and measures the ops on a GPU machine: builds the extension for the GPU that is there, runs the tests of the
-# ops on it (where pytest and hypothesis are installed), checks memory accesses of a small case, takes the benchmarks, writes benchmarks/results/cuda.json and
-# docs/benchmarks.md. Needs torch with CUDA, nvcc, cmake, ninja, pybind11; no network. Usage: scripts/gpu_check.sh
+# ops on it (where pytest and hypothesis are installed), checks memory accesses of a small case, takes the benchmarks,
+# writes benchmarks/results/cuda.json and docs/benchmarks.md. Needs torch with CUDA, nvcc, cmake, ninja, pybind11; no
+# network. Usage: scripts/gpu_check.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
