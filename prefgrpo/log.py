@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ class Log:
     def say(self, text: str) -> None:
         """One line above the progress bar."""
         if self.active:
-            tqdm.write(text)
+            _write(text)
 
     def row(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Append one row, unless a resumed run has it already; numbers that are not finite are written as null."""
@@ -74,7 +75,7 @@ class Log:
         """The summary line of a finished step."""
         if self.active:
             self.bar.update(1)
-            tqdm.write(text)
+            _write(text)
 
     def close(self) -> None:
         """Flush and close all outputs."""
@@ -83,6 +84,12 @@ class Log:
             self.file.close()
             if self.writer is not None:
                 self.writer.close()
+
+
+def _write(text: str) -> None:
+    """A line above the bar, at once also where stdout is a file that somebody follows."""
+    tqdm.write(text)
+    sys.stdout.flush()
 
 
 def _finite(value: Any) -> Any:
