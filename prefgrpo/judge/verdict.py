@@ -70,7 +70,7 @@ class PairJudge(ABC):
 
     def submit(self, prompt: str, first: Media, second: Media) -> Future[Verdict]:
         """Send one pair without waiting (streaming backends only)."""
-        raise NotImplementedError(f"{type(self).__name__} judges whole groups; use judge_group")
+        raise TypeError(f"{type(self).__name__} judges whole groups; use judge_group")
 
     def close(self) -> None:  # noqa: B027  (a backend without resources has nothing to release)
         """Release what the backend holds."""

@@ -126,7 +126,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGene
 
 
 def messages(caption: str, image: object = None) -> list[dict[str, object]]:
-    """The chat of one comparison; `image` parts are placeholders (pixels travel separately)."""
+    """The chat of one comparison; `image` parts are left open (pixels travel separately)."""
     before, between, after = USER_PARTS
     content = [
         {"type": "text", "text": before.format(caption)},
