@@ -23,12 +23,14 @@ _libraries: list[object] = []  # a torch.library.Library withdraws its schemas w
 
 
 class DeclareFirst(importlib.abc.MetaPathFinder):
-    """Declares the schemas when torchvision is first looked for, then steps aside."""
+    """Declares the schemas when torchvision is first looked for."""
+
+    done = False
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
         """Find nothing: only the moment of the call matters."""
-        if fullname == "torchvision":
-            sys.meta_path.remove(self)
+        if fullname == "torchvision" and not self.done:
+            self.done = True
             import torch
 
             library = torch.library.Library("torchvision", "FRAGMENT")
