@@ -7,11 +7,14 @@ mistake of the recipe at once. Defaults are safe for FLUX.1-dev; recipes set wha
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
+import tyro
+import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from prefgrpo.limits import check
@@ -20,6 +23,30 @@ from prefgrpo.recipe import ConfigError, copy_tree, drop, drop_booleans, flatten
 __all__ = ["Config", "ConfigError", "check", "differences", "from_dict", "load", "parse", "to_dict"]
 
 STRICT = ConfigDict(extra="forbid")
+
+
+def _options(text: str) -> dict[str, dict[str, Any]]:
+    """Options per reward from one YAML or JSON text (on the command line)."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"not valid YAML or JSON: {error}") from error
+    if not isinstance(value, dict) or not all(isinstance(v, dict) for v in value.values()):
+        raise ValueError(f"expected options per reward, e.g. '{{clip: {{device: cpu}}}}', got {text!r}")
+    return value
+
+
+Options = Annotated[
+    dict[str, dict[str, Any]],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="YAML",
+        instance_from_str=lambda words: _options(words[0]),
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [json.dumps(value)],
+    ),
+]
+"""Options per reward."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +139,8 @@ class Reward:
 
     spec: str = "vlm_pairwise"
     """Rewards and weights, e.g. "vlm_pairwise:0.7,clip:0.3"; weight 0 is logged and not trained on."""
+    options: Options = field(default_factory=dict)
+    """Per reward: its options; `url` of its server; `judge`: what differs from the judge section."""
     combine: Literal["weighted_sum", "weighted_advantage_sum"] = "weighted_sum"
     """Sum rewards and then normalise, or normalise each and then sum (GDPO)."""
     std: Literal["group", "global", "none"] = "group"
@@ -182,6 +211,8 @@ class Eval:
     """Use only the first so many held-out prompts; 0: all."""
     spec: str = ""
     """Rewards that only measure, e.g. "scenes"; they never enter training."""
+    options: Options = field(default_factory=dict)
+    """Options of these rewards, as in reward.options."""
     judge: bool = True
     """Also ask the judge for the win rate against the starting policy, in both orders."""
     show: int = 12
@@ -264,7 +295,8 @@ def to_dict(config: Config) -> dict[str, Any]:
 def differences(a: Config, b: Config) -> dict[str, tuple[Any, Any]]:
     """Dotted field name → (value in a, value in b) where they differ."""
     left, right = flatten(asdict(a)), flatten(asdict(b))
-    return {key: (left[key], right[key]) for key in left if left[key] != right[key]}
+    both = dict.fromkeys([*left, *right])  # options of rewards may be in one only
+    return {key: (left.get(key), right.get(key)) for key in both if left.get(key) != right.get(key)}
 
 
 def _typed(data: dict[str, Any]) -> tuple[Config, list[str]]:

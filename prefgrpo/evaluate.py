@@ -22,12 +22,11 @@ from prefgrpo.checkpoint import CheckpointError
 from prefgrpo.config import Config
 from prefgrpo.data import Prompt
 from prefgrpo.embed import Embeddings
-from prefgrpo.media import Media
 from prefgrpo.models.base import Adapter
 from prefgrpo.noise import initial_latents
 from prefgrpo.parallel import World
-from prefgrpo.render import Images, render, to_uint8
-from prefgrpo.rewards.base import GroupScores, Sample
+from prefgrpo.render import Images, render, sample, to_uint8
+from prefgrpo.rewards.base import GroupScores
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.schedule import Schedule
 
@@ -149,7 +148,7 @@ class Evaluator:
             for row, i in enumerate(index):
                 for member, pixels in enumerate((now[row], before[row])):
                     item = self.held.items[i]
-                    scorer.add(row, member, Sample(item.text, Media(pixels), item.meta))
+                    scorer.add(row, member, sample(item, pixels, self.config.rollout))
             result = scorer.finish()
             for reward, groups in result.groups.items():
                 table.update(_columns(name, reward, groups))

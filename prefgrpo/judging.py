@@ -1,23 +1,28 @@
-"""From the configuration to the scorers of a run: one judge, shared by training and evaluation.
+"""From the configuration to the scorers of a run: its rewards, and the judge that training and evaluation share.
 
-Invariant: a judge is opened once per process, only if something asks it, and checked before the first step.
+The shared judge is that of the spec's first pairwise reward; other judged rewards have the judge section overlaid
+with their own options. Invariant: what asks a judge is opened once per process, and checked before the first step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from prefgrpo.config import Config, ConfigError, Judge
+from prefgrpo.data import Prompt
 from prefgrpo.judge.plans import get_plan
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.media import Media
 from prefgrpo.models import family
 from prefgrpo.parallel import World
-from prefgrpo.rewards import Reward, RewardSpecError, build, parse_reward_spec
+from prefgrpo.rewards import RewardSpecError, build, load_class, parse_reward_spec
+from prefgrpo.rewards.base import Reward
+from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
 
 if TYPE_CHECKING:
@@ -47,16 +52,23 @@ def specs(config: Config) -> tuple[dict[str, float], dict[str, float]]:
     return parsed[0], parsed[1]
 
 
+def shared(config: Config) -> str:
+    """Name of the reward whose judge evaluation asks too: the first pairwise one that trains, else vlm_pairwise."""
+    remote = {name for name, own in config.reward.options.items() if "url" in own}
+    names = [n for n in specs(config)[0] if n not in remote and issubclass(load_class(n), VlmPairwise)]
+    return names[0] if names else PAIRWISE
+
+
 def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str]]:
-    """(judge or None, what its health check found), if training or evaluation asks one.
+    """(shared judge or None, what its health check found), if training or evaluation asks one.
 
     Raises JudgeError in seconds if it cannot work: unreachable, wrong model, no verdict on a probe pair.
     """
-    training, _ = specs(config)
+    training, name = specs(config)[0], shared(config)
     held_out = config.eval.every and (config.eval.prompts or config.eval.final_prompts)
-    if PAIRWISE not in training and not (config.eval.judge and held_out):
+    if name not in training and not (config.eval.judge and held_out):
         return None, []
-    judge = config.judge
+    judge = judge_section(config.judge, name, config.reward.options.get(name, {}))
     if judge.backend == "local":
         from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
 
@@ -68,6 +80,34 @@ def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str
     notes: list[str] = []
     world.on_main(lambda: notes.extend(check(http, bias_pairs=CALIBRATION_PAIRS).summary().splitlines()), JudgeError)
     return HttpJudge(http), [f"judge {note}" for note in notes]
+
+
+def judge_section(judge: Judge, name: str, options: Mapping[str, Any]) -> Judge:
+    """The judge section as reward `name` uses it: its own template, then what its options' `judge` names."""
+    own = dict(options.get("judge", {}))
+    known = [f.name for f in fields(Judge)]
+    if unknown := sorted(set(own) - set(known)):
+        raise ConfigError([f"reward.options.{name}.judge: unknown key(s) {unknown}; expected some of {known}"])
+    template = judge.template if name == PAIRWISE else load_class(name).template
+    own = {key: tuple(value) if isinstance(value, list) else value for key, value in own.items()}
+    changes: dict[str, Any] = {"template": template} | own
+    return replace(judge, **changes)
+
+
+def reward_options(config: Config, spec: Mapping[str, float], given: Mapping[str, Any], judge: Any) -> dict[str, Any]:
+    """Options of every reward of a spec; a judged one gets its judge: `judge`, where it is the shared one's."""
+    options: dict[str, dict[str, Any]] = {name: dict(own) for name, own in given.items()}
+    for name in spec:
+        found, own = load_class(name), options.get(name, {})
+        if not found.judged or "url" in own:
+            continue
+        if issubclass(found, VlmPairwise):
+            own = {"plan": config.judge.plan, "verdict": config.judge.verdict} | own
+        alone = name != shared(config) or judge is None
+        section = judge_section(config.judge, name, own)
+        own["judge"] = asdict(http_config(section)) if alone else judge
+        options[name] = own
+    return options
 
 
 def _answers(judge: PairJudge, config: Judge) -> PairJudge:
@@ -105,39 +145,54 @@ def makes_clips(config: Config) -> bool:
     return frames is not None and frames > 1
 
 
-def _take_clips(config: Config, field: str, rewards: Mapping[str, Reward]) -> None:
-    """Raise ConfigError for a reward that takes images where the samples are clips."""
-    images_only = [name for name, reward in rewards.items() if not reward.clips]
-    if images_only and makes_clips(config):
-        hint = "; a judge sees clips over http only" if PAIRWISE in images_only else ""
-        raise ConfigError(
-            [
-                f"{field}: {', '.join(images_only)} takes images, but this run makes clips; expected rewards that "
-                f"take clips (or rollout.frames = 1){hint}"
-            ]
-        )
+def check_inputs(config: Config, field: str, rewards: Mapping[str, Reward], prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError for rewards that do not take what this run makes of these prompts."""
+    kind, mistakes = "video" if makes_clips(config) else "image", []
+    for name, reward in rewards.items():
+        if kind not in reward.takes:
+            made = "clips" if kind == "video" else "images"
+            hint = "; a judge sees clips over http only" if reward.judged and kind == "video" else ""
+            mistakes.append(f"{field}: {name} takes {' or '.join(reward.takes)}, but this run makes {made}{hint}")
+        lacking = [p for p in prompts if reward.needs_source and not p.source]
+        if lacking:
+            mistakes.append(
+                f"{field}: {name} scores edits, but {len(lacking)} prompt(s) have no source image, the first: "
+                f"{lacking[0].text[:60]!r}; expected a file with a source_image column"
+            )
+        for key in reward.meta_keys:
+            if lacking := [p for p in prompts if key not in p.meta]:
+                mistakes.append(
+                    f"{field}: {name} needs the column '{key}', which {len(lacking)} prompt(s) lack, the first: "
+                    f"{lacking[0].text[:60]!r}"
+                )
+    if mistakes:
+        raise ConfigError(mistakes)
 
 
-def training_scorer(config: Config, judge: PairJudge | None, folder: Path | None) -> tuple[Scorer, dict[str, float]]:
+def training_scorer(
+    config: Config, judge: PairJudge | None, folder: Path | None, prompts: Sequence[Prompt]
+) -> tuple[Scorer, dict[str, float]]:
     """(scorer of training groups, weights). `folder`: where judgements.jsonl goes, None to write none."""
     weights, _ = specs(config)
-    options = {PAIRWISE: {"judge": judge, "plan": config.judge.plan, "verdict": config.judge.verdict}}
-    rewards = build(config.reward.spec, {k: v for k, v in options.items() if k in weights})
-    _take_clips(config, "reward.spec", rewards)
-    log = folder / "judgements.jsonl" if folder and PAIRWISE in weights and config.judge.log else None
+    rewards = build(config.reward.spec, reward_options(config, weights, config.reward.options, judge))
+    check_inputs(config, "reward.spec", rewards, prompts)
+    judged = any(isinstance(r, VlmPairwise) for r in rewards.values())
+    log = folder / "judgements.jsonl" if folder and judged and config.judge.log else None
     return Scorer(rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log), weights
 
 
-def evaluation_scorers(config: Config, judge: PairJudge | None) -> dict[str, Scorer]:
+def evaluation_scorers(config: Config, judge: PairJudge | None, prompts: Sequence[Prompt]) -> dict[str, Scorer]:
     """Scorers of (now, before) pairs: 'judge' asks in both orders, 'measure' holds the rewards of eval.spec."""
     _, measured = specs(config)
     scorers = {}
     if config.eval.judge and judge is not None:
-        reward = build(PAIRWISE, {PAIRWISE: {"judge": judge, "plan": "both_orders", "verdict": "hard"}})
-        _take_clips(config, "eval.judge", reward)
+        name = shared(config)
+        own = {**config.reward.options.get(name, {}), "judge": judge, "plan": "both_orders", "verdict": "hard"}
+        reward = build(name, {name: own})
+        check_inputs(config, "eval.judge", reward, prompts)
         scorers["judge"] = Scorer(reward, 2, config.judge.deadline_s, config.seed)
     if measured:
-        rewards = build(config.eval.spec)
-        _take_clips(config, "eval.spec", rewards)
+        rewards = build(config.eval.spec, reward_options(config, measured, config.eval.options, None))
+        check_inputs(config, "eval.spec", rewards, prompts)
         scorers["measure"] = Scorer(rewards, 2, config.judge.deadline_s, config.seed)
     return scorers

@@ -52,22 +52,20 @@ def check_missing(
     return share
 
 
-JUDGE_SUMS = ("judge/requests", "judge/retries", "judge/failures")
-JUDGE_PEAKS = ("judge/busy_s", "judge/wait_s", "judge/queue_max", "judge/latency_p95")
-JUDGE_MEANS = ("judge/latency_p50", "judge/tie_rate", "judge/position_bias", "judge/order_inconsistency")
+SUMS = ("judge/requests", "judge/retries", "judge/failures", "judge/cache_hits", "judge/hedges")
+PEAKS = ("_s", "/queue_max", "_p95")
+"""Endings of the figures of which the worst rank counts; all others are averaged."""
 
 
-def judge_over_ranks(local: Mapping[str, float], world: World) -> dict[str, float]:
-    """A step's judge figures over all ranks: counts summed, times at their worst, rates averaged."""
-    names = (*JUDGE_SUMS, *JUDGE_PEAKS, *JUDGE_MEANS)
+def over_ranks(local: Mapping[str, float], world: World) -> dict[str, float]:
+    """A step's judge and reward figures over all ranks: counts summed, times at their worst, rates averaged."""
+    names = world.union(local)
     table = world.gather(np.array([[local.get(n, np.nan) for n in names]]))
     out: dict[str, float] = {}
     for name, column in zip(names, table.T, strict=True):
         found = column[~np.isnan(column)]
         if len(found):
-            out[name] = float(
-                found.sum() if name in JUDGE_SUMS else found.max() if name in JUDGE_PEAKS else found.mean()
-            )
+            out[name] = float(found.sum() if name in SUMS else found.max() if name.endswith(PEAKS) else found.mean())
     if out.get("judge/requests"):
         out["judge/failure_rate"] = out["judge/failures"] / out["judge/requests"]
     return out
@@ -96,7 +94,8 @@ def policy_metrics(rows: list[Tensor], world: World) -> dict[str, float]:
 
 def step_line(step: int, total: int, values: Mapping[str, float], seconds: Mapping[str, float]) -> str:
     """The one readable line of a step."""
-    rewards = [k for k in values if k.startswith("reward/") and k.removesuffix("_std") == k and k != "reward/missing"]
+    rewards = [k for k in values if k.startswith("reward/") and k.count("/") == 1]
+    rewards = [k for k in rewards if not k.endswith("_std") and k != "reward/missing"]
     parts = [f"step {step:>{len(str(total))}}/{total}"]
     parts += [f"{k[7:]} {values[k]:.3f}±{values.get(k + '_std', 0.0):.3f}" for k in rewards]
     parts += [

@@ -7,6 +7,7 @@ sample depends on (weights, prompt, source, seed, sample id) alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -17,21 +18,38 @@ from torch import Tensor
 from prefgrpo.config import Rollout as Sizes
 from prefgrpo.data import Prompt
 from prefgrpo.embed import Embeddings, collate
+from prefgrpo.media import Media
 from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.rewards.base import Sample
 from prefgrpo.rollout import rollout
 from prefgrpo.schedule import Schedule
 
 Images = NDArray[np.uint8]
 
 
-def sources(prompts: Sequence[Prompt], sizes: Sizes) -> list[Image.Image | None]:
-    """The source image of each prompt at the output's size; each file is read once."""
-    size, how, fitted = (sizes.width, sizes.height), Image.Resampling.LANCZOS, dict[str, Image.Image | None]()
+def sources(prompts: Sequence[Prompt], sizes: Sizes) -> list[tuple[Image.Image, ...]]:
+    """The source images of each prompt at the output's size; each list of files is read once."""
+    fitted: dict[tuple[str, ...], tuple[Image.Image, ...]] = {}
     for prompt in prompts:
         if prompt.source not in fitted:
-            image = prompt.image()
-            fitted[prompt.source] = None if image is None else ImageOps.fit(image, size, how)
+            fitted[prompt.source] = tuple(_fit(image, sizes.width, sizes.height) for image in prompt.images())
     return [fitted[p.source] for p in prompts]
+
+
+def _fit(image: Image.Image, width: int, height: int) -> Image.Image:
+    return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
+
+
+@lru_cache(maxsize=256)
+def _source_media(text: str, source: tuple[str, ...], width: int, height: int) -> tuple[Media, ...]:
+    images = Prompt(0, text, source=source).images()
+    return tuple(Media(np.asarray(_fit(image, width, height))) for image in images)
+
+
+def sample(prompt: Prompt, pixels: Images, sizes: Sizes) -> Sample:
+    """What rewards are handed: the pixels [(F,) H, W, 3], with the sources as the model saw them (one per source)."""
+    source = _source_media(prompt.text, prompt.source, sizes.width, sizes.height)
+    return Sample(prompt.text, Media(pixels), source, prompt.meta)
 
 
 def conditions(embeddings: Embeddings, prompts: Sequence[Prompt], sizes: Sizes, device: torch.device) -> Condition:

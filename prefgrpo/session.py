@@ -42,6 +42,8 @@ FREE = (
     *("judge.max_missing", "judge.log"),
 )
 """What a resumed run may change: where and how it runs, and what mends a run that stopped."""
+FREE_OPTIONS = (".url", ".device", ".batch_size", ".judge.endpoints", ".judge.concurrency", ".judge.timeout_s")
+"""Likewise among a reward's options."""
 
 
 @dataclass
@@ -140,7 +142,7 @@ def _open(config: Config, resume: bool, world: World) -> Session:
     adapter = trainable_adapter(config, world.device, encoders=bool(absent))
     policy = Policy(dict(adapter.trainable()), config.train)
     judge, judge_notes = open_judge(config, world)
-    scorer, weights = training_scorer(config, judge, folder if world.main else None)
+    scorer, weights = training_scorer(config, judge, folder if world.main else None, prompts)
     r = config.rollout
     sigmas = adapter.sigmas(r.steps, r.height, r.width)
     check_schedule(config, adapter, sigmas)
@@ -149,7 +151,7 @@ def _open(config: Config, resume: bool, world: World) -> Session:
     evaluators = {}
     for number, (name, held) in enumerate(sets.items() if config.eval.every else ()):
         chosen = held_out(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
-        scorers = evaluation_scorers(config, judge)
+        scorers = evaluation_scorers(config, judge, held)
         evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers, world)
     session = Session(
         world, folder, adapter, policy, prompts, embeddings, sigmas, scorer, weights, evaluators, judge, Interrupt()
@@ -186,7 +188,7 @@ def _check_folder(config: Config, folder: Path, resume: bool, world: World) -> i
     world.on_main(lambda: held.append(checkpoint.claim(folder, resume)), checkpoint.CheckpointError)
     if resume and (folder / "config.yaml").is_file():
         changed = differences(load(folder / "config.yaml"), config)
-        wrong = {k: v for k, v in changed.items() if k not in FREE}
+        wrong = {k: v for k, v in changed.items() if k not in FREE and not k.endswith(FREE_OPTIONS)}
         if wrong:
             shown = "; ".join(f"{k}: was {a!r}, is {b!r}" for k, (a, b) in wrong.items())
             raise checkpoint.CheckpointError(

@@ -22,12 +22,11 @@ from prefgrpo.data import fingerprint, step_prompts
 from prefgrpo.embed import select
 from prefgrpo.evaluate import load_before, save_images
 from prefgrpo.log import Log
-from prefgrpo.media import Media
 from prefgrpo.metrics import (
     RewardsMissing,
     check_missing,
     eval_line,
-    judge_over_ranks,
+    over_ranks,
     policy_metrics,
     reward_metrics,
     step_line,
@@ -36,7 +35,7 @@ from prefgrpo.models.base import Condition
 from prefgrpo.objectives import objective
 from prefgrpo.ops import group_advantage
 from prefgrpo.policy import NonFiniteGradient
-from prefgrpo.render import Images, conditions, stills, to_uint8
+from prefgrpo.render import Images, conditions, sample, stills, to_uint8
 from prefgrpo.replay import replay
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import StepScores
@@ -146,7 +145,7 @@ class Trainer:
         advantage, values = self._advantage(scores)
         with clock.phase("update"):
             values |= self._update(schedule, batches, advantage)
-        return values | judge_over_ranks(scores.metrics, self.world)
+        return values | over_ranks(scores.metrics, self.world)
 
     def _schedule(self, step: int) -> Schedule:
         """Sigmas with this step's stochastic window."""
@@ -196,7 +195,7 @@ class Trainer:
             )
             images = to_uint8(self.adapter.decode(done.latents, r.height, r.width))
             for place, prompt, pixels in zip(places, prompts, images, strict=True):
-                self.samples[place] = Sample(prompt.text, Media(pixels), prompt.meta)
+                self.samples[place] = sample(prompt, pixels, r)
                 self.parts.scorer.add(first + place[0], place[1], self.samples[place])
             batches.append(Batch(update, slots, members, condition, done))
         return batches

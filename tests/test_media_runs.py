@@ -88,8 +88,8 @@ def test_a_reward_that_takes_images_refuses_clips(place):
             return [Verdict(0.5)] * len(pairs)
 
     with pytest.raises(ConfigError, match=r"vlm_pairwise takes images.*over http only"):
-        training_scorer(from_dict(settings(place, "x", **over)), OneByOne(), None)
-    training_scorer(from_dict(settings(place, "x", **over, rollout={"frames": 1})), OneByOne(), None)
+        training_scorer(from_dict(settings(place, "x", **over)), OneByOne(), None, [])
+    training_scorer(from_dict(settings(place, "x", **over, rollout={"frames": 1})), OneByOne(), None, [])
 
 
 def test_edits_with_sources_of_any_size(place):

@@ -18,7 +18,7 @@ from prefgrpo.metrics import (
     RewardsMissing,
     check_missing,
     eval_line,
-    judge_over_ranks,
+    over_ranks,
     policy_metrics,
     reward_metrics,
     step_line,
@@ -84,9 +84,9 @@ def test_a_step_without_training_has_figures_without_nan():
 
 
 def test_judge_figures():
-    found = judge_over_ranks({"judge/requests": 8.0, "judge/failures": 2.0, "judge/latency_p50": 0.5}, ALONE)
+    found = over_ranks({"judge/requests": 8.0, "judge/failures": 2.0, "judge/latency_p50": 0.5}, ALONE)
     assert found == {"judge/requests": 8, "judge/failures": 2, "judge/latency_p50": 0.5, "judge/failure_rate": 0.25}
-    assert judge_over_ranks({}, ALONE) == {}
+    assert over_ranks({}, ALONE) == {}
 
 
 def test_lines_for_a_person():

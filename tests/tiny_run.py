@@ -142,7 +142,10 @@ def rows(folder: Path, timeless: bool = True) -> list[dict[str, Any]]:
     """metrics.jsonl, every line of it, without wall-clock numbers."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     clocks = ("time/", "judge/busy_s", "judge/wait_s", "judge/latency", "judge/queue_max")
-    return [{k: v for k, v in line.items() if not (timeless and k.startswith(clocks))} for line in lines]
+    return [
+        {k: v for k, v in line.items() if not (timeless and (k.startswith(clocks) or "/latency_" in k))}
+        for line in lines
+    ]
 
 
 def tree(folder: Path) -> dict[str, bytes]:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward
+from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Reward
 
 REWARDS: dict[str, str] = {
     "vlm_pairwise": "prefgrpo.rewards.pairwise:VlmPairwise",
@@ -25,7 +25,6 @@ REWARDS: dict[str, str] = {
     "jpeg_incompressibility": "prefgrpo.rewards.jpeg:JpegIncompressibility",
     "scenes": "prefgrpo.rewards.scenes:Scenes",
 }
-Reward = PointwiseReward | GroupwiseReward
 
 
 class RewardSpecError(ValueError):
@@ -133,14 +132,28 @@ def load_class(name: str) -> type[Reward]:
 def build(
     spec: str | Mapping[str, Any] | list[Any], options: Mapping[str, Mapping[str, Any]] | None = None
 ) -> dict[str, Reward]:
-    """{name: reward} for every reward of `spec`; `options[name]` are the keyword arguments of its class."""
+    """{name: reward} for every reward of `spec`; `options[name]` are the keyword arguments of its class.
+
+    Options with a `url` make a `remote.RemoteReward`: the reward runs behind `prefgrpo reward serve`.
+    """
     weights, options = parse_reward_spec(spec), options or {}
+    if unused := sorted(set(options) - set(weights)):
+        raise RewardSpecError(f"options for {', '.join(unused)}, but the reward spec names only {', '.join(weights)}")
     return {name: _make(name, dict(options.get(name, {}))) for name in weights}
 
 
 def _make(name: str, options: dict[str, Any]) -> Reward:
     found = load_class(name)
-    accepted = inspect.signature(found).parameters
+    if "url" in options:
+        from prefgrpo.rewards.remote import RemoteReward  # imports aiohttp
+
+        return _call(name, RemoteReward, {"name": name, "cls": found} | options)
+    return _call(name, found, options)
+
+
+def _call(name: str, make: type[Reward], options: dict[str, Any]) -> Reward:
+    """make(**options). RewardSpecError names an option that it does not take, or lacks."""
+    accepted = inspect.signature(make).parameters
     for key in options:
         if key not in accepted:
             near = difflib.get_close_matches(key, accepted, n=1)
@@ -151,4 +164,4 @@ def _make(name: str, options: dict[str, Any]) -> Reward:
     needed = [k for k, p in accepted.items() if p.default is p.empty and k not in options]
     if needed:
         raise RewardSpecError(f"reward '{name}' needs the option(s) {', '.join(needed)}")
-    return found(**options)
+    return make(**options)

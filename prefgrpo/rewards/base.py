@@ -1,14 +1,16 @@
 """What every reward takes and gives.
 
 A reward scores samples, alone (`PointwiseReward`) or a prompt's whole group at once (`GroupwiseReward`). The
-value of a sample that could not be scored is None with a reason: missing is never 0, −1 or 0.5.
+value of a sample that could not be scored is None with a reason: missing is never 0, −1 or 0.5. A module of a
+reward imports without the reward's libraries; its constructor loads them, or raises RewardError.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +18,26 @@ from numpy.typing import NDArray
 from prefgrpo.judge.verdict import Verdict
 from prefgrpo.media import Media
 
+if TYPE_CHECKING:
+    from prefgrpo.rewards.flight import Flight
+
+
+class RewardError(RuntimeError):
+    """A reward that cannot be used; the message says what was expected, what came, what to do."""
+
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One generated medium with the prompt it was made for."""
+    """One generated medium with what it was made from."""
 
     prompt: str
+    """The caption, or the instruction of an edit."""
     media: Media
+    """The image or clip."""
+    source: tuple[Media, ...] = ()
+    """The source images of an edit."""
     meta: dict[str, Any] = field(default_factory=dict)
+    """The other columns of the prompt's line."""
 
 
 @dataclass(frozen=True)
@@ -69,23 +83,64 @@ class GroupScores:
         return float(np.mean(found)) if found else float("nan")
 
 
-class PointwiseReward(ABC):
-    """Scores samples one by one."""
+class GroupSession(Protocol):
+    """A group on its way at a streaming groupwise reward."""
 
-    clips: bool = False
-    """Whether it takes videos; a run that makes videos refuses a reward that does not."""
+    def add(self, member: int, sample: Sample) -> None:
+        """Member `member` exists now. Does not wait."""
+
+    def result(self, deadline: float) -> GroupScores:
+        """Scores once all is answered, or at `deadline` (`time.monotonic()`): what is not there is missing."""
+        ...
+
+    def cancel(self) -> None:
+        """Give up what has not been answered."""
+
+
+class Reward(ABC):  # noqa: B024  (its two kinds have the abstract methods)
+    """What a reward takes; the run is checked against it before it starts."""
+
+    takes: tuple[str, ...] = ("image",)
+    """Which media it scores: "image", "video" or both."""
+    needs_source: ClassVar[bool] = False
+    """It scores edits: samples must have source images."""
+    meta_keys: ClassVar[tuple[str, ...]] = ()
+    """Columns that a prompt's line must have."""
+    judged: ClassVar[bool] = False
+    """It asks a vision-language model: its constructor takes `judge` first."""
+    template: ClassVar[str] = ""
+    """Judge template that it asks with unless the options name another (judged rewards)."""
+    probe: ClassVar[dict[str, Any]] = {}
+    """Meta, with "prompt", of the sample that its server scores before it says ready; empty: any caption will do."""
+    streams: bool = False
+    """Samples are handed over one by one while others are being made (`submit` or `session`)."""
+
+    def check(self, group_size: int) -> None:  # noqa: B027  (most rewards take groups of any size)
+        """Raise ValueError if it cannot score groups of this size."""
+
+    def close(self) -> None:  # noqa: B027  (a reward without resources has nothing to release)
+        """Release what it holds."""
+
+
+class PointwiseReward(Reward):
+    """Scores samples one by one."""
 
     @abstractmethod
     def score(self, samples: list[Sample]) -> list[Score]:
-        """One score per sample, in order."""
+        """One score per sample, in order; a sample that fails is a missing score, never an exception."""
+
+    def submit(self, sample: Sample) -> Future[Score]:
+        """Send one sample without waiting (streaming rewards only)."""
+        raise TypeError(f"{type(self).__name__} does not stream; use score")
 
 
-class GroupwiseReward(ABC):
-    """Scores the samples of one prompt together, in process, when all exist."""
-
-    clips: bool = False
-    """Whether it takes videos; a run that makes videos refuses a reward that does not."""
+class GroupwiseReward(Reward):
+    """Scores the samples of one prompt together, when all exist."""
 
     @abstractmethod
     def score_group(self, group: list[Sample], seed: int) -> GroupScores:
         """Scores for the group, in order. `seed` fixes any random choice (pair plan, A/B order)."""
+
+    def session(self, size: int, seed: int, flight: Flight) -> GroupSession:
+        """A group of `size` members that arrive one by one (streaming rewards only)."""
+        raise TypeError(f"{type(self).__name__} does not stream; use score_group")

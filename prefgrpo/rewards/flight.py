@@ -1,4 +1,4 @@
-"""What is in flight at a judge during one step, and the step's judge metrics.
+"""What is in flight at a reward during one step, its latency, and the step's judge metrics.
 
 Invariant: rates are over comparisons that were planned; a figure that does not exist (latency without an answer,
 inconsistency without swapped pairs) is left out, never 0.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -23,6 +24,7 @@ class Flight:
         self.last_done: float | None = None
         self.depth = 0
         self.peak = 0
+        self.seconds: list[float] = []
 
     def sent(self) -> None:
         """One request was submitted."""
@@ -31,19 +33,32 @@ class Flight:
             self.depth += 1
             self.peak = max(self.peak, self.depth)
 
-    def done(self) -> None:
-        """One request was answered, failed or was cancelled."""
+    def done(self, seconds: float | None = None) -> None:
+        """One request was answered, failed or was cancelled, `seconds` after it was submitted."""
         with self._lock:
             self.last_done = time.monotonic()
             self.depth -= 1
+            if seconds is not None:
+                self.seconds.append(seconds)
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds from the first submission to the last answer so far."""
-        return (self.last_done or 0.0) - self.first_sent if self.first_sent and self.last_done else 0.0
+    def latency(self, prefix: str) -> dict[str, float]:
+        """p50 and p95 of the seconds per request (an in-process reward: of its one call for the step)."""
+        with self._lock:
+            seconds = list(self.seconds)
+        if not seconds:
+            return {}
+        p50, p95 = np.percentile(seconds, [50, 95]).tolist()
+        return {f"{prefix}latency_p50": p50, f"{prefix}latency_p95": p95}
 
 
-def judge_metrics(groups: list[list[Comparison]], flight: Flight, wait_s: float) -> dict[str, float]:
+def busy_s(flights: Sequence[Flight]) -> float:
+    """Seconds from the first submission to the last answer so far, 0 before one."""
+    first = [f.first_sent for f in flights if f.first_sent]
+    last = [f.last_done for f in flights if f.last_done]
+    return max(last) - min(first) if first and last else 0.0
+
+
+def judge_metrics(groups: list[list[Comparison]], flights: Sequence[Flight], wait_s: float) -> dict[str, float]:
     """judge/… metrics of a step from every group's comparisons."""
     every = [c for group in groups for c in group]
     answered = [p for c in every if (p := c.verdict.first) is not None]
@@ -53,9 +68,9 @@ def judge_metrics(groups: list[list[Comparison]], flight: Flight, wait_s: float)
         "judge/retries": float(sum(c.verdict.retries for c in every)),
         "judge/failures": float(failures),
         "judge/failure_rate": failures / len(every),
-        "judge/busy_s": flight.busy_s,
+        "judge/busy_s": busy_s(flights),
         "judge/wait_s": wait_s,
-        "judge/queue_max": float(flight.peak),
+        "judge/queue_max": float(sum(f.peak for f in flights)),
     }
     if answered:
         latencies = [c.verdict.latency_s for c in every if c.verdict.first is not None]

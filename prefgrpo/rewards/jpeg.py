@@ -26,7 +26,7 @@ def jpeg_kilobytes(sample: Sample) -> float:
 class JpegIncompressibility(PointwiseReward):
     """More detail is better."""
 
-    clips = True
+    takes = ("image", "video")
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """JPEG kB of each image."""
@@ -36,7 +36,7 @@ class JpegIncompressibility(PointwiseReward):
 class JpegCompressibility(PointwiseReward):
     """Less detail is better."""
 
-    clips = True
+    takes = ("image", "video")
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """Minus the JPEG kB of each image."""

@@ -33,6 +33,9 @@ VerdictKind = Literal["soft", "hard"]
 class VlmPairwise(GroupwiseReward):
     """Win rate under a pairwise judge."""
 
+    judged = True
+    template = "compare"
+
     def __init__(
         self, judge: PairJudge | Mapping[str, Any] | Any, plan: str = "both_orders", verdict: VerdictKind = "soft"
     ) -> None:
@@ -43,7 +46,12 @@ class VlmPairwise(GroupwiseReward):
         self.verdict: VerdictKind = verdict
         self._owned = not isinstance(judge, PairJudge)
         self.judge = judge if isinstance(judge, PairJudge) else open_judge(judge)
-        self.clips = self.judge.clips
+        self.takes = ("image", "video") if self.judge.clips else ("image",)
+        self.streams = self.judge.streams
+
+    def check(self, group_size: int) -> None:
+        """Raise ValueError for a plan that does not fit the group size."""
+        self.plan(group_size, 0, ())
 
     def score_group(self, group: list[Sample], seed: int) -> GroupScores:
         """Judge the whole group now and wait for the answers."""
@@ -107,9 +115,9 @@ class PairSession:
         self._answers[index] = answer = self.reward.judge.submit(first.prompt, first.media, second.media)
         answer.add_done_callback(self._answered)
 
-    def _answered(self, _: Future[Verdict]) -> None:
+    def _answered(self, answer: Future[Verdict]) -> None:
         """An answer came (on any thread)."""
-        self._flight.done()
+        self._flight.done(None if answer.cancelled() else answer.result().latency_s)
         with self._lock:
             self._open -= 1
             if not self._open:

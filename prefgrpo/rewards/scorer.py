@@ -1,15 +1,18 @@
 """Scores a step's groups while they are being made.
 
-`add` hands over a sample and never waits: a streaming judge gets a pair as soon as both its members exist. `finish`
-runs the in-process rewards on the calling thread while those answers are in flight, then waits for them, no longer
-than the deadline. Invariant: values depend on (seed, step, group, samples) alone, not on the order of arrival.
+`add` hands over a sample and never waits: streaming rewards get it at once (a judge gets a pair as soon as both its
+members exist). `finish` runs the in-process rewards on the calling thread while those answers are in flight, then
+waits for them, no longer than the deadline. Invariant: values depend on (seed, step, group, samples) alone, not on
+the order of arrival.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,11 +20,18 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from prefgrpo.rewards import Reward
-from prefgrpo.rewards.base import Comparison, GroupScores, GroupwiseReward, PointwiseReward, Sample, Score
+from prefgrpo.rewards.base import (
+    Comparison,
+    GroupScores,
+    GroupSession,
+    GroupwiseReward,
+    PointwiseReward,
+    Reward,
+    Sample,
+    Score,
+)
 from prefgrpo.rewards.flight import Flight, judge_metrics
 from prefgrpo.rewards.log import JudgementLog
-from prefgrpo.rewards.pairwise import PairSession, VlmPairwise
 
 
 @dataclass
@@ -43,7 +53,7 @@ class Scorer:
 
     def __init__(
         self,
-        rewards: dict[str, Reward],
+        rewards: Mapping[str, Reward],
         group_size: int,
         deadline_s: float = 600.0,
         seed: int = 0,
@@ -53,29 +63,30 @@ class Scorer:
         if group_size < 2 and any(isinstance(r, GroupwiseReward) for r in rewards.values()):
             raise ValueError(f"pairwise rewards need groups of at least 2 samples, got group_size={group_size}")
         for reward in rewards.values():
-            if isinstance(reward, VlmPairwise):
-                reward.plan(group_size, 0, ())  # a plan that does not fit the group size is refused now
+            reward.check(group_size)
         if not deadline_s > 0:
             raise ValueError(f"the judge's deadline must be positive seconds, got {deadline_s}")
         self.rewards, self.group_size, self.deadline_s, self.seed = rewards, group_size, deadline_s, seed
         self._log = JudgementLog(log_path) if log_path else None
         self._samples: dict[int, dict[int, Sample]] = {}
-        self._sessions: dict[str, dict[int, PairSession]] = {}
+        self._sessions: dict[str, dict[int, GroupSession]] = {}
+        self._answers: dict[str, dict[tuple[int, int], Future[Score]]] = {}
         self._step = -1
-        self._flight = Flight()
+        self._flights: dict[str, Flight] = {}
 
     def begin(self, step: int, groups: Sequence[int]) -> None:
         """Start a step with these group ids; what an unfinished step left behind is cancelled."""
         self._cancel()
         if len(set(groups)) != len(groups):
             raise ValueError(f"group ids of a step must be different, got {list(groups)}")
-        self._step, self._flight = step, Flight()
+        self._step, self._flights = step, {name: Flight() for name in self.rewards}
         self._samples = {g: {} for g in groups}
-        self._sessions = {
-            name: {g: r.session(self.group_size, self._seed(g), self._flight) for g in groups}
-            for name, r in self.rewards.items()
-            if isinstance(r, VlmPairwise) and r.judge.streams
-        }
+        for name, reward in self.rewards.items():
+            if reward.streams and isinstance(reward, GroupwiseReward):
+                flight = self._flights[name]
+                self._sessions[name] = {g: reward.session(self.group_size, self._seed(g), flight) for g in groups}
+            elif reward.streams:
+                self._answers[name] = {}
 
     def add(self, group: int, member: int, sample: Sample) -> None:
         """Hand over member 0 … G − 1 of a group; returns at once."""
@@ -86,19 +97,22 @@ class Scorer:
         self._samples[group][member] = sample
         for sessions in self._sessions.values():
             sessions[group].add(member, sample)
+        for name, answers in self._answers.items():
+            answers[group, member] = self._submit(name, sample)
 
     def finish(self) -> StepScores:
         """All scores of the step; takes at most the in-process rewards' time plus `deadline_s`."""
         groups: dict[str, list[GroupScores]] = {}
         for name, reward in self.rewards.items():
-            if isinstance(reward, PointwiseReward):
-                groups[name] = self._pointwise(reward)
-            elif name not in self._sessions:
-                groups[name] = [self._groupwise(reward, g) for g in self._samples]
+            if not reward.streams:
+                groups[name] = self._in_process(name, reward)
         started = time.monotonic()
+        end = started + self.deadline_s
         for name, sessions in self._sessions.items():
-            groups[name] = [sessions[g].result(started + self.deadline_s) for g in self._samples]
-        wait_s = time.monotonic() - started if self._sessions else 0.0
+            groups[name] = [sessions[g].result(end) for g in self._samples]
+        for name, answers in self._answers.items():
+            groups[name] = self._members({key: _answer(answer, end) for key, answer in answers.items()})
+        wait_s = time.monotonic() - started if self._sessions or self._answers else 0.0
         self._cancel()
         return self._collect({name: groups[name] for name in self.rewards}, wait_s)
 
@@ -106,8 +120,7 @@ class Scorer:
         """Cancel what is in flight, close the rewards and the log."""
         self._cancel()
         for reward in self.rewards.values():
-            if isinstance(reward, VlmPairwise):
-                reward.close()
+            reward.close()
         if self._log:
             self._log.close()
 
@@ -128,12 +141,39 @@ class Scorer:
         for sessions in self._sessions.values():
             for session in sessions.values():
                 session.cancel()
-        self._sessions = {}
+        for answers in self._answers.values():
+            for answer in answers.values():
+                answer.cancel()
+        self._sessions, self._answers = {}, {}
+
+    def _submit(self, name: str, sample: Sample) -> Future[Score]:
+        reward, flight, sent = self.rewards[name], self._flights[name], time.monotonic()
+        assert isinstance(reward, PointwiseReward)
+        flight.sent()
+        answer = reward.submit(sample)
+        answer.add_done_callback(lambda _: flight.done(time.monotonic() - sent))
+        return answer
+
+    def _in_process(self, name: str, reward: Reward) -> list[GroupScores]:
+        """Scores of a reward that runs on this thread."""
+        flight, started = self._flights[name], time.monotonic()
+        flight.sent()
+        if isinstance(reward, PointwiseReward):
+            found = self._pointwise(reward)
+        else:
+            assert isinstance(reward, GroupwiseReward)
+            found = [self._groupwise(reward, g) for g in self._samples]
+        flight.done(time.monotonic() - started)
+        return found
 
     def _pointwise(self, reward: PointwiseReward) -> list[GroupScores]:
         """One call for the whole step, in the order of groups and members."""
         keys = [(g, m) for g, members in self._samples.items() for m in sorted(members)]
-        found = dict(zip(keys, reward.score([self._samples[g][m] for g, m in keys]) if keys else [], strict=True))
+        scores = reward.score([self._samples[g][m] for g, m in keys]) if keys else []
+        return self._members(dict(zip(keys, scores, strict=True)))
+
+    def _members(self, found: dict[tuple[int, int], Score]) -> list[GroupScores]:
+        """Scores by (group, member), as groups; who is not there is missing."""
         absent = Score(None, "the sample was never generated")
         return [GroupScores([found.get((g, m), absent) for m in range(self.group_size)]) for g in self._samples]
 
@@ -142,9 +182,7 @@ class Scorer:
         here = sorted(self._samples[group])
         if len(here) < 2:
             return GroupScores([Score(None, "fewer than two samples of the group exist")] * self.group_size)
-        self._flight.sent()
         part = reward.score_group([self._samples[group][m] for m in here], self._seed(group))
-        self._flight.done()
         return part if len(here) == self.group_size else _spread(part, here, self.group_size)
 
     def _collect(self, groups: dict[str, list[GroupScores]], wait_s: float) -> StepScores:
@@ -154,16 +192,26 @@ class Scorer:
         for name, found in groups.items():
             values[name] = np.array([[_finite(s, reasons) for s in g.scores] for g in found], dtype=np.float64)
             metrics[f"reward/{name}/missing_rate"] = float(np.isnan(values[name]).mean()) if values[name].size else 0.0
-        judged = [g.comparisons for found in groups.values() for g in found if g.comparisons]
+            metrics |= self._flights[name].latency(f"reward/{name}/")
+        judged = [name for name, found in groups.items() if any(g.comparisons for g in found)]
         if judged:
-            metrics |= judge_metrics(judged, self._flight, wait_s)
-            reasons.update(c.verdict.reason for g in judged for c in g if c.verdict.first is None)
+            comparisons = [g.comparisons for name in judged for g in groups[name] if g.comparisons]
+            metrics |= judge_metrics(comparisons, [self._flights[name] for name in judged], wait_s)
+            reasons.update(c.verdict.reason for g in comparisons for c in g if c.verdict.first is None)
         if self._log:
             for name, found in groups.items():
                 for group, scores in zip(self._samples, found, strict=True):
                     prompt = next((s.prompt for s in self._samples[group].values()), "")
                     self._log.write(name, self._step, group, prompt, scores.comparisons)
         return StepScores(values, groups, metrics, dict(reasons.most_common()))
+
+
+def _answer(answer: Future[Score], deadline: float) -> Score:
+    try:
+        return answer.result(max(deadline - time.monotonic(), 0.0))
+    except (FutureTimeout, CancelledError):
+        answer.cancel()
+        return Score(None, "no answer before the step's deadline")
 
 
 def _finite(score: Score, reasons: Counter[str]) -> float:
