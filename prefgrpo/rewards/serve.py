@@ -1,0 +1,281 @@
+"""`prefgrpo reward serve NAME`: one reward in an environment of its own, answering over HTTP.
+
+What arrived while the last batch ran is the next batch. Ready means: a probe sample got a score. Imports only
+aiohttp, numpy, pillow, pyyaml and what the reward imports, so that `python -m prefgrpo.rewards.serve` runs beside old
+libraries. Invariant: an answer holds one score or reason per sample, and one bad request fails alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import yaml
+from aiohttp import web
+
+from prefgrpo import __version__
+from prefgrpo.media import Media
+from prefgrpo.recipe import ConfigError, read_yaml
+from prefgrpo.rewards import RewardSpecError, build, load_class
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
+from prefgrpo.rewards.wire import WireError, read_request, scores_json
+
+DRAIN_S = 20.0
+"""After SIGTERM, what was sent before is answered if it takes no longer than this."""
+T = TypeVar("T")
+
+
+@dataclass
+class Counts:
+    """What /metrics tells."""
+
+    requests: int = 0
+    """Answered with scores."""
+    refused: int = 0
+    """Answered with 4xx."""
+    failed: int = 0
+    """Answered with 500: the reward raised."""
+    samples: int = 0
+    """Scores given."""
+    missing: int = 0
+    """Of these, without a value."""
+    batches: int = 0
+    """Calls of the reward."""
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
+    """From arrival to answer, of the last requests."""
+
+    def text(self, queued: int) -> str:
+        """In the format that Prometheus reads."""
+        told = {k: v for k, v in vars(self).items() if k != "seconds"}
+        rows = [f"prefgrpo_reward_{key}_total {value}" for key, value in told.items()]
+        rows.append(f"prefgrpo_reward_queue_depth {queued}")
+        if self.seconds:
+            p50, p95 = np.percentile(list(self.seconds), [50, 95])
+            rows += [f"prefgrpo_reward_latency_seconds_p50 {p50:.6f}", f"prefgrpo_reward_latency_seconds_p95 {p95:.6f}"]
+        return "\n".join(rows) + "\n"
+
+
+class RewardServer:
+    """Serves one pointwise reward."""
+
+    def __init__(self, name: str, options: Mapping[str, Any], max_batch: int = 32, max_mib: int = 256) -> None:
+        """Raises RewardSpecError or RewardError for a reward that cannot be served."""
+        found = load_class(name)
+        if not issubclass(found, PointwiseReward):
+            raise RewardError(f"reward '{name}' compares a group's samples and runs where they are; serve its judge")
+        if "url" in options:
+            raise RewardError(f"options of '{name}' have a url: that is for the run that asks this server")
+        if max_batch < 1 or max_mib < 1:
+            raise RewardError(f"max-batch and max-mib: expected at least 1, got {max_batch} and {max_mib}")
+        self.name, self.cls, self.options, self.max_batch, self.max_mib = name, found, options, max_batch, max_mib
+        self.counts, self.state, self.running = Counts(), "loading", False
+        self._queue: deque[tuple[Sample, asyncio.Future[Score]]] = deque()
+        self._arrived = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
+        self._runner: web.AppRunner | None = None
+
+    async def listen(self, host: str, port: int) -> str:
+        """Answer from now on (/health says 503 until `load` has ended); the address."""
+        app = web.Application(client_max_size=self.max_mib << 20)
+        routes = {"/health": self._health, "/v1/info": self._info, "/v1/models": self._models, "/metrics": self._told}
+        app.router.add_routes([*(web.get(path, handler) for path, handler in routes.items())])
+        app.router.add_post("/score", self._score)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=DRAIN_S)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        try:
+            await site.start()
+        except OSError as error:
+            told = f"cannot listen on {host}:{port} ({os.strerror(error.errno or 0)}); choose another --port"
+            raise RewardError(told) from error
+        return f"http://{host}:{self._runner.addresses[0][1]}"
+
+    async def load(self) -> Score:
+        """Make the reward and score the probe sample. Raises RewardError if it gets no value."""
+        reward = await self._call(lambda: build([self.name], {self.name: self.options})[self.name])
+        assert isinstance(reward, PointwiseReward)
+        self._reward = reward
+        score = (await self._run([probe(self.cls)]))[0]
+        if score.value is None or not np.isfinite(score.value):
+            raise RewardError(f"reward '{self.name}' gave no score to a probe sample: {score.reason or score.value}")
+        self.state = "ready"
+        return score
+
+    async def work(self) -> None:
+        """Score what arrives, batch after batch, for ever."""
+        while True:
+            await self._arrived.wait()
+            batch = [self._queue.popleft() for _ in range(min(self.max_batch, len(self._queue)))]
+            if not self._queue:
+                self._arrived.clear()
+            await self._batch([item for item in batch if not item[1].done()])  # who has hung up wants no answer
+
+    async def stop(self) -> None:
+        """Take nothing new, answer what is there."""
+        self.state = "stopping"
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        """`work` on the reward's own thread."""
+        self.running = True
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        finally:
+            self.running = False
+
+    async def _run(self, samples: list[Sample]) -> list[Score]:
+        self.counts.batches += 1
+        scores = await self._call(lambda: self._reward.score(samples))
+        if len(scores) != len(samples):
+            raise RewardError(f"reward '{self.name}' gave {len(scores)} scores for {len(samples)} samples")
+        return scores
+
+    async def _batch(self, items: list[tuple[Sample, asyncio.Future[Score]]]) -> None:
+        """One call for all; if that raises, one for each."""
+        if not items:
+            return
+        try:
+            for (_, answer), score in zip(items, await self._run([s for s, _ in items]), strict=True):
+                if not answer.done():
+                    answer.set_result(score)
+        except Exception as error:  # noqa: BLE001  (whatever the reward's libraries raise is told to who asked)
+            if len(items) > 1:
+                for item in items:
+                    await self._batch([item])
+            elif not items[0][1].done():
+                items[0][1].set_exception(error)
+
+    async def _score(self, request: web.Request) -> web.Response:
+        started = time.monotonic()
+        if self.state != "ready":
+            return _refusal(503, f"reward '{self.name}' is {self.state}", {"Retry-After": "1"})
+        loop = asyncio.get_running_loop()
+        try:
+            raw = await request.read()
+            samples = await loop.run_in_executor(None, read_request, raw, self.name, self.cls)
+        except web.HTTPRequestEntityTooLarge:
+            self.counts.refused += 1
+            return _refusal(413, f"the request is larger than {self.max_mib} MiB; raise --max-mib or send less")
+        except WireError as error:
+            self.counts.refused += 1
+            return _refusal(400, str(error))
+        answers: list[asyncio.Future[Score]] = [loop.create_future() for _ in samples]
+        self._queue.extend(zip(samples, answers, strict=True))
+        self._arrived.set()
+        try:
+            scores = await asyncio.gather(*answers)
+        except Exception as error:  # noqa: BLE001
+            self.counts.failed += 1
+            return _refusal(500, f"reward '{self.name}' failed: {type(error).__name__}: {error}")
+        self.counts.requests += 1
+        self.counts.samples += len(scores)
+        self.counts.missing += sum(s.value is None for s in scores)
+        self.counts.seconds.append(time.monotonic() - started)
+        return web.Response(body=scores_json(scores), content_type="application/json")
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": self.state}, status=200 if self.state == "ready" else 503)
+
+    async def _info(self, _: web.Request) -> web.Response:
+        told = {"name": self.name, "takes": self.cls.takes, "needs_source": self.cls.needs_source}
+        told |= {"meta_keys": self.cls.meta_keys, "status": self.state, "version": __version__}
+        return web.json_response(told | {"options": json.loads(json.dumps(dict(self.options), default=str))})
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": self.name, "owned_by": "prefgrpo"}]})
+
+    async def _told(self, _: web.Request) -> web.Response:
+        return web.Response(text=self.counts.text(len(self._queue)))
+
+
+def _refusal(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
+    return web.json_response({"error": {"message": message, "code": status}}, status=status, headers=headers)
+
+
+def probe(reward: type[PointwiseReward]) -> Sample:
+    """The sample that a reward must score before its server is ready; `reward.probe` has a prompt and meta for it."""
+    rng = np.random.default_rng(0)
+    image = Media(rng.integers(0, 256, (64, 64, 3), np.uint8))
+    clip = Media(rng.integers(0, 256, (8, 64, 64, 3), np.uint8))
+    source = (image,) if reward.needs_source else ()
+    told = reward.probe
+    return Sample(told.get("prompt", "a red square"), image if "image" in reward.takes else clip, source, told)
+
+
+def read_options(name: str, words: Sequence[str]) -> dict[str, Any]:
+    """Options from YAML files ({key: value} or {NAME: {key: value}}) and key=value words; the last one wins."""
+    options: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if equals:
+            options[key] = yaml.safe_load(value)
+            continue
+        found = read_yaml(Path(word))
+        options |= found[name] if isinstance(found.get(name), dict) else found
+    return options
+
+
+async def run(server: RewardServer, host: str, port: int) -> int:
+    """Listen, load, serve until SIGTERM or SIGINT; the exit code."""
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    url = await server.listen(host, port)
+    print(f"loading reward '{server.name}', pid {os.getpid()}; {url}/health says when it is ready", flush=True)
+    if host not in ("127.0.0.1", "localhost", "::1"):
+        print(f"note: {host} is reachable by others, and the server asks for no password", flush=True)
+    load, worker = asyncio.create_task(server.load()), asyncio.create_task(server.work())
+    stop = asyncio.create_task(stopped.wait())
+    try:
+        await asyncio.wait({load, stop}, return_when=asyncio.FIRST_COMPLETED)
+        if load.done():
+            print(f"ready: reward '{server.name}' at {url} (probe {load.result().value:.6g})", flush=True)
+            await stop
+        print("stopping", flush=True)
+    finally:
+        await server.stop()
+        worker.cancel()
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve a reward until Ctrl-C or SIGTERM; the exit code."""
+    parser = argparse.ArgumentParser("prefgrpo reward serve", description="Serve one reward over HTTP.")
+    parser.add_argument("name", help="a reward of `prefgrpo reward list`, or package.module:Class")
+    parser.add_argument("--options", nargs="*", default=[], metavar="X", help="its options: FILE.yaml or key=value")
+    parser.add_argument("--host", default="127.0.0.1", help="address; all but loopback lets others in (%(default)s)")
+    parser.add_argument("--port", type=int, default=8100, help="0: one that is free (%(default)s)")
+    parser.add_argument("--max-batch", type=int, default=32, help="most samples per call (%(default)s)")
+    parser.add_argument("--max-mib", type=int, default=256, help="largest request in MiB (%(default)s)")
+    args = parser.parse_args(argv)
+    try:
+        options = read_options(args.name, args.options)
+        server = RewardServer(args.name, options, args.max_batch, args.max_mib)
+        code = asyncio.run(run(server, args.host, args.port))
+    except (RewardError, RewardSpecError, ConfigError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    if server.running:
+        print(
+            f"the reward was still at work {DRAIN_S:g} s after it was told to stop; ended without it", file=sys.stderr
+        )
+        sys.stderr.flush()
+        os._exit(1)  # its thread cannot be ended otherwise
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
