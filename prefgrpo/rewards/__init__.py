@@ -137,8 +137,8 @@ def build(
     Options with a `url` make a `remote.RemoteReward`: the reward runs behind `prefgrpo reward serve`.
     """
     weights, options = parse_reward_spec(spec), options or {}
-    if unused := sorted(set(options) - set(weights)):
-        raise RewardSpecError(f"options for {', '.join(unused)}, but the reward spec names only {', '.join(weights)}")
+    for name in set(options) - set(weights):
+        _check_name(name)  # options of a reward that the spec leaves out may stay; a misspelt name may not
     return {name: _make(name, dict(options.get(name, {}))) for name in weights}
 
 

@@ -1,0 +1,160 @@
+"""Several rewards at once: streamed and in process, some failing.
+
+Why these cases: a mixed spec is where a missing value of one reward can leak into the advantages of others, where a
+slow streaming reward can hold up the rest, and where a monitor of weight 0 can stop a run. Oracles: advantages in
+numpy over the members that have every reward; the same groups without failures.
+"""
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from prefgrpo.media import Media
+from prefgrpo.ops import group_advantage
+from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.rewards.scorer import Scorer
+
+EPS = 1e-4
+
+
+class Level(PointwiseReward):
+    """The grey level of the first pixel."""
+
+    def score(self, samples):
+        return [Score(float(s.media.pixels[0, 0, 0])) for s in samples]
+
+
+class Flaky(PointwiseReward):
+    """The level of the second pixel, from another thread; fails for the samples named in their columns."""
+
+    streams = True
+
+    def __init__(self):
+        self.pool = ThreadPoolExecutor(4)
+
+    def score(self, samples):
+        return [self.submit(s).result() for s in samples]
+
+    def submit(self, sample):
+        value = Score(None, "no luck") if sample.meta["fails"] else Score(float(sample.media.pixels[0, 1, 0]))
+        return self.pool.submit(lambda: value)
+
+    def close(self):
+        self.pool.shutdown()
+
+
+def scores(levels, fails, rewards):
+    """Values per reward [n, G] of groups whose samples have two levels [n, G, 2]."""
+    groups, size = levels.shape[:2]
+    with Scorer(rewards, size, deadline_s=30) as scorer:
+        scorer.begin(0, range(groups))
+        for g in range(groups):
+            for m in range(size):
+                pixels = np.broadcast_to(levels[g, m][None, :, None], (1, 2, 3)).astype(np.uint8)
+                scorer.add(g, m, Sample("p", Media(pixels), meta={"fails": bool(fails[g, m])}))
+        return scorer.finish()
+
+
+def advantages(values, weights, combine):
+    rewards = np.stack([v.ravel() for v in values])
+    ids = torch.arange(values[0].shape[0]).repeat_interleave(values[0].shape[1])
+    found = group_advantage(torch.from_numpy(rewards), ids, torch.tensor(weights), combine=combine, eps=EPS)
+    return found.view(values[0].shape).numpy()
+
+
+def by_hand(members, weights, combine):
+    """Advantages of one group's members [k, R] that have every reward."""
+    if combine == "weighted_sum":
+        total = members @ weights
+        return (total - total.mean()) / (total.std() + EPS)
+    return ((members - members.mean(0)) / (members.std(0) + EPS)) @ weights
+
+
+@pytest.mark.parametrize("combine", ["weighted_sum", "weighted_advantage_sum"])
+def test_a_reward_that_fails_for_one_in_twenty_does_not_bias_the_others(combine):
+    rng, weights = np.random.default_rng(0), np.array([0.7, 0.3])
+    levels = rng.integers(100, 200, (600, 8, 2))
+    fails = rng.random((600, 8)) < 0.05
+    result = scores(levels, fails, {"level": Level(), "flaky": Flaky()})
+    values = [result.values["level"], result.values["flaky"]]
+    assert np.array_equal(values[0], levels[..., 0]) and np.array_equal(np.isnan(values[1]), fails)
+    assert result.reasons == {"no luck": fails.sum()}
+    assert result.metrics["reward/flaky/missing_rate"] == pytest.approx(fails.mean())
+    got = advantages(values, weights, combine)
+
+    assert (got[fails] == 0).all(), "a sample that lacks a reward trains nothing"
+    for g in range(600):
+        have = ~fails[g]
+        np.testing.assert_allclose(got[g, have], by_hand(levels[g, have], weights, combine), rtol=1e-4, atol=1e-5)
+
+    whole = advantages([levels[..., 0] * 1.0, levels[..., 1] * 1.0], weights, combine)
+    touched = ~fails & fails.any(1)[:, None]
+    assert np.array_equal(got[~fails.any(1)], whole[~fails.any(1)]), "groups without a failure are as they were"
+    shift = (got - whole)[touched]
+    assert abs(shift.mean()) < 4 * shift.std() / len(shift) ** 0.5, "failures elsewhere shift nobody on average"
+    zeros = advantages([values[0], np.nan_to_num(values[1])], weights, combine)
+    biased = (zeros - whole)[touched]
+    assert biased.mean() > 8 * biased.std() / len(biased) ** 0.5, "this would show a failure that counts as 0"
+
+
+def test_a_monitor_that_fails_changes_no_advantage():
+    rng = np.random.default_rng(1)
+    levels = rng.integers(100, 200, (4, 6, 2))
+    values = scores(levels, np.ones((4, 6), bool), {"level": Level(), "flaky": Flaky()}).values
+    got = advantages([values["level"], values["flaky"]], np.array([1.0, 0.0]), "weighted_sum")
+    np.testing.assert_allclose(got, [by_hand(g[:, :1], np.ones(1), "weighted_sum") for g in levels], rtol=1e-4)
+
+
+def test_streaming_rewards_get_samples_at_once_and_the_others_run_meanwhile():
+    """The in-process reward answers only after the streaming one saw every sample: in series this would hang."""
+    seen, all_seen = [], threading.Event()
+
+    class Streaming(PointwiseReward):
+        streams = True
+
+        def score(self, samples):
+            raise AssertionError("a streaming reward is not called in bulk")
+
+        def submit(self, sample):
+            seen.append(int(sample.media.pixels[0, 0, 0]))
+            if len(seen) == 6:
+                all_seen.set()
+            future = Future()
+            self.waiting = [*getattr(self, "waiting", []), (future, seen[-1])]
+            return future
+
+    class Slow(Level):
+        def score(self, samples):
+            assert all_seen.wait(10)
+            for future, value in streaming.waiting[::-1]:
+                future.set_result(Score(value * 2.0))
+            return super().score(samples)
+
+    streaming = Streaming()
+    levels = np.arange(12).reshape(2, 3, 2)
+    result = scores(levels, np.zeros((2, 3)), {"slow": Slow(), "streaming": streaming})
+    assert seen == levels[..., 0].ravel().tolist()
+    assert np.array_equal(result.values["streaming"], levels[..., 0] * 2.0)
+    assert {"reward/slow/latency_p50", "reward/streaming/latency_p95"} <= set(result.metrics)
+
+
+def test_what_a_streaming_reward_does_not_answer_is_missing_at_the_deadline():
+    class Silent(PointwiseReward):
+        streams = True
+
+        def score(self, samples):
+            raise AssertionError
+
+        def submit(self, sample):
+            return Future()
+
+    with Scorer({"level": Level(), "silent": Silent()}, 2, deadline_s=0.2) as scorer:
+        scorer.begin(0, [5])
+        for m in range(2):
+            scorer.add(5, m, Sample("p", Media(np.full((1, 1, 3), m, np.uint8))))
+        result = scorer.finish()
+    assert np.isnan(result.values["silent"]).all() and not np.isnan(result.values["level"]).any()
+    assert result.reasons == {"no answer before the step's deadline": 2}
