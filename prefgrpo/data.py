@@ -1,6 +1,6 @@
 """Prompts: reading them, and which ones a training step uses.
 
-The file's ending says its format: .txt, .csv, .jsonl, .parquet. An edit has a source image; (prompt, source) is one
+The file's ending says its format: .txt, .csv, .jsonl, .parquet. An edit has source images; (prompt, sources) is one
 group. Invariant: the prompts of step k depend on (seed, k) alone, so a resumed run and any world size see the same.
 """
 
@@ -21,7 +21,8 @@ from PIL import Image
 TEXT = ("instruction", "prompt", "prompt_en", "prompt_zh", "caption", "text")
 """Columns that hold the prompt; the first that a file has is used."""
 SOURCE = ("source_image", "image")
-"""Columns that hold the path of an edit's source image: absolute, or relative to the file's folder or its images/."""
+"""Columns that hold the path of an edit's source image, or a list of several: absolute, or relative to the file's
+folder or its images/."""
 
 
 @dataclass(frozen=True)
@@ -32,23 +33,26 @@ class Prompt:
     text: str
     meta: dict[str, Any] = field(default_factory=dict)
     """The other columns of its line."""
-    source: str = ""
-    """Path of the source image (editing)."""
+    source: tuple[str, ...] = ()
+    """Paths of the source images (editing)."""
 
-    def image(self) -> Image.Image | None:
-        """The source image as RGB; None without one. Raises DataError for a file that is no image."""
-        if not self.source:
-            return None
-        try:
-            with Image.open(self.source) as image:
-                return image.convert("RGB")
-        except OSError as error:
-            raise DataError(f"source image {self.source} of prompt {self.text!r} cannot be read: {error}") from error
+    def images(self) -> tuple[Image.Image, ...]:
+        """The source images as RGB, in order. Raises DataError for a file that is no image."""
+        return tuple(_open(path, self.text) for path in self.source)
+
+
+def _open(path: str, prompt: str) -> Image.Image:
+    """An image file as RGB."""
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except OSError as error:
+        raise DataError(f"source image {path} of prompt {prompt!r} cannot be read: {error}") from error
 
 
 def fingerprint(prompts: list[Prompt]) -> str:
     """Hex digest of texts and sources in their order: what the prompts of every step follow from, beside the seed."""
-    rows = "".join(f"{p.text}\0{p.source}\n" for p in prompts)
+    rows = "".join("\0".join((p.text, *(p.source or ("",)))) + "\n" for p in prompts)
     return hashlib.sha256(rows.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -77,33 +81,40 @@ def read_prompts(path: str | Path, *, unique: bool = True) -> list[Prompt]:
     reader(file, found)
     prompts: dict[Any, Prompt] = {}
     for number, row in found.rows:
-        text, source, meta = _parts(row)
+        text, sources, meta = _parts(row)
         if not text:
             found.bad[number] = f"no prompt (expected one of {', '.join(TEXT)})"
             continue
-        place = _place(file.parent, source)
-        if source and place is None:
-            found.bad[number] = f"source image not found: {source}"
+        places = [_place(file.parent, source) for source in sources]
+        if absent := [source for source, place in zip(sources, places, strict=True) if place is None]:
+            found.bad[number] = f"source image not found: {', '.join(absent)}"
             continue
-        key = (text, place) if unique else number
-        prompts.setdefault(key, Prompt(len(prompts), text, meta, place or ""))
+        there = tuple(place for place in places if place is not None)
+        prompts.setdefault((text, there) if unique else number, Prompt(len(prompts), text, meta, there))
     _refuse(file, found.bad)
     if not prompts:
         raise DataError(f"{file} holds no prompt: every line is blank; expected one prompt per line")
     return list(prompts.values())
 
 
-def _parts(row: dict[str, Any]) -> tuple[str, str, dict[str, Any]]:
-    """(prompt, source path, the rest) of a row."""
+def _parts(row: dict[str, Any]) -> tuple[str, tuple[str, ...], dict[str, Any]]:
+    """(prompt, source paths, the rest) of a row."""
     text = next((k for k in TEXT if isinstance(row.get(k), str) and row[k].strip()), None)
-    source = next((k for k in SOURCE if isinstance(row.get(k), str) and row[k]), None)
+    named = {k: (row[k],) if isinstance(row[k], str) else tuple(row[k]) for k in SOURCE if _is_source(row.get(k))}
+    source = next(iter(named), None)
     meta = {k: v for k, v in row.items() if k not in (text, source)}
-    return (row[text].strip() if text else ""), (row[source] if source else ""), meta
+    return (row[text].strip() if text else ""), (named[source] if source else ()), meta
+
+
+def _is_source(value: Any) -> bool:
+    """Whether a column's value is a path or a list of paths."""
+    several = value if isinstance(value, list) else [value]
+    return bool(several) and all(isinstance(one, str) and one for one in several)
 
 
 def _place(folder: Path, source: str) -> str | None:
     """The file that a source names; None if there is none."""
-    found = [p for p in (folder / source, folder / "images" / source) if p.is_file()] if source else []
+    found = [p for p in (folder / source, folder / "images" / source) if p.is_file()]
     return str(found[0]) if found else None
 
 

@@ -1,8 +1,9 @@
 """Prompt embeddings: each unique prompt is encoded once, kept in memory and, if a folder is given, on disk.
 
-In editing the unit is a prompt with its source image. A file's name is the hash of (family, encoders, dtype, max
-length, prompt, source), so a folder serves any run and never goes stale. Invariant: a condition depends on its prompt
-and source alone; cache on = cache off, bit for bit.
+In editing, source images are encoded once too, whatever is asked of them; where the text encoder sees them
+(`Adapter.text_sees_sources`), a text is one per source. A file's name is the hash of (family, encoders, dtype, max
+length, what is in it), so a folder serves any run and never goes stale. Invariant: a condition depends on its prompt
+and sources alone; cache on = cache off, bit for bit.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,6 +25,8 @@ from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.guidance import attach
 
 logger = logging.getLogger(__name__)
+Sources = tuple[Image.Image, ...]
+"""The source images of an edit, in order."""
 
 
 class Embeddings:
@@ -38,45 +41,60 @@ class Embeddings:
         self._salt = salt(type(adapter), adapter.source, adapter.dtype, max_length)
         self._folder = None if folder is None else Path(folder)
         self.encoded = 0
-        """How many prompts went through the text encoders so far."""
+        """How many texts went through the text encoders so far."""
         if self._folder is not None:
             if not adapter.source:
                 raise ValueError("an embedding folder needs a model loaded from disk: its fingerprint is the key")
             self._folder.mkdir(parents=True, exist_ok=True)
 
-    def __call__(self, prompts: Sequence[str], sources: Sequence[Image.Image | None] | None = None) -> list[Condition]:
-        """One unbatched CPU condition per prompt (and source image), in order; equal ones share their tensors.
+    def __call__(self, prompts: Sequence[str], sources: Sequence[Sources] | None = None) -> list[Condition]:
+        """One unbatched CPU condition per prompt (and source images), in order; equal ones share their tensors.
 
-        With guidance on, each carries the negative prompt's tensors, which are encoded once (per source).
+        With guidance on, each carries the negative prompt's tensors, which are encoded once (per source if seen).
         """
-        asked = list(zip(prompts, sources or [None] * len(prompts), strict=True))
-        keys = [_key(prompt, source) for prompt, source in asked]
+        asked = [(prompt, tuple(own)) for prompt, own in zip(prompts, sources or [()] * len(prompts), strict=True)]
+        keys = [(prompt, _digest(own)) for prompt, own in asked]
         found = {key: self._guided(*one) for key, one in dict(zip(keys, asked)).items()}
         return [found[key] for key in keys]
 
-    def _guided(self, prompt: str, source: Image.Image | None) -> Condition:
-        """The condition with its negative prompt's, if guidance is on."""
-        condition, cfg = self.one(prompt, source), self._adapter.cfg
+    def _guided(self, prompt: str, sources: Sources) -> Condition:
+        """The condition with its sources' latents and, if guidance is on, its negative prompt's embedding."""
+        condition, cfg = self.text(prompt, sources), self._adapter.cfg
+        if sources:
+            condition = condition | self.latents(sources)
         if cfg is None or not self._adapter.guided:
             return condition
-        return attach(condition, self.one(cfg.negative, source))
+        return attach(condition, self.text(cfg.negative, sources))
 
-    def one(self, prompt: str, source: Image.Image | None = None) -> Condition:
-        """The condition of one text (and source image), without a negative prompt."""
-        key = _key(prompt, source)
-        condition = self._memory.pop(key, None) or self._read(self.file(prompt, source))
-        if condition is None:
-            condition = self._adapter.encode(prompt, self._max_length, source)
+    def text(self, prompt: str, sources: Sources = ()) -> Condition:
+        """The embedding of one text; sources are looked at only where the family's text encoder sees them."""
+
+        def encode() -> Condition:
             self.encoded += 1
-            _write(self.file(prompt, source), condition)
+            return self._adapter.encode(prompt, self._max_length, sources)
+
+        return self._kept(text_key(type(self._adapter), prompt, sources), encode)
+
+    def latents(self, sources: Sources) -> Condition:
+        """What the source images of an edit add to its condition."""
+        return self._kept(source_key(sources), lambda: self._adapter.encode_sources(sources))
+
+    def _kept(self, key: bytes, encode: Callable[[], Condition]) -> Condition:
+        """From memory, else from disk, else encoded now."""
+        file = None if self._folder is None else cache_file(self._folder, self._salt, key)
+        condition = self._memory.pop(key, None) or self._read(file)
+        if condition is None:
+            condition = encode()
+            _write(file, condition)
         self._memory[key] = condition
         if len(self._memory) > self._keep:
             self._memory.popitem(last=False)
         return condition
 
-    def file(self, prompt: str, source: Image.Image | None = None) -> Path | None:
-        """Where the condition of a prompt is kept on disk; None without a folder."""
-        return None if self._folder is None else cache_file(self._folder, self._salt, prompt, source)
+    def file(self, prompt: str, sources: Sources = ()) -> Path | None:
+        """Where the embedding of a prompt is kept on disk; None without a folder."""
+        key = text_key(type(self._adapter), prompt, sources)
+        return None if self._folder is None else cache_file(self._folder, self._salt, key)
 
     def _read(self, file: Path | None) -> Condition | None:
         if file is None or not file.is_file():
@@ -93,9 +111,9 @@ def salt(family: type[Adapter], source: str, dtype: torch.dtype, max_length: int
     return hashlib.sha256(f"{family.__name__}:{source}:{dtype}:{max_length}".encode()).digest()
 
 
-def cache_file(folder: Path, common: bytes, prompt: str, source: Image.Image | None = None) -> Path:
-    """Where the condition of a text (and source image) is kept."""
-    name = hashlib.sha256(common + _key(prompt, source)).hexdigest()
+def cache_file(folder: Path, common: bytes, key: bytes) -> Path:
+    """Where what `text_key` or `source_key` names is kept."""
+    name = hashlib.sha256(common + key).hexdigest()
     return folder / name[:2] / f"{name}.safetensors"
 
 
@@ -105,12 +123,21 @@ def texts(family: type[Adapter], guidance: float, prompts: Iterable[str]) -> lis
     return list(dict.fromkeys([*negative, *prompts]))
 
 
-def _key(prompt: str, source: Image.Image | None) -> bytes:
-    """What identifies a condition: the prompt's bytes, and a digest of the source's pixels."""
-    if source is None:
-        return prompt.encode()
-    pixels = source.convert("RGB")
-    return prompt.encode() + b"\0" + hashlib.sha256(repr(pixels.size).encode() + pixels.tobytes()).digest()
+def text_key(family: type[Adapter], prompt: str, sources: Sources) -> bytes:
+    """What identifies a text's embedding: its bytes and, where the text encoder sees them, its source images."""
+    seen = sources and family.text_sees_sources
+    return prompt.encode() + (b"\0" + _digest(sources) if seen else b"")
+
+
+def source_key(sources: Sources) -> bytes:
+    """What identifies the latents of source images: a digest of their pixels."""
+    return b"\0sources\0" + _digest(sources)
+
+
+def _digest(sources: Sources) -> bytes:
+    """Of the pixels of images, in order; empty for none."""
+    pixels = [image.convert("RGB") for image in sources]
+    return b"".join(hashlib.sha256(repr(one.size).encode() + one.tobytes()).digest() for one in pixels)
 
 
 def _write(file: Path | None, condition: Condition) -> None:
@@ -127,10 +154,13 @@ def collate(conditions: Sequence[Condition], device: torch.device | str = "cpu")
     """Batch of conditions: [...] each → [B, ...] on `device`.
 
     `prompt_embeds` are padded with zeros to the longest; tensors whose name ends in `length` stay
-    on the CPU. Raises ValueError for other conditions that differ in shape (source images of two sizes).
+    on the CPU. Raises ValueError for other conditions that differ (source images of two sizes, one image and two).
     """
     if not conditions:
         raise ValueError("collate needs at least one condition")
+    if len({tuple(sorted(one)) for one in conditions}) > 1:
+        told = sorted({", ".join(sorted(one)) for one in conditions})
+        raise ValueError(f"conditions of one batch must have equal parts (as many source images), got {told}")
     batch = {key: _stack(key, [one[key] for one in conditions]) for key in conditions[0]}
     return {key: value if key.endswith("length") else value.to(device) for key, value in batch.items()}
 

@@ -9,13 +9,15 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from PIL import Image
 
 from prefgrpo.config import Config, ConfigError
 from prefgrpo.data import Prompt
-from prefgrpo.embed import cache_file, salt, texts
+from prefgrpo.embed import cache_file, salt, source_key, text_key, texts
 from prefgrpo.models import family, folder
 from prefgrpo.models import load as load_model
 from prefgrpo.models.base import Adapter
@@ -90,20 +92,39 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True) ->
     return adapter
 
 
-def to_encode(config: Config, prompts: Iterable[Prompt]) -> list[Prompt]:
-    """Everything that a run encodes, each once: the prompts and, with guidance, the negative prompt per source."""
+@dataclass(frozen=True)
+class Part:
+    """What is encoded at once."""
+
+    text: str | None
+    """None: the source images alone."""
+    source: tuple[str, ...] = ()
+
+    def images(self, config: Config) -> tuple[Image.Image, ...]:
+        """The source images at the output's size."""
+        (images,) = sources([Prompt(0, self.text or "", source=self.source)], config.rollout)
+        return images
+
+
+def to_encode(config: Config, prompts: Iterable[Prompt]) -> list[Part]:
+    """Everything that a run encodes, each once: prompts, with guidance the negative prompt, and source images.
+
+    Where the text encoder sees the source images, a prompt and the negative prompt are one per source.
+    """
     with names("family"):
         cls = family(config.family)
-    by_source: dict[str, list[str]] = {}
+    by_source: dict[tuple[str, ...], list[str]] = {}
     for prompt in prompts:
         by_source.setdefault(prompt.source, []).append(prompt.text)
     found = []
     for source, own in by_source.items():
-        found += [Prompt(0, text, source=source) for text in texts(cls, config.rollout.guidance, own)]
-    return found
+        seen = source if cls.text_sees_sources else ()
+        found += [Part(text, seen) for text in texts(cls, config.rollout.guidance, own)]
+        found += [Part(None, source)] if source else []
+    return list(dict.fromkeys(found))
 
 
-def missing(config: Config, prompts: list[Prompt]) -> list[Prompt]:
+def missing(config: Config, prompts: list[Prompt]) -> list[Part]:
     """Those of `to_encode` that are not in data.cache. Raises ConfigError or ModelError."""
     needed = to_encode(config, prompts)
     if not config.data.cache:
@@ -113,8 +134,9 @@ def missing(config: Config, prompts: list[Prompt]) -> list[Prompt]:
     common = salt(cls, fingerprint, DTYPES[config.dtype], config.data.max_length)
     place = Path(config.data.cache)
     out = []
-    for prompt in needed:
-        (image,) = sources([prompt], config.rollout)
-        if not cache_file(place, common, prompt.text, image).is_file():
-            out.append(prompt)
+    for part in needed:
+        images = part.images(config)
+        key = source_key(images) if part.text is None else text_key(cls, part.text, images)
+        if not cache_file(place, common, key).is_file():
+            out.append(part)
     return out

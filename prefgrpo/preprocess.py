@@ -14,7 +14,6 @@ from prefgrpo.config import Config, ConfigError
 from prefgrpo.data import Prompt, read_prompts
 from prefgrpo.embed import Embeddings
 from prefgrpo.loading import missing, open_adapter
-from prefgrpo.render import sources
 
 
 def all_prompts(config: Config) -> list[Prompt]:
@@ -35,8 +34,9 @@ def preprocess(config: Config) -> int:
         mine = [todo[i] for i in range(world.rank, len(todo), world.size)]
         if mine:
             embeddings = Embeddings(open_adapter(config, world.device), config.data.max_length, config.data.cache, 1)
-            for prompt in tqdm(mine, unit="prompt", dynamic_ncols=True, disable=None if world.main else True):
-                embeddings.one(prompt.text, *sources([prompt], config.rollout))
+            for part in tqdm(mine, unit="prompt", dynamic_ncols=True, disable=None if world.main else True):
+                images = part.images(config)
+                embeddings.latents(images) if part.text is None else embeddings.text(part.text, images)
         world.barrier()
         if world.main:
             print(f"{len(todo)} texts encoded now; all of {len(prompts)} prompts are in {config.data.cache}")

@@ -88,7 +88,7 @@ def load(case, path, dtype=torch.float32, **options):
 
 
 def conditions(adapter, case, prompts=PROMPTS):
-    sources = [SOURCES[i % 2] for i in range(len(prompts))] if case.edit else None
+    sources = [(SOURCES[i % 2],) for i in range(len(prompts))] if case.edit else None
     return collate(Embeddings(adapter, case.max_length)(prompts, sources))
 
 

@@ -41,7 +41,7 @@ def test_jsonl_keeps_the_rest_as_metadata(tmp_path):
     found = read_prompts(written(tmp_path / "p.jsonl", [geneval, "", sets]))
     assert [p.text for p in found] == ["two cups", "a comic"]
     assert found[0].meta == {k: v for k, v in geneval.items() if k != "prompt"}
-    assert found[1].meta["criteria"] == {"Identity": ["x"]} and not found[1].source and found[1].image() is None
+    assert found[1].meta["criteria"] == {"Identity": ["x"]} and not found[1].source and found[1].images() == ()
 
 
 def test_every_bad_line_is_told_with_its_number(tmp_path):
@@ -67,11 +67,16 @@ def test_edits_have_their_sources(tmp_path):
     ]
     found = read_prompts(written(tmp_path / "e.jsonl", edits))
     assert [p.text for p in found] == ["make it blue"] * 3, "(prompt, source) is one group; the third is the first"
-    assert [p.source.split("/")[-1] for p in found] == ["a.png", "b.png", "no.png"]
+    assert [p.source[0].split("/")[-1] for p in found] == ["a.png", "b.png", "no.png"]
     assert found[0].meta == {"target_image": "t.png", "prompt": "red"}
-    assert found[1].image().mode == "RGB" and found[1].image().size == (8, 6)
+    assert found[1].images()[0].mode == "RGB" and found[1].images()[0].size == (8, 6)
     with pytest.raises(DataError, match=r"source image .*no\.png of prompt 'make it blue' cannot be read"):
-        found[2].image()
+        found[2].images()
+    both = {"instruction": "join them", "source_image": ["a.png", "b.png"]}
+    (several,) = read_prompts(written(tmp_path / "g.jsonl", [both, both]))
+    assert [p.split("/")[-1] for p in several.source] == ["a.png", "b.png"] and len(several.images()) == 2
+    with pytest.raises(DataError, match=r"line 1: source image not found: c\.png"):
+        read_prompts(written(tmp_path / "g.jsonl", [both | {"source_image": ["a.png", "c.png"]}]))
     gone = [edits[0], {"instruction": "x", "image": "gone.png"}, {"instruction": "y", "source_image": "also/gone.png"}]
     with pytest.raises(DataError) as caught:
         read_prompts(written(tmp_path / "f.jsonl", gone))

@@ -251,7 +251,7 @@ def test_cached_embeddings_are_the_encoded_ones(case, tmp_path):
     path = folder(case.family)
     adapter = load(case, path)
     first = Embeddings(adapter, case.max_length, tmp_path)
-    sources = SOURCES if case.edit else None
+    sources = [(source,) for source in SOURCES] if case.edit else None
     fresh = first([*PROMPTS, PROMPTS[0]], sources and [*sources, sources[0]])
     assert first.encoded >= len(PROMPTS)
     assert fresh[0] is fresh[2]

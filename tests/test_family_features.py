@@ -17,17 +17,22 @@ def test_the_source_image_is_part_of_the_condition(tmp_path):
     case = next(c for c in CASES if c.family == "flux_kontext")
     adapter = load(case, folder("flux_kontext"))
     embed = Embeddings(adapter, case.max_length, tmp_path)
-    a, b, again = embed(["red", "red", "red"], [SOURCES[0], SOURCES[1], SOURCES[0].copy()])
-    assert a is again and embed.encoded == 2
+    a, b, again = embed(["red", "red", "red"], [(SOURCES[0],), (SOURCES[1],), (SOURCES[0].copy(),)])
+    assert a is again and embed.encoded == 1, "the text encoder sees no source"
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 3, "one text, two sources"
     assert not torch.equal(a["source"], b["source"]) and torch.equal(a["prompt_embeds"], b["prompt_embeds"])
     x, sigma = noise(adapter, SIZES[0]), torch.full((2,), 0.7)
     v = adapter.velocity(x[:1].repeat(2, 1, 1), sigma, collate([a, b]), *SIZES[0])
     assert (v[0] - v[1]).abs().max() > 1e-3
-    wide = embed(["red"], [SOURCES[0].resize((96, 64))])
+    wide = embed(["red"], [(SOURCES[0].resize((96, 64)),)])
     with pytest.raises(ValueError, match="equal shapes, but 'source'"):
         collate([a, *wide])
     with pytest.raises(ValueError, match="takes no source image"):
-        Embeddings(load(CASES[0], folder("flux")), 32)(["red"], [SOURCES[0]])
+        Embeddings(load(CASES[0], folder("flux")), 32)(["red"], [(SOURCES[0],)])
+    with pytest.raises(ValueError, match=r"takes 1 source image\(s\), got 2"):
+        embed(["red"], [(SOURCES[0], SOURCES[1])])
+    with pytest.raises(ValueError, match="must have equal parts"):
+        collate([a, *embed(["red"])])
 
 
 def test_wan_folders_with_a_multistep_solver_give_its_shift():

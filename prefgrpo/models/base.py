@@ -31,6 +31,12 @@ Condition = dict[str, Tensor]
 CPU (int64), so that shapes may depend on them without waiting for the device."""
 
 
+def source_tokens(condition: Condition) -> list[Tensor]:
+    """The latents [B, rows, columns, C] of each source image of a batch, in order."""
+    names = [name for name in condition if name.startswith("source")]
+    return [condition[name] for name in sorted(names, key=lambda name: int(name.partition("_")[2] or 1))]
+
+
 class Adapter(ABC):
     """A loaded model family."""
 
@@ -48,6 +54,10 @@ class Adapter(ABC):
     """The pipeline's denoisers; several are experts for different σ."""
     cfg: ClassVar[guiding.Cfg | None] = None
     """Form of classifier-free guidance; None: the family has none (guidance is embedded, or absent)."""
+    most_sources: ClassVar[int] = 0
+    """Source images that one prompt may have (editing families)."""
+    text_sees_sources: ClassVar[bool] = False
+    """Whether the text encoder sees the source images: a prompt's embedding is then one per source."""
 
     pipe: Any
     """The stock diffusers pipeline."""
@@ -163,11 +173,13 @@ class Adapter(ABC):
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """Unbatched condition of one prompt through the pipeline's own text encoders."""
 
-    def encode_source(self, source: Image.Image) -> Condition:
-        """What a source image adds to the condition (editing families)."""
-        raise ValueError(
-            f"{type(self).__name__} takes no source image; expected an editing family such as flux_kontext"
-        )
+    def encode_edit(self, prompt: str, max_length: int, sources: tuple[Image.Image, ...]) -> Condition:
+        """`encode_prompt` of a family whose text encoder sees the source images."""
+        return self.encode_prompt(prompt, max_length)
+
+    def encode_source(self, source: Image.Image) -> Tensor:
+        """Latents [rows, columns, C] of a source image, one token per place (editing families)."""
+        raise NotImplementedError
 
     @abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
@@ -196,15 +208,28 @@ class Adapter(ABC):
     # ---- shared by all families ---------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def encode(self, prompt: str, max_length: int, source: Image.Image | None = None) -> Condition:
-        """Unbatched condition of a prompt, and of the source image in editing, on the CPU.
+    def encode(self, prompt: str, max_length: int, sources: tuple[Image.Image, ...] = ()) -> Condition:
+        """Unbatched embedding of a prompt (with the source images, if `text_sees_sources`), on the CPU.
 
-        One at a time, so that a prompt's condition never depends on its neighbours.
+        One at a time, so that a prompt's embedding never depends on its neighbours.
         """
         if all(part is None for name, part in self.pipe.components.items() if name.startswith("text_encoder")):
             raise RuntimeError("the pipeline was loaded without its text encoders: load it with encoders=True")
-        condition = self.encode_prompt(prompt, max_length) | ({} if source is None else self.encode_source(source))
+        condition = self.encode_edit(prompt, max_length, sources)
         return {key: value.detach().cpu().contiguous() for key, value in condition.items()}
+
+    @torch.no_grad()
+    def encode_sources(self, sources: tuple[Image.Image, ...]) -> Condition:
+        """The source images of an edit, on the CPU: source, source_2, … each [rows, columns, C]."""
+        if not self.most_sources:
+            raise ValueError(
+                f"{type(self).__name__} takes no source image; expected an editing family such as flux_kontext"
+            )
+        if len(sources) > self.most_sources:
+            raise ValueError(f"{type(self).__name__} takes {self.most_sources} source image(s), got {len(sources)}")
+        names = ["source", *(f"source_{k}" for k in range(2, len(sources) + 1))]
+        pairs = zip(names, sources, strict=True)
+        return {name: self.encode_source(image).detach().cpu().contiguous() for name, image in pairs}
 
     def sigmas(self, steps: int, height: int, width: int) -> Tensor:
         """[steps + 1] fp32 sigmas that the stock pipeline would use for this size; static if `shift` was given."""

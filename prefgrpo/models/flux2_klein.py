@@ -1,8 +1,8 @@
 """FLUX.2-klein: patchified latents [4C, h, w] normalised by the VAE's batch-norm statistics, time = σ, guidance 4.0.
 
-Conditions: Qwen3 states of layers 9, 18 and 27 side by side; in editing also the source's latents, appended as tokens
-with 10 in the first position channel. Distilled checkpoints take no guidance. Invariant: with `ode` steps the images
-are those of the stock Flux2KleinPipeline.
+Conditions: Qwen3 states of layers 9, 18 and 27 side by side; in editing also the sources' latents, appended as tokens
+with 10, 20, … in the first position channel. Distilled checkpoints take no guidance. Invariant: with `ode` steps the
+images are those of the stock Flux2KleinPipeline.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import Flux2KleinPipeline, c
 from PIL import Image
 from torch import Tensor
 
-from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.base import Adapter, Condition, source_tokens
 from prefgrpo.models.guidance import Cfg
 
 
@@ -24,6 +24,7 @@ class Flux2Klein(Adapter):
 
     pipeline = "Flux2KleinPipeline"
     default_guidance = 4.0
+    most_sources = 4
     cfg = Cfg()
     lora_targets = (
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
@@ -41,15 +42,15 @@ class Flux2Klein(Adapter):
         embeds, _ = self.pipe.encode_prompt(prompt, device=self.device, max_sequence_length=max_length)
         return {"prompt_embeds": embeds[0]}
 
-    def encode_source(self, source: Image.Image) -> Condition:
-        """source [rows, columns, 4C]: normalised latents of the source at its own size, at most a million pixels."""
+    def encode_source(self, source: Image.Image) -> Tensor:
+        """[rows, columns, 4C]: normalised latents of the source at its own size, at most a million pixels."""
         processor, vae = self.pipe.image_processor, self.pipe.vae
         processor.check_image_input(source)
         source = processor._resize_if_exceeds_area(source)
         width, height = (side // self.unit * self.unit for side in source.size)
         pixels = processor.preprocess(source, height=height, width=width, resize_mode="crop")
         latents = self.pipe._encode_vae_image(pixels.to(vae.device, vae.dtype), generator=None)
-        return {"source": latents[0].permute(1, 2, 0)}
+        return latents[0].permute(1, 2, 0)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """[4C, height / 16, width / 16] for FLUX.2-klein."""
@@ -63,12 +64,12 @@ class Flux2Klein(Adapter):
 
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
         """Velocity [B, 4C, h, w]; the transformer sees tokens [B, h · w, 4C]."""
-        embeds, source = condition["prompt_embeds"], condition.get("source")
+        embeds, sources = condition["prompt_embeds"], source_tokens(condition)
         tokens, ids = Flux2KleinPipeline._pack_latents(x), _image_ids(*self.grid(height, width), x.device)
         count = tokens.shape[1]
-        if source is not None:
-            tokens = torch.cat([tokens, source.flatten(1, 2).to(x.dtype)], dim=1)
-            ids = torch.cat([ids, _source_ids(*source.shape[1:3], x.device)], dim=1)
+        if sources:
+            tokens = torch.cat([tokens, *(source.flatten(1, 2).to(x.dtype) for source in sources)], dim=1)
+            ids = torch.cat([ids, _source_ids(tuple(source.shape[1:3] for source in sources), x.device)], dim=1)
         v = self.net(
             hidden_states=tokens,
             timestep=sigma * 1000 / 1000,
@@ -96,9 +97,9 @@ def _image_ids(rows: int, columns: int, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _source_ids(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Position ids [1, rows · columns, 4] of one source image."""
-    return Flux2KleinPipeline._prepare_image_ids([torch.empty(1, 1, rows, columns)]).to(device)
+def _source_ids(grids: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """Position ids [1, tokens of all, 4] of source images of these (rows, columns)."""
+    return Flux2KleinPipeline._prepare_image_ids([torch.empty(1, 1, *grid) for grid in grids]).to(device)
 
 
 @lru_cache(maxsize=64)

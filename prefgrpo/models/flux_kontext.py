@@ -22,12 +22,13 @@ class FluxKontext(Flux):
 
     pipeline = "FluxKontextPipeline"
     default_guidance = 2.5
+    most_sources = 1
     auto_resize = False
     """Resize sources to the nearest shape of a million pixels, as the stock pipeline does unless `_auto_resize=False`;
     a run fits them to the output's size instead."""
 
-    def encode_source(self, source: Image.Image) -> Condition:
-        """source [rows, columns, 4C]: the packed latents of the source image at its own size."""
+    def encode_source(self, source: Image.Image) -> Tensor:
+        """[rows, columns, 4C]: the packed latents of the source image at its own size."""
         processor, vae = self.pipe.image_processor, self.pipe.vae
         height, width = processor.get_default_height_width(source)
         if self.auto_resize:
@@ -38,7 +39,7 @@ class FluxKontext(Flux):
         pixels = processor.preprocess(processor.resize(source, height, width), height, width)
         latents = self.pipe._encode_vae_image(pixels.to(vae.device, vae.dtype), generator=None)
         packed = self.pipe._pack_latents(latents, 1, latents.shape[1], 2 * rows, 2 * columns)
-        return {"source": packed.view(rows, columns, -1)}
+        return packed.view(rows, columns, -1)
 
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
         """Velocity [B, L, 4C] of the generated tokens."""

@@ -53,12 +53,14 @@ def both(
 ) -> tuple[Tensor, Tensor]:
     """(c, u): one forward of 2B where prompt and negative have equal shapes, else two.
 
+    What the negative prompt does not have of its own (source images) is the prompt's.
     Raises ValueError for a condition that was encoded while guidance was off.
     """
     positive = {key: value for key, value in condition.items() if not key.startswith(NEGATIVE)}
     negative = {key.removeprefix(NEGATIVE): value for key, value in condition.items() if key.startswith(NEGATIVE)}
-    if negative.keys() != positive.keys():
+    if not negative:
         raise ValueError("guidance is on, but the condition has no negative prompt: encode it with guidance on")
+    negative = positive | negative
     if any(positive[key].shape != negative[key].shape for key in positive):
         return predict(x, sigma, positive), predict(x, sigma, negative)
     pair = {key: torch.cat([positive[key], negative[key]]) for key in positive}
