@@ -7,11 +7,11 @@ with a full plan they rank as the win rates do; log-taming against NumPy row by 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from ops_cases import QUICK
 
-from prefgrpo.ops import bradley_terry, group_advantage, log_tame, winrate_advantage
+from prefgrpo.ops import bradley_terry, bradley_terry_ordered, group_advantage, log_tame, winrate_advantage
 
 
 def games(seed, prompts, group, density):
@@ -34,6 +34,31 @@ def test_strengths_are_the_optimum(seed, prompts, group, density, prior):
     expected = counts * torch.sigmoid(t[:, :, None] - t[:, None, :])
     gradient = wins.sum(-1) - expected.sum(-1) + prior * (0.5 - torch.sigmoid(t))
     assert gradient[~lost].abs().max() < 1e-4 if (~lost).any() else True
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 99), st.integers(2, 9), st.sampled_from([0.3, 1.0]), st.floats(0.2, 3.0), st.floats(-2.0, 2.0))
+def test_ordered_strengths_are_the_optimum(seed, group, density, prior, bias):
+    rng = np.random.default_rng(seed)
+    shown = torch.tensor((rng.random((1, group, group)) < density) * (1.0 - np.eye(group)))
+    shown[0, 0, 1] = 1.0
+    gap = rng.normal(size=group)
+    first = shown * torch.sigmoid(torch.tensor(gap[:, None] - gap + bias + rng.normal(size=(1, group, group))))
+    theta, fitted = (x.double() for x in bradley_terry_ordered(first, shown, prior=prior, iterations=5000))
+    t = theta.nan_to_num(0.0)
+    surprise = first - shown * torch.sigmoid(t[:, :, None] - t[:, None, :] + fitted[:, None, None])
+    of_strength = surprise.sum(2) - surprise.sum(1) + prior * (0.5 - torch.sigmoid(t))
+    of_bias = surprise.sum((1, 2)) + prior * (0.5 - torch.sigmoid(fitted))
+    assert of_strength[~theta.isnan()].abs().max() < 1e-4 and of_bias.abs().max() < 1e-4
+
+
+def test_both_orders_have_no_bias_and_then_the_order_changes_nothing():
+    first = torch.rand(3, 7, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    first = torch.triu(first, 1) + torch.tril(1.0 - first.mT, -1)  # who wins does not depend on who is first
+    shown = (1.0 - torch.eye(7, dtype=torch.float64)).expand_as(first)
+    theta, bias = bradley_terry_ordered(first, shown, iterations=3000)
+    assert bias.abs().max() < 1e-6
+    torch.testing.assert_close(theta, bradley_terry(first + (shown - first).mT, shown + shown.mT, iterations=3000))
 
 
 def test_an_undefeated_member_is_finite_and_a_full_plan_ranks_like_win_rates():

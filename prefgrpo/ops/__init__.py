@@ -17,7 +17,7 @@ from prefgrpo.ops.args import Guidance, NoiseAddress
 from prefgrpo.ops.backend import backend_of, use_backend
 from prefgrpo.ops.policy import METRICS, PolicyGrad, PolicyLoss, policy_loss, policy_loss_grad
 from prefgrpo.ops.replay import ReplayGrad, on_policy_grad, replay_policy_grad
-from prefgrpo.ops.shaping import bradley_terry, log_tame
+from prefgrpo.ops.shaping import bradley_terry, bradley_terry_ordered, log_tame
 
 __all__ = [
     "METRICS",
@@ -34,6 +34,7 @@ __all__ = [
     "affine_step_more",
     "backend_of",
     "bradley_terry",
+    "bradley_terry_ordered",
     "group_advantage",
     "log_tame",
     "on_policy_grad",
