@@ -7,6 +7,7 @@ the message tells how to mend, 3 for a run that stopped with a resumable checkpo
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from prefgrpo import __version__
-from prefgrpo.config import Config, ConfigError, check, parse
+from prefgrpo.config import MODEL_VALUES, Config, ConfigError, check, differences, parse
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("prefgrpo.cli:train", "train a model from a recipe; any field can be overridden"),
@@ -28,8 +29,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "plan": ("prefgrpo.cli:plan", "parameters and memory per GPU, from the model's config alone"),
     "generate": ("prefgrpo.cli:generate", "make images or clips of every prompt of a file (also under torchrun)"),
+    "score": ("prefgrpo.score:main", "what a folder of images or clips is worth (also under torchrun)"),
+    "reward list": ("prefgrpo.rewards.listing:show", "every reward: what it takes, what it is, where it runs"),
+    "reward serve": ("prefgrpo.rewards.serve:main", "serve one reward over HTTP, from an environment of its own"),
     "report": ("prefgrpo.cli:report", "write report.html of a run, finished or not"),
-    "judge serve": ("prefgrpo.judge.serve:serve", "start a judge server with the right flags"),
+    "judge serve": ("prefgrpo.judge.serve:serve", "start one or several judges with the right flags, behind one port"),
+    "judge route": ("prefgrpo.judge.route:route", "put running judge servers behind one port"),
     "judge check": ("prefgrpo.judge.check:check", "is the judge there, does it serve the model, does it answer"),
     "tiny": ("prefgrpo.tiny.pipelines:make", "write a tiny random pipeline of a family: prefgrpo tiny flux DIR"),
     "tiny vae": ("prefgrpo.tiny.vae:train", "train the demo world's VAE"),
@@ -57,7 +62,7 @@ class Plan:
     """Parameters and memory per GPU, from the model's config alone."""
 
     recipe: tyro.conf.Positional[Path]
-    """YAML file of the run, e.g. recipes/flux_lora_prefgrpo.yaml."""
+    """YAML file of the run, e.g. scripts/lora_prefgrpo_flux.yaml."""
     gpus: int = 1
     """Processes, one per GPU."""
     memory_gib: float = 80.0
@@ -70,7 +75,7 @@ class Preprocess:
     """Encode all prompts of a recipe once, into data.cache."""
 
     recipe: tyro.conf.Positional[Path]
-    """YAML file of the run, e.g. recipes/flux_lora_prefgrpo.yaml."""
+    """YAML file of the run, e.g. scripts/lora_prefgrpo_flux.yaml."""
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -101,13 +106,25 @@ def _with_recipe(command: Any, argv: Sequence[str], name: str) -> Any:
     recipe = next((word for word in words if word.endswith((".yaml", ".yml"))), words[0] if words else None)
     asks_help = "-h" in argv or "--help" in argv
     config, mistakes = parse(recipe) if recipe and not asks_help else (Config(), [])
-    default = command(tyro.MISSING, config=config)
-    args = tyro.cli(command, args=list(argv), default=default, prog=f"prefgrpo {name}")
+    args = _read(command, argv, name, config)
+    if recipe and args.config.model != config.model:
+        own, mistakes = parse(recipe, args.config.model)
+        if changed := differences(config, own):
+            if os.environ.get("RANK", "0") == "0":
+                shown = ", ".join(f"{key} {b} (was {a})" for key, (a, b) in changed.items())
+                print(f"from {args.config.model}/{MODEL_VALUES}: {shown}", file=sys.stderr)
+            args = _read(command, argv, name, own)
     if args.recipe != Path(recipe or ""):
         raise ConfigError([f"recipe: '{recipe}' or '{args.recipe}'? Put the recipe before the overrides"])
     if mistakes := mistakes + check(args.config):
         raise ConfigError(mistakes)
     return args
+
+
+def _read(command: Any, argv: Sequence[str], name: str, config: Config) -> Any:
+    """The arguments of a command whose defaults are `config`."""
+    default = command(tyro.MISSING, config=config)
+    return tyro.cli(command, args=list(argv), default=default, prog=f"prefgrpo {name}")
 
 
 def train(argv: Sequence[str]) -> int:
@@ -185,8 +202,9 @@ def _mendable() -> tuple[type[Exception], ...]:
     from prefgrpo.judge.verdict import JudgeError
     from prefgrpo.models.folder import ModelError
     from prefgrpo.rewards import RewardSpecError
+    from prefgrpo.rewards.base import RewardError
 
-    return ConfigError, CheckpointError, DataError, JudgeError, ModelError, RewardSpecError
+    return ConfigError, CheckpointError, DataError, JudgeError, ModelError, RewardError, RewardSpecError
 
 
 def _usage() -> str:
@@ -223,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module, _, attribute = COMMANDS[name][0].partition(":")
     command: Any = getattr(import_module(module), attribute)
     try:
-        if command in (train, plan, preprocess, generate):
+        if list(inspect.signature(command).parameters) == ["argv"]:  # it reads them itself
             return command(rest)
         result = tyro.cli(command, args=rest, prog=f"prefgrpo {name}", config=(tyro.conf.PositionalRequiredArgs,))
     except _mendable() as error:

@@ -1,10 +1,11 @@
-"""`judge serve` with an executable that stands in for vLLM: start, readiness, errors, and above all its end.
+"""`judge serve` with an executable that stands in for vLLM or SGLang: start, readiness, errors, and above all its end.
 
 The stand-in is a real server process with a worker of its own in the same group. Cases: every way to end (stop,
-Ctrl-C, SIGTERM, kill -9 of the parent), a start that fails, a port that is taken, no vLLM. test_judge_vllm.py runs
-the real one.
+Ctrl-C, SIGTERM, kill -9 of the parent), a start that fails, a port that is taken, no engine; each engine's command
+line. test_judge_vllm.py runs the real vLLM; SGLang needs a GPU and was not run: its flags are its documentation's.
 """
 
+import itertools
 import os
 import signal
 import subprocess
@@ -15,7 +16,9 @@ from pathlib import Path
 import pytest
 from judge_server import JudgeServer, free_port
 
-from prefgrpo.judge.serve import PRESETS, ServeConfig, Server, command, find_vllm
+from prefgrpo.judge.engines import ServeConfig, command, environment, find_engine, named, several
+from prefgrpo.judge.presets import PRESETS
+from prefgrpo.judge.serve import Server, serve
 from prefgrpo.judge.template import load_template
 from prefgrpo.judge.verdict import JudgeError
 
@@ -33,17 +36,19 @@ judge_server.main()
 
 @pytest.fixture
 def vllm(tmp_path):
-    """An environment folder with bin/vllm; `pids` beside it holds the pids of the server and its worker."""
-    path = tmp_path / "venv" / "bin" / "vllm"
-    path.parent.mkdir(parents=True)
-    tests = str(Path(__file__).parent)
-    path.write_text(STAND_IN.format(python=sys.executable, tests=tests, pids=str(tmp_path / "pids")))
-    path.chmod(0o755)
+    """An environment folder with bin/vllm and bin/sglang; `pids` beside it holds the pids of server and worker."""
+    for engine in ("vllm", "sglang"):
+        path = tmp_path / "venv" / "bin" / engine
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tests = str(Path(__file__).parent)
+        path.write_text(STAND_IN.format(python=sys.executable, tests=tests, pids=str(tmp_path / "pids")))
+        path.chmod(0o755)
     return tmp_path / "venv"
 
 
 def config(vllm, **changes):
-    return ServeConfig(**{"model": "unifiedreward", "vllm": str(vllm), "port": free_port(), "startup_s": 30, **changes})
+    base = {"model": "unifiedreward", "vllm": str(vllm), "sglang": str(vllm), "port": free_port(), "startup_s": 30}
+    return ServeConfig(**base | changes)
 
 
 def pids(vllm):
@@ -64,9 +69,10 @@ def gone(pid, seconds=10.0):
     return False
 
 
-def test_ready_means_a_probe_got_a_verdict_and_stop_ends_the_whole_group(vllm):
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_ready_means_a_probe_got_a_verdict_and_stop_ends_the_whole_group(vllm, engine):
     bystander = subprocess.Popen(["sleep", "600"])
-    with Server(config(vllm)) as server:
+    with Server(config(vllm, engine=engine)) as server:
         assert "ok, serves unifiedreward" in server.wait_ready()
         assert "probe pair" in server.wait_ready()
     assert all(gone(pid) for pid in pids(vllm))
@@ -89,16 +95,22 @@ def test_a_port_that_is_taken_and_a_missing_vllm_are_refused(vllm, monkeypatch, 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("PREFGRPO_VLLM", raising=False)
     with pytest.raises(JudgeError, match=r"setup_vllm_cpu\.sh"):
-        find_vllm("")
+        find_engine("vllm", "")
+    with pytest.raises(JudgeError, match=r"pip install sglang.*--sglang"):
+        find_engine("sglang", "")
     monkeypatch.setenv("PREFGRPO_VLLM", str(vllm))
-    assert find_vllm("") == str(vllm / "bin" / "vllm")
+    assert find_engine("vllm", "") == str(vllm / "bin" / "vllm")
     with pytest.raises(JudgeError, match="checkpoint folder not found"):
         command(config(vllm, model="./nothing-here"))
+    with pytest.raises(JudgeError, match=r"no preset.*did you mean 'unifiedreward-flex'"):
+        command(config(vllm, model="unifiedreward-flx"))
+    with pytest.raises(JudgeError, match="name a model to serve: unifiedreward"):
+        serve(())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_the_command_ends_its_server_however_it_ends(vllm, number):
-    program = f"from prefgrpo.judge.serve import serve; serve('qwen3-vl', {str(vllm)!r}, port={free_port()})"
+    program = f"from prefgrpo.judge.serve import serve; serve(('qwen3-vl',), vllm={str(vllm)!r}, port={free_port()})"
     line = [sys.executable, "-c", program]
     child = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
@@ -114,12 +126,61 @@ def test_the_command_ends_its_server_however_it_ends(vllm, number):
         assert child.returncode == 0 and gone(worker)
 
 
+def flags(words):
+    """Options with a value, by name."""
+    return {a: b for a, b in itertools.pairwise(words) if a.startswith("--")}
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_has_its_template_and_the_measured_flags(name, vllm):
-    words = command(config(vllm, model=name, media_in_flight=24, vision_tokens=1024))
-    assert words[:2] == ["serve", PRESETS[name].model]
-    flags = dict(zip(words[2::2], words[3::2], strict=False))
-    assert flags["--shutdown-timeout"] == "20" and flags["--host"] == "127.0.0.1"
-    assert int(flags["--max-num-batched-tokens"]) >= 24 * 1024
-    assert "--api-server-count" not in flags  # one process: media ids live in its cache
+    words = command(config(vllm, model=name, engine="vllm", media_in_flight=24, vision_tokens=1024))
+    assert words[:3] == [str(vllm / "bin" / "vllm"), "serve", PRESETS[name].model]
+    found = flags(words)
+    assert found["--shutdown-timeout"] == "20" and found["--host"] == "127.0.0.1"
+    assert int(found["--max-num-batched-tokens"]) >= 24 * 1024
+    assert "--api-server-count" not in found  # one process: media ids live in its cache
     load_template(PRESETS[name].template)
+
+
+def test_sglang_gets_the_flags_of_its_documentation(vllm):
+    judge = config(vllm, model="unifiedreward-1.5", media_in_flight=24, max_model_len=4096, gpus="2,3")
+    words = command(judge)
+    assert words[:2] == [str(vllm / "bin" / "sglang"), "serve"]
+    found = flags(words)
+    assert found["--model-path"] == "CodeGoat24/UnifiedReward-7b-v1.5" and found["--chat-template"] == "chatml-llava"
+    assert found["--served-model-name"] == "unifiedreward-1.5" and found["--port"] == str(judge.port)
+    assert found["--context-length"] == "4096" and found["--tensor-parallel-size"] == "2"
+    assert (
+        found["--mem-fraction-static"] == "0.9" and found["--limit-mm-data-per-request"] == '{"image": 2, "video": 0}'
+    )
+    assert environment(judge)["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert environment(judge)["SGLANG_VLM_CACHE_SIZE_MB"] == str(24 * 1024 * 4096 * 8 // 2**20)
+    cpu = flags(command(config(vllm, engine="sglang", cpu=True)))
+    assert cpu["--device"] == "cpu" and "--mem-fraction-static" not in cpu
+
+
+def test_presets_are_the_sizes_that_were_published():
+    hub = {name: preset.model for name, preset in PRESETS.items()}
+    for kind, family in (("", "2.0"), ("-think", "Think"), ("-edit", "Edit")):
+        for size in ("2b", "4b", "8b", "32b"):
+            assert hub[f"unifiedreward{kind}-{size}"] == f"CodeGoat24/UnifiedReward-{family}-qwen3vl-{size}"
+        assert hub[f"unifiedreward{kind}"] == hub[f"unifiedreward{kind}-8b"]
+    assert hub["unifiedreward-flex"] == "CodeGoat24/UnifiedReward-Flex-qwen3vl-8b"
+    assert PRESETS["unifiedreward-1.5"].engine == "sglang" and PRESETS["unifiedreward"].engine == "vllm"
+
+
+def test_several_models_get_ports_names_and_their_share_of_the_memory(vllm):
+    base = config(vllm, model="")
+    a, b = several(("unifiedreward-flex", "mine=paco-reward"), [1, 2], (), base)
+    assert [(c.served_name, c.port, c.gpu_memory, c.host) for c in (a, b)] == [
+        ("unifiedreward-flex", 1, 0.45, "127.0.0.1"), ("mine", 2, 0.45, "127.0.0.1")
+    ]  # fmt: skip
+    a, b = several(("unifiedreward-flex", "paco-reward"), [1, 2], ("0,1", "2"), base)
+    assert [(flags(command(c))["--tensor-parallel-size"], c.gpus, c.gpu_memory) for c in (a, b)] == [
+        ("2", "0,1", 0.9), ("1", "2", 0.9)
+    ]  # fmt: skip
+    with pytest.raises(JudgeError, match="two models would be served as 'paco-reward'"):
+        several(("paco-reward", "paco-reward"), [1, 2], (), base)
+    with pytest.raises(JudgeError, match="one entry per model"):
+        several(("paco-reward", "qwen3-vl"), [1, 2], ("0",), base)
+    assert named(base, "./a=b/c").served_name == "c"  # a path may hold an equals sign

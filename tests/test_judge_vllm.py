@@ -19,9 +19,10 @@ from judge_server import free_port
 
 import prefgrpo
 from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig
+from prefgrpo.judge.engines import ServeConfig
 from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
 from prefgrpo.judge.plans import both_orders
-from prefgrpo.judge.serve import ServeConfig, Server
+from prefgrpo.judge.serve import Server
 from prefgrpo.media import Media
 from prefgrpo.tiny import scenes
 
@@ -87,7 +88,7 @@ def test_ids_alone_are_enough_the_second_time(model, port):
     j, pairs = judge(model, port), both_orders(6, 0)
     first = [v.first for v in j.judge_group(caption, media, pairs)]
     again = [v.first for v in j.judge_group(caption, media, pairs)]
-    endpoint = j._endpoints[0]
+    endpoint = j.client.sender.endpoints[0]
     assert endpoint.uses_ids and endpoint._misses == 0 and len(endpoint._known) == 6
     np.testing.assert_allclose(first, again, atol=1e-5)
 
@@ -117,7 +118,7 @@ def test_the_command_serves_until_it_is_told_to_stop(model):
     line = [
         sys.executable,
         "-c",
-        "import sys; from prefgrpo.judge.serve import serve; sys.exit(serve(sys.argv[1], port=",
+        "import sys; from prefgrpo.judge.serve import serve; sys.exit(serve((sys.argv[1],), port=",
     ]
     code = f"{line.pop()}{port}, name='tiny', template='caption_match', cpu=True, vision_tokens=4, max_model_len=2048))"
     child = subprocess.Popen([*line, code, model], stdout=subprocess.PIPE, text=True, env={**os.environ})
