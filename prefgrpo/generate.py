@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from prefgrpo import parallel
 from prefgrpo.config import Config, ConfigError
 from prefgrpo.data import DataError, Prompt, read_prompts
 from prefgrpo.embed import Embeddings
+from prefgrpo.files import Naming, file_name
 from prefgrpo.judging import makes_clips
 from prefgrpo.loading import missing, open_adapter
 from prefgrpo.models.folder import ModelError
@@ -33,8 +34,6 @@ FIRST_ID = 2**61
 """Sample ids of generated noise start here, far from those of training and evaluation."""
 PER_PROMPT = 2**20
 
-Naming = Literal["plain", "unigenbench", "vbench"]
-
 
 @dataclass(frozen=True)
 class Job:
@@ -44,23 +43,6 @@ class Job:
     sample: int
     """Number j of the prompt's samples."""
     file: Path
-
-
-def file_name(prompt: Prompt, sample: int, naming: Naming, ending: str) -> str:
-    """plain: 000012_0.png, by the position in the file. unigenbench: INDEX_0.png, by the table's `index` column, as its
-    scoring tools read it. vbench: PROMPT-0.mp4, at most 255 bytes.
-
-    Raises DataError for a file without that column.
-    """
-    if naming == "plain":
-        return f"{prompt.id:06d}_{sample}{ending}"
-    if naming == "unigenbench":
-        if "index" not in prompt.meta:
-            raise DataError(f"--naming unigenbench needs an 'index' column; prompt {prompt.id + 1} has none")
-        return f"{prompt.meta['index']}_{sample}{ending}"
-    tail = f"-{sample}{ending}"
-    stem = prompt.text.replace("/", "_").encode()[: 255 - len(tail)].decode(errors="ignore")
-    return stem + tail
 
 
 def generate(

@@ -147,26 +147,32 @@ def makes_clips(config: Config) -> bool:
 
 def check_inputs(config: Config, field: str, rewards: Mapping[str, Reward], prompts: Sequence[Prompt]) -> None:
     """Raise ConfigError for rewards that do not take what this run makes of these prompts."""
-    kind, mistakes = "video" if makes_clips(config) else "image", []
+    kind = "video" if makes_clips(config) else "image"
+    if mistakes := misfits(kind, f"{field}:", "this run makes", rewards, prompts):
+        raise ConfigError(mistakes)
+
+
+def misfits(kind: str, field: str, made: str, rewards: Mapping[str, Reward], prompts: Sequence[Prompt]) -> list[str]:
+    """Why rewards cannot score media of a kind (image, video) made of these prompts; `made`: "this run makes"."""
+    mistakes = []
     for name, reward in rewards.items():
         if kind not in reward.takes:
-            made = "clips" if kind == "video" else "images"
+            found = "clips" if kind == "video" else "images"
             hint = "; a judge sees clips over http only" if reward.judged and kind == "video" else ""
-            mistakes.append(f"{field}: {name} takes {' or '.join(reward.takes)}, but this run makes {made}{hint}")
+            mistakes.append(f"{field} {name} takes {' or '.join(reward.takes)}, but {made} {found}{hint}")
         lacking = [p for p in prompts if reward.needs_source and not p.source]
         if lacking:
             mistakes.append(
-                f"{field}: {name} scores edits, but {len(lacking)} prompt(s) have no source image, the first: "
+                f"{field} {name} scores edits, but {len(lacking)} prompt(s) have no source image, the first: "
                 f"{lacking[0].text[:60]!r}; expected a file with a source_image column"
             )
         for key in reward.meta_keys:
             if lacking := [p for p in prompts if key not in p.meta]:
                 mistakes.append(
-                    f"{field}: {name} needs the column '{key}', which {len(lacking)} prompt(s) lack, the first: "
+                    f"{field} {name} needs the column '{key}', which {len(lacking)} prompt(s) lack, the first: "
                     f"{lacking[0].text[:60]!r}"
                 )
-    if mistakes:
-        raise ConfigError(mistakes)
+    return mistakes
 
 
 def training_scorer(

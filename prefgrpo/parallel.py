@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from prefgrpo.config import ConfigError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,14 +72,16 @@ class World:
         """True on all ranks if `flag` is True on one."""
         return bool(self.gather(np.array([float(flag)])).any())
 
+    def gather_items(self, mine: Iterable[T]) -> list[T]:
+        """Objects of all ranks in rank order; each rank has as many as it likes."""
+        found: list[list[T]] = [list(mine)] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, found[0])
+        return [item for part in found for item in part]
+
     def union(self, names: Iterable[str]) -> list[str]:
         """All names that any rank has, sorted: the same list on all ranks."""
-        found: list[list[str]] = [[] for _ in range(self.size)]
-        if self.size > 1:
-            dist.all_gather_object(found, list(names))
-        else:
-            found = [list(names)]
-        return sorted({name for part in found for name in part})
+        return sorted(set(self.gather_items(names)))
 
     def on_main(self, work: Callable[[], object], failure: type[Exception]) -> None:
         """Do `work` on rank 0 while the others wait; if it raises `failure`, all ranks raise one."""

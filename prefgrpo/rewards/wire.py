@@ -122,14 +122,20 @@ def _pixels(value: Any, place: str) -> NDArray[np.uint8]:
         raise WireError(f"{place}: {len(data)} bytes that cannot be read as {', '.join(FORMATS)}{why}") from error
 
 
+def score_row(score: Score) -> dict[str, Any]:
+    """A score as JSON: its value, or null and the reason, and its parts; what is not finite is null."""
+    value, reason = _finite(score)
+    row: dict[str, Any] = {"value": value}
+    if value is None:
+        row["reason"] = reason
+    if score.parts:
+        row["parts"] = {k: float(v) if math.isfinite(v) else None for k, v in score.parts.items()}
+    return row
+
+
 def scores_json(scores: list[Score]) -> bytes:
     """Body of the answer."""
-    rows = [
-        {"value": value, "reason": reason, "parts": {k: _number(v) for k, v in s.parts.items()}}
-        for s in scores
-        for value, reason in [_finite(s)]
-    ]
-    return json.dumps({"scores": rows}, allow_nan=False).encode()
+    return json.dumps({"scores": [score_row(s) for s in scores]}, allow_nan=False).encode()
 
 
 def read_scores(raw: bytes, count: int) -> list[Score]:
@@ -159,10 +165,6 @@ def _finite(score: Score) -> tuple[float | None, str]:
         return None, score.reason or "the reward gave no reason"
     value = float(score.value)
     return (value, score.reason) if math.isfinite(value) else (None, f"the reward returned {value}")
-
-
-def _number(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 def _shown(value: Any) -> str:
