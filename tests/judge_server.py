@@ -1,8 +1,8 @@
 """A real HTTP server that speaks the OpenAI chat API, keeps media by id like vLLM, and misbehaves on request.
 
-It decodes the pictures it is sent and prefers the brighter one, so a swapped, stale or re-encoded picture shows up
-in the verdict. In a thread: `with JudgeServer(...) as s`. As a process that can be killed: `python judge_server.py
---port N`.
+It decodes the pictures it is sent and answers from their brightness (of two it prefers the brighter), so a swapped,
+stale or re-encoded picture shows up in the answer; `answer` writes other answers. In a thread: `with JudgeServer(...)
+as s`. As a process that can be killed: `python judge_server.py --port N`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 import os
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ class JudgeServer:
 
     model = MODEL
     listing = ""
+    answer: Callable[[list[float], str], str | dict[str, float]] | None = None
+    """(brightness of each picture, all text of the request) -> the answer's text, or {first token: probability}."""
 
     def __init__(self, fault: str = "", count: int = -1, port: int = 0, vllm: bool = True, delay_s: float = 0.0):
         self.fault, self.count, self.port, self.vllm, self.delay_s = fault, count, port, vllm, delay_s
@@ -115,6 +118,8 @@ class JudgeServer:
             bright = [self._brightness(n, p) for n, p in enumerate(images(body))]
         except KeyError as miss:
             return _error(400, f"Cache miss for image at index {miss.args[0]} but data is not provided.")
+        if self.answer is not None:
+            return web.json_response(reply(self.answer(bright, text_of(body))))
         half = len(bright) // 2  # a clip is several images
         return web.json_response(completion(8.0 * float(np.mean(bright[:half]) - np.mean(bright[half:]))))
 
@@ -183,6 +188,23 @@ class JudgeServer:
 def images(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Image parts of a chat request."""
     return [p for p in body["messages"][0]["content"] if p["type"] == "image_url"]
+
+
+def text_of(body: dict[str, Any]) -> str:
+    """All text of a chat request's user turn."""
+    return "".join(p["text"] for p in body["messages"][0]["content"] if p["type"] == "text")
+
+
+def reply(answer: str | dict[str, float]) -> dict[str, Any]:
+    """A chat completion that says a text, or whose first token has these probabilities."""
+    good = completion(0.0)
+    choice = good["choices"][0]
+    if isinstance(answer, str):
+        choice |= {"message": {"role": "assistant", "content": answer}, "logprobs": None}
+        return good
+    top = [{"token": token, "logprob": math.log(p)} for token, p in answer.items()]
+    choice["logprobs"] = {"content": [{"token": top[0]["token"], "logprob": top[0]["logprob"], "top_logprobs": top}]}
+    return good
 
 
 def completion(gap: float, tokens: tuple[str, str] = ("1", "2")) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Request bytes of an OpenAI chat completion with two images, joined from parts that are made once.
+"""Request bytes of an OpenAI chat completion with images, joined from parts that are made once.
 
 Each medium is encoded and base64-ed once and its id is the hash of the encoded bytes, so an id never names other
 pixels. Invariant: joining the parts gives valid JSON for any prompt.
@@ -10,11 +10,11 @@ import base64
 import hashlib
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prefgrpo.judge.template import Template
+from prefgrpo.judge.template import SOURCE, Template
 from prefgrpo.media import Media
 
 
@@ -74,7 +74,7 @@ class RequestKind:
     model: str
     template: Template
     seed: int
-    label_ids: tuple[int, int] | None
+    label_ids: tuple[int, ...] | None
     """Token ids of the labels, where the judge's tokenizer is known."""
     vllm: bool
     """The server is vLLM: it takes `logprob_token_ids`."""
@@ -93,12 +93,21 @@ class RequestKind:
                 fields["logprob_token_ids"] = list(self.label_ids)
         return turn + b"," + _json(fields)[1:]
 
-    def body(self, prompt: str, media: tuple[bytes, bytes]) -> bytes:
-        """The request for a prompt and two content parts."""
+    def body(
+        self,
+        prompt: str,
+        media: Sequence[bytes],
+        source: Sequence[bytes] = (),
+        values: Mapping[str, str] | None = None,
+    ) -> bytes:
+        """The request for a prompt, other texts by name, and the content parts of media and source images."""
         head = b'{"model":' + _json(self.model) + b',"messages":[{"role":"user","content":['
-        parts = [
-            media[p] if isinstance(p, int) else _json({"type": "text", "text": p}) for p in self.template.parts(prompt)
-        ]
+        parts: list[bytes] = []
+        for part in self.template.parts(prompt, values):
+            if part == SOURCE:
+                parts += source
+            else:
+                parts.append(media[part] if isinstance(part, int) else _json({"type": "text", "text": part}))
         return head + b",".join(parts) + b"]" + self.tail()
 
 

@@ -1,7 +1,8 @@
 """The public face of the HTTP judge: its config, the judge, and the health check at start.
 
 `check` says in seconds whether judging will work: is the server there, does it serve the model, does a pair of
-pictures get a verdict. Invariant: it raises one JudgeError that says what was expected, what came, what to do.
+pictures get a verdict; `reach` asks no pictures. Invariant: both raise one JudgeError that says what was expected,
+what came, what to do.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from prefgrpo.judge.template import load_template
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.media import Media
 
-__all__ = ["EndpointHealth", "Health", "HttpJudge", "HttpJudgeConfig", "check"]
+__all__ = ["EndpointHealth", "Health", "HttpJudge", "HttpJudgeConfig", "check", "reach"]
 
 
 @dataclass
@@ -69,16 +70,24 @@ def check(config: HttpJudgeConfig, *, timeout_s: float = 10.0, probe: bool = Tru
     Raises JudgeError if no endpoint works or the probe gets no verdict.
     """
     HttpJudge(config).close()  # validates the config and the template
+    health = reach(config, timeout_s)
+    if probe:
+        longest = timeout_s if load_template(config.template).answer == "soft" else max(timeout_s, config.timeout_s)
+        good = tuple(e.url for e in health.endpoints if not e.problem)
+        _probe(replace(config, endpoints=good, timeout_s=longest), health, bias_pairs)
+    return health
+
+
+def reach(config: HttpJudgeConfig, timeout_s: float = 10.0) -> Health:
+    """Whether the servers are there and serve the model, without asking it. Raises JudgeError if no endpoint does."""
+    if bad := config.mistakes():
+        raise JudgeError("judge: " + "; ".join(bad))
     thread = loop_thread()
     found = [thread.submit(_look(url, config, timeout_s)).result(timeout_s + 5.0) for url in config.endpoints]
     good = [e for e in found if not e.problem]
     if not good:
         raise JudgeError("the judge cannot be used. " + " | ".join(f"{e.url}: {e.problem}" for e in found))
-    health = Health(found, config.model or good[0].models[0])
-    if probe:
-        longest = timeout_s if load_template(config.template).answer == "soft" else max(timeout_s, config.timeout_s)
-        _probe(replace(config, endpoints=tuple(e.url for e in good), timeout_s=longest), health, bias_pairs)
-    return health
+    return Health(found, config.model or good[0].models[0])
 
 
 async def _look(url: str, config: HttpJudgeConfig, timeout_s: float) -> EndpointHealth:
@@ -115,8 +124,8 @@ def _model_problem(model: str, served: list[str]) -> str:
 def _probe(config: HttpJudgeConfig, health: Health, bias_pairs: int) -> None:
     """Judge plain pictures once, and random pictures in both orders."""
     judge = HttpJudge(replace(config, retries=1, patience_s=5.0))
-    red, blue = (Media(np.full((64, 64, 3), c, np.uint8)) for c in ((220, 30, 30), (30, 60, 220)))
-    verdict = judge.judge_group("a plain red picture", [red, blue], [(0, 1)])[0]
+    red, blue, grey = (Media(np.full((64, 64, 3), c, np.uint8)) for c in ((220, 30, 30), (30, 60, 220), (128,) * 3))
+    verdict = judge.judge_group("a plain red picture", [red, blue], [(0, 1)], [grey])[0]
     if verdict.first is None:
         judge.close()
         raise JudgeError(
@@ -128,6 +137,6 @@ def _probe(config: HttpJudgeConfig, health: Health, bias_pairs: int) -> None:
         rng = np.random.default_rng(0)
         media = [Media(rng.integers(0, 256, (64, 64, 3), dtype=np.uint8)) for _ in range(2 * bias_pairs)]
         pairs = [p for k in range(bias_pairs) for p in ((2 * k, 2 * k + 1), (2 * k + 1, 2 * k))]
-        values = [v.first for v in judge.judge_group("a picture", media, pairs) if v.first is not None]
+        values = [v.first for v in judge.judge_group("a picture", media, pairs, [grey]) if v.first is not None]
         health.position_bias = float(np.mean(values)) if values else None
     judge.close()

@@ -59,6 +59,11 @@ class LocalJudge(PairJudge):
         self.template = load_template(config.template)
         if self.template.answer != "soft" or self.template.labels is None:
             raise JudgeError(f"template '{config.template}' asks for text; the in-process judge needs a soft answer")
+        if self.template.takes_source or self.template.variants:
+            raise JudgeError(
+                f"template '{config.template}' shows source images or counts spellings; the in-process judge does "
+                "neither: use backend http"
+            )
         kind = _model_type(config.model)
         if kind not in _FAMILIES:
             raise JudgeError(f"{config.model} is a '{kind}' model: expected one of {', '.join(_FAMILIES)}")
@@ -74,8 +79,13 @@ class LocalJudge(PairJudge):
         self._pad_text: str = self.tokenizer.convert_ids_to_tokens(self.pad)
 
     @torch.inference_mode()
-    def judge_group(self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair]) -> list[Verdict]:
-        """Verdicts for ordered pairs of one prompt's images; all missing if the prompt holds an image token."""
+    def judge_group(
+        self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
+    ) -> list[Verdict]:
+        """Verdicts for ordered pairs of one prompt's images; all missing if the prompt holds an image token.
+
+        source: not shown, as the template has no place for it.
+        """
         start = time.perf_counter()
         if self._pad_text in prompt:
             return [Verdict(None, f"the prompt contains the judge's image token {self._pad_text}")] * len(pairs)

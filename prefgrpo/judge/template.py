@@ -1,7 +1,9 @@
-"""Judge templates: YAML files with the user's text, where the prompt and the two media go, and how the answer reads.
+"""Judge templates: YAML files with the user's text, where texts and media go, and how the answer reads.
 
-    user: text with {prompt}, {media_1}, {media_2}      prefill: start of the assistant's turn
-    labels: the two answers that follow the prefill     answer: soft | plain | think | flex     max_tokens: n
+    user: text with {prompt}, {media_1} …, {source} and other {name}s      prefill: start of the assistant's turn
+    labels: the two answers that follow the prefill      variants: count their spellings too      max_tokens: n
+    answer: soft | plain | think | edit | flex | scores | json | text      scores: {name: [low, high]}
+    pattern: a line with {name} and {value} as the judge writes it (scores)
 
 Replacement is literal and happens once: braces, quotes or markers inside a prompt stay what they are.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,17 @@ import yaml
 
 from prefgrpo.judge.verdict import JudgeError
 
-_MARKER = re.compile(r"(\{prompt\}|\{media_1\}|\{media_2\})")
+_MARKER = re.compile(r"(\{[a-z][a-z0-9_]*\})")
+_MEDIUM = re.compile(r"\{media_(\d+)\}")
 _FOLDER = Path(__file__).parent / "templates"
-ANSWERS = ("soft", "plain", "think", "flex")
-_KEYS = ("user", "prefill", "labels", "answer", "max_tokens")
+_TOKENS = {"soft": 1, "plain": 32, "think": 2048, "flex": 2048, "edit": 2048, "scores": 512, "json": 1024, "text": 512}
+PAIR_ANSWERS = ("soft", "plain", "think", "flex", "edit")
+"""Answers that are a verdict on two media."""
+_KEYS = ("user", "prefill", "labels", "variants", "answer", "scores", "pattern", "max_tokens")
+PAIR = ("prompt", "media_1", "media_2")
+"""Markers of a template that compares two media."""
+SOURCE = -1
+"""Stands in `Template.parts` for the source images of an edit."""
 
 
 @dataclass(frozen=True)
@@ -35,22 +45,39 @@ class Template:
     prefill: str
     """Text that the assistant's turn starts with ('' for none)."""
     labels: tuple[str, str] | None
-    """The single tokens that mean 'first' and 'second' (soft answers)."""
+    """The single tokens that mean 'first' and 'second', or 'yes' and 'no' (soft answers)."""
     answer: str
-    """How the answer is read: one of ANSWERS."""
+    """How the answer is read."""
     max_tokens: int
     """Longest answer, in tokens (1 for soft)."""
+    variants: bool = False
+    """Spellings of a label that differ in case or white space count for it (soft answers)."""
+    scores: tuple[tuple[str, float, float], ...] = ()
+    """(name, lowest, highest) of the numbers that the answer states, in order."""
+    pattern: str = ""
+    """How the judge writes one of them, with {name} and {value} ('scores' answers)."""
 
-    def parts(self, prompt: str) -> list[str | int]:
-        """The user's turn for `prompt`: text, 0 (first medium), text, 1 (second medium), text; no empty text."""
+    @property
+    def takes_source(self) -> bool:
+        """Whether the source image is shown."""
+        return "{source}" in self.pieces
+
+    def parts(self, prompt: str, values: Mapping[str, str] | None = None) -> list[str | int]:
+        """The user's turn: texts that are not empty, k for medium k + 1, SOURCE for the source images.
+
+        values: texts of the markers besides {prompt}.
+        """
+        texts = {"prompt": prompt, **(values or {})}
         parts: list[str | int] = []
         text = ""
         for piece in self.pieces:
-            if piece in ("{media_1}", "{media_2}"):
-                parts += [text, int(piece == "{media_2}")] if text else [int(piece == "{media_2}")]
+            medium = _MEDIUM.fullmatch(piece)
+            if medium or piece == "{source}":
+                parts += [text] if text else []
+                parts.append(int(medium[1]) - 1 if medium else SOURCE)
                 text = ""
             else:
-                text += prompt if piece == "{prompt}" else piece
+                text += texts[piece[1:-1]] if _MARKER.fullmatch(piece) else piece
         return [*parts, text] if text else parts
 
     def messages(self, prompt: str) -> list[dict[str, Any]]:
@@ -67,8 +94,17 @@ def shipped() -> list[str]:
     return sorted(p.stem for p in _FOLDER.glob("*.yaml"))
 
 
-def load_template(name: str) -> Template:
-    """Template by shipped name or by path to a YAML file; JudgeError names what is wrong with it."""
+def load_template(
+    name: str,
+    needs: tuple[str, ...] = PAIR,
+    may: tuple[str, ...] = ("source",),
+    kinds: tuple[str, ...] = PAIR_ANSWERS,
+) -> Template:
+    """Template by shipped name or by path to a YAML file; JudgeError names what is wrong with it.
+
+    needs: markers that it must have, may: those that it can have besides; media in order and once each.
+    kinds: the answers that the asker can use.
+    """
     path = _FOLDER / f"{name}.yaml" if name in shipped() else Path(name)
     if not path.is_file():
         near = difflib.get_close_matches(name, shipped(), n=1)
@@ -80,42 +116,97 @@ def load_template(name: str) -> Template:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise JudgeError(f"judge template {path} is not valid YAML: {error}") from error
-    return _parse(name, path, raw)
+    try:
+        return _parse(name, raw, needs, may, kinds)
+    except (ValueError, TypeError) as error:
+        raise JudgeError(f"judge template {path}: {error}") from error
 
 
-def _parse(name: str, path: Path, raw: Any) -> Template:
+def _parse(name: str, raw: Any, needs: tuple[str, ...], may: tuple[str, ...], kinds: tuple[str, ...]) -> Template:
+    """ValueError or TypeError for anything that is not as it should be."""
     if not isinstance(raw, dict) or not isinstance(raw.get("user"), str):
-        raise JudgeError(f"judge template {path}: expected a mapping with a text 'user', got {type(raw).__name__}")
-    if unknown := sorted(set(raw) - set(_KEYS)):
-        raise JudgeError(f"judge template {path}: unknown key(s) {unknown}; expected {', '.join(_KEYS)}")
+        raise ValueError(f"expected a mapping with a text 'user', got {type(raw).__name__}")
+    if unknown := sorted(set(map(str, raw)) - set(_KEYS)):
+        raise ValueError(f"unknown key(s) {unknown}; expected {', '.join(_KEYS)}")
     pieces = tuple(p for p in _MARKER.split(raw["user"]) if p)
-    for marker in ("{prompt}", "{media_1}", "{media_2}"):
-        if (n := pieces.count(marker)) != 1 and not (marker == "{prompt}" and n > 1):
-            raise JudgeError(f"judge template {path}: expected {marker} once in 'user', found it {n} times")
-    if pieces.index("{media_1}") > pieces.index("{media_2}"):
-        raise JudgeError(f"judge template {path}: {{media_1}} must come before {{media_2}}")
+    _check_markers(pieces, needs, may)
     labels = raw.get("labels")
     answer = raw.get("answer", "soft" if labels else "plain")
-    if answer not in ANSWERS:
-        raise JudgeError(f"judge template {path}: expected answer to be one of {', '.join(ANSWERS)}, got {answer!r}")
+    if answer not in kinds:
+        raise ValueError(f"expected answer to be one of {', '.join(kinds)}, got {answer!r}")
     if answer == "soft" and not (isinstance(labels, list) and len(labels) == 2 and labels[0] != labels[1]):
-        raise JudgeError(f"judge template {path}: a soft answer needs two different labels, got {labels!r}")
+        raise ValueError(f"a soft answer needs two different labels, got {labels!r}")
     texts = (str(labels[0]), str(labels[1])) if labels else None
-    tokens = int(raw.get("max_tokens", {"soft": 1, "plain": 32, "think": 2048, "flex": 2048}[answer]))
-    return Template(name, pieces, str(raw.get("prefill") or ""), texts, answer, tokens)
+    scores, pattern = _scores(answer, raw.get("scores")), str(raw.get("pattern") or "")
+    if answer == "scores" and ("{value}" not in pattern or (len(scores) > 1 and "{name}" not in pattern)):
+        raise ValueError(f"a 'scores' answer needs a pattern with {{name}} and {{value}}, got {pattern!r}")
+    tokens = int(raw.get("max_tokens", _TOKENS[answer]))
+    prefill, variants = str(raw.get("prefill") or ""), bool(raw.get("variants", False))
+    return Template(name, pieces, prefill, texts, answer, tokens, variants, scores, pattern)
+
+
+def _check_markers(pieces: tuple[str, ...], needs: tuple[str, ...], may: tuple[str, ...]) -> None:
+    """ValueError unless the markers are the ones that the asker fills in, media in order and once each."""
+    found = [p[1:-1] for p in pieces if _MARKER.fullmatch(p)]
+    if unknown := sorted(set(found) - set(needs) - set(may)):
+        raise ValueError(f"nothing fills in {{{unknown[0]}}}; expected {', '.join(f'{{{m}}}' for m in needs + may)}")
+    pictures = [m for m in (*needs, *may) if m.startswith("media_") or m == "source"]
+    for marker in (*needs, *may):
+        n = found.count(marker)
+        if (n != 1 and marker in needs and not (marker not in pictures and n > 1)) or (n > 1 and marker in pictures):
+            raise ValueError(f"expected {{{marker}}} once in 'user', found it {n} times")
+    media = [m for m in found if m.startswith("media_")]
+    if media != sorted(media, key=lambda m: int(m[6:])):
+        raise ValueError(f"{{{sorted(media)[0]}}} must come before {{{media[0]}}}")
+
+
+def _scores(answer: str, raw: Any) -> tuple[tuple[str, float, float], ...]:
+    """The named numbers of a 'scores' or 'json' answer."""
+    if answer not in ("scores", "json"):
+        return ()
+    if not isinstance(raw, dict) or not raw:
+        raise ValueError(f"a '{answer}' answer needs scores: {{name: [low, high]}}, got {raw!r}")
+    for name, limits in raw.items():
+        if not (isinstance(limits, list) and len(limits) == 2 and float(limits[0]) < float(limits[1])):
+            raise ValueError(f"score '{name}' needs [low, high], got {limits!r}")
+    return tuple((str(name), float(low), float(high)) for name, (low, high) in raw.items())
+
+
+def spellings(label: str) -> list[str]:
+    """A label, and what differs from it in case or a leading space."""
+    bare = label.strip()
+    return list(
+        dict.fromkeys([label, *(s + t for t in (bare, bare.lower(), bare.upper(), bare.title()) for s in ("", " "))])
+    )
 
 
 def label_ids(tokenizer: Any, prefill: str, labels: tuple[str, str]) -> tuple[int, int]:
     """Token ids of the two labels right after `prefill`; JudgeError unless each is one token that leaves it intact."""
-    before = tokenizer(prefill, add_special_tokens=False)["input_ids"]
-    ids = []
-    for label in labels:
-        joined = tokenizer(prefill + label, add_special_tokens=False)["input_ids"]
-        if joined[:-1] != before:
+    found = [_single(tokenizer, prefill, label) for label in labels]
+    for label, (before, joined, token) in zip(labels, found, strict=True):
+        if token is None:
             raise JudgeError(
                 f"the judge's tokenizer does not read the label {label!r} after the prefill {prefill!r} as one more "
                 f"token ({before} becomes {joined}); end the prefill without a space and start the labels with one, "
                 "or the other way round"
             )
-        ids.append(int(joined[-1]))
-    return ids[0], ids[1]
+    return int(found[0][2] or 0), int(found[1][2] or 0)
+
+
+def all_label_ids(tokenizer: Any, template: Template) -> tuple[int, ...]:
+    """Token ids to ask for: the two labels, and their spellings that are one token where those count."""
+    if template.labels is None:
+        return ()
+    first = label_ids(tokenizer, template.prefill, template.labels)
+    if not template.variants:
+        return first
+    texts = [s for label in template.labels for s in spellings(label)]
+    more = [_single(tokenizer, template.prefill, s)[2] for s in texts]
+    return tuple(dict.fromkeys([*first, *(t for t in more if t is not None)]))
+
+
+def _single(tokenizer: Any, prefill: str, label: str) -> tuple[list[int], list[int], int | None]:
+    """(ids of the prefill, of both together, the label's id if it is one token that leaves the prefill intact)."""
+    before = tokenizer(prefill, add_special_tokens=False)["input_ids"]
+    joined = tokenizer(prefill + label, add_special_tokens=False)["input_ids"]
+    return before, joined, int(joined[-1]) if joined[:-1] == before else None

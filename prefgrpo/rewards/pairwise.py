@@ -1,6 +1,6 @@
 """`vlm_pairwise`: a vision-language judge compares the members of a group in pairs; the reward is the win rate.
 
-    r_i = Σ_j W_ij / n_i over the comparisons of i that exist
+    r_i = Σ_j W_ij / n_i over the comparisons of i that exist, or Bradley-Terry's estimate of it (judge/rate.py)
 
 `soft`: W takes the judge's probabilities. `hard`: each verdict is rounded to {0, ½, 1} and the two orders of a pair
 are averaged, so a judge that contradicts itself when swapped gives ½. Invariant: a failed comparison counts for
@@ -16,18 +16,16 @@ from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import fields
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
-import torch
 
 from prefgrpo.judge.plans import Judged, get_plan
+from prefgrpo.judge.rate import Bias, Rate, Rating, VerdictKind, rate_groups
 from prefgrpo.judge.verdict import JudgeError, PairJudge, Verdict
-from prefgrpo.ops import winrate_advantage
+from prefgrpo.media import Media
 from prefgrpo.rewards.base import Comparison, GroupScores, GroupwiseReward, Sample, Score
 from prefgrpo.rewards.flight import Flight
-
-VerdictKind = Literal["soft", "hard"]
 
 
 class VlmPairwise(GroupwiseReward):
@@ -37,13 +35,20 @@ class VlmPairwise(GroupwiseReward):
     template = "compare"
 
     def __init__(
-        self, judge: PairJudge | Mapping[str, Any] | Any, plan: str = "both_orders", verdict: VerdictKind = "soft"
+        self,
+        judge: PairJudge | Mapping[str, Any] | Any,
+        plan: str = "both_orders",
+        verdict: VerdictKind = "soft",
+        rate: Rate = "win_rate",
+        bias: Bias = 0.0,
     ) -> None:
-        """`judge`: an open judge, its config, or the config's fields with `backend: http | local` in a mapping."""
-        if verdict not in get_args(VerdictKind):
-            raise ValueError(f"verdict must be one of {', '.join(get_args(VerdictKind))}, got {verdict!r}")
+        """`judge`: an open judge, its config, or the config's fields with `backend: http | local` in a mapping.
+
+        `rate`: win_rate, or bradley_terry for plans that do not ask every pair. `bias`: position bias in logits to be
+        taken out, or 'fit' (for plans that show each pair once).
+        """
+        self.rating = Rating(rate, verdict, bias)
         self.plan = get_plan(plan)
-        self.verdict: VerdictKind = verdict
         self._owned = not isinstance(judge, PairJudge)
         self.judge = judge if isinstance(judge, PairJudge) else open_judge(judge)
         self.takes = ("image", "video") if self.judge.clips else ("image",)
@@ -57,9 +62,13 @@ class VlmPairwise(GroupwiseReward):
         """Judge the whole group now and wait for the answers."""
         media, found = [s.media for s in group], list[Comparison]()
         while pairs := self.plan(len(group), seed, judged(found)):
-            verdicts = self.judge.judge_group(group[0].prompt, media, pairs)
+            verdicts = self.judge.judge_group(group[0].prompt, media, pairs, *_source(group[0]))
             found += [Comparison(i, j, v) for (i, j), v in zip(pairs, verdicts, strict=True)]
-        return tally(len(group), found, self.verdict)
+        return self.tally(len(group), found)
+
+    def tally(self, size: int, comparisons: list[Comparison]) -> GroupScores:
+        """Scores of a group's members from its comparisons."""
+        return tally(size, comparisons, self.rating)
 
     def session(self, size: int, seed: int, flight: Flight) -> PairSession:
         """A group of `size` members that arrive one by one (streaming judges only)."""
@@ -99,7 +108,7 @@ class PairSession:
             found.append(Comparison(i, j, self._answer(len(found), deadline)))
             if len(found) == len(self.pairs):
                 self._next_round()  # the answer's own callback may come a moment later
-        return tally(self.size, found, self.reward.verdict)
+        return self.reward.tally(self.size, found)
 
     def cancel(self) -> None:
         """Give up what has not been answered."""
@@ -112,7 +121,9 @@ class PairSession:
         first, second = (self._members[m] for m in self.pairs[index])
         self._flight.sent()
         self._open += 1
-        self._answers[index] = answer = self.reward.judge.submit(first.prompt, first.media, second.media)
+        self._answers[index] = answer = self.reward.judge.submit(
+            first.prompt, first.media, second.media, *_source(first)
+        )
         answer.add_done_callback(self._answered)
 
     def _answered(self, answer: Future[Verdict]) -> None:
@@ -148,29 +159,22 @@ class PairSession:
             return Verdict(None, "no answer before the step's deadline")
 
 
+def _source(sample: Sample) -> tuple[tuple[Media, ...], ...]:
+    """The argument for the source images, where there are any: a judge that shows none need not take it."""
+    return (sample.source,) if sample.source else ()
+
+
 def judged(comparisons: list[Comparison]) -> list[Judged]:
     """What a plan may look at."""
     return [(c.first, c.second, c.verdict.first) for c in comparisons]
 
 
-def tally(size: int, comparisons: list[Comparison], verdict: VerdictKind) -> GroupScores:
-    """Wins, counts [G, G] and the win rate of every member from a group's comparisons."""
-    sums, asked = np.zeros((size, size)), np.zeros((size, size))
-    for c in comparisons:
-        p = c.verdict.first
-        if p is None:
-            continue
-        p = p if verdict == "soft" else float(np.sign(p - 0.5) + 1) / 2
-        sums[c.first, c.second] += p
-        sums[c.second, c.first] += 1.0 - p
-        asked[c.first, c.second] += 1
-        asked[c.second, c.first] += 1
-    counts = asked if verdict == "soft" else np.minimum(asked, 1.0)
-    wins = sums if verdict == "soft" else np.divide(sums, asked, out=np.zeros_like(sums), where=asked > 0)
-    rate, _ = winrate_advantage(torch.from_numpy(wins)[None], torch.from_numpy(counts)[None])
+def tally(size: int, comparisons: list[Comparison], rating: Rating) -> GroupScores:
+    """Wins, counts [G, G] and every member's rate from a group's comparisons."""
+    rated = rate_groups(size, [judged(comparisons)], rating)
     reasons = _reasons(size, comparisons)
-    scores = [Score(None, reasons[i]) if np.isnan(r) else Score(r) for i, r in enumerate(rate[0].tolist())]
-    return GroupScores(scores, wins, counts, comparisons)
+    scores = [Score(None, reasons[i]) if np.isnan(r) else Score(r) for i, r in enumerate(rated.values[0].tolist())]
+    return GroupScores(scores, rated.wins[0], rated.counts[0], comparisons)
 
 
 def _reasons(size: int, comparisons: list[Comparison]) -> list[str]:

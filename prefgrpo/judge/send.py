@@ -1,0 +1,214 @@
+"""One request to the best of several servers of the same kind, repeated where that helps.
+
+What may help is retried with backoff (connection errors, timeouts, 429, 5xx); any other refusal ends the request at
+once with the server's message. It knows nothing of judges: a caller gives the path and writes the body. Invariants:
+every request ends, in bounded time, with a payload or a reason; a restart of the server loses none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+
+import aiohttp
+
+from prefgrpo.judge.endpoint import TRANSPORT_ERRORS, Endpoint, NoEndpoint, Pool, describe_error
+from prefgrpo.judge.loop import loop_thread
+from prefgrpo.judge.verdict import JudgeError
+
+_MISS = ("Cache miss for", "Failed to apply")
+_LONGEST_PAUSE_S = 60.0
+Write = Callable[[Endpoint, Collection[str] | None], bytes]
+"""(endpoint, which media the body must carry with data; None: all of them, without ids) -> body."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendConfig:
+    """How requests are sent."""
+
+    endpoints: tuple[str, ...] = ()
+    """Servers that answer the same; the least loaded one is asked."""
+    concurrency: int = 64
+    """Most requests in flight per endpoint."""
+    timeout_s: float = 120.0
+    """Longest that one request may take."""
+    retries: int = 5
+    """Repetitions of a failed request."""
+    backoff_s: float = 0.25
+    """First pause before a repetition; doubles each time, with jitter."""
+    patience_s: float = 180.0
+    """How long requests wait for a server to come back while none is reachable."""
+    media_ids: str = "auto"
+    """Send each medium once, then its id: auto (vLLM servers), on, off."""
+    api_key_env: str = ""
+    """Environment variable that holds the API key, if one is needed."""
+
+    def mistakes(self) -> list[str]:
+        """What is out of range, in words."""
+        bad = []
+        if not self.endpoints or any(not str(u).startswith(("http://", "https://")) for u in self.endpoints):
+            bad.append(f"endpoints must be http:// or https:// addresses, got {list(self.endpoints)}")
+        if self.media_ids not in ("auto", "on", "off"):
+            bad.append(f"media_ids must be auto, on or off, got {self.media_ids!r}")
+        if self.concurrency < 1 or self.retries < 0 or not self.timeout_s > 0:
+            bad.append("concurrency must be at least 1, retries at least 0, timeout_s positive")
+        if self.api_key_env and self.api_key_env not in os.environ:
+            bad.append(f"the environment variable {self.api_key_env} (api_key_env) is not set")
+        return bad
+
+
+class SendError(RuntimeError):
+    """A request that got no payload; the message says why."""
+
+    def __init__(self, reason: str, retries: int) -> None:
+        super().__init__(reason)
+        self.retries = retries
+
+
+class _Retry(Exception):
+    """A failure that a repetition may mend."""
+
+    def __init__(self, reason: str, pause_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.pause_s = pause_s
+
+
+class _Refused(Exception):
+    """A failure that no repetition mends."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a server answered with status 200."""
+
+    url: str
+    """The endpoint."""
+    payload: bytes
+    """The body."""
+    retries: int
+    """Requests beyond the first that it took."""
+
+
+class Sender:
+    """Sends bodies to a pool of endpoints; everything but the constructor and `close` runs on the loop."""
+
+    def __init__(self, config: SendConfig, *, openai: bool = True, content_type: str = "application/json") -> None:
+        """`openai`: learn from /v1/models what a server is before its first request. JudgeError for bad options."""
+        if bad := config.mistakes():
+            raise JudgeError("judge: " + "; ".join(bad))
+        headers = {"Content-Type": content_type}
+        if config.api_key_env:
+            headers["Authorization"] = f"Bearer {os.environ[config.api_key_env]}"
+        self.config, self.openai = config, openai
+        self.thread = loop_thread()
+        self.endpoints = [Endpoint(url, config.media_ids, headers) for url in config.endpoints]
+        self.pool = Pool(self.endpoints, config.concurrency, config.patience_s)
+
+    def close(self) -> None:
+        """Stop probing; the process's connection pool stays for others."""
+        for endpoint in self.endpoints:
+            self.thread.loop.call_soon_threadsafe(endpoint.close)
+
+    async def send(self, path: str, write: Write, media: Sequence[str] = ()) -> Reply:
+        """POST a body to `path` of the best endpoint; SendError if no repetition brought a payload.
+
+        media: ids of the media in the body, in any order; `write` is told which of them must carry data.
+        """
+        retries = 0
+        while True:
+            pause = min(self.config.backoff_s * 2**retries, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
+            try:
+                url, payload = await self._attempt(path, write, media)
+                return Reply(url, payload, retries)
+            except (_Refused, NoEndpoint) as error:
+                raise SendError(str(error), retries) from error
+            except _Retry as error:
+                if retries >= self.config.retries:
+                    reason = f"gave up after {retries + 1} requests; the last one: {error}"
+                    raise SendError(reason, retries) from error
+                pause = max(pause, min(error.pause_s, _LONGEST_PAUSE_S))
+            retries += 1
+            await asyncio.sleep(pause)
+
+    async def _attempt(self, path: str, write: Write, media: Sequence[str]) -> tuple[str, bytes]:
+        """One request to the best endpoint: (its address, the payload of a 200)."""
+        endpoint, session = await self.pool.acquire(), self.thread.session()
+        try:
+            if self.openai:
+                await endpoint.describe(session, self.config.timeout_s)
+            status, payload, pause = await self._deliver(session, endpoint, path, write, media)
+        except asyncio.TimeoutError as error:
+            self.pool.suspect(session, endpoint)
+            raise _Retry(f"{endpoint.url} did not answer within {self.config.timeout_s:g} s") from error
+        except TRANSPORT_ERRORS as error:
+            await self.pool.eject(session, endpoint, describe_error(error))
+            raise _Retry(f"{endpoint.url}: {describe_error(error)}") from error
+        except aiohttp.ClientError as error:
+            raise _Retry(f"{endpoint.url}: {describe_error(error)}") from error
+        finally:
+            await self.pool.release(endpoint)
+        if status >= 500:
+            self.pool.suspect(session, endpoint)
+        if status == 429 or status >= 500:
+            raise _Retry(f"{endpoint.url} answered {status}: {message_of(payload)}", pause)
+        if status != 200:
+            raise _Refused(f"{endpoint.url} refused with {status}: {message_of(payload)}")
+        return endpoint.url, payload
+
+    async def _deliver(
+        self, session: aiohttp.ClientSession, endpoint: Endpoint, path: str, write: Write, media: Sequence[str]
+    ) -> tuple[int, bytes, float]:
+        """Post with ids where the server has the media; once more with all data if it turns out that it has not."""
+        if not endpoint.uses_ids or not media:
+            return await self._post(session, endpoint, path, write(endpoint, None))
+        carried = await endpoint.claim(media)
+        success = False
+        try:
+            reply = await self._post(session, endpoint, path, write(endpoint, carried))
+            if lean := len(carried) < len(set(media)):
+                missed = reply[0] == 400 and any(text in reply[1].decode("utf-8", "replace") for text in _MISS)
+                endpoint.lean_request(missed)
+                if missed or (lean and reply[0] == 500):
+                    reply = await self._post(session, endpoint, path, write(endpoint, set(media)))
+            success = reply[0] == 200
+            return reply
+        finally:
+            endpoint.settle(carried, success)
+
+    async def _post(
+        self, session: aiohttp.ClientSession, endpoint: Endpoint, path: str, body: bytes
+    ) -> tuple[int, bytes, float]:
+        """(status, body, seconds of Retry-After) of one request."""
+        url, timeout = endpoint.url + path, aiohttp.ClientTimeout(total=self.config.timeout_s)
+        async with session.post(url, data=body, headers=endpoint.headers, timeout=timeout) as reply:
+            return reply.status, await reply.read(), _retry_after(reply.headers.get("Retry-After"))
+
+
+def message_of(payload: bytes) -> str:
+    """The server's own error message, else the start of what it sent."""
+    try:
+        value = json.loads(payload)
+        error = value.get("error", value)
+        return str(error.get("message", error) if isinstance(error, dict) else error)[:400]
+    except (ValueError, AttributeError, RecursionError):
+        return payload[:200].decode("utf-8", "replace")
+
+
+def _retry_after(header: str | None) -> float:
+    """Seconds of a Retry-After header (a number or a date), 0 if there is none."""
+    if not header:
+        return 0.0
+    try:
+        return max(float(header), 0.0)
+    except ValueError:
+        pass
+    try:
+        return max(parsedate_to_datetime(header).timestamp() - time.time(), 0.0)
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
