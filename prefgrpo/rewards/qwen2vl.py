@@ -1,0 +1,234 @@
+"""Qwen2-VL with a reward head: what `hpsv3` and `videoalign` share.
+
+    score_k = head(h at the k-th reward token)        head = linear layers with ReLU between, in float32
+
+The published models were trained with plain text positions 0, 1, 2, … (no 3-D positions for the vision tokens) and
+right padding; both are kept. Invariant: every weight of the model comes from the given tensors, none is random.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from prefgrpo.rewards.base import RewardError, Sample
+
+FACTOR = 28
+"""Sides of what the model sees are multiples of patch size 14 × 2 merged patches."""
+MEAN = torch.tensor([0.48145466, 0.4578275, 0.40821073])
+STD = torch.tensor([0.26862954, 0.26130258, 0.27577711])
+
+
+def fit(height: int, width: int, least: int, most: int) -> tuple[int, int]:
+    """(height, width) in multiples of 28 with between `least` and `most` pixels, near the given aspect ratio."""
+    if max(height, width) > 200 * min(height, width):
+        raise ValueError(f"a picture of {width}×{height} is too long; expected sides within 1:200")
+    high, wide = (max(FACTOR, round(side / FACTOR) * FACTOR) for side in (height, width))
+    if high * wide > most:
+        scale = math.sqrt(height * width / most)
+        return math.floor(height / scale / FACTOR) * FACTOR, math.floor(width / scale / FACTOR) * FACTOR
+    if high * wide < least:
+        scale = math.sqrt(least / (height * width))
+        return math.ceil(height * scale / FACTOR) * FACTOR, math.ceil(width * scale / FACTOR) * FACTOR
+    return high, wide
+
+
+def patches(frames: Tensor, size: int = 14, merge: int = 2) -> tuple[Tensor, Tensor]:
+    """Pixel rows [t·h·w, 3·2·14·14] and grid (t, h, w) of frames [F, 3, H, W] with values 0 … 255.
+
+    Frames go in twos; an image is its own second frame, and the last frame of an odd count is repeated.
+    """
+    pixels = (frames.float() / 255 - MEAN[:, None, None]) / STD[:, None, None]
+    if len(pixels) % 2:
+        pixels = torch.cat([pixels, pixels[-1:]])
+    t, h, w = len(pixels) // 2, pixels.shape[2] // size, pixels.shape[3] // size
+    split = pixels.reshape(t, 2, 3, h // merge, merge, size, w // merge, merge, size)
+    rows = split.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, 3 * 2 * size * size)
+    return rows, torch.tensor([t, h, w])
+
+
+def chat(vision: str, count: int, text: str) -> str:
+    """One user turn in Qwen2-VL's chat format: `count` vision tokens (`vision`: image or video), then the text."""
+    shown = f"<|vision_start|>{f'<|{vision}_pad|>' * count}<|vision_end|>"
+    turns = ("system\nYou are a helpful assistant.<|im_end|>", f"user\n{shown}{text}<|im_end|>", "assistant\n")
+    return "<|im_start|>" + "\n<|im_start|>".join(turns)
+
+
+def constants(path: str | Path) -> dict[str, str]:
+    """Texts assigned to names in a Python file, read without running it."""
+    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+    return {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def snapshot(place: str, patterns: Sequence[str]) -> Path:
+    """The folder `place`, or the files of a hub repository that match the patterns."""
+    if Path(place).is_dir():
+        return Path(place)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(place, allow_patterns=list(patterns)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise RewardError(f"'{place}' is no folder and cannot be had from the hub: {error}; give a folder") from error
+
+
+def read_tensors(files: Sequence[Path]) -> dict[str, Tensor]:
+    """All tensors of safetensors or torch files (read without unpickling code)."""
+    if not files:
+        raise RewardError("expected a checkpoint's .safetensors, .pth or .bin file, found none")
+    found: dict[str, Tensor] = {}
+    for file in files:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            found |= load_file(file)
+        else:
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            found |= loaded.get("model", loaded)
+    return found
+
+
+def merge_lora(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """peft's names taken away and W + scale·B·A in the place of each adapted W (in float32, then W's dtype)."""
+    plain = {
+        name.removeprefix("base_model.model.").replace(".modules_to_save.default", "").replace(".default.", "."): tensor
+        for name, tensor in tensors.items()
+        if ".original_module." not in name
+    }
+    merged = {name.replace(".base_layer.", "."): t for name, t in plain.items() if ".lora_" not in name}
+    for name in (n for n in plain if ".lora_" in n and not n.endswith(".lora_B.weight")):
+        stem, _, kind = name.partition(".lora_")
+        if kind != "A.weight" or f"{stem}.weight" not in merged:
+            raise RewardError(f"expected LoRA pairs of linear layers in the checkpoint, got '{name}'")
+        a, b, weight = plain[name].float(), plain[f"{stem}.lora_B.weight"].float(), merged[f"{stem}.weight"]
+        merged[f"{stem}.weight"] = (weight.float() + scale * (b @ a)).to(weight.dtype)
+    return merged
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One question to the model."""
+
+    frames: Tensor
+    """[F, 3, H, W], 0 … 255, H and W multiples of 28."""
+    text: str
+    """The user's text, with the reward tokens."""
+
+
+class RewardModel:
+    """A Qwen2-VL whose head reads the hidden states at its reward tokens."""
+
+    def __init__(
+        self, base: str, tensors: Mapping[str, Tensor], tokens: Sequence[str], vision: str, device: str, dtype: str
+    ) -> None:
+        """`base`: folder or hub id of the config and tokenizer; `tensors`: all weights, `rm_head.*` among them, with
+        one embedding row per token of the tokenizer after `tokens` were added; `vision`: image or video."""
+        if importlib.util.find_spec("transformers") is None:
+            raise RewardError("this reward needs transformers: pip install 'transformers>=5.18' safetensors")
+        from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLModel
+
+        self.vision, self.tokens = vision, list(tokens)
+        self.device = torch.device(pick(device))
+        self.dtype = getattr(torch, dtype) if dtype != "auto" else _precision(self.device)
+        self.tokenizer = AutoTokenizer.from_pretrained(base, padding_side="right")
+        self.tokenizer.add_tokens(self.tokens, special_tokens=True)
+        self.reserved = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
+        config = Qwen2VLConfig.from_pretrained(base)
+        config.text_config.vocab_size = len(tensors["model.embed_tokens.weight"])
+        needed = max(self.tokenizer.convert_tokens_to_ids(self.tokens))
+        if needed >= config.text_config.vocab_size:
+            raise RewardError(f"the checkpoint has {config.text_config.vocab_size} tokens, expected more than {needed}")
+        body = {k: v for k, v in tensors.items() if not k.startswith(("rm_head.", "lm_head."))}
+        self.model, info = Qwen2VLModel.from_pretrained(
+            None, config=config, state_dict=body, dtype=self.dtype, output_loading_info=True
+        )
+        wrong = {k: sorted(info[k])[:3] for k in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[k]}
+        if wrong:
+            raise RewardError(f"the checkpoint does not fit Qwen2-VL as {base} describes it: {wrong}")
+        self.model.eval().requires_grad_(False).to(self.device)
+        self.head = _head(tensors, self.device)
+
+    def refuse(self, prompt: str) -> str:
+        """Why a prompt cannot be put into the text ("" if it can): it holds one of the model's own tokens."""
+        held = next((token for token in self.reserved if token in prompt), None)
+        return f"the prompt holds the model's own token {held}" if held else ""
+
+    @torch.inference_mode()
+    def __call__(self, turns: Sequence[Turn]) -> NDArray[np.float64]:
+        """[B, reward tokens, head outputs] of B turns, in one batch."""
+        seen = [patches(t.frames) for t in turns]
+        texts = [chat(self.vision, len(rows) // 4, t.text) for (rows, _), t in zip(seen, turns, strict=True)]
+        batch = self.tokenizer(texts, return_tensors="pt", padding=True).to(self.device)
+        ids = batch["input_ids"]
+        pixels = torch.cat([rows for rows, _ in seen]).to(self.device, self.dtype)
+        grid = torch.stack([g for _, g in seen]).to(self.device)
+        shown = self.model.visual(pixels, grid_thw=grid).pooler_output
+        embeds = self.model.get_input_embeddings()(ids)
+        place = ids == self.tokenizer.convert_tokens_to_ids(f"<|{self.vision}_pad|>")
+        embeds = embeds.masked_scatter(place[..., None], shown.to(embeds.dtype))
+        hidden = self.model.language_model(inputs_embeds=embeds, attention_mask=batch["attention_mask"])[0]
+        reward = torch.isin(ids, torch.tensor(self.tokenizer.convert_tokens_to_ids(self.tokens), device=self.device))
+        asked = hidden[reward].view(len(turns), len(self.tokens), -1).float()
+        for depth, (weight, bias) in enumerate(self.head):
+            asked = functional.linear(asked.relu() if depth else asked, weight, bias)
+        return asked.double().cpu().numpy()
+
+
+def answers(
+    model: RewardModel, samples: Sequence[Sample], turn: Callable[[Sample], Turn], batch_size: int
+) -> list[NDArray[np.float64] | str]:
+    """[reward tokens, head outputs] of each sample, or why it cannot be asked about (`turn` raised ValueError)."""
+    found: list[NDArray[np.float64] | str] = []
+    turns: dict[int, Turn] = {}
+    for k, sample in enumerate(samples):
+        found.append(model.refuse(sample.prompt))
+        if not found[k]:
+            try:
+                turns[k] = turn(sample)
+            except ValueError as error:
+                found[k] = str(error)
+    able = list(turns)
+    for start in range(0, len(able), batch_size):
+        chosen = able[start : start + batch_size]
+        for k, rows in zip(chosen, model([turns.pop(k) for k in chosen]), strict=True):
+            found[k] = rows
+    return found
+
+
+def pick(device: str) -> str:
+    """`auto`: cuda where there is one, else cpu."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def _precision(device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _head(tensors: Mapping[str, Tensor], device: torch.device) -> list[tuple[Tensor, Tensor | None]]:
+    """(weight, bias) of the head's linear layers in their order."""
+    names = sorted(n for n in tensors if n.startswith("rm_head") and n.endswith("weight"))
+    if not names:
+        raise RewardError("expected a reward head (rm_head.*) in the checkpoint, found none")
+    biases: list[Any] = [tensors.get(n.removesuffix("weight") + "bias") for n in names]
+    return [
+        (tensors[n].to(device, torch.float32), None if b is None else b.to(device, torch.float32))
+        for n, b in zip(names, biases, strict=True)
+    ]

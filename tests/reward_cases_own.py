@@ -1,0 +1,155 @@
+"""Tiny random checkpoints, in their published file formats, of the rewards with an environment of their own.
+
+The formats: flat Qwen2-VL config.json and key names of 2024 (`visual.…`, `model.layers.…`), HPSv3's one safetensors
+file with the head, VideoReward's model.pth of peft names or adapters beside non_lora_state_dict.pth, ImageReward.pt
+beside med_config.json, and a detector and a CLIP as transformers save them.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from prefgrpo.media import Media
+from prefgrpo.rewards.base import Sample
+from safetensors.torch import load_file, save_file
+from tokenizers import pre_tokenizers
+
+QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
+        "<|image_pad|>", "<|video_pad|>")  # fmt: skip
+WIDTH, HEADS, ROWS = 32, 4, 288
+HPS_TEXT = "Rate it.\n{text_prompt}\nMark: <|Reward|>\nEND\n"
+VIDEO_TEXT = "Rate it.\nSight: <|VQ_reward|>\nMotion: <|MQ_reward|>\n{text_prompt}\nFit: <|TA_reward|>\nEND\n"
+
+
+def write(path: Path, content: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return path
+
+
+def image(seed: int, high: int = 40, wide: int = 56) -> Media:
+    return Media(np.random.default_rng(seed).integers(0, 256, (high, wide, 3), np.uint8))
+
+
+def clip(seed: int, frames: int = 9, high: int = 40, wide: int = 56) -> Media:
+    return Media(np.random.default_rng(seed).integers(0, 256, (frames, high, wide, 3), np.uint8))
+
+
+def spread(model: torch.nn.Module, seed: int) -> None:
+    """Weights large enough that every part of the model shows in the score."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        weight.data = torch.randn(weight.shape, generator=generator) * (0.3 if weight.ndim > 1 else 0.1)
+        if "norm" in name.lower() and name.endswith("weight"):
+            weight.data += 1
+
+
+def qwen2vl(folder: Path, seed: int = 0) -> Path:
+    """A Qwen2-VL as its authors publish it, with a tokenizer of bytes."""
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    letters = {t: k for k, t in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    ids = {t: len(letters) + k for k, t in enumerate(QWEN)}
+    config = {
+        "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "attention_dropout": 0.0,
+        "bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"],
+        "vision_start_token_id": ids["<|vision_start|>"], "vision_end_token_id": ids["<|vision_end|>"],
+        "vision_token_id": ids["<|vision_pad|>"], "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"], "hidden_act": "silu", "hidden_size": WIDTH, "initializer_range": 0.02,
+        "intermediate_size": 48, "max_position_embeddings": 32768, "max_window_layers": 2,
+        "num_attention_heads": HEADS, "num_hidden_layers": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+        "transformers_version": "4.41.2", "use_cache": True, "use_sliding_window": False, "vocab_size": ROWS,
+        "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+        "vision_config": {
+            "depth": 2, "embed_dim": 32, "mlp_ratio": 2, "num_heads": 2, "in_chans": 3, "hidden_size": WIDTH,
+            "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2,
+        },
+    }  # fmt: skip
+    write(folder / "config.json", config)
+    write(folder / "vocab.json", letters)
+    write(folder / "merges.txt", "#version: 0.2\n")
+    added = {str(k): {"content": t, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False,
+                      "special": True} for t, k in ids.items()}  # fmt: skip
+    tokens = {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": added, "eos_token": "<|im_end|>",
+              "additional_special_tokens": list(QWEN[1:]), "pad_token": "<|endoftext|>", "unk_token": None,
+              "bos_token": None, "add_prefix_space": False, "model_max_length": 32768, "errors": "replace"}  # fmt: skip
+    write(folder / "tokenizer_config.json", tokens)
+    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig.from_pretrained(folder))
+    spread(model, seed)
+    save_file(published(model), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def published(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A Qwen2-VL's weights under the names of its published files."""
+    names = {k: k.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
+             for k in model.state_dict()}  # fmt: skip
+    return {names[k]: v.clone().contiguous() for k, v in model.state_dict().items()}
+
+
+def with_tokens(base: Path, count: int, seed: int) -> dict[str, torch.Tensor]:
+    """The base's weights with embeddings cut to the tokenizer's length plus `count`, the added ones random."""
+    tensors, length = load_file(base / "model.safetensors"), 256 + len(QWEN) + count
+    generator = torch.Generator().manual_seed(seed)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = torch.randn(length, WIDTH, generator=generator)
+    return tensors
+
+
+def hpsv3(folder: Path) -> dict[str, object]:
+    """Options of an HPSv3 in its published format."""
+    base = qwen2vl(folder / "base")
+    head = torch.nn.ModuleDict(
+        {"0": torch.nn.Linear(WIDTH, 1024), "3": torch.nn.Linear(1024, 16), "5": torch.nn.Linear(16, 2)}
+    )
+    spread(head, 1)
+    tensors = with_tokens(base, 1, 2) | {f"rm_head.{k}": v for k, v in head.state_dict().items()}
+    (folder / "hps").mkdir()
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / "hps" / "HPSv3.safetensors")
+    template = write(folder / "text.txt", HPS_TEXT)
+    return {"model": str(folder / "hps"), "base": str(base), "template": str(template), "device": "cpu"}
+
+
+NORMS = {"VQ_mean": 3.5, "VQ_std": 2.0, "MQ_mean": 1.25, "MQ_std": 1.5, "TA_mean": 2.75, "TA_std": 2.5}
+RANK, ALPHA = 4, 8
+
+
+def videoalign(folder: Path, full: bool = True, outputs: int = 3) -> dict[str, object]:
+    """Options of a VideoReward: a full model.pth with peft's names, or adapters beside the rest."""
+    base = qwen2vl(folder / "base")
+    tensors = with_tokens(base, 3, 3)
+    generator = torch.Generator().manual_seed(4)
+    adapted = [k for k in tensors if k.startswith("model.layers.") and "_proj.weight" in k]
+    pairs: dict[str, torch.Tensor] = {}
+    for name in adapted:
+        out, inner = tensors[name].shape
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        pairs[f"{stem}.lora_A.weight"] = 0.2 * torch.randn(RANK, inner, generator=generator)
+        pairs[f"{stem}.lora_B.weight"] = 0.2 * torch.randn(out, RANK, generator=generator)
+    head = {"base_model.model.rm_head.weight": torch.randn(outputs, WIDTH, generator=generator)}
+    place = folder / "reward" / "checkpoint-7"
+    place.mkdir(parents=True)
+    if full:
+        named = {f"base_model.model.{k.replace('.weight', '.base_layer.weight') if k in adapted else k.replace('.bias', '.base_layer.bias') if k.replace('.bias', '.weight') in adapted else k}": v for k, v in tensors.items()}  # fmt: skip  # noqa: E501
+        torch.save(named | head | {k.replace("_A.", "_A.default.").replace("_B.", "_B.default."): v for k, v in pairs.items()}, place / "model.pth")  # fmt: skip  # noqa: E501
+    else:
+        rest = {f"base_model.model.{k}": v for k, v in tensors.items() if "embed_tokens" in k or "merger" in k}
+        torch.save(rest | head, place / "non_lora_state_dict.pth")
+        save_file(pairs, place / "adapter_model.safetensors")
+        save_file(tensors | {"model.embed_tokens.weight": torch.zeros(ROWS, WIDTH)}, base / "model.safetensors")
+    config = {
+        "data_config": {"meta_data": "", "data_dir": "", "max_frame_pixels": 8 * 28 * 28, "num_frames": None,
+                        "fps": 2.0, "eval_dim": ["VQ", "MQ", "TA"], "prompt_template_type": "detailed_special",
+                        "sample_type": "uniform"},
+        "training_args": {},
+        "model_config": {"model_name_or_path": str(base), "output_dim": outputs, "use_special_tokens": True,
+                         "reward_token": "special", "torch_dtype": "float32"},
+        "peft_lora_config": {"lora_enable": True, "lora_r": RANK, "lora_alpha": ALPHA, "use_rslora": False,
+                             "lora_namespan_exclude": ["lm_head", "rm_head", "embed_tokens", "visual"]},
+        "inference_config": NORMS,
+    }  # fmt: skip
+    write(folder / "reward" / "model_config.json", config)
+    template = write(folder / "text.txt", VIDEO_TEXT)
+    return {"model": str(folder / "reward"), "base": str(base), "template": str(template), "device": "cpu"}
