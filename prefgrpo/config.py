@@ -18,10 +18,12 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from prefgrpo.limits import check
-from prefgrpo.recipe import ConfigError, copy_tree, drop, drop_booleans, flatten, key_path, read_yaml
+from prefgrpo.recipe import ConfigError, copy_tree, drop, drop_booleans, flatten, key_path, merged, read_yaml
 
 __all__ = ["Config", "ConfigError", "check", "differences", "from_dict", "load", "parse", "to_dict"]
 
+MODEL_VALUES = "prefgrpo.yaml"
+"""File of a model folder with the values that this model needs in any recipe."""
 STRICT = ConfigDict(extra="forbid")
 
 
@@ -59,6 +61,8 @@ class Data:
     """Longest prompt in tokens for the long text encoder (T5); longer ones are cut by it."""
     cache: str = ""
     """Folder for prompt embeddings kept between runs; empty: memory only."""
+    own_sizes: bool = False
+    """Train and generate each prompt at the size in its own `height` and `width` columns, where it has them."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class Rollout:
     """Guidance scale."""
     guidance_2: float | None = None
     """Guidance scale of the second expert (Wan2.2); none: the family's own."""
+    truncate_timesteps: bool = False
+    """Show the model int(1000 σ) as time, as the published trainers do, instead of the exact 1000 σ."""
     rule: str = "flow"
     """Step rule of the stochastic steps: flow, dance, cps, cps_normalised, wan or ode."""
     eta: float = 0.7
@@ -193,6 +199,8 @@ class Train:
     """Exponential moving average of the trained weights, used for evaluation and export; 0: none."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    checkpointing_share: float = 1.0
+    """Share of the repeated blocks that gradient_checkpointing recomputes, evenly spread; the others stay in memory."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +217,18 @@ class Eval:
     """Images per held-out prompt."""
     max_prompts: int = 0
     """Use only the first so many held-out prompts; 0: all."""
+    height: int | None = None
+    """Image height in pixels of evaluation and `generate`; none: rollout's. Likewise the fields below."""
+    width: int | None = None
+    """Image width in pixels."""
+    frames: int | None = None
+    """Frames per clip."""
+    steps: int | None = None
+    """Denoising steps."""
+    guidance: float | None = None
+    """Guidance scale."""
+    guidance_2: float | None = None
+    """Guidance scale of the second expert."""
     spec: str = ""
     """Rewards that only measure, e.g. "scenes"; they never enter training."""
     options: Options = field(default_factory=dict)
@@ -217,6 +237,20 @@ class Eval:
     """Also ask the judge for the win rate against the starting policy, in both orders."""
     show: int = 12
     """Images per evaluation kept for the report."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What lies where, and how much is decoded at once. None of it changes what is computed, but for vae_tiling."""
+
+    offload: tuple[Literal["text_encoder", "vae"], ...] = ()
+    """Parts that wait in the CPU's memory and come to the device for their work only."""
+    decode_batch: int = 0
+    """Images or clips per call of the VAE's decoder; 0: rollout.batch_size."""
+    vae_slicing: bool = False
+    """Let the VAE take images of a batch one by one."""
+    vae_tiling: bool = False
+    """Let the VAE work on overlapping tiles, blended; large images then differ a little."""
 
 
 @dataclass(frozen=True)
@@ -256,9 +290,10 @@ class Config:
     train: Train = field(default_factory=Train)
     eval: Eval = field(default_factory=Eval)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    memory: Memory = field(default_factory=Memory)
 
 
-for _cls in (Data, Rollout, Judge, Reward, Train, Eval, Checkpoint, Config):
+for _cls in (Data, Rollout, Judge, Reward, Train, Eval, Checkpoint, Memory, Config):
     setattr(_cls, "__pydantic_config__", STRICT)  # noqa: B010  (a class attribute would become a field)
 
 
@@ -270,13 +305,18 @@ def load(recipe: str | Path) -> Config:
     return config
 
 
-def parse(recipe: str | Path) -> tuple[Config, list[str]]:
+def parse(recipe: str | Path, model: str = "") -> tuple[Config, list[str]]:
     """(configuration, mistakes in keys and types) of a YAML recipe; wrong entries are left at their defaults.
 
-    Values are not judged yet (`check`), because overrides may still change them. Raises ConfigError if the file is
+    model: replaces the recipe's. A folder may hold a recipe of its own, MODEL_VALUES, whose values then replace those
+    that were written for another model (a tiny pipeline cannot draw 720 pixels).
+    Values are not judged yet (`check`), because overrides may still change them. Raises ConfigError if a file is
     missing or no YAML mapping.
     """
-    return _typed(read_yaml(recipe))
+    values, own = read_yaml(recipe), Path(model) / MODEL_VALUES
+    if model and values.get("model") != model and own.is_file():
+        values = merged(values, read_yaml(own))
+    return _typed(values)
 
 
 def from_dict(content: Mapping[str, Any]) -> Config:

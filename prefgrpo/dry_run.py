@@ -33,7 +33,8 @@ def dry_run(config: Config) -> int:
         check_world(config, world)
         print(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
         r, prompts = config.rollout, read_prompts(config.data.prompts)
-        adapter = trainable_adapter(config, world.device, bool(missing(config, prompts)))
+        absent = missing(config, prompts)
+        adapter = trainable_adapter(config, world.device, bool(absent))
         sigmas = adapter.sigmas(r.steps, r.height, r.width)
         check_schedule(config, adapter, sigmas)
         for name, value in known_bytes(config, adapter, world.size).items():
@@ -44,7 +45,7 @@ def dry_run(config: Config) -> int:
         chosen = step_prompts(len(prompts), r.prompts_per_step, config.seed, 0)
         batch = [prompts[i] for i in chosen for _ in range(r.group_size)][: r.batch_size]
         print(f"{len(prompts)} prompts; first batch: {len(batch)} samples of {batch[0].text[:80]!r} …")
-        embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
+        embeddings = Embeddings(adapter, config.data.max_length, None if absent else config.data.cache or None)
         condition = conditions(embeddings, batch, r, world.device)
         ids = torch.arange(len(batch), device=world.device)
         begin = time.perf_counter()

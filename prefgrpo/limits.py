@@ -16,7 +16,7 @@ from prefgrpo.rules import RULES
 
 def check(c: Any) -> list[str]:
     """Every value that cannot work, as 'field: what was expected, what came'."""
-    r, t = c.rollout, c.train
+    r, t, e = c.rollout, c.train, c.eval
     high = r.window_high or r.steps - 1
     rules: list[tuple[bool, str]] = [
         (bool(c.model), "model: expected the folder or hub id of a diffusers pipeline, got nothing"),
@@ -48,6 +48,11 @@ def check(c: Any) -> list[str]:
         (0 <= t.beta2 < 1, f"train.beta2: expected [0, 1), got {t.beta2}"),
         (r.frames is None or r.frames > 0, f"rollout.frames: expected a number above 0 or none, got {r.frames}"),
         (r.shift is None or r.shift > 0, f"rollout.shift: expected a value above 0 or none, got {r.shift}"),
+        (0 < t.checkpointing_share <= 1, f"train.checkpointing_share: expected (0, 1], got {t.checkpointing_share}"),
+        *(
+            (value is None or value > 0, f"eval.{key}: expected a number above 0 or none, got {value}")
+            for key, value in (("height", e.height), ("width", e.width), ("frames", e.frames), ("steps", e.steps))
+        ),
         (
             t.kl_coef == 0 or t.lora_rank > 0,
             "train.kl_coef: the reference is the LoRA switched off; expected lora_rank > 0",
@@ -105,5 +110,6 @@ def _natural(c: Any) -> dict[str, float]:
         "eval.every": c.eval.every,
         "eval.max_prompts": c.eval.max_prompts,
         "eval.show": c.eval.show,
+        "memory.decode_batch": c.memory.decode_batch,
         "reward.eps": c.reward.eps,
     }

@@ -1,6 +1,7 @@
 """Reading a YAML recipe into nested dicts, and taking wrong entries out of them; what keys mean is config.py's.
 
-Invariant: nothing of the file is lost silently: a key given twice is an error, and on/off never becomes a number.
+`extends: FILE` (relative to the recipe) takes over another recipe's values; the recipe's own come first. Invariant:
+nothing of a file is lost silently: a key given twice is an error, and on/off never becomes a number.
 """
 
 from __future__ import annotations
@@ -34,10 +35,28 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(recipe: str | Path) -> dict[str, Any]:
-    """Nested dicts of a recipe. Raises ConfigError if the file is missing or no YAML mapping."""
-    path = Path(recipe)
+    """Nested dicts of a recipe and of those it extends. Raises ConfigError for a file that is missing or no mapping."""
+    return _extended(Path(recipe), ())
+
+
+def _extended(path: Path, by: tuple[Path, ...]) -> dict[str, Any]:
+    """The values of `path`, which the files `by` extend."""
+    if path.resolve() in by:
+        raise ConfigError([f"{path}: 'extends' goes round in a circle: {' → '.join(p.name for p in by)} → {path.name}"])
+    content = _read(path, by)
+    parent = content.pop("extends", None)
+    if parent is None:
+        return content
+    if not isinstance(parent, str):
+        raise ConfigError([f"{path}: extends: expected the name of one recipe, got {parent!r}"])
+    return merged(_extended(path.parent / parent, (*by, path.resolve())), content)
+
+
+def _read(path: Path, by: tuple[Path, ...]) -> dict[str, Any]:
+    """One file."""
     if not path.is_file():
-        raise ConfigError([f"recipe not found: {path}; expected a YAML file, e.g. recipes/demo.yaml"])
+        told = f"{by[-1]} extends it" if by else "expected a YAML file, e.g. recipes/demo.yaml"
+        raise ConfigError([f"recipe not found: {path}; {told}"])
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -46,6 +65,15 @@ def read_yaml(recipe: str | Path) -> dict[str, Any]:
     if not isinstance(content, Mapping):
         raise ConfigError([f"{path}: expected a mapping of keys at the top level, got {type(content).__name__}"])
     return copy_tree(content)
+
+
+def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the entries of `over`, section by section; `reward.options` and other deeper mappings likewise."""
+    out = dict(base)
+    for key, value in over.items():
+        known = out.get(key)
+        out[key] = merged(known, value) if isinstance(value, dict) and isinstance(known, dict) else value
+    return out
 
 
 def copy_tree(value: Any) -> Any:

@@ -1,27 +1,33 @@
-"""Every recipe, dry-run on a tiny pipeline of its family with only the model, the prompts and the sizes changed; and
-`prefgrpo plan`.
+"""Every recipe of scripts/, dry-run on a tiny pipeline of its family with only the model and the prompts changed; three
+steps of training per family with a judge over http; and `prefgrpo plan`.
 
 Why these cases: a recipe rots when a field is renamed or a value stops fitting its family (frames, a second guidance
-scale, LoRA targets, a window); and the plan must count what the real run counts, without weights.
+scale, LoRA targets, a window); what a stranger types is the model and the prompts, nothing more; and the plan must
+count what the real run counts, without weights.
 """
 
 import json
 import re
+import shutil
 
 import pytest
+import torch
 import yaml
+from judge_server import JudgeServer, images
 from PIL import Image
-from tiny_run import start, tree
+from tiny_run import rows, start, tree
 
+from prefgrpo import models
 from prefgrpo.cli import main
-from prefgrpo.config import load
+from prefgrpo.config import ConfigError, load, parse
 from prefgrpo.models import MODELS
+from prefgrpo.recipe import read_yaml
 from prefgrpo.tiny import pipelines
 
-FOLDER = __import__("pathlib").Path(__file__).resolve().parent.parent / "recipes"
-RECIPES = sorted(p for p in FOLDER.glob("*.yaml") if not p.stem.startswith("demo"))
-SMALL = ["--dtype", "fp32", "--rollout.height", "16", "--rollout.width", "16", "--rollout.batch-size", "2"]
-SMALL += ["--rollout.prompts-per-step", "4", "--train.lora-rank", "4", "--device", "cpu"]
+FOLDER = __import__("pathlib").Path(__file__).resolve().parent.parent / "scripts"
+RECIPES = sorted(p for p in FOLDER.glob("*.yaml") if not p.stem.startswith("_"))
+PLAIN = [p for p in RECIPES if p.stem.startswith("lora_prefgrpo_")]
+"""One per family and use: any pairwise judge and nothing else."""
 
 
 @pytest.fixture(scope="module")
@@ -30,60 +36,95 @@ def place(tmp_path_factory):
     for family in MODELS:
         pipelines.make(family, folder / family)
     (folder / "prompts.txt").write_text("a red circle\na blue square\n")
-    Image.new("RGB", (20, 30), "red").save(folder / "a.png")
-    (folder / "edits.jsonl").write_text(json.dumps({"instruction": "make it blue", "source_image": "a.png"}))
+    Image.new("RGB", (80, 120), "red").save(folder / "a.png")
+    edits = [{"instruction": f"make it {c}", "source_image": "a.png"} for c in ("blue", "red")]
+    (folder / "edits.jsonl").write_text("\n".join(map(json.dumps, edits)))
     return folder
 
 
 def options(place, recipe):
+    """All that is changed."""
     config = load(recipe)
-    prompts = place / ("edits.jsonl" if config.data.prompts.endswith("jsonl") else "prompts.txt")
-    small = [*SMALL, "--rollout.frames", "5"] if config.rollout.frames else list(SMALL)
-    if not config.train.lora_rank:
-        small[small.index("--train.lora-rank") + 1] = "0"
-    if config.family == "flux2_klein":  # takes no source below 64 pixels
-        small[small.index("--rollout.height") + 1] = small[small.index("--rollout.width") + 1] = "64"
-    if config.family in ("qwen_image", "sd3", "z_image"):
-        small += ["--data.max-length", "128"]
-    return ["--model", str(place / config.family), "--data.prompts", str(prompts), "--data.cache", "", *small]
+    edits = config.data.prompts.startswith(("edits", "counting_edit"))
+    return [
+        "--model",
+        str(place / config.family),
+        "--data.prompts",
+        str(place / ("edits.jsonl" if edits else "prompts.txt")),
+    ]
 
 
-def test_every_family_has_a_recipe():
-    assert {load(p).family for p in RECIPES} == set(MODELS)
+def test_every_family_has_a_recipe_of_its_name():
+    assert {load(p).family for p in PLAIN} == set(MODELS)
+    for recipe in RECIPES:
+        config = load(recipe)
+        assert config.name == recipe.stem and config.family in recipe.stem
+        assert recipe.stem.startswith("lora_" if config.train.lora_rank else "full_")
+
+
+def test_the_tables_first_words_are_in_the_recipes():
+    """A few of the published values, from the research's table."""
+    think, flex = load(FOLDER / "full_ur_think_flux.yaml"), load(FOLDER / "lora_ur_flex_wan22.yaml")
+    r, t = think.rollout, think.train
+    assert (r.steps, r.window_size, r.group_size, r.eta, r.shift, r.height) == (25, 14, 8, 0.7, 3.0, 720)
+    assert (t.lr, t.lora_rank, t.updates_per_rollout, t.clip_range) == (1e-5, 0, 2, 1e-4)
+    r, t = flex.rollout, flex.train
+    assert (r.steps, r.window_size, r.group_size, r.frames, r.height, r.width) == (20, 15, 6, 33, 240, 416)
+    assert (r.guidance, r.guidance_2, t.lr, t.lora_rank, t.lora_alpha, t.kl_coef) == (4.0, 3.0, 4e-5, 64, 128, 0.004)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
-def test_a_recipe_dry_runs_and_its_plan_counts(place, recipe, monkeypatch, tmp_path, capsys):
+def test_a_recipe_dry_runs(place, recipe, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", str(recipe), "--dry-run", *options(place, recipe)]) == 0
-    told = capsys.readouterr().out
+    told, said = capsys.readouterr()
     config = load(recipe)
     assert yaml.safe_load(told[: told.index("\nweights")])["family"] == config.family
     assert "max |ratio − 1| = 0.0e+00" in told and "nothing was written" in told
-    assert f"samples [2, {'5, ' if config.rollout.frames else ''}3, " in told
+    assert f"samples [{min(config.rollout.batch_size, 4 * config.rollout.group_size)}, " in told
+    assert "prefgrpo.yaml: data.max_length 128" in said
     assert tree(tmp_path) == {}
-    assert main(["plan", str(recipe), "--gpus", "1", *options(place, recipe)]) == 0
-    planned = capsys.readouterr().out
-    for name in ("optimiser", "latents", "images"):
-        run, plan = (re.search(rf"{name}\s+(\S+) GiB", text)[1] for text in (told, planned))
-        assert run == plan and float(run) > 0, f"{name}: the plan is the run"
-    assert "fits" in planned
+
+
+@pytest.mark.parametrize("recipe", PLAIN, ids=lambda p: p.stem)
+def test_a_family_trains_with_model_and_prompts_alone(place, recipe, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    config = load(recipe)
+    with JudgeServer() as server:
+        free = ["--judge.endpoints", server.url, "--train.steps", "3"]
+        assert main(["train", str(recipe), *options(place, recipe), *free]) == 0
+        asked = [body for body in server.requests if images(body)]
+    size = config.rollout.group_size
+    assert len(asked) >= 3 * 4 * size * (size - 1) // 2, "three steps, four groups, every pair"
+    folder = tmp_path / "runs" / recipe.stem
+    trained = [r for r in rows(folder) if r["kind"] == "train"]
+    assert [r["step"] for r in trained] == [1, 2, 3] and all(r["reward/missing"] == 0 for r in trained)
+    assert any(r["grad_norm"] > 0 for r in trained) and trained[0]["policy/on_policy_error"] < 1e-2
+    assert list((folder / "lora").rglob("*.safetensors")) and (folder / "report.html").is_file()
+
+
+def test_the_plan_is_that_of_the_run(place, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    for recipe in PLAIN[::3]:
+        assert main(["train", str(recipe), "--dry-run", *options(place, recipe)]) == 0
+        told = capsys.readouterr().out
+        assert main(["plan", str(recipe), "--gpus", "1", *options(place, recipe)]) == 0
+        planned = capsys.readouterr().out
+        for name in ("optimiser", "latents", "images"):
+            run, plan = (re.search(rf"{name}\s+(\S+) GiB", text)[1] for text in (told, planned))
+            assert run == plan and float(run) > 0, f"{name}: the plan is the run"
+        assert "fits" in planned
 
 
 def test_the_plan_counts_parameters_without_weights(place, capsys, tmp_path):
     """Against the loaded model, from a copy of the folder that has no weights at all."""
-    import shutil
-
-    import torch
-
-    from prefgrpo import models
-
     for file in (place / "wan22").rglob("*.json"):
         target = tmp_path / "configs" / file.relative_to(place / "wan22")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, target)
-    recipe = FOLDER / "wan22_lora_prefgrpo.yaml"
-    argv = options(place, recipe)
+    shutil.copy(place / "wan22" / "prefgrpo.yaml", tmp_path / "configs")
+    recipe = FOLDER / "lora_prefgrpo_wan22.yaml"
+    argv = [*options(place, recipe), "--train.lora-rank", "4"]
     argv[1] = str(tmp_path / "configs")
     assert main(["plan", str(recipe), "--gpus", "2", *argv]) == 0
     told = capsys.readouterr().out
@@ -92,11 +133,38 @@ def test_the_plan_counts_parameters_without_weights(place, capsys, tmp_path):
     for name, count in adapter.parameter_counts().items():
         assert re.search(rf"^{name}\s+{count / 1e6:.2f} M parameters", told, re.M), (name, told)
     assert main(["plan", str(recipe), "--memory-gib", "0.00001", *argv]) == 1
-    assert "does not fit: weights" in capsys.readouterr().out
+    assert "does not fit: " in capsys.readouterr().out
     assert main(["plan", str(recipe), "--gpus", "3", *argv]) == 2
 
 
 def test_a_dry_run_says_what_is_wrong(place):
-    recipe = FOLDER / "wan22_lora_prefgrpo.yaml"
+    recipe = FOLDER / "lora_prefgrpo_wan22.yaml"
     run = start(["train", str(recipe), "--dry-run", *options(place, recipe), "--rollout.frames", "6"], place / "log")
     assert run.wait() == 2 and "frames must be a multiple of 2, plus 1" in run.output
+
+
+def test_a_recipe_extends_another(tmp_path):
+    (tmp_path / "base.yaml").write_text("seed: 7\nrollout: {height: 32, width: 48}\nreward: {spec: scenes}\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.yaml").write_text("extends: ../base.yaml\nmodel: m\nrollout: {width: 64}\n")
+    config, mistakes = parse(tmp_path / "sub" / "a.yaml")
+    assert not mistakes and (config.seed, config.model) == (7, "m")
+    assert (config.rollout.height, config.rollout.width, config.reward.spec) == (32, 64, "scenes")
+    (tmp_path / "lost.yaml").write_text("extends: gone.yaml\n")
+    with pytest.raises(ConfigError, match=r"recipe not found: .*gone\.yaml; .*lost\.yaml extends it"):
+        parse(tmp_path / "lost.yaml")
+    (tmp_path / "x.yaml").write_text("extends: y.yaml\n")
+    (tmp_path / "y.yaml").write_text("extends: x.yaml\n")
+    with pytest.raises(ConfigError, match=r"goes round in a circle: x\.yaml → y\.yaml → x\.yaml"):
+        parse(tmp_path / "x.yaml")
+    (tmp_path / "n.yaml").write_text("extends: [base.yaml]\n")
+    with pytest.raises(ConfigError, match=r"extends: expected the name of one recipe, got \['base\.yaml'\]"):
+        read_yaml(tmp_path / "n.yaml")
+
+
+def test_a_models_own_values_replace_those_of_another_model(place, tmp_path):
+    recipe = FOLDER / "lora_prefgrpo_flux.yaml"
+    own, _ = parse(recipe, str(place / "flux"))
+    assert own.rollout.height == 32 and own.rollout.group_size == load(recipe).rollout.group_size
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump({"model": str(place / "flux"), "rollout": {"height": 16}}))
+    assert parse(tmp_path / "r.yaml", str(place / "flux"))[0].rollout.height == 16, "written for this model: as it is"

@@ -31,6 +31,9 @@ from transformers import (
     UMT5EncoderModel,
 )
 
+from prefgrpo.config import MODEL_VALUES
+from prefgrpo.models import family as model_family
+
 TEXT_WIDTH = 32
 QWEN_WIDTH = 16
 QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
@@ -122,6 +125,15 @@ def qwen_vl_text(tokenizer: Qwen2Tokenizer) -> Any:
     )  # fmt: skip
 
 
+def qwen_processor(tokenizer: Qwen2Tokenizer) -> Any:
+    """Of text and of images, which become 4 tokens at most."""
+    from transformers import Qwen2VLImageProcessor
+
+    from prefgrpo.models.qwen_processor import Qwen2VLProcessor
+
+    return Qwen2VLProcessor(Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 56), tokenizer)
+
+
 def image_vae(channels: int = 4) -> Any:
     """AutoencoderKL that halves each side once."""
     from diffusers import AutoencoderKL
@@ -169,27 +181,28 @@ def sd3() -> Any:
     )  # fmt: skip
 
 
-def qwen_image() -> Any:
-    """Qwen-Image: 2 dual-stream blocks of width 32, a 3-D VAE that halves each side once, dynamic shift."""
-    from diffusers import (
-        AutoencoderKLQwenImage,
-        FlowMatchEulerDiscreteScheduler,
-        QwenImagePipeline,
-        QwenImageTransformer2DModel,
-    )
+def qwen_image(pipeline: str = "QwenImagePipeline") -> Any:
+    """Qwen-Image (or its editors): 2 dual-stream blocks of width 32, a 3-D VAE, dynamic shift.
 
-    tokenizer = qwen_tokenizer()
+    The VAE halves each side once; that of the editors thrice, as the real one, because sources become a million pixels.
+    """
+    import diffusers
+    from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+
+    tokenizer, edits = qwen_tokenizer(), "Edit" in pipeline
     transformer = QwenImageTransformer2DModel(
         in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=QWEN_WIDTH, axes_dims_rope=(4, 6, 6),
     )  # fmt: skip
     vae = AutoencoderKLQwenImage(
-        base_dim=8, z_dim=4, dim_mult=[1, 2], num_res_blocks=1, temperal_downsample=[False],
+        base_dim=4 if edits else 8, z_dim=4, dim_mult=[1, 2, 2, 2] if edits else [1, 2], num_res_blocks=1,
+        temperal_downsample=[False] * (3 if edits else 1),
         latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.0, 0.8, 1.2, 0.9],
     )  # fmt: skip
-    return QwenImagePipeline(
+    return getattr(diffusers, pipeline)(
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), vae=vae,
         text_encoder=qwen_vl_text(tokenizer), tokenizer=tokenizer, transformer=transformer,
+        **({"processor": qwen_processor(tokenizer)} if edits else {}),
     )  # fmt: skip
 
 
@@ -267,6 +280,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "flux_kontext": partial(flux, "FluxKontextPipeline"),
     "flux2_klein": flux2_klein,
     "qwen_image": qwen_image,
+    "qwen_image_edit": partial(qwen_image, "QwenImageEditPipeline"),
+    "qwen_image_edit_plus": partial(qwen_image, "QwenImageEditPlusPipeline"),
     "sd3": sd3,
     "wan": wan,
     "wan22": partial(wan, experts=True),
@@ -275,8 +290,26 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 """Family name → builder of its tiny pipeline."""
 
 
+SMALL = """\
+# What replaces a recipe's values when this folder is its --model: little enough for a CPU.
+data: {{max_length: 128}}
+rollout:
+  height: {side}
+  width: {side}
+  steps: 3
+  window_low: 0
+  window_high: 0
+  window_size: 1
+  prompts_per_step: 4{frames}
+eval: {{height: {side}, width: {side}, steps: 3}}
+"""
+
+
 def make(family: str, folder: str | Path, seed: int = 0, **scheduler: Any) -> Path:
-    """Write the tiny pipeline of a family into `folder` and return it; `scheduler` overrides its scheduler's config."""
+    """Write the tiny pipeline of a family, and the values of a recipe that fit it, into `folder` and return it.
+
+    scheduler: overrides its scheduler's config.
+    """
     if family not in FAMILIES:
         raise ValueError(f"no tiny pipeline of family '{family}': expected one of {', '.join(FAMILIES)}")
     with torch.random.fork_rng(devices=[]):
@@ -284,4 +317,6 @@ def make(family: str, folder: str | Path, seed: int = 0, **scheduler: Any) -> Pa
         pipe = FAMILIES[family]()
     pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **scheduler)
     pipe.save_pretrained(folder)
+    clip, side = model_family(family).default_frames is not None, 64 if family.startswith("flux2") else 32
+    (Path(folder) / MODEL_VALUES).write_text(SMALL.format(side=side, frames="\n  frames: 5" if clip else ""))
     return Path(folder)
