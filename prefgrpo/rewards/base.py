@@ -102,9 +102,9 @@ class Reward(ABC):  # noqa: B024  (its two kinds have the abstract methods)
 
     takes: tuple[str, ...] = ("image",)
     """Which media it scores: "image", "video" or both."""
-    needs_source: ClassVar[bool] = False
+    needs_source: bool = False
     """It scores edits: samples must have source images."""
-    meta_keys: ClassVar[tuple[str, ...]] = ()
+    meta_keys: tuple[str, ...] = ()
     """Columns that a prompt's line must have."""
     judged: ClassVar[bool] = False
     """It asks a vision-language model: its constructor takes `judge` first."""

@@ -1,0 +1,137 @@
+"""A reward that runs behind `prefgrpo reward serve`: the same values as in process, over the judges' connection pool.
+
+Each sample is sent as soon as it exists, to the least loaded of the servers; faults are handled as for a judge (retry
+where it helps, ejection, return, patience). Invariant: every sample ends, in bounded time, with the server's own
+number or with a reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import aiohttp
+
+from prefgrpo.judge.endpoint import describe_error
+from prefgrpo.judge.send import SendConfig, Sender, SendError
+from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.media import Media
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
+from prefgrpo.rewards.wire import WireError, media_json, read_scores, request_json
+
+CHECK_S = 10.0
+"""Longest wait for a server's first answer."""
+
+
+class RemoteReward(PointwiseReward):
+    """Any pointwise reward behind HTTP."""
+
+    streams = True
+
+    def __init__(
+        self,
+        name: str,
+        cls: type[PointwiseReward],
+        url: str | Sequence[str],
+        timeout_s: float = 120.0,
+        retries: int = 5,
+        patience_s: float = 180.0,
+        concurrency: int = 64,
+        api_key_env: str = "",
+    ) -> None:
+        """Raises RewardError, within seconds, if no server of `url` is ready to score `name`.
+
+        Args:
+            name: Registry name or dotted path, as it was served.
+            cls: Its class, for what it takes.
+            url: Address of the server, or of several that serve the same.
+            timeout_s: Longest that one request may take.
+            retries: Repetitions of a failed request.
+            patience_s: How long samples wait for a server to come back while none is reachable.
+            concurrency: Most requests in flight per server.
+            api_key_env: Environment variable that holds a key for a proxy in front of the server.
+        """
+        if not issubclass(cls, PointwiseReward):
+            raise RewardError(f"reward '{name}' compares a group's samples and takes no url; give it a judge")
+        urls = (url,) if isinstance(url, str) else tuple(url)
+        self.name = name
+        self.takes, self.needs_source, self.meta_keys = cls.takes, cls.needs_source, cls.meta_keys
+        options: dict[str, Any] = {
+            "timeout_s": timeout_s,
+            "retries": retries,
+            "patience_s": patience_s,
+            "concurrency": concurrency,
+        }
+        try:
+            self._sender = Sender(SendConfig(endpoints=urls, api_key_env=api_key_env, **options), openai=False)
+        except JudgeError as error:
+            raise RewardError(f"reward '{name}' behind {', '.join(map(str, urls))}: {error}") from error
+        self._encodings: WeakKeyDictionary[Media, asyncio.Future[bytes]] = WeakKeyDictionary()
+        self._check()
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """Send all, wait for all."""
+        return [answer.result() for answer in [self.submit(s) for s in samples]]
+
+    def submit(self, sample: Sample) -> Future[Score]:
+        """Send one sample; the future always ends with a Score unless it is cancelled."""
+        return self._sender.thread.submit(self._ask(sample))
+
+    def close(self) -> None:
+        """Stop probing; the process's connection pool stays for others."""
+        self._sender.close()
+
+    async def _ask(self, sample: Sample) -> Score:
+        try:
+            media, *source = [await self._encoded(m) for m in (sample.media, *sample.source)]
+        except (OSError, ValueError, TypeError, SystemError) as error:  # what PIL raises for pixels it cannot write
+            return Score(None, f"an image could not be encoded ({describe_error(error)})")
+        body = request_json(self.name, sample, media, source)
+        try:
+            reply = await self._sender.send("/score", lambda *_: body)
+            return read_scores(reply.payload, 1)[0]
+        except SendError as error:
+            return Score(None, str(error))
+        except WireError as error:
+            return Score(None, f"the reward server sent no readable scores: {error}")
+
+    async def _encoded(self, media: Media) -> bytes:
+        """The medium as JSON, encoded once, off the loop."""
+        if media not in self._encodings:
+            self._encodings[media] = asyncio.get_running_loop().run_in_executor(None, media_json, media)
+        return await asyncio.shield(self._encodings[media])
+
+    def _check(self) -> None:
+        endpoints = self._sender.endpoints
+        looks = [self._sender.thread.submit(self._look(e.url, e.headers)) for e in endpoints]
+        found = [look.result(CHECK_S + 5.0) for look in looks]
+        bad = [f"{e.url}: {problem}" for e, problem in zip(endpoints, found, strict=True) if problem]
+        if len(bad) == len(endpoints):
+            raise RewardError(f"reward '{self.name}' cannot be asked. " + " | ".join(bad))
+        if bad:
+            warnings.warn(f"reward '{self.name}': left out for now: " + " | ".join(bad), stacklevel=4)
+
+    async def _look(self, url: str, headers: dict[str, str]) -> str:
+        """What keeps a server from being asked; '' if nothing does."""
+        start = f"'prefgrpo reward serve {self.name}'"
+        timeout = aiohttp.ClientTimeout(total=CHECK_S)
+        try:
+            async with self._sender.thread.session().get(f"{url}/v1/info", headers=headers, timeout=timeout) as reply:
+                told: Any = json.loads(await reply.read())
+        except asyncio.TimeoutError:
+            return f"no answer within {CHECK_S:g} s; is the server stuck?"
+        except (aiohttp.ClientError, OSError) as error:
+            return f"not reachable ({describe_error(error)}); start it with {start}, or correct the url"
+        except ValueError:
+            return f"answers, but is no reward server; start one with {start}, or correct the url"
+        if not isinstance(told, dict) or "name" not in told:
+            return f"answers, but is no reward server; start one with {start}, or correct the url"
+        if told["name"] != self.name:
+            return f"serves '{told['name']}', not '{self.name}'; start {start} on another port, or correct the url"
+        status = told.get("status")
+        return "" if status == "ready" else f"is {status}, not ready; try again when {url}/health says ready"
