@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from judge_server import JudgeServer
 
 from prefgrpo.judge.client import HttpJudgeConfig
+from prefgrpo.judge.rate import Rating
 from prefgrpo.judge.verdict import JudgeError, PairJudge, Verdict
 from prefgrpo.media import Media
 from prefgrpo.rewards import build
@@ -149,7 +150,7 @@ def test_a_failed_comparison_counts_for_nobody():
 @given(st.dictionaries(st.tuples(st.integers(0, 3), st.integers(0, 3)), st.none() | st.floats(0, 1)))
 def test_soft_win_rates_are_the_mean_of_what_exists(table):
     found = [Comparison(i, j, Verdict(p)) for (i, j), p in table.items() if i != j]
-    result = tally(4, found, "soft")
+    result = tally(4, found, Rating())
     for member, score in enumerate(result.scores):
         wins = [c.verdict.first for c in found if c.first == member and c.verdict.first is not None]
         wins += [1 - c.verdict.first for c in found if c.second == member and c.verdict.first is not None]
@@ -161,7 +162,7 @@ def test_soft_win_rates_are_the_mean_of_what_exists(table):
 
 def test_hard_verdicts_average_the_orders_to_half_when_they_contradict():
     found = [(0, 1, 0.9), (1, 0, 0.8), (0, 2, 0.6), (2, 0, 0.1), (1, 2, 0.5)]
-    result = tally(3, [Comparison(i, j, Verdict(p)) for i, j, p in found], "hard")
+    result = tally(3, [Comparison(i, j, Verdict(p)) for i, j, p in found], Rating(verdict="hard"))
     np.testing.assert_array_equal(result.wins, [[0, 0.5, 1], [0.5, 0, 0.5], [0, 0.5, 0]])
     np.testing.assert_array_equal(result.counts, [[0, 1, 1], [1, 0, 1], [1, 1, 0]])
     assert [s.value for s in result.scores] == [0.75, 0.5, 0.25]

@@ -1,0 +1,122 @@
+"""From the verdicts of groups to one number per member, in [0, 1].
+
+    win_rate:       r_i = Σ_j W_ij / n_i            over the comparisons of i that exist
+    bradley_terry:  r_i = mean over j ≠ i of σ(θ_i − θ_j),  P(i beats j, i shown first) = σ(θ_i − θ_j + b)
+
+A position bias b (in logits) is taken out of each verdict, P ← σ(logit P − b), or fitted along with the strengths.
+Invariant: a missing verdict moves nothing, and a member without any verdict is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefgrpo.judge.plans import Judged
+from prefgrpo.ops import bradley_terry, bradley_terry_ordered, winrate_advantage
+
+Floats = NDArray[np.float64]
+Rate = Literal["win_rate", "bradley_terry"]
+VerdictKind = Literal["soft", "hard"]
+Bias = float | Literal["fit"]
+PRIOR = 0.3
+"""Drawn games of every member against an average one: keeps the strength of an undefeated member finite."""
+
+
+@dataclass(frozen=True)
+class Rating:
+    """How verdicts become numbers."""
+
+    rate: Rate = "win_rate"
+    """Mean over the comparisons that were made, or the mean that all comparisons would have by Bradley-Terry."""
+    verdict: VerdictKind = "soft"
+    """Probabilities, or each verdict rounded to {0, ½, 1} and the two orders of a pair averaged."""
+    bias: Bias = 0.0
+    """Position bias in logits that is taken out, or 'fit': estimated in each group."""
+
+    def __post_init__(self) -> None:
+        for name, given, known in (("rate", self.rate, Rate), ("verdict", self.verdict, VerdictKind)):
+            if given not in get_args(known):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(known))}, got {given!r}")
+        number = isinstance(self.bias, int | float) and not isinstance(self.bias, bool) and np.isfinite(self.bias)
+        if not number and self.bias != "fit":
+            raise ValueError(f"bias must be a number of logits or 'fit', got {self.bias!r}")
+
+
+@dataclass(frozen=True)
+class Rated:
+    """P groups of G members, rated."""
+
+    values: Floats
+    """[P, G] in [0, 1]; NaN: no verdict."""
+    wins: Floats
+    """[P, G, G] summed verdicts that row beats column, as the win rate takes them."""
+    counts: Floats
+    """[P, G, G] how many there are."""
+    bias: Floats
+    """[P] position bias that was taken out, in logits."""
+
+
+def rate_groups(size: int, groups: Sequence[Sequence[Judged]], rating: Rating) -> Rated:
+    """Rate P groups of `size` members, all at once."""
+    bias: Any = np.full(len(groups), 0.0 if rating.bias == "fit" else rating.bias)
+    if rating.bias == "fit":
+        bias = bradley_terry_ordered(*_sums(size, groups, bias, "soft"), prior=PRIOR)[1].double().numpy()
+    first, shown = _sums(size, groups, bias, rating.verdict)
+    wins, counts = first + (shown - first).mT, shown + shown.mT
+    if rating.rate == "win_rate":
+        if rating.verdict == "hard":
+            wins, counts = wins / counts.clamp(min=1.0), counts.clamp(max=1.0)
+        values = winrate_advantage(wins, counts)[0]
+    elif rating.bias == "fit":
+        first, shown = _sums(size, groups, np.zeros(len(groups)), rating.verdict)
+        values = _mean_win(bradley_terry_ordered(first, shown, prior=PRIOR)[0])
+    else:
+        values = _mean_win(bradley_terry(wins, counts, prior=PRIOR))
+    return Rated(values.double().numpy(), wins.numpy(), counts.numpy(), bias)
+
+
+def _sums(size: int, groups: Sequence[Sequence[Judged]], bias: Floats, verdict: VerdictKind) -> tuple[Tensor, Tensor]:
+    """Summed P(first) and number [P, first, second] of the verdicts that exist, without the bias."""
+    first, shown = np.zeros((2, len(groups), size, size))
+    for k, group in enumerate(groups):
+        found = [(i, j, p) for i, j, p in group if p is not None]
+        if not found:
+            continue
+        i, j, p = (np.array(column) for column in zip(*found, strict=True))
+        p = unbiased(p.astype(np.float64), float(bias[k]))
+        np.add.at(first[k], (i, j), p if verdict == "soft" else (np.sign(p - 0.5) + 1) / 2)
+        np.add.at(shown[k], (i, j), 1.0)
+    return torch.from_numpy(first), torch.from_numpy(shown)
+
+
+def unbiased(p: Floats, bias: float) -> Floats:
+    """σ(logit p − bias). 0, ½ and 1 stay: a judge that writes its verdict gives no probability that could move."""
+    if bias == 0.0:
+        return p
+    return np.where(p == 0.5, p, p / (p + (1.0 - p) * np.exp(bias)))
+
+
+def _mean_win(theta: Tensor) -> Tensor:
+    """Mean P(i beats j) [P, G] over the other members that have a strength; ½ where there is none."""
+    there = ~theta.isnan()
+    p = torch.sigmoid(theta[:, :, None] - theta[:, None, :]).nan_to_num(0.0)
+    others = there.sum(1, keepdim=True) - 1
+    mean = torch.where(others > 0, (p.sum(2) - 0.5) / others.clamp(min=1), 0.5)
+    return torch.where(there, mean, torch.nan)
+
+
+def position_bias(groups: Sequence[Sequence[Judged]]) -> float:
+    """Mean of (logit P(i, j) + logit P(j, i)) / 2 over the pairs that were judged in both orders; NaN if none was."""
+    found = []
+    for group in groups:
+        p = {(i, j): min(max(v, 1e-6), 1.0 - 1e-6) for i, j, v in group if v is not None}
+        found += [(p[i, j], p[j, i]) for i, j in p if i < j and (j, i) in p]
+    odds = np.array(found)
+    return float(np.log(odds / (1.0 - odds)).mean()) if found else float("nan")
