@@ -1,11 +1,14 @@
 """What the family tests share: the table of families with their stock calls, and how images are drawn both ways."""
 
 import functools
+import importlib
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
@@ -34,6 +37,20 @@ class Case:
     frames: int | None = None
     edit: Callable[[int, int], dict] | None = None
     """For editing: arguments of the stock call that depend on the size."""
+    sources: int = 1
+    """For editing: source images of each prompt."""
+    off: float = 1.0
+    """A guidance scale that switches classifier-free guidance off."""
+
+    def unguided(self):
+        """The same with classifier-free guidance off."""
+        scales = ("guidance_scale", "guidance_scale_2", "true_cfg_scale")
+        call = {key: self.off if key in scales else value for key, value in self.call.items()}
+        return replace(self, call=call, guidance=self.off)
+
+    def images(self, number):
+        """The source images of a prompt by its number; () unless it edits."""
+        return tuple(SOURCES[(number + k) % 2] for k in range(self.sources)) if self.edit else ()
 
     def __str__(self):
         edit = "-edit" if self.edit else ""
@@ -50,7 +67,6 @@ CASES = [
         edit=lambda h, w: {"max_area": h * w, "_auto_resize": False},
     ),
     Case("sd3", {"guidance_scale": 4.5, "max_sequence_length": 32}, 4.5, dynamic=True),
-    Case("sd3", {"guidance_scale": 1.0, "max_sequence_length": 32}, 1.0),
     Case(
         "qwen_image",
         {"true_cfg_scale": 4.0, "negative_prompt": [" "] * 2, "max_sequence_length": 320},
@@ -58,7 +74,24 @@ CASES = [
         dynamic=True,
         max_length=320,
     ),
-    Case("z_image", {"guidance_scale": 3.0, "max_sequence_length": 128}, 3.0, dynamic=True, max_length=128),
+    Case(
+        "qwen_image_edit",
+        {"true_cfg_scale": 4.0, "negative_prompt": [" "] * 2, "max_sequence_length": 512},
+        4.0,
+        dynamic=True,
+        max_length=512,
+        edit=lambda h, w: {},
+    ),
+    Case(
+        "qwen_image_edit_plus",
+        {"true_cfg_scale": 4.0, "negative_prompt": [" "] * 2, "max_sequence_length": 512},
+        4.0,
+        dynamic=True,
+        max_length=512,
+        edit=lambda h, w: {},
+        sources=2,
+    ),
+    Case("z_image", {"guidance_scale": 3.0, "max_sequence_length": 128}, 3.0, dynamic=True, max_length=128, off=0.0),
     Case("wan", {"guidance_scale": 5.0, "max_sequence_length": 32, "num_frames": 5}, 5.0, frames=5),
     Case(
         "wan22",
@@ -88,7 +121,7 @@ def load(case, path, dtype=torch.float32, **options):
 
 
 def conditions(adapter, case, prompts=PROMPTS):
-    sources = [(SOURCES[i % 2],) for i in range(len(prompts))] if case.edit else None
+    sources = [case.images(number) for number in range(len(prompts))]
     return collate(Embeddings(adapter, case.max_length)(prompts, sources))
 
 
@@ -116,10 +149,30 @@ def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
     if not case.edit:
         return pipe(prompt=list(prompts), latents=x0, **call)[0]  # a copy: Z-Image writes into the list
     call |= case.edit(*size)
-    one = [
-        pipe(prompt=[p], image=[i], latents=x, **call)[0] for p, i, x in zip(prompts, SOURCES, x0[:, None], strict=True)
-    ]
-    return torch.cat(one)
+    call = {key: value[:1] if isinstance(value, list) else value for key, value in call.items()}
+    images = [case.images(number) for number in range(len(prompts))]
+    each = zip(prompts, images, x0[:, None], strict=True)
+    return torch.cat([pipe(prompt=[p], image=one_or_list(own), latents=x, **call)[0] for p, own, x in each])
+
+
+def one_or_list(images):
+    """As the stock pipelines take one image, or several."""
+    return images[0] if len(images) == 1 else list(images)
+
+
+EDIT_PLUS = "diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus"
+RESIZERS = (EDIT_PLUS, EDIT_PLUS.removesuffix("_plus"), "prefgrpo.models.qwen_image_edit")
+
+
+@contextmanager
+def small_sources(modules=RESIZERS):
+    """Inside, Qwen-Image-Edit resizes sources to 1/256 of the pixels, the stock pipelines and ours alike."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in modules:
+            module = importlib.import_module(name)
+            real = module.calculate_dimensions
+            patch.setattr(module, "calculate_dimensions", lambda area, ratio, real=real: real(area / 256, ratio))
+        yield
 
 
 def noise(adapter, size):

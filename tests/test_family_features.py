@@ -1,9 +1,15 @@
 """What only some families do: source images, clips, distilled checkpoints, a multistep solver in the folder."""
 
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
 import diffusers
 import pytest
 import torch
-from families import CASES, CPU, SIZES, SOURCES, conditions, draw, folder, load, noise, stock_image
+from families import CASES, CPU, SIZES, SOURCES, conditions, draw, folder, load, noise, small_sources, stock_image
+from PIL import Image
 from safetensors.torch import load_file
 
 from prefgrpo import models
@@ -11,6 +17,8 @@ from prefgrpo.embed import Embeddings, collate
 from prefgrpo.replay import replay
 from prefgrpo.rollout import rollout
 from prefgrpo.schedule import make_schedule
+
+pytestmark = pytest.mark.families
 
 
 def test_the_source_image_is_part_of_the_condition(tmp_path):
@@ -33,6 +41,87 @@ def test_the_source_image_is_part_of_the_condition(tmp_path):
         embed(["red"], [(SOURCES[0], SOURCES[1])])
     with pytest.raises(ValueError, match="must have equal parts"):
         collate([a, *embed(["red"])])
+
+
+@pytest.mark.parametrize("family", ["qwen_image_edit", "qwen_image_edit_plus"])
+def test_sources_of_real_size(family):
+    """Unpatched: a source becomes a million pixels in both pipelines, whatever the output's size."""
+    case = next(c for c in CASES if c.family == family).unguided()
+    adapter = load(case, folder(family))
+    pipe = getattr(diffusers, adapter.pipeline).from_pretrained(folder(family))
+    case = replace(case, sources=1)
+    x0 = noise(adapter, SIZES[0])[:1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("families.SOURCES", [SOURCES[0].resize((60, 40))] * 2)
+        condition = conditions(adapter, case, ["red"])
+        assert condition["source"].shape == (1, 52, 78, 16), "832 × 1248 pixels, 16 to a token"
+        got = draw(adapter, case, x0, SIZES[0], 1, ["red"])
+        assert (got - stock_image(pipe, case, x0, SIZES[0], 1, ["red"])).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["flux2_klein", "qwen_image_edit_plus"])
+def test_several_sources_and_their_order(family):
+    case = replace(next(c for c in CASES if c.family == family and c.edit), sources=2)
+    adapter = load(case, folder(family))
+    pipe = getattr(diffusers, adapter.pipeline).from_pretrained(folder(family))
+    x0 = noise(adapter, SIZES[0])
+    with small_sources():
+        condition = conditions(adapter, case)
+        assert {"source", "source_2"} < set(condition)
+        assert torch.equal(condition["source"][0], condition["source_2"][1]), "the same image in another place"
+        assert (draw(adapter, case, x0, SIZES[0], 2) - stock_image(pipe, case, x0, SIZES[0], 2)).abs().max() <= 1e-5
+
+
+def test_a_source_is_encoded_once_for_all_prompts(monkeypatch):
+    """Three prompts and the negative one share a source: the VAE sees it once, the language model four times."""
+    case = next(c for c in CASES if c.family == "qwen_image_edit")
+    adapter = load(case, folder("qwen_image_edit"))
+    calls = []
+    real = adapter.encode_source
+    monkeypatch.setattr(adapter, "encode_source", lambda image: calls.append(image) or real(image))
+    embed = Embeddings(adapter, case.max_length)
+    with small_sources():
+        embed(["a", "b", "c"], [case.images(0)] * 3)
+        assert len(calls) == 1 and embed.encoded == 4
+        embed(["a"], [case.images(1)])
+    assert len(calls) == 2 and embed.encoded == 6, "a text is one per source that its encoder sees"
+    with pytest.raises(ValueError, match="edits images: expected a source image for the prompt 'a'"):
+        embed(["a"])
+
+
+WITHOUT_TORCHVISION = """
+import sys
+sys.modules["torchvision"] = None
+import torch
+from PIL import Image
+from prefgrpo import models
+from prefgrpo.tiny import pipelines
+pipelines.make("qwen_image_edit", sys.argv[1])
+adapter = models.load("qwen_image_edit", sys.argv[2], torch.float32, torch.device("cpu"))
+image = Image.linear_gradient("L").convert("RGB")
+torch.save(adapter.encode("make it blue", 512, (image,))["prompt_embeds"], sys.argv[3])
+adapter.enable_full()
+adapter.save_full(sys.argv[4])
+"""
+
+
+def test_qwen_edit_without_torchvision(tmp_path):
+    """Only transformers' video processor needs it: the embedding is the same, and what is saved loads with it."""
+    made, saved, file = tmp_path / "made", tmp_path / "saved", tmp_path / "embeds"
+    argv = [sys.executable, "-c", WITHOUT_TORCHVISION, made, folder("qwen_image_edit"), file, saved]
+    subprocess.run([str(part) for part in argv], check=True, capture_output=True, timeout=120)
+    case = next(c for c in CASES if c.family == "qwen_image_edit")
+    want = load(case, folder("qwen_image_edit")).encode(
+        "make it blue", 512, (Image.linear_gradient("L").convert("RGB"),)
+    )
+    got = torch.load(file)
+    assert got.shape == want["prompt_embeds"].shape and (got - want["prompt_embeds"]).abs().max() <= 0.02
+    for path in (made, saved):
+        assert json.loads((path / "model_index.json").read_text())["processor"] == ["transformers", "Qwen2VLProcessor"]
+    pytest.importorskip("torchvision")
+    for path in (made, saved):
+        processor = diffusers.QwenImageEditPipeline.from_pretrained(path).processor
+        assert processor.video_processor is not None
 
 
 def test_wan_folders_with_a_multistep_solver_give_its_shift():

@@ -14,6 +14,8 @@ MODELS: dict[str, str] = {
     "flux_kontext": "prefgrpo.models.flux_kontext:FluxKontext",
     "flux2_klein": "prefgrpo.models.flux2_klein:Flux2Klein",
     "qwen_image": "prefgrpo.models.qwen_image:QwenImage",
+    "qwen_image_edit": "prefgrpo.models.qwen_image_edit:QwenImageEdit",
+    "qwen_image_edit_plus": "prefgrpo.models.qwen_image_edit:QwenImageEditPlus",
     "sd3": "prefgrpo.models.sd3:StableDiffusion3",
     "wan": "prefgrpo.models.wan:Wan",
     "wan22": "prefgrpo.models.wan22:Wan22",

@@ -73,8 +73,8 @@ def _fetch_configs(model: str) -> Path:
 
 
 def _is_encoder(name: str) -> bool:
-    """Whether a component turns prompts into conditions."""
-    return name.startswith(("text_encoder", "tokenizer"))
+    """Whether a component turns prompts (and the images beside them) into conditions."""
+    return name.startswith(("text_encoder", "tokenizer", "processor", "image_encoder", "image_processor"))
 
 
 def read(path: Path, pipeline: str, dtype: torch.dtype, device: torch.device, encoders: bool) -> Any:
@@ -82,8 +82,12 @@ def read(path: Path, pipeline: str, dtype: torch.dtype, device: torch.device, en
     import diffusers
 
     names = [name for name in json.loads((path / "model_index.json").read_text()) if _is_encoder(name)]
-    skipped = {} if encoders else dict.fromkeys(names)
-    pipe = getattr(diffusers, pipeline).from_pretrained(path, dtype=dtype, **skipped)
+    parts: dict[str, Any] = {} if encoders else dict.fromkeys(names)
+    if encoders and "processor" in names:
+        from prefgrpo.models.qwen_processor import Qwen2VLProcessor
+
+        parts["processor"] = Qwen2VLProcessor.from_pretrained(path / "processor")
+    pipe = getattr(diffusers, pipeline).from_pretrained(path, dtype=dtype, **parts)
     for module in (part for part in pipe.components.values() if isinstance(part, torch.nn.Module)):
         module.eval().requires_grad_(False)
         for tensor in [*module.parameters(), *module.buffers()]:

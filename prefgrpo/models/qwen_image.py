@@ -30,7 +30,11 @@ class QwenImage(Adapter):
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """prompt_embeds [n, C] with n ≤ max_length tokens, and text_length = n."""
-        embeds, _ = self.pipe.encode_prompt([prompt], device=self.device, max_sequence_length=max_length)
+        return self.embed(prompt, max_sequence_length=max_length)
+
+    def embed(self, prompt: str, **options: Any) -> Condition:
+        """The pipeline's own `encode_prompt`, for one prompt."""
+        embeds, _ = self.pipe.encode_prompt(prompt=[prompt], device=self.device, **options)
         return {"prompt_embeds": embeds[0], "text_length": torch.tensor(embeds.shape[1])}
 
     def stock_call(self, prompts: list[str], max_length: int) -> dict[str, Any]:
@@ -48,18 +52,25 @@ class QwenImage(Adapter):
         return super().schedule_options(steps, height, width) | {"mu": self.mu(height, width)}
 
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
-        """Velocity [B, L, 4C]; a mask is passed only where prompts of different lengths share a batch."""
+        """Velocity [B, L, 4C]."""
+        return self.forward(x, sigma, condition, [self.grid(height, width)])
+
+    def forward(self, tokens: Tensor, sigma: Tensor, condition: Condition, grids: list[tuple[int, int]]) -> Tensor:
+        """The transformer on the tokens [B, L, 4C] of one or several images of (rows, columns) tokens.
+
+        A mask is passed only where prompts of different lengths share a batch.
+        """
         embeds, lengths = condition["prompt_embeds"], condition["text_length"]
         longest = int(lengths.max())
         mask = None
         if int(lengths.min()) < longest:
-            mask = (torch.arange(longest)[None, :] < lengths[:, None]).to(x.device, non_blocking=True)
+            mask = (torch.arange(longest)[None, :] < lengths[:, None]).to(tokens.device, non_blocking=True)
         return self.net(
-            hidden_states=x,
+            hidden_states=tokens,
             timestep=sigma * 1000 / 1000,
             encoder_hidden_states=embeds[:, :longest],
             encoder_hidden_states_mask=mask,
-            img_shapes=[[(1, *self.grid(height, width))]] * x.shape[0],
+            img_shapes=[[(1, *grid) for grid in grids]] * tokens.shape[0],
             return_dict=False,
         )[0]
 

@@ -1,0 +1,65 @@
+"""Qwen-Image-Edit (one source image) and -Edit-Plus (2509, 2511: several): Qwen-Image that sees what it edits, twice.
+
+Sources go through the language model beside the prompt, and their packed latents follow the generated tokens. As in
+the stock pipelines each source is resized to about a million pixels (for the language model of -Plus, 384²), whatever
+the output's size. Invariant: with `ode` steps the images are those of the stock pipeline with negative prompt " ".
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
+from PIL import Image
+from torch import Tensor
+
+from prefgrpo.models.base import Condition, source_tokens
+from prefgrpo.models.qwen_image import QwenImage
+
+
+class QwenImageEdit(QwenImage):
+    """Qwen-Image-Edit: one source image."""
+
+    pipeline = "QwenImageEditPipeline"
+    most_sources = 1
+    text_sees_sources = True
+    source_area: ClassVar[int] = 1024 * 1024
+    """Pixels of a source in the denoiser."""
+    seen_area: ClassVar[int] = 1024 * 1024
+    """Pixels of a source before the language model's own image processor."""
+
+    def encode_edit(self, prompt: str, max_length: int, sources: tuple[Image.Image, ...]) -> Condition:
+        """prompt_embeds [n, C], image tokens included, and text_length = n; nothing is cut."""
+        if not sources:
+            raise ValueError(f"{type(self).__name__} edits images: expected a source image for the prompt {prompt!r}")
+        return self.embed(prompt, image=[self._resized(image, self.seen_area) for image in sources])
+
+    def encode_source(self, source: Image.Image) -> Tensor:
+        """[rows, columns, 4C]: the packed latents of the source."""
+        vae, image = self.pipe.vae, self._resized(source, self.source_area)
+        pixels = self.pipe.image_processor.preprocess(image, image.height, image.width).unsqueeze(2)
+        latents = self.pipe._encode_vae_image(pixels.to(vae.device, vae.dtype), generator=None)
+        channels, height, width = latents.shape[1], *latents.shape[3:]
+        packed = self.pipe._pack_latents(latents, 1, channels, height, width)
+        return packed.view(height // 2, width // 2, -1)
+
+    def _resized(self, image: Image.Image, area: int) -> Image.Image:
+        """The image at about `area` pixels, its sides multiples of 32."""
+        width, height = calculate_dimensions(area, image.width / image.height)
+        return self.pipe.image_processor.resize(image, height, width)
+
+    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+        """Velocity [B, L, 4C] of the generated tokens."""
+        sources = source_tokens(condition)
+        tokens = torch.cat([x, *(source.flatten(1, 2).to(x.dtype) for source in sources)], dim=1)
+        grids = [self.grid(height, width), *((source.shape[1], source.shape[2]) for source in sources)]
+        return self.forward(tokens, sigma, condition, grids)[:, : x.shape[1]]
+
+
+class QwenImageEditPlus(QwenImageEdit):
+    """Qwen-Image-Edit-Plus (2509, 2511): several source images, called "Picture 1", "Picture 2", … in the prompt."""
+
+    pipeline = "QwenImageEditPlusPipeline"
+    most_sources = 3
+    seen_area = 384 * 384
