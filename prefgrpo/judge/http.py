@@ -12,10 +12,10 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from prefgrpo.judge import answers
@@ -28,6 +28,7 @@ from prefgrpo.judge.verdict import Answer, Pair, PairJudge, Verdict, two_label_s
 from prefgrpo.media import Media
 
 _PATH = "/v1/chat/completions"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ class HttpJudgeConfig(SendConfig):
     """OpenAI-compatible servers of the same model, with or without /v1; the least loaded one is asked."""
     model: str = ""
     """Served model name; empty: the only model that the server has."""
-    template: str = "compare"
-    """Name of a shipped template or path to one; clips are shown by its sibling NAME_video if that is shipped."""
+    template: str = ""
+    """Name of a shipped template or path to one, '' for that of whatever asks (a pair: compare); clips are shown by
+    its sibling NAME_video if that is shipped."""
     tokenizer: str = ""
     """Folder or hub id of the judge's tokenizer: asks for the labels' own ids instead of the 20 likeliest tokens."""
     image_format: str = "jpeg"
@@ -84,7 +86,11 @@ class Client:
         once: the same question about the same medium is asked once while the medium lives and shares its answer.
         """
         self.prepare(template)
-        return self._thread.submit(self._answer(template, dict(values), tuple(media), tuple(source), once))
+        return self._thread.submit(self.answer(template, dict(values), tuple(media), tuple(source), once))
+
+    def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine of several questions (`answer`) on the loop."""
+        return self._thread.submit(work)
 
     def prepare(self, template: Template) -> None:
         """Find the labels' token ids where the judge's tokenizer is known; JudgeError if they have none."""
@@ -106,14 +112,15 @@ class Client:
             self._tokenizer = AutoTokenizer.from_pretrained(self.config.tokenizer)
         return all_label_ids(self._tokenizer, template)
 
-    async def _answer(
+    async def answer(
         self,
         template: Template,
-        values: dict[str, str],
-        media: tuple[Media, ...],
-        source: tuple[Media, ...],
-        once: bool,
+        values: Mapping[str, str],
+        media: Sequence[Media],
+        source: Sequence[Media] = (),
+        once: bool = False,
     ) -> Answer:
+        """`ask` for those who are on the loop (see `run`) and have prepared the template."""
         start = time.monotonic()
         if template.takes_source and not source:
             return Answer(None, f"template '{template.name}' shows the source image, and the sample has none")
@@ -139,7 +146,7 @@ class Client:
         return await asyncio.shield(self._encodings[media])
 
     async def _request(
-        self, template: Template, values: dict[str, str], media: list[Encoded], source: list[Encoded]
+        self, template: Template, values: Mapping[str, str], media: list[Encoded], source: list[Encoded]
     ) -> Answer:
         """Send one question and read what comes."""
         start, texts = time.monotonic(), dict(values)
@@ -198,8 +205,8 @@ class HttpJudge(PairJudge):
     clips = True
 
     def __init__(self, config: HttpJudgeConfig) -> None:
-        self.config, self.template = config, load_template(config.template)
-        video = f"{config.template}_video"
+        name = config.template or "compare"
+        self.config, self.template, video = config, load_template(name), f"{name}_video"
         self.clip_template = load_template(video) if video in shipped() else self.template
         self.client = shared_client(config)
         self.client.prepare(self.template)
@@ -224,7 +231,7 @@ class HttpJudge(PairJudge):
     async def _judge(
         self, template: Template, prompt: str, pair: tuple[Media, Media], source: tuple[Media, ...]
     ) -> Verdict:
-        a = await self.client._answer(template, {"prompt": prompt}, pair, source, once=False)
+        a = await self.client.answer(template, {"prompt": prompt}, pair, source)
         reason = a.reason or ("" if a.value is not None else f"template '{template.name}' asks for no verdict")
         return Verdict(a.value, reason, a.latency_s, a.raw, a.retries, a.parts)
 

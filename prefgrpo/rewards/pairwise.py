@@ -15,17 +15,17 @@ from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
 from prefgrpo.judge.plans import Judged, get_plan
 from prefgrpo.judge.rate import Bias, Rate, Rating, VerdictKind, rate_groups
-from prefgrpo.judge.verdict import JudgeError, PairJudge, Verdict
+from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.media import Media
 from prefgrpo.rewards.base import Comparison, GroupScores, GroupwiseReward, Sample, Score
 from prefgrpo.rewards.flight import Flight
+from prefgrpo.rewards.judges import open_judge
 
 
 class VlmPairwise(GroupwiseReward):
@@ -50,7 +50,7 @@ class VlmPairwise(GroupwiseReward):
         self.rating = Rating(rate, verdict, bias)
         self.plan = get_plan(plan)
         self._owned = not isinstance(judge, PairJudge)
-        self.judge = judge if isinstance(judge, PairJudge) else open_judge(judge)
+        self.judge = judge if isinstance(judge, PairJudge) else open_judge(judge, template=self.template)
         self.takes = ("image", "video") if self.judge.clips else ("image",)
         self.streams = self.judge.streams
 
@@ -185,37 +185,3 @@ def _reasons(size: int, comparisons: list[Comparison]) -> list[str]:
             if c.verdict.first is None:
                 seen[member][c.verdict.reason] += 1
     return [s.most_common(1)[0][0] if s else "the plan has no pair with this member" for s in seen]
-
-
-def open_judge(config: Any, check: bool = True) -> PairJudge:
-    """An open judge from `HttpJudgeConfig`, `LocalJudgeConfig`, or a mapping of one's fields with `backend`.
-
-    check: make sure first, within seconds, that it gives verdicts. Raises JudgeError with what to do if it does not.
-    """
-    if isinstance(config, Mapping):
-        config = _config_from(dict(config))
-    if type(config).__name__ == "LocalJudgeConfig":
-        from prefgrpo.judge.local import LocalJudge  # imports transformers
-
-        return LocalJudge(config)
-    if type(config).__name__ != "HttpJudgeConfig":
-        raise JudgeError(f"expected an HttpJudgeConfig, a LocalJudgeConfig or a mapping, got {type(config).__name__}")
-    from prefgrpo.judge import client  # imports aiohttp
-
-    if check:
-        client.check(config)
-    return client.HttpJudge(config)
-
-
-def _config_from(options: dict[str, Any]) -> Any:
-    backend = options.pop("backend", "http")
-    if backend == "local":
-        from prefgrpo.judge.local import LocalJudgeConfig as Config
-    elif backend == "http":
-        from prefgrpo.judge.client import HttpJudgeConfig as Config  # type: ignore[assignment]
-    else:
-        raise JudgeError(f"judge backend must be 'http' or 'local', got {backend!r}")
-    known = [f.name for f in fields(Config)]
-    if unknown := sorted(set(options) - set(known)):
-        raise JudgeError(f"unknown option(s) {unknown} for the {backend} judge; expected {', '.join(known)}")
-    return Config(**options)
