@@ -138,7 +138,8 @@ def videoalign(folder: Path, full: bool = True, outputs: int = 3) -> dict[str, o
         rest = {f"base_model.model.{k}": v for k, v in tensors.items() if "embed_tokens" in k or "merger" in k}
         torch.save(rest | head, place / "non_lora_state_dict.pth")
         save_file(pairs, place / "adapter_model.safetensors")
-        save_file(tensors | {"model.embed_tokens.weight": torch.zeros(ROWS, WIDTH)}, base / "model.safetensors")
+        blank = {k: torch.zeros(ROWS, WIDTH) for k in ("model.embed_tokens.weight", "lm_head.weight")}
+        save_file(tensors | blank, base / "model.safetensors", metadata={"format": "pt"})
     config = {
         "data_config": {"meta_data": "", "data_dir": "", "max_frame_pixels": 8 * 28 * 28, "num_frames": None,
                         "fps": 2.0, "eval_dim": ["VQ", "MQ", "TA"], "prompt_template_type": "detailed_special",
@@ -153,3 +154,60 @@ def videoalign(folder: Path, full: bool = True, outputs: int = 3) -> dict[str, o
     write(folder / "reward" / "model_config.json", config)
     template = write(folder / "text.txt", VIDEO_TEXT)
     return {"model": str(folder / "reward"), "base": str(base), "template": str(template), "device": "cpu"}
+
+
+def bert_tokenizer(folder: Path) -> Path:
+    """BERT's tokenizer with a vocabulary of single letters."""
+    letters = "abcdefghijklmnopqrstuvwxyz0123456789,.!?"
+    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{c}" for c in letters)]
+    write(folder / "vocab.txt", "\n".join(vocab) + "\n")
+    write(folder / "tokenizer_config.json", {"tokenizer_class": "BertTokenizer", "do_lower_case": True})
+    return folder
+
+
+def imagereward(folder: Path, width: int = 64, depth: int = 2, side: int = 32, text: int = 48) -> dict[str, object]:
+    """Options of an ImageReward in its published format."""
+    generator = torch.Generator().manual_seed(5)
+    settings = {"architectures": ["BertModel"], "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu",
+                "hidden_dropout_prob": 0.1, "hidden_size": text, "initializer_range": 0.02, "intermediate_size": 2 * text,
+                "layer_norm_eps": 1e-12, "max_position_embeddings": 64, "model_type": "bert",
+                "num_attention_heads": 4, "num_hidden_layers": 2, "pad_token_id": 0, "type_vocab_size": 2,
+                "vocab_size": 90, "encoder_width": text, "add_cross_attention": True}  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {
+        "blip.visual_encoder.cls_token": (1, 1, width),
+        "blip.visual_encoder.pos_embed": (1, (side // 16) ** 2 + 1, width),
+        "blip.visual_encoder.patch_embed.proj.weight": (width, 3, 16, 16),
+        "blip.visual_encoder.patch_embed.proj.bias": (width,),
+        "blip.text_encoder.embeddings.word_embeddings.weight": (90, text),
+        "blip.text_encoder.embeddings.position_embeddings.weight": (64, text),
+        "blip.vision_proj.weight": (256, width), "blip.vision_proj.bias": (256,),
+        "blip.text_proj.weight": (256, text), "blip.text_proj.bias": (256,),
+    }  # fmt: skip
+    linear: dict[str, tuple[int, int]] = {}
+    norms = {"blip.visual_encoder.norm": width, "blip.text_encoder.embeddings.LayerNorm": text}
+    for k in range(depth):
+        at = f"blip.visual_encoder.blocks.{k}"
+        linear |= {f"{at}.attn.qkv": (3 * width, width), f"{at}.attn.proj": (width, width)}
+        linear |= {f"{at}.mlp.fc1": (4 * width, width), f"{at}.mlp.fc2": (width, 4 * width)}
+        norms |= {f"{at}.norm1": width, f"{at}.norm2": width}
+    for k in range(2):
+        at = f"blip.text_encoder.encoder.layer.{k}"
+        for kind, seen in (("attention", text), ("crossattention", width)):
+            linear |= {f"{at}.{kind}.self.query": (text, text), f"{at}.{kind}.output.dense": (text, text)}
+            linear |= {f"{at}.{kind}.self.key": (text, seen), f"{at}.{kind}.self.value": (text, seen)}
+            norms[f"{at}.{kind}.output.LayerNorm"] = text
+        linear |= {f"{at}.intermediate.dense": (2 * text, text), f"{at}.output.dense": (text, 2 * text)}
+        norms[f"{at}.output.LayerNorm"] = text
+    sizes = (text, 1024, 128, 64, 16, 1)
+    linear |= {f"mlp.layers.{k}": (b, a) for k, a, b in zip((0, 2, 4, 6, 7), sizes, sizes[1:], strict=False)}
+    for name, (out, inner) in linear.items():
+        shapes |= {f"{name}.weight": (out, inner), f"{name}.bias": (out,)}
+    tensors = {k: 0.15 * torch.randn(shape, generator=generator) for k, shape in shapes.items()}
+    for name, size in norms.items():
+        tensors[f"{name}.weight"] = 1 + 0.1 * torch.randn(size, generator=generator)
+        tensors[f"{name}.bias"] = 0.1 * torch.randn(size, generator=generator)
+    tensors["blip.text_encoder.embeddings.position_ids"] = torch.arange(64)[None]
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(tensors, folder / "ImageReward.pt")
+    write(folder / "med_config.json", settings)
+    return {"model": str(folder), "tokenizer": str(bert_tokenizer(folder / "bert")), "device": "cpu"}

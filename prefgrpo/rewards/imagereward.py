@@ -1,0 +1,149 @@
+"""`imagereward`: ImageReward-v1.0, a BLIP (ViT-L and a text encoder that attends to the image) with a linear head.
+
+    value = (mlp(h at [CLS]) − 0.16717362830052426) / 1.0333394966054072
+
+The published ImageReward.pt is loaded into transformers' BLIP: the package of the same name needs timm 0.6.13,
+fairscale and transformers before 5. Invariant: every weight comes from the file.
+Source: Xu et al., "ImageReward" (arXiv 2304.05977).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
+from prefgrpo.rewards.qwen2vl import MEAN, STD, pick, read_tensors, snapshot
+
+CENTRE, SCALE = 0.16717362830052426, 1.0333394966054072
+LENGTH = 35
+"""Tokens of a prompt, with [CLS] and [SEP]; longer prompts are cut."""
+NAMES = (
+    (r"^cls_token$", "embeddings.class_embedding"), (r"^pos_embed$", "embeddings.position_embedding"),
+    (r"^patch_embed\.proj", "embeddings.patch_embedding"), (r"^blocks", "encoder.layers"), (r"^norm", "post_layernorm"),
+    (r"\.norm(\d)", r".layer_norm\1"), (r"\.attn\.proj", ".self_attn.projection"), (r"\.attn\.", ".self_attn."),
+)  # fmt: skip
+"""BLIP's vision tower: names in the file and in transformers."""
+
+
+class ImageReward(PointwiseReward):
+    """ImageReward's score, about −2 … 2."""
+
+    def __init__(
+        self,
+        model: str = "THUDM/ImageReward",
+        tokenizer: str = "google-bert/bert-base-uncased",
+        device: str = "auto",
+        batch_size: int = 32,
+    ) -> None:
+        """Load the model, in float32.
+
+        model: folder or hub id with ImageReward.pt and med_config.json. tokenizer: folder or hub id of BERT's.
+        device: auto, cpu, cuda, cuda:1. batch_size: images at once.
+        """
+        if importlib.util.find_spec("transformers") is None:
+            raise RewardError("imagereward needs transformers: pip install 'transformers>=5.18' safetensors")
+        from transformers import AutoTokenizer
+
+        folder = snapshot(model, ["ImageReward.pt", "med_config.json"])
+        tensors = read_tensors([folder / "ImageReward.pt"])
+        settings = json.loads((folder / "med_config.json").read_text(encoding="utf-8"))
+        self.device, self.batch_size = torch.device(pick(device)), batch_size
+        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        self.vision = _vision(_under(tensors, "blip.visual_encoder."), self.device)
+        self.text = _text(_under(tensors, "blip.text_encoder."), settings, self.device)
+        self.mlp = _mlp(_under(tensors, "mlp.layers."), self.device)
+        self.side = int(self.vision.config.image_size)
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """The score of each image for its prompt."""
+        starts = range(0, len(samples), self.batch_size)
+        return [Score(value) for k in starts for value in self._values(samples[k : k + self.batch_size])]
+
+    @torch.inference_mode()
+    def _values(self, samples: list[Sample]) -> list[float]:
+        words = self.tokenizer(
+            [s.prompt for s in samples], padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt"
+        ).to(self.device)
+        pixels = torch.stack([preprocess(s.media.pil, self.side) for s in samples]).to(self.device)
+        seen = self.vision(pixels).last_hidden_state
+        hidden = self.text(
+            input_ids=words["input_ids"], attention_mask=words["attention_mask"], encoder_hidden_states=seen
+        ).last_hidden_state
+        return ((self.mlp(hidden[:, 0].float()) - CENTRE) / SCALE)[:, 0].tolist()
+
+
+def preprocess(image: Image.Image, side: int) -> Tensor:
+    """[3, side, side]: shorter side to `side` (bicubic), centre cut out, CLIP's mean and deviation."""
+    wide, high = image.size
+    short = min(wide, high)
+    wide, high = (side if s == short else int(side * s / short) for s in (wide, high))
+    left, top = round((wide - side) / 2), round((high - side) / 2)
+    cut = image.resize((wide, high), Image.Resampling.BICUBIC).crop((left, top, left + side, top + side))
+    pixels = torch.from_numpy(np.array(cut.convert("RGB"))).permute(2, 0, 1).float() / 255
+    return (pixels - MEAN[:, None, None]) / STD[:, None, None]
+
+
+def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+def _renamed(name: str) -> str:
+    for pattern, new in NAMES:
+        name = re.sub(pattern, new, name)
+    return name
+
+
+def _vision(tensors: dict[str, Tensor], device: torch.device) -> Any:
+    """BLIP's vision tower; its size follows from the tensors (heads of 64)."""
+    from transformers import BlipVisionConfig, BlipVisionModel
+
+    width, patch = tensors["patch_embed.proj.weight"].shape[0], tensors["patch_embed.proj.weight"].shape[-1]
+    config = BlipVisionConfig(
+        hidden_size=width,
+        intermediate_size=tensors["blocks.0.mlp.fc1.weight"].shape[0],
+        num_hidden_layers=1 + max(int(k.split(".")[1]) for k in tensors if k.startswith("blocks.")),
+        num_attention_heads=width // 64,
+        image_size=patch * round((tensors["pos_embed"].shape[1] - 1) ** 0.5),
+        patch_size=patch,
+        layer_norm_eps=1e-6,
+    )
+    return _filled(BlipVisionModel, config, {_renamed(k): v for k, v in tensors.items()}, device)
+
+
+def _text(tensors: dict[str, Tensor], settings: dict[str, Any], device: torch.device) -> Any:
+    """BLIP's text encoder with cross-attention, as med_config.json describes it."""
+    from transformers import BlipTextConfig, BlipTextModel
+
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "max_position_embeddings", "hidden_act", "layer_norm_eps")  # fmt: skip
+    width = tensors["encoder.layer.0.crossattention.self.key.weight"].shape[1]
+    config = BlipTextConfig(encoder_hidden_size=width, **{k: settings[k] for k in keys})
+    kept = {k: v for k, v in tensors.items() if not k.endswith("position_ids")}
+    return _filled(BlipTextModel, config, kept, device, add_pooling_layer=False)
+
+
+def _filled(cls: Any, config: Any, tensors: dict[str, Tensor], device: torch.device, **how: Any) -> Any:
+    """A model of `cls` with these weights."""
+    model, info = cls.from_pretrained(None, config=config, state_dict=tensors, output_loading_info=True, **how)
+    wrong = {k: sorted(info[k])[:3] for k in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[k]}
+    if wrong:
+        raise RewardError(f"the checkpoint does not fit {cls.__name__}: {wrong}")
+    return model.float().eval().requires_grad_(False).to(device)
+
+
+def _mlp(tensors: dict[str, Tensor], device: torch.device) -> nn.Sequential:
+    """The head: linear layers without activations (its dropout does nothing when scoring)."""
+    layers = []
+    for depth in sorted({int(k.split(".")[0]) for k in tensors}):
+        weight = tensors[f"{depth}.weight"]
+        layers.append(nn.Linear(weight.shape[1], weight.shape[0]))
+        layers[-1].load_state_dict({k: tensors[f"{depth}.{k}"] for k in ("weight", "bias")})
+    return nn.Sequential(*layers).float().eval().requires_grad_(False).to(device)
