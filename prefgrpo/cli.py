@@ -36,6 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "judge serve": ("prefgrpo.judge.serve:serve", "start one or several judges with the right flags, behind one port"),
     "judge route": ("prefgrpo.judge.route:route", "put running judge servers behind one port"),
     "judge check": ("prefgrpo.judge.check:check", "is the judge there, does it serve the model, does it answer"),
+    "judge plan": ("prefgrpo.judge.plan:plan", "pair plans: calls against rank correlation, the best one for a budget"),
     "tiny": ("prefgrpo.tiny.pipelines:make", "write a tiny random pipeline of a family: prefgrpo tiny flux DIR"),
     "tiny vae": ("prefgrpo.tiny.vae:train", "train the demo world's VAE"),
     "tiny base": ("prefgrpo.tiny.base:train", "train the demo world's FLUX pipeline"),
