@@ -83,6 +83,9 @@ class Rollout:
     """Guidance scale."""
     guidance_2: float | None = None
     """Guidance scale of the second expert (Wan2.2); none: the family's own."""
+    source_area: int | None = None
+    """Pixels that source images become, for editing families that resize them (Qwen-Image-Edit); none: as the published
+    pipeline does, about a million."""
     truncate_timesteps: bool = False
     """Show the model int(1000 σ) as time, as the published trainers do, instead of the exact 1000 σ."""
     rule: str = "flow"
@@ -123,6 +126,10 @@ class Judge:
     """Which pairs are asked: both_orders, round_robin, k_regular(n), budget(n), swiss(n) or tournament."""
     verdict: Literal["soft", "hard"] = "soft"
     """Win rates from probabilities, or from won/tied/lost comparisons."""
+    rate: Literal["win_rate", "bradley_terry"] = "win_rate"
+    """Mean over the comparisons that were made, or the estimate of it from all of them (plans that skip pairs)."""
+    bias: float | Literal["fit"] = 0.0
+    """Position bias in logits that is taken out of verdicts, or fit: estimated in each group (one-order plans)."""
     concurrency: int = 64
     """Requests in flight per endpoint at most."""
     api_key_env: str = ""

@@ -102,11 +102,15 @@ def reward_options(config: Config, spec: Mapping[str, float], given: Mapping[str
         if not found.judged or "url" in own:
             continue
         if issubclass(found, VlmPairwise):
-            own = {"plan": config.judge.plan, "verdict": config.judge.verdict} | own
-        alone = name != shared(config) or judge is None
+            own = {key: getattr(config.judge, key) for key in ("plan", "verdict", "rate", "bias")} | own
+        if name == shared(config) and judge is not None:
+            options[name] = own | {"judge": judge}
+            continue
         section = judge_section(config.judge, name, own)
-        own["judge"] = asdict(http_config(section)) if alone else judge
-        options[name] = own
+        if section.backend == "local":
+            told = f"reward.options.{name}.judge: expected backend http, got local; one judge at most is in this process"
+            raise ConfigError([f"{told} (that of {shared(config)})"])
+        options[name] = own | {"judge": asdict(http_config(section))}
     return options
 
 
