@@ -108,7 +108,7 @@ def reward_options(config: Config, spec: Mapping[str, float], given: Mapping[str
             continue
         section = judge_section(config.judge, name, own)
         if section.backend == "local":
-            told = f"reward.options.{name}.judge: expected backend http, got local; one judge at most is in this process"
+            told = f"reward.options.{name}.judge: expected backend http, got local; only one judge is in this process"
             raise ConfigError([f"{told} (that of {shared(config)})"])
         options[name] = own | {"judge": asdict(http_config(section))}
     return options
