@@ -24,6 +24,14 @@ REWARDS: dict[str, str] = {
     "jpeg_compressibility": "prefgrpo.rewards.jpeg:JpegCompressibility",
     "jpeg_incompressibility": "prefgrpo.rewards.jpeg:JpegIncompressibility",
     "scenes": "prefgrpo.rewards.scenes:Scenes",
+    "aesthetic": "prefgrpo.rewards.aesthetic:Aesthetic",
+    "clip": "prefgrpo.rewards.clip:Clip",
+    "clipscore": "prefgrpo.rewards.clip:Clipscore",
+    "hpsv2": "prefgrpo.rewards.clip:Hpsv2",
+    "pickscore": "prefgrpo.rewards.clip:Pickscore",
+    "image_similarity": "prefgrpo.rewards.similarity:ImageSimilarity",
+    "subfig_clipI": "prefgrpo.rewards.similarity:SubfigClipI",
+    "subfig_clipT": "prefgrpo.rewards.similarity:SubfigClipT",
 }
 
 

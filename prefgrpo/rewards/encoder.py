@@ -1,0 +1,246 @@
+"""CLIP encoders: images and texts as unit vectors, whichever library has the model.
+
+    e = f(x) / |f(x)|   in float32        cosine of image and text = e_image · e_text
+
+Two libraries, one interface: `open_clip` for its own checkpoints, `transformers` for CLIPModel folders. Invariant: a
+vector does not depend on what else is in its batch; a text is encoded once while it is remembered.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from prefgrpo.media import Media
+from prefgrpo.rewards.base import RewardError
+from prefgrpo.rewards.checkpoints import (
+    check_shapes,
+    device_of,
+    dtype_of,
+    folder_of,
+    library,
+    loading,
+    shapes_of,
+)
+
+REMEMBERED = 4096
+"""Texts whose vectors are kept."""
+CHARACTERS = 4000
+"""What a tokenizer is given of a text: far more than its 77 tokens can hold, and never a megabyte."""
+CONFIG = "open_clip_config.json"
+WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin")
+
+
+class Encoder(ABC):
+    """A loaded model."""
+
+    scale: float = 1.0
+    """exp(logit_scale): what the model's own logits multiply the cosine with."""
+
+    def __init__(self, device: str, dtype: str, batch_size: int) -> None:
+        if batch_size < 1:
+            raise RewardError(f"batch_size must be at least 1, got {batch_size}")
+        self.device, self.dtype, self.batch_size = device_of(device), dtype_of(dtype), batch_size
+        self._texts: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def _pixels(self, media: Media) -> Tensor:
+        """[3, H, W] as the model takes an image."""
+
+    @abstractmethod
+    def _encode_images(self, pixels: Tensor) -> Tensor:
+        """[B, D] of [B, 3, H, W]."""
+
+    @abstractmethod
+    def _encode_texts(self, texts: list[str]) -> Tensor:
+        """[B, D]."""
+
+    @torch.inference_mode()
+    def images(self, media: Sequence[Media]) -> Tensor:
+        """[len(media), D] unit vectors, float32 on the CPU."""
+        found = []
+        for start in range(0, len(media), self.batch_size):
+            pixels = torch.stack([self._pixels(m) for m in media[start : start + self.batch_size]])
+            found.append(_unit(self._encode_images(pixels.to(self.device, self.dtype))))
+        return torch.cat(found) if found else torch.empty(0)
+
+    @torch.inference_mode()
+    def texts(self, texts: Sequence[str]) -> Tensor:
+        """[len(texts), D] unit vectors, float32 on the CPU; each different text is encoded once."""
+        known = self._texts
+        new = [text for text in dict.fromkeys(texts) if text not in known]
+        for start in range(0, len(new), self.batch_size):
+            chosen = new[start : start + self.batch_size]
+            clean = [t[:CHARACTERS].encode("utf-8", "replace").decode("utf-8") for t in chosen]
+            known.update(zip(chosen, _unit(self._encode_texts(clean)), strict=True))
+        found = torch.stack([known[text] for text in texts]) if texts else torch.empty(0)
+        for text in list(known)[:-REMEMBERED]:
+            del known[text]
+        return found
+
+
+class OpenClip(Encoder):
+    """A checkpoint of open_clip."""
+
+    def __init__(
+        self, model: str, architecture: str, otherwise: str, file: str, device: str, dtype: str, batch_size: int
+    ) -> None:
+        """`architecture` must be the config's if one lies beside the weights; `otherwise` is taken if neither says it.
+        `file`: name of the weights in the folder or repository `model`, by default open_clip's own names."""
+        super().__init__(device, dtype, batch_size)
+        self._library = library("open_clip", "'prefgrpo[rewards]'")
+        weights = _weights(model, file)
+        with loading(model), _unlogged():
+            name, preprocessing = self._architecture(weights, architecture, otherwise)
+            self._model, _, self._preprocess = self._library.create_model_and_transforms(
+                name, load_weights=False, pretrained_text=False, **preprocessing
+            )
+            check_shapes(self._model, shapes_of(weights), str(weights))
+            self._library.load_checkpoint(self._model, str(weights))
+            self._tokenize = self._library.get_tokenizer(name)
+        self._model.eval().requires_grad_(False).to(self.device, self.dtype)
+        self.scale = float(self._model.logit_scale.float().exp())
+
+    def _architecture(self, weights: Path, asked: str, otherwise: str) -> tuple[str, dict[str, Any]]:
+        """open_clip's name of the model, and its preprocessing where no config beside the weights says it."""
+        configs, known = self._library.get_model_config, self._library.list_models()
+        beside = f"local-dir:{weights.parent}" if (weights.parent / CONFIG).is_file() else ""
+        if asked and asked not in known:
+            raise RewardError(f"architecture '{asked}' is none of open_clip's: {', '.join(known)}")
+        if beside:
+            if asked and configs(beside) != configs(asked):
+                raise RewardError(f"{weights.parent / CONFIG} describes another model than '{asked}'; leave one out")
+            return beside, {}
+        name = asked or otherwise
+        return name, _published(name, bool(configs(name).get("quick_gelu")))
+
+    def _pixels(self, media: Media) -> Tensor:
+        return self._preprocess(media.pil)
+
+    def _encode_images(self, pixels: Tensor) -> Tensor:
+        return self._model.encode_image(pixels)
+
+    def _encode_texts(self, texts: list[str]) -> Tensor:
+        return self._model.encode_text(self._tokenize(texts).to(self.device))
+
+
+class Transformers(Encoder):
+    """A CLIPModel folder of transformers."""
+
+    def __init__(self, model: str, processor: str, device: str, dtype: str, batch_size: int) -> None:
+        """`processor`: folder or hub id of the tokenizer and the image processor."""
+        super().__init__(device, dtype, batch_size)
+        T = library("transformers", "'prefgrpo[rewards]'")
+        with loading(model):
+            self._model, info = T.CLIPModel.from_pretrained(model, dtype=self.dtype, output_loading_info=True)
+            wrong = {k: sorted(map(str, info[k]))[:3] for k in ("missing_keys", "mismatched_keys") if info[k]}
+            if wrong:
+                raise RewardError(f"'{model}' is not the CLIP model that its config.json describes: {wrong}")
+        with loading(processor):
+            self._tokenizer = T.AutoTokenizer.from_pretrained(processor)
+            # Pillow's resizing is the published one; torchvision's, the default where installed, differs a little.
+            self._processor = T.AutoImageProcessor.from_pretrained(processor, backend="pil")
+        self._model.eval().requires_grad_(False).to(self.device)
+        self._length = self._model.config.text_config.max_position_embeddings
+        self.scale = float(self._model.logit_scale.float().exp())
+
+    def _pixels(self, media: Media) -> Tensor:
+        return self._processor(media.pil, return_tensors="pt")["pixel_values"][0]
+
+    def _encode_images(self, pixels: Tensor) -> Tensor:
+        return self._model.get_image_features(pixel_values=pixels).pooler_output
+
+    def _encode_texts(self, texts: list[str]) -> Tensor:
+        batch = self._tokenizer(
+            texts, padding="max_length", truncation=True, max_length=self._length, return_tensors="pt"
+        )
+        ids, mask = batch["input_ids"].to(self.device), batch["attention_mask"].to(self.device)
+        return self._model.get_text_features(input_ids=ids, attention_mask=mask).pooler_output
+
+
+_open: WeakValueDictionary[tuple[Any, ...], Encoder] = WeakValueDictionary()
+
+
+def open_clip(
+    model: str, architecture: str, otherwise: str, device: str, dtype: str, batch_size: int, file: str = ""
+) -> Encoder:
+    """The open_clip model; rewards that ask for the same share it."""
+    return _shared(OpenClip, model, architecture, otherwise, file, device, dtype, batch_size)
+
+
+def transformers(model: str, processor: str, device: str, dtype: str, batch_size: int) -> Encoder:
+    """The transformers model; rewards that ask for the same share it."""
+    return _shared(Transformers, model, processor or model, device, dtype, batch_size)
+
+
+def _shared(kind: type[Encoder], *options: Any) -> Encoder:
+    key = (kind, *options)
+    found = _open.get(key)
+    if found is None:
+        found = _open[key] = kind(*options)
+    return found
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Drop what open_clip says on the root logger (it has no other): that the weights, loaded next, are random."""
+    root, nowhere = logging.getLogger(), logging.NullHandler()
+
+    def elsewhere(record: logging.LogRecord) -> bool:
+        return "open_clip" not in record.pathname
+
+    root.addHandler(nowhere)  # without a handler its first message would install one for the whole process
+    root.addFilter(elsewhere)
+    try:
+        yield
+    finally:
+        root.removeFilter(elsewhere)
+        root.removeHandler(nowhere)
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    return functional.normalize(vectors.float(), dim=-1).cpu()
+
+
+def _weights(model: str, file: str) -> Path:
+    """The weights file of a file, a folder or a hub repository."""
+    path = Path(model).expanduser()
+    if path.is_file():
+        return path
+    names = (file,) if file else WEIGHTS
+    folder_of(model, ("*.json", "*.txt"))
+    for name in names:  # one after the other: a repository may hold the same weights in several formats
+        if (found := folder_of(model, (name,)) / name).is_file():
+            return found
+    raise RewardError(f"'{model}' has none of {', '.join(names)}; download the weights, or give their file as model")
+
+
+def _published(architecture: str, quick_gelu: bool) -> dict[str, Any]:
+    """Preprocessing that the only published weights of an architecture were trained with; open_clip's default else.
+
+    Weights cannot tell which activation they were trained with: an architecture whose only published weights have
+    the other one is refused.
+    """
+    import open_clip as library
+
+    tags = library.list_pretrained_tags_by_model(architecture)
+    if len(tags) != 1:
+        return {}
+    config = library.get_pretrained_cfg(architecture, tags[0])
+    if bool(config.get("quick_gelu")) != quick_gelu:
+        raise RewardError(
+            f"architecture '{architecture}' has another activation than its published weights ({tags[0]}); "
+            f"expected '{architecture}-quickgelu'"
+        )
+    options = {"image_mean": "mean", "image_std": "std", "image_interpolation": "interpolation"}
+    options["image_resize_mode"] = "resize_mode"
+    return {ours: config[theirs] for ours, theirs in options.items() if theirs in config}
