@@ -78,11 +78,15 @@ class JudgeServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
         app.router.add_post("/v1/chat/completions", self._chat)
+        self.add_routes(app)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
         await site.start()
         self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+
+    def add_routes(self, app: web.Application) -> None:
+        """More routes, of a server of another kind."""
 
     async def _models(self, _: web.Request) -> web.Response:
         if self.listing:

@@ -5,17 +5,21 @@ value = mean of the three hits (colour, shape, place); part `all` = 1 if all thr
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import numpy as np
 import torch
 
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
-from prefgrpo.tiny.scenes import hits
+from prefgrpo.tiny.scenes import COMBOS, caption, hits
 
 PARTS = ("colour", "shape", "place")
 
 
 class Scenes(PointwiseReward):
     """What share of its caption a scene shows."""
+
+    probe: ClassVar[dict[str, Any]] = {"prompt": caption(COMBOS[0])}
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """One score per sample; a prompt that is no caption of the tiny world gives a missing score."""

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ from aiohttp import web
 from prefgrpo import __version__
 from prefgrpo.media import Media
 from prefgrpo.recipe import ConfigError, read_yaml
-from prefgrpo.rewards import RewardSpecError, build, load_class
+from prefgrpo.rewards import RewardSpecError, build, load_class, parse_reward_spec
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.wire import WireError, read_request, scores_json
 
@@ -72,6 +73,7 @@ class RewardServer:
 
     def __init__(self, name: str, options: Mapping[str, Any], max_batch: int = 32, max_mib: int = 256) -> None:
         """Raises RewardSpecError or RewardError for a reward that cannot be served."""
+        parse_reward_spec([name])
         found = load_class(name)
         if not issubclass(found, PointwiseReward):
             raise RewardError(f"reward '{name}' compares a group's samples and runs where they are; serve its judge")
@@ -104,7 +106,13 @@ class RewardServer:
 
     async def load(self) -> Score:
         """Make the reward and score the probe sample. Raises RewardError if it gets no value."""
-        reward = await self._call(lambda: build([self.name], {self.name: self.options})[self.name])
+        try:
+            reward = await self._call(lambda: build([self.name], {self.name: self.options})[self.name])
+        except (RewardError, RewardSpecError):
+            raise
+        except Exception as error:
+            traceback.print_exc()
+            raise RewardError(f"reward '{self.name}' cannot be loaded: {type(error).__name__}: {error}") from error
         assert isinstance(reward, PointwiseReward)
         self._reward = reward
         score = (await self._run([probe(self.cls)]))[0]
@@ -130,11 +138,15 @@ class RewardServer:
 
     async def _call(self, work: Callable[[], T]) -> T:
         """`work` on the reward's own thread."""
-        self.running = True
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-        finally:
-            self.running = False
+
+        def there() -> T:
+            self.running = True
+            try:
+                return work()
+            finally:
+                self.running = False
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, there)
 
     async def _run(self, samples: list[Sample]) -> list[Score]:
         self.counts.batches += 1
@@ -178,6 +190,7 @@ class RewardServer:
         try:
             scores = await asyncio.gather(*answers)
         except Exception as error:  # noqa: BLE001
+            traceback.print_exc()
             self.counts.failed += 1
             return _refusal(500, f"reward '{self.name}' failed: {type(error).__name__}: {error}")
         self.counts.requests += 1

@@ -85,7 +85,7 @@ def _sample(row: Any, place: str, reward: type[Reward]) -> Sample:
     media = _media(row.get("media"), f"{place}.media")
     told = "video" if media.clip else "image"
     if told not in reward.takes:
-        raise WireError(f"{place}.media: this reward takes {' or '.join(reward.takes)}, got an {told}")
+        raise WireError(f"{place}.media: this reward takes {' or '.join(reward.takes)}, got {told}")
     if reward.needs_source and not source:
         raise WireError(f"{place}.source: this reward scores edits and needs the source image")
     if lacks := [key for key in reward.meta_keys if key not in meta]:

@@ -1,0 +1,138 @@
+"""Reward servers for tests: the real one as a process that can be killed, and one that misbehaves on request.
+
+`Process` runs `python -m prefgrpo.rewards.serve`. `Stub` speaks its protocol over the machinery of the judges' server,
+scores a picture's brightness, and commits the faults that the real server has no reason for. `Moody` is a reward that
+fails in the ways rewards do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+from judge_server import JudgeServer, free_port
+
+from prefgrpo.media import Media
+from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.rewards.wire import read_request, scores_json
+
+TESTS = Path(__file__).resolve().parent
+MOODY = "reward_server:Moody"
+
+
+class Moody(PointwiseReward):
+    """Mean brightness; what the prompt names goes wrong. `parts.batch` is the size of the call."""
+
+    takes = ("image", "video")
+
+    def __init__(self, load_s: float = 0.0, load_error: str = "", value: float = 1.0) -> None:
+        time.sleep(load_s)
+        if load_error:
+            raise ImportError(load_error)
+        self.value = value
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        return [self._one(s, len(samples)) for s in samples]
+
+    def _one(self, sample: Sample, batch: int) -> Score:
+        if "raise" in sample.prompt:
+            raise RuntimeError("out of memory")
+        if "slow" in sample.prompt:
+            time.sleep(0.3)
+        if "hang" in sample.prompt:
+            time.sleep(60)
+        if "nan" in sample.prompt:
+            return Score(float("nan"), parts={"half": float("inf")})
+        if "missing" in sample.prompt:
+            return Score(None, "nothing to see")
+        return Score(self.value * brightness(sample), parts={"batch": float(batch)})
+
+
+def brightness(sample: Sample) -> float:
+    return float(sample.media.pixels.astype(np.float64).mean() / 255)
+
+
+def picture(level: int, size: int = 32) -> Media:
+    return Media(np.full((size, size, 3), level, np.uint8))
+
+
+class Process:
+    """`prefgrpo reward serve` in a process of its own; `options` are its command line."""
+
+    def __init__(self, name: str, *options: str, port: int = 0, ready: bool = True, log: Path | None = None) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        command = [sys.executable, "-m", "prefgrpo.rewards.serve", name, "--port", str(self.port), *options]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+        out: Any = log.open("w") if log else subprocess.DEVNULL
+        self.child = subprocess.Popen(command, env=env, stdout=out, stderr=out)
+        if ready:
+            self.wait_ready()
+
+    def wait_ready(self, seconds: float = 30.0) -> None:
+        end = time.monotonic() + seconds
+        while self.health() != 200:
+            assert self.child.poll() is None and time.monotonic() < end, "the reward server did not start"
+            time.sleep(0.05)
+
+    def health(self) -> int:
+        """Status of /health, 0 if nobody answers."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply:
+                return int(reply.status)
+        except urllib.error.HTTPError as error:
+            return int(error.code)
+        except OSError:
+            return 0
+
+    def kill(self) -> None:
+        self.child.kill()
+        self.child.wait()
+
+    def stop(self) -> int:
+        self.child.send_signal(signal.SIGTERM)
+        return self.child.wait(30)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+class Stub(JudgeServer):
+    """Speaks the protocol and misbehaves: the faults of `JudgeServer`, "nan" and "few" (fewer scores)."""
+
+    def __init__(self, fault: str = "", count: int = -1, name: str = MOODY, status: str = "ready", **more: Any) -> None:
+        super().__init__(fault, count, **more)
+        self.name, self.status = name, status
+
+    def add_routes(self, app: web.Application) -> None:
+        app.router.add_get("/v1/info", self._info)
+        app.router.add_post("/score", self._chat)
+
+    async def _info(self, _: web.Request) -> web.Response:
+        return web.json_response({"name": self.name, "status": self.status})
+
+    def _answer(self, body: dict[str, Any]) -> web.Response:
+        samples = read_request(json.dumps(body).encode(), self.name, Moody)
+        scores = [Score(brightness(s)) for s in samples]
+        return web.Response(body=scores_json(scores), content_type="application/json")
+
+    async def _misbehave(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if self.fault == "nan":
+            return web.Response(text='{"scores": [{"value": NaN}]}', content_type="application/json")
+        if self.fault == "few":
+            return web.Response(text='{"scores": []}', content_type="application/json")
+        return await super()._misbehave(request, body)
