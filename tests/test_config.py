@@ -82,6 +82,9 @@ def _like(name, value):
         return st.lists(st.text(max_size=8), min_size=1, max_size=3).map(tuple)
     if isinstance(value, str):
         return st.text(min_size=1, max_size=12)
+    if isinstance(value, dict):
+        options = st.dictionaries(st.text(max_size=6), st.integers() | st.text(max_size=6) | st.booleans(), max_size=3)
+        return st.dictionaries(st.text(min_size=1, max_size=6), options, max_size=3)
     whole = int in getattr(hint, "__args__", ())
     share = st.integers(1, 64) if whole else st.floats(0, 0.99, exclude_min=True)
     return share if value is not None else st.none() | share
