@@ -25,6 +25,7 @@ from test_judge_serve import gone, pids, vllm
 
 from prefgrpo.judge.client import HttpJudgeConfig, check
 from prefgrpo.judge.plans import both_orders
+from prefgrpo.judge.route import route
 from prefgrpo.judge.verdict import JudgeError
 
 __all__ = ["vllm"]
@@ -225,24 +226,19 @@ def test_streams_are_passed_on_as_they_come_and_end_with_their_client():
             time.sleep(0.02)
 
 
-def route_says(*arguments):
-    """(exit code, output) of a `judge route` that cannot start."""
-    line = [sys.executable, "-m", "prefgrpo", "judge", "route", *arguments]
-    ended = subprocess.run(line, capture_output=True, text=True, timeout=60)
-    return ended.returncode, ended.stderr
-
-
 def test_a_route_that_cannot_work_is_refused():
     with JudgeServer() as one, JudgeServer() as two:
-        code, said = route_says(one.url, two.url, "--port", str(free_port()))
-        assert code == 2 and f"'{MODEL}' is served by {one.url} and by {two.url}" in said
-        code, said = route_says(one.url, "--port", str(two.port))
-        assert code == 2 and "choose another --port" in said
+        with pytest.raises(JudgeError, match=f"'{MODEL}' is served by {one.url} and by {two.url}"):
+            route((one.url, two.url), port=free_port())
+        with pytest.raises(JudgeError, match="choose another --port"):
+            route((one.url,), port=two.port)
         one.listing = "<html>"
-        code, said = route_says(one.url, "--port", str(free_port()))
-        assert code == 2 and "gave no list of models" in said
-    assert route_says(f"http://127.0.0.1:{free_port()}", "--port", str(free_port()))[0] == 2
-    assert "expected http:// or https://" in route_says("localhost:8000")[1]
+        with pytest.raises(JudgeError, match="gave no list of models"):
+            route((one.url,), port=free_port())
+    with pytest.raises(JudgeError, match="Connect"):
+        route((f"http://127.0.0.1:{free_port()}",), port=free_port())
+    with pytest.raises(JudgeError, match="expected http:// or https://"):
+        route(("localhost:8000",))
 
 
 def test_serve_starts_several_models_behind_one_port_and_ends_them(vllm):

@@ -48,8 +48,8 @@ def config(model, port):
     )  # fmt: skip
 
 
-def judge(model, port, **changes):
-    base = {"endpoints": (f"http://127.0.0.1:{port}",), "template": "caption_match", "tokenizer": model}
+def judge(folder, port, **changes):
+    base = {"endpoints": (f"http://127.0.0.1:{port}",), "template": "caption_match", "tokenizer": folder}
     return HttpJudge(HttpJudgeConfig(**{**base, "image_format": "webp", **changes}))
 
 
@@ -113,23 +113,50 @@ def test_a_server_killed_in_the_middle_of_a_group_and_restarted_loses_nothing(mo
     np.testing.assert_allclose(found, expected * 4, atol=1e-5)
 
 
-def test_the_command_serves_until_it_is_told_to_stop(model):
-    port = free_port()
-    line = [
-        sys.executable,
-        "-c",
-        "import sys; from prefgrpo.judge.serve import serve; sys.exit(serve((sys.argv[1],), port=",
-    ]
-    code = f"{line.pop()}{port}, name='tiny', template='caption_match', cpu=True, vision_tokens=4, max_model_len=2048))"
-    child = subprocess.Popen([*line, code, model], stdout=subprocess.PIPE, text=True, env={**os.environ})
+def serving(*models, port, **options):
+    """`judge serve MODELS` as a process that is ready, and the pids of the servers that it started."""
+    options = {"template": "caption_match", "cpu": True, "vision_tokens": 4, "max_model_len": 2048, **options}
+    code = (
+        f"import sys; from prefgrpo.judge.serve import serve; sys.exit(serve({models!r}, port={port}, **{options!r}))"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
-    head = child.stdout.readline()
-    pid = int(head.split("pid ")[1].split(",")[0])
-    lines = []
-    while not lines or "ready: judge 'tiny'" not in lines[-1]:
+    lines = [child.stdout.readline()]
+    while not lines[-1].startswith("ready: judge"):
         lines.append(child.stdout.readline())
         assert lines[-1], lines
+    return child, [int(line.split("pid ")[1].split(",")[0]) for line in lines if line.startswith("starting")]
+
+
+def test_the_command_serves_until_it_is_told_to_stop(model):
+    child, (pid,) = serving(model, port=free_port(), name="tiny")
     child.send_signal(signal.SIGTERM)
     assert child.wait(60) == 0
     with pytest.raises(ProcessLookupError):
         os.killpg(pid, 0)
+
+
+def test_two_models_behind_one_port(model):
+    """Needs about 7 GB: two servers at once."""
+    caption, media = group(6)
+    pairs = both_orders(6, 0)
+    port = free_port()
+    local = LocalJudge(LocalJudgeConfig(model, template="caption_match")).judge_group(caption, media, pairs)
+    child, servers = serving(f"one={model}", f"two={model}", port=port, dtype="float32")
+    try:
+        for name in ("one", "two"):
+            served = judge(model, port, model=name).judge_group(caption, media, pairs)
+            assert all(v.retries == 0 for v in served)
+            assert np.abs(np.array([v.first for v in local]) - [v.first for v in served]).max() < 2e-3
+        stuck = judge(model, port, model="one", patience_s=2.0, retries=2)
+        os.killpg(servers[0], signal.SIGKILL)
+        verdicts = stuck.judge_group(caption, media, pairs[:4])
+        assert all("no judge endpoint was reachable" in v.reason for v in verdicts), verdicts
+        going_on = judge(model, port, model="two").judge_group(caption, media, pairs)
+        assert [v.first for v in going_on] == [v.first for v in served]
+    finally:
+        child.send_signal(signal.SIGTERM)
+    assert child.wait(60) == 0
+    for pid in servers:
+        with pytest.raises(ProcessLookupError):
+            os.killpg(pid, 0)

@@ -14,6 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 from prefgrpo.judge.template import SOURCE, Template
 from prefgrpo.media import Media
 
@@ -46,14 +49,30 @@ FRAMES = 8
 """Frames of a clip that a judge sees, evenly spread from the first to the last."""
 
 
-def encode(media: Media, image_format: str) -> Encoded:
-    """Encode an image as one of FORMATS (all but jpeg are lossless), a clip as FRAMES images one after another."""
+def encode(media: Media, image_format: str, max_pixels: int = 0) -> Encoded:
+    """Encode an image as one of FORMATS (all but jpeg are lossless), a clip as FRAMES images one after another.
+
+    max_pixels: larger images are made smaller, 0: never. Raises ValueError for media without pixels or frames.
+    """
+    if 0 in media.pixels.shape:
+        raise ValueError(f"it has no {'frames or ' if media.clip else ''}pixels: its shape is {media.pixels.shape}")
     if not media.clip:
-        return _encode_image(media, image_format)
-    parts = [_encode_image(frame, image_format) for frame in media.frames(FRAMES)]
+        return _encode_image(_shrunk(media, max_pixels), image_format)
+    parts = [_encode_image(_shrunk(frame, max_pixels), image_format) for frame in media.frames(FRAMES)]
     uuid = "sha256-" + hashlib.sha256(b"".join(part.uuid.encode() for part in parts)).hexdigest()
     joined = (b",".join(getattr(part, name) for part in parts) for name in ("with_data", "id_only", "plain"))
     return Encoded(uuid, *joined)
+
+
+def _shrunk(media: Media, max_pixels: int) -> Media:
+    """The image with at most `max_pixels` pixels and the same sides' ratio."""
+    height, width = media.pixels.shape[:2]
+    if not max_pixels or height * width <= max_pixels:
+        return media
+    scale = (max_pixels / (height * width)) ** 0.5
+    size = max(int(width * scale), 1), max(int(height * scale), 1)
+    small = Image.fromarray(media.pixels).resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
+    return Media(np.asarray(small))
 
 
 def _encode_image(media: Media, image_format: str) -> Encoded:
@@ -107,9 +126,14 @@ class RequestKind:
             if part == SOURCE:
                 parts += source
             else:
-                parts.append(media[part] if isinstance(part, int) else _json({"type": "text", "text": part}))
+                parts.append(media[part] if isinstance(part, int) else _json({"type": "text", "text": _whole(part)}))
         return head + b",".join(parts) + b"]" + self.tail()
 
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=True, separators=(",", ":")).encode()
+
+
+def _whole(text: str) -> str:
+    """The text with surrogate pairs as one character, and halves of pairs, which no tokenizer takes, as U+FFFD."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

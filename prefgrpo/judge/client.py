@@ -72,13 +72,10 @@ def check(config: HttpJudgeConfig, *, timeout_s: float = 10.0, probe: bool = Tru
     HttpJudge(config).close()  # validates the config and the template
     health = reach(config, timeout_s)
     if probe:
-        longest = (
-            timeout_s
-            if load_template(config.template or "compare").answer == "soft"
-            else max(timeout_s, config.timeout_s)
-        )
+        soft = load_template(config.template or "compare").answer == "soft"
+        longest = timeout_s if soft else max(timeout_s, config.timeout_s)
         good = tuple(e.url for e in health.endpoints if not e.problem)
-        _probe(replace(config, endpoints=good, timeout_s=longest), health, bias_pairs)
+        _probe(replace(config, endpoints=good, timeout_s=longest, cache=""), health, bias_pairs)
     return health
 
 

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import urlencode
 
 import aiohttp
 
@@ -30,9 +31,10 @@ class NoEndpoint(RuntimeError):
 class Endpoint:
     """State of one server."""
 
-    def __init__(self, url: str, media_ids: str, headers: dict[str, str]) -> None:
+    def __init__(self, url: str, media_ids: str, headers: dict[str, str], model: str = "") -> None:
+        """`model`: the one that is asked, where the server may have several (`judge route`)."""
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.headers = headers
+        self.headers, self.model = headers, model
         self.load = 0
         self.alive = True
         self.trouble = ""
@@ -44,24 +46,30 @@ class Endpoint:
         self._pending: dict[str, asyncio.Event] = {}
         self._misses = self._lean = 0
         self.probe: asyncio.Task[None] | None = None
-        self._describing = asyncio.Lock()
+        self._describing: asyncio.Task[None] | None = None
 
     async def describe(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
-        """Learn what it serves and whether it is vLLM (once; again after it came back)."""
-        async with self._describing:
-            if self.models is not None:
-                return
-            timeout = aiohttp.ClientTimeout(total=timeout_s)
-            async with session.get(f"{self.url}/v1/models", headers=self.headers, timeout=timeout) as reply:
-                raw = await reply.read() if reply.status == 200 else b""
-            try:
-                value: Any = json.loads(raw or b"{}")
-            except ValueError:
-                value = {}  # no OpenAI server; the first request or the check will say so
-            rows = value.get("data") if isinstance(value, dict) else None
-            rows = [r for r in rows if isinstance(r, dict)] if isinstance(rows, list) else []
-            self.vllm = any(r.get("owned_by") == "vllm" for r in rows)
-            self.models = [str(r.get("id")) for r in rows]
+        """Learn what it serves and whether it is vLLM (once; again after it came back).
+
+        Who asks while somebody else does waits for the same reply, and shares its failure.
+        """
+        if self.models is None:
+            if self._describing is None or self._describing.done():
+                self._describing = asyncio.create_task(self._describe(session, timeout_s))
+            await asyncio.shield(self._describing)
+
+    async def _describe(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with session.get(f"{self.url}/v1/models", headers=self.headers, timeout=timeout) as reply:
+            raw = await reply.read() if reply.status == 200 else b""
+        try:
+            value: Any = json.loads(raw or b"{}")
+        except (ValueError, RecursionError):
+            value = {}  # no OpenAI server; the first request or the check will say so
+        rows = value.get("data") if isinstance(value, dict) else None
+        rows = [r for r in rows if isinstance(r, dict)] if isinstance(rows, list) else []
+        self.vllm = any(r.get("owned_by") == "vllm" for r in rows)
+        self.models = [str(r.get("id")) for r in rows]
 
     @property
     def uses_ids(self) -> bool:
@@ -136,6 +144,15 @@ class Pool:
                     self._changed.notify(1)  # the wake-up may have been meant for somebody who still waits
                     raise
 
+    def spare(self, busy: Endpoint) -> Endpoint | None:
+        """A slot for a second request beside one at `busy`, elsewhere if anything else lives; None if all is full."""
+        free = [e for e in self.endpoints if e.alive and e.load < self.concurrency]
+        others = [e for e in free if e is not busy] or free
+        chosen = min(others, key=lambda e: e.load, default=None)
+        if chosen is not None:
+            chosen.load += 1
+        return chosen
+
     async def _wait(self) -> None:
         """Wait for a change; while every endpoint is dead only until the patience is over."""
         if any(e.alive for e in self.endpoints):
@@ -193,8 +210,9 @@ class Pool:
 async def health(session: aiohttp.ClientSession, endpoint: Endpoint) -> str:
     """'' if the server answers /health with anything below 500 (not every server has it), else what is wrong."""
     timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
+    url = f"{endpoint.url}/health" + (f"?{urlencode({'model': endpoint.model})}" if endpoint.model else "")
     try:
-        async with session.get(f"{endpoint.url}/health", headers=endpoint.headers, timeout=timeout) as reply:
+        async with session.get(url, headers=endpoint.headers, timeout=timeout) as reply:
             return "" if reply.status < 500 else f"/health says {reply.status}"
     except asyncio.TimeoutError:
         return f"/health did not answer within {_PROBE_TIMEOUT_S:g} s"
@@ -203,5 +221,14 @@ async def health(session: aiohttp.ClientSession, endpoint: Endpoint) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception in a few words, never empty."""
+    """An exception in a few words, never empty; for the usual mistakes with what to do."""
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        return (
+            f"its TLS certificate is not trusted ({error.certificate_error}); set SSL_CERT_FILE to the authority's "
+            "certificate, or use the http:// address"
+        )
+    if isinstance(error, aiohttp.ClientConnectorSSLError):
+        return f"no TLS there ({error.strerror or error}); is it an http:// address?"
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return f"the name '{error.host}' does not resolve ({error.strerror or error}); correct the address"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

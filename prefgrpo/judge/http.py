@@ -8,11 +8,12 @@ Invariant: every question ends, in bounded time, with an answer or a reason.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from prefgrpo.judge import answers
 from prefgrpo.judge.body import FORMATS, Encoded, RequestKind, encode
+from prefgrpo.judge.cache import shared_cache
 from prefgrpo.judge.endpoint import Endpoint, describe_error
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.send import SendConfig, Sender, SendError
@@ -50,12 +52,18 @@ class HttpJudgeConfig(SendConfig):
     """A soft verdict is missing if the two labels together have less probability than this."""
     seed: int = 0
     """Sampling seed sent with every request."""
+    max_pixels: int = 2048 * 2048
+    """Larger images are made smaller before they are sent; 0: never."""
+    cache: str = ""
+    """Folder of answers kept for a resumed run, which are not asked again; empty: none."""
 
     def mistakes(self) -> list[str]:
         """What is out of range, in words."""
         bad = super().mistakes()
         if self.image_format not in FORMATS:
             bad.append(f"image_format must be one of {', '.join(FORMATS)}, got {self.image_format!r}")
+        if self.max_pixels < 0:
+            bad.append(f"max_pixels must be 0 or more, got {self.max_pixels}")
         return bad
 
 
@@ -65,6 +73,7 @@ class Client:
     def __init__(self, config: HttpJudgeConfig) -> None:
         self.config = config
         self.sender = Sender(config)
+        self._cache = shared_cache(config.cache) if config.cache else None
         self.users = 0
         self._thread = loop_thread()
         self._tokenizer: Any = None
@@ -142,35 +151,44 @@ class Client:
         """The medium's request parts, encoded once, off the loop."""
         if media not in self._encodings:
             loop = asyncio.get_running_loop()
-            self._encodings[media] = loop.run_in_executor(None, encode, media, self.config.image_format)
+            self._encodings[media] = loop.run_in_executor(
+                None, encode, media, self.config.image_format, self.config.max_pixels
+            )
         return await asyncio.shield(self._encodings[media])
 
     async def _request(
         self, template: Template, values: Mapping[str, str], media: list[Encoded], source: list[Encoded]
     ) -> Answer:
-        """Send one question and read what comes."""
+        """The kept answer to a question; else send it, read what comes, and keep that."""
         start, texts = time.monotonic(), dict(values)
         prompt = texts.pop("prompt", "")
 
-        def write(endpoint: Endpoint, carried: Any) -> bytes:
-            kind = RequestKind(
-                self._model(endpoint), template, self.config.seed, self._label_ids[template], endpoint.vllm
-            )
+        def body(model: str, vllm: bool, carried: Collection[str] | None) -> bytes:
+            kind = RequestKind(model, template, self.config.seed, self._label_ids[template], vllm)
             shown, before = ([_part(e, carried) for e in group] for group in (media, source))
             return kind.body(prompt, shown, before, texts)
 
+        def write(endpoint: Endpoint, carried: Collection[str] | None) -> bytes:
+            return body(self.config.model or (endpoint.models or [""])[0], endpoint.vllm, carried)
+
+        key = ""
+        if self._cache is not None and (model := self.config.model or await self.sender.only_model()):
+            rule = (template.answer, template.labels, template.variants, self.config.min_label_mass)
+            key = hashlib.sha256(body(model, True, ()) + repr(rule).encode()).hexdigest()[:32]
+            if kept := self._cache.get(key):
+                return replace(kept, latency_s=time.monotonic() - start)
         try:
             reply = await self.sender.send(_PATH, write, [e.uuid for e in (*media, *source)])
         except SendError as error:
             return Answer(None, str(error), time.monotonic() - start, retries=error.retries)
-        found = Answer(None, "", time.monotonic() - start, retries=reply.retries)
+        found = Answer(None, "", time.monotonic() - start, retries=reply.retries, hedges=reply.hedges)
         try:
-            return read(template, first_choice(reply.url, reply.payload), found, self.config.min_label_mass)
+            found = read(template, first_choice(reply.url, reply.payload), found, self.config.min_label_mass)
         except answers.Unreadable as error:
-            return replace(found, reason=str(error))
-
-    def _model(self, endpoint: Endpoint) -> str:
-        return self.config.model or (endpoint.models or [""])[0]
+            found = replace(found, reason=str(error))
+        if self._cache is not None and key:
+            self._cache.put(key, found)
+        return replace(found, unread=bool(found.reason))
 
 
 _Key = tuple[Template, tuple[tuple[str, str], ...], tuple[str, ...], tuple[str, ...]]
@@ -233,7 +251,7 @@ class HttpJudge(PairJudge):
     ) -> Verdict:
         a = await self.client.answer(template, {"prompt": prompt}, pair, source)
         reason = a.reason or ("" if a.value is not None else f"template '{template.name}' asks for no verdict")
-        return Verdict(a.value, reason, a.latency_s, a.raw, a.retries, a.parts)
+        return Verdict(a.value, reason, a.latency_s, a.raw, a.retries, a.parts, a.hedges, a.cached, a.unread)
 
 
 _clients: WeakValueDictionary[tuple[int, HttpJudgeConfig], Client] = WeakValueDictionary()
@@ -251,7 +269,7 @@ def shared_client(config: HttpJudgeConfig) -> Client:
         return client
 
 
-def _part(medium: Encoded, carried: Any) -> bytes:
+def _part(medium: Encoded, carried: Collection[str] | None) -> bytes:
     """A medium's content part: plain where no ids are used, with data or by its id."""
     if carried is None:
         return medium.plain

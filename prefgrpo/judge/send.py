@@ -12,6 +12,7 @@ import json
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -44,6 +45,8 @@ class SendConfig:
     """First pause before a repetition; doubles each time, with jitter."""
     patience_s: float = 180.0
     """How long requests wait for a server to come back while none is reachable."""
+    hedge_s: float = 0.0
+    """Send a request that takes longer than this to a second server too; the first answer counts. 0: never."""
     media_ids: str = "auto"
     """Send each medium once, then its id: auto (vLLM servers), on, off."""
     api_key_env: str = ""
@@ -58,6 +61,8 @@ class SendConfig:
             bad.append(f"media_ids must be auto, on or off, got {self.media_ids!r}")
         if self.concurrency < 1 or self.retries < 0 or not self.timeout_s > 0:
             bad.append("concurrency must be at least 1, retries at least 0, timeout_s positive")
+        if not self.hedge_s >= 0:
+            bad.append(f"hedge_s must be 0 or more seconds, got {self.hedge_s}")
         if self.api_key_env and self.api_key_env not in os.environ:
             bad.append(f"the environment variable {self.api_key_env} (api_key_env) is not set")
         return bad
@@ -93,6 +98,8 @@ class Reply:
     """The body."""
     retries: int
     """Requests beyond the first that it took."""
+    hedges: int = 0
+    """Second requests that were sent beside a slow one."""
 
 
 class Sender:
@@ -107,7 +114,8 @@ class Sender:
             headers["Authorization"] = f"Bearer {os.environ[config.api_key_env]}"
         self.config, self.openai = config, openai
         self.thread = loop_thread()
-        self.endpoints = [Endpoint(url, config.media_ids, headers) for url in config.endpoints]
+        model = getattr(config, "model", "")  # a judge's; other servers have one
+        self.endpoints = [Endpoint(url, config.media_ids, headers, model) for url in config.endpoints]
         self.pool = Pool(self.endpoints, config.concurrency, config.patience_s)
 
     def close(self) -> None:
@@ -120,12 +128,12 @@ class Sender:
 
         media: ids of the media in the body, in any order; `write` is told which of them must carry data.
         """
-        retries = 0
+        retries, hedges = 0, Counter[str]()
         while True:
             pause = min(self.config.backoff_s * 2**retries, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
             try:
-                url, payload = await self._attempt(path, write, media)
-                return Reply(url, payload, retries)
+                url, payload = await self._attempt(path, write, media, hedges)
+                return Reply(url, payload, retries, hedges["sent"])
             except (_Refused, NoEndpoint) as error:
                 raise SendError(str(error), retries) from error
             except _Retry as error:
@@ -136,9 +144,49 @@ class Sender:
             retries += 1
             await asyncio.sleep(pause)
 
-    async def _attempt(self, path: str, write: Write, media: Sequence[str]) -> tuple[str, bytes]:
+    async def only_model(self) -> str:
+        """Name of the first model that any of the servers lists; '' if none can be asked."""
+        for endpoint in self.endpoints:
+            try:
+                await endpoint.describe(self.thread.session(), self.config.timeout_s)
+            except (asyncio.TimeoutError, aiohttp.ClientError, OSError):
+                continue
+            if endpoint.models:
+                return endpoint.models[0]
+        return ""
+
+    async def _attempt(self, path: str, write: Write, media: Sequence[str], hedges: Counter[str]) -> tuple[str, bytes]:
         """One request to the best endpoint: (its address, the payload of a 200)."""
-        endpoint, session = await self.pool.acquire(), self.thread.session()
+        endpoint = await self.pool.acquire()
+        try:
+            if not self.config.hedge_s:
+                return await self._exchange(endpoint, path, write, media)
+            return await self._hedged(endpoint, path, write, media, hedges)
+        finally:
+            await self.pool.release(endpoint)
+
+    async def _hedged(
+        self, endpoint: Endpoint, path: str, write: Write, media: Sequence[str], hedges: Counter[str]
+    ) -> tuple[str, bytes]:
+        """A request, and a second one beside it if it is slow; the first payload counts, the other is given up."""
+        tasks = [asyncio.ensure_future(self._exchange(endpoint, path, write, media))]
+        other = None
+        try:
+            await asyncio.wait(tasks, timeout=self.config.hedge_s)
+            if not tasks[0].done() and (other := self.pool.spare(endpoint)):
+                hedges["sent"] += 1
+                ids = () if other is endpoint else media  # there the slow one carries the media that ids would name
+                tasks.append(asyncio.ensure_future(self._exchange(other, path, write, ids)))
+            return await _first_good(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            if other is not None:
+                await self.pool.release(other)
+
+    async def _exchange(self, endpoint: Endpoint, path: str, write: Write, media: Sequence[str]) -> tuple[str, bytes]:
+        """One request to an endpoint whose slot is taken: (its address, the payload of a 200)."""
+        session = self.thread.session()
         try:
             if self.openai:
                 await endpoint.describe(session, self.config.timeout_s)
@@ -151,8 +199,6 @@ class Sender:
             raise _Retry(f"{endpoint.url}: {describe_error(error)}") from error
         except aiohttp.ClientError as error:
             raise _Retry(f"{endpoint.url}: {describe_error(error)}") from error
-        finally:
-            await self.pool.release(endpoint)
         if status >= 500:
             self.pool.suspect(session, endpoint)
         if status == 429 or status >= 500:
@@ -188,6 +234,17 @@ class Sender:
         url, timeout = endpoint.url + path, aiohttp.ClientTimeout(total=self.config.timeout_s)
         async with session.post(url, data=body, headers=endpoint.headers, timeout=timeout) as reply:
             return reply.status, await reply.read(), _retry_after(reply.headers.get("Retry-After"))
+
+
+async def _first_good(tasks: Sequence[asyncio.Future[tuple[str, bytes]]]) -> tuple[str, bytes]:
+    """The first result of `tasks`; what the first task raises if none has one."""
+    waiting = set(tasks)
+    while waiting:
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if not task.cancelled() and task.exception() is None:
+                return task.result()
+    return await tasks[0]
 
 
 def message_of(payload: bytes) -> str:

@@ -1,0 +1,122 @@
+"""Answers kept on disk, so that a resumed step does not ask the judge again.
+
+One folder per run, in it one append-only JSONL file per process; a process reads all of them and writes its own. A
+line is handed to the system whole when its answer comes, so a process that is killed loses nothing that it had.
+Invariant: an entry is found only by a question that is the same to the byte; what failed is never kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import IO
+from weakref import WeakValueDictionary
+
+from prefgrpo.judge.verdict import Answer, JudgeError
+
+MOST_BYTES = 32 << 20
+"""Largest file, about 200 000 soft verdicts; one that grows beyond is rewritten with its newer half."""
+_RAW_CHARACTERS = 500
+
+
+class AnswerCache:
+    """Answers by key, in memory and in a folder; safe to use from any thread."""
+
+    def __init__(self, folder: str | Path, most_bytes: int = MOST_BYTES) -> None:
+        """Reads what is there. JudgeError if the folder cannot be used."""
+        self.folder, self.most_bytes = Path(folder), most_bytes
+        self._lock = threading.Lock()
+        self._others: dict[str, bytes] = {}
+        self._own: dict[str, bytes] = {}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in sorted(self.folder.glob("*.jsonl")):
+                found = self._own if path == self.path else self._others
+                found.update(_entries(path.read_bytes()))
+            self._file = self._rewritten() if self.path.exists() else self._appended()
+        except OSError as error:
+            raise JudgeError(
+                f"the judge's cache {self.folder} cannot be used ({error}); choose another folder"
+            ) from error
+
+    @property
+    def path(self) -> Path:
+        """This process's file."""
+        return self.folder / f"rank{os.environ.get('RANK', '0')}.jsonl"
+
+    def __len__(self) -> int:
+        return len(self._own.keys() | self._others.keys())
+
+    def get(self, key: str) -> Answer | None:
+        """The answer that is kept under `key`."""
+        with self._lock:
+            line = self._own.get(key) or self._others.get(key)
+        if line is None:
+            return None
+        kept = json.loads(line)
+        return Answer(kept["value"], raw=kept["raw"], parts=kept["parts"], cached=True)
+
+    def put(self, key: str, answer: Answer) -> None:
+        """Keep an answer, unless something is missing from it."""
+        if answer.reason:
+            return
+        kept = {"key": key, "value": answer.value, "parts": answer.parts, "raw": answer.raw[:_RAW_CHARACTERS]}
+        line = json.dumps(kept, separators=(",", ":")).encode() + b"\n"
+        with self._lock:
+            if key not in self._own:
+                self._own[key] = line
+                self._file.write(line)
+                if self._file.tell() > self.most_bytes:
+                    self._file.close()
+                    self._file = self._rewritten()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _appended(self) -> IO[bytes]:
+        return self.path.open("ab", buffering=0)  # unbuffered: a line is in the system's hands when `write` returns
+
+    def _rewritten(self) -> IO[bytes]:
+        """The file with whole lines only, and, if it is too large, the newer half of them; open to append."""
+        if sum(map(len, self._own.values())) > self.most_bytes:
+            kept, size = [], 0
+            for key, line in reversed(self._own.items()):
+                size += len(line)
+                if size > self.most_bytes // 2:
+                    break
+                kept.append((key, line))
+            self._own = dict(reversed(kept))
+        fresh = self.path.with_suffix(".new")
+        fresh.write_bytes(b"".join(self._own.values()))
+        fresh.replace(self.path)
+        return self._appended()
+
+
+def _entries(content: bytes) -> dict[str, bytes]:
+    """Whole lines by key; a torn line, as a killed process leaves it, is left out."""
+    found = {}
+    for line in content.splitlines(keepends=True):
+        try:
+            kept = json.loads(line)
+            if line.endswith(b"\n") and {"key", "value", "parts", "raw"} <= kept.keys():
+                found[str(kept["key"])] = line
+        except (ValueError, AttributeError):
+            continue
+    return found
+
+
+_caches: WeakValueDictionary[tuple[int, Path], AnswerCache] = WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def shared_cache(folder: str) -> AnswerCache:
+    """This process's cache in `folder`, one for all its clients."""
+    key = (os.getpid(), Path(folder).resolve())
+    with _lock:
+        found = _caches.get(key)
+        if found is None:
+            found = _caches[key] = AnswerCache(folder)
+        return found
