@@ -36,6 +36,15 @@ class Prompt:
     source: tuple[str, ...] = ()
     """Paths of the source images (editing)."""
 
+    def size(self) -> tuple[int, int] | None:
+        """(height, width) of its columns of these names; None without them. Raises ValueError for odd ones."""
+        values = [str(self.meta.get(key) or "") for key in ("height", "width")]
+        if not any(values):
+            return None
+        if not all(value.isdecimal() for value in values):
+            raise ValueError(f"prompt {self.text!r}: expected whole numbers for both height and width, got {values}")
+        return int(values[0]), int(values[1])
+
     def images(self) -> tuple[Image.Image, ...]:
         """The source images as RGB, in order. Raises DataError for a file that is no image."""
         return tuple(_open(path, self.text) for path in self.source)

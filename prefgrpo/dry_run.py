@@ -18,11 +18,11 @@ from prefgrpo.embed import Embeddings
 from prefgrpo.judging import specs
 from prefgrpo.loading import missing
 from prefgrpo.plan import GIB, known_bytes
-from prefgrpo.render import conditions
+from prefgrpo.render import conditions, decode
 from prefgrpo.replay import replay
 from prefgrpo.rollout import rollout
-from prefgrpo.schedule import make_schedule, sde_window
-from prefgrpo.session import check_schedule, check_world, peak_memory, trainable_adapter, trained_steps
+from prefgrpo.sampling import of_prompt
+from prefgrpo.session import check_world, open_schedules, peak_memory, trainable_adapter
 
 
 def dry_run(config: Config) -> int:
@@ -35,29 +35,28 @@ def dry_run(config: Config) -> int:
         r, prompts = config.rollout, read_prompts(config.data.prompts)
         absent = missing(config, prompts)
         adapter = trainable_adapter(config, world.device, bool(absent))
-        sigmas = adapter.sigmas(r.steps, r.height, r.width)
-        check_schedule(config, adapter, sigmas)
+        schedules = open_schedules(config, adapter, world, prompts)
         for name, value in known_bytes(config, adapter, world.size).items():
             print(f"{name:<10} {value / GIB:10.4g} GiB per process")
-        window = sde_window(r.steps, r.window_size, r.window_low, r.window_high or r.steps - 1, config.seed, 0)
-        window = trained_steps(adapter, sigmas, window)
-        schedule = make_schedule(sigmas, r.rule, r.eta, window).to(world.device)
         chosen = step_prompts(len(prompts), r.prompts_per_step, config.seed, 0)
-        batch = [prompts[i] for i in chosen for _ in range(r.group_size)][: r.batch_size]
+        sized = [(prompts[i], of_prompt(prompts[i], r, config.data.own_sizes)) for i in chosen]
+        r = sized[0][1]
+        batch = [p for p, sizes in sized if sizes == r for _ in range(r.group_size)][: r.batch_size]
+        schedule = schedules.step(r, 0)
         print(f"{len(prompts)} prompts; first batch: {len(batch)} samples of {batch[0].text[:80]!r} …")
         embeddings = Embeddings(adapter, config.data.max_length, None if absent else config.data.cache or None)
         condition = conditions(embeddings, batch, r, world.device)
         ids = torch.arange(len(batch), device=world.device)
         begin = time.perf_counter()
         done = rollout(adapter, schedule, condition, ids, seed=config.seed, height=r.height, width=r.width)
-        media = adapter.decode(done.latents, r.height, r.width)
+        media = decode(adapter, done.latents, r, config.memory.decode_batch)
         middle = time.perf_counter()
         new = replay(
             adapter, schedule, condition, done.steps[0], height=r.height, width=r.width, kl=config.train.kl_coef > 0
         )
         new.logp.mean().backward()
         error = float((torch.exp(new.logp.detach() - done.steps[0].logp) - 1).abs().max())
-        print(f"samples {list(media.shape)}, trained steps {list(window)}, max |ratio − 1| = {error:.1e}")
+        print(f"samples {list(media.shape)}, trained steps {list(schedule.sde_steps)}, max |ratio − 1| = {error:.1e}")
         print(f"rollout and decode {middle - begin:.2f} s, one trained step {time.perf_counter() - middle:.2f} s")
         print(f"peak memory {peak_memory(world.device) / GIB:.2f} GiB; nothing was written")
     finally:

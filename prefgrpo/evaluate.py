@@ -28,6 +28,7 @@ from prefgrpo.parallel import World
 from prefgrpo.render import Images, render, sample, to_uint8
 from prefgrpo.rewards.base import GroupScores
 from prefgrpo.rewards.scorer import Scorer
+from prefgrpo.sampling import applied, evaluation
 from prefgrpo.schedule import Schedule
 
 __all__ = ["Evaluator", "Held", "Images", "held_out", "load_before", "save_images", "summarise", "to_uint8"]
@@ -80,6 +81,7 @@ class Evaluator:
             embeddings,
         )
         self.scorers, self.world, self.device = scorers, world, world.device
+        self.sizes = evaluation(config)
 
     def ids(self, index: list[int]) -> Tensor:
         """Noise addresses of the given images, int64."""
@@ -88,13 +90,13 @@ class Evaluator:
     @torch.no_grad()
     def render(self, index: list[int]) -> Tensor:
         """Images [n, 3, H, W], or clips [n, F, 3, H, W], fp32 in [0, 1] of the current policy under the ODE rule."""
-        r = self.config.rollout
-        parts = []
+        r, parts = self.sizes, []
+        at_once, seed = self.config.memory.decode_batch, self.config.seed
         for start in range(0, len(index), r.batch_size):
             chunk = index[start : start + r.batch_size]
             items, ids = [self.held.items[i] for i in chunk], self.ids(chunk)
-            parts.append(render(self.adapter, self.schedule, self.embeddings, items, ids, r, self.config.seed))
-        frames = () if self.adapter.frames is None else (self.adapter.frames,)
+            parts.append(render(self.adapter, self.schedule, self.embeddings, items, ids, r, seed, at_once).cpu())
+        frames = () if self.adapter.frames is None else (r.frames or self.adapter.frames,)
         return torch.cat(parts) if parts else torch.zeros(0, *frames, 3, r.height, r.width)
 
     def mine(self) -> list[int]:
@@ -127,10 +129,11 @@ class Evaluator:
 
     def save_proof(self, path: Path, index: list[int]) -> None:
         """What a stock pipeline needs to reproduce `index`: prompts and call, initial latents, our float images."""
-        r, c = self.config.rollout, self.config
-        latents = initial_latents(c.seed, self.ids(index), self.adapter.latent_shape(r.height, r.width))
+        r, c = self.sizes, self.config
         prompts = [self.held.prompts[i] for i in index]
-        call = self.adapter.stock_call(prompts, c.data.max_length)
+        with applied(self.adapter, r):
+            latents = initial_latents(c.seed, self.ids(index), self.adapter.latent_shape(r.height, r.width))
+            call = self.adapter.stock_call(prompts, c.data.max_length)
         call |= {"height": r.height, "width": r.width, "num_inference_steps": r.steps}
         call.pop("prompt")
         facts = {"prompts": prompts, "call": call, "shift": r.shift}
@@ -148,7 +151,7 @@ class Evaluator:
             for row, i in enumerate(index):
                 for member, pixels in enumerate((now[row], before[row])):
                     item = self.held.items[i]
-                    scorer.add(row, member, sample(item, pixels, self.config.rollout))
+                    scorer.add(row, member, sample(item, pixels, self.sizes))
             result = scorer.finish()
             for reward, groups in result.groups.items():
                 table.update(_columns(name, reward, groups))

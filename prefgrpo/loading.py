@@ -70,25 +70,30 @@ def names(field_name: str) -> Iterator[None]:
 
 def open_adapter(config: Config, device: torch.device, encoders: bool = True) -> Adapter:
     """The model of a run, frozen, its size and frames checked. Raises ConfigError or ModelError."""
-    r = config.rollout
+    r, m = config.rollout, config.memory
     _calm()
     with names("family"):
         family(config.family)
-    with names("rollout.frames, rollout.guidance_2 or train.target_components"):
+    with names("rollout.frames, rollout.guidance_2, rollout.source_area or train.target_components"):
         adapter = load_model(
             config.family,
             config.model,
             DTYPES[config.dtype],
-            device,
+            torch.device("cpu") if m.offload else device,
             guidance=r.guidance,
             shift=r.shift,
             frames=r.frames,
             guidance_2=r.guidance_2,
+            source_area=r.source_area,
             target_components=config.train.target_components,
             encoders=encoders,
         )
     with names("rollout.height/width/frames"):
         adapter.latent_shape(r.height, r.width)
+    with names("memory"):
+        adapter.vae_options(m.vae_slicing, m.vae_tiling)
+    if m.offload:
+        adapter.park(m.offload, device)
     return adapter
 
 
@@ -131,7 +136,7 @@ def missing(config: Config, prompts: list[Prompt]) -> list[Part]:
         return needed
     cls = family(config.family)
     fingerprint = folder.encoder_fingerprint(folder.resolve(config.model, cls.pipeline))
-    common = salt(cls, fingerprint, DTYPES[config.dtype], config.data.max_length)
+    common = salt(cls, fingerprint, DTYPES[config.dtype], config.data.max_length, config.rollout.source_area)
     place = Path(config.data.cache)
     out = []
     for part in needed:

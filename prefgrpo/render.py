@@ -22,6 +22,7 @@ from prefgrpo.media import Media
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rollout import rollout
+from prefgrpo.sampling import applied
 from prefgrpo.schedule import Schedule
 
 Images = NDArray[np.uint8]
@@ -69,11 +70,24 @@ def render(
     ids: Tensor,
     sizes: Sizes,
     seed: int,
+    at_once: int = 0,
 ) -> Tensor:
-    """Images [B, 3, H, W] or clips [B, F, 3, H, W], fp32 in [0, 1], of B prompts; ids: int64 [B] noise addresses."""
-    condition = conditions(embeddings, prompts, sizes, ids.device)
-    done = rollout(adapter, schedule, condition, ids, seed=seed, height=sizes.height, width=sizes.width)
-    return adapter.decode(done.latents, sizes.height, sizes.width)
+    """Images [B, 3, H, W] or clips [B, F, 3, H, W], fp32 in [0, 1], of B prompts; ids: int64 [B] noise addresses.
+
+    at_once: samples per call of the VAE; 0: all.
+    """
+    with applied(adapter, sizes):
+        condition = conditions(embeddings, prompts, sizes, ids.device)
+        done = rollout(adapter, schedule, condition, ids, seed=seed, height=sizes.height, width=sizes.width)
+        return decode(adapter, done.latents, sizes, at_once)
+
+
+@torch.no_grad()
+def decode(adapter: Adapter, latents: Tensor, sizes: Sizes, at_once: int = 0) -> Tensor:
+    """Images or clips of final latents [B, …], `at_once` per call of the VAE (0: all)."""
+    with adapter.parked.present("vae"):
+        parts = latents.split(at_once or len(latents))
+        return torch.cat([adapter.decode(part, sizes.height, sizes.width) for part in parts])
 
 
 def stills(media: Images, most: int = 4) -> Images:

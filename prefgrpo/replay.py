@@ -35,7 +35,7 @@ def replay(
     step = steps if isinstance(steps, Step) else stack(steps)
     if not isinstance(steps, Step) and len(steps) > 1:
         condition = tile(condition, len(steps))
-    sigma = schedule.sigmas[list(step.numbers)].repeat_interleave(step.index.numel() // len(step.numbers))
+    sigma = schedule.times[list(step.numbers)].repeat_interleave(step.index.numel() // len(step.numbers))
     v_ref = None
     if kl:
         with torch.no_grad(), adapter.reference():

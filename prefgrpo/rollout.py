@@ -85,7 +85,7 @@ def rollout(
     stored: list[Step] = []
     for k in range(schedule.steps):
         index = torch.full_like(sample, k)
-        sigma = schedule.sigmas[k].expand(sample.numel())
+        sigma = schedule.times[k].expand(sample.numel())
         v, guidance = adapter.pair(x, sigma, condition, height, width)
         noise = NoiseAddress(seed, sample) if k in schedule.sde_steps else None
         step = affine_step(x, v, schedule.coef, index, noise=noise, out_dtype=latent_dtype, guidance=guidance)

@@ -25,6 +25,8 @@ class Schedule:
     """[T, 5] fp32 rows (a, b, s, w, c)."""
     sde_steps: tuple[int, ...]
     """Indices of the stochastic steps, rising; only these are stored and trained."""
+    times: Tensor
+    """[T] fp32, the σ that the model is shown at each step: its own, or the truncated one."""
 
     @property
     def steps(self) -> int:
@@ -36,11 +38,13 @@ class Schedule:
         return replace(self, coef=self.coef.to(device))
 
 
-def make_schedule(sigmas: Tensor, rule: str, eta: float, sde_steps: tuple[int, ...] | None = None) -> Schedule:
+def make_schedule(
+    sigmas: Tensor, rule: str, eta: float, sde_steps: tuple[int, ...] | None = None, truncate: bool = False
+) -> Schedule:
     """Schedule from `sigmas` [T + 1].
 
-    `sde_steps`: which steps follow `rule` (None: all; a rule of 'ode' has none). Raises ValueError for an
-    unknown rule, sigmas that do not fall, η out of range, or a step index outside 0 … T − 1.
+    `sde_steps`: which steps follow `rule` (None: all; a rule of 'ode' has none). truncate: show the model int(1000 σ).
+    Raises ValueError for an unknown rule, sigmas that do not fall, η out of range, or a step index outside 0 … T − 1.
     """
     if rule not in RULES:
         raise ValueError(f"unknown step rule '{rule}': expected one of {', '.join(RULES)}")
@@ -59,7 +63,20 @@ def make_schedule(sigmas: Tensor, rule: str, eta: float, sde_steps: tuple[int, .
         check(info, name)
         rows.append(RULES[name](info))
     coef = torch.tensor(rows, dtype=torch.float64).to(torch.float32)
-    return Schedule(sigmas, coef, tuple(k for k in chosen if rows[k][2] > 0.0))
+    times = model_times(sigmas, truncate)
+    return Schedule(sigmas, coef, tuple(k for k in chosen if rows[k][2] > 0.0), times)
+
+
+def model_times(sigmas: Tensor, truncate: bool) -> Tensor:
+    """[T] the σ that the model is shown at each step of `sigmas` [T + 1] fp32.
+
+    truncate: n / 1000 with n = int(1000 σ), as the published trainers do; rounded so that 1000 times it is n again.
+    """
+    if not truncate:
+        return sigmas[:-1]
+    n = (sigmas[:-1] * 1000).to(torch.int32).to(torch.float32)
+    time = n / 1000
+    return torch.where(time * 1000 == n, time, torch.nextafter(time, torch.ones(())))
 
 
 def sde_window(steps: int, size: int, low: int, high: int, seed: int, draw: int) -> tuple[int, ...]:

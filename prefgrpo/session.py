@@ -10,14 +10,13 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import yaml
-from torch import Tensor
 
 from prefgrpo import checkpoint, parallel
 from prefgrpo.config import Config, ConfigError, differences, load, to_dict
@@ -33,7 +32,7 @@ from prefgrpo.plan import known_bytes
 from prefgrpo.policy import Policy
 from prefgrpo.rewards.log import drop_from
 from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.schedule import make_schedule
+from prefgrpo.sampling import Schedules, all_sizes, applied, evaluation
 
 FREE = (
     *("train.steps", "train.max_minutes", "train.lr", "train.max_grad_norm", "checkpoint.every", "checkpoint.keep"),
@@ -89,7 +88,7 @@ class Session:
     policy: Policy
     prompts: list[Prompt]
     embeddings: Embeddings
-    sigmas: Tensor
+    schedules: Schedules
     scorer: Scorer
     weights: dict[str, float]
     evaluators: dict[str, Evaluator]
@@ -143,18 +142,16 @@ def _open(config: Config, resume: bool, world: World) -> Session:
     policy = Policy(dict(adapter.trainable()), config.train)
     judge, judge_notes = open_judge(config, world)
     scorer, weights = training_scorer(config, judge, folder if world.main else None, prompts)
-    r = config.rollout
-    sigmas = adapter.sigmas(r.steps, r.height, r.width)
-    check_schedule(config, adapter, sigmas)
+    schedules = open_schedules(config, adapter, world, prompts)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
-    ode = make_schedule(sigmas, "ode", 0.0).to(world.device)
+    ode = schedules.ode(evaluation(config))
     evaluators = {}
     for number, (name, held) in enumerate(sets.items() if config.eval.every else ()):
         chosen = held_out(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
         scorers = evaluation_scorers(config, judge, held)
         evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers, world)
     session = Session(
-        world, folder, adapter, policy, prompts, embeddings, sigmas, scorer, weights, evaluators, judge, Interrupt()
+        world, folder, adapter, policy, prompts, embeddings, schedules, scorer, weights, evaluators, judge, Interrupt()
     )
     session.lock = lock
     session.notes = [_describe(config, session), memory_estimate(config, session), *judge_notes]
@@ -198,28 +195,21 @@ def _check_folder(config: Config, folder: Path, resume: bool, world: World) -> i
     return held[0] if held else None
 
 
-def check_schedule(config: Config, adapter: Adapter, sigmas: Tensor) -> None:
-    """Every window that may be drawn must hold a stochastic step of a denoiser that trains."""
-    r = config.rollout
-    low, high = r.window_low, r.window_high or r.steps - 1
-    with names("rollout"):
-        trained = trained_steps(adapter, sigmas, range(low, high))
-        random = make_schedule(sigmas, r.rule, r.eta, trained).sde_steps
-    size = r.window_size or high - low
-    empty = [k for k in range(low, high - size + 1) if not set(random) & set(range(k, k + size))]
-    if empty:
-        told = "" if len(trained) == high - low else f" (train.target_components trains only step(s) {list(trained)})"
-        raise ConfigError(
-            [
-                f"rollout.window_low/high: rule {r.rule} has no noise in step(s) {empty}{told}; "
-                f"expected windows that train"
-            ]
-        )
-
-
-def trained_steps(adapter: Adapter, sigmas: Tensor, window: Iterable[int]) -> tuple[int, ...]:
-    """The steps of a window that go through a denoiser that trains; the others stay deterministic."""
-    return tuple(k for k in window if adapter.trains(float(sigmas[k])))
+def open_schedules(config: Config, adapter: Adapter, world: World, prompts: list[Prompt]) -> Schedules:
+    """The schedules of a run, every size of its prompts checked. Raises ConfigError."""
+    schedules = Schedules(config, adapter, world.device)
+    with names("rollout, or a prompt's own size"):
+        for sizes in all_sizes(prompts, config.rollout, config.data.own_sizes):
+            adapter.latent_shape(sizes.height, sizes.width)
+            schedules.check(sizes)
+    shown, e = evaluation(config), config.eval
+    if e.frames is not None and adapter.default_frames is None:
+        raise ConfigError([f"eval.frames: {config.family} makes images, expected none, got {e.frames}"])
+    if e.guidance_2 is not None and adapter.default_guidance_2 is None:
+        raise ConfigError([f"eval.guidance_2: {config.family} has one denoiser, expected none, got {e.guidance_2}"])
+    with names("eval.height/width/frames"), applied(adapter, shown):
+        adapter.latent_shape(shown.height, shown.width)
+    return schedules
 
 
 def trainable_adapter(config: Config, device: torch.device, encoders: bool) -> Adapter:
@@ -231,7 +221,7 @@ def trainable_adapter(config: Config, device: torch.device, encoders: bool) -> A
     else:
         adapter.enable_full()
     if t.gradient_checkpointing:
-        adapter.checkpoint_gradients()
+        adapter.checkpoint_gradients(t.checkpointing_share)
     return adapter
 
 

@@ -9,7 +9,6 @@ Invariant: all ranks take every decision (skip, stop, checkpoint) from gathered 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,9 @@ import torch
 from torch import Tensor
 
 from prefgrpo import checkpoint
+from prefgrpo.collect import Batch, collect
 from prefgrpo.config import Config
-from prefgrpo.data import fingerprint, step_prompts
+from prefgrpo.data import fingerprint
 from prefgrpo.embed import select
 from prefgrpo.evaluate import load_before, save_images
 from prefgrpo.log import Log
@@ -31,17 +31,14 @@ from prefgrpo.metrics import (
     reward_metrics,
     step_line,
 )
-from prefgrpo.models.base import Condition
 from prefgrpo.objectives import objective
 from prefgrpo.ops import group_advantage
 from prefgrpo.policy import NonFiniteGradient
-from prefgrpo.render import Images, conditions, sample, stills, to_uint8
+from prefgrpo.render import Images, stills, to_uint8
 from prefgrpo.replay import replay
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import StepScores
-from prefgrpo.rollout import Rollout, rollout
-from prefgrpo.schedule import Schedule, make_schedule, sde_window
-from prefgrpo.session import Clock, open_session, peak_memory, trained_steps
+from prefgrpo.session import Clock, open_session, peak_memory
 
 
 class TrainingStopped(RuntimeError):
@@ -50,20 +47,6 @@ class TrainingStopped(RuntimeError):
 
 class Diverged(RuntimeError):
     """The policy makes latents that are not finite."""
-
-
-@dataclass
-class Batch:
-    """One rollout batch of this rank, kept until the update."""
-
-    update: int
-    """Which of the step's optimiser updates it belongs to."""
-    slots: list[int]
-    """Slot p (0 … P − 1) of each sample's prompt."""
-    members: list[int]
-    """Place g (0 … G − 1) of each sample in its group."""
-    condition: Condition
-    rollout: Rollout
 
 
 class Trainer:
@@ -132,9 +115,8 @@ class Trainer:
 
     def step(self, step: int, clock: Clock) -> dict[str, float]:
         """Training step number `step` (from 0): metrics over all ranks."""
-        schedule = self._schedule(step)
         with clock.phase("rollout"):
-            batches = self._collect(step, schedule)
+            batches = self._collect(step)
             finite = all(bool(b.rollout.latents.isfinite().all()) for b in batches)
             if self.world.any(not finite):
                 raise Diverged("the policy makes latents that are not finite (NaN or infinite)")
@@ -144,61 +126,15 @@ class Trainer:
             self._save_groups(step + 1, scores)
         advantage, values = self._advantage(scores)
         with clock.phase("update"):
-            values |= self._update(schedule, batches, advantage)
+            values |= self._update(batches, advantage)
         return values | over_ranks(scores.metrics, self.world)
 
-    def _schedule(self, step: int) -> Schedule:
-        """Sigmas with this step's stochastic window."""
-        r = self.config.rollout
-        window = sde_window(r.steps, r.window_size, r.window_low, r.window_high or r.steps - 1, self.config.seed, step)
-        window = trained_steps(self.adapter, self.parts.sigmas, window)
-        return make_schedule(self.parts.sigmas, r.rule, r.eta, window).to(self.world.device)
-
-    # ---- rollout and rewards ------------------------------------------------------------------------------------
-
-    def _plan(self) -> list[tuple[int, list[tuple[int, int]]]]:
-        """This rank's batches as (update, [(slot, member), …]): whole groups, dealt out slot by slot.
-
-        Update u holds the slots p with p·U // P = u, so neither it nor the samples depend on the number of ranks.
-        """
-        r, updates = self.config.rollout, self.config.train.updates_per_rollout
-        mine = self.world.slots(r.prompts_per_step)
-        plan = []
-        for update in range(updates):
-            slots = [p for p in mine if p * updates // r.prompts_per_step == update]
-            places = [(p, g) for p in slots for g in range(r.group_size)]
-            plan += [(update, places[k : k + r.batch_size]) for k in range(0, len(places), r.batch_size)]
-        return plan
-
-    def _collect(self, step: int, schedule: Schedule) -> list[Batch]:
-        """Roll out all of this rank's samples; every image goes to the rewards as soon as it exists."""
-        r, world, self.samples = self.config.rollout, self.world, {}
-        chosen = step_prompts(len(self.parts.prompts), r.prompts_per_step, self.config.seed, step)
-        first = step * r.prompts_per_step
-        self.parts.scorer.begin(step, [first + p for p in world.slots(r.prompts_per_step)])
-        batches = []
-        for update, places in self._plan():
-            slots, members = [p for p, _ in places], [g for _, g in places]
-            prompts = [self.parts.prompts[chosen[p]] for p in slots]
-            groups = torch.tensor([first + p for p in slots], dtype=torch.int64, device=world.device)
-            ids = groups * r.group_size + torch.tensor(members, dtype=torch.int64, device=world.device)
-            condition = conditions(self.parts.embeddings, prompts, r, world.device)
-            done = rollout(
-                self.adapter,
-                schedule,
-                condition,
-                ids,
-                seed=self.config.seed,
-                height=r.height,
-                width=r.width,
-                initial_sample=groups * r.group_size if r.same_noise else None,
-            )
-            images = to_uint8(self.adapter.decode(done.latents, r.height, r.width))
-            for place, prompt, pixels in zip(places, prompts, images, strict=True):
-                self.samples[place] = sample(prompt, pixels, r)
-                self.parts.scorer.add(first + place[0], place[1], self.samples[place])
-            batches.append(Batch(update, slots, members, condition, done))
+    def _collect(self, step: int) -> list[Batch]:
+        """Roll out all of this rank's samples."""
+        batches, self.samples = collect(self.config, self.parts, step)
         return batches
+
+    # ---- advantages ------------------------------------------------------------------------------------
 
     def _advantage(self, scores: StepScores) -> tuple[Tensor, dict[str, float]]:
         """(advantages [P, G] of all ranks' samples, on the CPU; metrics). Raises RewardsMissing."""
@@ -223,7 +159,7 @@ class Trainer:
 
     # ---- update -------------------------------------------------------------------------------------------------
 
-    def _update(self, schedule: Schedule, batches: list[Batch], advantage: Tensor) -> dict[str, float]:
+    def _update(self, batches: list[Batch], advantage: Tensor) -> dict[str, float]:
         """The step's optimiser updates, each on its slots; one without any signal is skipped, on all ranks.
 
         Raises NonFiniteGradient.
@@ -237,21 +173,19 @@ class Trainer:
             samples = int((owner == update).sum()) * self.config.rollout.group_size
             for batch in batches:
                 if batch.update == update:
-                    table += self._accumulate(schedule, batch, advantage, signal, samples)
+                    table += self._accumulate(batch, advantage, signal, samples)
             norms.append(self.policy.update(self.world))
         return policy_metrics(table, self.world) | {
             "grad_norm": float(np.mean(norms)) if norms else 0.0,
             "samples_trained": float(signal.sum() * self.config.rollout.group_size),
         }
 
-    def _accumulate(
-        self, schedule: Schedule, batch: Batch, advantage: Tensor, signal: Tensor, samples: int
-    ) -> list[Tensor]:
+    def _accumulate(self, batch: Batch, advantage: Tensor, signal: Tensor, samples: int) -> list[Tensor]:
         """Gradient of one batch, step by step; rows [update, samples, loss, *METRICS] for `policy_metrics`.
 
         Groups without signal are left out: they cost no forward. `samples`: of the whole update, over all ranks.
         """
-        r, keep = self.config.rollout, [k for k, p in enumerate(batch.slots) if signal[p]]
+        r, keep = batch.sizes, [k for k, p in enumerate(batch.slots) if signal[p]]
         condition, steps, device = batch.condition, batch.rollout.steps, self.world.device
         if not keep:
             return []
@@ -262,7 +196,7 @@ class Trainer:
         table = []
         for step in steps:
             kl = self.config.train.kl_coef > 0
-            new = replay(self.adapter, schedule, condition, step, height=r.height, width=r.width, kl=kl)
+            new = replay(self.adapter, batch.schedule, condition, step, height=r.height, width=r.width, kl=kl)
             out = self.loss(self.config.train, new, step.logp, adv, float(samples * len(steps)))
             out.loss.backward()
             facts = out.metrics.new_tensor([batch.update, len(keep)])
@@ -296,9 +230,11 @@ class Trainer:
     def _save_groups(self, step: int, scores: StepScores, most: int = 3) -> None:
         """groups/step_NNNNNN.npz: images, wins, counts, win rates and prompts of a few judged groups."""
         slots, size = self.world.slots(self.config.rollout.prompts_per_step), self.config.rollout.group_size
-        judged = [(k, g) for found in scores.groups.values() for k, g in enumerate(found) if g.wins is not None][:most]
+        judged = [(k, g) for found in scores.groups.values() for k, g in enumerate(found) if g.wins is not None]
         if not judged:
             return
+        shape = self.samples[slots[judged[0][0]], 0].media.pixels.shape
+        judged = [(k, g) for k, g in judged if self.samples[slots[k], 0].media.pixels.shape == shape][:most]
         members = [[self.samples[slots[k], g] for g in range(size)] for k, _ in judged]
         save_images(
             self.folder / "groups" / f"step_{step:06d}.npz",

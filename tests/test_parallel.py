@@ -56,8 +56,8 @@ def dump() -> None:
     """In the new process: every stored latent and every image goes into DUMP by (step, slot, member)."""
     true_collect = Trainer._collect
 
-    def collect(self, step, schedule):
-        batches = true_collect(self, step, schedule)
+    def collect(self, step):
+        batches = true_collect(self, step)
         out = {}
         for batch in batches:
             for row, place in enumerate(zip(batch.slots, batch.members, strict=True)):

@@ -13,6 +13,7 @@ import torch
 from tiny_run import rows, settings, world
 
 from prefgrpo import noise
+from prefgrpo.collect import plan as batch_plan
 from prefgrpo.config import from_dict
 from prefgrpo.embed import collate
 from prefgrpo.rewards.base import PointwiseReward, Score
@@ -132,14 +133,14 @@ def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
     one = trainer(reward={"spec": f"{HERE}Brightness"}, eval={"every": 0}, **PLAIN_FORMULA[case])
     c = one.config
     moved(one)
-    schedule = one._schedule(0)
-    batches = one._collect(0, schedule)
+    batches = one._collect(0)
+    schedule = batches[0].schedule
     advantage, _ = one._advantage(one.parts.scorer.finish())
     if case.startswith("off"):
         moved(one, 0.02)
     taken = []
     one.policy.update = lambda world: taken.append([p.grad.clone() for p in one.policy.list]) or 0.0
-    values = one._update(schedule, batches, advantage)
+    values = one._update(batches, advantage)
     one.policy.optimizer.zero_grad()
 
     low, high = 1 - c.train.clip_range, 1 + (c.train.clip_range_high or c.train.clip_range)
@@ -178,8 +179,8 @@ def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
 def test_every_image_goes_to_its_own_prompt_and_group(trainer):
     """The samples handed to the rewards are those of stock sampling at the group's own noise address."""
     one = trainer(rollout={"prompts_per_step": 3, "group_size": 2, "batch_size": 4}, eval={"every": 0})
-    schedule = one._schedule(5)
-    batches = one._collect(5, schedule)
+    batches = one._collect(5)
+    schedule = batches[0].schedule
     assert [p for b in batches for p in zip(b.slots, b.members, strict=True)] == [
         (p, g) for p in range(3) for g in (0, 1)
     ]
@@ -197,7 +198,7 @@ def test_every_image_goes_to_its_own_prompt_and_group(trainer):
 
 def test_same_noise_is_the_groups_own(trainer):
     one = trainer(rollout={"same_noise": True, "batch_size": 8}, eval={"every": 0})
-    x = one._collect(0, one._schedule(0))[0].rollout.steps[0].x
+    x = one._collect(0)[0].rollout.steps[0].x
     assert all(torch.equal(x[0], x[k]) for k in range(4)) and all(torch.equal(x[4], x[k]) for k in range(4, 8))
     assert not torch.equal(x[0], x[4])
 
@@ -228,7 +229,7 @@ def test_a_tied_group_costs_no_forward_and_stays_in_the_mean(trainer):
 
 def test_a_missing_reward_is_left_out_of_its_group(trainer):
     one = trainer(reward={"spec": f"{HERE}OneMissing"}, judge={"max_missing": 0.2}, eval={"every": 0})
-    batches = one._collect(0, one._schedule(0))
+    batches = one._collect(0)
     assert len(batches) == 2
     scores = one.parts.scorer.finish()
     advantage, values = one._advantage(scores)
@@ -252,7 +253,7 @@ def test_updates_share_the_prompts_not_the_samples(trainer):
     """Update u trains the slots p with p·U // P = u; each sample exactly once."""
     over = {"rollout": {"prompts_per_step": 5, "group_size": 2, "batch_size": 3}, "train": {"updates_per_rollout": 2}}
     one = trainer(**over, eval={"every": 0})
-    plan = one._plan()
+    plan = batch_plan(one.config, [one.config.rollout] * 5, range(5))
     assert sorted(p for _, places in plan for p in places) == [(p, g) for p in range(5) for g in range(2)]
     for update, places in plan:
         assert {p * 2 // 5 for p, _ in places} == {update} and len(places) <= 3
