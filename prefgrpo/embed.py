@@ -38,7 +38,7 @@ class Embeddings:
             raise ValueError(f"keep must be at least 1, got {keep}")
         self._adapter, self._max_length, self._keep = adapter, max_length, keep
         self._memory: OrderedDict[bytes, Condition] = OrderedDict()
-        self._salt = salt(type(adapter), adapter.source, adapter.dtype, max_length)
+        self._salt = salt(type(adapter), adapter.source, adapter.dtype, max_length, adapter.source_area)
         self._folder = None if folder is None else Path(folder)
         self.encoded = 0
         """How many texts went through the text encoders so far."""
@@ -106,9 +106,10 @@ class Embeddings:
             return None
 
 
-def salt(family: type[Adapter], source: str, dtype: torch.dtype, max_length: int) -> bytes:
-    """What all conditions of a run have in common; source: fingerprint of the encoders."""
-    return hashlib.sha256(f"{family.__name__}:{source}:{dtype}:{max_length}".encode()).digest()
+def salt(family: type[Adapter], source: str, dtype: torch.dtype, max_length: int, area: int | None = None) -> bytes:
+    """What all conditions of a run have in common; source: fingerprint of the encoders; area: pixels of its sources."""
+    area = family.default_source_area if area is None else area
+    return hashlib.sha256(f"{family.__name__}:{source}:{dtype}:{max_length}:{area}".encode()).digest()
 
 
 def cache_file(folder: Path, common: bytes, key: bytes) -> Path:

@@ -47,6 +47,10 @@ def check(c: Any) -> list[str]:
         (0 <= t.beta1 < 1, f"train.beta1: expected [0, 1), got {t.beta1}"),
         (0 <= t.beta2 < 1, f"train.beta2: expected [0, 1), got {t.beta2}"),
         (r.frames is None or r.frames > 0, f"rollout.frames: expected a number above 0 or none, got {r.frames}"),
+        (
+            r.source_area is None or r.source_area > 0,
+            f"rollout.source_area: expected a number above 0 or none, got {r.source_area}",
+        ),
         (r.shift is None or r.shift > 0, f"rollout.shift: expected a value above 0 or none, got {r.shift}"),
         (0 < t.checkpointing_share <= 1, f"train.checkpointing_share: expected (0, 1], got {t.checkpointing_share}"),
         *(

@@ -94,7 +94,7 @@ def test_first_ratio_is_exactly_one(case, checkpointing):
         new.logp.sum().backward()
         assert (torch.exp(new.logp - step.logp) - 1).abs().max() == 0.0
     unused = [name for name, p in adapter.trainable() if "lora_B" in name and p.grad is None]
-    assert not unused or case.family.startswith("qwen"), "only Qwen-Image's last block has a text half that goes nowhere"
+    assert not unused or case.family.startswith("qwen"), "Qwen-Image's last block has a text half that goes nowhere"
 
 
 @every

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import difflib
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import torch
 
-from prefgrpo.models.base import Adapter
+from prefgrpo.models.base import Adapter, Options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 MODELS: dict[str, str] = {
     "flux": "prefgrpo.models.flux:Flux",
@@ -40,22 +44,8 @@ def load(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    guidance: float | None = None,
-    shift: float | None = None,
-    frames: int | None = None,
-    guidance_2: float | None = None,
-    target_components: tuple[str, ...] = (),
     encoders: bool = True,
+    **options: Unpack[Options],
 ) -> Adapter:
-    """Load `model` (a folder or hub id) as family `name`; the options are those of `Adapter.load`."""
-    return family(name).load(
-        model,
-        dtype,
-        device,
-        guidance=guidance,
-        shift=shift,
-        frames=frames,
-        guidance_2=guidance_2,
-        target_components=target_components,
-        encoders=encoders,
-    )
+    """Load `model` (a folder or hub id) as family `name`; the options are those of `Adapter`."""
+    return family(name).load(model, dtype, device, encoders=encoders, **options)

@@ -7,13 +7,10 @@ shape) and the same weights returns the same bits in rollout and in replay.
 
 from __future__ import annotations
 
-import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 import numpy as np
 import torch
@@ -22,9 +19,25 @@ from torch import Tensor, nn
 
 from prefgrpo.models import folder as folders
 from prefgrpo.models import guidance as guiding
-from prefgrpo.models import lora
+from prefgrpo.models.parking import Parked
+from prefgrpo.models.weights import Weights
 from prefgrpo.ops.args import Guidance
 from prefgrpo.ops.reference import guided
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Options(TypedDict, total=False):
+    """Options of `Adapter`, and of what loads one."""
+
+    guidance: float | None
+    shift: float | None
+    frames: int | None
+    guidance_2: float | None
+    target_components: tuple[str, ...]
+    source_area: int | None
+
 
 Condition = dict[str, Tensor]
 """Encoded prompt(s): named tensors; [...] for one prompt, [B, ...] for a batch. Names ending in `length` stay on the
@@ -37,34 +50,25 @@ def source_tokens(condition: Condition) -> list[Tensor]:
     return [condition[name] for name in sorted(names, key=lambda name: int(name.partition("_")[2] or 1))]
 
 
-class Adapter(ABC):
+class Adapter(Weights, ABC):
     """A loaded model family."""
 
     pipeline: ClassVar[str]
     """Name of the stock diffusers pipeline class."""
-    lora_targets: ClassVar[tuple[str, ...]]
-    """Module name suffixes that LoRA wraps by default."""
     default_guidance: ClassVar[float]
     """Guidance scale of the published model."""
     default_frames: ClassVar[int | None] = None
     """Frames per clip of the published model; None: it makes images."""
     default_guidance_2: ClassVar[float | None] = None
     """Guidance scale of the second expert; None: the family has one denoiser."""
-    denoisers: ClassVar[tuple[str, ...]] = ("transformer",)
-    """The pipeline's denoisers; several are experts for different σ."""
     cfg: ClassVar[guiding.Cfg | None] = None
     """Form of classifier-free guidance; None: the family has none (guidance is embedded, or absent)."""
     most_sources: ClassVar[int] = 0
     """Source images that one prompt may have (editing families)."""
+    default_source_area: ClassVar[int | None] = None
+    """Pixels that the stock pipeline resizes source images to; None: it does not."""
     text_sees_sources: ClassVar[bool] = False
     """Whether the text encoder sees the source images: a prompt's embedding is then one per source."""
-
-    pipe: Any
-    """The stock diffusers pipeline."""
-    transformer: nn.Module
-    """The (first) denoiser (peft adapters are injected into it in place)."""
-    nets: dict[str, nn.Module]
-    """What `velocity` calls, by denoiser: itself, or a DDP / compiled wrapper of it that the trainer put here."""
 
     def __init__(
         self,
@@ -75,6 +79,7 @@ class Adapter(ABC):
         frames: int | None = None,
         guidance_2: float | None = None,
         target_components: tuple[str, ...] = (),
+        source_area: int | None = None,
         source: str = "",
     ) -> None:
         """Adopt a loaded pipeline.
@@ -82,8 +87,13 @@ class Adapter(ABC):
         guidance: scale used in every forward (default: the published model's). shift: static time shift that
         replaces the one of the scheduler's config. frames: length of a clip (video families; default: the published
         model's). guidance_2: scale of the second expert. target_components: which denoisers train (default: all).
-        source: fingerprint of what makes conditions (`embed.Embeddings`).
+        source_area: pixels that source images are resized to (editing families that resize them; default: as the stock
+        pipeline does). source: fingerprint of what makes conditions (`embed.Embeddings`).
         """
+        if source_area is not None and self.default_source_area is None:
+            raise ValueError(f"{type(self).__name__} resizes no sources: expected no `source_area`, got {source_area}")
+        if source_area is not None and source_area < 32 * 32:
+            raise ValueError(f"source_area: expected at least {32 * 32} pixels, got {source_area}")
         if frames is not None and self.default_frames is None:
             raise ValueError(f"{type(self).__name__} makes images: expected no `frames`, got {frames}")
         if guidance_2 is not None and self.default_guidance_2 is None:
@@ -94,14 +104,16 @@ class Adapter(ABC):
         self.pipe, self.transformer = pipe, pipe.transformer
         self.nets = {name: getattr(pipe, name) for name in self.denoisers}
         self.trained = tuple(name for name in self.denoisers if name in (target_components or self.denoisers))
-        """Names of the denoisers that train."""
         self._active = self.denoisers[0]
         self.guidance_2 = self.default_guidance_2 if guidance_2 is None else guidance_2
         self.guidance = self.default_guidance if guidance is None else guidance
         self.shift, self.source = shift, source
+        self.source_area = self.default_source_area if source_area is None else source_area
         self.dtype: torch.dtype = pipe.transformer.dtype
         """Compute dtype; bf16 and fp16 run under autocast, so fp32 LoRA masters may sit on a bf16 base."""
         self._reference: dict[str, nn.Module] = {}
+        self.parked = Parked({}, (), torch.device("cpu"))
+        """What waits in the CPU's memory; nothing, until `park`."""
 
     @classmethod
     def load(
@@ -110,12 +122,8 @@ class Adapter(ABC):
         dtype: torch.dtype,
         device: torch.device,
         *,
-        guidance: float | None = None,
-        shift: float | None = None,
-        frames: int | None = None,
-        guidance_2: float | None = None,
-        target_components: tuple[str, ...] = (),
         encoders: bool = True,
+        **options: Unpack[Options],
     ) -> Adapter:
         """Load from a folder or hub id, frozen, in eval mode, parameters aligned (cloned out of mmap).
 
@@ -124,24 +132,12 @@ class Adapter(ABC):
         """
         path = folders.resolve(model, cls.pipeline)
         pipe = folders.read(path, cls.pipeline, dtype, device, encoders)
-        return cls(
-            pipe,
-            guidance=guidance,
-            shift=shift,
-            frames=frames,
-            guidance_2=guidance_2,
-            target_components=target_components,
-            source=folders.encoder_fingerprint(path),
-        )
+        return cls(pipe, source=folders.encoder_fingerprint(path), **options)
 
     @property
     def net(self) -> nn.Module:
         """What `predict` calls now."""
         return self.nets[self._active]
-
-    def modules(self) -> dict[str, nn.Module]:
-        """The denoisers that train, by name."""
-        return {name: getattr(self.pipe, name) for name in self.trained}
 
     def trains(self, sigma: float) -> bool:
         """Whether a step at this σ goes through a denoiser that trains."""
@@ -161,11 +157,6 @@ class Adapter(ABC):
     def unit(self) -> int:
         """Pixels per side of one token; image sides are multiples of it."""
         return 2 * self.pipe.vae_scale_factor
-
-    @property
-    def repeated_blocks(self) -> tuple[str, ...]:
-        """Class names of the blocks that the transformer repeats: units of regional compile and of FSDP."""
-        return tuple(self.transformer._no_split_modules)  # type: ignore[arg-type]
 
     # ---- what a family implements -------------------------------------------------------------------------------
 
@@ -291,85 +282,14 @@ class Adapter(ABC):
         image = image[:, :, 0] if image.dim() == 5 else image  # video VAEs: a clip of one frame
         return self.pipe.image_processor.postprocess(image, output_type="pt").float()
 
-    def add_lora(self, rank: int, alpha: float, targets: tuple[str, ...] | None = None, seed: int = 0) -> None:
-        """Inject trainable fp32 LoRA layers (A seeded, B = 0) into what trains; see `lora.add`."""
-        for number, module in enumerate(self.modules().values()):
-            lora.add(module, rank, alpha, self.lora_targets if targets is None else targets, seed + number)
+    def vae_options(self, slicing: bool, tiling: bool) -> None:
+        """Let the VAE work on one image of a batch at a time, or on tiles. ValueError if this VAE cannot."""
+        for asked, name in ((slicing, "enable_slicing"), (tiling, "enable_tiling")):
+            if asked and not hasattr(self.pipe.vae, name):
+                raise ValueError(f"{type(self.pipe.vae).__name__} has no {name}")
+            if asked:
+                getattr(self.pipe.vae, name)()
 
-    def enable_full(self, *, keep_reference: bool = False) -> None:
-        """Train every weight of the denoisers, in fp32 masters; keep_reference holds a frozen copy for the KL."""
-        self._reference = {n: copy.deepcopy(module) for n, module in self.modules().items()} if keep_reference else {}
-        for module in self.modules().values():
-            module.float().requires_grad_(True)
-
-    def checkpoint_gradients(self) -> None:
-        """Recompute activations in the backward pass."""
-        for module in self.modules().values():
-            module.enable_gradient_checkpointing()  # type: ignore[operator]
-
-    def trainable(self) -> list[tuple[str, nn.Parameter]]:
-        """(name, parameter) of everything that trains, in a fixed order."""
-        first = self.denoisers[0]
-        return [
-            (name if component == first else f"{component}.{name}", p)
-            for component, module in self.modules().items()
-            for name, p in module.named_parameters()
-            if p.requires_grad
-        ]
-
-    @contextmanager
-    def reference(self) -> Iterator[None]:
-        """Inside, `velocity` is that of the starting policy: LoRA off, or the copy kept by `enable_full`."""
-        if self._has_lora():
-            with ExitStack() as stack:
-                for module in self.modules().values():
-                    stack.enter_context(lora.disabled(module))
-                yield
-            return
-        if not self._reference:
-            raise RuntimeError(
-                "there is no reference policy: a KL term needs LoRA, or full fine-tuning with keep_reference=True"
-            )
-        nets, self.nets = self.nets, self.nets | self._reference
-        try:
-            yield
-        finally:
-            self.nets = nets
-
-    def _has_lora(self) -> bool:
-        return any(lora.has(module) for module in self.modules().values())
-
-    def save_lora(self, folder: str) -> None:
-        """Write the LoRA in diffusers format with its alpha: `pipe.load_lora_weights(folder)` must reproduce it.
-
-        A second expert's is in a folder of its name: `load_lora_weights(f"{folder}/transformer_2",
-        load_into_transformer_2=True)`.
-        """
-        for name in self.trained:
-            lora.save(self.pipe, self._place(folder, name), name)
-
-    def _place(self, folder: str, component: str) -> str:
-        return folder if component == self.denoisers[0] else f"{folder}/{component}"
-
-    def load_lora(self, folder: str) -> None:
-        """Put a LoRA saved by `save_lora` into the model, bit for bit; injects one of its shape if there is none."""
-        for name in self.trained:
-            lora.load(self.pipe, self._place(folder, name), name)
-
-    def save_full(self, folder: str, dtype: torch.dtype | None = None) -> None:
-        """Write a whole pipeline folder for the stock `from_pretrained`; dtype: of what trains (default: as is)."""
-        if self._has_lora():
-            raise RuntimeError("this policy is a LoRA: write it with save_lora (save_full is for full fine-tuning)")
-        own = self.modules()
-        try:
-            if dtype is not None:
-                self.pipe.register_modules(**{name: copy.deepcopy(module).to(dtype) for name, module in own.items()})
-            self.pipe.save_pretrained(folder)
-        finally:
-            self.pipe.register_modules(**own)
-
-    def parameter_counts(self) -> dict[str, int]:
-        """Parameters per component of the pipeline, and of what trains, under 'trainable'."""
-        modules = {name: part for name, part in self.pipe.components.items() if isinstance(part, nn.Module)}
-        counts = {name: sum(p.numel() for p in part.parameters()) for name, part in modules.items()}
-        return counts | {"trainable": sum(p.numel() for _, p in self.trainable())}
+    def park(self, kinds: tuple[str, ...], device: torch.device) -> None:
+        """Move the pipeline to `device`, but for these kinds of parts (text_encoder, vae): they come to work only."""
+        self.parked = Parked(self.pipe.components, kinds, device)

@@ -7,6 +7,7 @@ the output's size. Invariant: with `ode` steps the images are those of the stock
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 import torch
@@ -24,10 +25,9 @@ class QwenImageEdit(QwenImage):
     pipeline = "QwenImageEditPipeline"
     most_sources = 1
     text_sees_sources = True
-    source_area: ClassVar[int] = 1024 * 1024
-    """Pixels of a source in the denoiser."""
+    default_source_area = 1024 * 1024
     seen_area: ClassVar[int] = 1024 * 1024
-    """Pixels of a source before the language model's own image processor."""
+    """Pixels of a source before the language model's own image processor, if `source_area` is not less."""
 
     def encode_edit(self, prompt: str, max_length: int, sources: tuple[Image.Image, ...]) -> Condition:
         """prompt_embeds [n, C], image tokens included, and text_length = n; nothing is cut."""
@@ -37,16 +37,17 @@ class QwenImageEdit(QwenImage):
 
     def encode_source(self, source: Image.Image) -> Tensor:
         """[rows, columns, 4C]: the packed latents of the source."""
-        vae, image = self.pipe.vae, self._resized(source, self.source_area)
+        vae, image = self.pipe.vae, self._resized(source)
         pixels = self.pipe.image_processor.preprocess(image, image.height, image.width).unsqueeze(2)
         latents = self.pipe._encode_vae_image(pixels.to(vae.device, vae.dtype), generator=None)
-        channels, height, width = latents.shape[1], *latents.shape[3:]
+        _, channels, _, height, width = latents.shape
         packed = self.pipe._pack_latents(latents, 1, channels, height, width)
         return packed.view(height // 2, width // 2, -1)
 
-    def _resized(self, image: Image.Image, area: int) -> Image.Image:
-        """The image at about `area` pixels, its sides multiples of 32."""
-        width, height = calculate_dimensions(area, image.width / image.height)
+    def _resized(self, image: Image.Image, most: float = math.inf) -> Image.Image:
+        """The image at about `source_area` pixels, or `most` if that is less, its sides multiples of 32."""
+        assert self.source_area is not None
+        width, height = calculate_dimensions(min(self.source_area, most), image.width / image.height)
         return self.pipe.image_processor.resize(image, height, width)
 
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:

@@ -300,7 +300,7 @@ rollout:
   window_low: 0
   window_high: 0
   window_size: 1
-  prompts_per_step: 4{frames}
+  prompts_per_step: 4{own}
 eval: {{height: {side}, width: {side}, steps: 3}}
 """
 
@@ -317,6 +317,8 @@ def make(family: str, folder: str | Path, seed: int = 0, **scheduler: Any) -> Pa
         pipe = FAMILIES[family]()
     pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **scheduler)
     pipe.save_pretrained(folder)
-    clip, side = model_family(family).default_frames is not None, 64 if family.startswith("flux2") else 32
-    (Path(folder) / MODEL_VALUES).write_text(SMALL.format(side=side, frames="\n  frames: 5" if clip else ""))
+    cls, side = model_family(family), 64 if family.startswith("flux2") else 32
+    own = "" if cls.default_frames is None else "\n  frames: 5"
+    own += "" if cls.default_source_area is None else f"\n  source_area: {side * side}"
+    (Path(folder) / MODEL_VALUES).write_text(SMALL.format(side=side, own=own))
     return Path(folder)

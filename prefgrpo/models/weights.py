@@ -1,0 +1,127 @@
+"""What trains in a family's denoisers: LoRA layers or every weight, the starting policy beside them, and their files.
+
+Invariant: what is saved here loads in the stock pipeline (alpha included), and reloads here bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from prefgrpo.models import lora, recompute
+
+
+class Weights:
+    """The trainable half of an `Adapter`."""
+
+    lora_targets: ClassVar[tuple[str, ...]]
+    """Module name suffixes that LoRA wraps by default."""
+    denoisers: ClassVar[tuple[str, ...]] = ("transformer",)
+    """The pipeline's denoisers; several are experts for different σ."""
+
+    pipe: Any
+    """The stock diffusers pipeline."""
+    transformer: nn.Module
+    """The (first) denoiser (peft adapters are injected into it in place)."""
+    nets: dict[str, nn.Module]
+    """What `velocity` calls, by denoiser: itself, or a DDP / compiled wrapper of it that the trainer put here."""
+    trained: tuple[str, ...]
+    """Names of the denoisers that train."""
+    _reference: dict[str, nn.Module]
+
+    def modules(self) -> dict[str, nn.Module]:
+        """The denoisers that train, by name."""
+        return {name: getattr(self.pipe, name) for name in self.trained}
+
+    @property
+    def repeated_blocks(self) -> tuple[str, ...]:
+        """Class names of the blocks that the transformer repeats: units of regional compile and of FSDP."""
+        return tuple(self.transformer._no_split_modules)  # type: ignore[arg-type]
+
+    def add_lora(self, rank: int, alpha: float, targets: tuple[str, ...] | None = None, seed: int = 0) -> None:
+        """Inject trainable fp32 LoRA layers (A seeded, B = 0) into what trains; see `lora.add`."""
+        for number, module in enumerate(self.modules().values()):
+            lora.add(module, rank, alpha, self.lora_targets if targets is None else targets, seed + number)
+
+    def enable_full(self, *, keep_reference: bool = False) -> None:
+        """Train every weight of the denoisers, in fp32 masters; keep_reference holds a frozen copy for the KL."""
+        self._reference = {n: copy.deepcopy(module) for n, module in self.modules().items()} if keep_reference else {}
+        for module in self.modules().values():
+            module.float().requires_grad_(True)
+
+    def checkpoint_gradients(self, share: float = 1.0) -> None:
+        """Recompute the activations of a share of the repeated blocks, evenly spread, in the backward pass."""
+        for module in self.modules().values():
+            recompute.enable(module, self.repeated_blocks, share)
+
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+        """(name, parameter) of everything that trains, in a fixed order."""
+        first = self.denoisers[0]
+        return [
+            (name if component == first else f"{component}.{name}", p)
+            for component, module in self.modules().items()
+            for name, p in module.named_parameters()
+            if p.requires_grad
+        ]
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Inside, `velocity` is that of the starting policy: LoRA off, or the copy kept by `enable_full`."""
+        if self._has_lora():
+            with ExitStack() as stack:
+                for module in self.modules().values():
+                    stack.enter_context(lora.disabled(module))
+                yield
+            return
+        if not self._reference:
+            raise RuntimeError(
+                "there is no reference policy: a KL term needs LoRA, or full fine-tuning with keep_reference=True"
+            )
+        nets, self.nets = self.nets, self.nets | self._reference
+        try:
+            yield
+        finally:
+            self.nets = nets
+
+    def _has_lora(self) -> bool:
+        return any(lora.has(module) for module in self.modules().values())
+
+    def save_lora(self, folder: str) -> None:
+        """Write the LoRA in diffusers format with its alpha: `pipe.load_lora_weights(folder)` must reproduce it.
+
+        A second expert's is in a folder of its name: `load_lora_weights(f"{folder}/transformer_2",
+        load_into_transformer_2=True)`.
+        """
+        for name in self.trained:
+            lora.save(self.pipe, self._place(folder, name), name)
+
+    def _place(self, folder: str, component: str) -> str:
+        return folder if component == self.denoisers[0] else f"{folder}/{component}"
+
+    def load_lora(self, folder: str) -> None:
+        """Put a LoRA saved by `save_lora` into the model, bit for bit; injects one of its shape if there is none."""
+        for name in self.trained:
+            lora.load(self.pipe, self._place(folder, name), name)
+
+    def save_full(self, folder: str, dtype: torch.dtype | None = None) -> None:
+        """Write a whole pipeline folder for the stock `from_pretrained`; dtype: of what trains (default: as is)."""
+        if self._has_lora():
+            raise RuntimeError("this policy is a LoRA: write it with save_lora (save_full is for full fine-tuning)")
+        own = self.modules()
+        try:
+            if dtype is not None:
+                self.pipe.register_modules(**{name: copy.deepcopy(module).to(dtype) for name, module in own.items()})
+            self.pipe.save_pretrained(folder)
+        finally:
+            self.pipe.register_modules(**own)
+
+    def parameter_counts(self) -> dict[str, int]:
+        """Parameters per component of the pipeline, and of what trains, under 'trainable'."""
+        modules = {name: part for name, part in self.pipe.components.items() if isinstance(part, nn.Module)}
+        counts = {name: sum(p.numel() for p in part.parameters()) for name, part in modules.items()}
+        return counts | {"trainable": sum(p.numel() for _, p in self.trainable())}
