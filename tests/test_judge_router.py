@@ -168,7 +168,7 @@ def test_a_backends_own_errors_arrive_unchanged(front):
     assert all(v.first is not None for v in ask(judge(url, model=MODEL, patience_s=10)))
     assert time.monotonic() - start >= 1.0, "the Retry-After header came through"
     bright.fault, bright.count = "truncated", 1
-    assert [v.retries for v in ask(judge(url, model=MODEL, concurrency=1))] == [1, 0], "broken off, not cut short"
+    assert sum(v.retries for v in ask(judge(url, model=MODEL, concurrency=1))) == 1, "broken off, not cut short"
     bright.fault = ""
 
 
