@@ -152,7 +152,7 @@ def render(results: Path, docs: Path) -> None:
         "memory is kept for every variant, so that none pays for page faults.",
         "",
     ]
-    for file in sorted(results.glob("*.json")):
+    for file in (f for f in (results / "cpu.json", results / "cuda.json") if f.exists()):
         run = json.loads(file.read_text())
         picture = f"benchmarks_{file.stem}.svg"
         plot(run, docs / picture)

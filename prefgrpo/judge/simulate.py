@@ -67,6 +67,11 @@ class Correlation:
     mean: float
     half: float
 
+    @property
+    def low(self) -> float:
+        """Lower end of the interval."""
+        return self.mean - self.half
+
     def __str__(self) -> str:
         return f"{self.mean:.3f} ± {self.half:.3f}"
 
@@ -207,6 +212,6 @@ def best(rows: Sequence[Row], budget: int) -> Row | None:
 
 
 def cheapest(rows: Sequence[Row], least: float) -> Row | None:
-    """The plan and rate with the fewest calls whose correlation with the full plan is at least `least`."""
-    good = [row for row in rows if row.spearman.mean >= least]
+    """The plan and rate with the fewest calls whose correlation with the full plan is surely at least `least`."""
+    good = [row for row in rows if row.spearman.low >= least]
     return min(good, key=lambda row: (row.calls, -row.spearman.mean), default=None)
