@@ -20,7 +20,7 @@ import torch
 from benchmarks.blocks import replace_block, rounded, write_json
 from prefgrpo.judge.plan import GOAL, SHARE, usual_plans
 from prefgrpo.judge.plans import both_orders
-from prefgrpo.judge.simulate import Groups, JudgeModel, Row, measure, resembling, simulated
+from prefgrpo.judge.simulate import Groups, JudgeModel, measure, resembling, simulated
 from prefgrpo.media import Media
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,7 +35,7 @@ TITLES = {
 
 
 def tiny_groups(captions: int, seed: int = 0) -> Groups:
-    """The tiny judge's verdicts on every ordered pair of 24 images per dev caption; truth: attributes that are right."""
+    """The tiny judge's verdicts on all ordered pairs of 24 images per dev caption; truth: right attributes."""
     from diffusers import FluxPipeline
 
     from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
@@ -111,8 +111,8 @@ def summary(found: dict[str, Any]) -> list[str]:
         lines.append(
             f"- {TITLES[name]} ({case['groups']} groups; noise {judge['noise']:.2f}, spread {judge['spread']:.2f}, "
             f"position bias {judge['bias']:.2f} logits): {GOAL} is reached with `{good['plan']}` and {good['rate']}, "
-            f"{good['calls']} calls, {good['calls'] / every:.0%} of round_robin's ({_cell(good['spearman'])}). With the "
-            f"truth, round_robin has {_cell(truth['round_robin'])} and both_orders {_cell(truth['both_orders'])}."
+            f"{good['calls']} calls, {good['calls'] / every:.0%} of round_robin's ({_cell(good['spearman'])}). With "
+            f"the truth, round_robin has {_cell(truth['round_robin'])} and both_orders {_cell(truth['both_orders'])}."
         )
     return lines
 
