@@ -17,7 +17,9 @@ import torch
 from PIL import Image
 
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.qwen2vl import RewardModel, Turn, answers, constants, fit, read_tensors, snapshot
+from prefgrpo.rewards.checkpoints import folder_of, loading
+from prefgrpo.rewards.qwen2vl import RewardModel, Turn, answers, constants, fit
+from prefgrpo.rewards.tensors import read_tensors
 
 PIXELS = 256 * 28 * 28
 """What the model sees of an image: this many pixels, whatever its size."""
@@ -43,8 +45,9 @@ class HPSv3(PointwiseReward):
         """
         self.batch_size = batch_size
         self.text = Path(template).read_text(encoding="utf-8") if template else _packaged()
-        tensors = read_tensors(sorted(snapshot(model, ["*.safetensors"]).glob("*.safetensors")))
-        self.model = RewardModel(base, tensors, ["<|Reward|>"], "image", device, dtype)
+        files = sorted(folder_of(model, ["*.safetensors"]).glob("*.safetensors"))
+        with loading(model):
+            self.model = RewardModel(base, read_tensors(files), ["<|Reward|>"], "image", device, dtype)
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """μ of each sample; part `sigma`: the head's second output."""

@@ -9,7 +9,6 @@ Source: Xu et al., "ImageReward" (arXiv 2304.05977).
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from typing import Any
@@ -19,8 +18,9 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.qwen2vl import MEAN, STD, pick, read_tensors, snapshot
+from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.rewards.checkpoints import device_of, folder_of, library, loading
+from prefgrpo.rewards.tensors import filled, read_tensors, standard
 
 CENTRE, SCALE = 0.16717362830052426, 1.0333394966054072
 LENGTH = 35
@@ -48,18 +48,17 @@ class ImageReward(PointwiseReward):
         model: folder or hub id with ImageReward.pt and med_config.json. tokenizer: folder or hub id of BERT's.
         device: auto, cpu, cuda, cuda:1. batch_size: images at once.
         """
-        if importlib.util.find_spec("transformers") is None:
-            raise RewardError("imagereward needs transformers: pip install 'transformers>=5.18' safetensors")
-        from transformers import AutoTokenizer
-
-        folder = snapshot(model, ["ImageReward.pt", "med_config.json"])
-        tensors = read_tensors([folder / "ImageReward.pt"])
-        settings = json.loads((folder / "med_config.json").read_text(encoding="utf-8"))
-        self.device, self.batch_size = torch.device(pick(device)), batch_size
-        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-        self.vision = _vision(_under(tensors, "blip.visual_encoder."), self.device)
-        self.text = _text(_under(tensors, "blip.text_encoder."), settings, self.device)
-        self.mlp = _mlp(_under(tensors, "mlp.layers."), self.device)
+        transformers = library("transformers", "'prefgrpo[rewards]'")
+        self.device, self.batch_size = device_of(device), batch_size
+        folder = folder_of(model, ["ImageReward.pt", "med_config.json"])
+        with loading(tokenizer):
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
+        with loading(model):
+            tensors = read_tensors([folder / "ImageReward.pt"])
+            settings = json.loads((folder / "med_config.json").read_text(encoding="utf-8"))
+            self.vision = _vision(transformers, _under(tensors, "blip.visual_encoder.")).to(self.device)
+            self.text = _text(transformers, _under(tensors, "blip.text_encoder."), settings).to(self.device)
+            self.mlp = _mlp(_under(tensors, "mlp.layers.")).to(self.device)
         self.side = int(self.vision.config.image_size)
 
     def score(self, samples: list[Sample]) -> list[Score]:
@@ -87,8 +86,7 @@ def preprocess(image: Image.Image, side: int) -> Tensor:
     wide, high = (side if s == short else int(side * s / short) for s in (wide, high))
     left, top = round((wide - side) / 2), round((high - side) / 2)
     cut = image.resize((wide, high), Image.Resampling.BICUBIC).crop((left, top, left + side, top + side))
-    pixels = torch.from_numpy(np.array(cut.convert("RGB"))).permute(2, 0, 1).float() / 255
-    return (pixels - MEAN[:, None, None]) / STD[:, None, None]
+    return standard(torch.from_numpy(np.array(cut)).permute(2, 0, 1))
 
 
 def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -101,12 +99,10 @@ def _renamed(name: str) -> str:
     return name
 
 
-def _vision(tensors: dict[str, Tensor], device: torch.device) -> Any:
+def _vision(transformers: Any, tensors: dict[str, Tensor]) -> Any:
     """BLIP's vision tower; its size follows from the tensors (heads of 64)."""
-    from transformers import BlipVisionConfig, BlipVisionModel
-
     width, patch = tensors["patch_embed.proj.weight"].shape[0], tensors["patch_embed.proj.weight"].shape[-1]
-    config = BlipVisionConfig(
+    config = transformers.BlipVisionConfig(
         hidden_size=width,
         intermediate_size=tensors["blocks.0.mlp.fc1.weight"].shape[0],
         num_hidden_layers=1 + max(int(k.split(".")[1]) for k in tensors if k.startswith("blocks.")),
@@ -115,35 +111,24 @@ def _vision(tensors: dict[str, Tensor], device: torch.device) -> Any:
         patch_size=patch,
         layer_norm_eps=1e-6,
     )
-    return _filled(BlipVisionModel, config, {_renamed(k): v for k, v in tensors.items()}, device)
+    return filled(transformers.BlipVisionModel, config, {_renamed(k): v for k, v in tensors.items()}, torch.float32)
 
 
-def _text(tensors: dict[str, Tensor], settings: dict[str, Any], device: torch.device) -> Any:
+def _text(transformers: Any, tensors: dict[str, Tensor], settings: dict[str, Any]) -> Any:
     """BLIP's text encoder with cross-attention, as med_config.json describes it."""
-    from transformers import BlipTextConfig, BlipTextModel
-
     keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "max_position_embeddings", "hidden_act", "layer_norm_eps")  # fmt: skip
     width = tensors["encoder.layer.0.crossattention.self.key.weight"].shape[1]
-    config = BlipTextConfig(encoder_hidden_size=width, **{k: settings[k] for k in keys})
+    config = transformers.BlipTextConfig(encoder_hidden_size=width, **{k: settings[k] for k in keys})
     kept = {k: v for k, v in tensors.items() if not k.endswith("position_ids")}
-    return _filled(BlipTextModel, config, kept, device, add_pooling_layer=False)
+    return filled(transformers.BlipTextModel, config, kept, torch.float32, add_pooling_layer=False)
 
 
-def _filled(cls: Any, config: Any, tensors: dict[str, Tensor], device: torch.device, **how: Any) -> Any:
-    """A model of `cls` with these weights."""
-    model, info = cls.from_pretrained(None, config=config, state_dict=tensors, output_loading_info=True, **how)
-    wrong = {k: sorted(info[k])[:3] for k in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[k]}
-    if wrong:
-        raise RewardError(f"the checkpoint does not fit {cls.__name__}: {wrong}")
-    return model.float().eval().requires_grad_(False).to(device)
-
-
-def _mlp(tensors: dict[str, Tensor], device: torch.device) -> nn.Sequential:
+def _mlp(tensors: dict[str, Tensor]) -> nn.Sequential:
     """The head: linear layers without activations (its dropout does nothing when scoring)."""
     layers = []
     for depth in sorted({int(k.split(".")[0]) for k in tensors}):
         weight = tensors[f"{depth}.weight"]
         layers.append(nn.Linear(weight.shape[1], weight.shape[0]))
         layers[-1].load_state_dict({k: tensors[f"{depth}.{k}"] for k in ("weight", "bias")})
-    return nn.Sequential(*layers).float().eval().requires_grad_(False).to(device)
+    return nn.Sequential(*layers).float().eval().requires_grad_(False)

@@ -9,7 +9,6 @@ right padding; both are kept. Invariant: every weight of the model comes from th
 from __future__ import annotations
 
 import ast
-import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,11 +22,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from prefgrpo.rewards.base import RewardError, Sample
+from prefgrpo.rewards.checkpoints import device_of, dtype_of, library, loading
+from prefgrpo.rewards.tensors import filled, standard
 
 FACTOR = 28
 """Sides of what the model sees are multiples of patch size 14 × 2 merged patches."""
-MEAN = torch.tensor([0.48145466, 0.4578275, 0.40821073])
-STD = torch.tensor([0.26862954, 0.26130258, 0.27577711])
 
 
 def fit(height: int, width: int, least: int, most: int) -> tuple[int, int]:
@@ -49,7 +48,7 @@ def patches(frames: Tensor, size: int = 14, merge: int = 2) -> tuple[Tensor, Ten
 
     Frames go in twos; an image is its own second frame, and the last frame of an odd count is repeated.
     """
-    pixels = (frames.float() / 255 - MEAN[:, None, None]) / STD[:, None, None]
+    pixels = standard(frames)
     if len(pixels) % 2:
         pixels = torch.cat([pixels, pixels[-1:]])
     t, h, w = len(pixels) // 2, pixels.shape[2] // size, pixels.shape[3] // size
@@ -77,52 +76,6 @@ def constants(path: str | Path) -> dict[str, str]:
     }
 
 
-def snapshot(place: str, patterns: Sequence[str]) -> Path:
-    """The folder `place`, or the files of a hub repository that match the patterns."""
-    if Path(place).is_dir():
-        return Path(place)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(place, allow_patterns=list(patterns)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise RewardError(f"'{place}' is no folder and cannot be had from the hub: {error}; give a folder") from error
-
-
-def read_tensors(files: Sequence[Path]) -> dict[str, Tensor]:
-    """All tensors of safetensors or torch files (read without unpickling code)."""
-    if not files:
-        raise RewardError("expected a checkpoint's .safetensors, .pth or .bin file, found none")
-    found: dict[str, Tensor] = {}
-    for file in files:
-        if file.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            found |= load_file(file)
-        else:
-            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-            found |= loaded.get("model", loaded)
-    return found
-
-
-def merge_lora(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """peft's names taken away and W + scale·B·A in the place of each adapted W (in float32, then W's dtype)."""
-    plain = {
-        name.removeprefix("base_model.model.").replace(".modules_to_save.default", "").replace(".default.", "."): tensor
-        for name, tensor in tensors.items()
-        if ".original_module." not in name
-    }
-    merged = {name.replace(".base_layer.", "."): t for name, t in plain.items() if ".lora_" not in name}
-    for name in (n for n in plain if ".lora_" in n and not n.endswith(".lora_B.weight")):
-        stem, _, kind = name.partition(".lora_")
-        if kind != "A.weight" or f"{stem}.weight" not in merged:
-            raise RewardError(f"expected LoRA pairs of linear layers in the checkpoint, got '{name}'")
-        a, b, weight = plain[name].float(), plain[f"{stem}.lora_B.weight"].float(), merged[f"{stem}.weight"]
-        merged[f"{stem}.weight"] = (weight.float() + scale * (b @ a)).to(weight.dtype)
-    return merged
-
-
 @dataclass(frozen=True)
 class Turn:
     """One question to the model."""
@@ -141,29 +94,20 @@ class RewardModel:
     ) -> None:
         """`base`: folder or hub id of the config and tokenizer; `tensors`: all weights, `rm_head.*` among them, with
         one embedding row per token of the tokenizer after `tokens` were added; `vision`: image or video."""
-        if importlib.util.find_spec("transformers") is None:
-            raise RewardError("this reward needs transformers: pip install 'transformers>=5.18' safetensors")
-        from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLModel
-
-        self.vision, self.tokens = vision, list(tokens)
-        self.device = torch.device(pick(device))
-        self.dtype = getattr(torch, dtype) if dtype != "auto" else _precision(self.device)
-        self.tokenizer = AutoTokenizer.from_pretrained(base, padding_side="right")
+        transformers = library("transformers", "'prefgrpo[rewards]'")
+        self.vision, self.tokens, self.device = vision, list(tokens), device_of(device)
+        self.dtype = _precision(self.device) if dtype == "auto" else dtype_of(dtype)
+        with loading(base):
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(base, padding_side="right")
+            config = transformers.Qwen2VLConfig.from_pretrained(base)
         self.tokenizer.add_tokens(self.tokens, special_tokens=True)
         self.reserved = sorted(self.tokenizer.get_added_vocab(), key=len, reverse=True)
-        config = Qwen2VLConfig.from_pretrained(base)
-        config.text_config.vocab_size = len(tensors["model.embed_tokens.weight"])
-        needed = max(self.tokenizer.convert_tokens_to_ids(self.tokens))
-        if needed >= config.text_config.vocab_size:
-            raise RewardError(f"the checkpoint has {config.text_config.vocab_size} tokens, expected more than {needed}")
+        rows, needed = len(tensors["model.embed_tokens.weight"]), max(self.tokenizer.convert_tokens_to_ids(self.tokens))
+        if needed >= rows:
+            raise RewardError(f"the checkpoint knows {rows} tokens, expected more than {needed}: not made for {base}")
+        config.text_config.vocab_size = rows
         body = {k: v for k, v in tensors.items() if not k.startswith(("rm_head.", "lm_head."))}
-        self.model, info = Qwen2VLModel.from_pretrained(
-            None, config=config, state_dict=body, dtype=self.dtype, output_loading_info=True
-        )
-        wrong = {k: sorted(info[k])[:3] for k in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[k]}
-        if wrong:
-            raise RewardError(f"the checkpoint does not fit Qwen2-VL as {base} describes it: {wrong}")
-        self.model.eval().requires_grad_(False).to(self.device)
+        self.model = filled(transformers.Qwen2VLModel, config, body, self.dtype).to(self.device)
         self.head = _head(tensors, self.device)
 
     def refuse(self, prompt: str) -> str:
@@ -211,11 +155,6 @@ def answers(
         for k, rows in zip(chosen, model([turns.pop(k) for k in chosen]), strict=True):
             found[k] = rows
     return found
-
-
-def pick(device: str) -> str:
-    """`auto`: cuda where there is one, else cpu."""
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def _precision(device: torch.device) -> torch.dtype:

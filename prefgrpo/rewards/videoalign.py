@@ -22,7 +22,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.qwen2vl import RewardModel, Turn, answers, constants, fit, merge_lora, read_tensors, snapshot
+from prefgrpo.rewards.checkpoints import folder_of, loading
+from prefgrpo.rewards.qwen2vl import RewardModel, Turn, answers, constants, fit
+from prefgrpo.rewards.tensors import merge_lora, read_tensors
 
 PARTS = ("VQ", "MQ", "TA")
 LEAST = 128 * 28 * 28
@@ -57,13 +59,14 @@ class VideoAlign(PointwiseReward):
             raise RewardError(f"videoalign: video_fps must be positive frames per second, got {video_fps}")
         self.text = training_text(template)
         self.video_fps, self.batch_size = video_fps, batch_size
-        folder = snapshot(model, ["model_config.json", "checkpoint-*"])
-        config = json.loads((folder / "model_config.json").read_text(encoding="utf-8"))
-        if not config["model_config"].get("use_special_tokens"):
-            raise RewardError(f"{model}: expected a VideoReward with reward tokens (use_special_tokens)")
-        self.data, self.norms = config["data_config"], config.get("inference_config")
-        tensors = load(folder, base, config["peft_lora_config"])
-        self.model = RewardModel(base, tensors, [f"<|{part}_reward|>" for part in PARTS], "video", device, dtype)
+        folder = folder_of(model, ["model_config.json", "checkpoint-*"])
+        with loading(model):
+            config = json.loads((folder / "model_config.json").read_text(encoding="utf-8"))
+            if not config["model_config"]["use_special_tokens"]:
+                raise RewardError(f"{model}: expected a VideoReward with reward tokens (use_special_tokens)")
+            self.data, self.norms = config["data_config"], config.get("inference_config")
+            tensors, tokens = load(folder, base, config["peft_lora_config"]), [f"<|{part}_reward|>" for part in PARTS]
+            self.model = RewardModel(base, tensors, tokens, "video", device, dtype)
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """The sum of the normalised parts VQ, MQ and TA of each clip."""
@@ -118,7 +121,7 @@ def load(folder: Path, base: str, lora: dict[str, Any]) -> dict[str, Tensor]:
     if (place / "model.pth").is_file():
         tensors = read_tensors([place / "model.pth"])
     else:
-        below = sorted(snapshot(base, ["*.safetensors", "*.json", "*.txt"]).glob("*.safetensors"))
+        below = sorted(folder_of(base, ["*.safetensors", "*.json", "*.txt"]).glob("*.safetensors"))
         rest = read_tensors([place / "non_lora_state_dict.pth", place / "adapter_model.safetensors"])
         tensors = {f"base_model.model.{k}": v for k, v in read_tensors(below).items()} | rest
     rank = lora["lora_r"]

@@ -1,0 +1,153 @@
+"""Object detectors for `geneval`: what is in an image, with class names, scores, boxes and masks.
+
+`Transformers` reads Mask2Former and DETR-like checkpoints of transformers; `MMDet` runs a config and checkpoint of
+MMDetection 2 or 3 (the Mask2Former that GenEval was published with). Mask2Former's score of a query q and class c:
+
+    p(c | q) · mean of σ(mask logits) where they are positive        box = bounds of that mask
+
+A detector of your own is any class with `names` and `__call__` (see Detector), named as `pkg.mod:Class`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from prefgrpo.media import Media
+from prefgrpo.rewards.checkpoints import device_of, library, loading
+
+RENAMED = {
+    "mouse": "computer mouse", "remote": "tv remote", "keyboard": "computer keyboard", "motorbike": "motorcycle",
+    "aeroplane": "airplane", "sofa": "couch", "pottedplant": "potted plant", "diningtable": "dining table",
+    "tvmonitor": "tv", "hair dryer": "hair drier",
+}  # fmt: skip
+"""Class names of detectors → GenEval's prompts' names."""
+QUERIES = 100
+"""At most this many objects of an image, the best first."""
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """One detected object."""
+
+    name: str
+    """Its class."""
+    score: float
+    """0 … 1."""
+    box: NDArray[np.float64]
+    """x1, y1, x2, y2 in pixels; x2 and y2 lie just outside."""
+    mask: NDArray[np.bool_] | None = None
+    """[H, W], or None where the detector has no masks."""
+
+
+class Detector(Protocol):
+    """What `geneval` asks."""
+
+    names: frozenset[str]
+    """Every class that it can find."""
+
+    def __call__(self, images: Sequence[Media]) -> list[list[Found]]:
+        """Objects of each image, of any score."""
+        ...
+
+
+class Transformers:
+    """A Mask2Former (instances) or DETR-like checkpoint in transformers' format."""
+
+    def __init__(self, model: str = "facebook/mask2former-swin-small-coco-instance", device: str = "auto") -> None:
+        """model: folder or hub id."""
+        transformers = library("transformers", "'prefgrpo[rewards]'")
+        self._device = device_of(device)
+        with loading(model):
+            config = transformers.AutoConfig.from_pretrained(model)
+            self._masks = config.model_type in ("mask2former", "maskformer", "oneformer")
+            kind = "AutoModelForUniversalSegmentation" if self._masks else "AutoModelForObjectDetection"
+            self._model, info = getattr(transformers, kind).from_pretrained(model, output_loading_info=True)
+            if info["missing_keys"]:
+                raise ValueError(f"weights are missing: {sorted(info['missing_keys'])[:3]}")
+            self._processor = transformers.AutoImageProcessor.from_pretrained(model, backend="pil")
+        self._model.eval().requires_grad_(False).to(self._device)
+        self._labels = {int(k): RENAMED.get(v, v) for k, v in config.id2label.items()}
+        self.names = frozenset(self._labels.values())
+
+    @torch.inference_mode()
+    def __call__(self, images: Sequence[Media]) -> list[list[Found]]:
+        """Objects of each image, of any score."""
+        batch = self._processor(images=[m.pil for m in images], return_tensors="pt")
+        pixels = batch["pixel_values"].to(self._device)
+        valid = batch.get("pixel_mask", torch.ones(len(images), *pixels.shape[2:], dtype=torch.long)).to(self._device)
+        outputs = self._model(pixel_values=pixels, pixel_mask=valid)
+        sizes = [m.pixels.shape[:2] for m in images]
+        if not self._masks:
+            found = self._processor.post_process_object_detection(outputs, threshold=0.0, target_sizes=sizes)
+            return [self._boxes(f) for f in found]
+        seen = functional.interpolate(
+            outputs.masks_queries_logits.float(), pixels.shape[2:], mode="bilinear", align_corners=False
+        )
+        ends = [(int(v.any(1).sum()), int(v.any(0).sum())) for v in valid]  # what lies beyond is padding
+        shown = [(seen[k, :, :high, :wide], sizes[k]) for k, (high, wide) in enumerate(ends)]
+        classes = outputs.class_queries_logits.float().softmax(-1)[..., :-1]
+        return [self._instances(p, m, size) for p, (m, size) in zip(classes, shown, strict=True)]
+
+    def _instances(self, chances: Tensor, logits: Tensor, size: tuple[int, int]) -> list[Found]:
+        """Objects from class probabilities [Q, C] and mask logits [Q, h, w]."""
+        best = chances.flatten().topk(min(QUERIES, chances.numel()))
+        logits = functional.interpolate(logits[None], size, mode="bilinear", align_corners=False)[0]
+        found = []
+        for score, place in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            query, label = divmod(place, chances.shape[1])
+            mask = logits[query] > 0
+            if mask.any():
+                score *= float(logits[query][mask].sigmoid().mean())
+                outline = mask.cpu().numpy()
+                found.append(Found(self._labels[label], score, bounds(outline), outline))
+        return found
+
+    def _boxes(self, found: dict[str, Tensor]) -> list[Found]:
+        rows = zip(found["labels"].tolist(), found["scores"].tolist(), found["boxes"].tolist(), strict=True)
+        return [Found(self._labels[k], score, np.array(box)) for k, score, box in rows if k in self._labels]
+
+
+def bounds(mask: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """x1, y1, x2, y2 around a mask's true pixels."""
+    ys, xs = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+    return np.array([xs[0], ys[0], xs[-1] + 1, ys[-1] + 1], dtype=np.float64)
+
+
+class MMDet:
+    """A detector of MMDetection 2 or 3."""
+
+    def __init__(self, config: str, checkpoint: str, device: str = "auto") -> None:
+        """config: the .py file. checkpoint: the .pth file, for example
+        mask2former_swin-s-p4-w7-224_lsj_8x2_50e_coco.pth."""
+        self._apis = library("mmdet.apis", "mmdet, in an environment of its own")
+        with loading(checkpoint):
+            self._model = self._apis.init_detector(config, checkpoint, device=str(device_of(device)))
+        names = getattr(self._model, "dataset_meta", None) or {"classes": self._model.CLASSES}
+        self._names = [RENAMED.get(n, n) for n in names["classes"]]
+        self.names = frozenset(self._names)
+
+    def __call__(self, images: Sequence[Media]) -> list[list[Found]]:
+        """Objects of each image, of any score. Pixels are handed over as BGR, which MMDetection takes arrays for."""
+        shown = [np.ascontiguousarray(m.pixels[..., ::-1]) for m in images]
+        return [self._found(result) for result in self._apis.inference_detector(self._model, shown)]
+
+    def _found(self, result: Any) -> list[Found]:
+        if hasattr(result, "pred_instances"):  # 3.x
+            kept = result.pred_instances
+            masks = kept.masks.cpu().numpy().astype(bool) if "masks" in kept else [None] * len(kept.labels)
+            rows = zip(kept.labels.tolist(), kept.scores.tolist(), kept.bboxes.cpu().numpy(), masks, strict=True)
+            return [Found(self._names[k], score, box.astype(np.float64), mask) for k, score, box, mask in rows]
+        boxes, outlines = result if isinstance(result, tuple) else (result, None)  # 2.x: a list per class
+        return [
+            Found(name, float(row[4]), row[:4].astype(np.float64), None if outlines is None else outlines[k][j])
+            for k, name in enumerate(self._names)
+            for j, row in enumerate(boxes[k])
+        ]

@@ -1,0 +1,231 @@
+"""`geneval`: whether the objects that a prompt names are there, in number, colour and place, by a detector.
+
+    soft = mean over the clauses of  1 − |wanted − found| / wanted,  a colour term and a place term
+    strict = every count, colour and place exact        correct = GenEval's: at least the wanted, none excluded
+
+The soft score is Flow-GRPO's reward as its server computes it: a surplus makes it negative, the place term of a wrong
+place is 0 and 1 (two terms). Colours: the nearest of ten under CLIP, on the object before a grey ground.
+Sources: Ghosh et al., "GenEval" (arXiv 2310.11513); Liu et al., "Flow-GRPO" (arXiv 2505.05470).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn import functional
+
+from prefgrpo.media import Media
+from prefgrpo.rewards import encoder
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
+from prefgrpo.rewards.detectors import Detector, Found
+from prefgrpo.rewards.frames import unusable
+
+TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+PHRASES = ("a photo of a {colour} {name}", "a photo of a {colour}-colored {name}", "a photo of a {colour} object")
+GROUND = (0x99, 0x99, 0x99)
+RELATIONS = ("left of", "right of", "above", "below")
+THRESHOLD, COUNTING_THRESHOLD, MOST, MARGIN = 0.3, 0.9, 16, 0.1
+"""Detections above the threshold (the higher one for the tag counting), at most so many of a class; objects are apart
+beyond this share of their widths and heights."""
+Objects = Mapping[str, Sequence[Found]]
+Colours = Callable[[str], list[str]]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an image is worth."""
+
+    soft: float
+    strict: bool
+    correct: bool
+
+
+class GenEval(PointwiseReward):
+    """GenEval's objects, counts, colours and places."""
+
+    meta_keys = ("tag", "include")
+    probe: ClassVar[dict[str, Any]] = {
+        "prompt": "a photo of a dog", "tag": "single_object", "include": [{"class": "dog", "count": 1}],
+    }  # fmt: skip
+
+    def __init__(
+        self,
+        detector: str = "prefgrpo.rewards.detectors:Transformers",
+        detector_options: dict[str, Any] | None = None,
+        clip: str = "openai/clip-vit-large-patch14",
+        value: str = "soft",
+        device: str = "auto",
+        batch_size: int = 8,
+    ) -> None:
+        """Load detector and CLIP.
+
+        detector: pkg.mod:Class of a Detector; prefgrpo.rewards.detectors:MMDet runs the published one.
+        detector_options: what it is made with, {model: …} or {config: …, checkpoint: …}. clip: folder or hub id of
+        the CLIPModel that names colours. value: soft, strict or correct. device: auto, cpu, cuda, cuda:1.
+        batch_size: images at once.
+        """
+        if value not in ("soft", "strict", "correct"):
+            raise RewardError(f"geneval: value must be soft, strict or correct, got {value!r}")
+        self.value, self.batch_size = value, batch_size
+        self.detector = _made(detector, {"device": device, **(detector_options or {})})
+        self.clip = encoder.transformers(clip, clip, device, "float32", 32)
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """The value of each image; parts soft, strict, correct, and the last two under the sample's tag."""
+        reasons = [unusable(s.media) or refusal(s.meta, self.detector.names) for s in samples]
+        scores = [Score(None, reason) for reason in reasons]
+        able = [k for k, reason in enumerate(reasons) if not reason]
+        for start in range(0, len(able), self.batch_size):
+            chosen = able[start : start + self.batch_size]
+            for k, found in zip(chosen, self.detector([samples[k].media for k in chosen]), strict=True):
+                scores[k] = self._score(samples[k], found)
+        return scores
+
+    def _score(self, sample: Sample, found: Sequence[Found]) -> Score:
+        tag, objects = sample.meta["tag"], kept(found, counting=sample.meta["tag"] == "counting")
+        known: dict[str, list[str]] = {}
+
+        def colours(name: str) -> list[str]:
+            if name not in known:
+                known[name] = self.colours(sample.media, name, objects[name])
+            return known[name]
+
+        verdict = judge(objects, sample.meta, colours)
+        strict, correct = float(verdict.strict), float(verdict.correct)
+        parts = {"soft": verdict.soft, "strict": strict, "correct": correct}
+        return Score(parts[self.value], parts=parts | {f"strict/{tag}": strict, f"correct/{tag}": correct})
+
+    def colours(self, media: Media, name: str, objects: Sequence[Found]) -> list[str]:
+        """The colour of each object of a class."""
+        texts = [p.format(colour=colour, name=name) for colour in COLOURS for p in PHRASES]
+        each = self.clip.texts(texts).view(len(COLOURS), len(PHRASES), -1)
+        classes = functional.normalize(each.mean(1), dim=-1)
+        crops = [crop(media.pil, f) for f in objects]
+        return [COLOURS[int(k)] for k in torch.argmax(self.clip.images(crops) @ classes.T, dim=1)]
+
+
+def _made(path: str, options: dict[str, Any]) -> Detector:
+    """The detector of that class."""
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RewardError(f"geneval: cannot load the detector '{path}' (expected pkg.mod:Class): {error}") from error
+    detector: Detector = found(**options)
+    return detector
+
+
+def refusal(meta: Mapping[str, Any], names: frozenset[str]) -> str:
+    """Why a sample's columns cannot be judged; empty if they can."""
+    if meta.get("tag") not in TAGS:
+        return f"geneval: expected a tag of {', '.join(TAGS)}, got {meta.get('tag')!r}"
+    include, exclude = meta.get("include"), meta.get("exclude", [])
+    if not isinstance(include, list) or not include or not isinstance(exclude, list):
+        return f"geneval: expected lists of clauses include (not empty) and exclude, got {include!r}, {exclude!r}"
+    for k, clause in enumerate([*include, *exclude]):
+        if why := _bad(clause, k, names):
+            return f"geneval: clause {clause!r}: {why}"
+    return ""
+
+
+def _bad(clause: Any, index: int, names: frozenset[str]) -> str:
+    if not isinstance(clause, dict) or not isinstance(clause.get("count"), int) or clause["count"] < 1:
+        return "expected a class and a count of at least 1"
+    if clause.get("class") not in names:
+        return "the detector knows no such class"
+    if clause.get("color", COLOURS[0]) not in COLOURS:
+        return f"expected a color of {', '.join(COLOURS)}"
+    match clause.get("position"):
+        case None:
+            return ""
+        case [str(relation), int(target)] if relation in RELATIONS and 0 <= target < index:
+            return ""
+    return f"expected position to be one of {', '.join(RELATIONS)} and the index of an earlier clause"
+
+
+def kept(found: Sequence[Found], counting: bool) -> dict[str, list[Found]]:
+    """Objects above the threshold by class, the surest first, at most 16 of a class."""
+    least = COUNTING_THRESHOLD if counting else THRESHOLD
+    objects: defaultdict[str, list[Found]] = defaultdict(list)
+    for thing in sorted(found, key=lambda f: -f.score):
+        if thing.score > least and len(objects[thing.name]) < MOST:
+            objects[thing.name].append(thing)
+    return dict(objects)
+
+
+def crop(image: Image.Image, found: Found) -> Media:
+    """The object's box, with what is outside its mask made grey."""
+    if found.mask is not None:
+        image = Image.composite(image, Image.new("RGB", image.size, GROUND), Image.fromarray(found.mask))
+    left, top, right, bottom = (round(float(x)) for x in found.box)
+    return Media(np.array(image.crop((left, top, max(right, left + 1), max(bottom, top + 1)))))
+
+
+def relations(a: Found, b: Found) -> set[str]:
+    """Where a is as seen from b: over half of the centres' distance lies beyond the margin in that direction."""
+    low, high = np.array([a.box[:2], b.box[:2]]), np.array([a.box[2:], b.box[2:]])
+    centres, sizes = (low + high) / 2, np.abs(high - low)
+    offset = centres[0] - centres[1]
+    beyond = np.maximum(np.abs(offset) - MARGIN * sizes.sum(0), 0) * np.sign(offset)
+    if np.all(np.abs(beyond) < 1e-3):
+        return set()
+    x, y = beyond / np.linalg.norm(offset)
+    return {name for name, share in zip(RELATIONS, (-x, x, -y, y), strict=True) if share > 0.5}
+
+
+def judge(objects: Objects, meta: Mapping[str, Any], colours: Colours) -> Verdict:
+    """The verdict on detected objects. `colours(name)`: of the objects of a class, in their order."""
+    soft, strict = _exactly(objects, meta["include"], colours)
+    excluded = any(len(objects.get(c["class"], ())) >= c["count"] for c in meta.get("exclude", ()))
+    return Verdict(soft, strict, _at_least(objects, meta["include"], colours) and not excluded)
+
+
+def _exactly(objects: Objects, include: Sequence[Mapping[str, Any]], colours: Colours) -> tuple[float, bool]:
+    """Soft score, and whether each count, colour and place is exact (exclude clauses do not count here)."""
+    terms: list[float] = []
+    groups: list[Sequence[Found] | None] = []
+    for clause in include:
+        found, wanted = objects.get(clause["class"], ()), clause["count"]
+        terms.append(1 - abs(wanted - len(found)) / wanted)
+        right = len(found) == wanted
+        if not right and ("color" in clause or "position" in clause):
+            terms.append(0.0)
+        elif right and "color" in clause:
+            same = colours(clause["class"]).count(clause["color"])
+            terms.append(1 - abs(wanted - same) / wanted)
+            right = same == wanted
+        if right and "position" in clause:
+            relation, target = clause["position"]
+            right = _placed(found, groups[target], relation)
+            terms += [1.0] if right else [0.0] if groups[target] is None else [0.0, 1.0]
+        groups.append(found if right else None)
+    return sum(terms) / len(terms), None not in groups
+
+
+def _at_least(objects: Objects, include: Sequence[Mapping[str, Any]], colours: Colours) -> bool:
+    """Whether the surest objects, as many as are wanted, exist and have the colour and place."""
+    groups: list[Sequence[Found] | None] = []
+    for clause in include:
+        wanted = clause["count"]
+        found = objects.get(clause["class"], ())[:wanted]
+        right = len(found) == wanted
+        if right and "color" in clause:
+            right = colours(clause["class"])[:wanted].count(clause["color"]) == wanted
+        if right and "position" in clause:
+            relation, target = clause["position"]
+            right = _placed(found, groups[target], relation)
+        groups.append(found if right else None)
+    return None not in groups
+
+
+def _placed(found: Sequence[Found], target: Sequence[Found] | None, relation: str) -> bool:
+    """Whether every object has the relation to every one of the target's."""
+    return target is not None and all(relation in relations(a, b) for a in found for b in target)
