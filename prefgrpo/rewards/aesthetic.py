@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from prefgrpo.rewards import encoder
+from prefgrpo.rewards.base import RewardError
 from prefgrpo.rewards.checkpoints import check_shapes, folder_of, loading
 from prefgrpo.rewards.frames import FrameReward
 
 FILE = "aesthetic-model.pth"
+WIDTH = 768
 
 
 class Aesthetic(FrameReward):
@@ -38,7 +40,10 @@ class Aesthetic(FrameReward):
         (sac+logos+ava1-l14-linearMSE.pth), or folder or hub id that has them as aesthetic-model.pth. device: auto,
         cpu, cuda, cuda:1. dtype: of the CLIP model. batch_size: images at once. frames: of a clip, evenly spread.
         """
-        super().__init__(encoder.transformers(model, "", device, dtype, batch_size), frames)
+        clip = encoder.transformers(model, "", device, dtype, batch_size)
+        if clip.width != WIDTH:
+            raise RewardError(f"aesthetic's head takes vectors of {WIDTH}, '{model}' gives {clip.width}; use CLIP L/14")
+        super().__init__(clip, frames)
         self.head = _load(head)
 
     @torch.inference_mode()
@@ -50,7 +55,7 @@ class Aesthetic(FrameReward):
 def _load(head: str) -> nn.Sequential:
     """The published head; its dropouts, which do nothing here, keep their places in the names."""
     layers = nn.Sequential(
-        nn.Linear(768, 1024), nn.Identity(), nn.Linear(1024, 128), nn.Identity(), nn.Linear(128, 64), nn.Identity(),
+        nn.Linear(WIDTH, 1024), nn.Identity(), nn.Linear(1024, 128), nn.Identity(), nn.Linear(128, 64), nn.Identity(),
         nn.Linear(64, 16), nn.Linear(16, 1),
     )  # fmt: skip
     with loading(head):

@@ -8,6 +8,7 @@ vector does not depend on what else is in its batch; a text is encoded once whil
 
 from __future__ import annotations
 
+import difflib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -43,8 +44,10 @@ WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors",
 class Encoder(ABC):
     """A loaded model."""
 
-    scale: float = 1.0
+    scale: float
     """exp(logit_scale): what the model's own logits multiply the cosine with."""
+    width: int
+    """D, the length of a vector."""
 
     def __init__(self, device: str, dtype: str, batch_size: int) -> None:
         if batch_size < 1:
@@ -109,13 +112,15 @@ class OpenClip(Encoder):
             self._tokenize = self._library.get_tokenizer(name)
         self._model.eval().requires_grad_(False).to(self.device, self.dtype)
         self.scale = float(self._model.logit_scale.float().exp())
+        self.width = int(self._library.get_model_config(name)["embed_dim"])
 
     def _architecture(self, weights: Path, asked: str, otherwise: str) -> tuple[str, dict[str, Any]]:
         """open_clip's name of the model, and its preprocessing where no config beside the weights says it."""
         configs, known = self._library.get_model_config, self._library.list_models()
         beside = f"local-dir:{weights.parent}" if (weights.parent / CONFIG).is_file() else ""
         if asked and asked not in known:
-            raise RewardError(f"architecture '{asked}' is none of open_clip's: {', '.join(known)}")
+            near = ", ".join(difflib.get_close_matches(asked, known, n=5)) or "open_clip.list_models()"
+            raise RewardError(f"open_clip knows no architecture '{asked}'; see {near}")
         if beside:
             if asked and configs(beside) != configs(asked):
                 raise RewardError(f"{weights.parent / CONFIG} describes another model than '{asked}'; leave one out")
@@ -150,6 +155,7 @@ class Transformers(Encoder):
             # Pillow's resizing is the published one; torchvision's, the default where installed, differs a little.
             self._processor = T.AutoImageProcessor.from_pretrained(processor, backend="pil")
         self._model.eval().requires_grad_(False).to(self.device)
+        self.width = self._model.config.projection_dim
         self._length = self._model.config.text_config.max_position_embeddings
         self.scale = float(self._model.logit_scale.float().exp())
 

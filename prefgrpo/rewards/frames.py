@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from prefgrpo.media import Media
-from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.encoder import Encoder
 
 
@@ -24,7 +24,7 @@ class FrameReward(PointwiseReward):
     def __init__(self, encoder: Encoder, frames: int) -> None:
         """frames: how many frames of a clip are scored, evenly spread; 1 is the first alone."""
         if frames < 1:
-            raise ValueError(f"frames must be at least 1, got {frames}")
+            raise RewardError(f"frames must be at least 1, got {frames}")
         self.encoder, self.frames = encoder, frames
 
     @abstractmethod

@@ -1,0 +1,409 @@
+"""The CLIP family: aesthetic, clip, hpsv2, pickscore, clipscore, image_similarity, subfig_clipI, subfig_clipT.
+
+Oracle: the libraries' own forward on the same tiny checkpoints, loaded by the libraries' own entry points, and for the
+head plain float64 numpy. Beside the formulas: what a wrong checkpoint, a missing library, a bad image or a hostile
+prompt does, since each of these ends as a silently wrong reward elsewhere (open_clip resizes weights that do not fit).
+"""
+
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from reward_cases_clip import (
+    CASES,
+    GRID,
+    aesthetic_head,
+    clip_folder,
+    config,
+    edits,
+    grids,
+    hps_folder,
+    open_clip_folder,
+    picture,
+    pictures,
+)
+from safetensors.torch import load_file, save_file
+from transformers import CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
+
+from prefgrpo.media import Media
+from prefgrpo.rewards import build
+from prefgrpo.rewards.base import RewardError, Sample
+from prefgrpo.rewards.grid import split
+
+PUBLIC_HEAD = "PREFGRPO_AESTHETIC_HEAD"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """{name: options} with every checkpoint made once."""
+    return {name: case.options(tmp_path_factory.mktemp(name)) for name, case in CASES.items()}
+
+
+@pytest.fixture
+def reward(made):
+    def open_one(name, **options):
+        return build(name, {name: made[name] | options})[name]
+
+    return open_one
+
+
+def values(reward, samples):
+    scores = reward.score(samples)
+    assert [s.reason for s in scores if s.value is None] == []
+    return [s.value for s in scores]
+
+
+def by_open_clip(folder, media, texts):
+    """Cosines [images, texts] by open_clip alone."""
+    model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}")
+    tokens = open_clip.get_tokenizer(f"local-dir:{folder}")(texts)
+    with torch.no_grad():
+        image, text, _ = model.eval()(torch.stack([preprocess(m.pil) for m in media]), tokens)
+    return image, text
+
+
+def by_transformers(folder, media, texts):
+    """CLIPModel's whole output by transformers alone."""
+    processor = CLIPProcessor(CLIPImageProcessorPil.from_pretrained(folder), CLIPTokenizer.from_pretrained(folder))
+    inputs = processor(text=texts, images=[m.pil for m in media], padding=True, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        return CLIPModel.from_pretrained(folder).eval()(**inputs)
+
+
+def media_and_texts(samples):
+    return [s.media for s in samples], [s.prompt for s in samples]
+
+
+# Formulas
+
+
+def test_clip_is_the_cosine_of_open_clip(made, reward):
+    image, text = by_open_clip(made["clip"]["model"], *media_and_texts(pictures()))
+    found = values(reward("clip"), pictures())
+    np.testing.assert_allclose(found, (image * text).sum(-1), atol=2e-6)
+    assert np.ptp(found) > 0.05, "the tiny checkpoint does not tell the samples apart"
+
+
+def test_hpsv2_is_the_cosine_under_the_checkpoints_state_dict(made, reward):
+    folder = Path(made["hpsv2"]["model"])
+    model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}", load_weights=False)
+    model.load_state_dict(torch.load(folder / "HPS_v2.1_compressed.pt", weights_only=True)["state_dict"])
+    media, texts = media_and_texts(pictures())
+    with torch.no_grad():
+        tokens = open_clip.get_tokenizer(f"local-dir:{folder}")(texts)
+        image, text, _ = model.eval()(torch.stack([preprocess(m.pil) for m in media]), tokens)
+    np.testing.assert_allclose(values(reward("hpsv2"), pictures()), (image @ text.T).diag(), atol=2e-6)
+
+
+def test_pickscore_and_clipscore_are_transformers_logits(made, reward):
+    for name, options, divide in (
+        ("pickscore", {}, None), ("pickscore", {"scale": "logit"}, 26), ("clipscore", {}, 30),
+    ):  # fmt: skip
+        out = by_transformers(made[name]["model"], *media_and_texts(pictures()))
+        cosine = (out.image_embeds * out.text_embeds).sum(-1)
+        expected = out.logits_per_image.diag() / divide if divide else cosine
+        np.testing.assert_allclose(values(reward(name, **options), pictures()), expected, rtol=2e-5, atol=2e-6)
+
+
+def head_by_hand(file, vectors):
+    x = np.asarray(vectors, np.float64)
+    weights = torch.load(file, map_location="cpu", weights_only=True)
+    for k in (0, 2, 4, 6, 7):
+        x = x @ weights[f"layers.{k}.weight"].double().numpy().T + weights[f"layers.{k}.bias"].double().numpy()
+    return x[:, 0]
+
+
+def test_aesthetic_is_the_linear_head_on_the_unit_vector(made, reward):
+    options = made["aesthetic"]
+    vectors = by_transformers(options["model"], *media_and_texts(pictures())).image_embeds
+    np.testing.assert_allclose(
+        values(reward("aesthetic"), pictures()), head_by_hand(options["head"], vectors), rtol=1e-5
+    )
+
+
+def test_aesthetic_with_the_public_head(made, reward, root):
+    """The published weights, where they are at hand."""
+    head = Path(os.environ.get(PUBLIC_HEAD, root.parent / "shared" / "data" / "sac+logos+ava1-l14-linearMSE.pth"))
+    if not head.is_file():
+        pytest.skip(f"no public head; give it as {PUBLIC_HEAD}")
+    found = values(reward("aesthetic", head=str(head)), pictures())
+    vectors = by_transformers(made["aesthetic"]["model"], *media_and_texts(pictures())).image_embeds
+    np.testing.assert_allclose(found, head_by_hand(head, vectors), rtol=1e-5)
+
+
+def test_image_similarity_is_the_mean_cosine_with_the_sources(made, reward):
+    everything = [picture(k) for k in (0, 1, 2, 8, 9)]
+    e = by_transformers(made["image_similarity"]["model"], everything, ["x"]).image_embeds.double().numpy()
+    expected = [e[0] @ e[3], e[1] @ e[3], (e[2] @ e[3] + e[2] @ e[4]) / 2]
+    np.testing.assert_allclose(values(reward("image_similarity"), edits()), expected, atol=2e-6)
+    (alone,) = reward("image_similarity").score([Sample("add a hat", picture(0))])
+    assert alone.value is None and "source" in alone.reason
+
+
+def test_subfigures_are_the_diagonal_and_the_rest(made, reward):
+    cells, texts = split(grids()[0].media, 1, 2), ['a cat that says "hi."', "another cat sleeps."]
+    image, text = (x.double().numpy() for x in by_open_clip(made["subfig_clipT"]["model"], cells, texts))
+    first, _, none = reward("subfig_clipT").score(grids())
+    assert first.value == pytest.approx((image @ text.T).diagonal().mean(), abs=2e-6)
+    assert none.value is None and "no grid" in none.reason
+    image, _ = (x.double().numpy() for x in by_open_clip(made["subfig_clipI"]["model"], cells, texts))
+    assert reward("subfig_clipI").score(grids())[0].value == pytest.approx(image[0] @ image[1], abs=2e-6)
+
+
+def test_off_diagonal_mean_of_four_cells_and_a_wrong_number_of_texts(made, reward):
+    sample = Sample(GRID, grids()[0].media, meta={"grid": "2x2"})
+    image, _ = by_open_clip(made["subfig_clipI"]["model"], split(sample.media, 2, 2), ["x"])
+    cosines = (image @ image.T).double().numpy()
+    expected = cosines[~np.eye(4, dtype=bool)].mean()
+    assert reward("subfig_clipI").score([sample])[0].value == pytest.approx(expected, abs=2e-6)
+    (wrong,) = reward("subfig_clipT").score([sample])
+    assert wrong.value is None and "2 cells" in wrong.reason and "2x2" in wrong.reason
+
+
+def test_pick_does_not_score_another_samples_prompt(reward):
+    """DanceGRPO scored every image of a batch against the batch's first prompt."""
+    one, two = picture(0), "two dogs on a hill"
+    together = values(reward("pickscore"), [Sample("a red cat", one), Sample(two, one)])
+    assert together[1] == pytest.approx(values(reward("pickscore"), [Sample(two, one)])[0], abs=1e-6)
+    assert together[0] != pytest.approx(together[1], abs=1e-3)
+
+
+# Batches, order, clips
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_order_and_batches_change_nothing(name, reward):
+    samples = CASES[name].samples()
+    whole = [s.value for s in reward(name).score(samples)]
+    backwards = [s.value for s in reward(name, batch_size=1).score(samples[::-1])][::-1]
+    alone = [reward(name, batch_size=2).score([s])[0].value for s in samples]
+    for other in (backwards, alone):
+        assert [v is None for v in other] == [v is None for v in whole]
+        np.testing.assert_allclose(
+            *([v for v in part if v is not None] for part in (other, whole)), rtol=2e-5, atol=2e-6
+        )
+    assert reward(name).score([]) == []
+
+
+@pytest.mark.parametrize("name", ["clip", "pickscore"])
+def test_each_different_text_is_encoded_once(name, reward, monkeypatch):
+    opened = reward(name, batch_size=5)
+    asked = []
+    encode = opened.encoder._encode_texts
+    monkeypatch.setattr(opened.encoder, "_encode_texts", lambda texts: asked.extend(texts) or encode(texts))
+    samples = [Sample(prompt, picture(k)) for k, prompt in enumerate(["a", "b", "a", "a", "b", "c"])]
+    first, again = values(opened, samples), values(opened, samples)
+    assert asked == ["a", "b", "c"] and first == again
+
+
+def test_images_are_encoded_in_batches(reward, monkeypatch):
+    opened = reward("clip", batch_size=2)
+    sizes = []
+    encode = opened.encoder._encode_images
+    monkeypatch.setattr(opened.encoder, "_encode_images", lambda x: sizes.append(len(x)) or encode(x))
+    values(opened, [Sample("a", picture(k)) for k in range(5)])
+    assert sizes == [2, 2, 1]
+
+
+def test_rewards_with_the_same_model_share_it(made, reward):
+    model = made["clipscore"]["model"]
+    first, second = reward("clipscore"), reward("pickscore", model=model)
+    assert first.encoder is second.encoder
+    assert first.encoder is not reward("clipscore", batch_size=3).encoder
+    assert not any(p.requires_grad for p in first.encoder._model.parameters())
+
+
+@pytest.mark.parametrize("name", ["aesthetic", "clip", "clipscore", "hpsv2", "pickscore"])
+def test_a_clip_is_the_mean_of_its_frames(name, reward):
+    frames = [picture(k) for k in range(5)]
+    clip = Sample("a red cat", Media(np.stack([f.pixels for f in frames])))
+    each = values(reward(name), [Sample("a red cat", f) for f in frames])
+    assert values(reward(name), [clip])[0] == pytest.approx(np.mean(each), rel=1e-5)
+    assert values(reward(name, frames=1), [clip])[0] == pytest.approx(each[0], rel=1e-5)
+    assert values(reward(name, frames=3), [clip])[0] == pytest.approx(np.mean([each[0], each[2], each[4]]), rel=1e-5)
+
+
+def test_half_precision_still_gives_float32_vectors(reward):
+    exact, rough = values(reward("clip"), pictures()), values(reward("clip", dtype="bfloat16"), pictures())
+    np.testing.assert_allclose(rough, exact, atol=0.03)
+    assert reward("clip", dtype="bfloat16").encoder.images([picture(0)]).dtype == torch.float32
+    assert [x == float(np.float16(x)) for x in exact] == [False] * 3, "scores were rounded to half precision"
+
+
+# Samples that cannot be scored
+
+
+def test_bad_images_are_missing_and_the_others_are_not(reward):
+    bad = [np.zeros((0, 8, 3), np.uint8), np.zeros((8, 8), np.uint8), np.zeros((8, 8, 3), np.float32)]
+    bad += [np.zeros((0, 8, 8, 3), np.uint8)]
+    for name in CASES:
+        good = CASES[name].samples()[0]
+        wrong = [Sample(good.prompt, Media(pixels), good.source) for pixels in bad]
+        scores = reward(name).score([wrong[0], good, *wrong[1:]])
+        assert [s.value is None for s in scores] == [True, False, True, True, True], name
+        assert all(s.reason for s in scores if s.value is None)
+
+
+def test_extreme_images_are_scored(reward):
+    media = [Media(np.full(shape, 7, np.uint8)) for shape in ((1, 1, 3), (2, 900, 3), (5000, 5000, 3))]
+    for name in ("clip", "clipscore"):
+        assert np.isfinite(values(reward(name), [Sample("a", m) for m in media])).all()
+
+
+@pytest.mark.parametrize("name", ["clip", "pickscore"])
+def test_hostile_prompts_are_scored_in_bounded_time(name, reward):
+    random = np.random.default_rng(0)
+    word = "".join(map(chr, random.integers(97, 123, 10**6)))
+    prompts = [
+        "",
+        '{"a"} {0} {} %s "',
+        "🐈‍⬛ 猫",
+        "lone \ud800 surrogate",
+        word,
+        "x " * 500_000,
+        "\x00",
+        "<|endoftext|>",
+    ]
+    started = time.monotonic()
+    assert np.isfinite(values(reward(name), [Sample(p, picture(0)) for p in prompts])).all()
+    assert time.monotonic() - started < 10
+
+
+def test_scores_that_are_not_finite_are_missing(tmp_path, reward):
+    folder = clip_folder(tmp_path / "clip")
+    weights = load_file(folder / "model.safetensors")
+    weights["visual_projection.weight"][0, 0] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (score,) = reward("clipscore", model=str(folder)).score(pictures()[:1])
+    assert score.value is None and "nan" in score.reason
+
+
+# Checkpoints that do not fit
+
+
+def refused(name, *words, **options):
+    with pytest.raises(RewardError) as error:
+        build(name, {name: options})
+    assert all(word in str(error.value) for word in words), error.value
+    assert len(str(error.value)) < 1200
+
+
+def test_weights_of_another_image_size_are_refused_where_open_clip_resizes_them(tmp_path):
+    """The original loads DFN5B-378 weights into ViT-H-14 (224): nothing fails and every score is off."""
+    large, small = (open_clip_folder(tmp_path / str(size), size=size) for size in (42, 28))
+    shutil.copy(large / "open_clip_pytorch_model.bin", small)
+    open_clip.create_model_from_pretrained(f"local-dir:{small}")  # silently
+    refused("clip", "positional_embedding", "(10, 32)", "(5, 32)", "architecture", model=str(small))
+
+
+def test_an_architecture_with_the_other_activation_is_refused(tmp_path):
+    file = tmp_path / "dfn5b.bin"
+    torch.save({"visual.conv1.weight": torch.zeros(1)}, file)
+    refused("clip", "activation", "ViT-H-14-378-quickgelu", model=str(file), architecture="ViT-H-14-378")
+    refused("clip", "ViT-H-15", "ViT-H-14", model=str(file), architecture="ViT-H-15")
+
+
+def test_a_config_beside_the_weights_must_be_the_named_architecture(tmp_path):
+    folder = open_clip_folder(tmp_path / "x")
+    refused("clip", "another model", "ViT-B-32", model=str(folder), architecture="ViT-B-32")
+
+
+def test_a_bare_file_takes_the_named_architecture_and_its_published_preprocessing(tmp_path, monkeypatch):
+    """The same weights beside their config and alone, under a registered name: the same scores."""
+    folder = open_clip_folder(tmp_path / "whole")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "tiny-quickgelu.json").write_text(json.dumps(config()))
+    open_clip.add_model_config(tmp_path / "configs")
+    alone = tmp_path / "weights.bin"
+    shutil.copy(folder / "open_clip_pytorch_model.bin", alone)
+    published = open_clip.get_pretrained_cfg("ViT-H-14-378-quickgelu", "dfn5b")
+    monkeypatch.setattr(open_clip, "list_pretrained_tags_by_model", lambda name: ["dfn5b"])
+    monkeypatch.setattr(open_clip, "get_pretrained_cfg", lambda name, tag: published)
+    whole = build("clip", {"clip": {"model": str(folder)}})["clip"]
+    single = build("clip", {"clip": {"model": str(alone), "architecture": "tiny-quickgelu"}})["clip"]
+    assert values(single, pictures()) == values(whole, pictures())
+
+
+def test_broken_files_are_errors_that_say_what_to_do(tmp_path):
+    folder = open_clip_folder(tmp_path / "cut")
+    file = folder / "open_clip_pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:2000])
+    refused("clip", "cannot load", str(folder), "download it again", model=str(folder))
+    file.unlink()
+    refused("clip", "open_clip_pytorch_model.bin", "download", model=str(folder))
+    clip = clip_folder(tmp_path / "clip")
+    (clip / "model.safetensors").write_bytes((clip / "model.safetensors").read_bytes()[:5000])
+    refused("clipscore", "cannot load", str(clip), model=str(clip))
+    refused("clipscore", "no/such", "hub id", model="no/such")
+    refused("clip", "no/such", "hub id", model="no/such")
+    refused("clip", "no folder", model=str(tmp_path / "nowhere"))
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path):
+    clip = clip_folder(tmp_path / "clip")
+    weights = load_file(clip / "model.safetensors")
+    del weights["visual_projection.weight"]
+    save_file(weights, clip / "model.safetensors", {"format": "pt"})
+    refused("clipscore", "visual_projection.weight", model=str(clip))
+    folder = hps_folder(tmp_path / "hps")
+    file = folder / "HPS_v2.1_compressed.pt"
+    content = torch.load(file, weights_only=True)
+    del content["state_dict"]["ln_final.weight"]
+    torch.save(content, file)
+    refused("hpsv2", "ln_final.weight", model=str(folder))
+
+
+def test_a_head_of_another_shape_is_refused(tmp_path, made):
+    head = aesthetic_head(tmp_path / "head.pth")
+    weights = torch.load(head, weights_only=True)
+    weights["layers.0.weight"] = weights["layers.0.weight"][:, :512]
+    torch.save(weights, head)
+    model = made["aesthetic"]["model"]
+    refused("aesthetic", "(1024, 512)", "(1024, 768)", model=model, head=str(head))
+    narrow = str(clip_folder(tmp_path / "narrow"))
+    refused("aesthetic", "768", "24", model=narrow, head=made["aesthetic"]["head"])
+
+
+class Trap:
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return (Path.touch, (self.file,))
+
+
+def test_pickled_code_in_a_checkpoint_does_not_run(tmp_path, made):
+    folder, touched = hps_folder(tmp_path / "hps"), tmp_path / "touched"
+    torch.save({"state_dict": Trap(touched)}, folder / "HPS_v2.1_compressed.pt")
+    refused("hpsv2", "cannot load", model=str(folder))
+    torch.save(Trap(touched), tmp_path / "head.pth")
+    refused("aesthetic", "cannot load", model=made["aesthetic"]["model"], head=str(tmp_path / "head.pth"))
+    assert not touched.exists()
+
+
+def test_a_missing_library_says_what_to_install(monkeypatch, made):
+    monkeypatch.setitem(sys.modules, "open_clip", None)
+    refused("clip", "prefgrpo[rewards]", "reward serve", "url", model=made["clip"]["model"], batch_size=7)
+
+
+@pytest.mark.parametrize(
+    "options", [{"device": "gpu"}, {"dtype": "float8"}, {"batch_size": 0}, {"frames": 0}, {"scale": "logits"}]
+)
+def test_bad_options_name_what_they_may_be(options, made):
+    refused("pickscore", str(next(iter(options.values()))), **made["pickscore"] | options)
+
+
+def test_loading_leaves_logging_as_it_was(tmp_path, capfd):
+    """open_clip logs on the root logger, and its first message would install a handler there."""
+    before = list(logging.getLogger().handlers), list(logging.getLogger().filters)
+    build("clip", {"clip": {"model": str(open_clip_folder(tmp_path / "quiet"))}})
+    assert (list(logging.getLogger().handlers), list(logging.getLogger().filters)) == before
+    assert "random" not in capfd.readouterr().err
