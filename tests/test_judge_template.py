@@ -13,8 +13,12 @@ from hypothesis import strategies as st
 
 from prefgrpo.judge import answers
 from prefgrpo.judge.body import RequestKind
-from prefgrpo.judge.template import load_template, shipped
+from prefgrpo.judge.template import PAIR_ANSWERS, SOURCE, load_template, shipped
 from prefgrpo.judge.verdict import JudgeError, soft_verdict
+
+TEXTS = ("prompt", "criterion", "rows", "columns")
+MEDIA = ("source", "media_1", "media_2")
+KINDS = (*PAIR_ANSWERS, "scores", "json", "text")
 
 NASTY = ["{media_1}", 'a "quoted" {prompt} {0} {', "🙂 \\u0041 \n\t\x00", "%s %(x)s", "x" * 1_000_000]
 
@@ -22,13 +26,15 @@ NASTY = ["{media_1}", 'a "quoted" {prompt} {0} {', "🙂 \\u0041 \n\t\x00", "%s 
 @pytest.mark.parametrize("name", shipped())
 @pytest.mark.parametrize("prompt", NASTY, ids=range(len(NASTY)))
 def test_the_prompt_arrives_untouched_in_valid_json(name, prompt):
-    template = load_template(name)
+    template = load_template(name, (), TEXTS + MEDIA, KINDS)
     kind = RequestKind("m", template, 0, (16, 17), True)
-    body = json.loads(kind.body(prompt, (b'{"medium":1}', b'{"medium":2}')))
+    texts = dict.fromkeys(TEXTS[1:], "")
+    body = json.loads(kind.body(prompt, (b'{"medium":1}', b'{"medium":2}'), (b'{"medium":0}',), texts))
     content = body["messages"][0]["content"]
-    assert [p["medium"] for p in content if "medium" in p] == [1, 2]
+    shown = [MEDIA.index(m[1:-1]) for m in template.pieces if m[1:-1] in MEDIA]
+    assert [p["medium"] for p in content if "medium" in p] == shown == sorted(shown)
     texts = [p["text"] for p in content if "text" in p]
-    assert sum(prompt in t for t in texts) == 1
+    assert sum(prompt in t for t in texts) == ("{prompt}" in template.pieces)
     joined = "".join(texts)
     rubric = joined.replace(prompt, "", 1) if prompt not in "".join(template.pieces) else ""
     assert "{media" not in rubric and "{prompt}" not in rubric
@@ -41,9 +47,12 @@ def test_the_prompt_arrives_untouched_in_valid_json(name, prompt):
 
 @pytest.mark.parametrize("name", shipped())
 def test_rubric_and_caption_come_before_the_media(name):
-    parts = load_template(name).parts("CAPTION")
-    assert isinstance(parts[0], str) and "CAPTION" in parts[0]
-    assert [p for p in parts if isinstance(p, int)] == [0, 1]
+    template = load_template(name, (), TEXTS + MEDIA, KINDS)
+    parts = template.parts("CAPTION", dict.fromkeys(TEXTS[1:], "VALUE"))
+    first = "".join(p for p in parts[: [isinstance(p, int) for p in parts].index(True)])
+    assert first and ("CAPTION" in first) == ("{prompt}" in template.pieces)
+    media = [p for p in parts if isinstance(p, int)]
+    assert media in ([0], [0, 1], [SOURCE, 0], [SOURCE, 0, 1])
 
 
 @pytest.mark.parametrize(

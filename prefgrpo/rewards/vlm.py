@@ -41,9 +41,9 @@ class VlmReward(PointwiseReward):
         self.client, named = open_client(judge, self.template)
         self.question = self.load(template or named)
 
-    def load(self, name: str, needs: tuple[str, ...] | None = None, kinds: tuple[str, ...] | None = None) -> Template:
+    def load(self, name: str, needs: tuple[str, ...] | None = None) -> Template:
         """A template that this reward can fill in, ready to be asked with."""
-        question = load_template(name, needs or self.needs, self.may, kinds or self.kinds)
+        question = load_template(name, needs or self.needs, self.may, self.kinds)
         self.client.prepare(question)
         return question
 

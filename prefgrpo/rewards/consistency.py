@@ -1,0 +1,127 @@
+"""One-token Yes/No questions: P = P(Yes) / (P(Yes) + P(No)), all spellings of a word counted together.
+
+    consistency_score        mean of P over all pairs of a grid's cells, then over criteria, then over dimensions
+    consistency_for_editing  sqrt(P(consistent with the source) · P(instruction carried out))
+    grid_layout              P(the image is the grid that the prompt asks for)
+
+Source: PaCo-RL (arXiv 2512.04784). Invariant: without a pair, or with a question that got no answer for any pair,
+the score is missing, never 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+from prefgrpo.media import Media
+from prefgrpo.rewards.base import Sample, Score
+from prefgrpo.rewards.grid import grid_of, split, sub_prompts
+from prefgrpo.rewards.vlm import VlmReward, both, missing
+
+_NO_GRID = "the prompt asks for no grid (such as '2x2'), nor does meta 'grid'"
+
+
+class ConsistencyScore(VlmReward):
+    """Do the cells of a generated grid belong together, 0 … 1. `meta["criteria"]`: {dimension: {name: text}}.
+
+    The criteria count if the template shows {criterion} (template: consistency_criterion); they are asked at once.
+    """
+
+    template = "consistency"
+    needs = ("media_1", "media_2")
+    may = ("prompt", "criterion")
+
+    async def judge_sample(self, sample: Sample) -> Score:
+        """Every pair of cells under every criterion; parts: one mean per dimension."""
+        try:
+            grid = grid_of(sample.prompt, sample.meta)
+            cells = split(sample.media, *grid) if grid else []
+            wanted = criteria(sample.meta) if "{criterion}" in self.question.pieces else {"": [""]}
+        except ValueError as error:
+            return Score(None, str(error))
+        if not cells:
+            return Score(None, _NO_GRID)
+        texts = list(dict.fromkeys(text for group in wanted.values() for text in group))
+        found = dict(zip(texts, await asyncio.gather(*(self._pairs(sample, cells, t) for t in texts)), strict=True))
+        if absent := next((score for score in found.values() if score.value is None), None):
+            return absent
+        parts = {name: _mean([found[text].value for text in group]) for name, group in wanted.items()}
+        return Score(_mean(list(parts.values())), parts={name: value for name, value in parts.items() if name})
+
+    async def _pairs(self, sample: Sample, cells: Sequence[Media], criterion: str) -> Score:
+        """Mean over the pairs that got an answer."""
+        theme = sub_prompts(sample.prompt)[0]
+        questions = [
+            self.ask(self.question, sample, pair, prompt=theme, criterion=criterion) for pair in combinations(cells, 2)
+        ]
+        answers = await asyncio.gather(*questions)
+        values = [a.value for a in answers if a.value is not None]
+        return Score(_mean(values)) if values else Score(None, answers[0].reason)
+
+
+class ConsistencyForEditing(VlmReward):
+    """Is the rest as it was, and is the instruction carried out, 0 … 1."""
+
+    template = "edit_consistency"
+    needs = ("source", "media_1")
+    may = ("prompt",)
+    needs_source = True
+
+    def __init__(self, judge: Any, template: str = "", following_template: str = "edit_done") -> None:
+        """As VlmReward.
+
+        Args:
+            judge: An open judge or client, an HttpJudgeConfig, or a mapping of its fields.
+            template: Template that asks whether the rest is consistent with the source.
+            following_template: Template that asks whether the instruction was carried out.
+        """
+        super().__init__(judge, template)
+        self.following = self.load(following_template, ("prompt", "source", "media_1"))
+
+    async def judge_sample(self, sample: Sample) -> Score:
+        """Both questions at once."""
+        same, done = await both(self.ask(self.question, sample), self.ask(self.following, sample))
+        if same.value is None or done.value is None:
+            return missing(same, done) or Score(None, "the judge gave no probability")
+        parts = {"consistency": same.value, "following": done.value}
+        return Score(math.sqrt(same.value * done.value), parts=parts)
+
+
+class GridLayout(VlmReward):
+    """Is the image the grid that the prompt (or meta "grid") asks for, 0 … 1."""
+
+    template = "grid_layout"
+    needs = ("rows", "columns", "media_1")
+    may = ("prompt",)
+
+    async def judge_sample(self, sample: Sample) -> Score:
+        """One question."""
+        try:
+            grid = grid_of(sample.prompt, sample.meta)
+        except ValueError as error:
+            return Score(None, str(error))
+        if grid is None:
+            return Score(None, _NO_GRID)
+        answer = await self.ask(self.question, sample, rows=str(grid[0]), columns=str(grid[1]))
+        return missing(answer) or Score(answer.value)
+
+
+def criteria(meta: Mapping[str, Any]) -> dict[str, list[str]]:
+    """{dimension: texts} of `meta["criteria"]`: {dimension: {name: text} | [text] | text}. ValueError otherwise."""
+    given = meta.get("criteria")
+    found: dict[str, list[str]] = {}
+    for name, value in given.items() if isinstance(given, Mapping) else ():
+        texts = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
+        if texts and all(isinstance(t, str) and t.strip() for t in texts):
+            found[str(name)] = texts
+    if not isinstance(given, Mapping) or not found or len(found) < len(given):
+        raise ValueError(f"meta 'criteria' must be {{dimension: {{name: text}}}}, got {str(given)[:80]}")
+    return found
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    found = [v for v in values if v is not None]
+    return sum(found) / len(found)

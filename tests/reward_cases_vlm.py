@@ -1,0 +1,123 @@
+"""A judge that answers every shipped question from the brightness of the pictures, and the rewards that ask one.
+
+`speak` recognises a question by the form of answer that it asks for and writes exactly that form, so a template whose
+words state another form than its parser reads is found out.
+"""
+
+import atexit
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from judge_server import JudgeServer
+from reward_case import Case
+
+from prefgrpo.media import Media
+from prefgrpo.rewards.base import Sample
+
+
+def flat(level: float, size: int = 32) -> Media:
+    """A picture of one grey."""
+    return Media(np.full((size, size, 3), level, np.uint8))
+
+
+def clip(level: float, frames: int = 33) -> Media:
+    """A clip that gets a little brighter from frame to frame."""
+    return Media(np.stack([np.full((32, 32, 3), level + k, np.uint8) for k in range(frames)]))
+
+
+def grid(*levels: float, cols: int = 2, size: int = 16) -> Media:
+    """Flat cells, row by row, edge to edge."""
+    cells = np.repeat(np.array(levels, np.uint8)[:, None, None, None], size, 1).repeat(size, 2).repeat(3, 3)
+    rows = [np.concatenate(list(cells[k : k + cols]), 1) for k in range(0, len(levels), cols)]
+    return Media(np.ascontiguousarray(np.concatenate(rows)))
+
+
+def split_yes_no(p: float) -> dict[str, float]:
+    """P(Yes) = p over several spellings and beside other words."""
+    p = min(max(p, 0.001), 0.999)
+    yes, no = 0.9 * p, 0.9 * (1 - p)
+    return {"Yes": 0.6 * yes, " yes": 0.3 * yes, "YES": 0.1 * yes, "No": 0.7 * no, " no": 0.3 * no, "Well": 0.1}
+
+
+def speak(b: list[float], text: str) -> str | dict[str, float]:
+    """The answer to any shipped template; `b`: brightness of each picture in [0, 1]."""
+    half = len(b) // 2
+    kind = "Video" if "Video 1" in text else "Image"
+    first = float(np.mean(b[:half] or [0])) > float(np.mean(b[half:]))
+    winner = f"{kind} {1 if first else 2}"
+    other = f"{kind} {2 if first else 1}"
+    if "Alignment Score (1-5)" in text:
+        lines = {"Alignment": 1 + 4 * b[0], "Coherence": 1 + 2 * b[0], "**Style": 5 - 4 * b[0]}
+        return "\n".join(f"{name} Score (1-5): {value:.2f}" for name, value in lines.items()) + "**"
+    if "Final Score:" in text:
+        return f"It shows {b[0]:.2f} of it.\nFinal Score: {1 + 4 * b[0]:.2f}"
+    if "<Score>" in text:
+        return f"<Score>{1 + round(4 * b[0])}</Score>"
+    if "[success, restraint]" in text:
+        return f'{{"reasoning": "ok", "score": [{25 * b[-1]:.3f}, {25 * b[0]:.3f}]}}'
+    if "[naturalness, artefacts]" in text:
+        return f'```json\n{{"reasoning": "ok", "score": [{25 * b[0]:.3f}, {25 - 25 * b[0]:.3f},],}}\n```'
+    if "cat_winner" in text:
+        names = re.findall(r'"(\w+)" \(', text)
+        verdicts = [winner, other, "tie"]
+        listed = ", ".join(f'{{"name": "{n}", "cat_winner": "{v}"}}' for n, v in zip(names, verdicts, strict=True))
+        return f'{{"categories": [{listed}, {{"name": "Mood", "cat_winner": "{winner}"}}], "winner": "{winner}"}}'
+    if "</answer>" in text:
+        return f"<think>{kind} 1 is {b[0]:.2f}, {other} is better lit.</think>\n<answer>{winner} is better</answer>"
+    if "Edited image 1 is better" in text:
+        near = abs(b[-2] - b[0]) < abs(b[-1] - b[0])
+        return f"Weighing both, {'first' if near else 'second'}.\nEdited image {1 if near else 2} is better."
+    if "Yes or No" in text:
+        if "Theme:" in text:
+            scale = 0.5 if "Criterion: strict" in text else 1.0
+            return split_yes_no(scale * (1 - abs(b[0] - b[1])))
+        return split_yes_no(1 - abs(b[0] - b[-1]) if "everything else consistent" in text else b[-1])
+    if "Read the text" in text:
+        return f'"LEVEL {round(255 * b[0])}"'
+    raise AssertionError(f"no answer for {text[:200]}")
+
+
+def judge(server: JudgeServer, **changes: Any) -> dict[str, Any]:
+    """A judge mapping as a recipe gives it."""
+    return {"backend": "http", "endpoints": [server.url], "image_format": "png", "timeout_s": 10.0} | changes
+
+
+def _served(_: Path) -> dict[str, Any]:
+    server = JudgeServer()
+    server.answer = speak
+    atexit.register(server.__exit__)
+    return {"judge": judge(server.__enter__())}
+
+
+def pictures(prompt: str = "a 2x2 grid of cats", **meta: Any) -> list[Sample]:
+    """Four samples of different brightness, each a grid of four cells."""
+    levels = [(40, 60, 90, 130), (200, 180, 90, 80), (10, 20, 30, 40), (250, 240, 10, 100)]
+    return [Sample(prompt, grid(*four), (flat(128),), meta) for four in levels]
+
+
+def words() -> list[Sample]:
+    """Samples whose prompt quotes the text to be shown."""
+    return [Sample('a sign that says "level 40"', flat(level)) for level in (40, 41, 200)]
+
+
+CASES = {
+    name: Case(_served, pictures)
+    for name in (
+        "unifiedreward_alignment",
+        "unifiedreward_style",
+        "unifiedreward_coherence",
+        "unifiedreward_sglang",
+        "qwenvl",
+        "unifiedreward_edit_pointwise_image_quality",
+        "unifiedreward_edit_pointwise_instruction_following",
+        "edit_score",
+        "consistency_score",
+        "consistency_for_editing",
+        "grid_layout",
+    )
+} | {
+    name: Case(_served, pictures, group=True)
+    for name in ("unifiedreward_think", "unifiedreward_flex", "unifiedreward_edit_pairwise")
+}

@@ -1,0 +1,333 @@
+"""Rewards that ask a vision-language model, against a real HTTP server that sees the pictures.
+
+Why these cases: each formula by hand or by a loop written here; what the answer does not state is missing, never 0 or
+a mean; the same question about the same picture travels once; nothing waits for what could be asked at once.
+"""
+
+import itertools
+import math
+import re
+import time
+
+import numpy as np
+import pytest
+from judge_server import JudgeServer, free_port, images, text_of
+from reward_cases_vlm import clip, flat, grid, judge, pictures, speak
+
+from prefgrpo.judge.http import HttpJudge, HttpJudgeConfig
+from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.rewards import build
+from prefgrpo.rewards.base import RewardError, Sample
+from prefgrpo.rewards.scorer import Scorer
+
+B = [40 / 255, 130 / 255, 250 / 255]
+
+
+@pytest.fixture
+def server():
+    with JudgeServer() as running:
+        running.answer = speak
+        yield running
+
+
+def samples(*levels, prompt="a cat", source=(), **meta):
+    return [Sample(prompt, flat(level), source, meta) for level in levels]
+
+
+def make(server, spec, **options):
+    names = spec if isinstance(spec, list) else [spec]
+    return build(names, {n: {"judge": judge(server), **options} for n in names})
+
+
+def one(server, name, **options):
+    return make(server, name, **options)[name]
+
+
+def values(scores):
+    return [s.value for s in scores]
+
+
+def say(answer):
+    return lambda bright, text: answer
+
+
+def test_three_axes_of_unifiedreward_cost_one_request_per_image(server):
+    axes = ["unifiedreward_alignment", "unifiedreward_style", "unifiedreward_coherence"]
+    server.delay_s = 0.05
+    group = samples(40, 130, 250)
+    with Scorer(make(server, axes), 3) as scorer:
+        scorer.begin(0, [0])
+        for member, sample in enumerate(group):
+            scorer.add(0, member, sample)
+        found = scorer.finish()
+    assert len(server.requests) == 3
+    want = {axes[0]: [1 + 4 * b for b in B], axes[1]: [5 - 4 * b for b in B], axes[2]: [1 + 2 * b for b in B]}
+    for name in axes:
+        assert found.values[name][0] == pytest.approx(want[name], abs=0.01)
+    parts = found.groups[axes[0]][0].scores[1].parts
+    assert parts == pytest.approx({"alignment": 3.04, "style": 2.96, "coherence": 2.02})
+
+
+def test_an_axis_that_is_not_stated_is_missing_and_the_others_are_not(server):
+    server.answer = lambda b, text: (
+        "Alignment Score (1-5): 3\nCoherence Score (1-5): 7" if b[0] < 0.3 else speak(b, text)
+    )
+    group = samples(40, 130)
+    axes = make(server, ["unifiedreward_alignment", "unifiedreward_style", "unifiedreward_coherence"])
+    found = {name: reward.score(group) for name, reward in axes.items()}
+    assert values(found["unifiedreward_alignment"]) == pytest.approx([3, 1 + 4 * B[1]], abs=0.01)
+    for axis in ("style", "coherence"):
+        first, second = found[f"unifiedreward_{axis}"]
+        assert first.value is None and f"no readable {axis}" in first.reason and second.value is not None
+
+
+@pytest.mark.parametrize(("name", "formula"), [
+    ("unifiedreward_sglang", lambda b: (1 + 4 * b) / 5), ("qwenvl", lambda b: (1 + round(4 * b)) / 5)
+])  # fmt: skip
+def test_one_number_of_five(server, name, formula):
+    reward = one(server, name)
+    assert values(reward.score(samples(40, 130, 250))) == pytest.approx([formula(b) for b in B], abs=0.003)
+    for nothing in ("I cannot say.", "Final Score: 1-5", "Final Score: 6", "<Score>N</Score>", ""):
+        server.answer = say(nothing)
+        score = reward.score(samples(40))[0]
+        assert score.value is None and score.reason, nothing
+
+
+def test_edits_one_by_one(server):
+    source = (flat(200),)
+    group = samples(40, 130, source=source, prompt="make it dark")
+    follow = one(server, "unifiedreward_edit_pointwise_instruction_following", weights={"success": 3})
+    s = 200 / 255
+    assert values(follow.score(group)) == pytest.approx([25 * (3 * b + s) / 4 for b in B[:2]], abs=0.01)
+    assert len(images(server.requests[0])) == 2 and "make it dark" in text_of(server.requests[0])
+    quality = one(server, "unifiedreward_edit_pointwise_image_quality", weights={"artifacts": 0})
+    scores = quality.score(group)
+    assert values(scores) == pytest.approx([25 * b for b in B[:2]], abs=0.01)
+    assert scores[0].parts == pytest.approx({"naturalness": 25 * B[0], "artifacts": 25 - 25 * B[0]}, abs=0.01)
+    for nothing in (
+        '{"score": [20]}',
+        '{"score": [-1, 3]}',
+        "20, 3",
+        '{"score": "20, 3"}',
+        '{"score": [1, 2], "score": [3, 4]}',
+    ):
+        server.answer = say(nothing)
+        assert values(quality.score(samples(90))) == [None], nothing
+    with pytest.raises(RewardError, match="naturalness"):
+        one(server, "unifiedreward_edit_pointwise_image_quality", weights={"beauty": 1})
+    with pytest.raises(RewardError, match="not all 0"):
+        one(server, "unifiedreward_edit_pointwise_image_quality", weights={"naturalness": 0, "artifacts": 0})
+
+
+def test_edit_score_is_the_geometric_mean_and_shares_its_questions(server):
+    names = [
+        "edit_score",
+        "unifiedreward_edit_pointwise_instruction_following",
+        "unifiedreward_edit_pointwise_image_quality",
+    ]
+    group = samples(40, 250, source=(flat(200),))
+    found = {name: values(reward.score(group)) for name, reward in make(server, names).items()}
+    following, quality = [(b + 200 / 255) / 2 for b in (B[0], B[2])], 0.5
+    assert found["edit_score"] == pytest.approx([math.sqrt(f * quality) for f in following], abs=1e-3)
+    assert len(server.requests) == 4, "two questions about two edits, whoever asks"
+    server.answer = lambda b, text: "no idea" if "naturalness" in text else speak(b, text)
+    assert values(make(server, ["edit_score"])["edit_score"].score(samples(77, source=(flat(200),)))) == [None]
+
+
+def test_an_edit_without_a_source_is_missing(server):
+    for name in ("edit_score", "consistency_for_editing", "unifiedreward_edit_pointwise_instruction_following"):
+        score = one(server, name).score(samples(40))[0]
+        assert score.value is None and "source image" in score.reason
+
+
+def pairs_mean(levels, scale=1.0):
+    found = [scale * (1 - abs(a - b) / 255) for a, b in itertools.combinations(levels, 2)]
+    return sum(min(max(p, 0.001), 0.999) for p in found) / len(found)
+
+
+def test_consistency_is_the_mean_over_pairs_of_cells(server):
+    levels = (40, 60, 90, 130)
+    criteria = {"Identity": {"a": "same cat"}, "Style": {"a": "same style", "b": "same light"}}
+    sample = Sample("A 2x2 grid of cats.", grid(*levels), (), {"criteria": criteria})
+    scores = one(server, "consistency_score").score(
+        [sample, Sample("one cat", flat(40)), Sample("a 64x64 grid", flat(40))]
+    )
+    assert scores[0].value == pytest.approx(pairs_mean(levels), abs=1e-6)
+    assert len(server.requests) == 6, "the question does not show the criterion, so it is asked once per pair"
+    assert all(len(images(r)) == 2 and r["max_tokens"] == 1 for r in server.requests)
+    assert [s.value for s in scores[1:]] == [None, None] and "no grid" in scores[1].reason
+
+
+def test_consistency_by_criteria_averages_dimensions_of_criteria_of_pairs(server):
+    levels = (40, 60, 90, 130, 200, 220)
+    criteria = {"Identity": {"a": "strict"}, "Style": {"a": "loose", "b": "strict"}}
+    sample = Sample("A 3x2 grid.", grid(*levels), (), {"criteria": criteria})
+    reward = one(server, "consistency_score", template="consistency_criterion")
+    loose, strict = pairs_mean(levels), pairs_mean(levels, 0.5)
+    score = reward.score([sample])[0]
+    assert score.parts == pytest.approx({"Identity": strict, "Style": (loose + strict) / 2}, abs=1e-6)
+    assert score.value == pytest.approx((strict + (loose + strict) / 2) / 2, abs=1e-6)
+    assert len(server.requests) == 2 * 15, "one question per pair and text, also where two dimensions share a text"
+    for meta in ({}, {"criteria": "x"}, {"criteria": {}}, {"criteria": {"Style": 3}}, {"grid": "axb"}):
+        score = reward.score([Sample("A 3x2 grid.", grid(*levels), (), meta)])[0]
+        assert score.value is None and ("criteria" in score.reason or "grid" in score.reason)
+
+
+def test_a_pair_that_fails_counts_for_nothing(server):
+    levels = (40, 60, 90, 130)
+    dark = lambda b: {"Hm": 1.0} if max(b) > 0.5 else split(b)  # noqa: E731
+    split = lambda b: speak(b, "Yes or No Theme:")  # noqa: E731
+    server.answer = lambda b, text: dark(b)
+    reward = one(server, "consistency_score")
+    score = reward.score([Sample("2x2 grid", grid(*levels))])[0]
+    assert score.value == pytest.approx(pairs_mean(levels[:3]), abs=1e-6)
+    server.answer = say({"Hm": 1.0})
+    score = reward.score([Sample("2x2 grid", grid(*levels))])[0]
+    assert score.value is None and "neither label" in score.reason
+
+
+def test_consistency_for_editing_asks_both_at_once(server):
+    server.delay_s = 0.2
+    group = samples(40, 250, source=(flat(200), flat(10)), prompt="brighter")
+    asks = {"judge": judge(server, media_ids="off")}  # with ids, who needs a picture waits for the one that carries it
+    scores = build("consistency_for_editing", {"consistency_for_editing": asks})["consistency_for_editing"].score(group)
+    assert server.peak == 4
+    for score, b in zip(scores, (B[0], B[2]), strict=True):
+        same = 1 - abs(200 / 255 - b)
+        assert score.value == pytest.approx(math.sqrt(same * b), abs=1e-4)
+        assert score.parts == pytest.approx({"consistency": same, "following": b}, abs=1e-4)
+    assert all(len(images(r)) == 3 for r in server.requests), "both source images and the edit"
+
+
+def test_grid_layout_is_the_probability_of_yes(server):
+    reward = one(server, "grid_layout")
+    group = [*samples(40, prompt="a 2x3 grid"), *samples(40, prompt="cat"), *samples(250, prompt="cat", grid=[3, 1])]
+    found = reward.score(group)
+    assert found[0].value == pytest.approx(B[0], abs=1e-4) and found[2].value == pytest.approx(B[2], abs=1e-4)
+    assert found[1].value is None and len(server.requests) == 2
+    asked = sorted(re.findall(r"(\d) rows and (\d) columns", "".join(map(text_of, server.requests))))
+    assert asked == [("2", "3"), ("3", "1")]
+
+
+def win_rates(levels, first_wins):
+    found = []
+    for i, a in enumerate(levels):
+        won = [first_wins(a, b) for j, b in enumerate(levels) if i != j]
+        found.append(sum(won) / len(won))
+    return found
+
+
+@pytest.mark.parametrize("media", [flat, clip], ids=["image", "video"])
+@pytest.mark.parametrize("name", ["unifiedreward_think", "unifiedreward_flex"])
+def test_judges_of_pairs_see_images_and_eight_even_frames(server, name, media):
+    levels = (40, 130, 200, 90)
+    group = [Sample("a cat", media(level)) for level in levels]
+    found = one(server, name).score_group(group, 0)
+    rate = win_rates(levels, lambda a, b: float(a > b))
+    if name.endswith("flex"):
+        overall, parts = rate, found.scores[0].parts
+        want = []
+        for r in overall:  # the first category agrees with the verdict, the second contradicts it, the third ties
+            categories = (1.0 * r + 0.7 * (1 - r) + 0.7 * 0.5) / (1.0 + 0.7 + 0.7)
+            want.append((0.3 * r + 0.7 * categories) / (0.3 + 0.7))
+        rate = want
+        assert "category/mood" not in parts and parts["overall"] == overall[0]
+        assert parts["category/alignment"] == overall[0] and len([p for p in parts if p.startswith("category/")]) == 3
+    assert values(found.scores) == pytest.approx(rate)
+    pair = [r for r in server.requests if "a cat" in text_of(r)]
+    assert len(pair) == 12 and {len(images(r)) for r in pair} == {2 if media is flat else 16}
+    assert all(("Video 1" in text_of(r)) == (media is clip) for r in pair)
+
+
+def test_flex_weights(server):
+    levels = (40, 130, 200)
+    group = [Sample("a cat", flat(level)) for level in levels]
+    rate = win_rates(levels, lambda a, b: float(a > b))
+    only = one(server, "unifiedreward_flex", overall_weight=0, category_weights=[0, 1, 0]).score_group(group, 0)
+    assert values(only.scores) == pytest.approx([1 - r for r in rate])
+    none = one(server, "unifiedreward_flex", category_weight=0).score_group(group, 0)
+    assert values(none.scores) == pytest.approx(rate)
+    for wrong in ({"overall_weight": 0, "category_weight": 0}, {"category_weights": [-1]}):
+        with pytest.raises(RewardError, match="overall_weight"):
+            one(server, "unifiedreward_flex", **wrong)
+
+
+def test_flex_categories_by_name_whatever_their_numbering(server):
+    said = iter(["A. Look", "look", "1) LOOK ", "Category B: look", "c. look", "Look"])
+    server.answer = lambda b, text: (
+        f'{{"winner": "tie", "categories": [{{"name": "{next(said)}", "cat_winner": "Image {1 if b[0] > b[1] else 2}"}}'
+        ', {"name": "x", "cat_winner": 7}]}'
+    )
+    reward = build("unifiedreward_flex", {"unifiedreward_flex": {"judge": HttpJudge(HttpJudgeConfig(
+        endpoints=(server.url,), template="flex", image_format="png"))}})["unifiedreward_flex"]  # fmt: skip
+    found = reward.score_group([Sample("a cat", flat(level)) for level in (40, 130, 200)], 0)
+    assert [s.parts for s in found.scores] == [
+        {"overall": 0.5, "category/look": r, "categories": r} for r in (0.0, 0.5, 1.0)
+    ]
+
+
+def test_edit_pairwise_shows_the_source(server):
+    levels, source = (40, 130, 250), 150
+    group = [Sample("less red", flat(level), (flat(source),)) for level in levels]
+    found = one(server, "unifiedreward_edit_pairwise", plan="round_robin").score_group(group, 0)
+    want = win_rates(levels, lambda a, b: float(abs(a - source) < abs(b - source)))
+    assert values(found.scores) == pytest.approx(want)
+    pair = [r for r in server.requests if "less red" in text_of(r)]
+    assert len(pair) == 3 and {len(images(r)) for r in pair} == {3}
+    assert all(round(255 * server.media[images(r)[0]["uuid"]]) == source for r in pair)
+
+
+def test_a_users_template_with_a_source(server, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("user: 'Mine: {prompt} {source} {media_1} {media_2}'\nlabels: ['1', '2']\n")
+    server.answer = lambda b, text: {"1": 0.8, "2": 0.2} if b[1] > b[2] else {"1": 0.3, "2": 0.7}
+    reward = build(
+        "vlm_pairwise", {"vlm_pairwise": {"judge": judge(server, template=str(path)), "plan": "round_robin"}}
+    )
+    group = [Sample("less red", flat(level), (flat(150),)) for level in (40, 250)]
+    found = reward["vlm_pairwise"].score_group(group, 0)
+    shown_first = found.comparisons[0].first
+    assert found.scores[shown_first].value == pytest.approx(0.3 if shown_first == 0 else 0.8)
+
+
+def test_every_reward_streams(server):
+    spec = ["unifiedreward_alignment", "unifiedreward_think", "consistency_score", "edit_score"]
+    server.delay_s = 0.05
+    with Scorer(make(server, spec), 2) as scorer:
+        server.requests.clear()
+        scorer.begin(0, [7])
+        for member, sample in enumerate(pictures()[:2]):
+            scorer.add(7, member, sample)
+        want, deadline = 2 + 2 + 2 * 6 + 2 * 2, time.monotonic() + 10
+        while len(server.requests) < want and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(server.requests) == want, "everything is asked before finish is called"
+        found = scorer.finish()
+    assert all(np.isfinite(v).all() for v in found.values.values()), found.reasons
+
+
+def test_a_judge_that_is_not_there_is_an_error_in_seconds():
+    for name in ("unifiedreward_style", "unifiedreward_think", "consistency_score"):
+        start = time.monotonic()
+        with pytest.raises(JudgeError, match="not reachable"):
+            build(name, {name: {"judge": {"endpoints": [f"http://127.0.0.1:{free_port()}"]}}})
+        assert time.monotonic() - start < 5
+
+
+def test_what_does_not_fit_is_refused(server, tmp_path):
+    with pytest.raises(JudgeError, match="judge over http"):
+        build("qwenvl", {"qwenvl": {"judge": {"backend": "local", "model": "x"}}})
+    with pytest.raises(JudgeError, match="unknown option"):
+        build("qwenvl", {"qwenvl": {"judge": judge(server, modl="x")}})
+    with pytest.raises(JudgeError, match=r"nothing fills in \{source\}"):
+        one(server, "qwenvl", template="edit_done")
+    (tmp_path / "text.yaml").write_text("user: '{prompt}{media_1}'\nanswer: text")
+    with pytest.raises(JudgeError, match="expected answer to be one of scores"):
+        one(server, "qwenvl", template=str(tmp_path / "text.yaml"))
+    with pytest.raises(JudgeError, match="did you mean 'qwenvl'"):
+        one(server, "qwenvl", template="qwenvi")
+    path = tmp_path / "t.yaml"
+    path.write_text("user: '{prompt}{media_1}'\nanswer: scores\nscores: {Beauty: [0, 1]}\npattern: '{name}: {value}'")
+    with pytest.raises(RewardError, match="must ask for the score 'alignment'"):
+        one(server, "unifiedreward_alignment", template=str(path))
+    assert one(server, "unifiedreward_sglang", template=str(path)).question.name == str(path)
