@@ -7,9 +7,11 @@ reward imports without the reward's libraries; its constructor loads them, or ra
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
@@ -24,6 +26,17 @@ if TYPE_CHECKING:
 
 class RewardError(RuntimeError):
     """A reward that cannot be used; the message says what was expected, what came, what to do."""
+
+
+def library(name: str, install: str) -> ModuleType:
+    """Import a reward's library; RewardError says what to install."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise RewardError(
+            f"this reward needs the package {name} ({error}): pip install {install}; or run the reward where it is "
+            "installed with `prefgrpo reward serve NAME` and give reward.options.NAME.url"
+        ) from error
 
 
 @dataclass(frozen=True, eq=False)

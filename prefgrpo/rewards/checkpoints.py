@@ -5,29 +5,17 @@ Invariant: nothing that goes wrong while a model is loaded is anything but a Rew
 
 from __future__ import annotations
 
-import importlib
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
 from prefgrpo.rewards.base import RewardError
+from prefgrpo.rewards.base import library as library
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def library(name: str, install: str) -> ModuleType:
-    """Import a reward's library; RewardError says what to install."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise RewardError(
-            f"this reward needs the package {name} ({error}): pip install {install}; or run the reward where it is "
-            "installed with `prefgrpo reward serve NAME` and give reward.options.NAME.url"
-        ) from error
 
 
 @contextmanager

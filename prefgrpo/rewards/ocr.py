@@ -1,0 +1,131 @@
+"""`ocr` and `video_ocr`: is the text that the prompt quotes written in the picture?
+
+    value = 1 − min(d, n) / n    d: Levenshtein distance of what is read to the target, n: length of the target
+
+Spaces and case do not count. An image that contains the target whole has 1; a clip is read at every 4th frame, and
+has the mean over the frames whose value is above 0. Source: Flow-GRPO (arXiv 2505.05470). Invariant: a picture that
+could not be read, or a prompt that quotes nothing, is missing; a picture without text has 0.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefgrpo.media import Media
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, library
+
+COLUMN = "text"
+"""Column with the text to be written, where the prompt does not quote it."""
+INSTALL = "'prefgrpo[rewards]' (rapidocr-onnxruntime needs Python below 3.13)"
+EVERY = 4
+"""Which frames of a clip are read."""
+_QUOTED = re.compile('["“”]([^"“”]*)["“”]')
+Read = Callable[[NDArray[np.uint8]], str]
+"""uint8 RGB [H, W, 3] -> the text in it, line after line."""
+
+
+def target(sample: Sample) -> str:
+    """Text that the picture should show, without spaces, in lower case; '' if the prompt names none."""
+    quoted = _QUOTED.search(sample.prompt)
+    given = sample.meta.get(COLUMN) or (quoted[1] if quoted else "")
+    return plain(str(given))
+
+
+def plain(text: str) -> str:
+    """Without spaces, in lower case."""
+    return "".join(text.split()).lower()
+
+
+class Ocr(PointwiseReward):
+    """How much of the quoted text can be read in the image, 0 to 1."""
+
+    probe: ClassVar[dict[str, Any]] = {"prompt": 'a sign that says "A"'}
+
+    def __init__(self, engine: str = "rapidocr", lang: str = "en", workers: int = 4) -> None:
+        """Raises RewardError if the engine is not installed.
+
+        Args:
+            engine: rapidocr (brings its models along) or paddleocr (downloads them).
+            lang: Language of paddleocr; rapidocr reads English and Chinese.
+            workers: Pictures that are read at the same time, one thread each.
+        """
+        if engine not in ENGINES or workers < 1:
+            told = f"engine must be one of {', '.join(ENGINES)} and workers at least 1"
+            raise RewardError(f"{told}; got '{engine}' and {workers}")
+        self._distance: Callable[[str, str], int] = library("rapidfuzz.distance", INSTALL).Levenshtein.distance
+        self._local, self._make = threading.local(), lambda: ENGINES[engine](lang)
+        self._local.read = self._make()
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="ocr")
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """One score per sample; missing where the prompt quotes nothing or reading failed."""
+        return list(self._threads.map(self._one, samples))
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown()
+
+    def _one(self, sample: Sample) -> Score:
+        wanted = target(sample)
+        if not wanted:
+            return Score(None, f"the prompt has no text in double quotes, and no column '{COLUMN}' names one")
+        try:
+            return self._value(sample.media, wanted)
+        except Exception as error:  # noqa: BLE001  (the engines raise whatever cv2 and onnxruntime raise)
+            return Score(None, f"reading the picture failed ({type(error).__name__}: {error})")
+
+    def _value(self, media: Media, wanted: str) -> Score:
+        found = self._text(media)
+        return Score(1.0 if wanted in found else self._closeness(wanted, found))
+
+    def _text(self, image: Media) -> str:
+        """What this thread's engine reads."""
+        if not hasattr(self._local, "read"):
+            self._local.read = self._make()
+        return plain(self._local.read(image.pixels))
+
+    def _closeness(self, wanted: str, found: str) -> float:
+        return 1.0 - min(self._distance(wanted, found), len(wanted)) / len(wanted)
+
+
+class VideoOcr(Ocr):
+    """How much of the quoted text can be read in the frames that show any of it, 0 to 1."""
+
+    takes = ("video",)
+
+    def _value(self, media: Media, wanted: str) -> Score:
+        values = [self._closeness(wanted, self._text(frame)) for frame in media.frames()[::EVERY]]
+        shown = [v for v in values if v > 0]
+        return Score(sum(shown) / len(shown) if shown else 0.0, parts={"frames_shown": len(shown) / len(values)})
+
+
+def _rapidocr(_: str) -> Read:
+    engine = library("rapidocr_onnxruntime", INSTALL).RapidOCR(intra_op_num_threads=1, inter_op_num_threads=1)
+
+    def read(pixels: NDArray[np.uint8]) -> str:
+        lines, _ = engine(np.ascontiguousarray(pixels[..., ::-1]))  # it takes BGR, as cv2 reads files
+        return " ".join(text for _, text, _ in lines or [])
+
+    return read
+
+
+def _paddleocr(lang: str) -> Read:
+    plain_page = {"use_doc_orientation_classify": False, "use_doc_unwarping": False, "use_textline_orientation": False}
+    engine = library("paddleocr", "paddleocr paddlepaddle").PaddleOCR(lang=lang, **plain_page)
+
+    def read(pixels: NDArray[np.uint8]) -> str:
+        pages = engine.predict(np.ascontiguousarray(pixels[..., ::-1]))
+        return " ".join(text for page in pages for text in page["rec_texts"])
+
+    return read
+
+
+ENGINES: dict[str, Callable[[str], Read]] = {"rapidocr": _rapidocr, "paddleocr": _paddleocr}
+"""Name -> (language) -> a reader for one thread."""
