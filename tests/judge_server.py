@@ -79,7 +79,7 @@ class JudgeServer:
         app.router.add_get("/health", self._health)
         app.router.add_post("/v1/chat/completions", self._chat)
         self.add_routes(app)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
         await site.start()
@@ -144,7 +144,7 @@ class JudgeServer:
     async def _misbehave(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         good = completion(0.0)
         match self.fault:
-            case "hang":
+            case "hang" | "hang chat":
                 await asyncio.sleep(3600)
             case "429":
                 return _error(429, "slow down", {"Retry-After": "1"})

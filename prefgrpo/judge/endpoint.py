@@ -56,6 +56,7 @@ class Endpoint:
         if self.models is None:
             if self._describing is None or self._describing.done():
                 self._describing = asyncio.create_task(self._describe(session, timeout_s))
+                self._describing.add_done_callback(lambda t: t.cancelled() or t.exception())  # who asked may be gone
             await asyncio.shield(self._describing)
 
     async def _describe(self, session: aiohttp.ClientSession, timeout_s: float) -> None:

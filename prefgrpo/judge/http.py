@@ -26,6 +26,7 @@ from prefgrpo.judge.endpoint import Endpoint, describe_error
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.send import SendConfig, Sender, SendError
 from prefgrpo.judge.template import Template, all_label_ids, load_template, shipped
+from prefgrpo.judge.traffic import TRAFFIC
 from prefgrpo.judge.verdict import Answer, Pair, PairJudge, Verdict, two_label_softmax
 from prefgrpo.media import Media
 
@@ -161,6 +162,7 @@ class Client:
     ) -> Answer:
         """The kept answer to a question; else send it, read what comes, and keep that."""
         start, texts = time.monotonic(), dict(values)
+        TRAFFIC["questions"] += 1
         prompt = texts.pop("prompt", "")
 
         def body(model: str, vllm: bool, carried: Collection[str] | None) -> bytes:
@@ -176,19 +178,21 @@ class Client:
             rule = (template.answer, template.labels, template.variants, self.config.min_label_mass)
             key = hashlib.sha256(body(model, True, ()) + repr(rule).encode()).hexdigest()[:32]
             if kept := self._cache.get(key):
+                TRAFFIC["cache_hits"] += 1
                 return replace(kept, latency_s=time.monotonic() - start)
         try:
             reply = await self.sender.send(_PATH, write, [e.uuid for e in (*media, *source)])
         except SendError as error:
             return Answer(None, str(error), time.monotonic() - start, retries=error.retries)
-        found = Answer(None, "", time.monotonic() - start, retries=reply.retries, hedges=reply.hedges)
+        found = Answer(None, "", time.monotonic() - start, retries=reply.retries)
         try:
             found = read(template, first_choice(reply.url, reply.payload), found, self.config.min_label_mass)
         except answers.Unreadable as error:
             found = replace(found, reason=str(error))
         if self._cache is not None and key:
             self._cache.put(key, found)
-        return replace(found, unread=bool(found.reason))
+        TRAFFIC["unread"] += bool(found.reason)
+        return found
 
 
 _Key = tuple[Template, tuple[tuple[str, str], ...], tuple[str, ...], tuple[str, ...]]
@@ -251,7 +255,7 @@ class HttpJudge(PairJudge):
     ) -> Verdict:
         a = await self.client.answer(template, {"prompt": prompt}, pair, source)
         reason = a.reason or ("" if a.value is not None else f"template '{template.name}' asks for no verdict")
-        return Verdict(a.value, reason, a.latency_s, a.raw, a.retries, a.parts, a.hedges, a.cached, a.unread)
+        return Verdict(a.value, reason, a.latency_s, a.raw, a.retries, a.parts, a.cached)
 
 
 _clients: WeakValueDictionary[tuple[int, HttpJudgeConfig], Client] = WeakValueDictionary()

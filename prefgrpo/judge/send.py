@@ -12,7 +12,6 @@ import json
 import os
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
@@ -21,6 +20,7 @@ import aiohttp
 
 from prefgrpo.judge.endpoint import TRANSPORT_ERRORS, Endpoint, NoEndpoint, Pool, describe_error
 from prefgrpo.judge.loop import loop_thread
+from prefgrpo.judge.traffic import TRAFFIC
 from prefgrpo.judge.verdict import JudgeError
 
 _MISS = ("Cache miss for", "Failed to apply")
@@ -98,8 +98,6 @@ class Reply:
     """The body."""
     retries: int
     """Requests beyond the first that it took."""
-    hedges: int = 0
-    """Second requests that were sent beside a slow one."""
 
 
 class Sender:
@@ -128,12 +126,12 @@ class Sender:
 
         media: ids of the media in the body, in any order; `write` is told which of them must carry data.
         """
-        retries, hedges = 0, Counter[str]()
+        retries = 0
         while True:
             pause = min(self.config.backoff_s * 2**retries, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
             try:
-                url, payload = await self._attempt(path, write, media, hedges)
-                return Reply(url, payload, retries, hedges["sent"])
+                url, payload = await self._attempt(path, write, media)
+                return Reply(url, payload, retries)
             except (_Refused, NoEndpoint) as error:
                 raise SendError(str(error), retries) from error
             except _Retry as error:
@@ -155,26 +153,24 @@ class Sender:
                 return endpoint.models[0]
         return ""
 
-    async def _attempt(self, path: str, write: Write, media: Sequence[str], hedges: Counter[str]) -> tuple[str, bytes]:
+    async def _attempt(self, path: str, write: Write, media: Sequence[str]) -> tuple[str, bytes]:
         """One request to the best endpoint: (its address, the payload of a 200)."""
         endpoint = await self.pool.acquire()
         try:
             if not self.config.hedge_s:
                 return await self._exchange(endpoint, path, write, media)
-            return await self._hedged(endpoint, path, write, media, hedges)
+            return await self._hedged(endpoint, path, write, media)
         finally:
             await self.pool.release(endpoint)
 
-    async def _hedged(
-        self, endpoint: Endpoint, path: str, write: Write, media: Sequence[str], hedges: Counter[str]
-    ) -> tuple[str, bytes]:
+    async def _hedged(self, endpoint: Endpoint, path: str, write: Write, media: Sequence[str]) -> tuple[str, bytes]:
         """A request, and a second one beside it if it is slow; the first payload counts, the other is given up."""
         tasks = [asyncio.ensure_future(self._exchange(endpoint, path, write, media))]
         other = None
         try:
             await asyncio.wait(tasks, timeout=self.config.hedge_s)
             if not tasks[0].done() and (other := self.pool.spare(endpoint)):
-                hedges["sent"] += 1
+                TRAFFIC["hedges"] += 1
                 ids = () if other is endpoint else media  # there the slow one carries the media that ids would name
                 tasks.append(asyncio.ensure_future(self._exchange(other, path, write, ids)))
             return await _first_good(tasks)

@@ -44,12 +44,8 @@ class Answer:
     """Requests beyond the first that this question took."""
     parts: dict[str, float] = field(default_factory=dict)
     """Named scores, or P(first) per category; a name that could not be read is not in it."""
-    hedges: int = 0
-    """Requests that were sent to a second server because the first was slow."""
     cached: bool = False
     """It was found in the cache: nobody was asked."""
-    unread: bool = False
-    """An answer came, and nothing could be read from it."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +64,8 @@ class Verdict:
     """Requests beyond the first that this pair took."""
     parts: dict[str, float] = field(default_factory=dict)
     """P(first) per category, where the answer has categories."""
-    hedges: int = 0
-    """Requests that were sent to a second server because the first was slow."""
     cached: bool = False
     """It was found in the cache: nobody was asked."""
-    unread: bool = False
-    """An answer came, and nothing could be read from it."""
 
 
 def two_label_softmax(first: float, second: float, min_mass: float) -> tuple[float | None, str]:

@@ -12,6 +12,7 @@ from typing import IO
 from prefgrpo.rewards.base import Comparison
 
 _RAW_CHARACTERS = 500
+_PROMPT_CHARACTERS = 2000
 
 
 class JudgementLog:
@@ -25,12 +26,13 @@ class JudgementLog:
         """One line per comparison of a group: who, P(first) or why it is missing, latency, retries, the answer."""
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", encoding="utf-8")
+            self._file = self._path.open("a", encoding="utf-8", errors="backslashreplace")
         for c in comparisons:
             v = c.verdict
             line = {"step": step, "reward": reward, "group": group, "first": c.first, "second": c.second}
             line |= {"p_first": v.first, "reason": v.reason, "latency_s": round(v.latency_s, 6), "retries": v.retries}
-            line |= {"parts": v.parts, "raw": v.raw[:_RAW_CHARACTERS], "prompt": prompt}
+            line |= {"cached": True} if v.cached else {}
+            line |= {"parts": v.parts, "raw": v.raw[:_RAW_CHARACTERS], "prompt": prompt[:_PROMPT_CHARACTERS]}
             self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
         self._file.flush()
 

@@ -20,6 +20,8 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
+from prefgrpo.judge import traffic
+from prefgrpo.judge.traffic import TRAFFIC
 from prefgrpo.rewards.base import (
     Comparison,
     GroupScores,
@@ -71,6 +73,7 @@ class Scorer:
         self._samples: dict[int, dict[int, Sample]] = {}
         self._sessions: dict[str, dict[int, GroupSession]] = {}
         self._answers: dict[str, dict[tuple[int, int], Future[Score]]] = {}
+        self._before = TRAFFIC.copy()
         self._step = -1
         self._flights: dict[str, Flight] = {}
 
@@ -80,7 +83,7 @@ class Scorer:
         if len(set(groups)) != len(groups):
             raise ValueError(f"group ids of a step must be different, got {list(groups)}")
         self._step, self._flights = step, {name: Flight() for name in self.rewards}
-        self._samples = {g: {} for g in groups}
+        self._samples, self._before = {g: {} for g in groups}, TRAFFIC.copy()
         for name, reward in self.rewards.items():
             if reward.streams and isinstance(reward, GroupwiseReward):
                 flight = self._flights[name]
@@ -198,6 +201,7 @@ class Scorer:
             comparisons = [g.comparisons for name in judged for g in groups[name] if g.comparisons]
             metrics |= judge_metrics(comparisons, [self._flights[name] for name in judged], wait_s)
             reasons.update(c.verdict.reason for g in comparisons for c in g if c.verdict.first is None)
+        metrics |= traffic.metrics(self._before)
         if self._log:
             for name, found in groups.items():
                 for group, scores in zip(self._samples, found, strict=True):

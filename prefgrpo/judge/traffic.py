@@ -1,0 +1,23 @@
+"""What the judge clients of this process have done so far; the difference of two moments is what a step did.
+
+Counts: questions (all that were put), cache_hits (answered from the cache), hedges (second requests beside a slow
+one), unread (an answer came, and nothing could be read from it). Invariant: counts only grow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+TRAFFIC: Counter[str] = Counter()
+
+
+def metrics(since: Counter[str]) -> dict[str, float]:
+    """judge/… figures of the questions since a copy of TRAFFIC was taken; none if there was no question."""
+    done = TRAFFIC - since
+    if not done["questions"]:
+        return {}
+    return {
+        "judge/cache_hits": float(done["cache_hits"]),
+        "judge/hedges": float(done["hedges"]),
+        "judge/parse_failure_rate": done["unread"] / done["questions"],
+    }
