@@ -95,14 +95,14 @@ def test_another_question_is_never_answered_from_the_cache(tmp_path):
 def test_what_failed_is_asked_again(tmp_path):
     cache = str(tmp_path / "verdicts")
     with JudgeServer("garbage", count=1) as server:
-        assert asked(server, cache=cache)[1].first is None
-        count, verdict = asked(server, cache=cache)
+        assert asked(server, cache=cache, model=MODEL)[1].first is None
+        count, verdict = asked(server, cache=cache, model=MODEL)
         assert count == 1 and verdict.first < 0.1
         server.fault, server.count = "400", -1
-        assert asked(server, cache=cache, prompt="q")[1].first is None
+        assert asked(server, cache=cache, model=MODEL, prompt="q")[1].first is None
         server.fault = ""
-        assert asked(server, cache=cache, prompt="q")[0] == 1
-    assert asked(server, cache=cache)[1].first == verdict.first, "an answer that is kept needs no server"
+        assert asked(server, cache=cache, model=MODEL, prompt="q")[0] == 1
+    assert asked(server, cache=cache, model=MODEL)[1].first == verdict.first, "an answer that is kept needs no server"
 
 
 def test_the_check_at_the_start_asks_the_judge_and_not_the_cache(tmp_path):
