@@ -77,11 +77,16 @@ def collect(config: Config, parts: Session, step: int) -> tuple[list[Batch], dic
     slots, first = slot_prompts(config, parts.prompts, step), step * config.rollout.prompts_per_step
     mine, schedules = world.slots(r.prompts_per_step), dict[Sizes, Schedule]()
     parts.scorer.begin(step, [first + p for p in mine])
-    for update, places in plan(config, [sizes for _, sizes in slots], mine):
+    planned = plan(config, [sizes for _, sizes in slots], mine)
+    with parts.adapter.parked.hold():
+        texts = [
+            conditions(parts.embeddings, [slots[p][0] for p, _ in places], slots[places[0][0]][1], world.device)
+            for _, places in planned
+        ]
+    for (update, places), condition in zip(planned, texts, strict=True):
         prompts, sizes = [slots[p][0] for p, _ in places], slots[places[0][0]][1]
         groups = torch.tensor([first + p for p, _ in places], dtype=torch.int64, device=world.device)
         members = torch.tensor([g for _, g in places], dtype=torch.int64, device=world.device)
-        condition = conditions(parts.embeddings, prompts, sizes, world.device)
         if sizes not in schedules:
             schedules[sizes] = parts.schedules.step(sizes, step)
         done = rollout(

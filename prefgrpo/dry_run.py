@@ -16,7 +16,7 @@ from prefgrpo.config import Config, to_dict
 from prefgrpo.data import read_prompts, step_prompts
 from prefgrpo.embed import Embeddings
 from prefgrpo.judging import specs
-from prefgrpo.loading import missing
+from prefgrpo.loading import missing, uses
 from prefgrpo.plan import GIB, known_bytes
 from prefgrpo.render import conditions, decode
 from prefgrpo.replay import replay
@@ -33,7 +33,7 @@ def dry_run(config: Config) -> int:
         check_world(config, world)
         print(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
         r, prompts = config.rollout, read_prompts(config.data.prompts)
-        absent = missing(config, prompts)
+        absent = missing(config, uses(config, prompts))
         adapter = trainable_adapter(config, world.device, bool(absent))
         schedules = open_schedules(config, adapter, world, prompts)
         for name, value in known_bytes(config, adapter, world.size).items():

@@ -1,30 +1,28 @@
 """Prompt embeddings: each unique prompt is encoded once, kept in memory and, if a folder is given, on disk.
 
 In editing, source images are encoded once too, whatever is asked of them; where the text encoder sees them
-(`Adapter.text_sees_sources`), a text is one per source. A file's name is the hash of (family, encoders, dtype, max
-length, what is in it), so a folder serves any run and never goes stale. Invariant: a condition depends on its prompt
-and sources alone; cache on = cache off, bit for bit.
+(`Adapter.text_sees_sources`), a text is one per source. A condition's name on disk is the hash of (family, encoders,
+dtype, max length, what it is of), so a folder serves any run and never goes stale. Invariant: a condition depends on
+its prompt and sources alone; cache on = cache off, bit for bit.
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 from PIL import Image
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.guidance import attach
+from prefgrpo.shards import Shards
 
-logger = logging.getLogger(__name__)
+PER_SHARD, SHARD_BYTES = 64, 256 * 2**20
+"""A shard is written when it has so many conditions, or so many bytes."""
 Sources = tuple[Image.Image, ...]
 """The source images of an edit, in order."""
 
@@ -39,13 +37,12 @@ class Embeddings:
         self._adapter, self._max_length, self._keep = adapter, max_length, keep
         self._memory: OrderedDict[bytes, Condition] = OrderedDict()
         self._salt = salt(type(adapter), adapter.source, adapter.dtype, max_length, adapter.source_area)
-        self._folder = None if folder is None else Path(folder)
+        self._shards = None if folder is None else Shards(Path(folder))
+        self._pending: dict[str, Condition] = {}
         self.encoded = 0
         """How many texts went through the text encoders so far."""
-        if self._folder is not None:
-            if not adapter.source:
-                raise ValueError("an embedding folder needs a model loaded from disk: its fingerprint is the key")
-            self._folder.mkdir(parents=True, exist_ok=True)
+        if self._shards is not None and not adapter.source:
+            raise ValueError("an embedding folder needs a model loaded from disk: its fingerprint is the key")
 
     def __call__(self, prompts: Sequence[str], sources: Sequence[Sources] | None = None) -> list[Condition]:
         """One unbatched CPU condition per prompt (and source images), in order; equal ones share their tensors.
@@ -55,6 +52,7 @@ class Embeddings:
         asked = [(prompt, tuple(own)) for prompt, own in zip(prompts, sources or [()] * len(prompts), strict=True)]
         keys = [(prompt, _digest(own)) for prompt, own in asked]
         found = {key: self._guided(*one) for key, one in dict(zip(keys, asked)).items()}
+        self.flush()
         return [found[key] for key in keys]
 
     def _guided(self, prompt: str, sources: Sources) -> Condition:
@@ -71,39 +69,54 @@ class Embeddings:
 
         def encode() -> Condition:
             self.encoded += 1
-            return self._adapter.encode(prompt, self._max_length, sources)
+            with self._adapter.parked.present("text_encoder"):
+                return self._adapter.encode(prompt, self._max_length, sources)
 
         return self._kept(text_key(type(self._adapter), prompt, sources), encode)
 
     def latents(self, sources: Sources) -> Condition:
         """What the source images of an edit add to its condition."""
-        return self._kept(source_key(sources), lambda: self._adapter.encode_sources(sources))
+
+        def encode() -> Condition:
+            with self._adapter.parked.present("vae", "text_encoder"):
+                return self._adapter.encode_sources(sources)
+
+        return self._kept(source_key(sources), encode)
 
     def _kept(self, key: bytes, encode: Callable[[], Condition]) -> Condition:
         """From memory, else from disk, else encoded now."""
-        file = None if self._folder is None else cache_file(self._folder, self._salt, key)
-        condition = self._memory.pop(key, None) or self._read(file)
+        name = self._name(key)
+        condition = self._memory.pop(key, None) or self._pending.get(name) or self._read(name)
         if condition is None:
             condition = encode()
-            _write(file, condition)
+            if self._shards is not None:
+                self._pending[name] = condition
+                if len(self._pending) >= PER_SHARD or sum(map(_bytes, self._pending.values())) >= SHARD_BYTES:
+                    self.flush()
         self._memory[key] = condition
         if len(self._memory) > self._keep:
             self._memory.popitem(last=False)
         return condition
 
-    def file(self, prompt: str, sources: Sources = ()) -> Path | None:
-        """Where the embedding of a prompt is kept on disk; None without a folder."""
-        key = text_key(type(self._adapter), prompt, sources)
-        return None if self._folder is None else cache_file(self._folder, self._salt, key)
+    def _read(self, name: str) -> Condition | None:
+        if self._shards is None:
+            return None
+        if name not in self._shards:
+            self._shards.scan()  # another process may have written it
+        return self._shards.read(name)
 
-    def _read(self, file: Path | None) -> Condition | None:
-        if file is None or not file.is_file():
-            return None
-        try:
-            return {key: value.clone() for key, value in load_file(file).items()}
-        except SafetensorError as error:
-            logger.warning("embedding cache: %s is damaged (%s); encoding its prompt again", file, error)
-            return None
+    def flush(self) -> None:
+        """Write what was encoded since, as one shard."""
+        if self._shards is not None:
+            self._shards.write(self._pending)
+            self._pending = {}
+
+    def _name(self, key: bytes) -> str:
+        return cache_key(self._salt, key)
+
+    def key(self, prompt: str, sources: Sources = ()) -> str:
+        """The name under which the embedding of a prompt is kept on disk."""
+        return self._name(text_key(type(self._adapter), prompt, sources))
 
 
 def salt(family: type[Adapter], source: str, dtype: torch.dtype, max_length: int, area: int | None = None) -> bytes:
@@ -112,10 +125,9 @@ def salt(family: type[Adapter], source: str, dtype: torch.dtype, max_length: int
     return hashlib.sha256(f"{family.__name__}:{source}:{dtype}:{max_length}:{area}".encode()).digest()
 
 
-def cache_file(folder: Path, common: bytes, key: bytes) -> Path:
-    """Where what `text_key` or `source_key` names is kept."""
-    name = hashlib.sha256(common + key).hexdigest()
-    return folder / name[:2] / f"{name}.safetensors"
+def cache_key(common: bytes, key: bytes) -> str:
+    """Under which name what `text_key` or `source_key` names is kept."""
+    return hashlib.sha256(common + key).hexdigest()
 
 
 def texts(family: type[Adapter], guidance: float, prompts: Iterable[str]) -> list[str]:
@@ -141,14 +153,8 @@ def _digest(sources: Sources) -> bytes:
     return b"".join(hashlib.sha256(repr(one.size).encode() + one.tobytes()).digest() for one in pixels)
 
 
-def _write(file: Path | None, condition: Condition) -> None:
-    """Write a condition so that a reader sees all of it or nothing."""
-    if file is None:
-        return
-    file.parent.mkdir(exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}.partial")
-    save_file(condition, part)
-    os.replace(part, file)
+def _bytes(condition: Condition) -> int:
+    return sum(tensor.nbytes for tensor in condition.values())
 
 
 def collate(conditions: Sequence[Condition], device: torch.device | str = "cpu") -> Condition:

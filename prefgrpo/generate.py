@@ -20,15 +20,16 @@ from tqdm import tqdm
 
 from prefgrpo import parallel
 from prefgrpo.config import Config, ConfigError
+from prefgrpo.config import Rollout as Sizes
 from prefgrpo.data import DataError, Prompt, read_prompts
 from prefgrpo.embed import Embeddings
 from prefgrpo.files import Naming, file_name
 from prefgrpo.judging import makes_clips
-from prefgrpo.loading import missing, open_adapter
+from prefgrpo.loading import missing, names, open_adapter
 from prefgrpo.models.folder import ModelError
 from prefgrpo.parallel import World
 from prefgrpo.render import Images, render, to_uint8
-from prefgrpo.schedule import make_schedule
+from prefgrpo.sampling import Schedules, all_sizes, applied, evaluation, of_prompt
 
 FIRST_ID = 2**61
 """Sample ids of generated noise start here, far from those of training and evaluation."""
@@ -56,7 +57,12 @@ def generate(
     held = read_prompts(prompts or config.eval.prompts or config.data.prompts, unique=False)
     world = parallel.start(config.device)
     try:
-        adapter = open_adapter(config, world.device, encoders=bool(missing(config, held)))
+        shown = evaluation(config)
+        used = [(prompt, of_prompt(prompt, shown, config.data.own_sizes)) for prompt in held]
+        adapter = open_adapter(config, world.device, encoders=bool(missing(config, used)))
+        with names("eval, or a prompt's own size"), applied(adapter, shown):
+            for sizes in all_sizes(held, shown, config.data.own_sizes):
+                adapter.latent_shape(sizes.height, sizes.width)
         if lora is not None:
             try:
                 adapter.load_lora(str(lora / "lora" if (lora / "lora").is_dir() else lora))
@@ -87,15 +93,19 @@ def _jobs(held: list[Prompt], samples: int, out: Path, naming: Naming, ending: s
 
 def _make(config: Config, adapter: Any, jobs: list[Job], world: World, fps: int) -> None:
     """Render and write this rank's files, a batch at a time."""
-    r = config.rollout
+    r, own, m = evaluation(config), config.data.own_sizes, config.memory
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
-    schedule = make_schedule(adapter.sigmas(r.steps, r.height, r.width), "ode", 0.0).to(world.device)
+    schedules = Schedules(config, adapter, world.device)
+    by_size: dict[Sizes, list[Job]] = {}
+    for job in jobs:
+        by_size.setdefault(of_prompt(job.prompt, r, own), []).append(job)
+    batches = [(s, js[k : k + r.batch_size]) for s, js in by_size.items() for k in range(0, len(js), r.batch_size)]
     with tqdm(total=len(jobs), unit="file", dynamic_ncols=True, disable=None if world.main else True) as bar:
-        for start in range(0, len(jobs), r.batch_size):
-            batch = jobs[start : start + r.batch_size]
+        for sizes, batch in batches:
             places = [FIRST_ID + job.prompt.id * PER_PROMPT + job.sample for job in batch]
             ids = torch.tensor(places, dtype=torch.int64, device=world.device)
-            media = render(adapter, schedule, embeddings, [job.prompt for job in batch], ids, r, config.seed)
+            prompts, schedule = [job.prompt for job in batch], schedules.ode(sizes)
+            media = render(adapter, schedule, embeddings, prompts, ids, sizes, config.seed, m.decode_batch)
             for job, pixels in zip(batch, to_uint8(media), strict=True):
                 write(job.file, pixels, fps)
             bar.update(len(batch))

@@ -9,20 +9,23 @@ import logging
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from PIL import Image
 
 from prefgrpo.config import Config, ConfigError
+from prefgrpo.config import Rollout as Sizes
 from prefgrpo.data import Prompt
-from prefgrpo.embed import cache_file, salt, source_key, text_key, texts
+from prefgrpo.embed import cache_key, salt, source_key, text_key, texts
 from prefgrpo.models import family, folder
 from prefgrpo.models import load as load_model
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError
 from prefgrpo.render import sources
+from prefgrpo.sampling import evaluation, of_prompt
+from prefgrpo.shards import Shards
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -97,6 +100,10 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True) ->
     return adapter
 
 
+Use = tuple[Prompt, Sizes]
+"""A prompt and how a run makes samples of it."""
+
+
 @dataclass(frozen=True)
 class Part:
     """What is encoded at once."""
@@ -104,44 +111,51 @@ class Part:
     text: str | None
     """None: the source images alone."""
     source: tuple[str, ...] = ()
+    height: int = 0
+    width: int = 0
+    """Size of the output, to which the sources are fitted; 0 without sources."""
 
-    def images(self, config: Config) -> tuple[Image.Image, ...]:
+    def images(self, sizes: Sizes) -> tuple[Image.Image, ...]:
         """The source images at the output's size."""
-        (images,) = sources([Prompt(0, self.text or "", source=self.source)], config.rollout)
-        return images
+        prompt = Prompt(0, self.text or "", source=self.source)
+        return sources([prompt], replace(sizes, height=self.height, width=self.width))[0]
 
 
-def to_encode(config: Config, prompts: Iterable[Prompt]) -> list[Part]:
+def uses(config: Config, prompts: Iterable[Prompt], held: Iterable[Prompt] = ()) -> list[Use]:
+    """All that training (`prompts`) and evaluation (`held`) make samples of."""
+    shown = evaluation(config)
+    trained = [(prompt, of_prompt(prompt, config.rollout, config.data.own_sizes)) for prompt in prompts]
+    return trained + [(prompt, shown) for prompt in held]
+
+
+def to_encode(config: Config, used: Iterable[Use]) -> list[Part]:
     """Everything that a run encodes, each once: prompts, with guidance the negative prompt, and source images.
 
     Where the text encoder sees the source images, a prompt and the negative prompt are one per source.
     """
     with names("family"):
         cls = family(config.family)
-    by_source: dict[tuple[str, ...], list[str]] = {}
-    for prompt in prompts:
-        by_source.setdefault(prompt.source, []).append(prompt.text)
-    found = []
-    for source, own in by_source.items():
-        seen = source if cls.text_sees_sources else ()
-        found += [Part(text, seen) for text in texts(cls, config.rollout.guidance, own)]
-        found += [Part(None, source)] if source else []
-    return list(dict.fromkeys(found))
+    found: dict[Part, None] = {}
+    for prompt, sizes in used:
+        place = (prompt.source, sizes.height, sizes.width) if prompt.source else ()
+        seen = place if cls.text_sees_sources else ()
+        found |= {Part(text, *seen): None for text in texts(cls, sizes.guidance, [prompt.text])}
+        found |= {Part(None, *place): None} if place else {}
+    return list(found)
 
 
-def missing(config: Config, prompts: list[Prompt]) -> list[Part]:
+def missing(config: Config, used: Iterable[Use]) -> list[Part]:
     """Those of `to_encode` that are not in data.cache. Raises ConfigError or ModelError."""
-    needed = to_encode(config, prompts)
+    needed = to_encode(config, used)
     if not config.data.cache:
         return needed
     cls = family(config.family)
     fingerprint = folder.encoder_fingerprint(folder.resolve(config.model, cls.pipeline))
     common = salt(cls, fingerprint, DTYPES[config.dtype], config.data.max_length, config.rollout.source_area)
-    place = Path(config.data.cache)
-    out = []
+    place, out = Shards(Path(config.data.cache)), []
     for part in needed:
-        images = part.images(config)
+        images = part.images(config.rollout)
         key = source_key(images) if part.text is None else text_key(cls, part.text, images)
-        if not cache_file(place, common, key).is_file():
+        if cache_key(common, key) not in place:
             out.append(part)
     return out

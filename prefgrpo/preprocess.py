@@ -1,11 +1,13 @@
-"""`prefgrpo preprocess RECIPE`: encode every prompt of a recipe once, into data.cache.
+"""`prefgrpo preprocess RECIPE`: encode every prompt and source image of a recipe once, into data.cache.
 
-Works under torchrun: text number i of those not yet there belongs to rank i mod world size, so each is encoded once
+Works under torchrun: part number i of those not yet there belongs to rank i mod world size, so each is encoded once
 for any world size, and a killed run is continued by the same command. Invariant: afterwards, training and evaluation
 load no text encoder.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -13,33 +15,44 @@ from prefgrpo import parallel
 from prefgrpo.config import Config, ConfigError
 from prefgrpo.data import Prompt, read_prompts
 from prefgrpo.embed import Embeddings
-from prefgrpo.loading import missing, open_adapter
+from prefgrpo.loading import Part, missing, open_adapter, uses
+from prefgrpo.parallel import World
+from prefgrpo.shards import Shards
 
 
-def all_prompts(config: Config) -> list[Prompt]:
-    """Prompts of training and evaluation. Raises DataError with the numbers of bad lines."""
-    files = [config.data.prompts, config.eval.prompts, config.eval.final_prompts]
-    return [prompt for file in dict.fromkeys(f for f in files if f) for prompt in read_prompts(file)]
+def all_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
+    """Prompts of training and of evaluation. Raises DataError with the numbers of bad lines."""
+    files = [f for f in (config.eval.prompts, config.eval.final_prompts) if f]
+    return read_prompts(config.data.prompts), [p for file in dict.fromkeys(files) for p in read_prompts(file)]
 
 
 def preprocess(config: Config) -> int:
     """Fill data.cache; returns the exit code. Raises ConfigError, DataError or ModelError."""
     if not config.data.cache:
         raise ConfigError(["data.cache: expected the folder to fill, got nothing"])
-    prompts = all_prompts(config)
+    prompts, held = all_prompts(config)
     world = parallel.start(config.device)
     try:
-        todo = missing(config, prompts)
+        todo = missing(config, uses(config, prompts, held))
         world.barrier()  # every rank has looked before any rank writes
-        mine = [todo[i] for i in range(world.rank, len(todo), world.size)]
-        if mine:
-            embeddings = Embeddings(open_adapter(config, world.device), config.data.max_length, config.data.cache, 1)
-            for part in tqdm(mine, unit="prompt", dynamic_ncols=True, disable=None if world.main else True):
-                images = part.images(config)
-                embeddings.latents(images) if part.text is None else embeddings.text(part.text, images)
+        if mine := todo[world.rank :: world.size]:
+            _encode(config, mine, world)
         world.barrier()
         if world.main:
-            print(f"{len(todo)} texts encoded now; all of {len(prompts)} prompts are in {config.data.cache}")
+            Shards(Path(config.data.cache)).save_index()
+            told = f"all of {len(prompts) + len(held)} prompts are in {config.data.cache}"
+            print(f"{len(todo)} texts and sources encoded now; {told}")
     finally:
         parallel.stop()
     return 0
+
+
+def _encode(config: Config, mine: list[Part], world: World) -> None:
+    """Encode this rank's parts; a shard is written when it is full, and at the end."""
+    adapter = open_adapter(config, world.device)
+    embeddings = Embeddings(adapter, config.data.max_length, config.data.cache, 1)
+    with adapter.parked.hold():
+        for part in tqdm(mine, unit="prompt", dynamic_ncols=True, disable=None if world.main else True):
+            images = part.images(config.rollout)
+            embeddings.latents(images) if part.text is None else embeddings.text(part.text, images)
+    embeddings.flush()

@@ -25,7 +25,7 @@ from prefgrpo.embed import Embeddings
 from prefgrpo.evaluate import Evaluator, held_out
 from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.judging import evaluation_scorers, open_judge, specs, training_scorer
-from prefgrpo.loading import missing, names, open_adapter
+from prefgrpo.loading import missing, names, open_adapter, uses
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel import World
 from prefgrpo.plan import known_bytes
@@ -136,8 +136,7 @@ def _open(config: Config, resume: bool, world: World) -> Session:
     lock = _check_folder(config, folder, resume, world)
     prompts = read_prompts(config.data.prompts)
     sets = {n: read_prompts(p) for n, p in (("dev", config.eval.prompts), ("test", config.eval.final_prompts)) if p}
-    used = [*prompts, *(p for held in sets.values() for p in held)]
-    absent = len(missing(config, used))
+    absent = len(missing(config, uses(config, prompts, (p for held in sets.values() for p in held))))
     adapter = trainable_adapter(config, world.device, encoders=bool(absent))
     policy = Policy(dict(adapter.trainable()), config.train)
     judge, judge_notes = open_judge(config, world)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from subprocess import PIPE
 
-import diffusers
 import pytest
 import torch
 from families import (
@@ -55,7 +54,7 @@ def test_noise_zero_is_the_stock_pipeline(case, shifting, steps, size):
     ours = {"static": {"use_dynamic_shifting": False, "shift": 3.0}}.get(shifting, {})
     theirs = {"use_dynamic_shifting": False, "shift": 5.0} if shifting == "override" else ours
     adapter = load(case, folder(case.family, **ours), shift=5.0 if shifting == "override" else None)
-    pipe = getattr(diffusers, adapter.pipeline).from_pretrained(folder(case.family, **theirs))
+    pipe = case.pipe(folder(case.family, **theirs))
     x0 = noise(adapter, size)
     want = stock_image(pipe, case, x0, size, steps)
     got = draw(adapter, case, x0, size, steps)
@@ -67,9 +66,11 @@ def test_noise_zero_is_the_stock_pipeline(case, shifting, steps, size):
 @pytest.mark.parametrize("case", [case for case in CASES if family(case.family).cfg], ids=str)
 def test_without_guidance_it_is_the_stock_pipeline_too(case):
     unguided = case.unguided()
-    adapter = load(unguided, folder(case.family), **({"guidance_2": case.off} if case.family == "wan22" else {}))
+    adapter = load(
+        unguided, folder(case.family), **({"guidance_2": case.off} if family(case.family).default_guidance_2 else {})
+    )
     assert not adapter.guided and not any(key.startswith("negative") for key in conditions(adapter, unguided))
-    pipe = getattr(diffusers, adapter.pipeline).from_pretrained(folder(case.family))
+    pipe = case.pipe(folder(case.family))
     x0 = noise(adapter, SIZES[1])
     got, want = draw(adapter, unguided, x0, SIZES[1], 3), stock_image(pipe, unguided, x0, SIZES[1], 3)
     assert (got - want).abs().max() <= 1e-5
@@ -84,7 +85,7 @@ def test_first_ratio_is_exactly_one(case, checkpointing):
     perturb(adapter)
     if checkpointing:
         adapter.checkpoint_gradients()
-    condition = conditions(adapter, case)
+    condition = conditions(adapter, case, size=SIZES[1])
     schedule = make_schedule(adapter.sigmas(4, *SIZES[1]), "flow", 0.7, (0, 1, 2))
     kwargs = {"height": SIZES[1][0], "width": SIZES[1][1]}
     done = rollout(adapter, schedule, condition, torch.tensor([5, 9]), seed=1, **kwargs)
@@ -184,12 +185,12 @@ def in_a_stock_process(process, case, adapter, x0, size, steps, tmp_path, model,
     images = []
     for number in range(len(PROMPTS) if case.edit else 0):
         images.append([str(tmp_path / f"source{number}_{k}.png") for k in range(case.sources)])
-        for name, source in zip(images[-1], case.images(number), strict=True):
+        for name, source in zip(images[-1], case.images(number, size), strict=True):
             source.save(name)
     call |= case.edit(*size) if case.edit else {}
     arguments = {
-        "pipeline": adapter.pipeline, "model": str(model), "lora": lora, "latents": str(tmp_path / "x.safetensors"),
-        "experts": len(adapter.denoisers), "prompts": PROMPTS,
+        "pipeline": case.stock or adapter.pipeline, "model": str(model), "lora": lora,
+        "latents": str(tmp_path / "x.safetensors"), "experts": len(adapter.denoisers), "prompts": PROMPTS,
         "images": images, "call": call, "out": str(tmp_path / "image.safetensors"),
     }  # fmt: skip
     process.stdin.write(json.dumps(arguments) + "\n")
@@ -247,7 +248,7 @@ def test_full_fine_tune_loads_in_stock_diffusers(case, tmp_path):
     adapter.save_full(str(tmp_path / "full"))
     again = load(case, tmp_path / "full")
     assert torch.equal(draw(again, case, x0, size, 3), after), "a reloaded policy is bitwise the same"
-    pipe = getattr(diffusers, adapter.pipeline).from_pretrained(tmp_path / "full")
+    pipe = case.pipe(tmp_path / "full")
     assert (stock_image(pipe, case, x0, size, 3) - after).abs().max() <= 1e-5
     assert (after - before).abs().max() > 1e-3
 
@@ -297,7 +298,7 @@ def test_cached_embeddings_are_the_encoded_ones(case, tmp_path):
     path = folder(case.family)
     adapter = load(case, path)
     first = Embeddings(adapter, case.max_length, tmp_path)
-    sources = [case.images(0), case.images(1)] if case.edit else None
+    sources = [case.images(0, SIZES[0]), case.images(1, SIZES[0])] if case.edit else None
     fresh = first([*PROMPTS, PROMPTS[0]], sources and [*sources, sources[0]])
     assert first.encoded >= len(PROMPTS)
     assert fresh[0] is fresh[2]
@@ -312,7 +313,7 @@ def test_cached_embeddings_are_the_encoded_ones(case, tmp_path):
     with pytest.raises(RuntimeError, match="encoders=True"):
         again(["a prompt that nobody encoded"])
     for other in (Embeddings(load(case, path, torch.bfloat16), case.max_length, tmp_path),):
-        assert other.file(PROMPTS[0]) != first.file(PROMPTS[0]), "another dtype is another embedding"
+        assert other.key(PROMPTS[0]) != first.key(PROMPTS[0]), "another dtype is another embedding"
 
 
 @every

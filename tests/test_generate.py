@@ -6,6 +6,8 @@ same whatever the number of ranks, with the names its scoring tools read.
 """
 
 import csv
+import json
+import time
 
 import numpy as np
 import pytest
@@ -14,8 +16,10 @@ from PIL import Image
 from safetensors.torch import load_file
 from tiny_run import PROMPTS, ranks, settings, start, train, tree, world
 
+from prefgrpo import embed
 from prefgrpo.data import Prompt
 from prefgrpo.generate import file_name
+from prefgrpo.shards import Shards
 from prefgrpo.tiny import pipelines
 
 
@@ -38,36 +42,97 @@ def command(*argv):
     return run.wait(), run.output
 
 
+def held(folder):
+    """{key.tensor: values} of every shard."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(file)
+        assert not found.keys() & tensors.keys(), "one write per unique prompt"
+        found |= tensors
+    return found
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all((a[key] == b[key]).all() for key in a)
+
+
 def test_preprocess_fills_the_cache_and_training_loads_no_encoder(place):
     cache = place / "cache"
     file = written(place, "cached", data={"cache": str(cache)}, train={"steps": 1})
     code, output = command("preprocess", file)
     assert code == 0, output
-    assert "10 texts encoded now; all of 10 prompts are in" in output
-    first = tree(cache)
-    assert len(first) == 10
-    next(cache.rglob("*.safetensors")).unlink()
-    assert "1 texts encoded now" in command("preprocess", file)[1]
-    assert tree(cache) == first, "the same bytes again"
+    assert "10 texts and sources encoded now; all of 10 prompts are in" in output
+    first = held(cache)
+    assert len({key.partition(".")[0] for key in first}) == 10
+    index = json.loads((cache / "index.json").read_text())
+    assert sorted(k for shard in index.values() for k in shard["keys"]) == sorted({k.partition(".")[0] for k in first})
+    (cache / "index.json").unlink()
+    assert "0 texts and sources encoded now" in command("preprocess", file)[1], "the index is for speed alone"
+    next(cache.glob("*.safetensors")).unlink()
+    assert "10 texts and sources encoded now" in command("preprocess", file)[1]
+    assert same(held(cache), first)
     code, output = train(file)
     assert code == 0 and "no text encoder was loaded" in output
     without = train(written(place, "uncached", train={"steps": 1}))
     assert without[0] == 0 and "embeddings in" not in without[1]
     lora = [load_file(place / "runs" / n / "lora" / "pytorch_lora_weights.safetensors") for n in ("cached", "uncached")]
-    assert all((lora[0][key] == lora[1][key]).all() for key in lora[0])
+    assert same(*lora)
+
+
+def slow_and_small():
+    """In the new process: shards of three, and time to be killed between them."""
+    embed.PER_SHARD = 3
+    write = Shards.write
+
+    def slowly(self, content):
+        write(self, content)
+        time.sleep(0.3)
+
+    Shards.write = slowly
+
+
+def test_a_killed_preprocess_goes_on(place):
+    cache = place / "killed"
+    file = written(place, "killed", data={"cache": str(cache)})
+    run = start(["preprocess", str(file)], file.with_suffix(".log"), slow_and_small)
+    run.until(lambda: len(list(cache.glob("*.safetensors"))) == 2)
+    run.kill()
+    (cache / ".x.partial").write_bytes(b"half a shard")
+    before = held(cache)
+    assert len({key.partition(".")[0] for key in before}) == 6
+    code, output = command("preprocess", file)
+    assert code == 0 and "4 texts and sources encoded now" in output
+    assert same({k: v for k, v in held(cache).items() if k in before}, before)
+
+
+def test_edit_sources_are_encoded_once_per_image(place):
+    pipelines.make("flux_kontext", place / "kontext")
+    for name in "ab":
+        noise = np.random.default_rng(ord(name)).integers(0, 256, (40, 24, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(place / f"{name}.png")
+    edits = [{"instruction": f"make it {c}", "source_image": f"{n}.png"} for c in ("red", "blue", "odd") for n in "ab"]
+    (place / "edits.jsonl").write_text("\n".join(map(json.dumps, edits)))
+    over = {"family": "flux_kontext", "model": str(place / "kontext"), "eval": {"prompts": ""}}
+    data = {"cache": str(place / "edits"), "prompts": str(place / "edits.jsonl")}
+    file = written(place, "edits", data=data, **over)
+    code, output = command("preprocess", file)
+    assert code == 0 and "5 texts and sources encoded now; all of 6 prompts" in output, output
+    assert sum(key.endswith(".source") for key in held(place / "edits")) == 2
+    code, output = train(file, "--train.steps", "1")
+    assert code == 0 and "no text encoder was loaded" in output
 
 
 @pytest.mark.dist
 def test_two_ranks_encode_each_text_once(place):
     over = {"family": "sd3", "model": str(place / "sd3"), "rollout": {"guidance": 4.5}}
-    names = []
-    for size in (1, 2):
+    found = []
+    for size in (1, 2, 3):
         file = written(place, f"pre{size}", data={"cache": str(place / f"cache{size}")}, **over)
         runs = ranks(file, size, command="preprocess") if size > 1 else [start(["preprocess", str(file)], place / "l")]
         assert [run.wait() for run in runs] == [0] * size, runs[0].output
-        assert "11 texts encoded now" in runs[0].output, "ten prompts and the negative one"
-        names.append(tree(place / f"cache{size}"))
-    assert names[0] == names[1]
+        assert "11 texts and sources encoded now" in runs[0].output, "ten prompts and the negative one"
+        found.append(held(place / f"cache{size}"))
+    assert same(*found[:2]) and same(*found[1:])
 
 
 def test_preprocess_says_what_is_wrong(place):

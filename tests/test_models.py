@@ -135,7 +135,7 @@ def test_lora_mistakes(folder, tmp_path):
 def test_a_damaged_cache_file_is_encoded_again(folder, tmp_path, caplog):
     first = Embeddings(load(folder), 16, tmp_path)
     (want,) = first(["a red cube"])
-    file = first.file("a red cube")
+    (file,) = tmp_path.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-7])
     second = Embeddings(load(folder), 16, tmp_path)
     (got,) = second(["a red cube"])
@@ -151,13 +151,13 @@ def test_the_cache_key_follows_the_text_encoder(folder, tmp_path):
     """Other encoder weights, another length: other files; the transformer does not matter."""
     other = pipelines.make("flux", tmp_path / "other", seed=1)
     a, b = Embeddings(load(folder), 16, tmp_path), Embeddings(load(other), 16, tmp_path)
-    assert a.file("x") != b.file("x")
-    assert a.file("x") != Embeddings(load(folder), 17, tmp_path).file("x")
+    assert a.key("x") != b.key("x")
+    assert a.key("x") != Embeddings(load(folder), 17, tmp_path).key("x")
     tuned = load(folder)
     tuned.enable_full()
     tuned.transformer.x_embedder.weight.data.add_(1)
     tuned.save_full(str(tmp_path / "tuned"))
-    assert Embeddings(load(tmp_path / "tuned"), 16, tmp_path).file("x") == a.file("x")
+    assert Embeddings(load(tmp_path / "tuned"), 16, tmp_path).key("x") == a.key("x")
 
 
 def test_memory_is_bounded(folder):

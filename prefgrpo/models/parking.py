@@ -25,18 +25,40 @@ class Parked:
         self.device, kinds = device, () if device.type == "cpu" else kinds
         modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
         self.modules = {k: [m for name, m in modules.items() if name.startswith(KINDS[k])] for k in kinds}
+        self._here, self._held = set[str](), 0
         waiting = {id(module) for found in self.modules.values() for module in found}
         for module in modules.values():
             module.to("cpu" if id(module) in waiting else device)
 
     @contextmanager
     def present(self, *kinds: str) -> Iterator[None]:
-        """Inside, these kinds are on the device."""
-        called = [module for kind in kinds for module in self.modules.get(kind, ())]
-        for module in called:
-            module.to(self.device)
+        """Inside, these kinds are on the device; afterwards they go back, or stay until the end of `hold`."""
+        for kind in kinds:
+            if kind in self.modules and kind not in self._here:
+                self._move(kind, self.device)
+                self._here.add(kind)
         try:
             yield
         finally:
-            for module in called:
-                module.to("cpu")
+            if not self._held:
+                self._leave()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Inside, what comes to the device stays: for work on many items, of which some need a part and some do not."""
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._held -= 1
+            if not self._held:
+                self._leave()
+
+    def _leave(self) -> None:
+        for kind in self._here:
+            self._move(kind, torch.device("cpu"))
+        self._here.clear()
+
+    def _move(self, kind: str, device: torch.device) -> None:
+        for module in self.modules[kind]:
+            module.to(device)
