@@ -48,6 +48,11 @@ REWARDS: dict[str, str] = {
     "consistency_score": "prefgrpo.rewards.consistency:ConsistencyScore",
     "consistency_for_editing": "prefgrpo.rewards.consistency:ConsistencyForEditing",
     "grid_layout": "prefgrpo.rewards.consistency:GridLayout",
+    "imagereward": "prefgrpo.rewards.imagereward:ImageReward",
+    "hpsv3": "prefgrpo.rewards.hpsv3:HPSv3",
+    "videoalign": "prefgrpo.rewards.videoalign:VideoAlign",
+    "deqa": "prefgrpo.rewards.deqa:DeQA",
+    "geneval": "prefgrpo.rewards.geneval:GenEval",
 }
 
 

@@ -1,0 +1,109 @@
+"""`deqa`: DeQA-Score, an mPLUG-Owl2 that rates image quality by the word it would say next.
+
+    p = softmax(logits of the five level words)        value = (5·p_excellent + 4·p_good + … + 1·p_bad) / 5
+
+The model's code comes with its checkpoint (trust_remote_code) and needs transformers 4.36: an environment of its own.
+The question, the padding to a square and the words are the published ones; the sum is taken in float32.
+Source: You et al., "Teaching Large Language Models to Regress Accurate Image Quality Scores" (arXiv 2501.11561).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
+from prefgrpo.rewards.checkpoints import device_of, dtype_of, library, loading
+from prefgrpo.rewards.frames import unusable
+
+LEVELS = {"excellent": 5.0, "good": 4.0, "fair": 3.0, "poor": 2.0, "bad": 1.0}
+IMAGE = "<|image|>"
+QUESTION = f"USER: How would you rate the quality of this image?\n{IMAGE}\nASSISTANT: The quality of the image is"
+"""What the model was trained to finish."""
+PLACE = -200
+"""Stands for the image among the token ids."""
+
+
+class DeQA(PointwiseReward):
+    """DeQA-Score's expected quality level / 5, from 0.2 to 1; the prompt plays no part."""
+
+    def __init__(
+        self,
+        model: str = "zhiyuanyou/DeQA-Score-Mix3",
+        revision: str = "main",
+        device: str = "auto",
+        dtype: str = "auto",
+        batch_size: int = 16,
+    ) -> None:
+        """Load the model, running the code in its repository.
+
+        model: folder or hub id. revision: of the repository; name a commit to fix the code that runs. device: auto,
+        cpu, cuda, cuda:1. dtype: auto is float16 on a GPU, float32 else. batch_size: images at once.
+        """
+        transformers = library("transformers", "transformers==4.36.1, in an environment of its own")
+        self.batch_size, self.device = batch_size, device_of(device)
+        half = torch.float16 if self.device.type == "cuda" else torch.float32
+        self.dtype = half if dtype == "auto" else dtype_of(dtype)
+        try:
+            with loading(model):
+                self.tokenizer = transformers.AutoTokenizer.from_pretrained(model, revision=revision, use_fast=False)
+                self.processor = transformers.CLIPImageProcessor.from_pretrained(model, revision=revision)
+                self.model = transformers.AutoModelForCausalLM.from_pretrained(
+                    model,
+                    revision=revision,
+                    trust_remote_code=True,
+                    torch_dtype=self.dtype,
+                    attn_implementation="eager",
+                )
+        except ImportError as error:
+            raise RewardError(
+                f"the code of '{model}' does not run with transformers {transformers.__version__} ({error}): run "
+                "`scripts/setup_reward.sh deqa VENV`, then `prefgrpo reward serve deqa` there, and give "
+                "reward.options.deqa.url"
+            ) from error
+        self.model.eval().requires_grad_(False).to(self.device)
+        self.question = question_ids(self.tokenizer)
+        self.levels = [self.tokenizer(word)["input_ids"][1] for word in LEVELS]
+        self.ground = tuple(int(255 * x) for x in self.processor.image_mean)
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """Expected level / 5 of each image; parts: the level, 1 … 5, and each word's probability."""
+        scores = [Score(None, unusable(s.media)) for s in samples]
+        able = [k for k, s in enumerate(scores) if not s.reason]
+        for start in range(0, len(able), self.batch_size):
+            chosen = able[start : start + self.batch_size]
+            for k, logits in zip(chosen, self._logits([samples[k].media.pil for k in chosen]), strict=True):
+                scores[k] = graded(logits)
+        return scores
+
+    @torch.inference_mode()
+    def _logits(self, images: list[Image.Image]) -> Tensor:
+        """[B, 5] logits of the level words."""
+        pixels = self.processor([square(i, self.ground) for i in images], return_tensors="pt")["pixel_values"]
+        ids = torch.tensor([self.question] * len(images), device=self.device)
+        logits = self.model(input_ids=ids, images=pixels.to(self.device, self.dtype))["logits"]
+        return logits[:, -1, self.levels].float().cpu()
+
+
+def question_ids(tokenizer: Any) -> list[int]:
+    """Token ids of the question, with PLACE where the image goes; one beginning-of-sequence token, at the start."""
+    before, after = (tokenizer(part)["input_ids"] for part in QUESTION.split(IMAGE))
+    return [*before, PLACE, *after[1:]]
+
+
+def graded(logits: Tensor) -> Score:
+    """The score of five logits, excellent first."""
+    chances = dict(zip(LEVELS, torch.softmax(logits.double(), -1).tolist(), strict=True))
+    level = sum(LEVELS[word] * chance for word, chance in chances.items())
+    return Score(level / 5, parts={"level": level, **chances})
+
+
+def square(image: Image.Image, ground: tuple[int, ...]) -> Image.Image:
+    """The image in the middle of a square of its longer side."""
+    side = max(image.size)
+    canvas = Image.new("RGB", (side, side), ground)
+    canvas.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return canvas

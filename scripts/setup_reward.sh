@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# setup_reward.sh NAME VENV: an environment of its own for one reward (imagereward, hpsv3, videoalign, deqa, geneval).
+#
+# Installs requirements/reward-NAME.txt into VENV, puts this checkout on its path and, where a model must be asked in
+# the very words that it was trained with, fetches those: hpsv3 from its package, videoalign from its repository (MIT
+# licences; VIDEOALIGN=/path/to/VideoAlign takes them from a checkout of yours). About 1 GB, with a CPU torch. Running
+# it again mends what is missing. PYTHON names another Python (3.10 to 3.12), PIP_ARGS more options for pip.
+set -euo pipefail
+
+fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+[ $# -eq 2 ] || fail "usage: $0 NAME VENV   (NAME: imagereward, hpsv3, videoalign, deqa or geneval)"
+name=$1 venv=$2 python=${PYTHON:-python3.11}
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+wanted="$root/requirements/reward-$name.txt"
+[ -f "$wanted" ] || fail "no requirements/reward-$name.txt; expected imagereward, hpsv3, videoalign, deqa or geneval"
+command -v "$python" >/dev/null || fail "expected $python; set PYTHON to a Python 3.10 to 3.12"
+
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+# shellcheck disable=SC2086  # PIP_ARGS is a list of options
+pip() { "$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check ${PIP_ARGS:-} "$@"; }
+pip -r "$wanted"
+site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+echo "$root" >"$site/prefgrpo.pth"
+
+if [ "$name" = hpsv3 ]; then
+    pip --no-deps hpsv3==1.0.0 # for the text that its model was trained with; nothing of it is imported
+elif [ "$name" = videoalign ]; then
+    commit=219ab9db64c045e5181a2202d11f686439351292
+    sum=8fb42f91fd7440a1c9a377e78f36d67da6132eb348f402eecbeb57e41f138ae9
+    text="$venv/share/prefgrpo/videoalign_prompt_template.py"
+    mkdir -p "$(dirname "$text")"
+    if [ -n "${VIDEOALIGN:-}" ]; then
+        cp "$VIDEOALIGN/prompt_template.py" "$text"
+    else
+        url="https://raw.githubusercontent.com/KwaiVGI/VideoAlign/$commit/prompt_template.py"
+        "$venv/bin/python" -c 'import sys, urllib.request; urllib.request.urlretrieve(*sys.argv[1:])' "$url" "$text" ||
+            fail "could not fetch $url; clone KwaiVGI/VideoAlign and give its folder as VIDEOALIGN"
+    fi
+    echo "$sum  $text" | sha256sum --check --quiet || fail "$text is not the file of commit $commit"
+fi
+
+(cd / && "$venv/bin/python" -c "
+from prefgrpo.rewards import load_class
+import prefgrpo.rewards.serve, torch, transformers
+print('$name:', load_class('$name').__name__, 'with torch', torch.__version__, 'and transformers', transformers.__version__)")
+echo "ready: $venv/bin/python -m prefgrpo.rewards.serve $name --port 8100"
