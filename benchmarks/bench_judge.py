@@ -1,0 +1,250 @@
+"""`python -m benchmarks.bench_judge [--vllm ENVIRONMENT]`: our judge client against the original's behaviour.
+
+One group of 9 noisy 512² pictures, its 36 pairs once each: pairs per second, processor time of the client, and bytes
+of pictures sent, at a server that answers at once (the client is the bottleneck) and at a real vLLM on this CPU with
+the tiny judge. Every round asks each client in turn about pictures that nobody has seen; ratios are medians over the
+rounds. Writes results/judge_cpu.json and the table in docs/judging.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageFilter
+
+from benchmarks import original_client
+from benchmarks.blocks import replace_block, rounded, write_json
+from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig
+from prefgrpo.judge.plans import round_robin
+from prefgrpo.media import Media
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, DOCUMENT = ROOT / "benchmarks" / "results" / "judge_cpu.json", ROOT / "docs" / "judging.md"
+JUDGE, TEMPLATE, PROMPT = ROOT / "prefgrpo" / "tiny" / "assets" / "judge", "caption_match", "a red circle on the left"
+SIZE, SIDE = 9, 512
+STYLES = {"original, paths": "paths", "original, pairs encoded": "pairs"}
+
+
+def photo(rng: np.random.Generator, side: int = SIDE) -> Media:
+    """A picture of large soft shapes and sensor noise: about 110 kB as JPEG 95 at 512²."""
+    soft = Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)).resize((side, side), Image.BICUBIC)
+    noise = rng.normal(0, 10.0, (side, side, 3))
+    pixels = np.asarray(soft.filter(ImageFilter.GaussianBlur(4)), np.float64) + noise
+    return Media(pixels.clip(0, 255).astype(np.uint8))
+
+
+@contextmanager
+def process(command: Sequence[str], ready: str, seconds: float) -> Iterator[str]:
+    """A server process until the block ends; gives the output up to the line that has `ready`."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as running:
+        assert running.stdout is not None
+        seen, deadline = "", time.monotonic() + seconds
+        try:
+            while ready not in seen:
+                line = running.stdout.readline()
+                if not line or time.monotonic() > deadline:
+                    raise RuntimeError(f"{' '.join(command)} is not ready: {seen}")
+                seen += line
+            yield seen
+        finally:
+            running.terminate()
+            running.wait(60)
+
+
+@contextmanager
+def echo_server(*options: str) -> Iterator[str]:
+    """The address of an echo server of its own process."""
+    with process([sys.executable, "-m", "benchmarks.echo_server", *options], "http://", 20) as seen:
+        yield seen.strip()
+
+
+@contextmanager
+def vllm_server(environment: str, port: int) -> Iterator[str]:
+    """The address of a vLLM that serves the tiny judge on the CPU."""
+    options = ["--vllm", environment, "--port", str(port), "--template", TEMPLATE, "--vision-tokens", "4"]
+    command = [sys.executable, "-m", "prefgrpo", "judge", "serve", str(JUDGE), "--cpu", *options]
+    with process([*command, "--max-model-len", "2048"], "ready", 300):
+        yield f"http://127.0.0.1:{port}"
+
+
+def counts(url: str) -> dict[str, int]:
+    """What an echo server counted."""
+    with urllib.request.urlopen(f"{url}/counts") as reply:
+        return json.load(reply)
+
+
+def judge_at(url: str, **changes: Any) -> HttpJudge:
+    """Our client."""
+    return HttpJudge(HttpJudgeConfig((url,), template=TEMPLATE, **changes))
+
+
+def skeleton(model: str) -> dict[str, Any]:
+    """The request that our client would send without media ids, for the others to fill in."""
+    with echo_server("--count") as url:
+        judge = judge_at(url, model=model, media_ids="off")
+        media = [Media(np.full((8, 8, 3), c, np.uint8)) for c in (0, 255)]
+        judge.judge_group(PROMPT, media, [(0, 1)])
+        judge.close()
+        with urllib.request.urlopen(f"{url}/last") as reply:
+            return json.load(reply)
+
+
+def clients(url: str, model: str, size: int) -> dict[str, Callable[[list[Media], list[Path]], int]]:
+    """name -> a call that judges a group, given as pictures and as files, and returns how many pairs were answered."""
+    judge, pairs, asked = judge_at(url, model=model), round_robin(size, 0), skeleton(model)
+
+    def ours(media: list[Media], files: list[Path]) -> int:
+        del files
+        return sum(v.first is not None for v in judge.judge_group(PROMPT, media, pairs))
+
+    def original(style: str) -> Callable[[list[Media], list[Path]], int]:
+        def call(media: list[Media], files: list[Path]) -> int:
+            del media
+            return sum(bool(a["choices"]) for a in original_client.judge_group(url, asked, files, style))
+
+        return call
+
+    return {"ours": ours} | {name: original(style) for name, style in STYLES.items()}
+
+
+def group(folder: Path, rng: np.random.Generator, size: int, side: int) -> tuple[list[Media], list[Path]]:
+    """New pictures, in memory and as files."""
+    media = [photo(rng, side) for _ in range(size)]
+    files = [folder / f"{k}.png" for k in range(size)]
+    for picture, file in zip(media, files, strict=True):
+        picture.pil.save(file, compress_level=1)
+    return [Media(m.pixels) for m in media], files
+
+
+def measure(url: str, model: str, rounds: int, size: int = SIZE, side: int = SIDE) -> dict[str, Any]:
+    """Seconds and processor seconds per group of every client, round by round; the first round only warms up."""
+    calls, pairs, rng = clients(url, model, size), size * (size - 1) // 2, np.random.default_rng(0)
+    wall: dict[str, list[float]] = {name: [] for name in calls}
+    cpu: dict[str, list[float]] = {name: [] for name in calls}
+    with tempfile.TemporaryDirectory() as folder:
+        for k in range(rounds + 1):
+            for name in list(calls) if k % 2 else list(calls)[::-1]:
+                media, files = group(Path(folder), rng, size, side)
+                start, busy = time.perf_counter(), time.process_time()
+                answered = calls[name](media, files)
+                seconds, worked = time.perf_counter() - start, time.process_time() - busy
+                if answered != pairs:
+                    raise RuntimeError(f"{name}: {answered} of {pairs} pairs were answered")
+                if k:
+                    wall[name].append(seconds)
+                    cpu[name].append(worked)
+    result = {"pairs": pairs, "rounds": rounds, "clients": {}}
+    for name in calls:
+        low, middle, high = statistics.quantiles([pairs / s for s in wall[name]], n=4)
+        ratios = [other / own for other, own in zip(wall[name], wall["ours"], strict=True)]
+        result["clients"][name] = {
+            "pairs_per_s": middle,
+            "pairs_per_s_quartiles": [low, high],
+            "client_ms_per_pair": 1e3 * statistics.median(cpu[name]) / pairs,
+            "slower_than_ours": statistics.median(ratios),
+        }
+    return rounded(result)
+
+
+def picture_bytes(size: int, side: int) -> dict[str, Any]:
+    """Megabytes of base64 that each client sends about one group."""
+    sent: dict[str, Any] = {}
+    with echo_server("--count") as url, tempfile.TemporaryDirectory() as folder:
+        media, files = group(Path(folder), np.random.default_rng(1), size, side)
+        for name, call in clients(url, "echo", size).items():
+            before = counts(url)["image_bytes"]
+            call(media, files)
+            sent[name] = counts(url)["image_bytes"] - before
+    return {"bytes": sent, "share": rounded({name: sent["ours"] / n for name, n in sent.items()})}
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were taken on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    libraries = {name: version(name) for name in ("aiohttp", "requests", "pillow", "numpy")}
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "load": rounded(os.getloadavg()[0]),
+        "python": platform.python_version(),
+    } | libraries
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """The block of docs/judging.md."""
+    m = found["machine"]
+    lines = [
+        f"{m['cpu']}, {m['cores']} cores shared with other work (load {m['load']:.1f} at the start), Python "
+        f"{m['python']}, aiohttp {m['aiohttp']}, requests {m['requests']}"
+        + (f", vLLM {found['vllm_version']}" if "vllm_version" in found else "")
+        + ".",
+        "",
+        "| server | client | pairs/s (quartiles) | client CPU per pair | time of ours × | pictures sent |",
+        "|---" * 6 + "|",
+    ]
+    for server in ("echo", "vllm"):
+        if server not in found:
+            continue
+        for name, row in found[server]["clients"].items():
+            low, high = row["pairs_per_s_quartiles"]
+            sent = found["pictures"]["bytes"][name] / 1e6
+            lines.append(
+                f"| {server} | {name} | {row['pairs_per_s']:.0f} ({low:.0f}-{high:.0f}) "
+                f"| {row['client_ms_per_pair']:.2f} ms | {row['slower_than_ours']:.2f} | {sent:.2f} MB |"
+            )
+    share = min(v for name, v in found["pictures"]["share"].items() if name != "ours")
+    return [*lines, "", f"Our pictures take {share:.4f} of the original's bytes."]
+
+
+def vllm_version(environment: str) -> str:
+    """Version of the vLLM in an environment."""
+    python = Path(environment) / "bin" / "python"
+    code = "from importlib.metadata import version; print(version('vllm'))"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_judge", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--vllm", default=os.environ.get("PREFGRPO_VLLM", ""), help="environment that has vLLM")
+    parser.add_argument("--port", type=int, default=8917)
+    parser.add_argument("--render", action="store_true", help="only the table, from the JSON")
+    args = parser.parse_args(argv)
+    if not args.render:
+        found: dict[str, Any] = {
+            "machine": machine(),
+            "group": SIZE,
+            "side": SIDE,
+            "pictures": picture_bytes(SIZE, SIDE),
+        }
+        with echo_server() as url:
+            found["echo"] = measure(url, "echo", args.rounds)
+        if args.vllm:
+            found["vllm_version"] = vllm_version(args.vllm)
+            with vllm_server(args.vllm, args.port) as url:
+                found["vllm"] = measure(url, "judge", args.rounds)
+        write_json(RESULTS, found)
+    found = json.loads(RESULTS.read_text())
+    replace_block(DOCUMENT, "client", table(found))
+    print(*table(found), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""`python -m benchmarks.echo_server`: a judge that answers at once, in a process of its own, faster than its clients.
+
+It reads a request and sends one fixed chat completion, after `--delay` seconds if asked. It looks at nothing but the
+length of the body; with `--count` it also sums the bytes of the pictures, for GET /counts. GET /last: the last body.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from typing import Any
+
+_LABELS = [{"token": "1", "logprob": -0.2}, {"token": "2", "logprob": -1.7}]
+_CHOICE = {
+    "index": 0,
+    "message": {"role": "assistant", "content": "1"},
+    "logprobs": {"content": [_LABELS[0] | {"top_logprobs": _LABELS}]},
+    "finish_reason": "length",
+}
+MODELS = json.dumps({"object": "list", "data": [{"id": "echo", "object": "model", "owned_by": "vllm"}]}).encode()
+ANSWER = json.dumps({"id": "0", "object": "chat.completion", "model": "echo", "choices": [_CHOICE]}).encode()
+
+
+def image_bytes(body: bytes) -> int:
+    """Bytes of base64 in the data URLs of a request."""
+    total, at = 0, body.find(b";base64,")
+    while at >= 0:
+        end = body.find(b'"', at)
+        total += end - at - len(b";base64,")
+        at = body.find(b";base64,", end)
+    return total
+
+
+class Judge:
+    """What all connections share."""
+
+    def __init__(self, delay_s: float, count: bool) -> None:
+        self.delay_s, self.count = delay_s, count
+        self.last = b"null"
+        self.requests = self.images = 0
+
+    def reply(self, path: bytes, body: bytes) -> bytes:
+        """The JSON that answers a request."""
+        if path == b"/v1/models":
+            return MODELS
+        if path == b"/counts":
+            return json.dumps({"requests": self.requests, "image_bytes": self.images}).encode()
+        if path == b"/last":
+            return self.last
+        if not body:
+            return b"{}"
+        if self.count:
+            self.images += image_bytes(body)
+            self.last = body
+        self.requests += 1
+        return ANSWER
+
+
+class Connection(asyncio.Protocol):
+    """HTTP/1.1 with Content-Length and keep-alive, one request at a time."""
+
+    def __init__(self, judge: Judge) -> None:
+        self.judge = judge
+        self.parts: list[bytes] = []
+        self.size = self.needed = 0
+
+    def connection_made(self, transport: Any) -> None:
+        """Keep the way back."""
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Collect until the request is whole."""
+        self.parts.append(data)
+        self.size += len(data)
+        if not self.needed:
+            head, found, _ = b"".join(self.parts).partition(b"\r\n\r\n")
+            if not found:
+                return
+            lines = head.lower().split(b"\r\n")
+            length = next((int(line[15:]) for line in lines if line.startswith(b"content-length:")), 0)
+            self.path, self.start = head.split(b" ")[1], len(head) + 4
+            self.needed = self.start + length
+        if self.size >= self.needed:
+            whole = b"".join(self.parts)
+            self.parts, self.size, body = [], 0, whole[self.start : self.needed]
+            self.needed = 0
+            answer = self.judge.reply(self.path, body)
+            if self.judge.delay_s and body:
+                asyncio.get_running_loop().call_later(self.judge.delay_s, self.send, answer)
+            else:
+                self.send(answer)
+
+    def send(self, answer: bytes) -> None:
+        """Write a response."""
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(answer)
+        if not self.transport.is_closing():
+            self.transport.write(head + answer)
+
+
+async def serve(port: int, delay_s: float, count: bool) -> None:
+    """Serve until killed; prints the address."""
+    judge = Judge(delay_s, count)
+    server = await asyncio.get_running_loop().create_server(lambda: Connection(judge), "127.0.0.1", port)
+    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--delay", type=float, default=0.0)
+    parser.add_argument("--count", action="store_true")
+    arguments = parser.parse_args()
+    asyncio.run(serve(arguments.port, arguments.delay, arguments.count))
