@@ -142,6 +142,12 @@ class Judge:
     """Time limit of one step's judging, retries and a restarting server included."""
     log: bool = True
     """Write every comparison of training to judgements.jsonl (about 250 bytes each, no pixels)."""
+    cache: bool = True
+    """Keep answers in the run folder (verdicts/, at most 32 MiB per rank), so that a resumed step does not ask again."""
+    hedge_s: float = 0.0
+    """Send a request that takes longer than this to a second server too; the first answer counts. 0: never."""
+    max_pixels: int = 2048 * 2048
+    """Larger images are made smaller before a judge over http sees them; 0: never."""
     max_missing: float = 0.1
     """Largest share of missing rewards in a step; above it the run stops with a checkpoint."""
 

@@ -76,7 +76,7 @@ def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str
         return _answers(LocalJudge(local), judge), [f"judge in this process: {judge.model}"]
     from prefgrpo.judge.client import HttpJudge, check
 
-    http = http_config(judge)
+    http = http_config(judge, cache_folder(config))
     notes: list[str] = []
     world.on_main(lambda: notes.extend(check(http, bias_pairs=CALIBRATION_PAIRS).summary().splitlines()), JudgeError)
     return HttpJudge(http), [f"judge {note}" for note in notes]
@@ -94,8 +94,13 @@ def judge_section(judge: Judge, name: str, options: Mapping[str, Any]) -> Judge:
     return replace(judge, **changes)
 
 
-def reward_options(config: Config, spec: Mapping[str, float], given: Mapping[str, Any], judge: Any) -> dict[str, Any]:
-    """Options of every reward of a spec; a judged one gets its judge: `judge`, where it is the shared one's."""
+def reward_options(
+    config: Config, spec: Mapping[str, float], given: Mapping[str, Any], judge: Any, cache: str = ""
+) -> dict[str, Any]:
+    """Options of every reward of a spec; a judged one gets its judge: `judge`, where it is the shared one's.
+
+    cache: folder in which the others keep their answers.
+    """
     options: dict[str, dict[str, Any]] = {name: dict(own) for name, own in given.items()}
     for name in spec:
         found, own = load_class(name), options.get(name, {})
@@ -110,7 +115,7 @@ def reward_options(config: Config, spec: Mapping[str, float], given: Mapping[str
         if section.backend == "local":
             told = f"reward.options.{name}.judge: expected backend http, got local; only one judge is in this process"
             raise ConfigError([f"{told} (that of {shared(config)})"])
-        options[name] = own | {"judge": asdict(http_config(section))}
+        options[name] = own | {"judge": asdict(http_config(section, cache))}
     return options
 
 
@@ -126,7 +131,12 @@ def _answers(judge: PairJudge, config: Judge) -> PairJudge:
     return judge
 
 
-def http_config(judge: Judge) -> HttpJudgeConfig:
+def cache_folder(config: Config) -> str:
+    """Where a run keeps the answers of its judges; '' for nowhere."""
+    return str(Path(config.output) / config.name / "verdicts") if config.judge.cache else ""
+
+
+def http_config(judge: Judge, cache: str = "") -> HttpJudgeConfig:
     """The client's options from a run's configuration; a restarting server is waited for until the deadline."""
     from prefgrpo.judge.http import HttpJudgeConfig
 
@@ -140,6 +150,9 @@ def http_config(judge: Judge) -> HttpJudgeConfig:
         patience_s=judge.deadline_s,
         image_format=judge.image_format,
         api_key_env=judge.api_key_env,
+        hedge_s=judge.hedge_s,
+        max_pixels=judge.max_pixels,
+        cache=cache,
     )
 
 
@@ -184,7 +197,8 @@ def training_scorer(
 ) -> tuple[Scorer, dict[str, float]]:
     """(scorer of training groups, weights). `folder`: where judgements.jsonl goes, None to write none."""
     weights, _ = specs(config)
-    rewards = build(config.reward.spec, reward_options(config, weights, config.reward.options, judge))
+    options = reward_options(config, weights, config.reward.options, judge, cache_folder(config))
+    rewards = build(config.reward.spec, options)
     check_inputs(config, "reward.spec", rewards, prompts)
     judged = any(isinstance(r, VlmPairwise) for r in rewards.values())
     log = folder / "judgements.jsonl" if folder and judged and config.judge.log else None
@@ -202,7 +216,8 @@ def evaluation_scorers(config: Config, judge: PairJudge | None, prompts: Sequenc
         check_inputs(config, "eval.judge", reward, prompts)
         scorers["judge"] = Scorer(reward, 2, config.judge.deadline_s, config.seed)
     if measured:
-        rewards = build(config.eval.spec, reward_options(config, measured, config.eval.options, None))
+        options = reward_options(config, measured, config.eval.options, None, cache_folder(config))
+        rewards = build(config.eval.spec, options)
         check_inputs(config, "eval.spec", rewards, prompts)
         scorers["measure"] = Scorer(rewards, 2, config.judge.deadline_s, config.seed)
     return scorers

@@ -111,6 +111,8 @@ def _natural(c: Any) -> dict[str, float]:
         "train.kl_coef": t.kl_coef,
         "train.warmup_steps": t.warmup_steps,
         "train.weight_decay": t.weight_decay,
+        "judge.hedge_s": c.judge.hedge_s,
+        "judge.max_pixels": c.judge.max_pixels,
         "eval.every": c.eval.every,
         "eval.max_prompts": c.eval.max_prompts,
         "eval.show": c.eval.show,

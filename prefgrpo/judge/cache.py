@@ -2,7 +2,8 @@
 
 One folder per run, in it one append-only JSONL file per process; a process reads all of them and writes its own. A
 line is handed to the system whole when its answer comes, so a process that is killed loses nothing that it had.
-Invariant: an entry is found only by a question that is the same to the byte; what failed is never kept.
+Invariant: an entry is found only by a question that is the same to the byte; what failed is never kept; a disk that
+fails costs the cache and no answer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import warnings
 from pathlib import Path
 from typing import IO
 from weakref import WeakValueDictionary
@@ -25,21 +27,21 @@ class AnswerCache:
     """Answers by key, in memory and in a folder; safe to use from any thread."""
 
     def __init__(self, folder: str | Path, most_bytes: int = MOST_BYTES) -> None:
-        """Reads what is there. JudgeError if the folder cannot be used."""
+        """Reads what is there; the folder is made when the first answer comes. JudgeError if it cannot be used."""
         self.folder, self.most_bytes = Path(folder), most_bytes
         self._lock = threading.Lock()
         self._others: dict[str, bytes] = {}
         self._own: dict[str, bytes] = {}
+        self._file: IO[bytes] | None = None
+        self._broken = False
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             for path in sorted(self.folder.glob("*.jsonl")):
                 found = self._own if path == self.path else self._others
                 found.update(_entries(path.read_bytes()))
-            self._file = self._rewritten() if self.path.exists() else self._appended()
+            if self.path.exists():
+                self._file = self._rewritten()
         except OSError as error:
-            raise JudgeError(
-                f"the judge's cache {self.folder} cannot be used ({error}); choose another folder"
-            ) from error
+            raise JudgeError(f"the judge's cache {folder} cannot be used ({error}); choose another folder") from error
 
     @property
     def path(self) -> Path:
@@ -65,16 +67,28 @@ class AnswerCache:
         kept = {"key": key, "value": answer.value, "parts": answer.parts, "raw": answer.raw[:_RAW_CHARACTERS]}
         line = json.dumps(kept, separators=(",", ":")).encode() + b"\n"
         with self._lock:
-            if key not in self._own:
-                self._own[key] = line
-                self._file.write(line)
-                if self._file.tell() > self.most_bytes:
-                    self._file.close()
-                    self._file = self._rewritten()
+            if key in self._own or self._broken:
+                return
+            self._own[key] = line
+            try:
+                self._write(line)
+            except OSError as error:
+                self._broken = True
+                warnings.warn(f"answers are no longer kept in {self.path}: {error}", stacklevel=2)
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, line: bytes) -> None:
+        if self._file is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._appended()
+        self._file.write(line)
+        if self._file.tell() > self.most_bytes:
+            self._file.close()
+            self._file = self._rewritten()
 
     def _appended(self) -> IO[bytes]:
         return self.path.open("ab", buffering=0)  # unbuffered: a line is in the system's hands when `write` returns
