@@ -143,7 +143,7 @@ class Judge:
     log: bool = True
     """Write every comparison of training to judgements.jsonl (about 250 bytes each, no pixels)."""
     cache: bool = True
-    """Keep answers in the run folder (verdicts/, at most 32 MiB per rank), so that a resumed step does not ask again."""
+    """Keep answers in the run folder (verdicts/, at most 32 MiB per rank): a resumed step does not ask again."""
     hedge_s: float = 0.0
     """Send a request that takes longer than this to a second server too; the first answer counts. 0: never."""
     max_pixels: int = 2048 * 2048

@@ -164,10 +164,20 @@ def test_each_rank_writes_its_own_file_and_reads_all(tmp_path, monkeypatch):
     assert [AnswerCache(tmp_path).get(f"of {rank}").value for rank in range(3)] == [0.0, 0.25, 0.5]
 
 
-def test_a_folder_that_cannot_be_used_is_an_error(tmp_path):
+def test_a_disk_that_fails_costs_the_cache_and_no_answer(tmp_path):
     (tmp_path / "file").write_text("")
+    with JudgeServer() as server, pytest.warns(UserWarning, match="no longer kept"):
+        count, verdict = asked(server, cache=str(tmp_path / "file" / "x"))
+    assert count == 1 and verdict.first < 0.1
+    (tmp_path / "rank0.jsonl").mkdir()
     with pytest.raises(JudgeError, match=r"cache.*cannot be used.*choose another folder"):
-        HttpJudge(HttpJudgeConfig(cache=str(tmp_path / "file" / "x")))
+        HttpJudge(HttpJudgeConfig(cache=str(tmp_path)))
+
+
+def test_an_empty_cache_leaves_no_folder(tmp_path):
+    with JudgeServer("garbage") as server:
+        asked(server, cache=str(tmp_path / "run" / "verdicts"))
+    assert not (tmp_path / "run").exists(), "a run that did not start can be started again"
 
 
 def half_a_step(url, cache):
