@@ -11,6 +11,7 @@ mean over `frames` frames. Pref-GRPO and DanceGRPO score the first alone (`frame
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import functional
 
 from prefgrpo.rewards import encoder
 from prefgrpo.rewards.base import RewardError
@@ -52,7 +53,7 @@ class Clip(TextImage):
 
 
 class Hpsv2(TextImage):
-    """Human preference score 2.1: the cosine under a ViT-H/14 trained on choices."""
+    """Human preference score 2.1: the cosine under a ViT-H/14 trained on choices; images are padded, not cropped."""
 
     def __init__(
         self,
@@ -71,9 +72,17 @@ class Hpsv2(TextImage):
         weights says, else ViT-H-14. device: auto, cpu, cuda, cuda:1. dtype: of the model. batch_size: images at
         once. frames: of a clip, evenly spread.
         """
-        super().__init__(
-            encoder.open_clip(model, architecture, "ViT-H-14", device, dtype, batch_size, file=file), frames
-        )
+        loaded = encoder.open_clip(model, architecture, "ViT-H-14", device, dtype, batch_size, file, padded)
+        super().__init__(loaded, frames)
+
+
+def padded(image: Tensor, side: int) -> Tensor:
+    """[3, side, side] of [3, H, W]: the longer side fills it, black bars the rest; resized in float, as hpsv2 does."""
+    _, high, wide = image.shape
+    high, wide = (max(1, round(n * side / max(high, wide))) for n in (high, wide))
+    resized = functional.interpolate(image[None], (high, wide), mode="bicubic", antialias=True)[0]
+    left, top = (side - wide) // 2, (side - high) // 2
+    return functional.pad(resized, (left, side - wide - left, top, side - high - top))
 
 
 class Pickscore(TextImage):

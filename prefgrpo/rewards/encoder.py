@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ REMEMBERED = 4096
 """Texts whose vectors are kept."""
 CHARACTERS = 4000
 """What a tokenizer is given of a text: far more than its 77 tokens can hold, and never a megabyte."""
+Fit = Callable[[Tensor, int], Tensor]
+"""[3, H, W] in [0, 1] -> [3, side, side]."""
 CONFIG = "open_clip_config.json"
 WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin")
 
@@ -95,11 +97,21 @@ class OpenClip(Encoder):
     """A checkpoint of open_clip."""
 
     def __init__(
-        self, model: str, architecture: str, otherwise: str, file: str, device: str, dtype: str, batch_size: int
+        self,
+        model: str,
+        architecture: str,
+        otherwise: str,
+        file: str,
+        fit: Fit | None,
+        device: str,
+        dtype: str,
+        batch_size: int,
     ) -> None:
         """`architecture` must be the config's if one lies beside the weights; `otherwise` is taken if neither says it.
-        `file`: name of the weights in the folder or repository `model`, by default open_clip's own names."""
+        `file`: name of the weights in the folder or repository `model`, by default open_clip's own names.
+        `fit`: how an image is brought to the model's size, by default as its config says."""
         super().__init__(device, dtype, batch_size)
+        self._fit = fit
         self._library = library("open_clip", "'prefgrpo[rewards]'")
         weights = _weights(model, file)
         with loading(model), _unlogged():
@@ -129,7 +141,12 @@ class OpenClip(Encoder):
         return name, _published(name, bool(configs(name).get("quick_gelu")))
 
     def _pixels(self, media: Media) -> Tensor:
-        return self._preprocess(media.pil)
+        if self._fit is None:
+            return self._preprocess(media.pil)
+        config = self._model.visual.preprocess_cfg
+        mean, std = (torch.tensor(config[key])[:, None, None] for key in ("mean", "std"))
+        side = config["size"] if isinstance(config["size"], int) else config["size"][0]
+        return (self._fit(torch.from_numpy(media.pixels).permute(2, 0, 1) / 255.0, side) - mean) / std
 
     def _encode_images(self, pixels: Tensor) -> Tensor:
         return self._model.encode_image(pixels)
@@ -177,10 +194,17 @@ _open: WeakValueDictionary[tuple[Any, ...], Encoder] = WeakValueDictionary()
 
 
 def open_clip(
-    model: str, architecture: str, otherwise: str, device: str, dtype: str, batch_size: int, file: str = ""
+    model: str,
+    architecture: str,
+    otherwise: str,
+    device: str,
+    dtype: str,
+    batch_size: int,
+    file: str = "",
+    fit: Fit | None = None,
 ) -> Encoder:
     """The open_clip model; rewards that ask for the same share it."""
-    return _shared(OpenClip, model, architecture, otherwise, file, device, dtype, batch_size)
+    return _shared(OpenClip, model, architecture, otherwise, file, fit, device, dtype, batch_size)
 
 
 def transformers(model: str, processor: str, device: str, dtype: str, batch_size: int) -> Encoder:
