@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "judge check": ("prefgrpo.judge.check:check", "is the judge there, does it serve the model, does it answer"),
     "judge plan": ("prefgrpo.judge.plan:plan", "pair plans: calls against rank correlation, the best one for a budget"),
     "tiny": ("prefgrpo.tiny.pipelines:make", "write a tiny random pipeline of a family: prefgrpo tiny flux DIR"),
+    "tiny reward": ("prefgrpo.tiny.rewards:make", "write tiny checkpoints: prefgrpo tiny reward clip,aesthetic DIR"),
     "tiny vae": ("prefgrpo.tiny.vae:train", "train the demo world's VAE"),
     "tiny base": ("prefgrpo.tiny.base:train", "train the demo world's FLUX pipeline"),
     "tiny judge": ("prefgrpo.tiny.judge:train", "train the demo world's judge"),

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from prefgrpo.media import Media
-from prefgrpo.rewards.base import Sample
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
+
+from prefgrpo.media import Media
+from prefgrpo.tiny.rewards import spread
 
 QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
         "<|image_pad|>", "<|video_pad|>")  # fmt: skip
@@ -34,15 +35,6 @@ def image(seed: int, high: int = 40, wide: int = 56) -> Media:
 
 def clip(seed: int, frames: int = 9, high: int = 40, wide: int = 56) -> Media:
     return Media(np.random.default_rng(seed).integers(0, 256, (frames, high, wide, 3), np.uint8))
-
-
-def spread(model: torch.nn.Module, seed: int) -> None:
-    """Weights large enough that every part of the model shows in the score."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, weight in model.named_parameters():
-        weight.data = torch.randn(weight.shape, generator=generator) * (0.3 if weight.ndim > 1 else 0.1)
-        if "norm" in name.lower() and name.endswith("weight"):
-            weight.data += 1
 
 
 def qwen2vl(folder: Path, seed: int = 0) -> Path:

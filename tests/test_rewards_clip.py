@@ -20,23 +20,21 @@ import torch
 from reward_cases_clip import (
     CASES,
     GRID,
-    aesthetic_head,
-    clip_folder,
-    config,
     edits,
     grids,
-    hps_folder,
-    open_clip_folder,
     picture,
     pictures,
 )
 from safetensors.torch import load_file, save_file
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as vision
 from transformers import CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 from prefgrpo.media import Media
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import RewardError, Sample
 from prefgrpo.rewards.grid import split
+from prefgrpo.tiny.rewards import SIZE, aesthetic_head, architecture, clip_folder, hps_folder, open_clip_folder
 
 PUBLIC_HEAD = "PREFGRPO_AESTHETIC_HEAD"
 
@@ -93,14 +91,24 @@ def test_clip_is_the_cosine_of_open_clip(made, reward):
 
 
 def test_hpsv2_is_the_cosine_under_the_checkpoints_state_dict(made, reward):
+    """Images are padded to a square in float, as the hpsv2 package does; here by torchvision."""
     folder = Path(made["hpsv2"]["model"])
-    model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}", load_weights=False)
+    model = open_clip.create_model(f"local-dir:{folder}", load_weights=False).eval()
     model.load_state_dict(torch.load(folder / "HPS_v2.1_compressed.pt", weights_only=True)["state_dict"])
-    media, texts = media_and_texts(pictures())
-    with torch.no_grad():
-        tokens = open_clip.get_tokenizer(f"local-dir:{folder}")(texts)
-        image, text, _ = model.eval()(torch.stack([preprocess(m.pil) for m in media]), tokens)
-    np.testing.assert_allclose(values(reward("hpsv2"), pictures()), (image @ text.T).diag(), atol=2e-6)
+    tokenize = open_clip.get_tokenizer(f"local-dir:{folder}")
+    samples = [*pictures(), Sample("tall", picture(4, 64, 24)), Sample("square", picture(5, 48, 48))]
+    expected = []
+    for sample in samples:
+        pixels = vision.to_tensor(sample.media.pil)
+        scale = SIZE / max(pixels.shape)
+        pixels = vision.resize(pixels, [round(n * scale) for n in pixels.shape[1:]], InterpolationMode.BICUBIC)
+        left, top = ((SIZE - n) // 2 for n in (pixels.shape[2], pixels.shape[1]))
+        pixels = vision.pad(pixels, [left, top, SIZE - left - pixels.shape[2], SIZE - top - pixels.shape[1]])
+        pixels = vision.normalize(pixels, open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD)
+        with torch.no_grad():
+            image, text, _ = model(pixels[None], tokenize([sample.prompt]))
+        expected.append(float(image[0] @ text[0]))
+    np.testing.assert_allclose(values(reward("hpsv2"), samples), expected, atol=1e-6)
 
 
 def test_pickscore_and_clipscore_are_transformers_logits(made, reward):
@@ -320,7 +328,7 @@ def test_a_bare_file_takes_the_named_architecture_and_its_published_preprocessin
     """The same weights beside their config and alone, under a registered name: the same scores."""
     folder = open_clip_folder(tmp_path / "whole")
     (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "tiny-quickgelu.json").write_text(json.dumps(config()))
+    (tmp_path / "configs" / "tiny-quickgelu.json").write_text(json.dumps(architecture()))
     open_clip.add_model_config(tmp_path / "configs")
     alone = tmp_path / "weights.bin"
     shutil.copy(folder / "open_clip_pytorch_model.bin", alone)
