@@ -38,7 +38,7 @@ FREE = (
     *("train.steps", "train.max_minutes", "train.lr", "train.max_grad_norm", "checkpoint.every", "checkpoint.keep"),
     *("output", "name", "device", "tensorboard", "data.cache", "eval.show"),
     *("judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s"),
-    *("judge.max_missing", "judge.log"),
+    *("judge.max_missing", "judge.log", "judge.cache", "judge.hedge_s"),
 )
 """What a resumed run may change: where and how it runs, and what mends a run that stopped."""
 FREE_OPTIONS = (".url", ".device", ".batch_size", ".judge.endpoints", ".judge.concurrency", ".judge.timeout_s")
