@@ -11,6 +11,7 @@ Sources: Flow-GRPO (arXiv 2505.05470) for the first, PaCo-RL (arXiv 2512.04784) 
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -95,6 +96,8 @@ class ImageSimilarity(PartsReward):
 
 class GridReward(PartsReward):
     """Scores the cells of an image grid."""
+
+    probe: ClassVar[dict[str, Any]] = {"prompt": "a 1x2 grid. [LEFT]: a red square. [RIGHT]: a blue circle."}
 
     def __init__(
         self,
