@@ -81,7 +81,7 @@ class Embeddings:
             with self._adapter.parked.present("vae", "text_encoder"):
                 return self._adapter.encode_sources(sources)
 
-        return self._kept(source_key(sources), encode)
+        return self._kept(source_key(sources, clip_frames(type(self._adapter), self._adapter.frames)), encode)
 
     def _kept(self, key: bytes, encode: Callable[[], Condition]) -> Condition:
         """From memory, else from disk, else encoded now."""
@@ -142,9 +142,14 @@ def text_key(family: type[Adapter], prompt: str, sources: Sources) -> bytes:
     return prompt.encode() + (b"\0" + _digest(sources) if seen else b"")
 
 
-def source_key(sources: Sources) -> bytes:
-    """What identifies the latents of source images: a digest of their pixels."""
-    return b"\0sources\0" + _digest(sources)
+def source_key(sources: Sources, frames: int | None) -> bytes:
+    """What identifies the latents of source images: a digest of their pixels, and `clip_frames`."""
+    return b"\0sources\0" + (f"{frames}\0".encode() if frames else b"") + _digest(sources)
+
+
+def clip_frames(family: type[Adapter], frames: int | None) -> int | None:
+    """Frames of a clip (none: the family's own number) where the latents of its source depend on them, else None."""
+    return (frames or family.default_frames) if family.source_spans_clip else None
 
 
 def _digest(sources: Sources) -> bytes:

@@ -18,7 +18,7 @@ from PIL import Image
 from prefgrpo.config import Config, ConfigError
 from prefgrpo.config import Rollout as Sizes
 from prefgrpo.data import Prompt
-from prefgrpo.embed import cache_key, salt, source_key, text_key, texts
+from prefgrpo.embed import cache_key, clip_frames, salt, source_key, text_key, texts
 from prefgrpo.models import family, folder
 from prefgrpo.models import load as load_model
 from prefgrpo.models.base import Adapter
@@ -114,6 +114,8 @@ class Part:
     height: int = 0
     width: int = 0
     """Size of the output, to which the sources are fitted; 0 without sources."""
+    frames: int | None = None
+    """As `embed.clip_frames`."""
 
     def images(self, sizes: Sizes) -> tuple[Image.Image, ...]:
         """The source images at the output's size."""
@@ -140,7 +142,7 @@ def to_encode(config: Config, used: Iterable[Use]) -> list[Part]:
         place = (prompt.source, sizes.height, sizes.width) if prompt.source else ()
         seen = place if cls.text_sees_sources else ()
         found |= {Part(text, *seen): None for text in texts(cls, sizes.guidance, [prompt.text])}
-        found |= {Part(None, *place): None} if place else {}
+        found |= {Part(None, *place, clip_frames(cls, sizes.frames)): None} if place else {}
     return list(found)
 
 
@@ -155,7 +157,7 @@ def missing(config: Config, used: Iterable[Use]) -> list[Part]:
     place, out = Shards(Path(config.data.cache)), []
     for part in needed:
         images = part.images(config.rollout)
-        key = source_key(images) if part.text is None else text_key(cls, part.text, images)
+        key = source_key(images, part.frames) if part.text is None else text_key(cls, part.text, images)
         if cache_key(common, key) not in place:
             out.append(part)
     return out

@@ -7,6 +7,7 @@ load no text encoder.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -17,6 +18,7 @@ from prefgrpo.data import Prompt, read_prompts
 from prefgrpo.embed import Embeddings
 from prefgrpo.loading import Part, missing, open_adapter, uses
 from prefgrpo.parallel import World
+from prefgrpo.sampling import applied
 from prefgrpo.shards import Shards
 
 
@@ -54,5 +56,6 @@ def _encode(config: Config, mine: list[Part], world: World) -> None:
     with adapter.parked.hold():
         for part in tqdm(mine, unit="prompt", dynamic_ncols=True, disable=None if world.main else True):
             images = part.images(config.rollout)
-            embeddings.latents(images) if part.text is None else embeddings.text(part.text, images)
+            with applied(adapter, replace(config.rollout, frames=part.frames)):
+                embeddings.latents(images) if part.text is None else embeddings.text(part.text, images)
     embeddings.flush()

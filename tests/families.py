@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -39,6 +40,10 @@ class Case:
     """For editing: arguments of the stock call that depend on the size."""
     sources: int = 1
     """For editing: source images of each prompt."""
+    fit: bool = False
+    """For editing: source images are given at the output's size."""
+    stock: str = ""
+    """The stock pipeline, where it is not the adapter's."""
     off: float = 1.0
     """A guidance scale that switches classifier-free guidance off."""
 
@@ -48,15 +53,21 @@ class Case:
         call = {key: self.off if key in scales else value for key, value in self.call.items()}
         return replace(self, call=call, guidance=self.off)
 
-    def images(self, number):
+    def images(self, number, size):
         """The source images of a prompt by its number; () unless it edits."""
-        return tuple(SOURCES[(number + k) % 2] for k in range(self.sources)) if self.edit else ()
+        own = [SOURCES[(number + k) % 2] for k in range(self.sources if self.edit else 0)]
+        return tuple(image.resize(size[::-1]) if self.fit else image for image in own)
+
+    def pipe(self, path):
+        """The stock pipeline in a folder."""
+        return getattr(diffusers, self.stock or models.family(self.family).pipeline).from_pretrained(path)
 
     def __str__(self):
         edit = "-edit" if self.edit else ""
         return f"{self.family}{edit}" + ("" if self.guidance > 1 else "-unguided")
 
 
+WAN = {"guidance_scale": 5.0, "max_sequence_length": 32, "num_frames": 5}
 CASES = [
     Case("flux", {"guidance_scale": 3.5, "max_sequence_length": 32}, 3.5, dynamic=True),
     Case(
@@ -92,13 +103,24 @@ CASES = [
         sources=2,
     ),
     Case("z_image", {"guidance_scale": 3.0, "max_sequence_length": 128}, 3.0, dynamic=True, max_length=128, off=0.0),
-    Case("wan", {"guidance_scale": 5.0, "max_sequence_length": 32, "num_frames": 5}, 5.0, frames=5),
+    Case("wan", WAN, 5.0, frames=5),
     Case(
         "wan22",
         {"guidance_scale": 4.0, "guidance_scale_2": 3.0, "max_sequence_length": 32, "num_frames": 5},
         4.0,
         frames=5,
     ),
+    Case(
+        "wan22_i2v",
+        {"guidance_scale": 3.5, "guidance_scale_2": 3.5, "max_sequence_length": 32, "num_frames": 5},
+        3.5,
+        frames=5,
+        edit=lambda h, w: {},
+        fit=True,
+    ),
+    Case("wan_i2v", WAN, 5.0, frames=5, edit=lambda h, w: {}, fit=True),
+    Case("wan_ti2v", WAN, 5.0, frames=5),
+    Case("wan_ti2v", WAN, 5.0, frames=5, edit=lambda h, w: {}, fit=True, stock="WanImageToVideoPipeline"),
     Case("flux2_klein", {"guidance_scale": 4.0, "max_sequence_length": 64}, 4.0, dynamic=True, max_length=64),
     Case("flux2_klein", {"guidance_scale": 4.0, "max_sequence_length": 64}, 4.0, max_length=64, edit=lambda h, w: {}),
 ]
@@ -120,8 +142,8 @@ def load(case, path, dtype=torch.float32, **options):
     return adapter
 
 
-def conditions(adapter, case, prompts=PROMPTS):
-    sources = [case.images(number) for number in range(len(prompts))]
+def conditions(adapter, case, prompts=PROMPTS, size=(32, 32)):
+    sources = [case.images(number, size) for number in range(len(prompts))]
     return collate(Embeddings(adapter, case.max_length)(prompts, sources))
 
 
@@ -138,7 +160,14 @@ def draw(adapter, case, x0, size, steps, prompts=PROMPTS):
     schedule = make_schedule(adapter.sigmas(steps, *size), "ode", 0.0)
     ids = torch.arange(len(prompts))
     done = rollout(
-        adapter, schedule, conditions(adapter, case, prompts), ids, seed=0, height=size[0], width=size[1], initial=x0
+        adapter,
+        schedule,
+        conditions(adapter, case, prompts, size),
+        ids,
+        seed=0,
+        height=size[0],
+        width=size[1],
+        initial=x0,
     )
     return adapter.decode(done.latents, *size)
 
@@ -150,7 +179,7 @@ def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
         return pipe(prompt=list(prompts), latents=x0, **call)[0]  # a copy: Z-Image writes into the list
     call |= case.edit(*size)
     call = {key: value[:1] if isinstance(value, list) else value for key, value in call.items()}
-    images = [case.images(number) for number in range(len(prompts))]
+    images = [case.images(number, size) for number in range(len(prompts))]
     each = zip(prompts, images, x0[:, None], strict=True)
     return torch.cat([pipe(prompt=[p], image=one_or_list(own), latents=x, **call)[0] for p, own, x in each])
 

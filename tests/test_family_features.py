@@ -8,7 +8,20 @@ from dataclasses import replace
 import diffusers
 import pytest
 import torch
-from families import CASES, CPU, SIZES, SOURCES, conditions, draw, folder, load, noise, small_sources, stock_image
+from families import (
+    CASES,
+    CPU,
+    SIZES,
+    SOURCES,
+    conditions,
+    draw,
+    folder,
+    load,
+    noise,
+    perturb,
+    small_sources,
+    stock_image,
+)
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -123,6 +136,37 @@ def test_qwen_edit_without_torchvision(tmp_path):
     for path in (made, saved):
         processor = diffusers.QwenImageEditPipeline.from_pretrained(path).processor
         assert processor.video_processor is not None
+
+
+def test_a_first_frame_is_encoded_per_number_of_frames(tmp_path):
+    """Its latents span the clip; evaluation may make clips of another length than training."""
+    case = next(c for c in CASES if c.family == "wan_i2v")
+    adapter = load(case, folder("wan_i2v"))
+    embed = Embeddings(adapter, case.max_length, tmp_path)
+    (five,) = embed(["red"], [case.images(0, SIZES[0])])
+    adapter.frames = 9
+    (nine,) = embed(["red"], [case.images(0, SIZES[0])])
+    assert (five["source"].shape[1], nine["source"].shape[1]) == (3, 5) and embed.encoded == 2
+    for given in ((), (case.images(0, SIZES[0])[0],) * 2):
+        with pytest.raises(ValueError, match=r"from an image: expected one|takes 1 source image\(s\), got 2"):
+            condition = collate(embed(["red"], [given]))
+            adapter.velocity(noise(adapter, SIZES[0])[:1], torch.ones(1), condition, *SIZES[0])
+
+
+def test_no_weight_moves_a_given_first_frame():
+    """TI2V: the source is reached exactly, and the first frame's velocity has no gradient."""
+    case = next(c for c in CASES if c.family == "wan_ti2v" and c.edit)
+    adapter = load(case, folder("wan_ti2v"))
+    adapter.add_lora(4, 8.0)
+    perturb(adapter)
+    condition = conditions(adapter, case)
+    x, sizes = noise(adapter, SIZES[0]), {"height": SIZES[0][0], "width": SIZES[0][1]}
+    v = adapter.velocity(x, torch.full((2,), 0.7), condition, **sizes)
+    v[:, :, 0].sum().backward()
+    assert not any(p.grad is not None and p.grad.abs().max() > 0 for _, p in adapter.trainable())
+    schedule = make_schedule(adapter.sigmas(4, *SIZES[0]), "flow", 0.7, (0, 1, 2))
+    done = rollout(adapter, schedule, condition, torch.arange(2), seed=1, **sizes)
+    assert (done.latents[:, :, :1] - condition["source"]).abs().max() <= 1e-5
 
 
 def test_wan_folders_with_a_multistep_solver_give_its_shift():

@@ -45,7 +45,7 @@ def place(tmp_path_factory):
 def options(place, recipe):
     """All that is changed."""
     config = load(recipe)
-    edits = config.data.prompts.startswith(("edits", "counting_edit"))
+    edits = config.data.prompts.startswith(("edits", "counting_edit", "first_frames"))
     return [
         "--model",
         str(place / config.family),

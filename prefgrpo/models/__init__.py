@@ -23,6 +23,9 @@ MODELS: dict[str, str] = {
     "sd3": "prefgrpo.models.sd3:StableDiffusion3",
     "wan": "prefgrpo.models.wan:Wan",
     "wan22": "prefgrpo.models.wan22:Wan22",
+    "wan22_i2v": "prefgrpo.models.wan_i2v:Wan22I2V",
+    "wan_i2v": "prefgrpo.models.wan_i2v:WanI2V",
+    "wan_ti2v": "prefgrpo.models.wan_ti2v:WanTI2V",
     "z_image": "prefgrpo.models.z_image:ZImage",
 }
 """Family name → import path of its adapter."""

@@ -67,6 +67,8 @@ class Adapter(Weights, ABC):
     """Source images that one prompt may have (editing families)."""
     default_source_area: ClassVar[int | None] = None
     """Pixels that the stock pipeline resizes source images to; None: it does not."""
+    source_spans_clip: ClassVar[bool] = False
+    """Whether the latents of a source depend on the number of frames."""
     text_sees_sources: ClassVar[bool] = False
     """Whether the text encoder sees the source images: a prompt's embedding is then one per source."""
 

@@ -6,7 +6,7 @@ Invariant: with `ode` steps the clips are those of the stock WanPipeline under a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -24,7 +24,7 @@ class Wan(Adapter):
     default_guidance = 5.0
     default_frames = 81
     cfg = Cfg()
-    lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
+    lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
 
     @property
     def unit(self) -> int:
@@ -45,7 +45,7 @@ class Wan(Adapter):
             raise ValueError(f"frames must be a multiple of {stride}, plus 1, for this model, got {frames}")
         patch = self.pipe.transformer.config.patch_size[1]
         rows, columns = self.grid(height, width)
-        return self.pipe.transformer.config.in_channels, (frames - 1) // stride + 1, rows * patch, columns * patch
+        return self.pipe.vae.config.z_dim, (frames - 1) // stride + 1, rows * patch, columns * patch
 
     def flow_scheduler(self, changes: dict[str, Any]) -> Any:
         """An Euler scheduler with the shift of the folder's own (multistep) scheduler."""
@@ -63,10 +63,15 @@ class Wan(Adapter):
 
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
         """Velocity [B, C, F', h, w]."""
+        return self.forward(x, sigma * 1000, condition)
+
+    def forward(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
+        """The transformer at time [B], or [B, tokens]."""
         return self.net(
             hidden_states=x,
-            timestep=sigma * 1000,
+            timestep=time,
             encoder_hidden_states=condition["prompt_embeds"],
+            encoder_hidden_states_image=condition.get("image_embeds"),
             return_dict=False,
         )[0]
 

@@ -35,7 +35,7 @@ from prefgrpo.config import MODEL_VALUES
 from prefgrpo.models import family as model_family
 
 TEXT_WIDTH = 32
-QWEN_WIDTH = 16
+QWEN_WIDTH = CLIP_WIDTH = 16
 QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
                "<|image_pad|>", "<|video_pad|>")  # fmt: skip
 CHAT = (
@@ -206,18 +206,27 @@ def qwen_image(pipeline: str = "QwenImagePipeline") -> Any:
     )  # fmt: skip
 
 
-def wan(experts: bool = False) -> Any:
-    """Wan text-to-video: 2 blocks of width 24, a causal VAE that quarters each side and halves time.
+def wan(experts: bool = False, frame: bool = False, expand: bool = False) -> Any:
+    """Wan: 2 blocks of width 24, a causal VAE that quarters each side and halves time.
 
-    experts: Wan2.2, a second denoiser below σ = 0.875.
+    experts: Wan2.2, a second denoiser below σ = 0.875. frame: image-to-video, through CLIP too unless there are
+    experts. expand: Wan2.2 TI2V.
     """
-    from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+    from diffusers import (
+        AutoencoderKLWan,
+        FlowMatchEulerDiscreteScheduler,
+        WanImageToVideoPipeline,
+        WanPipeline,
+        WanTransformer3DModel,
+    )
 
-    t5 = t5_tokenizer()
+    t5, seen = t5_tokenizer(), frame and not experts
+    own: dict[str, Any] = {} if expand else {"boundary_ratio": (0.9 if frame else 0.875) if experts else None}
     transformers = [
         WanTransformer3DModel(
-            patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4,
-            text_dim=TEXT_WIDTH, freq_dim=32, ffn_dim=48, num_layers=2, rope_max_seq_len=64,
+            patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4 + 6 * frame,
+            out_channels=4, text_dim=TEXT_WIDTH, freq_dim=32, ffn_dim=48, num_layers=2, rope_max_seq_len=64,
+            image_dim=CLIP_WIDTH if seen else None, added_kv_proj_dim=24 if seen else None,
         )
         for _ in range(1 + experts)
     ]  # fmt: skip
@@ -226,11 +235,24 @@ def wan(experts: bool = False) -> Any:
         latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.0, 0.8, 1.2, 0.9],
         scale_factor_temporal=2, scale_factor_spatial=4,
     )  # fmt: skip
-    return WanPipeline(
+    return (WanImageToVideoPipeline if frame else WanPipeline)(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae, tokenizer=t5,
         text_encoder=t5_text(t5, UMT5EncoderModel, UMT5Config), transformer=transformers[0],
-        transformer_2=transformers[1] if experts else None, boundary_ratio=0.875 if experts else None,
+        transformer_2=transformers[1] if experts else None, expand_timesteps=expand, **own,
+        **(clip_vision() if seen else {}),
     )  # fmt: skip
+
+
+def clip_vision() -> dict[str, Any]:
+    """CLIP image encoder of width 16 and its processor."""
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
+
+    config = CLIPVisionConfig(
+        hidden_size=CLIP_WIDTH, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32,
+        patch_size=8, projection_dim=CLIP_WIDTH,
+    )  # fmt: skip
+    processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    return {"image_encoder": CLIPVisionModel(config), "image_processor": processor}
 
 
 def z_image() -> Any:
@@ -285,6 +307,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "sd3": sd3,
     "wan": wan,
     "wan22": partial(wan, experts=True),
+    "wan22_i2v": partial(wan, experts=True, frame=True),
+    "wan_i2v": partial(wan, frame=True),
+    "wan_ti2v": partial(wan, expand=True),
     "z_image": z_image,
 }
 """Family name → builder of its tiny pipeline."""

@@ -1,0 +1,39 @@
+"""Wan2.2 TI2V-5B: Wan with one time per token, from text alone or from a first frame.
+
+The frame's tokens have time 0 and hold its latents x₀ whatever x is there; their velocity is set to (x − x₀) / σ, which
+leads to x₀ and which no weight moves. Invariant: with `ode` steps the clips are those of the stock WanPipeline, or
+with a source of the stock WanImageToVideoPipeline, under an Euler scheduler.
+"""
+
+from __future__ import annotations
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from prefgrpo.models.base import Condition
+from prefgrpo.models.video_vae import encode_frame
+from prefgrpo.models.wan import Wan
+
+
+class WanTI2V(Wan):
+    """Wan2.2 TI2V-5B."""
+
+    default_frames = 121
+    most_sources = 1
+
+    def encode_source(self, source: Image.Image) -> Tensor:
+        """Latents [C, 1, h, w] of the first frame."""
+        return encode_frame(self.pipe, source)
+
+    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+        """Velocity [B, C, F', h, w]."""
+        patch = self.pipe.transformer.config.patch_size[1]
+        time = (sigma * 1000)[:, None, None, None].repeat(1, x.shape[2], x.shape[3] // patch, x.shape[4] // patch)
+        if "source" not in condition:
+            return self.forward(x, time.flatten(1), condition)
+        first = condition["source"].to(x)
+        time[:, 0] = 0
+        v = self.forward(torch.cat([first, x[:, :, 1:]], dim=2), time.flatten(1), condition)
+        towards = (x[:, :, :1] - first) / sigma[:, None, None, None, None]
+        return torch.cat([towards.to(v.dtype), v[:, :, 1:]], dim=2)
