@@ -8,17 +8,18 @@ give equal weights.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import open_clip
 import torch
 import yaml
 from torch import nn
 from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor
 
 from prefgrpo.rewards import RewardSpecError, parse_reward_spec
+from prefgrpo.rewards.checkpoints import library
 from prefgrpo.tiny.pipelines import clip_tokenizer
 
 SIZE = 28
@@ -129,7 +130,11 @@ def make(names: str, folder: Path) -> int:
     asked = parse_reward_spec(names)
     if others := [name for name in asked if name not in MAKERS]:
         raise RewardSpecError(f"no tiny checkpoint of {', '.join(others)}: expected some of {', '.join(MAKERS)}")
-    options = {name: MAKERS[name]((folder / name).resolve()) for name in asked}
+    logging.disable(logging.WARNING)  # open_clip's, that weights which were not given are random
+    try:
+        options = {name: MAKERS[name]((folder / name).resolve()) for name in asked}
+    finally:
+        logging.disable(logging.NOTSET)
     file = folder / "options.yaml"
     file.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
     print(f"wrote {', '.join(asked)}; their options: {file}")
