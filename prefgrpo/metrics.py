@@ -99,7 +99,7 @@ def step_line(step: int, total: int, values: Mapping[str, float], seconds: Mappi
     parts = [f"step {step:>{len(str(total))}}/{total}"]
     parts += [f"{k[7:]} {values[k]:.3f}±{values.get(k + '_std', 0.0):.3f}" for k in rewards]
     parts += [
-        f"clip {values['policy/clip_fraction']:.0%}",
+        f"clipped {values['policy/clip_fraction']:.0%}",
         f"|Δratio| ≤ {max(1 - values.get('policy/ratio_min', 1.0), values.get('policy/ratio_max', 1.0) - 1):.1e}",
         f"grad {values['grad_norm']:.1e}",
     ]

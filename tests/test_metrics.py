@@ -97,7 +97,7 @@ def test_lines_for_a_person():
     }  # fmt: skip
     line = step_line(7, 300, values, {"rollout": 1.0, "update": 0.5})
     for part in (
-        "step   7/300", "vlm_pairwise 0.500±0.250", "clip 25%", "|Δratio| ≤ 1.0e-01", "kl 1.0e-06",
+        "step   7/300", "vlm_pairwise 0.500±0.250", "clipped 25%", "|Δratio| ≤ 1.0e-01", "kl 1.0e-06",
         "judged 56, 3 failed", "missing 2%", "1.50 s (rollout 1.00 update 0.50)",
     ):  # fmt: skip
         assert part in line
