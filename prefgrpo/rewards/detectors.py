@@ -67,7 +67,9 @@ class Transformers:
         self._device = device_of(device)
         with loading(model):
             config = transformers.AutoConfig.from_pretrained(model)
-            self._masks = config.model_type in ("mask2former", "maskformer", "oneformer")
+            self._masks = config.model_type in ("mask2former", "maskformer")
+            if self._masks:
+                library("scipy", "scipy")  # transformers' classes of these models ask for it
             kind = "AutoModelForUniversalSegmentation" if self._masks else "AutoModelForObjectDetection"
             self._model, info = getattr(transformers, kind).from_pretrained(model, output_loading_info=True)
             if info["missing_keys"]:
@@ -82,8 +84,8 @@ class Transformers:
         """Objects of each image, of any score."""
         batch = self._processor(images=[m.pil for m in images], return_tensors="pt")
         pixels = batch["pixel_values"].to(self._device)
-        valid = batch.get("pixel_mask", torch.ones(len(images), *pixels.shape[2:], dtype=torch.long)).to(self._device)
-        outputs = self._model(pixel_values=pixels, pixel_mask=valid)
+        told = {k: v.to(self._device) for k, v in batch.items() if k == "pixel_mask"}
+        outputs = self._model(pixel_values=pixels, **told)
         sizes = [m.pixels.shape[:2] for m in images]
         if not self._masks:
             found = self._processor.post_process_object_detection(outputs, threshold=0.0, target_sizes=sizes)
@@ -91,6 +93,7 @@ class Transformers:
         seen = functional.interpolate(
             outputs.masks_queries_logits.float(), pixels.shape[2:], mode="bilinear", align_corners=False
         )
+        valid = told.get("pixel_mask", torch.ones(len(images), *pixels.shape[2:]))
         ends = [(int(v.any(1).sum()), int(v.any(0).sum())) for v in valid]  # what lies beyond is padding
         shown = [(seen[k, :, :high, :wide], sizes[k]) for k, (high, wide) in enumerate(ends)]
         classes = outputs.class_queries_logits.float().softmax(-1)[..., :-1]
