@@ -44,6 +44,7 @@ def architecture(quick_gelu: bool = True, size: int = SIZE) -> dict[str, Any]:
 
 def open_clip_folder(folder: Path, quick_gelu: bool = True, size: int = SIZE, seed: int = 0) -> Path:
     """open_clip_config.json and open_clip_pytorch_model.bin as open_clip publishes them, preprocessing of DFN5B."""
+    open_clip = library("open_clip", "'prefgrpo[rewards]'")
     folder.mkdir(parents=True, exist_ok=True)
     preprocess: dict[str, Any] = {
         "mean": list(open_clip.OPENAI_DATASET_MEAN),
