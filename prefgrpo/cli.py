@@ -231,6 +231,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"prefgrpo {__version__}")
         return 0
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice on image processors is not about this run
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # those of transformers too
     found = _find(argv)
     if found is None:
         asked = not argv or argv[0] in ("-h", "--help")

@@ -7,14 +7,18 @@ fails in the ways rewards do.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ from judge_server import JudgeServer, free_port
 
 from prefgrpo.media import Media
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.rewards.serve import RewardServer
 from prefgrpo.rewards.wire import read_request, scores_json
 
 TESTS = Path(__file__).resolve().parent
@@ -109,6 +114,31 @@ class Process:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+@contextlib.contextmanager
+def serving(name: str, options: dict[str, Any]) -> Iterator[str]:
+    """The real server in a thread: its address, once it is ready. For many rewards: a process each would take long."""
+    server, loop = RewardServer(name, options), asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    def run(work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result(60)
+
+    async def work() -> asyncio.Task[None]:
+        return asyncio.create_task(server.work())
+
+    try:
+        url = run(server.listen("127.0.0.1", 0))
+        run(server.load())
+        worker = run(work())
+        yield url
+        loop.call_soon_threadsafe(worker.cancel)
+    finally:
+        run(server.stop())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
 
 
 class Stub(JudgeServer):

@@ -1,0 +1,148 @@
+"""Every reward of the registry runs, is documented, and is the same behind HTTP as in process.
+
+Why these cases: a table that lists rewards nobody has run is worth nothing, and a reward that its table describes
+wrongly fails hours into a run. A tiny checkpoint or server stands for the published one; each reward's formula has a
+test of its own.
+"""
+
+import inspect
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reward_cases import CASES, PARTS
+from reward_server import serving
+
+from prefgrpo.rewards import REWARDS, build, load_class
+from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward
+from prefgrpo.rewards.listing import show
+
+ROOT = Path(__file__).resolve().parent.parent
+POINTWISE = [name for name in REWARDS if issubclass(load_class(name), PointwiseReward)]
+HEADER = "| name | input | scale | what it is, source | runs | needs |"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """name -> (options, reward): each checkpoint is made and loaded once."""
+
+    @cache
+    def make(name):
+        options = CASES[name].options(tmp_path_factory.mktemp(name))
+        return options, build(name, {name: options})[name]
+
+    return make
+
+
+def documented():
+    """name -> its row's cells, of docs/rewards.md."""
+    page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
+    table = page.split(HEADER)[1].split("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in table]
+    assert len({r[0] for r in rows}) == len(rows), "a reward has two rows"
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+def test_every_reward_has_one_case():
+    found = [name for part in PARTS for name in getattr(part, "CASES", {})]
+    assert sorted(found) == sorted(REWARDS)
+
+
+def test_every_reward_has_a_row_and_every_row_a_reward():
+    assert sorted(documented()) == sorted(REWARDS)
+
+
+def scores(reward, samples):
+    """Scores of the samples, whatever the kind of reward."""
+    if isinstance(reward, GroupwiseReward):
+        return reward.score_group(samples, 0).scores
+    return reward.score(samples)
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_runs(name, made):
+    """Finite values that tell the samples apart, in the samples' order; what is missing says why."""
+    reward, samples = made(name)[1], CASES[name].samples()
+    found, turned = scores(reward, samples), scores(reward, samples[::-1])[::-1]
+    assert len(found) == len(samples)
+    values = [np.nan if s.value is None else s.value for s in found]
+    assert all(s.reason for s in found if s.value is None)
+    assert np.isfinite(values).sum() >= 2 and not np.isinf(values).any(), found
+    assert np.nanmax(values) > np.nanmin(values), "it does not tell the samples apart"
+    same = [np.nan if s.value is None else s.value for s in turned]
+    np.testing.assert_allclose(same, values, rtol=1e-4, atol=1e-5)
+    for sample in samples:
+        assert ("video" if sample.media.clip else "image") in reward.takes
+        assert sample.source or not reward.needs_source
+        assert set(reward.meta_keys) <= set(sample.meta)
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_is_the_same_behind_http(name, made):
+    """`reward serve` gets ready with its own probe sample, and its numbers are those of the reward in process."""
+    (options, reward), samples = made(name), CASES[name].samples()
+    with serving(name, options) as url:
+        remote = build(name, {name: {"url": url, "timeout_s": 60.0, "retries": 0}})[name]
+        there = remote.score(samples)
+        remote.close()
+    here = reward.score(samples)
+    assert [s.value is None for s in there] == [s.value is None for s in here], there
+    for a, b in zip(there, here, strict=True):
+        assert a.reason == b.reason
+        assert a.value == pytest.approx(b.value, rel=1e-4, abs=1e-5) if b.value is not None else a.value is None
+        assert a.parts == pytest.approx(b.parts, rel=1e-4, abs=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_row_says_what_it_takes(name, made):
+    found, (told, *_) = load_class(name), documented()[name]
+    for kind in ("image", "video"):
+        assert (kind in re.findall(r"\w+", told)) == (kind in found.takes), f"{told!r}, but it takes {found.takes}"
+    assert bool(re.search(r"\bsources?\b", told)) == found.needs_source, told
+    assert bool(re.search(r"\bgroup\b", told)) == issubclass(found, GroupwiseReward), told
+    for key in found.meta_keys:
+        assert f"`{key}`" in told, f"{told!r} does not name the column {key}"
+    runs = documented()[name][3]
+    assert ("judge" in runs) == found.judged, runs
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_says_what_it_is_and_explains_its_options(name):
+    found = load_class(name)
+    assert inspect.getdoc(found) and not inspect.getdoc(found).startswith("What a reward")
+    own = found.__init__ if "__init__" in vars(found) else next(
+        c.__init__ for c in found.__mro__ if "__init__" in vars(c)
+    )  # fmt: skip
+    told = f"{inspect.getdoc(own) or ''}\n{inspect.getdoc(found)}"
+    for option in inspect.signature(found).parameters:
+        assert re.search(rf"\b{option}\b", told), f"{name}: the option {option} is nowhere explained"
+
+
+def test_list_prints_every_reward(capsys):
+    assert show() == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[1:]}
+    assert list(lines) == sorted(REWARDS)
+    assert "image or video" in lines["jpeg_compressibility"] and "a judge" in lines["vlm_pairwise"]
+
+
+def test_every_module_imports_without_its_libraries():
+    """So that a spec is checked, and a reward behind HTTP used, where its libraries are not installed."""
+    script = """
+import importlib, sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"transformers", "open_clip", "torchvision", "safetensors", "tokenizers", "cv2",
+                                  "rapidocr_onnxruntime", "rapidfuzz", "paddleocr", "peft", "diffusers"}:
+            raise ImportError(f"blocked: {name}")
+sys.meta_path.insert(0, Blocked())
+from prefgrpo.rewards import REWARDS, load_class
+from prefgrpo.rewards.listing import show
+[load_class(name) for name in REWARDS]
+show()
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
