@@ -15,6 +15,7 @@ import json
 import math
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -31,8 +32,11 @@ class JudgeServer:
 
     model = MODEL
     listing = ""
+    logprob: Any = math.nan
     answer: Callable[[list[float], str], str | dict[str, float]] | None = None
     """(brightness of each picture, all text of the request) -> the answer's text, or {first token: probability}."""
+
+    tls: ssl.SSLContext | None = None
 
     def __init__(self, fault: str = "", count: int = -1, port: int = 0, vllm: bool = True, delay_s: float = 0.0):
         self.fault, self.count, self.port, self.vllm, self.delay_s = fault, count, port, vllm, delay_s
@@ -45,7 +49,7 @@ class JudgeServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     def __enter__(self) -> JudgeServer:
         started = threading.Event()
@@ -81,7 +85,7 @@ class JudgeServer:
         self.add_routes(app)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True, ssl_context=self.tls)
         await site.start()
         self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
 
@@ -89,13 +93,15 @@ class JudgeServer:
         """More routes, of a server of another kind."""
 
     async def _models(self, _: web.Request) -> web.Response:
+        if self.fault == "mute":
+            await asyncio.sleep(3600)
         if self.listing:
             return web.Response(text=self.listing, content_type="text/html")
         owner = "vllm" if self.vllm else "someone"
         return web.json_response({"object": "list", "data": [{"id": self.model, "owned_by": owner}]})
 
     async def _health(self, _: web.Request) -> web.Response:
-        if self.fault == "hang":
+        if self.fault in ("hang", "mute"):
             await asyncio.sleep(3600)
         return web.Response(status=503 if self.fault == "sick" else 200)
 
@@ -144,7 +150,7 @@ class JudgeServer:
     async def _misbehave(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         good = completion(0.0)
         match self.fault:
-            case "hang" | "hang chat":
+            case "hang" | "hang chat" | "mute":
                 await asyncio.sleep(3600)
             case "429":
                 return _error(429, "slow down", {"Retry-After": "1"})
@@ -159,7 +165,8 @@ class JudgeServer:
             case "garbage":
                 good = completion(0.0, ("cat", "dog"))
             case "nan":
-                good["choices"][0]["logprobs"]["content"][0]["top_logprobs"][0]["logprob"] = math.nan
+                for top in good["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
+                    top["logprob"] = self.logprob
             case "not_json":
                 return web.Response(body=json.dumps(good)[:40], content_type="application/json")
             case "html":

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from judge_server import MODEL, JudgeServer, free_port
 from test_judge_faults import FAST, ask, judge, media, process
+from tiny_run import recipe, rows, start, train, world
 
 from prefgrpo.judge.cache import AnswerCache, shared_cache
 from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig, check
@@ -219,6 +220,41 @@ def test_a_step_that_was_killed_between_judging_and_its_checkpoint_is_not_judged
     assert len(new) - probe == 20 and result.metrics["judge/cache_hits"] == 20
     assert np.all(np.diff(result.values["vlm_pairwise"], axis=1) > 0)
     np.testing.assert_array_equal(result.values["vlm_pairwise"][0], result.values["vlm_pairwise"][1])
+
+
+def learned(folder):
+    """Rows without figures about how the judge was asked."""
+    return [
+        {k: v for k, v in row.items() if not k.startswith(("judge/", "reward/vlm_pairwise/"))} for row in rows(folder)
+    ]
+
+
+def test_a_run_that_was_killed_before_its_checkpoint_asks_for_nothing_twice(tmp_path):
+    place = world(tmp_path)
+    over = {"reward": {"spec": "vlm_pairwise"}, "eval": {"every": 0}, "checkpoint": {"every": 20}}
+    with JudgeServer(delay_s=0.01) as server:
+        judge = {"endpoints": [server.url], "timeout_s": 5.0, "deadline_s": 20.0, "concurrency": 1}
+        code, output = train(recipe(place, "steady", **over, judge=judge))
+        assert code == 0, output
+        whole = len(server.requests)
+        folder = place / "runs" / "killed"
+        file = recipe(place, "killed", **over, judge=judge)
+        run = start(["train", str(file)], place / "killed.log")
+        run.until(lambda: (folder / "metrics.jsonl").is_file() and len(rows(folder)) >= 2)
+        run.kill()
+        kept = sum(len(path.read_bytes().splitlines()) for path in (folder / "verdicts").glob("*.jsonl"))
+        done, seen = len(rows(folder)), len(server.requests)
+        assert not list((folder / "checkpoints").glob("step_*")) and kept >= done * 2 * 12
+        code, output = train(file, "--resume")
+        assert code == 0, output
+        again = len(server.requests) - seen
+    probes = whole - 4 * 2 * 12
+    assert again == probes + 4 * 2 * 12 - kept, "of 4 steps with 2 groups of 12 pairs, only what was not answered yet"
+    assert learned(folder) == learned(place / "runs" / "steady")
+    assert [row["judge/cache_hits"] for row in rows(folder)][:2] == [24.0, 24.0]
+    off = recipe(place, "off", **over, judge=judge | {"cache": False})
+    with JudgeServer(port=server.port):
+        assert train(off)[0] == 0 and not (place / "runs" / "off" / "verdicts").exists()
 
 
 def test_traffic_is_counted(tmp_path):

@@ -197,6 +197,11 @@ def test_a_dead_backend_is_a_502_and_its_neighbour_goes_on():
         assert [v.first for v in verdicts] == [None, None]
         assert all("no judge endpoint was reachable for 2 s" in v.reason for v in verdicts), verdicts
         assert all(v.first is not None and not v.retries for v in ask(judge(url, model=MODEL)))
+        bright.fault, bright.count = "500", 1
+        going_on = judge(url, model=MODEL, patience_s=5.0)
+        assert sum(v.retries for v in ask(going_on)) == 1
+        time.sleep(0.3)  # the probe that a 500 calls for asks after its own model only
+        assert all(e.alive for e in going_on.client.sender.endpoints)
         with Dark(port=port):  # its clients come back by themselves
             deadline = time.monotonic() + 10
             while any(v.first is None for v in ask(degraded)):

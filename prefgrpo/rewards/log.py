@@ -26,14 +26,14 @@ class JudgementLog:
         """One line per comparison of a group: who, P(first) or why it is missing, latency, retries, the answer."""
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a", encoding="utf-8", errors="backslashreplace")
+            self._file = self._path.open("a", encoding="utf-8")
         for c in comparisons:
             v = c.verdict
             line = {"step": step, "reward": reward, "group": group, "first": c.first, "second": c.second}
             line |= {"p_first": v.first, "reason": v.reason, "latency_s": round(v.latency_s, 6), "retries": v.retries}
             line |= {"cached": True} if v.cached else {}
             line |= {"parts": v.parts, "raw": v.raw[:_RAW_CHARACTERS], "prompt": prompt[:_PROMPT_CHARACTERS]}
-            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self._file.write(json.dumps(line) + "\n")  # ASCII: U+2028 would end a line for some readers
         self._file.flush()
 
     def close(self) -> None:
