@@ -110,7 +110,6 @@ CASES = {
         "unifiedreward_coherence",
         "unifiedreward_sglang",
         "qwenvl",
-        "unifiedreward_edit_pointwise_image_quality",
         "unifiedreward_edit_pointwise_instruction_following",
         "edit_score",
         "consistency_score",
@@ -121,3 +120,7 @@ CASES = {
     name: Case(_served, pictures, group=True)
     for name in ("unifiedreward_think", "unifiedreward_flex", "unifiedreward_edit_pairwise")
 }
+CASES["unifiedreward_edit_pointwise_image_quality"] = Case(
+    lambda folder: _served(folder) | {"weights": {"artifacts": 0.5}},
+    pictures,  # its two numbers move against each other
+)

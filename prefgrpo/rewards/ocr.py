@@ -13,7 +13,6 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,8 +44,6 @@ def plain(text: str) -> str:
 
 class Ocr(PointwiseReward):
     """How much of the quoted text can be read in the image, 0 to 1."""
-
-    probe: ClassVar[dict[str, Any]] = {"prompt": 'a sign that says "A"'}
 
     def __init__(self, engine: str = "rapidocr", lang: str = "en", workers: int = 4) -> None:
         """Raises RewardError if the engine is not installed.

@@ -31,6 +31,7 @@ from prefgrpo.rewards.judges import open_judge
 class VlmPairwise(GroupwiseReward):
     """Win rate under a pairwise judge."""
 
+    takes: tuple[str, ...] = ("image", "video")
     judged = True
     template = "compare"
 
@@ -44,14 +45,15 @@ class VlmPairwise(GroupwiseReward):
     ) -> None:
         """`judge`: an open judge, its config, or the config's fields with `backend: http | local` in a mapping.
 
-        `rate`: win_rate, or bradley_terry for plans that do not ask every pair. `bias`: position bias in logits to be
-        taken out, or 'fit' (for plans that show each pair once).
+        `plan`: which pairs are asked. `verdict`: soft or hard, see above. `rate`: win_rate, or bradley_terry for plans
+        that do not ask every pair. `bias`: position bias in logits to be taken out, or 'fit' (for plans that show each
+        pair once).
         """
         self.rating = Rating(rate, verdict, bias)
         self.plan = get_plan(plan)
         self._owned = not isinstance(judge, PairJudge)
         self.judge = judge if isinstance(judge, PairJudge) else open_judge(judge, template=self.template)
-        self.takes = ("image", "video") if self.judge.clips else ("image",)
+        self.takes = type(self).takes if self.judge.clips else ("image",)
         self.streams = self.judge.streams
 
     def check(self, group_size: int) -> None:

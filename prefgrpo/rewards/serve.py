@@ -35,6 +35,7 @@ from prefgrpo.rewards.wire import WireError, read_request, scores_json
 
 DRAIN_S = 20.0
 """After SIGTERM, what was sent before is answered if it takes no longer than this."""
+PROBE = 'A 1x2 grid of squares. [LEFT]: a red square. [RIGHT]: a blue square that says "A".'
 T = TypeVar("T")
 
 
@@ -225,7 +226,7 @@ def probe(reward: type[PointwiseReward]) -> Sample:
     clip = Media(rng.integers(0, 256, (8, 64, 64, 3), np.uint8))
     source = (image,) if reward.needs_source else ()
     told = reward.probe
-    return Sample(told.get("prompt", "a red square"), image if "image" in reward.takes else clip, source, told)
+    return Sample(told.get("prompt", PROBE), image if "image" in reward.takes else clip, source, told)
 
 
 def read_options(name: str, words: Sequence[str]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class UnifiedRewardThink(VlmPairwise):
 class UnifiedRewardEditPairwise(VlmPairwise):
     """Win rate of edits under UnifiedReward-Edit."""
 
+    takes = ("image",)
     template = "edit_pairwise"
     needs_source = True
 
