@@ -21,7 +21,7 @@ class Preset:
     model: str
     """Hub id."""
     template: str
-    """Template that suits its answers."""
+    """Template of two media that suits its answers; the probe at the start asks with it."""
     max_model_len: int = 16384
     """Longest prompt with answer, in tokens."""
     images: int = FRAMES
@@ -43,11 +43,11 @@ PRESETS: dict[str, Preset] = {
     **_sizes("unifiedreward", "CodeGoat24/UnifiedReward-2.0-qwen3vl-{}", "compare", _QWEN3_VL),
     **_sizes("unifiedreward-think", "CodeGoat24/UnifiedReward-Think-qwen3vl-{}", "think", _QWEN3_VL),
     **_sizes("unifiedreward-flex", "CodeGoat24/UnifiedReward-Flex-qwen3vl-{}", "flex", ("8b",)),
-    **_sizes("unifiedreward-edit", "CodeGoat24/UnifiedReward-Edit-qwen3vl-{}", "compare", _QWEN3_VL),
+    **_sizes("unifiedreward-edit", "CodeGoat24/UnifiedReward-Edit-qwen3vl-{}", "edit_pairwise", _QWEN3_VL),
     "unifiedreward-1.5": Preset(
         "CodeGoat24/UnifiedReward-7b-v1.5", "compare", 8192, 2, engine="sglang", chat_template="chatml-llava"
     ),
-    "paco-reward": Preset("X-GenGroup/PaCo-Reward-7B", "compare"),
+    "paco-reward": Preset("X-GenGroup/PaCo-Reward-7B", "consistency"),
     "qwen3-vl": Preset("Qwen/Qwen3-VL-8B-Instruct", "compare"),
     "qwen2.5-vl": Preset("Qwen/Qwen2.5-VL-7B-Instruct", "compare"),
 }
