@@ -197,8 +197,7 @@ RESIZERS = (EDIT_PLUS, EDIT_PLUS.removesuffix("_plus"), "prefgrpo.models.qwen_im
 def small_sources(modules=RESIZERS):
     """Inside, Qwen-Image-Edit resizes sources to 1/256 of the pixels, the stock pipelines and ours alike."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in modules:
-            module = importlib.import_module(name)
+        for module in [importlib.import_module(name) for name in modules]:
             real = module.calculate_dimensions
             patch.setattr(module, "calculate_dimensions", lambda area, ratio, real=real: real(area / 256, ratio))
         yield

@@ -7,8 +7,10 @@ by one line in families.py.
 """
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from subprocess import PIPE
 
 import pytest
@@ -27,6 +29,7 @@ from families import (
     small_sources,
     stock_image,
 )
+from family_ranks import TOTAL, samples
 from safetensors.torch import load_file, save_file
 
 from prefgrpo.embed import Embeddings, select
@@ -269,6 +272,42 @@ def test_a_batch_is_its_samples(case):
         assert (alone.latents - whole.latents[rows]).abs().max() <= 1e-5
         for a, b in zip(alone.steps, whole.steps, strict=True):
             assert torch.allclose(a.logp, b.logp[rows], atol=1e-5)
+
+
+@every
+def test_a_sliced_vae_decodes_the_same(case):
+    adapter = load(case, folder(case.family))
+    x = noise(adapter, SIZES[1])
+    whole, seen = adapter.decode(x, *SIZES[1]), set()
+    adapter.vae_options(slicing=True, tiling=False)
+    adapter.pipe.vae.decoder.register_forward_pre_hook(lambda module, args: seen.add(len(args[0])))
+    assert (adapter.decode(x, *SIZES[1]) - whole).abs().max() <= 1e-5
+    assert seen == {1}, "one sample, or one frame of it, at a time"
+    adapter.vae_options(slicing=False, tiling=True)
+    tiled = adapter.decode(x, *SIZES[1])
+    assert adapter.pipe.vae.use_tiling and tiled.shape == whole.shape and torch.isfinite(tiled).all()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """What two processes made of every family; one torchrun for all."""
+    out = tmp_path_factory.mktemp("ranks")
+    script = str(Path(__file__).with_name("family_ranks.py"))
+    (out / "folders.json").write_text(json.dumps({case.family: str(folder(case.family)) for case in CASES}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", script, str(out)]
+    found = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=found)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [load_file(out / f"{rank}.safetensors") for rank in range(2)]
+
+
+@pytest.mark.dist
+def test_two_processes_make_the_samples_of_one(two_ranks):
+    """One test for all families, so that xdist starts one torchrun."""
+    for case in CASES:
+        for kind, whole in zip(("x", "logp"), samples(case, folder(case.family), range(TOTAL)), strict=True):
+            for rank, found in enumerate(two_ranks):
+                assert (found[f"{case}/{kind}"] - whole[rank::2]).abs().max() <= 1e-5, (str(case), kind)
 
 
 @every
