@@ -10,11 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from reward_case import Case
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 
 from prefgrpo.media import Media
-from prefgrpo.tiny.rewards import spread
+from prefgrpo.rewards.base import Sample
+from prefgrpo.rewards.deqa import IMAGE, QUESTION
+from prefgrpo.tiny.rewards import clip_folder, spread
 
 QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
         "<|image_pad|>", "<|video_pad|>")  # fmt: skip
@@ -161,10 +164,10 @@ def imagereward(folder: Path, width: int = 64, depth: int = 2, side: int = 32, t
     """Options of an ImageReward in its published format."""
     generator = torch.Generator().manual_seed(5)
     settings = {"architectures": ["BertModel"], "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu",
-                "hidden_dropout_prob": 0.1, "hidden_size": text, "initializer_range": 0.02, "intermediate_size": 2 * text,
-                "layer_norm_eps": 1e-12, "max_position_embeddings": 64, "model_type": "bert",
-                "num_attention_heads": 4, "num_hidden_layers": 2, "pad_token_id": 0, "type_vocab_size": 2,
-                "vocab_size": 90, "encoder_width": text, "add_cross_attention": True}  # fmt: skip
+                "hidden_dropout_prob": 0.1, "hidden_size": text, "initializer_range": 0.02,
+                "intermediate_size": 2 * text, "layer_norm_eps": 1e-12, "max_position_embeddings": 64,
+                "model_type": "bert", "num_attention_heads": 4, "num_hidden_layers": 2, "pad_token_id": 0,
+                "type_vocab_size": 2, "vocab_size": 90, "encoder_width": text, "add_cross_attention": True}  # fmt: skip
     shapes: dict[str, tuple[int, ...]] = {
         "blip.visual_encoder.cls_token": (1, 1, width),
         "blip.visual_encoder.pos_embed": (1, (side // 16) ** 2 + 1, width),
@@ -203,3 +206,131 @@ def imagereward(folder: Path, width: int = 64, depth: int = 2, side: int = 32, t
     torch.save(tensors, folder / "ImageReward.pt")
     write(folder / "med_config.json", settings)
     return {"model": str(folder), "tokenizer": str(bert_tokenizer(folder / "bert")), "device": "cpu"}
+
+
+def mask2former(folder: Path) -> Path:
+    """A Mask2Former for instances as transformers saves it, with three classes named as COCO does."""
+    from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
+    from transformers.models.mask2former.image_processing_pil_mask2former import Mask2FormerImageProcessorPil
+
+    stages = {"depths": [1] * 4, "num_heads": [1] * 4, "out_features": [f"stage{k}" for k in range(1, 5)]}
+    swin = SwinConfig(image_size=64, patch_size=4, embed_dim=8, window_size=4, **stages)
+    sizes = dict.fromkeys(("feature_size", "mask_feature_size", "hidden_dim"), 32)
+    feed = dict.fromkeys(("encoder_feedforward_dim", "dim_feedforward"), 16)
+    torch.manual_seed(0)
+    labels = {0: "person", 1: "sofa", 2: "mouse"}
+    config = Mask2FormerConfig(backbone_config=swin, encoder_layers=1, decoder_layers=2, num_attention_heads=2,
+                               num_queries=6, id2label=labels, **sizes, **feed)  # fmt: skip
+    Mask2FormerForUniversalSegmentation(config).save_pretrained(folder)
+    Mask2FormerImageProcessorPil(size={"height": 64, "width": 64}, size_divisor=32).save_pretrained(folder)
+    return folder
+
+
+def detr(folder: Path) -> Path:
+    """A DETR as transformers saves it."""
+    from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
+    from transformers.models.detr.image_processing_pil_detr import DetrImageProcessorPil
+
+    net = ResNetConfig(embedding_size=8, hidden_sizes=[8] * 4, depths=[1] * 4, out_features=["stage4"])
+    sizes = dict.fromkeys(("encoder_layers", "decoder_layers"), 1) | dict.fromkeys(
+        ("encoder_attention_heads", "decoder_attention_heads"), 2) | dict.fromkeys(
+        ("encoder_ffn_dim", "decoder_ffn_dim", "d_model"), 16)  # fmt: skip
+    torch.manual_seed(0)
+    config = DetrConfig(use_timm_backbone=False, backbone_config=net, num_queries=5,
+                        id2label={0: "person", 1: "N/A", 2: "remote"}, **sizes)  # fmt: skip
+    DetrForObjectDetection(config).save_pretrained(folder)
+    DetrImageProcessorPil(size={"shortest_edge": 64, "longest_edge": 96}).save_pretrained(folder)
+    return folder
+
+
+def geneval(folder: Path) -> dict[str, object]:
+    """Options of a GenEval with a tiny detector and a tiny CLIP."""
+    detector = {"model": str(mask2former(folder / "detector"))}
+    return {"detector_options": detector, "clip": str(clip_folder(folder / "clip")), "device": "cpu"}
+
+
+def meta_of() -> str:
+    """One line of GenEval's metadata per kind of clause that its 553 prompts have."""
+    clause = {"class": "bench", "count": 1}
+    rows = [
+        {"tag": "single_object", "include": [clause], "prompt": "a photo of a bench"},
+        {"tag": "two_object", "include": [clause, {"class": "vase", "count": 1}]},
+        {"tag": "counting", "include": [{"class": "vase", "count": 3}], "exclude": [{"class": "vase", "count": 4}]},
+        {"tag": "colors", "include": [clause | {"color": "purple"}]},
+        {"tag": "position", "include": [clause, {"class": "tv remote", "count": 1, "position": ["left of", 0]}]},
+        {"tag": "color_attr", "include": [clause | {"color": "red"}, {"class": "cow", "count": 1, "color": "black"}]},
+    ]
+    return "\n".join(json.dumps(row) for row in rows)
+
+
+OWL = '''
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+class OwlConfig(PretrainedConfig):
+    model_type = "mplug_owl2"
+
+class Owl(PreTrainedModel):
+    """Stands in for the published code: the same call, logits from the ids and the image's mean colour."""
+    config_class = OwlConfig
+    _supports_sdpa = False
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.colour = torch.nn.Linear(3, 300)
+        self.post_init()
+
+    def forward(self, input_ids, images):
+        assert (input_ids == -200).sum(1).eq(1).all() and images.shape[2:] == (28, 28)
+        logits = self.colour(images.mean((2, 3)))[:, None].expand(-1, input_ids.shape[1], -1)
+        return {"logits": logits * torch.arange(1, input_ids.shape[1] + 1)[None, :, None] / input_ids.shape[1]}
+'''
+
+
+def deqa(folder: Path) -> dict[str, object]:
+    """Options of a DeQA whose repository has a stand-in for the published code, and a tokenizer of words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<s>", "<unk>", *QUESTION.replace(IMAGE, "").split(), "excellent", "good", "fair", "poor", "bad"]
+    core = Tokenizer(models.WordLevel({w: k for k, w in enumerate(dict.fromkeys(words))}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    core.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    write(folder / "owl.py", OWL)
+    auto = {"AutoConfig": "owl.OwlConfig", "AutoModelForCausalLM": "owl.Owl"}
+    write(folder / "config.json", {"model_type": "mplug_owl2", "architectures": ["Owl"], "auto_map": auto})
+    PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", unk_token="<unk>").save_pretrained(folder)
+    processor = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28},
+                 "crop_size": {"height": 28, "width": 28},
+                 "image_mean": [0.48, 0.46, 0.41], "image_std": [0.27, 0.26, 0.28],
+                 "do_resize": True, "do_center_crop": True, "do_normalize": True, "do_rescale": True, "resample": 3,
+                 "do_convert_rgb": True, "rescale_factor": 1 / 255}  # fmt: skip
+    write(folder / "preprocessor_config.json", processor)
+    generator = torch.Generator().manual_seed(6)
+    tensors = {"colour.weight": torch.randn(300, 3, generator=generator), "colour.bias": torch.zeros(300)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return {"model": str(folder), "device": "cpu"}
+
+
+def pictures() -> list[Sample]:
+    """Images of several sizes with their prompts."""
+    return [Sample(p, image(k, 40 + 9 * k, 56)) for k, p in enumerate(("a red cat", "two dogs, or {x}", ""))]
+
+
+def clips() -> list[Sample]:
+    return [Sample(p, clip(k, 8 + k)) for k, p in enumerate(("a red cat", "two dogs, or {x}"))]
+
+
+def photos() -> list[Sample]:
+    """Images with GenEval's columns; the detector knows a person and a couch."""
+    include = [{"class": "person", "count": 1}, {"class": "couch", "count": 1, "position": ["left of", 0]}]
+    return [Sample("a photo", image(k), meta={"tag": "position", "include": include}) for k in range(2)]
+
+
+CASES = {
+    "imagereward": Case(lambda folder: imagereward(folder / "ir"), pictures),
+    "hpsv3": Case(hpsv3, pictures),
+    "videoalign": Case(videoalign, clips),
+    "deqa": Case(lambda folder: deqa(folder / "deqa"), pictures),
+    "geneval": Case(geneval, photos),
+}

@@ -49,14 +49,12 @@ class DeQA(PointwiseReward):
         self.dtype = half if dtype == "auto" else dtype_of(dtype)
         try:
             with loading(model):
-                self.tokenizer = transformers.AutoTokenizer.from_pretrained(model, revision=revision, use_fast=False)
-                self.processor = transformers.CLIPImageProcessor.from_pretrained(model, revision=revision)
+                where: dict[str, Any] = {"pretrained_model_name_or_path": model, "revision": revision}
+                self.processor = transformers.CLIPImageProcessor.from_pretrained(**where)
+                where["trust_remote_code"] = True
+                self.tokenizer = transformers.AutoTokenizer.from_pretrained(**where, use_fast=False)
                 self.model = transformers.AutoModelForCausalLM.from_pretrained(
-                    model,
-                    revision=revision,
-                    trust_remote_code=True,
-                    torch_dtype=self.dtype,
-                    attn_implementation="eager",
+                    **where, torch_dtype=self.dtype, attn_implementation="eager"
                 )
         except ImportError as error:
             raise RewardError(

@@ -18,9 +18,10 @@ from PIL import Image
 
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.checkpoints import folder_of, loading
-from prefgrpo.rewards.qwen2vl import RewardModel, Turn, answers, constants, fit
+from prefgrpo.rewards.qwen2vl import RewardModel, Turn, answers, checked, constants, fit
 from prefgrpo.rewards.tensors import read_tensors
 
+TOKENS = ("<|Reward|>",)
 PIXELS = 256 * 28 * 28
 """What the model sees of an image: this many pixels, whatever its size."""
 
@@ -44,10 +45,11 @@ class HPSv3(PointwiseReward):
         device: auto, cpu, cuda, cuda:1. dtype: auto is bfloat16 on a GPU, float32 else. batch_size: images at once.
         """
         self.batch_size = batch_size
-        self.text = Path(template).read_text(encoding="utf-8") if template else _packaged()
+        with loading(template or "the text of the package hpsv3"):
+            self.text = checked(Path(template).read_text(encoding="utf-8") if template else _packaged(), TOKENS)
         files = sorted(folder_of(model, ["*.safetensors"]).glob("*.safetensors"))
         with loading(model):
-            self.model = RewardModel(base, read_tensors(files), ["<|Reward|>"], "image", device, dtype)
+            self.model = RewardModel(base, read_tensors(files), TOKENS, "image", device, dtype)
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """μ of each sample; part `sigma`: the head's second output."""

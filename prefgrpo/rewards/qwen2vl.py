@@ -76,6 +76,14 @@ def constants(path: str | Path) -> dict[str, str]:
     }
 
 
+def checked(text: str, tokens: Sequence[str]) -> str:
+    """A training text; RewardError if it lacks its marks."""
+    marks = ["{text_prompt}", *tokens]
+    if any(text.count(mark) != 1 for mark in marks):
+        raise RewardError(f"the text that the model is asked with must hold {', '.join(marks)} once each, got {text!r}")
+    return text
+
+
 @dataclass(frozen=True)
 class Turn:
     """One question to the model."""

@@ -23,10 +23,11 @@ from torch.nn import functional
 
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.checkpoints import folder_of, loading
-from prefgrpo.rewards.qwen2vl import RewardModel, Turn, answers, constants, fit
+from prefgrpo.rewards.qwen2vl import RewardModel, Turn, answers, checked, constants, fit
 from prefgrpo.rewards.tensors import merge_lora, read_tensors
 
 PARTS = ("VQ", "MQ", "TA")
+TOKENS = tuple(f"<|{part}_reward|>" for part in PARTS)
 LEAST = 128 * 28 * 28
 """Frames below this many pixels are enlarged."""
 
@@ -57,7 +58,8 @@ class VideoAlign(PointwiseReward):
         """
         if not video_fps > 0:
             raise RewardError(f"videoalign: video_fps must be positive frames per second, got {video_fps}")
-        self.text = training_text(template)
+        with loading(template or "the text of VideoAlign"):
+            self.text = checked(training_text(template), TOKENS)
         self.video_fps, self.batch_size = video_fps, batch_size
         folder = folder_of(model, ["model_config.json", "checkpoint-*"])
         with loading(model):
@@ -65,8 +67,8 @@ class VideoAlign(PointwiseReward):
             if not config["model_config"]["use_special_tokens"]:
                 raise RewardError(f"{model}: expected a VideoReward with reward tokens (use_special_tokens)")
             self.data, self.norms = config["data_config"], config.get("inference_config")
-            tensors, tokens = load(folder, base, config["peft_lora_config"]), [f"<|{part}_reward|>" for part in PARTS]
-            self.model = RewardModel(base, tensors, tokens, "video", device, dtype)
+            tensors = load(folder, base, config["peft_lora_config"])
+            self.model = RewardModel(base, tensors, TOKENS, "video", device, dtype)
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """The sum of the normalised parts VQ, MQ and TA of each clip."""

@@ -1,0 +1,323 @@
+"""GenEval's scores and detectors.
+
+Why these cases: each tag has its own rule, and the soft score of Flow-GRPO has corners that a rewrite smooths away
+(negative for a surplus, two terms for a wrong place, no colour looked at after a wrong count). Expected values are
+worked out by hand from the published rules. Oracles of the detectors: transformers' own post-processing, a mask drawn
+by hand.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from reward_cases_own import detr, image, mask2former, meta_of
+
+from prefgrpo.media import Media
+from prefgrpo.rewards import RewardSpecError, build
+from prefgrpo.rewards.base import RewardError, Sample
+from prefgrpo.rewards.detectors import Found, MMDet, Transformers, bounds
+from prefgrpo.rewards.geneval import COLOURS, GROUND, GenEval, crop, judge, kept, refusal, relations
+from prefgrpo.tiny.rewards import clip_folder
+
+NAMES = frozenset({"dog", "cat", "cup", "bench"})
+
+
+def box(name, x=0, y=0, wide=10, high=10, score=0.95, mask=None):
+    return Found(name, score, np.array([x, y, x + wide, y + high], dtype=float), mask)
+
+
+def clause(name, count=1, **more):
+    return {"class": name, "count": count, **more}
+
+
+def verdict(found, include, tag="two_object", colours=None, exclude=()):
+    objects = kept(found, counting=tag == "counting")
+    got = judge(objects, {"include": include, "exclude": list(exclude)}, lambda name: list((colours or {})[name]))
+    return got.soft, got.strict, got.correct
+
+
+DOG, CAT, CUP = box("dog"), box("cat", 40), box("cup", 40, 40)
+
+
+@pytest.mark.parametrize(
+    ("found", "include", "expected"),
+    [
+        ([DOG], [clause("dog")], (1.0, True, True)),
+        ([], [clause("dog")], (0.0, False, False)),
+        ([DOG, DOG], [clause("dog")], (0.0, False, True)),  # one too many: not strict, still GenEval's "correct"
+        ([DOG] * 4, [clause("dog")], (-2.0, False, True)),  # 1 − 3/1, not clamped
+        ([DOG, CAT], [clause("dog"), clause("cat")], (1.0, True, True)),
+        ([DOG], [clause("dog"), clause("cat")], (0.5, False, False)),
+        ([DOG, DOG, CAT], [clause("dog"), clause("cat")], (0.5, False, True)),
+        ([DOG, CUP], [clause("dog")], (1.0, True, True)),  # what is not asked about does not matter
+    ],
+)
+def test_single_object_and_two_object(found, include, expected):
+    assert verdict(found, include) == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(0, (0.0, False, False)), (2, (2 / 3, False, False)), (3, (1.0, True, True)), (4, (2 / 3, False, False)),
+     (7, (1 - 4 / 3, False, False)), (16, (1 - 13 / 3, False, False)), (40, (1 - 13 / 3, False, False))],
+)  # fmt: skip
+def test_counting_three_with_an_exclude_clause(count, expected):
+    """More than 16 objects of a class count as 16."""
+    got = verdict([DOG] * count, [clause("dog", 3)], "counting", exclude=[clause("dog", 4)])
+    assert got == pytest.approx(expected)
+
+
+def test_exclude_of_another_class_spoils_correct_but_not_strict():
+    assert verdict([DOG, CAT], [clause("dog")], exclude=[clause("cat")]) == (1.0, True, False)
+
+
+def test_thresholds_are_exclusive_and_higher_for_counting():
+    scores = [0.3, 0.31, 0.9, 0.91]
+    found = [box("dog", score=s) for s in scores]
+    assert [f.score for f in kept(found, counting=False)["dog"]] == [0.91, 0.9, 0.31]
+    assert [f.score for f in kept(found, counting=True)["dog"]] == [0.91]
+
+
+@pytest.mark.parametrize(
+    ("found", "colours", "include", "expected"),
+    [
+        ([DOG], {"dog": ["red"]}, [clause("dog", color="red")], (1.0, True, True)),
+        ([DOG], {"dog": ["blue"]}, [clause("dog", color="red")], (0.5, False, False)),
+        ([DOG] * 2, {"dog": ["red", "blue"]}, [clause("dog", 2, color="red")], (0.75, False, False)),
+        ([DOG] * 2, {"dog": ["red", "blue"]}, [clause("dog", color="red")], (0.0, False, True)),  # (0 + 0)/2
+        ([DOG] * 2, {"dog": ["blue", "red"]}, [clause("dog", color="red")], (0.0, False, False)),  # the surest is blue
+        ([], {}, [clause("dog", color="red")], (0.0, False, False)),
+    ],
+)
+def test_colors(found, colours, include, expected):
+    assert verdict(found, include, "colors", colours) == expected
+
+
+def test_color_attr_one_of_two_right():
+    include = [clause("dog", color="red"), clause("cat", color="black")]
+    colours = {"dog": ["red"], "cat": ["white"]}
+    assert verdict([DOG, CAT], include, "color_attr", colours) == (0.75, False, False)  # (1 + 1 + 1 + 0)/4
+
+
+PLACED = [clause("dog"), clause("cat", position=["right of", 0])]
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([DOG, CAT], (1.0, True, True)),
+        ([DOG, box("cat", -40)], (0.75, False, False)),  # (1 + 1 + 0 + 1)/4: a wrong place is two terms
+        ([DOG, box("cat", 1.5)], (0.75, False, False)),  # within the margin of .1·(10 + 10)
+        ([CAT], (1 / 3, False, False)),  # no dog: (0 + 1 + 0)/3
+        ([DOG], (1 / 3, False, False)),  # no cat: (1 + 0 + 0)/3
+        ([DOG, CAT, CAT], (1 / 3, False, True)),  # a surplus of cats: (1 + 0 + 0)/3
+    ],
+)
+def test_position(found, expected):
+    assert verdict(found, PLACED, "position") == pytest.approx(expected)
+
+
+def test_a_wrong_colour_leaves_the_place_out():
+    include = [clause("dog"), clause("cat", color="red", position=["right of", 0])]
+    assert verdict([DOG, CAT], include, "position", {"cat": ["blue"]}) == (2 / 3, False, False)  # (1 + 1 + 0)/3
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "expected"),
+    [(40, 0, {"right of"}), (-40, 0, {"left of"}), (0, 40, {"below"}), (0, -40, {"above"}), (0, 0, set()),
+     (2, 0, set()), (2.5, 0, set()), (40, 40, {"right of", "below"}), (40, 15, {"right of"})],
+)  # fmt: skip
+def test_relations(x, y, expected):
+    """(2.5, 0): .5 beyond the margin of 2, a fifth of the distance."""
+    assert relations(box("a", x, y), box("b")) == expected
+
+
+def test_a_crop_shows_the_object_before_grey():
+    mask = np.zeros((40, 56), bool)
+    mask[10:20, 8:30] = True
+    mask[10, 8] = False
+    media = image(0)
+    got = crop(media.pil, Found("dog", 1.0, bounds(mask), mask)).pixels
+    expected = media.pixels[10:20, 8:30].copy()
+    expected[0, 0] = GROUND
+    assert np.array_equal(got, expected)
+    assert np.array_equal(crop(media.pil, box("dog", 3, 4, 5, 6)).pixels, media.pixels[4:10, 3:8])
+    assert crop(media.pil, box("dog", 3, 4, 0, 0)).pixels.shape == (1, 1, 3)
+
+
+class Painter:
+    """Finds the rectangles that it is told; its colours are those painted."""
+
+    names = NAMES
+
+    def __init__(self, device: str, found: list | None = None) -> None:
+        self.found = found or []
+
+    def __call__(self, images):
+        return [self.found for _ in images]
+
+
+PAINT = {"red": (230, 20, 20), "green": (20, 160, 40), "blue": (20, 40, 220), "black": (0, 0, 0), "white": (255,) * 3}
+
+
+class Eye:
+    """A CLIP whose image vector names the nearest paint of a crop's middle, and whose text vectors name a colour."""
+
+    def texts(self, texts):
+        return torch.stack([torch.tensor([float(f" {c}" in t) for c in COLOURS]) for t in texts])
+
+    def images(self, media):
+        middle = [m.pixels[m.pixels.shape[0] // 2, m.pixels.shape[1] // 2].astype(float) for m in media]
+        near = [min(PAINT, key=lambda c, p=p: float(((np.array(PAINT[c]) - p) ** 2).sum())) for p in middle]
+        return torch.stack([torch.tensor([float(c == n) for c in COLOURS]) for n in near])
+
+
+def reward(found, monkeypatch, **options):
+    monkeypatch.setattr("prefgrpo.rewards.encoder.transformers", lambda *_: Eye())
+    return GenEval(detector=f"{__name__}:Painter", detector_options={"found": found}, device="cpu", **options)
+
+
+def test_scores_carry_soft_strict_correct_and_the_tags_own(monkeypatch):
+    pixels = np.full((40, 56, 3), 255, np.uint8)
+    pixels[0:10, 0:10], pixels[0:10, 40:50] = PAINT["red"], PAINT["blue"]
+    found = [box("dog"), box("cat", 40)]
+    include = [clause("dog", color="red"), clause("cat", color="green")]
+    sample = Sample("", Media(pixels), meta={"tag": "color_attr", "include": include})
+    score = reward(found, monkeypatch).score([sample])[0]
+    assert score.value == 0.75
+    assert score.parts == {"soft": 0.75, "strict": 0, "correct": 0, "strict/color_attr": 0, "correct/color_attr": 0}
+    include[1]["color"] = "blue"
+    for value in ("soft", "strict", "correct"):
+        assert reward(found, monkeypatch, value=value).score([sample])[0].value == 1.0
+
+
+BAD = [
+    ({"tag": "drawbench", "include": [clause("dog")]}, "expected a tag of single_object"),
+    ({"include": [clause("dog")]}, "got None"),
+    ({"tag": "colors"}, "lists of clauses"),
+    ({"tag": "colors", "include": []}, "not empty"),
+    ({"tag": "colors", "include": [clause("unicorn")]}, "no such class"),
+    ({"tag": "colors", "include": [clause("dog", 0)]}, "at least 1"),
+    ({"tag": "colors", "include": ["dog"]}, "at least 1"),
+    ({"tag": "colors", "include": [clause("dog", color="mauve")]}, "a color of red"),
+    ({"tag": "position", "include": [clause("dog", position=["above", 0])]}, "an earlier clause"),
+    ({"tag": "position", "include": [clause("dog"), clause("cat", position=["near", 0])]}, "an earlier clause"),
+    ({"tag": "counting", "include": [clause("dog")], "exclude": [clause("unicorn", 2)]}, "no such class"),
+]
+
+
+@pytest.mark.parametrize(("meta", "why"), BAD)
+def test_what_cannot_be_judged_is_missing_with_a_reason(meta, why, monkeypatch):
+    """Flow-GRPO's server gives −10 for tags it does not know; here others in the batch are scored and this is not."""
+    fine = Sample("", image(1), meta={"tag": "two_object", "include": [clause("dog"), clause("cat")]})
+    bad, good = reward([DOG], monkeypatch).score([Sample("", image(0), meta=meta), fine])
+    assert bad.value is None and why in bad.reason
+    assert good.value == 0.5
+
+
+def test_the_published_prompts_are_all_understood():
+    rows = [json.loads(line) for line in meta_of().splitlines()]
+    names = frozenset(c["class"] for r in rows for c in [*r["include"], *r.get("exclude", [])])
+    assert {r["tag"] for r in rows} == {"single_object", "two_object", "counting", "colors", "position", "color_attr"}
+    assert [refusal(r, names) for r in rows] == [""] * len(rows)
+
+
+def test_bad_options_are_named():
+    with pytest.raises(RewardError, match="soft, strict or correct"):
+        GenEval(value="hard")
+    with pytest.raises(RewardError, match=r"expected pkg\.mod:Class"):
+        GenEval(detector="nowhere:Nothing")
+    with pytest.raises(RewardSpecError, match="detector_options"):
+        build("geneval", {"geneval": {"detector_option": {}}})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    place = tmp_path_factory.mktemp("geneval")
+    return {"m": mask2former(place / "m"), "d": detr(place / "d"), "c": clip_folder(place / "c")}
+
+
+def test_mask2former_scores_and_boxes_against_their_definition(folders):
+    """Class chance × mean mask chance, for every (query, class); boxes of masks, at the image's size."""
+    detector = Transformers(folders["m"], "cpu")
+    media = [image(0, 48, 64), image(1, 30, 90)]
+    assert detector.names == {"person", "couch", "computer mouse"}
+    for medium, found in zip(media, detector(media), strict=True):
+        pixels = detector._processor(images=[medium.pil], return_tensors="pt")["pixel_values"]
+        with torch.inference_mode():
+            out = detector._model(pixel_values=pixels)
+        logits = torch.nn.functional.interpolate(out.masks_queries_logits, pixels.shape[2:], mode="bilinear")
+        logits = torch.nn.functional.interpolate(logits, medium.pixels.shape[:2], mode="bilinear")[0]
+        chances = out.class_queries_logits.softmax(-1)[0, :, :-1]
+        expected = []
+        for query, mask in enumerate(logits > 0):
+            if mask.any():
+                sure = logits[query].sigmoid()[mask].mean()
+                ys, xs = torch.where(mask)
+                area = [xs.min(), ys.min(), xs.max() + 1, ys.max() + 1]
+                expected += [(float(c * sure), [float(a) for a in area], int(mask.sum())) for c in chances[query]]
+        got = [(f.score, f.box.tolist(), int(f.mask.sum())) for f in found]
+        assert len(found) == len(expected) > 0
+        for (a, box_a, size_a), (b, box_b, size_b) in zip(sorted(got), sorted(expected), strict=True):
+            assert a == pytest.approx(b, abs=1e-6) and (box_a, size_a) == (box_b, size_b)
+
+
+def test_detr_boxes_are_in_pixels_and_named(folders):
+    detector = Transformers(folders["d"], "cpu")
+    media = [image(0, 48, 64), image(1, 30, 90)]
+    alone = [detector([m])[0] for m in media]
+    assert {f.name for found in alone for f in found} <= {"person", "N/A", "tv remote"}
+    for medium, found in zip(media, alone, strict=True):
+        assert len(found) == 5 and all(f.mask is None for f in found)
+        pixels = detector._processor(images=[medium.pil], return_tensors="pt")["pixel_values"]
+        with torch.inference_mode():
+            x, y, wide, high = detector._model(pixel_values=pixels).pred_boxes[0].double().unbind(-1)
+        edges = torch.stack([x - wide / 2, y - high / 2, x + wide / 2, y + high / 2], -1)
+        edges *= torch.tensor([medium.pixels.shape[1], medium.pixels.shape[0]] * 2)
+        got = sorted(f.box.tolist() for f in found)
+        assert np.allclose(got, sorted(edges.tolist()), atol=1e-3)
+
+
+def test_the_whole_reward_on_tiny_checkpoints(folders):
+    options = {"clip": str(folders["c"]), "device": "cpu", "detector_options": {"model": str(folders["m"])}}
+    made = build("geneval", {"geneval": options})["geneval"]
+    meta = {"tag": "single_object", "include": [clause("person", color="red")]}
+    score = made.score([Sample("", image(0), meta=meta)])[0]
+    assert score.value == 0.0 and score.parts["strict/single_object"] == 0.0  # a random detector is never sure
+    things = [Found("person", 0.9, np.array([2.0, 3.0, 30.0, 30.0])), Found("person", 0.8, np.array([1.0, 1, 9, 9]))]
+    found = made.colours(image(0), "person", things)
+    assert len(found) == 2 and set(found) <= set(COLOURS)
+
+
+class Result:
+    """What MMDetection 3 returns."""
+
+    def __init__(self, **fields):
+        self.__dict__ |= fields
+
+    def __contains__(self, key):
+        return key in self.__dict__
+
+
+def test_mmdet_results_of_both_versions(monkeypatch):
+    """Through a stand-in of its API: MMDetection itself does not install in this environment."""
+    shown = []
+    mask = np.zeros((40, 56), bool)
+    mask[3:9, 4:8] = True
+    kept = {"labels": [1], "scores": [0.75], "bboxes": [[4.0, 3, 8, 9]], "masks": mask[None]}
+    three = Result(pred_instances=Result(**{k: torch.tensor(v) for k, v in kept.items()}))
+    two = ([np.zeros((0, 5)), np.array([[4.0, 3, 8, 9, 0.75]])], [[], [mask]])
+
+    def answer(result):
+        return type("Apis", (), {
+            "init_detector": staticmethod(lambda *_, **__: Result(dataset_meta={"classes": ("person", "mouse")})),
+            "inference_detector": staticmethod(lambda _, images: shown.extend(images) or [result for _ in images]),
+        })  # fmt: skip
+
+    for result in (three, two):
+        monkeypatch.setattr("prefgrpo.rewards.detectors.library", lambda *_, r=result: answer(r))
+        found = MMDet("c.py", "m.pth", "cpu")([image(0)])[0]
+        assert [(f.name, f.score, f.box.tolist()) for f in found] == [("computer mouse", 0.75, [4, 3, 8, 9])]
+        assert np.array_equal(found[0].mask, mask)
+    assert np.array_equal(shown[0], image(0).pixels[..., ::-1])  # BGR
