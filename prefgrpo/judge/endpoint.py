@@ -8,10 +8,12 @@ waits for a request that started later, so waits cannot form a ring. Everything 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
@@ -77,12 +79,16 @@ class Endpoint:
         """Send ids instead of data for media that the server knows."""
         return not self._ids_off and (self.vllm or self._media_ids == "on")
 
+    def carried(self, uuids: Collection[str]) -> dict[str, asyncio.Event]:
+        """Which of the media another request is carrying just now, with what tells that it has ended."""
+        return {u: self._pending[u] for u in uuids if u in self._pending}
+
     async def claim(self, uuids: Sequence[str]) -> set[str]:
         """Which of the media this request must carry with data; waits until the others are known.
 
         What is unknown is claimed at once; then whatever earlier requests carry is awaited. `settle` must follow.
         """
-        earlier = {u: self._pending[u] for u in uuids if u in self._pending}
+        earlier = self.carried(uuids)
         mine = {u for u in uuids if u not in self._known and u not in earlier}
         self._pending |= {u: asyncio.Event() for u in mine}
         try:
@@ -127,23 +133,30 @@ class Pool:
 
     def __init__(self, endpoints: list[Endpoint], concurrency: int, patience_s: float) -> None:
         self.endpoints, self.concurrency, self.patience_s = endpoints, concurrency, patience_s
-        self._changed = asyncio.Condition()
+        self._queue: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._arrivals = itertools.count()
         self._dead_since: float | None = None
 
-    async def acquire(self) -> Endpoint:
-        """An endpoint with a free slot; NoEndpoint when none has been alive for `patience_s`."""
-        async with self._changed:
-            while True:
-                free = [e for e in self.endpoints if e.alive and e.load < self.concurrency]
-                if free:
-                    chosen = min(free, key=lambda e: e.load)
-                    chosen.load += 1
-                    return chosen
-                try:
-                    await self._wait()
-                except asyncio.CancelledError:
-                    self._changed.notify(1)  # the wake-up may have been meant for somebody who still waits
-                    raise
+    async def acquire(self, turn: int) -> Endpoint:
+        """An endpoint with a free slot, low turns first; NoEndpoint when none has been alive for `patience_s`."""
+        woken = False
+        while True:
+            free = [e for e in self.endpoints if e.alive and e.load < self.concurrency]
+            if free and (woken or not self._queue or turn < self._queue[0][0]):
+                chosen = min(free, key=lambda e: e.load)
+                chosen.load += 1
+                return chosen
+            wake = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._queue, (turn, next(self._arrivals), wake))
+            if free:
+                self._wake()  # whoever is first takes it
+            try:
+                await self._wait(wake)
+            except asyncio.CancelledError:
+                if wake.done() and not wake.cancelled():
+                    self._wake()  # it was meant for somebody who still waits
+                raise
+            woken = wake.done() and not wake.cancelled()
 
     def spare(self, busy: Endpoint) -> Endpoint | None:
         """A slot for a second request beside one at `busy`, elsewhere if anything else lives; None if all is full."""
@@ -154,25 +167,33 @@ class Pool:
             chosen.load += 1
         return chosen
 
-    async def _wait(self) -> None:
-        """Wait for a change; while every endpoint is dead only until the patience is over."""
+    async def _wait(self, wake: asyncio.Future[None]) -> None:
+        """Wait to be woken; while every endpoint is dead only until the patience is over."""
         if any(e.alive for e in self.endpoints):
-            await self._changed.wait()
+            await wake
             return
         left = (self._dead_since or time.monotonic()) + self.patience_s - time.monotonic()
         if left <= 0:
             seen = "; ".join(f"{e.url}: {e.trouble}" for e in self.endpoints)
             raise NoEndpoint(f"no judge endpoint was reachable for {self.patience_s:g} s ({seen})")
         try:
-            await asyncio.wait_for(self._changed.wait(), left)
+            await asyncio.wait_for(wake, left)
         except asyncio.TimeoutError:
             return
 
-    async def release(self, endpoint: Endpoint) -> None:
+    def release(self, endpoint: Endpoint) -> None:
         """Give the slot back."""
         endpoint.load -= 1
-        async with self._changed:
-            self._changed.notify(1)
+        self._wake()
+
+    def _wake(self) -> bool:
+        """Wake the one of those who wait whose turn is lowest; False if nobody waits."""
+        while self._queue:
+            wake = heapq.heappop(self._queue)[2]
+            if not wake.done():
+                wake.set_result(None)
+                return True
+        return False
 
     async def eject(self, session: aiohttp.ClientSession, endpoint: Endpoint, trouble: str) -> None:
         """Send nothing more to this endpoint until its health probe succeeds."""
@@ -181,7 +202,7 @@ class Pool:
         if self._dead_since is None and not any(e.alive for e in self.endpoints):
             self._dead_since = time.monotonic()
         self.suspect(session, endpoint)
-        await self._tell_all()  # those who wait for a slot there now wait for its return, with patience
+        self._wake_all()  # those who wait for a slot there now wait for its return, with patience
 
     def suspect(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
         """Probe an endpoint in the background (one probe at a time)."""
@@ -201,11 +222,11 @@ class Pool:
             endpoint.forget()
             endpoint.alive = True
             self._dead_since = None
-            await self._tell_all()
+            self._wake_all()
 
-    async def _tell_all(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _wake_all(self) -> None:
+        while self._wake():
+            pass
 
 
 async def health(session: aiohttp.ClientSession, endpoint: Endpoint) -> str:

@@ -8,6 +8,7 @@ every request ends, in bounded time, with a payload or a reason; a restart of th
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -114,6 +115,7 @@ class Sender:
         self.thread = loop_thread()
         model = getattr(config, "model", "")  # a judge's; other servers have one
         self.endpoints = [Endpoint(url, config.media_ids, headers, model) for url in config.endpoints]
+        self._turns = itertools.count()
         self.pool = Pool(self.endpoints, config.concurrency, config.patience_s)
 
     def close(self) -> None:
@@ -126,11 +128,11 @@ class Sender:
 
         media: ids of the media in the body, in any order; `write` is told which of them must carry data.
         """
-        retries = 0
+        retries, turn = 0, next(self._turns)
         while True:
             pause = min(self.config.backoff_s * 2**retries, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
             try:
-                url, payload = await self._attempt(path, write, media)
+                url, payload = await self._attempt(turn, path, write, media)
                 return Reply(url, payload, retries)
             except (_Refused, NoEndpoint) as error:
                 raise SendError(str(error), retries) from error
@@ -153,15 +155,28 @@ class Sender:
                 return endpoint.models[0]
         return ""
 
-    async def _attempt(self, path: str, write: Write, media: Sequence[str]) -> tuple[str, bytes]:
+    async def _attempt(self, turn: int, path: str, write: Write, media: Sequence[str]) -> tuple[str, bytes]:
         """One request to the best endpoint: (its address, the payload of a 200)."""
-        endpoint = await self.pool.acquire()
+        endpoint = await self._slot(turn, media)
         try:
             if not self.config.hedge_s:
                 return await self._exchange(endpoint, path, write, media)
             return await self._hedged(endpoint, path, write, media)
         finally:
-            await self.pool.release(endpoint)
+            self.pool.release(endpoint)
+
+    async def _slot(self, turn: int, media: Sequence[str]) -> Endpoint:
+        """An endpoint with a free slot; a request that has to wait for media that another one carries holds none."""
+        waited: set[str] = set()
+        while True:
+            endpoint = await self.pool.acquire(turn)
+            busy = endpoint.carried(set(media) - waited)
+            if not busy or not endpoint.uses_ids:
+                return endpoint
+            self.pool.release(endpoint)
+            waited |= busy.keys()
+            for event in busy.values():
+                await event.wait()
 
     async def _hedged(self, endpoint: Endpoint, path: str, write: Write, media: Sequence[str]) -> tuple[str, bytes]:
         """A request, and a second one beside it if it is slow; the first payload counts, the other is given up."""
@@ -178,7 +193,7 @@ class Sender:
             for task in tasks:
                 task.cancel()
             if other is not None:
-                await self.pool.release(other)
+                self.pool.release(other)
 
     async def _exchange(self, endpoint: Endpoint, path: str, write: Write, media: Sequence[str]) -> tuple[str, bytes]:
         """One request to an endpoint whose slot is taken: (its address, the payload of a 200)."""

@@ -1,0 +1,109 @@
+"""Slots of a judge server: bounded, never idle while somebody could use one, first come first served.
+
+Cases: requests that wait for a picture that another one carries (a real server that answers slowly); cancellations at
+random moments, which must neither leak a slot nor lose a wake-up; an endpoint that dies and comes back.
+"""
+
+import asyncio
+import random
+import time
+
+import numpy as np
+import pytest
+from judge_server import JudgeServer
+
+from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig
+from prefgrpo.judge.endpoint import Endpoint, NoEndpoint, Pool
+from prefgrpo.media import Media
+
+
+def pictures(count):
+    return [Media(np.full((8, 8, 3), 20 * k, np.uint8)) for k in range(count)]
+
+
+def shown(server):
+    """Which pictures each request showed, in the order of their arrival (by the grey that the server saw)."""
+    grey = {uuid: round(value * 255 / 20) for uuid, value in server.media.items()}
+    parts = [[p for p in r["messages"][0]["content"] if p["type"] == "image_url"] for r in server.requests]
+    return [{grey[p["uuid"]] for p in pair} for pair in parts]
+
+
+def test_who_waits_for_a_picture_holds_no_slot_and_comes_next():
+    with JudgeServer(delay_s=0.3) as server:
+        judge = HttpJudge(HttpJudgeConfig((server.url,), template="compare", concurrency=2, image_format="png"))
+        media = pictures(9)
+        judge.judge_group("p", media[7:], [(0, 1)])  # the server is known
+        pairs = [(0, 1), (0, 2), (0, 3), (1, 2), (4, 5), (5, 6)]
+        verdicts = judge.judge_group("p", media[:7], pairs)
+        judge.close()
+    assert all(v.first is not None for v in verdicts) and server.peak == 2
+    order = shown(server)[1:]
+    assert {frozenset(s) for s in order[:2]} == {frozenset({0, 1}), frozenset({4, 5})}
+    assert order[-1] == {5, 6}  # asked last
+
+
+def endpoints(count):
+    return [Endpoint(f"http://127.0.0.1:{k}", "off", {}) for k in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_turn_comes_whatever_is_cancelled(seed):
+    rng = random.Random(seed)
+    pool = Pool(endpoints(2), concurrency=3, patience_s=5.0)
+    peak, done = [0], []
+
+    async def work(turn):
+        endpoint = await pool.acquire(turn)
+        try:
+            peak[0] = max(peak[0], sum(e.load for e in pool.endpoints))
+            await asyncio.sleep(rng.choice([0.0, 0.001]))
+            done.append(turn)
+        finally:
+            pool.release(endpoint)
+
+    async def everything():
+        tasks = [asyncio.create_task(work(rng.randrange(100))) for _ in range(200)]
+        for task in rng.sample(tasks, 80):
+            await asyncio.sleep(rng.choice([0.0, 0.0002]))
+            task.cancel()
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        return sum(r is None for r in results)
+
+    assert asyncio.run(everything()) == len(done) >= 120
+    assert peak[0] == 6 and [e.load for e in pool.endpoints] == [0, 0]
+
+
+def test_low_turns_go_first():
+    pool, order = Pool(endpoints(1), concurrency=1, patience_s=5.0), []
+
+    async def work(turn):
+        endpoint = await pool.acquire(turn)
+        order.append(turn)
+        await asyncio.sleep(0)
+        pool.release(endpoint)
+
+    async def everything():
+        await asyncio.gather(*(work(turn) for turn in (0, 5, 3, 9, 1)))
+
+    asyncio.run(everything())
+    assert order == [0, 1, 3, 5, 9]
+
+
+def test_patience_ends_and_a_return_wakes_everybody():
+    async def dead():
+        pool = Pool(endpoints(1), concurrency=1, patience_s=0.2)
+        pool.endpoints[0].alive, pool._dead_since = False, time.monotonic()
+        with pytest.raises(NoEndpoint, match=r"no judge endpoint was reachable for 0\.2 s"):
+            await asyncio.wait_for(pool.acquire(0), 5)
+
+    async def back():
+        pool = Pool(endpoints(1), concurrency=2, patience_s=5.0)
+        pool.endpoints[0].alive = False
+        waiting = [asyncio.create_task(pool.acquire(turn)) for turn in range(2)]
+        await asyncio.sleep(0.05)
+        pool.endpoints[0].alive = True
+        pool._wake_all()
+        await asyncio.wait_for(asyncio.gather(*waiting), 5)
+
+    asyncio.run(dead())
+    asyncio.run(back())
