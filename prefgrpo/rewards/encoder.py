@@ -204,15 +204,16 @@ def open_clip(
     fit: Fit | None = None,
 ) -> Encoder:
     """The open_clip model; rewards that ask for the same share it."""
-    return _shared(OpenClip, model, architecture, otherwise, file, fit, device, dtype, batch_size)
+    return shared(OpenClip, model, architecture, otherwise, file, fit, device, dtype, batch_size)
 
 
 def transformers(model: str, processor: str, device: str, dtype: str, batch_size: int) -> Encoder:
     """The transformers model; rewards that ask for the same share it."""
-    return _shared(Transformers, model, processor or model, device, dtype, batch_size)
+    return shared(Transformers, model, processor or model, device, dtype, batch_size)
 
 
-def _shared(kind: type[Encoder], *options: Any) -> Encoder:
+def shared(kind: type[Encoder], *options: Any) -> Encoder:
+    """kind(*options), or the one that is open already."""
     key = (kind, *options)
     found = _open.get(key)
     if found is None:
