@@ -102,24 +102,28 @@ def words() -> list[Sample]:
     return [Sample('a sign that says "level 40"', flat(level)) for level in (40, 41, 200)]
 
 
-CASES = {
-    name: Case(_served, pictures)
-    for name in (
-        "unifiedreward_alignment",
-        "unifiedreward_style",
-        "unifiedreward_coherence",
-        "unifiedreward_sglang",
-        "qwenvl",
-        "unifiedreward_edit_pointwise_instruction_following",
-        "edit_score",
-        "consistency_score",
-        "consistency_for_editing",
-        "grid_layout",
-    )
-} | {
-    name: Case(_served, pictures, group=True)
-    for name in ("unifiedreward_think", "unifiedreward_flex", "unifiedreward_edit_pairwise")
-}
+CASES = (
+    {"genrm_ocr": Case(_served, words)}
+    | {
+        name: Case(_served, pictures)
+        for name in (
+            "unifiedreward_alignment",
+            "unifiedreward_style",
+            "unifiedreward_coherence",
+            "unifiedreward_sglang",
+            "qwenvl",
+            "unifiedreward_edit_pointwise_instruction_following",
+            "edit_score",
+            "consistency_score",
+            "consistency_for_editing",
+            "grid_layout",
+        )
+    }
+    | {
+        name: Case(_served, pictures, group=True)
+        for name in ("unifiedreward_think", "unifiedreward_flex", "unifiedreward_edit_pairwise")
+    }
+)
 CASES["unifiedreward_edit_pointwise_image_quality"] = Case(
     lambda folder: _served(folder) | {"weights": {"artifacts": 0.5}},
     pictures,  # its two numbers move against each other

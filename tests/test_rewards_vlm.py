@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 from judge_server import JudgeServer, free_port, images, text_of
-from reward_cases_vlm import clip, flat, grid, judge, pictures, speak
+from reward_cases_vlm import clip, flat, grid, judge, pictures, speak, words
 
 from prefgrpo.judge.http import HttpJudge, HttpJudgeConfig
 from prefgrpo.judge.verdict import JudgeError
@@ -207,6 +207,16 @@ def test_grid_layout_is_the_probability_of_yes(server):
     assert found[1].value is None and len(server.requests) == 2
     asked = sorted(re.findall(r"(\d) rows and (\d) columns", "".join(map(text_of, server.requests))))
     assert asked == [("2", "3"), ("3", "1")]
+
+
+def test_a_judge_that_reads(server):
+    reward = one(server, "genrm_ocr")
+    group = words() + samples(40, prompt="no quotation") + samples(99, prompt="a sign", text="Level 9")
+    found = reward.score(group)  # the judge reads "LEVEL 40", "LEVEL 41", "LEVEL 200", …
+    assert values(found) == pytest.approx([1, 1 - 1 / 7, 1 - 2 / 7, None, 1])
+    assert "double quotes" in found[3].reason and len(server.requests) == 4
+    server.answer = say("")
+    assert values(reward.score(samples(7, prompt='"abc"'))) == [0.0]
 
 
 def win_rates(levels, first_wins):

@@ -13,19 +13,19 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from prefgrpo.judge.template import Template, spellings
+from prefgrpo.judge.template import Template
 
+_ADVERB = r"clearly|slightly|much|far|definitely|significantly|overall|the|a"
 _ONLY = re.compile(
     r"(?:the\s+)?(?:(?:edited\s+)?image|video|answer|option|picture)?\s*([12])"
-    r"(?:\s+(?:is|was)\s+(?:the\s+)?(?:\w+\s+)?(?:better|best|winner))?",
+    rf"(?:\s+(?:is|was)\s+(?:(?:{_ADVERB})\s+){{0,2}}(?:better|best|winner))?",
     re.I | re.A,
 )
-_BETTER = re.compile(
-    r"\b(?:image|video)\s*([12])\s+(?:is|was|looks)\s+(?:clearly\s+|slightly\s+|much\s+)?better\b", re.I | re.A
-)
+_BETTER = re.compile(r"(?:image|video)\s*([12])\s+(?:is|was|looks)\s+(?:(\w+)\s+)?better", re.I | re.A)
+_EMPHASIS = re.compile(_ADVERB, re.I)
 _SENTENCE = re.compile(r"[^.!?;\n]+[.!?;\n]?")
 _DOUBT = re.compile(
-    r"\b(?:not|no|never|neither|nor|cannot|hardly|if|whether|unless|or|either|would|could|might|may|should)\b|n['’]t\b",
+    r"(?<![a-z])(?:not|no|never|neither|nor|cannot|hardly|if|whether|unless|or|either|would|could|might|may|should)(?![a-z])|n['’]t(?![a-z])",
     re.I | re.A,
 )
 _TIE = re.compile(
@@ -33,7 +33,7 @@ _TIE = re.compile(
     r"|(?:both\s+)?(?:images?|videos?)\s*(?:1\s+and\s+(?:image\s+|video\s+)?2\s+)?(?:are\s+)?(?:equal|tied|equally\s+good)",
     re.I | re.A,
 )
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.I | re.S)
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.I | re.S | re.A)
 _COMMA = re.compile(r",(?=\s*[}\]])")
 _NUMBER = r"([-+]?\d+(?:\.\d+)?)"
 
@@ -70,7 +70,7 @@ def plain(text: str) -> float:
     if _TIE.fullmatch(short):
         return 0.5
     said = {winner for sentence in _SENTENCE.findall(text) for winner in _claims(sentence)}
-    if len(said) == 1 and "" not in said:
+    if len(said) == 1 and said == {match[1] for match in _BETTER.finditer(text)}:  # nor across lines
         return 1.0 if said == {"1"} else 0.0
     raise Unreadable(f"expected 'Image 1', 'Image 2' or 'tie', got {text[:80]!r}")
 
@@ -78,7 +78,11 @@ def plain(text: str) -> float:
 def _claims(sentence: str) -> list[str]:
     """Winners that a sentence states; '' where it denies, doubts or asks."""
     found = list(_BETTER.finditer(sentence))
-    doubt = bool(found) and (sentence.endswith("?") or _DOUBT.search(sentence, 0, found[-1].start()) is not None)
+    doubt = bool(found) and (
+        sentence.endswith("?")
+        or _DOUBT.search(sentence, 0, found[-1].start()) is not None
+        or any(match[2] and not _EMPHASIS.fullmatch(match[2]) for match in found)
+    )
     return [""] if doubt else [match[1] for match in found]
 
 
@@ -141,7 +145,8 @@ def _line(name: str, pattern: str, high: str) -> re.Pattern[str]:
         for p in re.split(r"(\{name\}|\{value\})", pattern)
         if p.strip()
     ]
-    end = rf"(?![\w%]|[.,]\d|\s*[-–—~]\s*\d|\s*to\s+\d|\s*/\s*(?!{re.escape(high)}(?![\w.]))\d)"
+    other = rf"[ \t]*to[ \t]+\d|\s*/\s*(?!{re.escape(high)}(?![\w.]))\d"
+    end = rf"(?![\w%]|[-.,–—~]+\d|[-–—~]+\w|(?:[ \t]*[-–—~])+[ \t]*\d|{other})"
     line = r"\s*".join(pieces)
     return re.compile(r"(?<!\w)" + line + (end if pattern.rstrip().endswith("{value}") else ""), re.I | re.A)
 
@@ -220,7 +225,7 @@ def _of(label: str, top: list[tuple[str, float]]) -> float | None:
 
 def _sum(label: str, top: list[tuple[str, float]]) -> float | None:
     """log Σ exp of the label's spellings."""
-    values = [value for token, value in dict(top).items() if token in spellings(label)]
+    values = [v for token, v in dict(top).items() if token.strip().casefold() == label.strip().casefold()]
     if not values:
         return None
     most = max(values)

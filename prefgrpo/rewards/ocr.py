@@ -26,6 +26,7 @@ INSTALL = "'prefgrpo[rewards]' (rapidocr-onnxruntime needs Python below 3.13)"
 EVERY = 4
 """Which frames of a clip are read."""
 _QUOTED = re.compile('["“”]([^"“”]*)["“”]')
+Distance = Callable[[str, str], int]
 Read = Callable[[NDArray[np.uint8]], str]
 """uint8 RGB [H, W, 3] -> the text in it, line after line."""
 
@@ -42,6 +43,22 @@ def plain(text: str) -> str:
     return "".join(text.split()).lower()
 
 
+def levenshtein() -> Distance:
+    """rapidfuzz's distance; RewardError where it is not installed."""
+    found: Distance = library("rapidfuzz.distance", INSTALL).Levenshtein.distance
+    return found
+
+
+def closeness(wanted: str, found: str, distance: Distance) -> float:
+    """1 − min(d, n) / n for two plain texts."""
+    return 1.0 - min(distance(wanted, found), len(wanted)) / len(wanted)
+
+
+def image_value(wanted: str, found: str, distance: Distance) -> float:
+    """Value of an image: its closeness, 1 where it contains the target whole."""
+    return 1.0 if wanted in found else closeness(wanted, found, distance)
+
+
 class Ocr(PointwiseReward):
     """How much of the quoted text can be read in the image, 0 to 1."""
 
@@ -56,7 +73,7 @@ class Ocr(PointwiseReward):
         if engine not in ENGINES or workers < 1:
             told = f"engine must be one of {', '.join(ENGINES)} and workers at least 1"
             raise RewardError(f"{told}; got '{engine}' and {workers}")
-        self._distance: Callable[[str, str], int] = library("rapidfuzz.distance", INSTALL).Levenshtein.distance
+        self._distance = levenshtein()
         self._local, self._make = threading.local(), lambda: ENGINES[engine](lang)
         self._local.read = self._make()
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="ocr")
@@ -79,17 +96,13 @@ class Ocr(PointwiseReward):
             return Score(None, f"reading the picture failed ({type(error).__name__}: {error})")
 
     def _value(self, media: Media, wanted: str) -> Score:
-        found = self._text(media)
-        return Score(1.0 if wanted in found else self._closeness(wanted, found))
+        return Score(image_value(wanted, self._text(media), self._distance))
 
     def _text(self, image: Media) -> str:
         """What this thread's engine reads."""
         if not hasattr(self._local, "read"):
             self._local.read = self._make()
         return plain(self._local.read(image.pixels))
-
-    def _closeness(self, wanted: str, found: str) -> float:
-        return 1.0 - min(self._distance(wanted, found), len(wanted)) / len(wanted)
 
 
 class VideoOcr(Ocr):
@@ -98,7 +111,7 @@ class VideoOcr(Ocr):
     takes = ("video",)
 
     def _value(self, media: Media, wanted: str) -> Score:
-        values = [self._closeness(wanted, self._text(frame)) for frame in media.frames()[::EVERY]]
+        values = [closeness(wanted, self._text(frame), self._distance) for frame in media.frames()[::EVERY]]
         shown = [v for v in values if v > 0]
         return Score(sum(shown) / len(shown) if shown else 0.0, parts={"frames_shown": len(shown) / len(values)})
 

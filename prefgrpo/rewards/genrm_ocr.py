@@ -1,0 +1,42 @@
+"""`genrm_ocr`: as `ocr`, with a vision-language model that reads the text.
+
+    value = 1 − min(d, n) / n    d: Levenshtein distance of what it reads to the target, n: length of the target
+
+Spaces and case do not count, and an image that contains the target whole has 1. Invariant: a prompt that quotes
+nothing is missing; a picture in which the model reads nothing has 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from prefgrpo.rewards.base import Sample, Score
+from prefgrpo.rewards.ocr import COLUMN, image_value, levenshtein, plain, target
+from prefgrpo.rewards.vlm import VlmReward, missing
+
+
+class GenrmOcr(VlmReward):
+    """How much of the quoted text the judge reads in the image, 0 to 1."""
+
+    template = "read_text"
+    needs = ("media_1",)
+    kinds = ("text",)
+    probe: ClassVar[dict[str, Any]] = {"prompt": 'a sign that says "A"'}
+
+    def __init__(self, judge: Any, template: str = "") -> None:
+        """As VlmReward; RewardError if rapidfuzz is not installed.
+
+        Args:
+            judge: An open judge or client, an HttpJudgeConfig, or a mapping of its fields.
+            template: Shipped name or path; empty: the one that `judge` names, else the reward's own.
+        """
+        self._distance = levenshtein()
+        super().__init__(judge, template)
+
+    async def judge_sample(self, sample: Sample) -> Score:
+        """What the judge reads against what the prompt quotes."""
+        wanted = target(sample)
+        if not wanted:
+            return Score(None, f"the prompt has no text in double quotes, and no column '{COLUMN}' names one")
+        answer = await self.ask(self.question, sample)
+        return missing(answer) or Score(image_value(wanted, plain(answer.raw).strip("`\"'"), self._distance))
