@@ -53,7 +53,7 @@ class GenEval(PointwiseReward):
 
     meta_keys = ("tag", "include")
     probe: ClassVar[dict[str, Any]] = {
-        "prompt": "a photo of a dog", "tag": "single_object", "include": [{"class": "dog", "count": 1}],
+        "prompt": "a photo of a person", "tag": "single_object", "include": [{"class": "person", "count": 1}],
     }  # fmt: skip
 
     def __init__(
