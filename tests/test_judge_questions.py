@@ -5,6 +5,7 @@ by questions that differ gives a wrong reward without a message. The server deco
 their brightness.
 """
 
+import asyncio
 import math
 import time
 
@@ -143,6 +144,23 @@ def test_a_question_shared_by_two_survives_the_one_that_leaves(tmp_path, server)
         time.sleep(0.01)
     leaves.cancel()
     assert stays.result(5).raw == "here" and len(server.requests) == 1
+
+
+def test_who_asks_right_after_all_left_gets_an_answer(tmp_path, server):
+    asked = template(tmp_path, "user: '{prompt}{media_1}'\nanswer: text")
+    server.answer, server.delay_s = (lambda bright, text: "here"), 0.2
+    j, (one,) = client(server), media(10)
+
+    async def leave_and_come_back():
+        first = asyncio.ensure_future(j.answer(asked, {"prompt": "a"}, [one], once=True))
+        while not server.requests:
+            await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.sleep(0)
+        return await j.answer(asked, {"prompt": "a"}, [one], once=True)
+
+    j.prepare(asked)
+    assert j.run(leave_and_come_back()).result(5).raw == "here"
 
 
 def test_a_question_that_failed_is_asked_again(tmp_path, server):

@@ -175,7 +175,8 @@ class Client:
 
         key = ""
         if self._cache is not None and (model := self.config.model or await self.sender.only_model()):
-            rule = (template.answer, template.labels, template.variants, self.config.min_label_mass)
+            t = template
+            rule = (t.answer, t.labels, t.variants, t.scores, t.pattern, self.config.min_label_mass)
             key = hashlib.sha256(body(model, True, ()) + repr(rule).encode()).hexdigest()[:32]
             if kept := self._cache.get(key):
                 TRAFFIC["cache_hits"] += 1
@@ -203,12 +204,12 @@ class _Shared:
     """A question that several may have asked; it is given up when the last of them cancels."""
 
     def __init__(self, task: asyncio.Future[Answer]) -> None:
-        self.task, self.waiting = task, 0
+        self.task, self.waiting, self.given_up = task, 0, False
 
     @property
     def failed(self) -> bool:
         """Whether asking again may bring more."""
-        return self.task.done() and (self.task.cancelled() or bool(self.task.result().reason))
+        return self.given_up or (self.task.done() and (self.task.cancelled() or bool(self.task.result().reason)))
 
     async def answer(self) -> Answer:
         self.waiting += 1
@@ -216,8 +217,8 @@ class _Shared:
             return await asyncio.shield(self.task)
         finally:
             self.waiting -= 1
-            if not self.waiting:
-                self.task.cancel()
+            if not self.waiting and not self.task.done():
+                self.given_up = self.task.cancel()  # who asks a moment later asks anew
 
 
 class HttpJudge(PairJudge):
