@@ -18,7 +18,6 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from multidict import CIMultiDict
 
 from prefgrpo.judge.verdict import JudgeError
 
@@ -147,9 +146,9 @@ class Router:
 _ROUTER = web.AppKey("router", Router)
 
 
-def _end_to_end(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """Headers without those that belong to one connection."""
-    return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in _HOP_HEADERS)
+def _end_to_end(headers: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Headers without those that belong to one connection; a name may come twice."""
+    return [(k, v) for k, v in headers.items() if k.lower() not in _HOP_HEADERS]
 
 
 def application(router: Router) -> web.Application:
