@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# setup_reward.sh NAME VENV: an environment of its own for one reward (imagereward, hpsv3, videoalign, deqa, geneval).
+# setup_reward.sh NAME VENV: an environment of its own for one reward; NAME is one of requirements/reward-NAME.txt.
 #
 # Installs requirements/reward-NAME.txt into VENV, puts this checkout on its path and, where a model must be asked in
 # the very words that it was trained with, fetches those: hpsv3 from its package, videoalign from its repository (MIT
@@ -9,11 +9,12 @@ set -euo pipefail
 
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
-[ $# -eq 2 ] || fail "usage: $0 NAME VENV   (NAME: imagereward, hpsv3, videoalign, deqa or geneval)"
-name=$1 venv=$2 python=${PYTHON:-python3.11}
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+names=$(cd "$root/requirements" && for file in reward-*.txt; do name=${file#reward-}; printf ' %s' "${name%.txt}"; done)
+[ $# -eq 2 ] || fail "usage: $0 NAME VENV   (NAME: one of$names)"
+name=$1 venv=$2 python=${PYTHON:-python3.11}
 wanted="$root/requirements/reward-$name.txt"
-[ -f "$wanted" ] || fail "no requirements/reward-$name.txt; expected imagereward, hpsv3, videoalign, deqa or geneval"
+[ -f "$wanted" ] || fail "no requirements/reward-$name.txt; expected one of$names"
 command -v "$python" >/dev/null || fail "expected $python; set PYTHON to a Python 3.10 to 3.12"
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"

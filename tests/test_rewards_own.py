@@ -7,6 +7,7 @@ rewards once, outside the repository: docs/rewards.md. What CI runs of deqa is a
 """
 
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -185,3 +186,11 @@ def test_environment_files_exist_and_pin(name):
     for line in lines:
         assert "==" in line or line.startswith("-c") or (pinned and f"\n{line}==" in known), line
     assert (root / "scripts" / "setup_reward.sh").stat().st_mode & 0o111
+
+
+def test_the_set_up_command_names_what_it_knows(tmp_path):
+    script = str(Path(__file__).parent.parent / "scripts" / "setup_reward.sh")
+    for words in ([], ["imagreward", str(tmp_path / "venv")]):
+        done = subprocess.run(["bash", script, *words], capture_output=True, text=True, timeout=30)
+        assert done.returncode == 1 and "one of deqa geneval hpsv3 imagereward" in done.stderr
+    assert not (tmp_path / "venv").exists()
