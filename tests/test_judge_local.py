@@ -32,11 +32,11 @@ def _media(sizes, seed=0):
     return [Media(rng.integers(0, 256, (*s, 3), dtype=np.uint8)) for s in sizes]
 
 
-def _stock(judge, prompt, first, second):
+def _stock(judge, prompt, first, second, source=()):
     """P(first) of the stock forward on one pair."""
-    turns = judge.template.messages(prompt)
+    turns = judge.template.messages(prompt, len(source))
     text = judge.tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True)
-    inputs = judge.processor(images=[first.pil, second.pil], return_tensors="pt")
+    inputs = judge.processor(images=[m.pil for m in (*source, first, second)], return_tensors="pt")
     merge = judge.model.config.vision_config.spatial_merge_size**2
     pieces = text.split("<|image_pad|>")
     pads = ["<|image_pad|>" * int(g.prod() // merge) for g in inputs["image_grid_thw"]] + [""]
@@ -56,6 +56,25 @@ def test_equals_the_stock_forward_of_one_pair(judge, sizes):
     stock = [_stock(judge, 'a {red} "circle"', media[i], media[j]) for i, j in pairs]
     assert np.abs(np.subtract(found, stock)).max() < 1e-5
     assert np.ptp(found) > 1e-3  # the pictures matter, so equality says something
+
+
+@pytest.mark.parametrize("sources", [1, 2])
+def test_pairs_of_edits_are_judged_beside_their_source(judge, tmp_path, sources):
+    path = tmp_path / "edit.yaml"
+    path.write_text("user: 'Do {prompt}: {source} 1: {media_1} 2: {media_2}'\nprefill: 'Image '\nlabels: ['1', '2']\n")
+    edits = LocalJudge(LocalJudgeConfig(judge.config.model, template=str(path), min_label_mass=0.0))
+    media, pairs = _media(SIZES["mixed"]), both_orders(4, 0)
+    source = _media([(96, 64), (64, 64)][:sources], seed=3)
+    found = [v.first for v in edits.judge_group("less red", media, pairs, source)]
+    stock = [_stock(edits, "less red", media[i], media[j], source) for i, j in pairs]
+    assert np.abs(np.subtract(found, stock)).max() < 1e-5
+    other = [v.first for v in edits.judge_group("less red", media, pairs, _media([(40, 40)], seed=4))]
+    assert np.abs(np.subtract(found, other)).max() > 1e-4, "the source matters, so equality says something"
+    none = edits.judge_group("less red", media, pairs)
+    assert {v.first for v in none} == {None} and "shows the source image" in none[0].reason
+    path.write_text("user: '{prompt} {media_1} {source} {media_2}'\nlabels: ['1', '2']\n")
+    with pytest.raises(JudgeError, match="source after"):
+        LocalJudge(LocalJudgeConfig(judge.config.model, template=str(path)))
 
 
 def test_a_group_does_not_depend_on_other_groups(judge):

@@ -2,8 +2,8 @@
 
     P(first) = sigmoid(log p(label 1) − log p(label 2)) at the token after the prefill
 
-Each medium is encoded once per group; a long rubric before the images runs once per group, the prompt up to the
-second image once per first image (their keys and values are shared), only the rest once per pair. Invariant: a
+Each medium is encoded once per group; a long rubric and source images before the pair run once per group, the prompt up
+to the second image once per first image (their keys and values are shared), only the rest once per pair. Invariant: a
 group's verdicts depend on that group alone, and equal the stock model's one-pair forward to fp32 rounding.
 """
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer, DynamicCache
 
-from prefgrpo.judge.template import label_ids, load_template
+from prefgrpo.judge.template import SOURCE, label_ids, load_template
 from prefgrpo.judge.verdict import JudgeError, Pair, PairJudge, Verdict, soft_verdict
 from prefgrpo.media import Media
 
@@ -59,10 +59,11 @@ class LocalJudge(PairJudge):
         self.template = load_template(config.template)
         if self.template.answer != "soft" or self.template.labels is None:
             raise JudgeError(f"template '{config.template}' asks for text; the in-process judge needs a soft answer")
-        if self.template.takes_source or self.template.variants:
+        order = [p for p in self.template.parts("") if isinstance(p, int)]
+        if self.template.variants or order not in ([0, 1], [SOURCE, 0, 1]):
             raise JudgeError(
-                f"template '{config.template}' shows source images or counts spellings; the in-process judge does "
-                "neither: use backend http"
+                f"template '{config.template}' counts spellings or shows the source after {{media_1}}; the in-process "
+                "judge does neither: use backend http"
             )
         kind = _model_type(config.model)
         if kind not in _FAMILIES:
@@ -84,19 +85,24 @@ class LocalJudge(PairJudge):
     ) -> list[Verdict]:
         """Verdicts for ordered pairs of one prompt's images; all missing if the prompt holds an image token.
 
-        source: not shown, as the template has no place for it.
+        source: shown where the template has a place for it.
         """
         start = time.perf_counter()
         if self._pad_text in prompt:
             return [Verdict(None, f"the prompt contains the judge's image token {self._pad_text}")] * len(pairs)
-        features, grids = self._encode(media)
+        if self.template.takes_source and not source:
+            reason = f"template '{self.template.name}' shows the source image, and the sample has none"
+            return [Verdict(None, reason)] * len(pairs)
+        before = list(source) if self.template.takes_source else []
+        features, grids = self._encode([*media, *before])
         buckets: dict[tuple[Any, Any], list[int]] = defaultdict(list)
         for n, (i, j) in enumerate(pairs):
             buckets[grids[i], grids[j]].append(n)
         logp = torch.empty(len(pairs), 2)
         for (grid_1, grid_2), rows in buckets.items():
             chosen = [pairs[n] for n in rows]
-            logp[rows] = self._log_probs(prompt, features, torch.tensor([grid_1, grid_2]), chosen)
+            shown = torch.tensor([*grids[len(media) :], grid_1, grid_2])
+            logp[rows] = self._log_probs(prompt, features[: len(media)], features[len(media) :], shown, chosen)
         share = (time.perf_counter() - start) / max(len(pairs), 1)
         return [soft_verdict(a, b, self.config.min_label_mass, share) for a, b in logp.tolist()]
 
@@ -109,32 +115,36 @@ class LocalJudge(PairJudge):
         layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
         return list(zip(*layers, strict=True)), [tuple(g) for g in grid.tolist()]
 
-    def _tokens(self, prompt: str, grid: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Ids [L], rotary positions [3, L], and where the second image starts, for images of grids [2, 3]."""
-        text = self.tokenizer.apply_chat_template(
-            self.template.messages(prompt), tokenize=False, **_continuation(bool(self.template.prefill))
-        )
+    def _tokens(self, prompt: str, grid: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
+        """Ids [L], rotary positions [3, L], and where the pair's images start, for images of grids [n, 3] in order."""
+        turns = self.template.messages(prompt, sources=len(grid) - 2)
+        text = self.tokenizer.apply_chat_template(turns, tokenize=False, **_continuation(bool(self.template.prefill)))
         sizes = (grid.prod(1) // self.model.config.vision_config.spatial_merge_size**2).tolist()
         pieces = text.split(self._pad_text)
-        if len(pieces) != 3:
-            raise JudgeError(f"the chat template of {self.config.model} wrote {len(pieces) - 1} images, expected 2")
-        text = f"{pieces[0]}{self._pad_text * sizes[0]}{pieces[1]}{self._pad_text * sizes[1]}{pieces[2]}"
+        if len(pieces) != len(sizes) + 1:
+            raise JudgeError(
+                f"the chat template of {self.config.model} wrote {len(pieces) - 1} images, expected {len(sizes)}"
+            )
+        text = "".join(piece + self._pad_text * size for piece, size in zip(pieces, [*sizes, 0], strict=True))
         ids = torch.tensor(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         kinds = (ids == self.pad).int()[None]
         positions, _ = self.model.model.get_rope_index(
             ids[None], mm_token_type_ids=kinds, image_grid_thw=grid, attention_mask=torch.ones_like(ids)[None]
         )
-        second = int((ids == self.pad).nonzero()[sizes[0]])
-        return ids, positions[:, 0], second
+        pads = (ids == self.pad).nonzero()[:, 0]
+        return ids, positions[:, 0], (int(pads[sum(sizes[:-2])]), int(pads[sum(sizes[:-1])]))
 
-    def _log_probs(self, prompt: str, features: list[Features], grid: Tensor, pairs: list[Pair]) -> Tensor:
-        """Log-probabilities [n, 2] of the two labels for n pairs whose images have the patch grids [2, 3]."""
-        ids, positions, cut = self._tokens(prompt, grid)
+    def _log_probs(
+        self, prompt: str, features: list[Features], source: list[Features], grid: Tensor, pairs: list[Pair]
+    ) -> Tensor:
+        """Log-probabilities [n, 2] of the two labels for n pairs; `grid`: patch grids of the source and the pair."""
+        ids, positions, (start, cut) = self._tokens(prompt, grid)
         firsts = sorted({i for i, _ in pairs})
         row = {i: r for r, i in enumerate(firsts)}
-        cache, start = None, int((ids == self.pad).nonzero()[0])
-        if start >= _SHARED_TOKENS:
-            out = self._forward(ids[:start], positions[:, :start], [()], None)
+        cache = None
+        if start >= _SHARED_TOKENS or source:
+            before = tuple(torch.cat(layer) for layer in zip(*source, strict=True))
+            out = self._forward(ids[:start], positions[:, :start], [before], None)
             cache = _rows(out.past_key_values, torch.zeros(len(firsts), dtype=torch.long))
         start = start if cache else 0
         head = self._forward(ids[start:cut], positions[:, start:cut], [features[i] for i in firsts], cache)

@@ -80,9 +80,14 @@ class Template:
                 text += texts[piece[1:-1]] if _MARKER.fullmatch(piece) else piece
         return [*parts, text] if text else parts
 
-    def messages(self, prompt: str) -> list[dict[str, Any]]:
+    def messages(self, prompt: str, sources: int = 1) -> list[dict[str, Any]]:
         """Messages for transformers' chat templates, image parts left open; ends with the prefill if there is one."""
-        content = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in self.parts(prompt)]
+        content: list[dict[str, Any]] = []
+        for part in self.parts(prompt):
+            text = isinstance(part, str)
+            content += [{"type": "text", "text": part} if text else {"type": "image"}] * (
+                sources if part == SOURCE else 1
+            )
         turns: list[dict[str, Any]] = [{"role": "user", "content": content}]
         if self.prefill:
             turns.append({"role": "assistant", "content": [{"type": "text", "text": self.prefill}]})
