@@ -248,7 +248,7 @@ def test_a_route_that_cannot_work_is_refused():
 
 def test_serve_starts_several_models_behind_one_port_and_ends_them(vllm):
     port = free_port()
-    line = [sys.executable, "-m", "prefgrpo", "judge", "serve", "paco-reward", "mine=qwen3-vl"]
+    line = [sys.executable, "-m", "prefgrpo", "judge", "serve", "unifiedreward-2b", "mine=qwen3-vl"]
     child = subprocess.Popen(
         [*line, "--vllm", str(vllm), "--port", str(port)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -257,15 +257,15 @@ def test_serve_starts_several_models_behind_one_port_and_ends_them(vllm):
     while not said[-1].startswith("ready"):
         said.append(child.stdout.readline())
         assert said[-1], said
-    assert f"ready: judges paco-reward, mine at http://127.0.0.1:{port}" in said[-1]
+    assert f"ready: judges unifiedreward-2b, mine at http://127.0.0.1:{port}" in said[-1]
     servers = [int(line.split("pid ")[1].split(",")[0]) for line in said if line.startswith("starting")]
     url = f"http://127.0.0.1:{port}"
-    for name in ("paco-reward", "mine"):
+    for name in ("unifiedreward-2b", "mine"):
         assert [v.first > 0.5 for v in ask(judge(url, model=name))] == [False, True]
     os.kill(servers[0], signal.SIGKILL)
-    assert "'paco-reward' ended with code -9; the other models go on" in child.stdout.readline()
+    assert "'unifiedreward-2b' ended with code -9; the other models go on" in child.stdout.readline()
     status, body = get(f"{url}/health")
-    assert status == 503 and list(json.loads(body)["degraded"]) == ["paco-reward"]
+    assert status == 503 and list(json.loads(body)["degraded"]) == ["unifiedreward-2b"]
     assert all(v.first is not None for v in ask(judge(url, model="mine")))
     child.send_signal(signal.SIGTERM)
     assert child.wait(60) == 0
