@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from prefgrpo.media import Media
+from prefgrpo.rewards import build
 from prefgrpo.rewards.base import RewardError, Sample
 from prefgrpo.rewards.deqa import IMAGE, LEVELS, QUESTION, DeQA, graded, square
 from prefgrpo.rewards.imagereward import CENTRE, SCALE, ImageReward, preprocess
@@ -171,10 +172,19 @@ def test_deqa_whose_code_needs_an_older_transformers_says_what_to_do(owl, tmp_pa
         DeQA(model=str(tmp_path), device="cpu")
 
 
-def test_a_medium_without_pixels_is_missing(owl):
-    empty = Media(np.zeros((0, 8, 3), np.uint8))
-    scores = DeQA(**owl).score([Sample("", empty), Sample("", own.image(0))])
-    assert scores[0].value is None and "no pixels" in scores[0].reason and scores[1].value is not None
+@pytest.mark.parametrize("name", list(own.CASES))
+def test_hostile_samples_are_missing_or_scored_alone(name, tmp_path_factory):
+    """No pixels, the wrong kind of medium, a lone surrogate, a megabyte: no exception, and the good one is scored."""
+    case = own.CASES[name]
+    reward = build(name, {name: case.options(tmp_path_factory.mktemp(name))})[name]
+    good = case.samples()[0]
+    other = own.image(0) if good.media.clip else own.clip(0)
+    bad = [Sample("a", Media(good.media.pixels[:0]), meta=good.meta), Sample("a", other, meta=good.meta)]
+    odd = [Sample("a \ud800 b", good.media, meta=good.meta), Sample("a b " * 250_000, good.media, meta=good.meta)]
+    scores = reward.score([*bad, good, *odd])
+    assert [s.value is None and bool(s.reason) for s in scores[:2]] == [True, True]
+    assert scores[2].value == pytest.approx(reward.score([good])[0].value, abs=1e-4)
+    assert all((s.value is None) == bool(s.reason) for s in scores[3:])
 
 
 @pytest.mark.parametrize("name", ["imagereward", "hpsv3", "videoalign", "deqa", "geneval"])

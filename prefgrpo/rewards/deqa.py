@@ -17,7 +17,7 @@ from torch import Tensor
 
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.checkpoints import device_of, dtype_of, library, loading
-from prefgrpo.rewards.frames import unusable
+from prefgrpo.rewards.frames import no_image
 
 LEVELS = {"excellent": 5.0, "good": 4.0, "fair": 3.0, "poor": 2.0, "bad": 1.0}
 IMAGE = "<|image|>"
@@ -69,7 +69,7 @@ class DeQA(PointwiseReward):
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """Expected level / 5 of each image; parts: the level, 1 … 5, and each word's probability."""
-        scores = [Score(None, unusable(s.media)) for s in samples]
+        scores = [Score(None, no_image(s.media)) for s in samples]
         able = [k for k, s in enumerate(scores) if not s.reason]
         for start in range(0, len(able), self.batch_size):
             chosen = able[start : start + self.batch_size]

@@ -54,6 +54,11 @@ def unusable(media: Media) -> str:
     return "" if all(shape) else f"the medium has no pixels: {list(shape)}"
 
 
+def no_image(media: Media) -> str:
+    """Why a medium cannot be scored as one image; empty if it can."""
+    return unusable(media) or ("expected an image, got a clip" if media.clip else "")
+
+
 def score_of(values: list[float]) -> Score:
     """Mean of the values; missing if it is not finite."""
     mean = math.fsum(values) / len(values)

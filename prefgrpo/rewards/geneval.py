@@ -25,7 +25,7 @@ from prefgrpo.media import Media
 from prefgrpo.rewards import encoder
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.detectors import Detector, Found
-from prefgrpo.rewards.frames import unusable
+from prefgrpo.rewards.frames import no_image
 
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
@@ -80,7 +80,7 @@ class GenEval(PointwiseReward):
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """The value of each image; parts soft, strict, correct, and the last two under the sample's tag."""
-        reasons = [unusable(s.media) or refusal(s.meta, self.detector.names) for s in samples]
+        reasons = [no_image(s.media) or refusal(s.meta, self.detector.names) for s in samples]
         scores = [Score(None, reason) for reason in reasons]
         able = [k for k, reason in enumerate(reasons) if not reason]
         for start in range(0, len(able), self.batch_size):

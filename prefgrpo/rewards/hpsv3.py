@@ -18,6 +18,7 @@ from PIL import Image
 
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.checkpoints import folder_of, loading
+from prefgrpo.rewards.frames import no_image
 from prefgrpo.rewards.qwen2vl import RewardModel, Turn, answers, checked, constants, fit
 from prefgrpo.rewards.tensors import read_tensors
 
@@ -57,6 +58,8 @@ class HPSv3(PointwiseReward):
         return [Score(None, f) if isinstance(f, str) else _score(*f[0].tolist()) for f in found]
 
     def _turn(self, sample: Sample) -> Turn:
+        if why := no_image(sample.media):
+            raise ValueError(why)
         return Turn(frame(sample.media.pil, PIXELS), self.text.replace("{text_prompt}", sample.prompt))
 
 

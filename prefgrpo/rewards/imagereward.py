@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rewards.checkpoints import device_of, folder_of, library, loading
+from prefgrpo.rewards.encoder import CHARACTERS
+from prefgrpo.rewards.frames import no_image
 from prefgrpo.rewards.tensors import filled, read_tensors, standard
 
 CENTRE, SCALE = 0.16717362830052426, 1.0333394966054072
@@ -63,13 +65,19 @@ class ImageReward(PointwiseReward):
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """The score of each image for its prompt."""
-        starts = range(0, len(samples), self.batch_size)
-        return [Score(value) for k in starts for value in self._values(samples[k : k + self.batch_size])]
+        scores = [Score(None, no_image(s.media)) for s in samples]
+        able = [k for k, s in enumerate(scores) if not s.reason]
+        for start in range(0, len(able), self.batch_size):
+            chosen = able[start : start + self.batch_size]
+            for k, value in zip(chosen, self._values([samples[k] for k in chosen]), strict=True):
+                scores[k] = Score(value)
+        return scores
 
     @torch.inference_mode()
     def _values(self, samples: list[Sample]) -> list[float]:
+        prompts = [s.prompt[:CHARACTERS].encode("utf-8", "replace").decode() for s in samples]
         words = self.tokenizer(
-            [s.prompt for s in samples], padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt"
+            prompts, padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt"
         ).to(self.device)
         pixels = torch.stack([preprocess(s.media.pil, self.side) for s in samples]).to(self.device)
         seen = self.vision(pixels).last_hidden_state

@@ -25,6 +25,8 @@ from prefgrpo.rewards.base import RewardError, Sample
 from prefgrpo.rewards.checkpoints import device_of, dtype_of, library, loading
 from prefgrpo.rewards.tensors import filled, standard
 
+LONGEST = 20_000
+"""Characters of a prompt: far more than the models were trained with, and never a megabyte."""
 FACTOR = 28
 """Sides of what the model sees are multiples of patch size 14 × 2 merged patches."""
 
@@ -119,7 +121,9 @@ class RewardModel:
         self.head = _head(tensors, self.device)
 
     def refuse(self, prompt: str) -> str:
-        """Why a prompt cannot be put into the text ("" if it can): it holds one of the model's own tokens."""
+        """Why a prompt cannot be put into the text; empty if it can. It must not hold the model's own tokens."""
+        if len(prompt) > LONGEST:
+            return f"the prompt has {len(prompt)} characters, expected at most {LONGEST}"
         held = next((token for token in self.reserved if token in prompt), None)
         return f"the prompt holds the model's own token {held}" if held else ""
 
@@ -154,6 +158,7 @@ def answers(
         found.append(model.refuse(sample.prompt))
         if not found[k]:
             try:
+                sample.prompt.encode()  # a lone surrogate is a ValueError, as a picture of bad shape is
                 turns[k] = turn(sample)
             except ValueError as error:
                 found[k] = str(error)

@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.checkpoints import folder_of, loading
+from prefgrpo.rewards.frames import unusable
 from prefgrpo.rewards.qwen2vl import RewardModel, Turn, answers, checked, constants, fit
 from prefgrpo.rewards.tensors import merge_lora, read_tensors
 
@@ -82,6 +83,8 @@ class VideoAlign(PointwiseReward):
 
     def _turn(self, sample: Sample) -> Turn:
         pixels = sample.media.pixels
+        if why := unusable(sample.media):
+            raise ValueError(why)
         if not sample.media.clip or len(pixels) < 2:
             raise ValueError(f"videoalign scores clips of 2 frames or more, got shape {pixels.shape}")
         wanted, rate = self.data.get("num_frames"), self.data.get("fps")
