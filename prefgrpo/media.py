@@ -35,16 +35,17 @@ class Media:
         chosen = range(count) if most is None or count <= most else np.linspace(0, count - 1, most, dtype=int)
         return [Media(self.pixels[k]) for k in chosen]
 
-    @cached_property
+    @property
     def pil(self) -> Image.Image:
-        """The image as PIL (images only)."""
+        """The image as PIL (images only), a new object each time: `save` keeps its options in it, so two threads that
+        encode one object mix them up."""
         return Image.fromarray(self.pixels)
 
     @cached_property
     def jpeg(self) -> bytes:
         """JPEG, quality 95, 4:4:4 below 256 pixels a side (where 4:2:0 would smear colours)."""
         buffer = io.BytesIO()
-        self.pil.save(buffer, "JPEG", quality=95, subsampling=0 if min(self.pil.size) < 256 else 2)
+        self.pil.save(buffer, "JPEG", quality=95, subsampling=0 if min(self.pixels.shape[:2]) < 256 else 2)
         return buffer.getvalue()
 
     @cached_property

@@ -16,6 +16,7 @@ from reward_server import MOODY, Moody, Process, Stub, brightness, picture
 from prefgrpo.media import Media
 from prefgrpo.rewards import RewardSpecError, build
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample
+from prefgrpo.rewards.jpeg import jpeg_kilobytes
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.remote import RemoteReward
 from prefgrpo.rewards.scorer import Scorer
@@ -221,7 +222,7 @@ def test_failures_do_not_bias_the_others():
 
 def test_cancelled_samples_free_the_server():
     """What the run gives up is not scored later, in front of the next step."""
-    with Process(MOODY) as server:
+    with Process(MOODY, "--max-batch", "2") as server:
         found = remote(server.url, timeout_s=20.0)
         answers = [found.submit(Sample(f"slow {k}", picture(k))) for k in range(30)]
         time.sleep(0.2)
@@ -230,6 +231,29 @@ def test_cancelled_samples_free_the_server():
         start = time.monotonic()
         assert found.score(samples(51))[0].value == 0.2
         assert time.monotonic() - start < 29 * 0.3 / 2
+
+
+def test_encodings_of_one_medium_at_once_do_not_mix():
+    """A judge, a served reward and a reward in process encode the same medium on threads of their own; PIL keeps the
+    options of a save in the image, so a shared one gave JPEGs of another quality now and then."""
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        pixels = rng.integers(0, 256, (64, 64, 3), np.uint8)
+        alone, shared, start = Media(pixels.copy()), Media(pixels), threading.Barrier(3)
+        found = {}
+
+        def encode(name, media=shared, start=start, found=found):
+            start.wait()
+            found[name] = (
+                media.jpeg if name == "jpeg" else media.webp if name == "webp" else jpeg_kilobytes(Sample("", media))
+            )
+
+        threads = [threading.Thread(target=encode, args=(name,)) for name in ("jpeg", "webp", "size")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == {"jpeg": alone.jpeg, "webp": alone.webp, "size": jpeg_kilobytes(Sample("", alone))}
 
 
 def test_a_source_is_encoded_once():

@@ -1,0 +1,332 @@
+"""`prefgrpo score`: folders of files and their prompts, on one process and on two.
+
+Why these cases: a file beside the wrong prompt gives plausible numbers for nothing, so every way of matching them is
+tried with a file too many and one too few; scores that depend on the number of processes cannot be compared; and one
+file that cannot be read must be named, not averaged in.
+"""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from judge_server import JudgeServer
+from PIL import Image
+from reward_server import Process
+from tiny_run import start
+
+from prefgrpo import cli
+from prefgrpo.data import DataError, Prompt, read_prompts
+from prefgrpo.files import file_name, find, read_media
+from prefgrpo.rewards import build
+from prefgrpo.rewards.base import Sample
+
+TEXTS = ["a red circle", "a green box", "two blue dots", "a black cat", "a tree"]
+SPEC = '["clip","aesthetic","pickscore"]'
+
+
+def image(seed, file=None, size=(40, 48)):
+    coarse = np.random.default_rng(seed).integers(0, 256, (size[0] // 8, size[1] // 8, 3), np.uint8)
+    pixels = coarse.repeat(8, 0).repeat(8, 1)
+    if file is not None:
+        Image.fromarray(pixels).save(file)
+    return pixels
+
+
+def prompts(folder, header="prompt", rows=TEXTS):
+    file = folder / "prompts.csv"
+    file.write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Five prompts with three images each, and tiny checkpoints of three rewards."""
+    folder = tmp_path_factory.mktemp("score")
+    assert cli.main(["tiny", "reward", "clip,aesthetic,pickscore", str(folder / "tiny")]) == 0
+    (folder / "images").mkdir()
+    for p in range(5):
+        for j in range(3):
+            image(10 * p + j, folder / "images" / f"{p:06d}_{j}.png")
+    prompts(folder)
+    return folder
+
+
+def run(*argv, code=0):
+    """What `prefgrpo score argv` writes, or what it says if it is to fail."""
+    out = argv[argv.index("--out") + 1] if "--out" in argv else None
+    assert cli.main(["score", *map(str, argv)]) == code
+    return json.loads(out.read_text()) if out else None
+
+
+def refused(capsys, *argv):
+    run(*argv, code=2)
+    return capsys.readouterr().err
+
+
+# files and prompts
+
+
+def test_names_of_generate_are_found(tmp_path):
+    table = prompts(tmp_path, "index,prompt", [f"q{k},{t}" for k, t in enumerate(TEXTS)])
+    held = read_prompts(table, unique=False)
+    for naming in ("plain", "unigenbench", "vbench"):
+        folder = tmp_path / naming
+        folder.mkdir()
+        for p in held:
+            for j in (0, 1, 10):
+                image(p.id, folder / file_name(p, j, naming, ".png"), (8, 8))
+        (folder / "notes.txt").write_text("not an image")
+        found = find(folder, held)
+        assert [g.prompt.id for g in found] == [k for k in range(5) for _ in range(3)]
+        assert all(g.file.name in {file_name(g.prompt, j, naming, ".png") for j in (0, 1, 10)} for g in found)
+
+
+def test_a_prompt_with_slashes_and_four_hundred_letters(tmp_path):
+    held = [Prompt(0, "a/b c" + "ü" * 400), Prompt(1, "x-1")]
+    for p in held:
+        image(0, tmp_path / file_name(p, 0, "vbench", ".png"), (8, 8))
+    assert [g.prompt.id for g in find(tmp_path, held)] == [0, 1]
+
+
+def test_a_column_names_the_files(tmp_path):
+    (tmp_path / "sub").mkdir()
+    names = ["b.png", "sub/a.png", "c.png"]
+    for k, name in enumerate(names):
+        image(k, tmp_path / name, (8, 8))
+    held = read_prompts(prompts(tmp_path, "file,prompt", [f"{n},{t}" for n, t in zip(names, TEXTS, strict=False)]))
+    assert [str(g.file.relative_to(tmp_path)) for g in find(tmp_path, held)] == names
+    (tmp_path / "c.png").unlink()
+    with pytest.raises(DataError, match=r"1 files of column 'file' are not there.*c\.png"):
+        find(tmp_path, held)
+
+
+def test_other_names_go_by_order(tmp_path):
+    for k in (1, 2, 9, 10):
+        image(k, tmp_path / f"out ({k}).jpg", (8, 8))
+    held = [Prompt(k, t) for k, t in enumerate(TEXTS[:2])]
+    found = find(tmp_path, held)
+    assert [(g.prompt.id, g.file.name) for g in found] == [
+        (0, "out (1).jpg"), (0, "out (2).jpg"), (1, "out (9).jpg"), (1, "out (10).jpg"),
+    ]  # fmt: skip
+    with pytest.raises(DataError, match=r"holds 4 files for 3 prompts; expected names as `prefgrpo generate`"):
+        find(tmp_path, [Prompt(k, t) for k, t in enumerate(TEXTS[:3])])
+
+
+def test_files_and_prompts_without_each_other_are_named(tmp_path):
+    for k in (0, 1, 2):
+        image(k, tmp_path / f"{k:06d}_0.png", (8, 8))
+    with pytest.raises(DataError, match=r"1 files of .* belong to no prompt: 000002_0\.png"):
+        find(tmp_path, [Prompt(k, t) for k, t in enumerate(TEXTS[:2])])
+    with pytest.raises(DataError, match=r"1 prompts have no file in .*'a black cat'"):
+        find(tmp_path, [Prompt(k, t) for k, t in enumerate(TEXTS[:4])])
+    with pytest.raises(DataError, match="folder not found"):
+        find(tmp_path / "none", [Prompt(0, "a")])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no image or clip"):
+        find(tmp_path / "empty", [Prompt(0, "a")])
+
+
+# the command
+
+
+def test_a_fresh_clone_scores_a_folder(place, capsys):
+    """The issue's own command; the values are those of the rewards, asked directly."""
+    arguments = ["--reward-spec", SPEC, "--images", place / "images", "--prompts", place / "prompts.csv"]
+    out = place / "one.json"
+    found = run(*arguments, "--options", place / "tiny/options.yaml", "--out", out)
+    said = capsys.readouterr().out
+    assert "15 files; every score is in" in said and "pickscore" in said
+    assert list(found["rewards"]) == ["clip", "aesthetic", "pickscore"] and len(found["files"]) == 15
+    import yaml
+
+    options = yaml.safe_load((place / "tiny/options.yaml").read_text())
+    for name, reward in build(SPEC, options).items():
+        samples = [Sample(f["prompt"], read_media(place / "images" / f["file"])) for f in found["files"]]
+        values = [f["scores"][name]["value"] for f in found["files"]]
+        np.testing.assert_allclose(values, [s.value for s in reward.score(samples)], rtol=1e-5, atol=1e-6)
+        assert found["rewards"][name] == {"weight": 1.0, "mean": pytest.approx(np.mean(values)), "missing": 0}
+    for row in found["files"]:
+        assert row["prompt"] == TEXTS[row["index"]] and row["file"].startswith(f"{row['index']:06d}_")
+        assert row["total"] == pytest.approx(sum(s["value"] for s in row["scores"].values()))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("batch", [4, 32])
+def test_torchrun_writes_the_same_bytes(place, batch):
+    arguments = ["score", "--reward-spec", SPEC, "--images", place / "images", "--prompts", place / "prompts.csv"]
+    arguments += ["--options", place / "tiny/options.yaml", "--batch", batch, "--out"]
+    written = []
+    for size in (1, 2, 3):
+        out = place / f"{batch}of{size}.json"
+        runs = ranks([str(a) for a in (*arguments, out)], size, place / f"log{size}")
+        assert [r.wait() for r in runs] == [0] * size, runs[0].output
+        written.append(out.read_bytes())
+    assert written[0] == written[1] == written[2]
+
+
+def ranks(argv, size, log):
+    """The command on `size` ranks, as torchrun starts them."""
+    from judge_server import free_port
+
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [start(argv, log.with_suffix(f".{k}"), **shared, RANK=str(k), LOCAL_RANK=str(k)) for k in range(size)]
+
+
+@pytest.mark.dist
+def test_torchrun_itself(place):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    argv = ["-m", "prefgrpo", "score", "--reward-spec", "jpeg_compressibility", "--images", str(place / "images")]
+    argv += ["--prompts", str(place / "prompts.csv"), "--out", str(place / "two.json")]
+    subprocess.run([*torchrun, *argv], check=True, capture_output=True, timeout=120)
+    alone = run(*argv[3:-1], place / "alone.json")
+    assert json.loads((place / "two.json").read_text()) == alone
+    assert (place / "two.json").read_bytes() == (place / "alone.json").read_bytes()
+
+
+def test_a_file_that_cannot_be_read_is_missing_with_its_reason(tmp_path, capsys):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for k in range(4):
+        image(k, folder / f"{k:06d}_0.png")
+    (folder / "000001_0.png").write_bytes(b"")
+    (folder / "000002_0.png").write_bytes((folder / "000003_0.png").read_bytes()[:60])
+    table = prompts(tmp_path, rows=TEXTS[:4])
+    found = run(
+        "--reward-spec", "jpeg_incompressibility:2", "--images", folder, "--prompts", table, "--out", tmp_path / "o"
+    )
+    empty, broken = (found["files"][k]["scores"]["jpeg_incompressibility"] for k in (1, 2))
+    assert empty == {"value": None, "reason": "000001_0.png is empty (0 bytes)"}
+    assert broken["value"] is None and broken["reason"].startswith("000002_0.png cannot be read (")
+    assert found["rewards"]["jpeg_incompressibility"]["missing"] == found["total"]["missing"] == 2
+    good = [found["files"][k]["total"] for k in (0, 3)]
+    assert found["total"]["mean"] == pytest.approx(np.mean(good)) and found["files"][1]["total"] is None
+    assert "000001_0.png is empty" in capsys.readouterr().out
+
+
+def test_nothing_scored_is_a_failure(tmp_path, capsys):
+    image(0, tmp_path / "a.png")
+    table = prompts(tmp_path, rows=["no quotes"])
+    run("--reward-spec", "ocr,jpeg_compressibility", "--images", tmp_path, "--prompts", table, code=1)
+    assert "no text in double quotes" in capsys.readouterr().out
+
+
+def test_clips_are_read_from_files(tmp_path):
+    imageio = pytest.importorskip("imageio.v3")
+    pytest.importorskip("imageio_ffmpeg")
+    frames = np.stack([image(k, size=(32, 48)) for k in range(6)])
+    for k in range(2):
+        imageio.imwrite(tmp_path / f"{TEXTS[k]}-0.mp4", frames[: 6 - k], fps=8, macro_block_size=1)
+    table = prompts(tmp_path, rows=TEXTS[:2])
+    found = run(
+        "--reward-spec",
+        "jpeg_incompressibility",
+        "--images",
+        tmp_path,
+        "--prompts",
+        table,
+        "--out",
+        tmp_path / "o.json",
+    )
+    for k, row in enumerate(found["files"]):
+        media = read_media(tmp_path / row["file"])
+        assert media.pixels.shape == (6 - k, 32, 48, 3)
+        assert np.abs(media.pixels[0].astype(int) - frames[0]).mean() < 20, "the frames are those that were written"
+        expected = build("jpeg_incompressibility")["jpeg_incompressibility"].score([Sample("", media)])[0].value
+        assert row["scores"]["jpeg_incompressibility"]["value"] == expected
+
+
+def test_a_clip_without_frames_is_missing(tmp_path):
+    (tmp_path / "a.mp4").write_bytes(b"\0" * 300)
+    with pytest.raises(DataError, match=r"a\.mp4 cannot be read"):
+        read_media(tmp_path / "a.mp4")
+
+
+def test_edits_with_their_sources(place, tmp_path):
+    """Sources from a column, and from a folder; the reward sees each edit beside its own."""
+    assert cli.main(["tiny", "reward", "image_similarity", str(tmp_path / "tiny")]) == 0
+    for name in ("sources", "edits"):
+        (tmp_path / name).mkdir()
+    for k in range(3):
+        image(k, tmp_path / "sources" / f"{k}.png")
+        image(k if k != 1 else 77, tmp_path / "edits" / f"{k:06d}_0.png")
+    rows = [f"change it {k},sources/{k}.png" for k in range(3)]
+    table = prompts(tmp_path, "instruction,source_image", rows)
+    arguments = [
+        "--reward-spec",
+        "image_similarity",
+        "--images",
+        tmp_path / "edits",
+        "--options",
+        tmp_path / "tiny/options.yaml",
+    ]
+    found = run(*arguments, "--prompts", table, "--out", tmp_path / "a.json")
+    values = [f["scores"]["image_similarity"]["value"] for f in found["files"]]
+    assert values[0] == pytest.approx(1.0, abs=1e-5) == values[2] and values[1] < 0.999
+    plain = tmp_path / "plain.txt"
+    plain.write_text("\n".join(row.split(",")[0] for row in rows))
+    again = run(*arguments, "--prompts", plain, "--source", tmp_path / "sources", "--out", tmp_path / "b.json")
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes() and again == found
+
+
+def test_a_judge_and_a_served_reward(place, tmp_path, capsys):
+    """Groups go to the judge by prompt; a monitor of weight 0 is told and not summed."""
+    with JudgeServer() as judge, Process("jpeg_incompressibility") as served:
+        options = tmp_path / "options.yaml"
+        options.write_text(
+            json.dumps(
+                {
+                    "vlm_pairwise": {"judge": {"endpoints": [judge.url]}, "plan": "round_robin"},
+                    "jpeg_incompressibility": {"url": served.url},
+                }
+            )
+        )
+        spec = "vlm_pairwise:1,jpeg_incompressibility:0"
+        arguments = ["--images", place / "images", "--prompts", place / "prompts.csv", "--options", options]
+        found = run("--reward-spec", spec, *arguments, "--out", tmp_path / "o.json")
+    assert len(judge.requests) >= 5 * 3, "every pair of every prompt"
+    local = build("jpeg_incompressibility")["jpeg_incompressibility"]
+    for k in range(5):
+        rows = [f for f in found["files"] if f["index"] == k]
+        bright = [read_media(place / "images" / f["file"]).pixels.mean() for f in rows]
+        wins = [f["scores"]["vlm_pairwise"]["value"] for f in rows]
+        assert np.argsort(wins).tolist() == np.argsort(bright).tolist()
+        for f in rows:
+            media = read_media(place / "images" / f["file"])
+            assert f["scores"]["jpeg_incompressibility"]["value"] == local.score([Sample("", media)])[0].value
+            assert f["total"] == f["scores"]["vlm_pairwise"]["value"]
+
+
+def test_mistakes_are_told_at_once(place, tmp_path, capsys):
+    base = ["--images", place / "images", "--prompts", place / "prompts.csv"]
+    assert "did you mean 'clip'" in refused(capsys, "--reward-spec", "clipp", *base)
+    assert "takes video, but the folder holds images" in refused(capsys, "--reward-spec", "video_ocr", *base)
+    image(0, tmp_path / "a.png")
+    single = ["--images", tmp_path, "--prompts", prompts(tmp_path, rows=TEXTS[:1])]
+    with JudgeServer() as judge:
+        options = tmp_path / "o.yaml"
+        options.write_text(json.dumps({"vlm_pairwise": {"judge": {"endpoints": [judge.url]}}}))
+        told = refused(capsys, "--reward-spec", "vlm_pairwise", *single, "--options", options)
+    assert "groups of at least 2" in told
+    assert "scores edits" in refused(
+        capsys, "--reward-spec", "image_similarity", *base, "--options", tiny_similarity(tmp_path)
+    )
+    (tmp_path / "typo.yaml").write_text("clipp: {model: x}")
+    assert "did you mean 'clip'" in refused(
+        capsys, "--reward-spec", "jpeg_compressibility", *base, "--options", tmp_path / "typo.yaml"
+    )
+    assert "batch and threads" in refused(capsys, "--reward-spec", "jpeg_compressibility", *base, "--batch", "0")
+    assert "prompts file not found" in refused(
+        capsys, "--reward-spec", "jpeg_compressibility", "--images", tmp_path, "--prompts", tmp_path / "none.csv"
+    )
+
+
+def tiny_similarity(folder):
+    assert cli.main(["tiny", "reward", "image_similarity", str(folder / "tiny")]) == 0
+    return folder / "tiny/options.yaml"
+
+
+def test_tiny_reward_says_what_it_can_make(capsys, tmp_path):
+    assert cli.main(["tiny", "reward", "hpsv3", str(tmp_path)]) == 2
+    assert "no tiny checkpoint of hpsv3: expected some of aesthetic, clip" in capsys.readouterr().err
