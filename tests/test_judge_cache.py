@@ -163,6 +163,7 @@ def test_each_rank_writes_its_own_file_and_reads_all(tmp_path, monkeypatch):
         caches[-1].put(f"of {rank}", Answer(rank / 4))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rank0.jsonl", "rank1.jsonl", "rank2.jsonl"]
     assert [AnswerCache(tmp_path).get(f"of {rank}").value for rank in range(3)] == [0.0, 0.25, 0.5]
+    assert len(AnswerCache(tmp_path, most_bytes=1)) == 0, "a thousand ranks fit into memory"
 
 
 def test_a_disk_that_fails_costs_the_cache_and_no_answer(tmp_path):

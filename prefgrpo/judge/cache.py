@@ -35,10 +35,10 @@ class AnswerCache:
         self._file: IO[bytes] | None = None
         self._broken = False
         try:
-            for path in sorted(self.folder.glob("*.jsonl")):
-                found = self._own if path == self.path else self._others
-                found.update(_entries(path.read_bytes()))
+            for path in self._readable():
+                self._others.update(_entries(path.read_bytes()))
             if self.path.exists():
+                self._own = _entries(self.path.read_bytes())
                 self._file = self._rewritten()
         except OSError as error:
             raise JudgeError(f"the judge's cache {folder} cannot be used ({error}); choose another folder") from error
@@ -47,6 +47,15 @@ class AnswerCache:
     def path(self) -> Path:
         """This process's file."""
         return self.folder / f"rank{os.environ.get('RANK', '0')}.jsonl"
+
+    def _readable(self) -> list[Path]:
+        """Files of other processes, as many as fit into four times `most_bytes`: they serve a resume on other ranks."""
+        chosen, size = [], 0
+        for path in sorted(self.folder.glob("*.jsonl")):
+            if path != self.path and size + path.stat().st_size <= 4 * self.most_bytes:
+                size += path.stat().st_size
+                chosen.append(path)
+        return chosen
 
     def __len__(self) -> int:
         return len(self._own.keys() | self._others.keys())
