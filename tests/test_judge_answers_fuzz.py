@@ -190,6 +190,7 @@ def valid(kind):
         (form.format(20, 7.5), {"naturalness": 20.0, "artifacts": 7.5}),
         ("<think>{}</think>```json\n" + form.format(1, "2,").replace("]}", "],}") + "\n```",
          {"naturalness": 1.0, "artifacts": 2.0}),
+        ('{"reasoning": "two\nlines", "score": [3, 4]}', {"naturalness": 3.0, "artifacts": 4.0}),
         *((form.format(o, 3), None) for o in odd),
         (form.format(1, "2, 3"), None), ('{"score": [1, 2], "score": [3, 4]}', None), ("[1, 2]", None), ("1, 2", None),
     ]  # fmt: skip

@@ -316,6 +316,19 @@ def test_every_reward_streams(server):
     assert all(np.isfinite(v).all() for v in found.values.values()), found.reasons
 
 
+def test_a_judge_that_hangs_leaves_missing_scores_at_the_deadline(server):
+    rewards = make(server, ["unifiedreward_style", "unifiedreward_think", "grid_layout"])
+    server.fault = "hang"
+    with Scorer(rewards, 2, deadline_s=0.5) as scorer:
+        scorer.begin(0, [0])
+        start = time.monotonic()
+        for member, sample in enumerate(pictures()[:2]):
+            scorer.add(0, member, sample)
+        found = scorer.finish()
+    assert time.monotonic() - start < 3 and all(np.isnan(v).all() for v in found.values.values())
+    assert set(found.reasons) == {"no answer before the step's deadline"}
+
+
 def test_a_judge_that_is_not_there_is_an_error_in_seconds():
     for name in ("unifiedreward_style", "unifiedreward_think", "consistency_score"):
         start = time.monotonic()

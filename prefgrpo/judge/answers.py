@@ -175,9 +175,9 @@ def _json_object(text: str) -> dict[str, Any]:
     body = text[start : end + 1] if 0 <= start < end else "null"
     try:
         try:
-            value = json.loads(body, object_pairs_hook=_once)
+            value = json.loads(body, object_pairs_hook=_once, strict=False)  # line breaks in texts
         except json.JSONDecodeError:
-            value = json.loads(_COMMA.sub("", body), object_pairs_hook=_once)
+            value = json.loads(_COMMA.sub("", body), object_pairs_hook=_once, strict=False)
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"expected one JSON object, got {text[:80]!r} ({error})") from error
     if not isinstance(value, dict):
