@@ -32,6 +32,7 @@ class JudgeServer:
 
     model = MODEL
     listing = ""
+    key = ""
     logprob: Any = math.nan
     answer: Callable[[list[float], str], str | dict[str, float]] | None = None
     """(brightness of each picture, all text of the request) -> the answer's text, or {first token: probability}."""
@@ -92,9 +93,13 @@ class JudgeServer:
     def add_routes(self, app: web.Application) -> None:
         """More routes, of a server of another kind."""
 
-    async def _models(self, _: web.Request) -> web.Response:
+    async def _models(self, request: web.Request) -> web.Response:
         if self.fault == "mute":
             await asyncio.sleep(3600)
+        if self.fault == "loading":
+            return _error(503, "loading")
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return _error(401, "Unauthorized")
         if self.listing:
             return web.Response(text=self.listing, content_type="text/html")
         owner = "vllm" if self.vllm else "someone"
@@ -107,6 +112,8 @@ class JudgeServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return _error(401, "Unauthorized")
         self.bytes_in += len(raw)
         body = json.loads(raw)
         self.requests.append(body)
@@ -154,7 +161,7 @@ class JudgeServer:
                 await asyncio.sleep(3600)
             case "429":
                 return _error(429, "slow down", {"Retry-After": "1"})
-            case "500" | "sick":
+            case "500" | "sick" | "loading":
                 return _error(500, "engine trouble")
             case "400":
                 return _error(400, "At most 1 image(s) may be provided in one prompt.")

@@ -57,6 +57,7 @@ FAULTS = {
                     "test_judge_router:test_what_names_no_model_is_refused_with_the_list"),
     "TLS failure": (f"{HERE}:test_a_certificate_that_is_not_trusted_is_named_with_what_to_do",
                     f"{HERE}:test_https_to_a_server_without_tls_and_the_other_way_round"),
+    "key missing or wrong": (f"{HERE}:test_a_key_that_is_missing_or_wrong_is_named",),
     "DNS failure": (f"{HERE}:test_a_name_that_does_not_resolve_ends_in_bounded_time",),
     "slow drip": (MISSING,),
     "truncated JSON": (MISSING, AGAIN),
@@ -157,6 +158,34 @@ def test_a_name_that_does_not_resolve_ends_in_bounded_time():
     with pytest.raises(JudgeError, match=r"the name 'judge\.invalid' does not resolve .*correct the address"):
         in_seconds(10, lambda: check(HttpJudgeConfig((url,))))
     missing(in_seconds(10, lambda: ask(judge(url), 20)), "does not resolve")
+
+
+def test_a_key_that_is_missing_or_wrong_is_named(monkeypatch):
+    monkeypatch.setenv("RIGHT_KEY", "secret")
+    monkeypatch.setenv("WRONG_KEY", "hunter2")
+    with JudgeServer() as server:
+        server.key = "secret"
+        with pytest.raises(JudgeError, match=r"answered 401; give the name of the .* variable .* api_key_env$"):
+            check(HttpJudgeConfig((server.url,)))
+        with pytest.raises(JudgeError, match=r"api_key_env \(now WRONG_KEY\)$") as told:
+            check(HttpJudgeConfig((server.url,), api_key_env="WRONG_KEY"))
+        assert "hunter2" not in str(told.value)
+        missing(ask(judge(server.url, api_key_env="WRONG_KEY")), "refused with 401: Unauthorized")
+        assert check(HttpJudgeConfig((server.url,), api_key_env="RIGHT_KEY")).probe_p_first is not None
+        assert ask(judge(server.url, api_key_env="RIGHT_KEY"))[1].first > 0.9
+
+
+def test_a_server_that_cannot_say_yet_what_it_serves_is_asked_again():
+    with JudgeServer("loading") as server:
+        with pytest.raises(JudgeError, match="/v1/models answered 503"):
+            check(HttpJudgeConfig((server.url,)))
+        j = judge(server.url, retries=6, patience_s=10)
+        first, second = media([40, 200])
+        answer = j.submit("p", first, second)
+        time.sleep(0.3)
+        server.fault = ""
+        assert answer.result(10).first < 0.1
+        assert server.requests[-1]["model"] == server.model, "the name came from the list"
 
 
 def test_a_server_that_answers_nothing_at_all_costs_one_timeout():

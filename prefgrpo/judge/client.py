@@ -92,7 +92,7 @@ def reach(config: HttpJudgeConfig, timeout_s: float = 10.0) -> Health:
 
 
 async def _look(url: str, config: HttpJudgeConfig, timeout_s: float) -> EndpointHealth:
-    endpoint = Endpoint(url, config.media_ids, {})
+    endpoint = Endpoint(url, config.media_ids, config.authorization())
     result = EndpointHealth(endpoint.url)
     try:
         await endpoint.describe(loop_thread().session(), timeout_s)
@@ -106,7 +106,10 @@ async def _look(url: str, config: HttpJudgeConfig, timeout_s: float) -> Endpoint
         )
         return result
     result.models, result.vllm = endpoint.models or [], endpoint.vllm
-    result.problem = _model_problem(config.model, result.models)
+    result.problem = endpoint.refused or _model_problem(config.model, result.models)
+    if endpoint.refused.endswith(("401", "403")):
+        result.problem += "; give the name of the environment variable with its key as api_key_env"
+        result.problem += f" (now {config.api_key_env})" if config.api_key_env else ""
     return result
 
 

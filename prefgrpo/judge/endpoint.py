@@ -40,6 +40,7 @@ class Endpoint:
         self.load = 0
         self.alive = True
         self.trouble = ""
+        self.refused = ""
         self.models: list[str] | None = None
         self.vllm = False
         self._media_ids = media_ids
@@ -65,6 +66,9 @@ class Endpoint:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         async with session.get(f"{self.url}/v1/models", headers=self.headers, timeout=timeout) as reply:
             raw = await reply.read() if reply.status == 200 else b""
+        self.refused = "" if reply.status == 200 else f"/v1/models answered {reply.status}"
+        if reply.status >= 500:
+            return  # it may know better when it is asked again
         try:
             value: Any = json.loads(raw or b"{}")
         except (ValueError, RecursionError):

@@ -68,6 +68,10 @@ class SendConfig:
             bad.append(f"the environment variable {self.api_key_env} (api_key_env) is not set")
         return bad
 
+    def authorization(self) -> dict[str, str]:
+        """The header with the key, if there is one."""
+        return {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}
+
 
 class SendError(RuntimeError):
     """A request that got no payload; the message says why."""
@@ -108,9 +112,7 @@ class Sender:
         """`openai`: learn from /v1/models what a server is before its first request. JudgeError for bad options."""
         if bad := config.mistakes():
             raise JudgeError("judge: " + "; ".join(bad))
-        headers = {"Content-Type": content_type}
-        if config.api_key_env:
-            headers["Authorization"] = f"Bearer {os.environ[config.api_key_env]}"
+        headers = {"Content-Type": content_type} | config.authorization()
         self.config, self.openai = config, openai
         self.thread = loop_thread()
         model = getattr(config, "model", "")  # a judge's; other servers have one
