@@ -120,9 +120,8 @@ class JudgeServer:
         self.in_flight += 1
         self.peak = max(self.peak, self.in_flight)
         try:
-            if self.fault and self.count != 0:
-                self.count -= 1
-                return await self._misbehave(request, body)
+            if fault := self.next_fault():
+                return await self._misbehave(fault, request, body)
             await asyncio.sleep(self.delay_s)
             return self._answer(body)
         finally:
@@ -154,9 +153,16 @@ class JudgeServer:
                 self.media.pop(next(iter(self.media)))
         return value
 
-    async def _misbehave(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    def next_fault(self) -> str:
+        """What to do to this chat request."""
+        if not self.fault or self.count == 0:
+            return ""
+        self.count -= 1
+        return self.fault
+
+    async def _misbehave(self, fault: str, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         good = completion(0.0)
-        match self.fault:
+        match fault:
             case "hang" | "hang chat" | "mute":
                 await asyncio.sleep(3600)
             case "429":
@@ -182,17 +188,17 @@ class JudgeServer:
                 assert request.transport is not None
                 request.transport.close()
             case "truncated" | "drip":
-                return await self._slowly(request, json.dumps(good).encode())
+                return await self._slowly(fault, request, json.dumps(good).encode())
             case "contradict":
                 return web.json_response(completion(3.0))  # always the first, whatever is shown
             case other:
                 raise AssertionError(other)
         return web.json_response(good)
 
-    async def _slowly(self, request: web.Request, data: bytes) -> web.StreamResponse:
+    async def _slowly(self, fault: str, request: web.Request, data: bytes) -> web.StreamResponse:
         reply = web.StreamResponse(headers={"Content-Length": str(len(data)), "Content-Type": "application/json"})
         await reply.prepare(request)
-        if self.fault == "truncated":
+        if fault == "truncated":
             await reply.write(data[:40])
             assert request.transport is not None
             request.transport.close()

@@ -9,25 +9,28 @@ import ast
 import json
 import math
 import os
+import random
 import resource
 import shutil
 import ssl
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judge_server import JudgeServer, completion, free_port, images
+from judge_server import MODEL, JudgeServer, completion, free_port, images
 from test_judge_faults import FAST, ask, judge, media
 
 from prefgrpo.judge.answers import Unreadable
 from prefgrpo.judge.body import encode
 from prefgrpo.judge.client import HttpJudgeConfig, check
 from prefgrpo.judge.http import first_choice, read
+from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.send import message_of
 from prefgrpo.judge.template import load_template
 from prefgrpo.judge.verdict import Answer, JudgeError
@@ -71,6 +74,7 @@ FAULTS = {
     "50-MP image": (f"{HERE}:test_an_image_of_50_million_pixels_is_made_smaller_in_bounded_time_and_memory",),
     "video without frames": (f"{HERE}:test_media_without_pixels_or_frames_are_missing",),
     "prompt with braces, quotes, emoji, 1 MB": (f"{HERE}:test_a_prompt_arrives_as_it_is",),
+    "all of them at once": (f"{HERE}:test_among_all_faults_at_once_no_verdict_is_wrong_and_everything_ends",),
     "backend behind a router dead or hanging": (
         "test_judge_router:test_a_dead_backend_is_a_502_and_its_neighbour_goes_on",
         "test_judge_router:test_a_backend_that_hangs_is_a_504"),
@@ -325,6 +329,49 @@ def test_a_prompt_arrives_as_it_is(name, tmp_path):
 def test_a_port_that_nobody_listens_on_is_said_with_the_command_that_starts_a_judge():
     with pytest.raises(JudgeError, match="prefgrpo judge serve"):
         in_seconds(5, lambda: check(HttpJudgeConfig((f"http://127.0.0.1:{free_port()}",))))
+
+
+# ---- everything at once ---------------------------------------------------------------------------------------------
+
+
+class Chaos(JudgeServer):
+    """Every third chat request ends in a fault drawn by lot, and media are forgotten now and then."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.rng, self.capacity = random.Random(seed), 12
+        kinds = "500 429 drop truncated hang no_choices no_logprobs garbage nan not_json html 400"
+        self.kinds, self.met = kinds.split(), Counter()
+
+    def next_fault(self):
+        fault = self.rng.choice(self.kinds) if self.rng.random() < 1 / 3 else ""
+        self.met[fault] += 1
+        return fault
+
+
+def test_among_all_faults_at_once_no_verdict_is_wrong_and_everything_ends(tmp_path):
+    levels = list(range(10, 250, 15))
+    group, pairs = media(levels), both_orders(len(levels), 0)
+    with Chaos(0) as one, Chaos(1) as two:
+        options = {"retries": 4, "concurrency": 8, "timeout_s": 0.5, "patience_s": 10, "hedge_s": 0.2}
+        j = judge(one.url, two.url, cache=str(tmp_path), **options)
+        start = time.monotonic()
+        answers = [j.submit("p", group[a], group[b]) for a, b in pairs]
+        for answer in answers[::10]:
+            answer.cancel()
+        found = [(pair, a.result(60)) for pair, a in zip(pairs, answers, strict=True) if not a.cancelled()]
+        assert time.monotonic() - start < 40
+        assert all((v.first > 0.5) == (levels[a] > levels[b]) for (a, b), v in found if v.first is not None)
+        assert all(v.reason for _, v in found if v.first is None)
+        assert sum(v.first is not None for _, v in found) > 0.6 * len(found)
+        assert len(one.met + two.met) == 13, "every fault happened"
+        deadline = time.monotonic() + 5
+        while any(e.load for e in j.client.sender.endpoints):
+            assert time.monotonic() < deadline, [e.load for e in j.client.sender.endpoints]
+            time.sleep(0.02)
+    nobody = judge(f"http://127.0.0.1:{free_port()}", model=MODEL, cache=str(tmp_path), patience_s=0.2)
+    kept = dict(zip(pairs, nobody.judge_group("p", group, pairs), strict=True))
+    assert all(kept[pair].first == v.first for pair, v in found if v.first is not None), "what the cache holds is right"
 
 
 # ---- any payload ----------------------------------------------------------------------------------------------------
