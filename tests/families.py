@@ -103,6 +103,20 @@ CASES = [
         sources=2,
     ),
     Case("z_image", {"guidance_scale": 3.0, "max_sequence_length": 128}, 3.0, dynamic=True, max_length=128, off=0.0),
+    Case(
+        "hunyuan_video",
+        {"guidance_scale": 6.0, "max_sequence_length": 448, "num_frames": 5},
+        6.0,
+        max_length=448,
+        frames=5,
+    ),
+    Case(
+        "ltx_video",
+        {"guidance_scale": 3.0, "max_sequence_length": 32, "num_frames": 5},
+        3.0,
+        dynamic=True,
+        frames=5,
+    ),
     Case("wan", WAN, 5.0, frames=5),
     Case(
         "wan22",
@@ -125,7 +139,7 @@ CASES = [
     Case("flux2_klein", {"guidance_scale": 4.0, "max_sequence_length": 64}, 4.0, max_length=64, edit=lambda h, w: {}),
 ]
 SOURCES = [Image.fromarray(np.random.default_rng(i).integers(0, 256, (64, 64, 3), dtype=np.uint8)) for i in range(2)]
-SIZES = [(32, 32), (16, 48)]
+SIZES = [(32, 32), (32, 64)]
 
 
 _ROOT = tempfile.TemporaryDirectory(prefix="tiny-pipelines-")

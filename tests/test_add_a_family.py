@@ -57,7 +57,7 @@ def tiny():
     t5 = pipelines.t5_tokenizer()
     transformer = AuraFlowTransformer2DModel(
         sample_size=16, in_channels=4, out_channels=4, num_mmdit_layers=1, num_single_dit_layers=1,
-        pos_embed_max_size=64, attention_head_dim=16, num_attention_heads=2, caption_projection_dim=32,
+        pos_embed_max_size=256, attention_head_dim=16, num_attention_heads=2, caption_projection_dim=32,
         joint_attention_dim=pipelines.TEXT_WIDTH,
     )  # fmt: skip
     return AuraFlowPipeline(

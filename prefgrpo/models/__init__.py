@@ -17,6 +17,8 @@ MODELS: dict[str, str] = {
     "flux": "prefgrpo.models.flux:Flux",
     "flux_kontext": "prefgrpo.models.flux_kontext:FluxKontext",
     "flux2_klein": "prefgrpo.models.flux2_klein:Flux2Klein",
+    "hunyuan_video": "prefgrpo.models.hunyuan_video:HunyuanVideo",
+    "ltx_video": "prefgrpo.models.ltx_video:LTXVideo",
     "qwen_image": "prefgrpo.models.qwen_image:QwenImage",
     "qwen_image_edit": "prefgrpo.models.qwen_image_edit:QwenImageEdit",
     "qwen_image_edit_plus": "prefgrpo.models.qwen_image_edit:QwenImageEditPlus",

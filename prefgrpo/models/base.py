@@ -50,6 +50,11 @@ def source_tokens(condition: Condition) -> list[Tensor]:
     return [condition[name] for name in sorted(names, key=lambda name: int(name.partition("_")[2] or 1))]
 
 
+def text_mask(lengths: Tensor) -> Tensor:
+    """bool [B, longest], on the CPU: which places hold a token of a prompt of so many tokens."""
+    return torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
+
+
 class Adapter(Weights, ABC):
     """A loaded model family."""
 
@@ -190,6 +195,12 @@ class Adapter(Weights, ABC):
         """A fresh scheduler like the pipeline's, with `changes` to its config; it only gives the sigmas."""
         return type(self.pipe.scheduler).from_config(self.pipe.scheduler.config, **changes)
 
+    def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of what `encode_prompt` returns for a prompt of max_length tokens, for `prefgrpo plan`."""
+        config = self.pipe.transformer.config
+        width = next(config[key] for key in ("joint_attention_dim", "text_dim", "cap_feat_dim") if key in config)
+        return {"prompt_embeds": (max_length, width)}
+
     def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
         """What the stock pipeline passes to its scheduler's `set_timesteps`, beside the device."""
         return {"sigmas": np.linspace(1.0, 1.0 / steps, steps)}
@@ -271,11 +282,15 @@ class Adapter(Weights, ABC):
         return height // self.unit, width // self.unit
 
     def mu(self, height: int, width: int) -> float:
-        """The dynamic time shift of this size: linear in the number of tokens, as the scheduler's config says."""
+        """The dynamic time shift of an image of this size."""
+        return self.mu_of(math.prod(self.grid(height, width)))
+
+    def mu_of(self, tokens: int) -> float:
+        """The dynamic time shift: linear in the number of tokens, as the scheduler's config says."""
         config = self.pipe.scheduler.config
         low, high, base = config["base_image_seq_len"], config["max_image_seq_len"], config["base_shift"]
         slope = (config["max_shift"] - base) / (high - low)
-        return math.prod(self.grid(height, width)) * slope + (base - slope * low)
+        return tokens * slope + (base - slope * low)
 
     @torch.no_grad()
     def decode_image(self, grid: Tensor) -> Tensor:

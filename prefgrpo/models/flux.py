@@ -34,6 +34,11 @@ class Flux(Adapter):
         embeds, pooled, _ = self.pipe.encode_prompt(prompt, device=self.device, max_sequence_length=max_length)
         return {"prompt_embeds": embeds[0], "pooled": pooled[0]}
 
+    def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
+        """With the pooled vector."""
+        pooled = self.pipe.transformer.config.pooled_projection_dim
+        return super().condition_shapes(max_length) | {"pooled": (pooled,)}
+
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """[L, 4C] with L = (height / unit)·(width / unit), unit = 16 pixels for FLUX.1-dev."""
         rows, columns = self.grid(height, width)

@@ -12,7 +12,7 @@ import torch
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
 from torch import Tensor
 
-from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.base import Adapter, Condition, text_mask
 from prefgrpo.models.guidance import Cfg
 from prefgrpo.models.video_vae import unnormalise
 
@@ -42,6 +42,10 @@ class QwenImage(Adapter):
         call: dict[str, Any] = {"prompt": prompts, "max_sequence_length": max_length, "true_cfg_scale": self.guidance}
         return call | ({"negative_prompt": [self.cfg.negative] * len(prompts)} if self.guided else {})
 
+    def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
+        """With the number of tokens."""
+        return super().condition_shapes(max_length) | {"text_length": ()}
+
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """[L, 4C] with L = (height / 16)·(width / 16) for Qwen-Image."""
         rows, columns = self.grid(height, width)
@@ -60,16 +64,13 @@ class QwenImage(Adapter):
 
         A mask is passed only where prompts of different lengths share a batch.
         """
-        embeds, lengths = condition["prompt_embeds"], condition["text_length"]
-        longest = int(lengths.max())
-        mask = None
-        if int(lengths.min()) < longest:
-            mask = (torch.arange(longest)[None, :] < lengths[:, None]).to(tokens.device, non_blocking=True)
+        mask = text_mask(condition["text_length"])
+        padded = not bool(mask.all())
         return self.net(
             hidden_states=tokens,
             timestep=sigma * 1000 / 1000,
-            encoder_hidden_states=embeds[:, :longest],
-            encoder_hidden_states_mask=mask,
+            encoder_hidden_states=condition["prompt_embeds"][:, : mask.shape[1]],
+            encoder_hidden_states_mask=mask.to(tokens.device, non_blocking=True) if padded else None,
             img_shapes=[[(1, *grid) for grid in grids]] * tokens.shape[0],
             return_dict=False,
         )[0]

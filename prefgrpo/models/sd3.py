@@ -42,6 +42,11 @@ class StableDiffusion3(Adapter):
         )
         return {"prompt_embeds": embeds[0], "pooled": pooled[0]}
 
+    def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
+        """With CLIP's 77 tokens and the pooled vector."""
+        pooled = self.pipe.transformer.config.pooled_projection_dim
+        return super().condition_shapes(77 + max_length) | {"pooled": (pooled,)}
+
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """[C, height / 8, width / 8] for SD3.5."""
         rows, columns = self.grid(height, width)

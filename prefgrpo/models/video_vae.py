@@ -1,4 +1,4 @@
-"""What families with a 3-D (causal video) VAE share: latents are normalised per channel, [B, C, F, h, w]."""
+"""What families with a 3-D (causal video) VAE share: latents [B, C, F', h, w], normalised per channel."""
 
 from __future__ import annotations
 
@@ -7,6 +7,21 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor
+
+
+def latent_frames(frames: int | None, stride: int) -> int:
+    """F' of a clip of `frames` frames; ValueError unless they are a multiple of the VAE's stride in time, plus 1."""
+    frames = frames or 1
+    if frames % stride != 1:
+        raise ValueError(f"frames must be a multiple of {stride}, plus 1, for this model, got {frames}")
+    return (frames - 1) // stride + 1
+
+
+@torch.no_grad()
+def decode_clip(pipe: Any, latents: Tensor, *time: Tensor | None) -> Tensor:
+    """Clips [B, F, 3, H, W] fp32 in [0, 1] from unscaled latents; time: for VAEs that take one."""
+    video = pipe.vae.decode(latents, *time, return_dict=False)[0]
+    return pipe.video_processor.postprocess_video(video, output_type="pt").float()
 
 
 def unnormalise(vae: Any, latents: Tensor) -> Tensor:

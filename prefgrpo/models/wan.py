@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.guidance import Cfg
-from prefgrpo.models.video_vae import unnormalise
+from prefgrpo.models.video_vae import decode_clip, latent_frames, unnormalise
 
 
 class Wan(Adapter):
@@ -40,12 +39,10 @@ class Wan(Adapter):
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """[C, F', height / 8, width / 8] for Wan2.1; ValueError unless frames are a multiple of 4, plus 1."""
-        frames, stride = self.frames or 1, self.pipe.vae_scale_factor_temporal
-        if frames % stride != 1:
-            raise ValueError(f"frames must be a multiple of {stride}, plus 1, for this model, got {frames}")
+        frames = latent_frames(self.frames, self.pipe.vae_scale_factor_temporal)
         patch = self.pipe.transformer.config.patch_size[1]
         rows, columns = self.grid(height, width)
-        return self.pipe.vae.config.z_dim, (frames - 1) // stride + 1, rows * patch, columns * patch
+        return self.pipe.vae.config.z_dim, frames, rows * patch, columns * patch
 
     def flow_scheduler(self, changes: dict[str, Any]) -> Any:
         """An Euler scheduler with the shift of the folder's own (multistep) scheduler."""
@@ -75,8 +72,6 @@ class Wan(Adapter):
             return_dict=False,
         )[0]
 
-    @torch.no_grad()
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         """Undo the VAE's normalisation, decode to [B, F, 3, H, W]."""
-        video = self.pipe.vae.decode(unnormalise(self.pipe.vae, latents), return_dict=False)[0]
-        return self.pipe.video_processor.postprocess_video(video, output_type="pt").float()
+        return decode_clip(self.pipe, unnormalise(self.pipe.vae, latents))

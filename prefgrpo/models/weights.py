@@ -41,7 +41,7 @@ class Weights:
     @property
     def repeated_blocks(self) -> tuple[str, ...]:
         """Class names of the blocks that the transformer repeats: units of regional compile and of FSDP."""
-        return tuple(self.transformer._no_split_modules)  # type: ignore[arg-type]
+        return tuple(self.transformer._no_split_modules or self.transformer._repeated_blocks)  # type: ignore[arg-type]
 
     def add_lora(self, rank: int, alpha: float, targets: tuple[str, ...] | None = None, seed: int = 0) -> None:
         """Inject trainable fp32 LoRA layers (A seeded, B = 0) into what trains; see `lora.add`."""

@@ -30,6 +30,10 @@ class ZImage(Adapter):
         )
         return {"prompt_embeds": embeds, "text_length": torch.tensor(embeds.shape[0])}
 
+    def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
+        """With the number of tokens."""
+        return super().condition_shapes(max_length) | {"text_length": ()}
+
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """[C, height / 8, width / 8] for Z-Image."""
         rows, columns = self.grid(height, width)

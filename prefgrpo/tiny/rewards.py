@@ -20,7 +20,7 @@ from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProce
 
 from prefgrpo.rewards import RewardSpecError, parse_reward_spec
 from prefgrpo.rewards.checkpoints import library
-from prefgrpo.tiny.pipelines import clip_tokenizer
+from prefgrpo.tiny.parts import clip_tokenizer
 
 SIZE = 28
 """Pixels a side of what the encoders see."""

@@ -1,0 +1,76 @@
+"""HunyuanVideo text-to-video: latents [C, F', h, w] of 4·(F' − 1) + 1 frames, time = 1000σ, guidance embedded (6.0).
+
+Conditions: Llama states as long as the prompt, and the pooled CLIP vector. Invariant: with `ode` steps the clips are
+those of the stock HunyuanVideoPipeline (without true guidance).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefgrpo.models.base import Adapter, Condition, text_mask
+from prefgrpo.models.video_vae import decode_clip, latent_frames
+
+
+class HunyuanVideo(Adapter):
+    """HunyuanVideo text-to-video."""
+
+    pipeline = "HunyuanVideoPipeline"
+    default_guidance = 6.0
+    default_frames = 129
+    lora_targets = (
+        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
+        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
+    )  # fmt: skip
+
+    @property
+    def unit(self) -> int:
+        """Pixels per side of one transformer patch: 16."""
+        return self.pipe.vae_scale_factor_spatial * self.pipe.transformer.config.patch_size
+
+    def encode_prompt(self, prompt: str, max_length: int) -> Condition:
+        """prompt_embeds [n, C] with n ≤ max_length tokens, text_length = n, and pooled [C']."""
+        embeds, pooled, mask = self.pipe.encode_prompt(prompt, device=self.device, max_sequence_length=max_length)
+        length = mask[0].sum()
+        return {"prompt_embeds": embeds[0, :length], "text_length": length.cpu(), "pooled": pooled[0]}
+
+    def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
+        """Llama states, their number, and the pooled vector."""
+        config = self.pipe.transformer.config
+        embeds = (max_length, config.text_embed_dim)
+        return {"prompt_embeds": embeds, "text_length": (), "pooled": (config.pooled_projection_dim,)}
+
+    def stock_call(self, prompts: list[str], max_length: int) -> dict[str, Any]:
+        """With the number of frames."""
+        return super().stock_call(prompts, max_length) | {"num_frames": self.frames}
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """[C, F', height / 8, width / 8]; ValueError unless frames are a multiple of 4, plus 1."""
+        config, (rows, columns) = self.pipe.transformer.config, self.grid(height, width)
+        frames = latent_frames(self.frames, self.pipe.vae_scale_factor_temporal)
+        return config.in_channels, frames, rows * config.patch_size, columns * config.patch_size
+
+    def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
+        """Even sigmas from 1, before the static shift."""
+        return {"sigmas": np.linspace(1.0, 0.0, steps + 1)[:-1]}
+
+    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+        """Velocity [B, C, F', h, w]."""
+        mask = text_mask(condition["text_length"])
+        return self.net(
+            hidden_states=x,
+            timestep=sigma * 1000,
+            encoder_hidden_states=condition["prompt_embeds"][:, : mask.shape[1]],
+            encoder_attention_mask=mask.to(x.device, x.dtype, non_blocking=True),
+            pooled_projections=condition["pooled"],
+            guidance=torch.full_like(sigma, self.guidance) * 1000.0,
+            return_dict=False,
+        )[0]
+
+    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """Undo the VAE's scale, decode to [B, F, 3, H, W]."""
+        return decode_clip(self.pipe, latents.to(self.pipe.vae.dtype) / self.pipe.vae.config.scaling_factor)
