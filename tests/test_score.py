@@ -153,13 +153,12 @@ def test_a_fresh_clone_scores_a_folder(place, capsys):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("batch", [4, 32])
-def test_torchrun_writes_the_same_bytes(place, batch):
+def test_any_number_of_ranks_writes_the_same_bytes(place):
     arguments = ["score", "--reward-spec", SPEC, "--images", place / "images", "--prompts", place / "prompts.csv"]
-    arguments += ["--options", place / "tiny/options.yaml", "--batch", batch, "--out"]
+    arguments += ["--options", place / "tiny/options.yaml", "--batch", 4, "--out"]
     written = []
     for size in (1, 2, 3):
-        out = place / f"{batch}of{size}.json"
+        out = place / f"of{size}.json"
         runs = ranks([str(a) for a in (*arguments, out)], size, place / f"log{size}")
         assert [r.wait() for r in runs] == [0] * size, runs[0].output
         written.append(out.read_bytes())
