@@ -61,22 +61,15 @@ class Slow(JudgeServer):
 
 
 @contextlib.contextmanager
-def routed(*urls, timeout_s=60.0):
+def routed(*urls, timeout_s=60.0, **env):
     """`prefgrpo judge route` as a process of its own; its URL."""
     port = free_port()
-    line = [
-        sys.executable,
-        "-m",
-        "prefgrpo",
-        "judge",
-        "route",
-        *urls,
-        "--port",
-        str(port),
-        "--timeout-s",
-        f"{timeout_s}",
-    ]
-    child = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    line = [sys.executable, "-m", "prefgrpo", "judge", "route", *urls]
+    line += ["--port", str(port), "--timeout-s", str(timeout_s)]
+    line += ["--api-key-env", next(iter(env))] if env else []
+    child = subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **env}
+    )
     assert child.stdout is not None
     said = child.stdout.readline()
     assert said.startswith("ready: judges"), said + child.stdout.read()
@@ -214,6 +207,15 @@ def test_a_backend_that_hangs_is_a_504():
     assert status == 504 and "did not answer within 0.5 s" in body["error"]["message"]
 
 
+def test_servers_with_a_key(monkeypatch):
+    monkeypatch.setenv("KEY", "secret")
+    server = JudgeServer()
+    server.key = "secret"
+    with server, routed(server.url, KEY="secret") as url:
+        assert all(v.first is not None for v in ask(judge(url, api_key_env="KEY")))
+        assert all("401: Unauthorized" in v.reason for v in ask(judge(url))), "the router lends its key to nobody"
+
+
 def test_streams_are_passed_on_as_they_come_and_end_with_their_client():
     with Slow() as server, routed(server.url) as url:
         body = json.dumps({"model": "slow", "stream": True}).encode()
@@ -240,6 +242,11 @@ def test_a_route_that_cannot_work_is_refused():
         one.listing = "<html>"
         with pytest.raises(JudgeError, match="gave no list of models"):
             route((one.url,), port=free_port())
+        one.listing, one.key = "", "secret"
+        with pytest.raises(JudgeError, match="401"):
+            route((one.url,), port=free_port())
+    with pytest.raises(JudgeError, match="NO_SUCH_KEY"):
+        route((one.url,), api_key_env="NO_SUCH_KEY")
     with pytest.raises(JudgeError, match="Connect"):
         route((f"http://127.0.0.1:{free_port()}",), port=free_port())
     with pytest.raises(JudgeError, match="expected http:// or https://"):

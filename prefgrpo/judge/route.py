@@ -7,6 +7,7 @@ lets what is in flight end, and returns; it starts and ends no server.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import sys
@@ -21,7 +22,13 @@ from prefgrpo.judge.verdict import JudgeError
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def route(url: tuple[str, ...], host: str = "127.0.0.1", port: int = 8000, timeout_s: float = 600.0) -> int:
+def route(
+    url: tuple[str, ...],
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    timeout_s: float = 600.0,
+    api_key_env: str = "",
+) -> int:
     """Put running judge servers of different models behind one port, until Ctrl-C or SIGTERM.
 
     Args:
@@ -29,21 +36,29 @@ def route(url: tuple[str, ...], host: str = "127.0.0.1", port: int = 8000, timeo
         host: Address to listen on; anything but loopback lets others use the servers.
         port: Port to listen on.
         timeout_s: Longest that one request may take, in seconds.
+        api_key_env: Environment variable with the servers' key, to ask what they serve; clients send their own.
     """
+    if api_key_env and api_key_env not in os.environ:
+        raise JudgeError(f"the environment variable {api_key_env} (api_key_env) is not set")
     if not url or any(not u.startswith(("http://", "https://")) for u in url):
         raise JudgeError(f"expected http:// or https:// addresses of running servers, got {list(url)}")
     require_free(host, port)
-    return asyncio.run(run(list(url), host, port, timeout_s))
+    return asyncio.run(run(list(url), host, port, timeout_s, os.environ.get(api_key_env, "")))
 
 
 async def run(
-    urls: list[str], host: str, port: int, timeout_s: float = 600.0, over: Callable[[], bool] = lambda: False
+    urls: list[str],
+    host: str,
+    port: int,
+    timeout_s: float = 600.0,
+    key: str = "",
+    over: Callable[[], bool] = lambda: False,
 ) -> int:
     """Route until a signal comes (0) or `over`, asked every second, is true (1)."""
     stop: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _note, stop, number)
-    router = Router([Backend(u.rstrip("/").removesuffix("/v1")) for u in urls], timeout_s)
+    router = Router([Backend(u.rstrip("/").removesuffix("/v1")) for u in urls], timeout_s, key)
     runner = web.AppRunner(
         application(router), access_log=None, handler_cancellation=True, shutdown_timeout=float(DRAIN_S)
     )

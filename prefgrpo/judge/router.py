@@ -50,9 +50,13 @@ class Backend:
 class Router:
     """Forwards OpenAI requests by model name; `open` before use, `close` after."""
 
-    def __init__(self, backends: list[Backend], timeout_s: float = 600.0) -> None:
-        """`timeout_s`: the longest that one request may take; then the client gets a 504."""
+    def __init__(self, backends: list[Backend], timeout_s: float = 600.0, key: str = "") -> None:
+        """`timeout_s`: the longest that one request may take; then the client gets a 504.
+
+        `key`: the backends' API key, for asking what they serve; requests carry their client's own.
+        """
         self.backends, self.timeout_s = backends, timeout_s
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.models: dict[str, Backend] = {}
         self._session: aiohttp.ClientSession | None = None
 
@@ -90,7 +94,9 @@ class Router:
     async def _describe(self, backend: Backend) -> list[dict[str, Any]]:
         try:
             timeout = aiohttp.ClientTimeout(total=_HEALTH_S)
-            async with self.session.get(f"{backend.url}/v1/models", timeout=timeout) as reply:
+            url = f"{backend.url}/v1/models"
+            async with self.session.get(url, headers=self._headers, timeout=timeout) as reply:
+                reply.raise_for_status()
                 value = json.loads(await reply.read())
                 rows = [row for row in value["data"] if isinstance(row, dict) and row.get("id")]
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError, KeyError, TypeError) as error:
@@ -106,7 +112,8 @@ class Router:
         """'' if the backend answers /health, else what is wrong."""
         try:
             timeout = aiohttp.ClientTimeout(total=_HEALTH_S)
-            async with self.session.get(f"{backend.url}/health", timeout=timeout) as reply:
+            url = f"{backend.url}/health"
+            async with self.session.get(url, headers=self._headers, timeout=timeout) as reply:
                 return "" if reply.status < 500 else f"/health says {reply.status}"
         except asyncio.TimeoutError:
             return f"/health did not answer within {_HEALTH_S:g} s"
