@@ -78,7 +78,7 @@ def test_a_video_model_with_two_experts(place):
 def test_a_reward_that_takes_images_refuses_clips(place):
     for spec, field in (("scenes", "reward.spec: scenes"), ("jpeg_compressibility,scenes:0", "reward.spec: scenes")):
         code, output = run(place, "refused", "wan22", reward={"spec": spec})
-        assert code == 2 and f"{field} takes images, but this run makes clips" in output
+        assert code == 2 and f"{field} takes image, but this run makes clips" in output
     over = {"family": "wan22", "judge": {"backend": "local", "model": "m"}, "reward": {"spec": "vlm_pairwise"}}
 
     class OneByOne(PairJudge):
@@ -87,7 +87,7 @@ def test_a_reward_that_takes_images_refuses_clips(place):
         def judge_group(self, prompt, media, pairs):
             return [Verdict(0.5)] * len(pairs)
 
-    with pytest.raises(ConfigError, match=r"vlm_pairwise takes images.*over http only"):
+    with pytest.raises(ConfigError, match=r"vlm_pairwise takes image.*over http only"):
         training_scorer(from_dict(settings(place, "x", **over)), OneByOne(), None, [])
     training_scorer(from_dict(settings(place, "x", **over, rollout={"frames": 1})), OneByOne(), None, [])
 
