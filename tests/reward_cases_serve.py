@@ -41,7 +41,7 @@ def drawn() -> list[Sample]:
 
 
 def sign(text: str) -> np.ndarray:
-    image = Image.new("RGB", (384, 96), "white")
+    image = Image.new("RGB", (288, 224), "white")
     ImageDraw.Draw(image).text((16, 16), text, fill="black", font=ImageFont.load_default(40))
     return np.asarray(image)
 

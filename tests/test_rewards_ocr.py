@@ -27,7 +27,7 @@ def written(text: str) -> Media:
     return Media(np.repeat(np.repeat(row[None, :, None], 4, 0), 3, 2))
 
 
-def drawn(text: str, size: int = 40, width: int = 384, height: int = 96) -> np.ndarray:
+def drawn(text: str, size: int = 40, width: int = 320, height: int = 240) -> np.ndarray:
     image = Image.new("RGB", (width, height), (245, 240, 225))
     ImageDraw.Draw(image).text((16, 16), text, fill=(20, 30, 60), font=ImageFont.load_default(size))
     return np.asarray(image)
@@ -141,7 +141,7 @@ def test_a_reader_that_fails_is_missing_and_fails_alone():
 
 
 def test_workers_change_nothing(real):
-    samples = [Sample(f'"word {k}"', Media(drawn(f"WORD {k % 3}", 32, 200, 60))) for k in range(3)]
+    samples = [Sample(f'"word {k}"', Media(drawn(f"WORD {k % 3}", 32, 200, 160))) for k in range(3)]
     assert Ocr(workers=1).score(samples) == real.score(samples)
 
 

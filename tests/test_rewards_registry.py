@@ -14,9 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from reward_cases import CASES, PARTS
 from reward_server import serving
 
+from prefgrpo.config import from_dict
+from prefgrpo.judging import specs
 from prefgrpo.rewards import REWARDS, build, load_class
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward
 from prefgrpo.rewards.listing import show
@@ -28,12 +31,13 @@ HEADER = "| name | input | scale | what it is, source | runs | needs |"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """name -> (options, reward): each checkpoint is made and loaded once."""
+    """name -> (options, reward, its scores of the case's samples): each is made, loaded and asked once."""
 
     @cache
     def make(name):
         options = CASES[name].options(tmp_path_factory.mktemp(name))
-        return options, build(name, {name: options})[name]
+        reward = build(name, {name: options})[name]
+        return options, reward, scores(reward, CASES[name].samples())
 
     return make
 
@@ -66,8 +70,8 @@ def scores(reward, samples):
 @pytest.mark.parametrize("name", REWARDS)
 def test_runs(name, made):
     """Finite values that tell the samples apart, in the samples' order; what is missing says why."""
-    reward, samples = made(name)[1], CASES[name].samples()
-    found, turned = scores(reward, samples), scores(reward, samples[::-1])[::-1]
+    (_, reward, found), samples = made(name), CASES[name].samples()
+    turned = scores(reward, samples[::-1])[::-1]
     assert len(found) == len(samples)
     values = [np.nan if s.value is None else s.value for s in found]
     assert all(s.reason for s in found if s.value is None)
@@ -84,12 +88,11 @@ def test_runs(name, made):
 @pytest.mark.parametrize("name", POINTWISE)
 def test_is_the_same_behind_http(name, made):
     """`reward serve` gets ready with its own probe sample, and its numbers are those of the reward in process."""
-    (options, reward), samples = made(name), CASES[name].samples()
+    (options, _, here), samples = made(name), CASES[name].samples()
     with serving(name, options) as url:
         remote = build(name, {name: {"url": url, "timeout_s": 60.0, "retries": 0}})[name]
         there = remote.score(samples)
         remote.close()
-    here = reward.score(samples)
     assert [s.value is None for s in there] == [s.value is None for s in here], there
     for a, b in zip(there, here, strict=True):
         assert a.reason == b.reason
@@ -122,6 +125,28 @@ def test_says_what_it_is_and_explains_its_options(name):
         assert re.search(rf"\b{option}\b", told), f"{name}: the option {option} is nowhere explained"
 
 
+def block(language):
+    """The first code block of a language in docs/rewards.md."""
+    return re.search(rf"```{language}\n(.*?)```", (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8"), re.S)[1]
+
+
+def test_the_pages_own_reward_works(tmp_path, monkeypatch):
+    (tmp_path / "ownreward.py").write_text(block("python"))
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "ownreward:Saturation"
+    samples = CASES["jpeg_compressibility"].samples()
+    values = [s.value for s in build({name: 0.5}, {name: {"power": 2.0}})[name].score(samples)]
+    assert values == [((s.media.pixels.max(-1) - s.media.pixels.min(-1)).mean() / 255) ** 2 for s in samples]
+    with serving(name, {"power": 2.0}) as url:
+        assert [s.value for s in build([name], {name: {"url": url}})[name].score(samples)] == values
+
+
+def test_the_pages_recipe_is_one():
+    rest = {"model": "black-forest-labs/FLUX.1-dev", "data": {"prompts": "prompts.txt"}}
+    config = from_dict(rest | yaml.safe_load(block("yaml")))
+    assert set(config.reward.options) == set(specs(config)[0]) and specs(config)[0]["aesthetic"] == 0
+
+
 def test_list_prints_every_reward(capsys):
     assert show() == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[1:]}
@@ -139,6 +164,8 @@ class Blocked:
                                   "rapidocr_onnxruntime", "rapidfuzz", "paddleocr", "peft", "diffusers"}:
             raise ImportError(f"blocked: {name}")
 sys.meta_path.insert(0, Blocked())
+from prefgrpo.config import from_dict
+from prefgrpo.judging import specs
 from prefgrpo.rewards import REWARDS, load_class
 from prefgrpo.rewards.listing import show
 [load_class(name) for name in REWARDS]
