@@ -1,26 +1,36 @@
 """`prefgrpo plan RECIPE --gpus N`: what a run holds in memory, from the model's config alone.
 
-The models are built on the meta device: no weights are read. Counted: weights, gradients, AdamW's moments and the
-average of what trains, stored latents, images. Activations come on top: `prefgrpo train RECIPE --dry-run` measures
-them. Invariant: the counts are those of the run (same adapter, same LoRA, same formula as at its start).
+The models are built on the meta device and run on tensors without content: no weights are read. Counted: weights,
+gradients, AdamW's moments and the average of what trains, stored latents, images, prompt embeddings, and the most that
+a rollout's forward, the decoder or a trained step (forward and backward) holds at once. Invariant: the counts are those
+of the run (same adapter, same LoRA, same checkpointing, same code).
 """
 
 from __future__ import annotations
 
 import json
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from PIL import Image
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from prefgrpo.activations import Weigh, fake, forget
 from prefgrpo.config import Config
+from prefgrpo.data import read_prompts
 from prefgrpo.loading import DTYPES, names
 from prefgrpo.models import family, folder
-from prefgrpo.models.base import Adapter
+from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.guidance import attach
+from prefgrpo.models.parking import KINDS
 
 GIB = 2**30
+NEGATIVE_TOKENS = 16
+"""Tokens of the negative prompt, where texts have their own lengths."""
 
 
 def plan(config: Config, gpus: int, memory_gib: float) -> int:
@@ -32,37 +42,148 @@ def plan(config: Config, gpus: int, memory_gib: float) -> int:
     r, t = config.rollout, config.train
     with names("rollout or train"):
         adapter = cls(pipe, guidance=r.guidance, shift=r.shift, frames=r.frames, guidance_2=r.guidance_2,
-                      target_components=t.target_components)  # fmt: skip
+                      target_components=t.target_components, source_area=r.source_area)  # fmt: skip
         if t.lora_rank:
             adapter.add_lora(t.lora_rank, t.lora_alpha, t.lora_targets or None)
         else:
             adapter.enable_full()
+        if t.gradient_checkpointing:
+            adapter.checkpoint_gradients(t.checkpointing_share)
         parts = known_bytes(config, adapter, gpus)
-    counts = adapter.parameter_counts() | encoders
-    for name, count in counts.items():
+    for name, count in (adapter.parameter_counts() | encoders).items():
         print(f"{name:<20} {count / 1e6:12.2f} M parameters")
-    size = {"fp32": 4, "bf16": 2}[config.dtype]
-    total, texts = sum(parts.values()), size * sum(encoders.values())
-    print(f"per GPU, {gpus} GPU(s), without activations:")
+    texts = {"fp32": 4, "bf16": 2}[config.dtype] * sum(encoders.values())
+    if not config.data.cache and "text_encoder" not in config.memory.offload:
+        parts["text encoders"] = texts
+    sources = source_count(config, cls)
+    parts["embeddings"], phases = traced_bytes(config, adapter, gpus, sources)
+    last = max(phases, key=lambda name: phases[name])
+    parts["activations"] = phases[last]
+    return _tell(config, parts, phases, f"{gpus} GPU(s)", memory_gib)
+
+
+def _tell(config: Config, parts: dict[str, int], phases: dict[str, int], what: str, memory_gib: float) -> int:
+    """Print the table; the exit code."""
+    print(f"per GPU, {what}:")
     for name, value in parts.items():
         print(f"  {name:<18} {value / GIB:10.4g} GiB")
+    total = sum(parts.values())
     print(f"  {'sum':<18} {total / GIB:10.4g} GiB of {memory_gib:g}")
-    print(f"text encoders: {texts / GIB:.4g} GiB more, none after `prefgrpo preprocess` with data.cache")
+    shown = ", ".join(f"{name} {value / GIB:.4g}" for name, value in phases.items())
+    print(f"activations of {config.rollout.batch_size} samples at once: {shown} GiB; the largest counts")
     fits = total < memory_gib * GIB
-    print("fits" if fits else f"does not fit: {max(parts, key=lambda n: parts[n])} is the largest part")
+    hint = _hint(config, max(parts, key=lambda name: parts[name]), max(phases, key=lambda name: phases[name]))
+    print("fits" if fits else f"does not fit: {hint}")
     return 0 if fits else 1
+
+
+def _hint(config: Config, largest: str, phase: str) -> str:
+    """What is largest, and what makes it smaller."""
+    if largest == "activations" and phase == "decode":
+        return (
+            "decode is the largest part; memory.decode_batch, memory.vae_slicing or memory.vae_tiling make it smaller"
+        )
+    if largest == "activations":
+        checkpointed = config.train.gradient_checkpointing and config.train.checkpointing_share == 1
+        less = "rollout.batch_size" if checkpointed else "train.gradient_checkpointing or rollout.batch_size"
+        return f"activations ({phase}) are the largest part; {less} makes them smaller"
+    if largest == "optimiser":
+        return "optimiser is the largest part; train.lora_rank above 0 trains fewer weights"
+    if largest == "text encoders":
+        return "text encoders are the largest part; `prefgrpo preprocess` with data.cache leaves them on disk"
+    return f"{largest} is the largest part"
+
+
+def source_count(config: Config, cls: type[Adapter]) -> int:
+    """Source images per prompt: as the prompts file says, or one where it is not there and the family takes any."""
+    if not cls.most_sources:
+        return 0
+    file = Path(config.data.prompts)
+    return max(len(p.source) for p in read_prompts(file)) if file.is_file() else 1
+
+
+def traced_bytes(config: Config, adapter: Adapter, world: int, sources: int = 0) -> tuple[int, dict[str, int]]:
+    """(bytes of a process's conditions of one step; the most that each phase holds at once).
+
+    The adapter's modules (on the meta device) lose what they have: they become fake.
+    """
+    r = config.rollout
+    modules = [m for m in adapter.pipe.components.values() if isinstance(m, nn.Module)]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    known, sigma = fake(modules, mode), torch.full((r.batch_size,), 0.9)
+    lengths = {
+        key: torch.tensor(config.data.max_length) for key in adapter.condition_shapes(1) if key.endswith("length")
+    }
+    with mode:
+        with Weigh([]):
+            one = _condition(config, adapter, lengths, sources)
+            batch = {key: _batched(value, r.batch_size) for key, value in one.items()}
+        x = torch.empty(r.batch_size, *adapter.latent_shape(r.height, r.width))
+        for _, p in adapter.trainable():
+            p.grad = torch.empty_like(p)
+            known.append(p.grad)
+        known += [x, *batch.values()]
+        phases = {n: _phase(n, config, adapter, (x, sigma, batch), known) for n in ("rollout", "decode", "update")}
+    forget("prefgrpo.models")
+    samples = r.prompts_per_step // world * r.group_size
+    return samples * sum(value.nbytes for value in one.values()), phases
+
+
+def _phase(
+    name: str, config: Config, adapter: Adapter, batch: tuple[Tensor, Tensor, Condition], known: list[Tensor]
+) -> int:
+    """Most bytes that one forward of the rollout, one decode, or one trained step holds; batch: x, σ, condition."""
+    x, sigma, condition = batch
+    r, size = config.rollout, (config.rollout.height, config.rollout.width)
+    parked = 0
+    with ExitStack() as stack:
+        scale = stack.enter_context(Weigh(known))
+        stack.enter_context(torch.set_grad_enabled(name == "update"))
+        if name == "decode":
+            adapter.decode(x[: config.memory.decode_batch or r.batch_size], *size)
+            parked = _weights(adapter, "vae") if "vae" in config.memory.offload else 0
+        else:
+            v = adapter.velocity(x, sigma, condition, *size)
+            if name == "update":
+                v.float().square().mean().backward()
+    return scale.most + parked
+
+
+def _condition(config: Config, adapter: Adapter, lengths: Condition, sources: int) -> Condition:
+    """A longest prompt's condition, without content but for its lengths."""
+    r, shapes = config.rollout, adapter.condition_shapes(config.data.max_length)
+    text = {key: lengths.get(key, torch.empty(shape, dtype=adapter.dtype)) for key, shape in shapes.items()}
+    if lengths:  # the negative prompt is shorter, and then runs in a forward of its own
+        shapes = adapter.condition_shapes(min(NEGATIVE_TOKENS, config.data.max_length))
+    negative = {key: lengths.get(key, torch.empty(shape, dtype=adapter.dtype)) for key, shape in shapes.items()}
+    image = Image.new("RGB", (r.width, r.height))
+    condition = text | (adapter.encode_sources((image,) * sources) if sources else {})
+    return attach(condition, negative) if adapter.guided else condition
+
+
+def _batched(value: Tensor, size: int) -> Tensor:
+    """`size` equal rows; numbers keep their content."""
+    return value.expand(size, *value.shape).contiguous()
+
+
+def _weights(adapter: Adapter, *kinds: str) -> int:
+    """Bytes of the parameters of some kinds of parts."""
+    starts = tuple(start for kind in kinds for start in KINDS[kind])
+    parts = [m for n, m in adapter.pipe.components.items() if isinstance(m, nn.Module) and n.startswith(starts)]
+    return sum(p.numel() * p.element_size() for m in parts for p in m.parameters())
 
 
 def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
     """Bytes per process before the first step, by kind; activations and text encoders on disk are not in it."""
     r = config.rollout
     modules = [m for m in adapter.pipe.components.values() if isinstance(m, nn.Module)]
+    waiting = _weights(adapter, *config.memory.offload)
     trained = sum(p.numel() for _, p in adapter.trainable())
     window = r.window_size or (r.window_high or r.steps - 1) - r.window_low
     samples = r.prompts_per_step // world * r.group_size
     latent = 4 * math.prod(adapter.latent_shape(r.height, r.width))
     return {
-        "weights": sum(p.numel() * p.element_size() for m in modules for p in m.parameters()),
+        "weights": sum(p.numel() * p.element_size() for m in modules for p in m.parameters()) - waiting,
         "optimiser": trained * 4 * (3 + bool(config.train.ema_decay)),  # gradient, two moments, average
         "latents": samples * latent * (window + 1),
         "images": samples * r.height * r.width * 3 * (adapter.frames or 1),
@@ -87,6 +208,12 @@ def meta_pipeline(path: Path, pipeline: str, dtype: torch.dtype) -> tuple[Any, d
             with torch.device("meta"):
                 parts[name] = cls.from_config(cls.load_config(path / name)).to(dtype)
             parts[name].requires_grad_(False)
+        elif library == "transformers" and name.startswith("image_encoder"):
+            cls = getattr(transformers, kind)
+            with torch.device("meta"):
+                parts[name] = cls._from_config(cls.config_class.from_pretrained(path / name)).to(dtype)
+        elif library == "transformers" and (path / name / "preprocessor_config.json").is_file():
+            parts[name] = getattr(transformers, kind).from_pretrained(path / name)
         elif library == "transformers" and (path / name / "config.json").is_file():
             encoders[name] = _count(getattr(transformers, kind), path / name)
             parts[name] = None

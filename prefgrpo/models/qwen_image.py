@@ -64,8 +64,8 @@ class QwenImage(Adapter):
 
         A mask is passed only where prompts of different lengths share a batch.
         """
-        mask = text_mask(condition["text_length"])
-        padded = not bool(mask.all())
+        lengths = condition["text_length"]
+        mask, padded = text_mask(lengths), int(lengths.min()) < int(lengths.max())
         return self.net(
             hidden_states=tokens,
             timestep=sigma * 1000 / 1000,
