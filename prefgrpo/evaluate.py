@@ -25,7 +25,7 @@ from prefgrpo.embed import Embeddings
 from prefgrpo.models.base import Adapter
 from prefgrpo.noise import initial_latents
 from prefgrpo.parallel import World
-from prefgrpo.render import Images, render, sample, to_uint8
+from prefgrpo.render import Images, render, sample, sources, to_uint8
 from prefgrpo.rewards.base import GroupScores
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.sampling import applied, evaluation
@@ -128,18 +128,31 @@ class Evaluator:
         return now, out
 
     def save_proof(self, path: Path, index: list[int]) -> None:
-        """What a stock pipeline needs to reproduce `index`: prompts and call, initial latents, our float images."""
-        r, c = self.sizes, self.config
-        prompts = [self.held.prompts[i] for i in index]
+        """What a stock pipeline needs to reproduce `index`: prompts and call, initial latents, our float images.
+
+        Of edits also the source images, `source_PROMPT_NUMBER` uint8 [H, W, 3], as the model saw them.
+        """
+        r, c, items = self.sizes, self.config, [self.held.items[i] for i in index]
+        prompts = [item.text for item in items]
         with applied(self.adapter, r):
             latents = initial_latents(c.seed, self.ids(index), self.adapter.latent_shape(r.height, r.width))
             call = self.adapter.stock_call(prompts, c.data.max_length)
+            pipeline, edit = self.adapter.stock_edit(r.height, r.width)
+            scheduler = self.adapter.stock_scheduler()
         call |= {"height": r.height, "width": r.width, "num_inference_steps": r.steps}
         call.pop("prompt")
-        facts = {"prompts": prompts, "call": call, "shift": r.shift}
-        meta = {"model": c.model} | {name: json.dumps(value) for name, value in facts.items()}
-        images = self.render(index)
-        save_file({"latents": latents.cpu().contiguous(), "images": images.cpu().contiguous()}, path, metadata=meta)
+        if not any(item.source for item in items):
+            pipeline, edit = self.adapter.pipeline, {}
+        stepping = {"class": type(scheduler).__name__, "config": dict(scheduler.config)}
+        facts = {"prompts": prompts, "call": call | edit, "scheduler": stepping, "source_area": r.source_area}
+        meta = {"model": c.model, "pipeline": pipeline} | {name: json.dumps(value) for name, value in facts.items()}
+        shown = {
+            f"source_{i}_{k}": torch.from_numpy(np.array(image))
+            for i, own in enumerate(sources(items, r))
+            for k, image in enumerate(own)
+        }
+        tensors = {"latents": latents.cpu().contiguous(), "images": self.render(index).cpu().contiguous()}
+        save_file(tensors | shown, path, metadata=meta)
 
     def _table(self, index: list[int], now: Images, before: Images) -> dict[str, NDArray[np.float64]]:
         """One column of values per measure, one row per image of this rank."""

@@ -322,8 +322,5 @@ class Trainer:
             return
         evaluator = self.parts.evaluators[name]
         index = (evaluator.shown() or evaluator.mine())[: min(4, self.config.rollout.batch_size)]
-        if any(evaluator.held.items[i].source for i in index):
-            self.log.say("no proof.safetensors: the stock call of an edit needs its source images")
-            return
         with self.policy.averaged():
             evaluator.save_proof(self.folder / "proof.safetensors", index)

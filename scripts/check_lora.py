@@ -4,9 +4,10 @@
     python scripts/check_lora.py runs/demo
 
 Loads the run's base model with its stock pipeline, puts RUN/lora on it with `load_lora_weights` (after full
-fine-tuning: loads RUN/pipeline), and renders the prompts of RUN/proof.safetensors from the initial latents kept
-there. Prints the largest difference to the trainer's own images, in [0, 1]. A model given by a relative folder is
-looked for from where you are. Exit code: 0 up to --tolerance, 1 above it, 2 if it cannot run.
+fine-tuning: loads RUN/pipeline), and renders the prompts of RUN/proof.safetensors from the initial latents, and of
+edits the source images, kept there. Prints the largest difference to the trainer's own images, in [0, 1]. A model
+given by a relative folder is looked for from where you are. Exit code: 0 up to --tolerance, 1 above it, 2 if it
+cannot run.
 """
 
 from __future__ import annotations
@@ -17,16 +18,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 import yaml
-from diffusers import DiffusionPipeline
+from PIL import Image
 from safetensors import safe_open
 
 
-def read_proof(file: Path) -> tuple[dict[str, str], torch.Tensor, torch.Tensor]:
-    """(facts, initial latents, float images [B, 3, H, W]) that the trainer wrote."""
+def read_proof(file: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """(facts, tensors) that the trainer wrote: initial `latents`, float `images` [B, (F,) 3, H, W], source images."""
     with safe_open(file, "pt") as proof:
-        return proof.metadata(), proof.get_tensor("latents"), proof.get_tensor("images")
+        return proof.metadata(), {key: proof.get_tensor(key) for key in proof.keys()}  # noqa: SIM118
 
 
 def load(run: Path, facts: dict[str, str], device: str) -> Any:
@@ -34,27 +36,39 @@ def load(run: Path, facts: dict[str, str], device: str) -> Any:
     config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config["dtype"]]
     full = (run / "pipeline").is_dir()
-    pipe = DiffusionPipeline.from_pretrained(run / "pipeline" if full else facts["model"], dtype=dtype)
+    cls = getattr(diffusers, facts["pipeline"])
+    pipe = cls.from_pretrained(run / "pipeline" if full else facts["model"], dtype=dtype)
     if not full:
         if (run / "lora" / "pytorch_lora_weights.safetensors").is_file():
             pipe.load_lora_weights(str(run / "lora"))
         if (run / "lora" / "transformer_2").is_dir():  # the second expert of Wan2.2
             pipe.load_lora_weights(str(run / "lora" / "transformer_2"), load_into_transformer_2=True)
-    shift = json.loads(facts["shift"])
-    if shift is not None:
-        fixed = dict(pipe.scheduler.config) | {"shift": shift, "use_dynamic_shifting": False}
-        pipe.scheduler = type(pipe.scheduler).from_config(fixed)
+    stepping = json.loads(facts["scheduler"])
+    pipe.scheduler = getattr(diffusers, stepping["class"]).from_config(stepping["config"])
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
 
 
 def largest_difference(run: Path, device: str) -> float:
     """Largest absolute difference of any pixel, images in [0, 1]."""
-    facts, latents, images = read_proof(run / "proof.safetensors")
-    pipe = load(run, facts, device)
-    call = {"latents": latents.to(device), "output_type": "pt", "return_dict": False} | json.loads(facts["call"])
-    (out, *_) = pipe(json.loads(facts["prompts"]), **call)
-    return float((out.float().cpu() - images).abs().max())
+    facts, tensors = read_proof(run / "proof.safetensors")
+    pipe, prompts, latents = load(run, facts, device), json.loads(facts["prompts"]), tensors["latents"].to(device)
+    call = {"output_type": "pt", "return_dict": False} | json.loads(facts["call"])
+    if any(key.startswith("source_") for key in tensors):
+        out = torch.cat([edit(pipe, call, i, prompt, latents, tensors) for i, prompt in enumerate(prompts)])
+    else:
+        out = pipe(prompt=prompts, latents=latents, **call)[0]
+    return float((out.float().cpu() - tensors["images"]).abs().max())
+
+
+def edit(
+    pipe: Any, call: dict[str, Any], i: int, prompt: str, latents: torch.Tensor, tensors: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """Prompt number i with its source images; the stock pipelines edit one at a time."""
+    names = sorted((key for key in tensors if key.startswith(f"source_{i}_")), key=lambda key: int(key.split("_")[2]))
+    images = [Image.fromarray(tensors[name].numpy()) for name in names]
+    call = {key: value[:1] if isinstance(value, list) else value for key, value in call.items()}
+    return pipe(prompt=[prompt], image=images if len(images) > 1 else images[0], latents=latents[i : i + 1], **call)[0]
 
 
 def main() -> int:
@@ -71,6 +85,10 @@ def main() -> int:
             "(eval.prompts or eval.final_prompts)",
             file=sys.stderr,
         )
+        return 2
+    facts, _ = read_proof(args.run / "proof.safetensors")
+    if json.loads(facts["source_area"]) is not None:
+        print("error: rollout.source_area was set: stock pipelines have no such option", file=sys.stderr)
         return 2
     difference = largest_difference(args.run, args.device)
     verdict = "the same images" if difference <= args.tolerance else "NOT the same images"

@@ -367,3 +367,5 @@ def test_the_stock_call_is_named(case):
     """Exports and proofs rely on it; the oracles above use the hand-written one."""
     adapter = load(case, folder(case.family))
     assert adapter.stock_call(PROMPTS, case.max_length) == case.call | {"prompt": PROMPTS}
+    if case.edit:
+        assert adapter.stock_edit(*SIZES[1]) == (case.stock or adapter.pipeline, case.edit(*SIZES[1]))

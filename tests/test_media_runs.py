@@ -5,6 +5,8 @@ Why these cases: an image trainer breaks on clips in the reward, in the pages an
 """
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -92,7 +94,7 @@ def test_a_reward_that_takes_images_refuses_clips(place):
     training_scorer(from_dict(settings(place, "x", **over, rollout={"frames": 1})), OneByOne(), None, [])
 
 
-def test_edits_with_sources_of_any_size(place):
+def test_edits_with_sources_of_any_size(place, root):
     for number, size in enumerate([(40, 24), (24, 24), (64, 64)]):
         noise = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
         Image.fromarray(noise).save(place / f"source{number}.png")
@@ -101,7 +103,10 @@ def test_edits_with_sources_of_any_size(place):
     files = {"data": {"prompts": str(place / "edits.jsonl")}, "eval": {"prompts": str(place / "edits.jsonl")}}
     code, output = run(place, "edit", "flux_kontext", **files)
     assert code == 0, output
-    assert "(exact)" in output and "no proof.safetensors" in output and "from 3 prompts" in output
+    assert "(exact)" in output and "from 3 prompts" in output
+    check = [sys.executable, str(root / "scripts" / "check_lora.py"), str(place / "runs" / "edit")]
+    done = subprocess.run(check, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and ": the same images" in done.stdout, done.stdout + done.stderr
     argv = ["generate", str(place / "runs/edit/config.yaml"), "--lora", str(place / "runs/edit"), "--samples", "1"]
     after = start([*argv, "--out", str(place / "edited")], place / "generate.log")
     assert after.wait() == 0, after.output

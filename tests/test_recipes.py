@@ -82,7 +82,7 @@ def test_a_recipe_dry_runs(place, recipe, monkeypatch, tmp_path, capsys):
     assert yaml.safe_load(told[: told.index("\nweights")])["family"] == config.family
     assert "max |ratio − 1| = 0.0e+00" in told and "nothing was written" in told
     assert f"samples [{min(config.rollout.batch_size, 4 * config.rollout.group_size)}, " in told
-    assert "prefgrpo.yaml: data.max_length 128" in said
+    assert "prefgrpo.yaml: " in said and "rollout.steps 3 (was" in said
     assert tree(tmp_path) == {}
 
 

@@ -209,6 +209,10 @@ class Adapter(Weights, ABC):
         """Arguments, beside latents, size and steps, with which the stock pipeline does what this adapter does."""
         return {"prompt": prompts, "guidance_scale": self.guidance, "max_sequence_length": max_length}
 
+    def stock_edit(self, height: int, width: int) -> tuple[str, dict[str, Any]]:
+        """(stock pipeline, further arguments of its call) of an edit; images go into `image`, one prompt per call."""
+        return self.pipeline, {}
+
     # ---- shared by all families ---------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -235,10 +239,13 @@ class Adapter(Weights, ABC):
         pairs = zip(names, sources, strict=True)
         return {name: self.encode_source(image).detach().cpu().contiguous() for name, image in pairs}
 
+    def stock_scheduler(self) -> Any:
+        """A scheduler with which the stock pipeline steps as this adapter's sigmas do."""
+        return self.flow_scheduler({} if self.shift is None else {"shift": self.shift, "use_dynamic_shifting": False})
+
     def sigmas(self, steps: int, height: int, width: int) -> Tensor:
         """[steps + 1] fp32 sigmas that the stock pipeline would use for this size; static if `shift` was given."""
-        static = {} if self.shift is None else {"shift": self.shift, "use_dynamic_shifting": False}
-        scheduler = self.flow_scheduler(static)
+        scheduler = self.stock_scheduler()
         scheduler.set_timesteps(num_inference_steps=steps, device="cpu", **self.schedule_options(steps, height, width))
         return scheduler.sigmas.to(torch.float32)
 

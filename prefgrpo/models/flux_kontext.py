@@ -7,6 +7,7 @@ Invariant: with `ode` steps the images are those of the stock FluxKontextPipelin
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
@@ -40,6 +41,10 @@ class FluxKontext(Flux):
         latents = self.pipe._encode_vae_image(pixels.to(vae.device, vae.dtype), generator=None)
         packed = self.pipe._pack_latents(latents, 1, latents.shape[1], 2 * rows, 2 * columns)
         return packed.view(rows, columns, -1)
+
+    def stock_edit(self, height: int, width: int) -> tuple[str, dict[str, Any]]:
+        """Without resizing of the source, unless `auto_resize`; `max_area` keeps the output's size as asked."""
+        return self.pipeline, {"max_area": height * width, "_auto_resize": self.auto_resize}
 
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
         """Velocity [B, L, 4C] of the generated tokens."""

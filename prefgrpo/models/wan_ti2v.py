@@ -7,6 +7,8 @@ with a source of the stock WanImageToVideoPipeline, under an Euler scheduler.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from PIL import Image
 from torch import Tensor
@@ -25,6 +27,10 @@ class WanTI2V(Wan):
     def encode_source(self, source: Image.Image) -> Tensor:
         """Latents [C, 1, h, w] of the first frame."""
         return encode_frame(self.pipe, source)
+
+    def stock_edit(self, height: int, width: int) -> tuple[str, dict[str, Any]]:
+        """The folder holds a WanPipeline; from an image, the other pipeline is built of it."""
+        return "WanImageToVideoPipeline", {}
 
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
         """Velocity [B, C, F', h, w]."""
