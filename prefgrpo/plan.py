@@ -29,8 +29,6 @@ from prefgrpo.models.guidance import attach
 from prefgrpo.models.parking import KINDS
 
 GIB = 2**30
-NEGATIVE_TOKENS = 16
-"""Tokens of the negative prompt, where texts have their own lengths."""
 
 
 def plan(config: Config, gpus: int, memory_gib: float) -> int:
@@ -150,15 +148,12 @@ def _phase(
 
 
 def _condition(config: Config, adapter: Adapter, lengths: Condition, sources: int) -> Condition:
-    """A longest prompt's condition, without content but for its lengths."""
+    """The condition of a longest prompt, the negative one as long, without content but for its lengths."""
     r, shapes = config.rollout, adapter.condition_shapes(config.data.max_length)
     text = {key: lengths.get(key, torch.empty(shape, dtype=adapter.dtype)) for key, shape in shapes.items()}
-    if lengths:  # the negative prompt is shorter, and then runs in a forward of its own
-        shapes = adapter.condition_shapes(min(NEGATIVE_TOKENS, config.data.max_length))
-    negative = {key: lengths.get(key, torch.empty(shape, dtype=adapter.dtype)) for key, shape in shapes.items()}
     image = Image.new("RGB", (r.width, r.height))
     condition = text | (adapter.encode_sources((image,) * sources) if sources else {})
-    return attach(condition, negative) if adapter.guided else condition
+    return attach(condition, dict(text)) if adapter.guided else condition
 
 
 def _batched(value: Tensor, size: int) -> Tensor:

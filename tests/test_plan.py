@@ -20,6 +20,7 @@ from prefgrpo import models, plan
 from prefgrpo.activations import Weigh
 from prefgrpo.config import from_dict
 from prefgrpo.embed import Embeddings, collate
+from prefgrpo.models.guidance import NEGATIVE, attach
 
 SIDE, BATCH = 64, 2
 LONG = "a very long prompt " * 60
@@ -55,6 +56,9 @@ def real(case, c, dtype):
         adapter.checkpoint_gradients(c.train.checkpointing_share)
     sources = [(case.images(0, (SIDE, SIDE))[:1])] * BATCH if case.edit else None
     condition = collate(Embeddings(adapter, case.max_length)([LONG] * BATCH, sources))
+    longest = {key: value for key, value in condition.items() if not key.startswith(NEGATIVE)}
+    texts = adapter.condition_shapes(case.max_length) if adapter.guided else ()
+    condition = attach(longest, {key: longest[key] for key in texts})  # as the plan counts it
     x, sigma = torch.randn(BATCH, *adapter.latent_shape(SIDE, SIDE)), torch.full((BATCH,), 0.9)
     for _, p in adapter.trainable():
         p.grad = torch.zeros_like(p)
@@ -133,4 +137,7 @@ def test_the_plan_says_what_is_largest_and_what_helps(capsys):
     assert "fits" in capsys.readouterr().out
     assert plan.plan(c, 1, 1e-5) == 1
     told = capsys.readouterr().out
-    assert "does not fit: activations (" in told and "are the largest part; " in told
+    assert "does not fit: latents is the largest part" in told
+    assert plan.plan(replace(c, rollout=replace(c.rollout, prompts_per_step=1, group_size=2)), 1, 1e-5) == 1
+    told = capsys.readouterr().out
+    assert "does not fit: activations (update) are the largest part; train.gradient_checkpointing or" in told
