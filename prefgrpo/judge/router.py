@@ -190,7 +190,7 @@ async def _metrics(request: web.Request) -> web.Response:
     """Prometheus text: requests by status, seconds, in flight, per model."""
     lines: list[str] = []
     for backend in request.app[_ROUTER].backends:
-        label = f'model="{" ".join(backend.names)}"'
+        label = f"model={json.dumps(' '.join(backend.names), ensure_ascii=False)}"
         lines += [f'prefgrpo_router_requests_total{{{label},status="{s}"}} {n}' for s, n in backend.statuses.items()]
         lines.append(f"prefgrpo_router_seconds_total{{{label}}} {backend.seconds:.6f}")
         lines.append(f"prefgrpo_router_in_flight{{{label}}} {backend.in_flight}")
