@@ -51,7 +51,7 @@ MISSING = {
     "nan": "probability",
     "not_json": "no readable chat completion",
     "html": "no readable chat completion",
-    "sick": "no judge endpoint was reachable for 2 s",
+    "sick": "no server was reachable for 2 s",
 }
 
 

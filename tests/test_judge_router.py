@@ -188,7 +188,7 @@ def test_a_dead_backend_is_a_502_and_its_neighbour_goes_on():
         degraded = judge(url, model="dark-judge")
         verdicts = ask(degraded)
         assert [v.first for v in verdicts] == [None, None]
-        assert all("no judge endpoint was reachable for 2 s" in v.reason for v in verdicts), verdicts
+        assert all("no server was reachable for 2 s" in v.reason for v in verdicts), verdicts
         assert all(v.first is not None and not v.retries for v in ask(judge(url, model=MODEL)))
         bright.fault, bright.count = "500", 1
         going_on = judge(url, model=MODEL, patience_s=5.0)

@@ -93,7 +93,7 @@ def test_patience_ends_and_a_return_wakes_everybody():
     async def dead():
         pool = Pool(endpoints(1), concurrency=1, patience_s=0.2)
         pool.endpoints[0].alive, pool._dead_since = False, time.monotonic()
-        with pytest.raises(NoEndpoint, match=r"no judge endpoint was reachable for 0\.2 s"):
+        with pytest.raises(NoEndpoint, match=r"no server was reachable for 0\.2 s"):
             await asyncio.wait_for(pool.acquire(0), 5)
 
     async def back():

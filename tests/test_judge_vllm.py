@@ -151,7 +151,7 @@ def test_two_models_behind_one_port(model):
         stuck = judge(model, port, model="one", patience_s=2.0, retries=2)
         os.killpg(servers[0], signal.SIGKILL)
         verdicts = stuck.judge_group(caption, media, pairs[:4])
-        assert all("no judge endpoint was reachable" in v.reason for v in verdicts), verdicts
+        assert all("no server was reachable" in v.reason for v in verdicts), verdicts
         going_on = judge(model, port, model="two").judge_group(caption, media, pairs)
         assert [v.first for v in going_on] == [v.first for v in served]
     finally:

@@ -272,5 +272,5 @@ def test_a_judge_that_dies_in_the_step_gives_missing_values_in_bounded_time():
     result = s.finish()
     assert time.monotonic() - start < 8
     assert np.isnan(result.values["vlm_pairwise"]).tolist() == [[False] * 4, [True] * 4]
-    assert any("no judge endpoint was reachable" in reason for reason in result.reasons)
+    assert any("no server was reachable" in reason for reason in result.reasons)
     s.close()

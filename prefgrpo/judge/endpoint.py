@@ -179,7 +179,7 @@ class Pool:
         left = (self._dead_since or time.monotonic()) + self.patience_s - time.monotonic()
         if left <= 0:
             seen = "; ".join(f"{e.url}: {e.trouble}" for e in self.endpoints)
-            raise NoEndpoint(f"no judge endpoint was reachable for {self.patience_s:g} s ({seen})")
+            raise NoEndpoint(f"no server was reachable for {self.patience_s:g} s ({seen})")
         try:
             await asyncio.wait_for(wake, left)
         except asyncio.TimeoutError:

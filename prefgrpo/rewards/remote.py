@@ -70,7 +70,7 @@ class RemoteReward(PointwiseReward):
         try:
             self._sender = Sender(SendConfig(endpoints=urls, api_key_env=api_key_env, **options), openai=False)
         except JudgeError as error:
-            raise RewardError(f"reward '{name}' behind {', '.join(map(str, urls))}: {error}") from error
+            raise RewardError(f"url of reward '{name}': {str(error).removeprefix('judge: ')}") from error
         self._encodings: WeakKeyDictionary[Media, asyncio.Future[bytes]] = WeakKeyDictionary()
         self._check()
 
