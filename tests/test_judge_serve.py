@@ -106,6 +106,10 @@ def test_a_port_that_is_taken_and_a_missing_vllm_are_refused(vllm, monkeypatch, 
         command(config(vllm, model="unifiedreward-flx"))
     with pytest.raises(JudgeError, match="name a model to serve: unifiedreward"):
         serve(())
+    with pytest.raises(JudgeError, match="joined by commas, 0,1"):
+        serve(("paco-reward",), gpus=("0", "1"))
+    with pytest.raises(JudgeError, match="NAME=MODEL for each"):
+        serve(("paco-reward", "qwen3-vl"), name="x")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])

@@ -68,9 +68,7 @@ class Server:
         end, engine = time.monotonic() + self.config.startup_s, self.config.runs_on
         while not _healthy(self.config.url):
             if self._child.poll() is not None:
-                raise JudgeError(
-                    f"{self.config.runs_on} ended with code {self._child.returncode} while starting:\n{self.tail()}"
-                )
+                raise JudgeError(f"{engine} ended with code {self._child.returncode} while starting:\n{self.tail()}")
             if time.monotonic() > end:
                 raise JudgeError(f"{engine} was not ready after {self.config.startup_s:g} s; its log: {self.log}")
             time.sleep(0.25)
@@ -198,6 +196,8 @@ def serve(
         "", vllm, sglang, engine, host, port, name, template, media_in_flight, vision_tokens, max_model_len, "",
         tensor_parallel, gpu_memory, cpu, dtype, startup_s, tuple(shlex.split(extra)),
     )  # fmt: skip
+    if len(model) == 1 and len(gpus) > 1:
+        raise JudgeError(f"--gpus: expected the GPUs of one model joined by commas, {','.join(gpus)}; got {len(gpus)}")
     if len(model) == 1:
         configs = [replace(named(base, model[0]), gpus=gpus[0] if gpus else "")]
     elif name:
