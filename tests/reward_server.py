@@ -160,9 +160,9 @@ class Stub(JudgeServer):
         scores = [Score(brightness(s)) for s in samples]
         return web.Response(body=scores_json(scores), content_type="application/json")
 
-    async def _misbehave(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        if self.fault == "nan":
+    async def _misbehave(self, fault: str, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        if fault == "nan":
             return web.Response(text='{"scores": [{"value": NaN}]}', content_type="application/json")
-        if self.fault == "few":
+        if fault == "few":
             return web.Response(text='{"scores": []}', content_type="application/json")
-        return await super()._misbehave(request, body)
+        return await super()._misbehave(fault, request, body)
