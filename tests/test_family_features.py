@@ -169,6 +169,24 @@ def test_no_weight_moves_a_given_first_frame():
     assert (done.latents[:, :, :1] - condition["source"]).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("family", ["flux", "wan_i2v", "qwen_image_edit"])
+def test_an_export_is_whole_though_the_encoders_stayed_on_disk(family, tmp_path):
+    """With data.cache a run never loads them; the folder that it exports must still take prompts."""
+    case = next(c for c in CASES if c.family == family)
+    adapter = load(case, folder(family), encoders=False)
+    adapter.enable_full()
+    perturb(adapter)
+    adapter.save_full(str(tmp_path / "full"))
+    adapter.save_full(str(tmp_path / "full"))
+    x0 = noise(adapter, SIZES[0])
+    with small_sources():
+        image = stock_image(case.pipe(tmp_path / "full"), case, x0, SIZES[0], 2)
+        whole = load(case, folder(family))
+        whole.enable_full()
+        perturb(whole)
+        assert (image - draw(whole, case, x0, SIZES[0], 2)).abs().max() <= 1e-5
+
+
 def test_wan_folders_with_a_multistep_solver_give_its_shift():
     adapter = load(next(c for c in CASES if c.family == "wan"), folder("wan"))
     want = diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,16 @@ def read(path: Path, pipeline: str, dtype: torch.dtype, device: torch.device, en
             tensor.data = tensor.data.clone()
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
+
+
+def complete(pipe: Any, path: Path) -> None:
+    """Give a saved pipeline folder what `read` left on disk: the text encoders, copied from the original."""
+    origin, index = Path(pipe.name_or_path), path / "model_index.json"
+    whole, saved = (json.loads((folder / "model_index.json").read_text()) for folder in (origin, path))
+    for name in (n for n in whole if _is_encoder(n) and whole[n] != saved.get(n) and (origin / n).is_dir()):
+        shutil.copytree(origin / name, path / name, dirs_exist_ok=True)
+        saved[name] = whole[name]
+    index.write_text(json.dumps(saved, indent=2) + "\n")
 
 
 def encoder_fingerprint(path: Path) -> str:

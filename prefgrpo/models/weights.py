@@ -8,11 +8,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
+from prefgrpo.models import folder as folders
 from prefgrpo.models import lora, recompute
 
 
@@ -117,6 +119,7 @@ class Weights:
             if dtype is not None:
                 self.pipe.register_modules(**{name: copy.deepcopy(module).to(dtype) for name, module in own.items()})
             self.pipe.save_pretrained(folder)
+            folders.complete(self.pipe, Path(folder))
         finally:
             self.pipe.register_modules(**own)
 
