@@ -69,8 +69,10 @@ def find(folder: Path, prompts: Sequence[Prompt]) -> list[Generated]:
     if not best:
         return _in_order(folder, files, prompts)
     _require([f.name for f in files if f not in best], f"files of {folder} belong to no prompt")
-    lacking = {p.id for p in prompts} - {p.id for p in best.values()}
-    _require([repr(p.text[:60]) for p in prompts if p.id in lacking], f"prompts have no file in {folder}")
+    shown = {(p.text, p.source) for p in best.values()}  # equal prompts may share their files
+    _require(
+        [repr(p.text[:60]) for p in prompts if (p.text, p.source) not in shown], f"prompts have no file in {folder}"
+    )
     return sorted((Generated(p, f) for f, p in best.items()), key=lambda g: g.prompt.id)
 
 

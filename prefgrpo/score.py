@@ -32,7 +32,7 @@ from prefgrpo.judging import misfits, reward_options
 from prefgrpo.media import Media
 from prefgrpo.parallel import World
 from prefgrpo.recipe import read_yaml
-from prefgrpo.rewards import build, parse_reward_spec
+from prefgrpo.rewards import build, load_class, parse_reward_spec
 from prefgrpo.rewards.base import Reward, Sample, Score
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rewards.wire import score_row
@@ -63,7 +63,7 @@ def score(
     options: tuple[Path, ...] = (),
     out: Path | None = None,
     source: Path | None = None,
-    batch: int = 32,
+    batch: int = 0,
     threads: int = 1,
     device: str = "auto",
     seed: int = 0,
@@ -78,25 +78,29 @@ def score(
         options: YAML files of options per reward, as reward.options of a recipe: {clip: {model: …}}.
         out: JSON file to write; none: a table only.
         source: Folder of the source images of edits, one per prompt; none: the prompts' source_image column.
-        batch: Files that are scored together; whole groups, so at least one group.
+        batch: Files that are read and scored together (whole groups); 0: 32 images or 4 clips.
         threads: CPU threads per process; the last bits of a score may depend on it.
         device: auto, cpu or cuda: where torchrun's processes compute.
         seed: Seed of pair plans.
         deadline_s: Longest wait for a judge or a reward server, per batch, in seconds.
     """
-    if batch < 1 or threads < 1:
-        raise ConfigError([f"batch and threads: expected at least 1, got {batch} and {threads}"])
+    if batch < 0 or threads < 1:
+        raise ConfigError([f"batch and threads: expected at least 0 and 1, got {batch} and {threads}"])
     weights = parse_reward_spec(reward_spec)
     found = find(images, read_prompts(prompts, unique=False))
     found = _with_sources(found, source) if source else found
-    if any(_is_clip(g) for g in found) and find_spec("imageio_ffmpeg") is None:
+    clips = any(_is_clip(g) for g in found)
+    if clips and find_spec("imageio_ffmpeg") is None:
         raise ConfigError(["score: reading clips needs imageio-ffmpeg: pip install 'prefgrpo[video]'"])
+    _check_inputs({name: load_class(name) for name in weights}, found)  # before anything is loaded
+    batch = batch or (4 if clips else 32)
     world = parallel.start(device)
     torch.set_num_threads(threads)
     try:
         config = Config(reward=RewardSection(spec=reward_spec, options=_read_options(options)), seed=seed)
         rewards = build(weights, reward_options(config, weights, config.reward.options, None))
-        _check(rewards, found)
+        _check_inputs(rewards, found)
+        _check_sizes(rewards, found)
         scores = _score(rewards, found, batch, seed, deadline_s, world)
         for reward in rewards.values():
             reward.close()
@@ -136,18 +140,21 @@ def _is_clip(generated: Generated) -> bool:
     return generated.file.suffix.lower() in CLIPS
 
 
-def _check(rewards: Mapping[str, Reward], found: Sequence[Generated]) -> None:
-    """Raise ConfigError for rewards that do not take these files."""
+def _check_inputs(rewards: Mapping[str, Any], found: Sequence[Generated]) -> None:
+    """Raise ConfigError for rewards, or classes of rewards, that do not take these files."""
     prompts = list({g.prompt.id: g.prompt for g in found}.values())
     kinds = sorted({"video" if _is_clip(g) else "image" for g in found})
-    mistakes = [m for kind in kinds for m in misfits(kind, "--reward-spec:", "the folder holds", rewards, prompts)]
+    if mistakes := [m for k in kinds for m in misfits(k, "--reward-spec:", "the folder holds", rewards, prompts)]:
+        raise ConfigError(list(dict.fromkeys(mistakes)))
+
+
+def _check_sizes(rewards: Mapping[str, Reward], found: Sequence[Generated]) -> None:
+    """Raise ConfigError for rewards that do not take groups of these sizes."""
     for size in sorted({len(group) for group in _groups(found)}):
         try:
             Scorer(rewards, size)
         except ValueError as error:
-            mistakes.append(f"--reward-spec: {error}")
-    if mistakes:
-        raise ConfigError(list(dict.fromkeys(mistakes)))
+            raise ConfigError([f"--reward-spec: {error}"]) from error
 
 
 def _groups(found: Sequence[Generated]) -> Groups:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from judge_server import JudgeServer, free_port
 from reward_server import MOODY, Moody, Process, Stub, brightness, picture
+from tiny_run import recipe, rows, start, train, tree, world
 
 from prefgrpo.media import Media
 from prefgrpo.rewards import RewardSpecError, build
@@ -275,3 +276,51 @@ def test_a_source_is_encoded_once():
         assert found.needs_source
         scores = found.score([Sample("p", picture(k), (source,)) for k in range(6)])
     assert [s.value for s in scores] == [k / 255 for k in range(6)] and calls.count(source) == 1 and len(calls) == 7
+
+
+# a whole run
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return world(tmp_path_factory.mktemp("remote"))
+
+
+OVER = {"reward": {"spec": "jpeg_incompressibility"}, "judge": {"deadline_s": 3.0}, "train": {"steps": 3}}
+
+
+def run(place, name, url=""):
+    own = {"options": {"jpeg_incompressibility": {"url": url, "patience_s": 2.0}}} if url else {}
+    file = recipe(place, name, **OVER | {"reward": OVER["reward"] | own})
+    return file, place / "runs" / name
+
+
+def test_a_run_is_the_same_with_its_reward_behind_http(place, jpeg):
+    """Three steps and two evaluations: every metric but the clocks, and the trained weights, bit for bit."""
+    found = []
+    for name, url in (("here", ""), ("there", jpeg.url)):
+        file, folder = run(place, name, url)
+        code, output = train(file)
+        assert code == 0, output
+        found.append((rows(folder), tree(folder / "lora")))
+    assert found[0] == found[1]
+
+
+def test_a_run_whose_reward_dies_stops_and_goes_on(place):
+    """The server is killed after the first step: the run stops within seconds with a checkpoint and says why; with the
+    server back, --resume ends it as if nothing had happened."""
+    whole, _ = run(place, "whole")
+    assert train(whole)[0] == 0
+    server = Process("jpeg_incompressibility")
+    file, folder = run(place, "killed", server.url)
+    running = start(["train", str(file)], file.with_suffix(".log"))
+    running.until(
+        lambda: (folder / "metrics.jsonl").is_file() and '"step": 0' in (folder / "metrics.jsonl").read_text()
+    )
+    server.kill()
+    assert running.wait() == 3, running.output
+    assert "was reachable for 2 s" in running.output and "missing" in running.output
+    with Process("jpeg_incompressibility", port=server.port):
+        code, output = train(file, "--resume")
+    assert code == 0, output
+    assert tree(folder / "lora") == tree(place / "runs/whole/lora")

@@ -50,7 +50,7 @@ class RemoteReward(PointwiseReward):
             name: Registry name or dotted path, as it was served.
             cls: Its class, for what it takes.
             url: Address of the server, or of several that serve the same.
-            timeout_s: Longest that one request may take.
+            timeout_s: Longest that one request may take, the wait for its batch included.
             retries: Repetitions of a failed request.
             patience_s: How long samples wait for a server to come back while none is reachable.
             concurrency: Most requests in flight per server.

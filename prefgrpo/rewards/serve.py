@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -88,6 +89,7 @@ class RewardServer:
         self._arrived = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
         self._runner: web.AppRunner | None = None
+        self._reward: PointwiseReward | None = None
 
     async def listen(self, host: str, port: int) -> str:
         """Answer from now on (/health says 503 until `load` has ended); the address."""
@@ -103,7 +105,7 @@ class RewardServer:
         except OSError as error:
             told = f"cannot listen on {host}:{port} ({os.strerror(error.errno or 0)}); choose another --port"
             raise RewardError(told) from error
-        return f"http://{host}:{self._runner.addresses[0][1]}"
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._runner.addresses[0][1]}"
 
     async def load(self) -> Score:
         """Make the reward and score the probe sample. Raises RewardError if it gets no value."""
@@ -136,6 +138,8 @@ class RewardServer:
         self.state = "stopping"
         if self._runner is not None:
             await self._runner.cleanup()
+        if self._reward is not None and not self.running:
+            self._reward.close()
 
     async def _call(self, work: Callable[[], T]) -> T:
         """`work` on the reward's own thread."""
@@ -151,7 +155,8 @@ class RewardServer:
 
     async def _run(self, samples: list[Sample]) -> list[Score]:
         self.counts.batches += 1
-        scores = await self._call(lambda: self._reward.score(samples))
+        assert self._reward is not None
+        scores = await self._call(partial(self._reward.score, samples))
         if len(scores) != len(samples):
             raise RewardError(f"reward '{self.name}' gave {len(scores)} scores for {len(samples)} samples")
         return scores
