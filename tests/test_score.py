@@ -315,7 +315,7 @@ def test_mistakes_are_told_at_once(place, tmp_path, capsys):
     assert "did you mean 'clip'" in refused(
         capsys, "--reward-spec", "jpeg_compressibility", *base, "--options", tmp_path / "typo.yaml"
     )
-    assert "batch and threads" in refused(capsys, "--reward-spec", "jpeg_compressibility", *base, "--batch", "0")
+    assert "batch and threads" in refused(capsys, "--reward-spec", "jpeg_compressibility", *base, "--threads", "0")
     assert "prompts file not found" in refused(
         capsys, "--reward-spec", "jpeg_compressibility", "--images", tmp_path, "--prompts", tmp_path / "none.csv"
     )
