@@ -25,8 +25,7 @@ class LoopThread:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        # Pictures are encoded here and names resolved: two of the threads may hang in a lookup.
-        self.loop.set_default_executor(ThreadPoolExecutor(4, thread_name_prefix="judge-encode"))
+        self.loop.set_default_executor(ThreadPoolExecutor(2, thread_name_prefix="judge-encode"))
         self._session: aiohttp.ClientSession | None = None
         threading.Thread(target=self._run, name="judge-loop", daemon=True).start()
         atexit.register(self.close)
