@@ -20,8 +20,10 @@ from tiny_run import rows, start, tree
 from prefgrpo import models
 from prefgrpo.cli import main
 from prefgrpo.config import ConfigError, load, parse
+from prefgrpo.judging import makes_clips
 from prefgrpo.models import MODELS
 from prefgrpo.recipe import read_yaml
+from prefgrpo.rewards import load_class, parse_reward_spec
 from prefgrpo.tiny import pipelines
 
 FOLDER = __import__("pathlib").Path(__file__).resolve().parent.parent / "scripts"
@@ -60,6 +62,9 @@ def test_every_family_has_a_recipe_of_its_name():
         config = load(recipe)
         assert config.name == recipe.stem and config.family in recipe.stem
         assert recipe.stem.startswith("lora_" if config.train.lora_rank else "full_")
+        kind = "video" if makes_clips(config) else "image"
+        for name in parse_reward_spec(config.reward.spec):
+            assert kind in load_class(name).takes, (recipe.stem, name)
 
 
 def test_the_tables_first_words_are_in_the_recipes():
@@ -82,7 +87,7 @@ def test_a_recipe_dry_runs(place, recipe, monkeypatch, tmp_path, capsys):
     assert yaml.safe_load(told[: told.index("\nweights")])["family"] == config.family
     assert "max |ratio − 1| = 0.0e+00" in told and "nothing was written" in told
     assert f"samples [{min(config.rollout.batch_size, 4 * config.rollout.group_size)}, " in told
-    assert "prefgrpo.yaml: " in said and "rollout.steps 3 (was" in said
+    assert "prefgrpo.yaml: " in said and "rollout.steps 2 (was" in said
     assert tree(tmp_path) == {}
 
 

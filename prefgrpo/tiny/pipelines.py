@@ -57,6 +57,26 @@ def flux(pipeline: str = "FluxPipeline") -> Any:
     )  # fmt: skip
 
 
+def sd1() -> Any:
+    """Stable Diffusion 1: a UNet of widths 16 and 32, DDIM."""
+    from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+
+    clip = clip_tokenizer()
+    unet = UNet2DConditionModel(
+        sample_size=16, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=8, attention_head_dim=2,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=TEXT_WIDTH,
+    )  # fmt: skip
+    scheduler = DDIMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, set_alpha_to_one=False,
+        steps_offset=1,
+    )  # fmt: skip
+    return StableDiffusionPipeline(
+        vae=image_vae(), text_encoder=clip_text(clip), tokenizer=clip, unet=unet, scheduler=scheduler,
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+
+
 def sd3() -> Any:
     """SD3.5-medium: 2 joint blocks of width 32, the first with dual attention, three text encoders, static shift."""
     from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
@@ -245,6 +265,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen_image": qwen_image,
     "qwen_image_edit": partial(qwen_image, "QwenImageEditPipeline"),
     "qwen_image_edit_plus": partial(qwen_image, "QwenImageEditPlusPipeline"),
+    "sd1": sd1,
     "sd3": sd3,
     "wan": wan,
     "wan22": partial(wan, experts=True),
@@ -262,12 +283,12 @@ data: {{max_length: 128}}
 rollout:
   height: {side}
   width: {side}
-  steps: 3
+  steps: 2
   window_low: 0
   window_high: 0
   window_size: 1
   prompts_per_step: 4{own}
-eval: {{height: {side}, width: {side}, steps: 3}}
+eval: {{height: {side}, width: {side}, steps: 2}}
 """
 
 
