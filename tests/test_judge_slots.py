@@ -14,6 +14,7 @@ from judge_server import JudgeServer
 
 from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig
 from prefgrpo.judge.endpoint import Endpoint, NoEndpoint, Pool
+from prefgrpo.judge.loop import loop_thread
 from prefgrpo.media import Media
 
 
@@ -33,6 +34,8 @@ def test_who_waits_for_a_picture_holds_no_slot_and_comes_next():
         judge = HttpJudge(HttpJudgeConfig((server.url,), template="compare", concurrency=2, image_format="png"))
         media = pictures(9)
         judge.judge_group("p", media[7:], [(0, 1)])  # the server is known
+        for picture in media:  # encoded beforehand: which one is ready first shall not be what is seen here
+            loop_thread().submit(judge.client._encoded(picture)).result(10)
         pairs = [(0, 1), (0, 2), (0, 3), (1, 2), (4, 5), (5, 6)]
         verdicts = judge.judge_group("p", media[:7], pairs)
         judge.close()
