@@ -18,3 +18,5 @@ class Case:
     """What it scores."""
     group: bool = False
     """Whether the samples are one prompt's group."""
+    needs: str = ""
+    """Library that some Pythons lack; without it the case is skipped."""

@@ -65,7 +65,7 @@ CASES = {
     "jpeg_compressibility": Case(nothing, noise),
     "jpeg_incompressibility": Case(nothing, noise),
     "scenes": Case(nothing, drawn),
-    "ocr": Case(nothing, signs),
-    "video_ocr": Case(nothing, signs_in_clips),
+    "ocr": Case(nothing, signs, needs="rapidocr_onnxruntime"),
+    "video_ocr": Case(nothing, signs_in_clips, needs="rapidocr_onnxruntime"),
     "vlm_pairwise": Case(judged, group, group=True),
 }

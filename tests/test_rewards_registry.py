@@ -35,6 +35,8 @@ def made(tmp_path_factory):
 
     @cache
     def make(name):
+        if CASES[name].needs:
+            pytest.importorskip(CASES[name].needs)
         options = CASES[name].options(tmp_path_factory.mktemp(name))
         reward = build(name, {name: options})[name]
         return options, reward, scores(reward, CASES[name].samples())

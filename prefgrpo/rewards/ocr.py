@@ -22,7 +22,7 @@ from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, l
 
 COLUMN = "text"
 """Column with the text to be written, where the prompt does not quote it."""
-INSTALL = "'prefgrpo[rewards]' (rapidocr-onnxruntime needs Python below 3.13)"
+INSTALL = "'prefgrpo[rewards]' (Python below 3.13; without libGL, opencv-python-headless in place of opencv-python)"
 EVERY = 4
 """Which frames of a clip are read."""
 _QUOTED = re.compile('["“”]([^"“”]*)["“”]')
