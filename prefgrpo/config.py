@@ -89,7 +89,7 @@ class Rollout:
     truncate_timesteps: bool = False
     """Show the model int(1000 σ) as time, as the published trainers do, instead of the exact 1000 σ."""
     rule: str = "flow"
-    """Step rule of the stochastic steps: flow, dance, cps, cps_normalised, wan or ode."""
+    """Step rule of the stochastic steps: flow, dance, cps, cps_normalised, ddim, wan or ode."""
     eta: float = 0.7
     """Noise level η of the rule."""
     window_low: int = 0

@@ -71,7 +71,7 @@ def rollout(
     """Denoise B samples along `schedule` (on the adapter's device) for a batched condition [B, …].
 
     sample: int64 [B], the noise address, unique per sample over the run. seed: key of the run's noise. latent_dtype:
-    of the latents as stored and as the model sees them. initial: latents [B, …] to start from instead of addressed
+    of the latents as stored and as the model sees them. initial: unit noise [B, …] to start from instead of addressed
     noise. initial_sample: int64 [B] ids for the initial noise only (equal ids in a group: `init_same_noise`).
     """
     shape = adapter.latent_shape(height, width)
@@ -81,7 +81,7 @@ def rollout(
         raise ValueError(f"initial latents: expected {[sample.numel(), *shape]}, got {list(initial.shape)}")
     else:
         x = initial
-    x = x.to(latent_dtype)
+    x = adapter.prior(x, float(schedule.sigmas[0])).to(latent_dtype)
     stored: list[Step] = []
     for k in range(schedule.steps):
         index = torch.full_like(sample, k)

@@ -73,12 +73,15 @@ def cps(i: StepInfo, *, normalised: bool = False) -> Row:
 
     The published log-prob drops the variance (w = −1, c = 0); `normalised` keeps the Gaussian's own.
     """
-    st = i.sigma_next * math.sin(i.eta * math.pi / 2.0)
+    a, b, st, w, c = _preserving(i, i.sigma_next * math.sin(i.eta * math.pi / 2.0))
+    return (a, b, st, w, c) if st == 0.0 or normalised else (a, b, st, -1.0, 0.0)
+
+
+def _preserving(i: StepInfo, st: float) -> Row:
+    """x' = (1 − σ')·x₀ + sqrt(σ'² − st²)·ε̂ + st·ε with the predicted x₀ and ε̂: the noise level stays σ'."""
     r = math.sqrt(max(i.sigma_next**2 - st**2, 0.0))
     a, b = (1.0 - i.sigma_next) + r, -i.sigma * (1.0 - i.sigma_next) + (1.0 - i.sigma) * r
-    if st == 0.0 or normalised:
-        return _gaussian(a, b, st)
-    return a, b, st, -1.0, 0.0
+    return _gaussian(a, b, st)
 
 
 def cps_normalised(i: StepInfo) -> Row:
@@ -86,11 +89,22 @@ def cps_normalised(i: StepInfo) -> Row:
     return cps(i, normalised=True)
 
 
+def ddim(i: StepInfo) -> Row:
+    """DDIM (arXiv 2010.02502, eq. 12 and 16) with ᾱ = (1 − σ)² / ((1 − σ)² + σ²): s² = η²·(1−ᾱ')/(1−ᾱ)·(1−ᾱ/ᾱ').
+
+    Its x is ours times sqrt(ᾱ) + sqrt(1 − ᾱ) (models/sd1.py), so st = s · sqrt((1 − σ')² + σ'²).
+    """
+    square, square_next = ((1.0 - s) ** 2 + s**2 for s in (i.sigma, i.sigma_next))
+    kept = ((1.0 - i.sigma) / (1.0 - i.sigma_next)) ** 2 * square_next / square  # ᾱ/ᾱ'
+    return _preserving(i, i.eta * i.sigma_next / i.sigma * math.sqrt(square * max(1.0 - kept, 0.0)))
+
+
 RULES: dict[str, Rule] = {
     "flow": flow,
     "dance": dance,
     "cps": cps,
     "cps_normalised": cps_normalised,
+    "ddim": ddim,
     "wan": wan,
     "ode": ode,
 }
@@ -103,6 +117,6 @@ def check(info: StepInfo, rule: str) -> None:
             f"sigmas must fall within [0, 1]: expected 0 <= sigma_next < sigma <= 1, got sigma={info.sigma}, "
             f"sigma_next={info.sigma_next}"
         )
-    top = 1.0 if rule.startswith("cps") else math.inf
+    top = 1.0 if rule.startswith(("cps", "ddim")) else math.inf
     if not 0.0 <= info.eta <= top:
         raise ValueError(f"eta must be in [0, {top:g}] for rule '{rule}', got {info.eta}")

@@ -34,6 +34,8 @@ class Case:
     """Our guidance scale."""
     dynamic: bool = False
     """Whether the stock pipeline supports the scheduler's dynamic shift."""
+    shifts: bool = True
+    """Whether its time can be shifted at all."""
     max_length: int = 32
     frames: int | None = None
     edit: Callable[[int, int], dict] | None = None
@@ -77,6 +79,7 @@ CASES = [
         dynamic=True,
         edit=lambda h, w: {"max_area": h * w, "_auto_resize": False},
     ),
+    Case("sd1", {"guidance_scale": 7.5}, 7.5, shifts=False),
     Case("sd3", {"guidance_scale": 4.5, "max_sequence_length": 32}, 4.5, dynamic=True),
     Case(
         "qwen_image",

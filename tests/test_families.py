@@ -52,8 +52,8 @@ def _small():
 @pytest.mark.parametrize(("steps", "size"), [(2, SIZES[0]), (7, SIZES[1])])
 @pytest.mark.parametrize("shifting", ["static", "dynamic", "override"])
 def test_noise_zero_is_the_stock_pipeline(case, shifting, steps, size):
-    if shifting == "dynamic" and not case.dynamic:
-        pytest.skip(f"{case.family} has no dynamic shift in its stock pipeline")
+    if (shifting == "dynamic" and not case.dynamic) or (shifting == "override" and not case.shifts):
+        pytest.skip(f"{case.family} has no such shift in its stock pipeline")
     ours = {"static": {"use_dynamic_shifting": False, "shift": 3.0}}.get(shifting, {})
     theirs = {"use_dynamic_shifting": False, "shift": 5.0} if shifting == "override" else ours
     adapter = load(case, folder(case.family, **ours), shift=5.0 if shifting == "override" else None)
@@ -269,7 +269,7 @@ def test_a_batch_is_its_samples(case):
         rows = torch.tensor([i])
         alone = rollout(adapter, schedule, select(condition, rows), ids[rows], **kwargs)
         assert torch.equal(alone.steps[0].x, whole.steps[0].x[rows]), "initial noise is addressed by sample id"
-        assert (alone.latents - whole.latents[rows]).abs().max() <= 1e-5
+        assert (alone.latents - whole.latents[rows]).abs().max() <= 1e-5 * max(1.0, float(whole.latents.abs().max()))
         for a, b in zip(alone.steps, whole.steps, strict=True):
             assert torch.allclose(a.logp, b.logp[rows], atol=1e-5)
 

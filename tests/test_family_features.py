@@ -187,6 +187,35 @@ def test_an_export_is_whole_though_the_encoders_stayed_on_disk(family, tmp_path)
         assert (image - draw(whole, case, x0, SIZES[0], 2)).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("steps", [3, 20])
+def test_ddim_with_noise_is_the_schedulers(steps):
+    """Rule `ddim` on the flow that SD1 is shown as, against diffusers' own DDIM step with η and the same noise."""
+    adapter = load(next(c for c in CASES if c.family == "sd1"), folder("sd1"))
+    scheduler, sigmas = adapter.stock_scheduler(), adapter.sigmas(steps, *SIZES[0])
+    scheduler.set_timesteps(steps)
+    schedule = make_schedule(sigmas, "ddim", 0.7)
+    generator = torch.Generator().manual_seed(0)
+    x, noise, z = (torch.randn(1, 4, 8, 8, generator=generator, dtype=torch.float64) for _ in range(3))
+    norm = torch.hypot(1 - sigmas, sigmas).double()
+    for k, time in enumerate(scheduler.timesteps):
+        want = scheduler.step(noise, time, x, eta=0.7, variance_noise=z).prev_sample
+        flow, s = x * norm[k], float(sigmas[k])
+        a, b, std, _, _ = schedule.coef[k].double()
+        got = a * flow + b * (noise - flow) / (1 - s) + std * z
+        assert torch.allclose(got / norm[k + 1], want, rtol=1e-5, atol=1e-5)
+        assert std > 0 or k == steps - 1
+
+
+def test_sd1_refuses_what_it_has_not():
+    case = next(c for c in CASES if c.family == "sd1")
+    with pytest.raises(ValueError, match="has no time shift"):
+        load(case, folder("sd1"), shift=3.0).sigmas(4, *SIZES[0])
+    adapter = load(case, folder("sd1"))
+    adapter.pipe.scheduler.register_to_config(prediction_type="v_prediction")
+    with pytest.raises(ValueError, match="predicts epsilon, got v_prediction"):
+        adapter.sigmas(4, *SIZES[0])
+
+
 def test_wan_folders_with_a_multistep_solver_give_its_shift():
     adapter = load(next(c for c in CASES if c.family == "wan"), folder("wan"))
     want = diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0)

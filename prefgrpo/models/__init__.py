@@ -22,6 +22,7 @@ MODELS: dict[str, str] = {
     "qwen_image": "prefgrpo.models.qwen_image:QwenImage",
     "qwen_image_edit": "prefgrpo.models.qwen_image_edit:QwenImageEdit",
     "qwen_image_edit_plus": "prefgrpo.models.qwen_image_edit:QwenImageEditPlus",
+    "sd1": "prefgrpo.models.sd1:StableDiffusion1",
     "sd3": "prefgrpo.models.sd3:StableDiffusion3",
     "wan": "prefgrpo.models.wan:Wan",
     "wan22": "prefgrpo.models.wan22:Wan22",

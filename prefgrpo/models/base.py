@@ -108,7 +108,7 @@ class Adapter(Weights, ABC):
         if unknown := [name for name in target_components if name not in self.denoisers]:
             raise ValueError(f"target_components: expected some of {', '.join(self.denoisers)}, got {unknown}")
         self.frames = self.default_frames if frames is None else frames
-        self.pipe, self.transformer = pipe, pipe.transformer
+        self.pipe, self.transformer = pipe, getattr(pipe, self.denoisers[0])
         self.nets = {name: getattr(pipe, name) for name in self.denoisers}
         self.trained = tuple(name for name in self.denoisers if name in (target_components or self.denoisers))
         self._active = self.denoisers[0]
@@ -116,7 +116,7 @@ class Adapter(Weights, ABC):
         self.guidance = self.default_guidance if guidance is None else guidance
         self.shift, self.source = shift, source
         self.source_area = self.default_source_area if source_area is None else source_area
-        self.dtype: torch.dtype = pipe.transformer.dtype
+        self.dtype: torch.dtype = self.transformer.dtype  # type: ignore[assignment]
         """Compute dtype; bf16 and fp16 run under autocast, so fp32 LoRA masters may sit on a bf16 base."""
         self._reference: dict[str, nn.Module] = {}
         self.parked = Parked({}, (), torch.device("cpu"))
@@ -182,6 +182,10 @@ class Adapter(Weights, ABC):
     @abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """Shape of one sample's latents, as the stock pipeline's `latents`; ValueError for a size that does not fit."""
+
+    def prior(self, x: Tensor, sigma: float) -> Tensor:
+        """Latents at the schedule's first σ from unit noise x [B, …], the stock pipeline's `latents`."""
+        return x
 
     @abstractmethod
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:

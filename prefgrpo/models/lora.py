@@ -85,14 +85,21 @@ def save(pipe: Any, folder: str, component: str = "transformer") -> None:
     module = getattr(pipe, component)
     if not has(module):
         raise RuntimeError("there is no LoRA to save: call add_lora or load_lora first")
-    part = f".partial-{os.getpid()}.safetensors"
+    part, kind = f".partial-{os.getpid()}.safetensors", _kind(component)
     pipe.save_lora_weights(
         folder,
-        transformer_lora_layers=get_peft_model_state_dict(module, adapter_name=NAME),
-        transformer_lora_adapter_metadata=module.peft_config[NAME].to_dict(),
+        **{
+            f"{kind}_lora_layers": get_peft_model_state_dict(module, adapter_name=NAME),
+            f"{kind}_lora_adapter_metadata": module.peft_config[NAME].to_dict(),
+        },
         weight_name=part,
     )
     os.replace(Path(folder) / part, Path(folder) / LORA_WEIGHT_NAME_SAFE)
+
+
+def _kind(component: str) -> str:
+    """What diffusers calls a denoiser in its files: transformer (also a second one, in a file of its own) or unet."""
+    return component if component == "unet" else "transformer"
 
 
 def load(pipe: Any, folder: str, component: str = "transformer") -> None:
@@ -106,10 +113,11 @@ def load(pipe: Any, folder: str, component: str = "transformer") -> None:
     file, module = Path(folder) / LORA_WEIGHT_NAME_SAFE, getattr(pipe, component)
     if not file.is_file():
         raise FileNotFoundError(f"no LoRA in '{folder}': expected {LORA_WEIGHT_NAME_SAFE}")
-    packed, metadata = pipe.lora_state_dict(str(Path(folder).resolve()), return_lora_metadata=True)
-    state = {key.removeprefix("transformer."): value for key, value in packed.items()}
+    packed, *_, metadata = pipe.lora_state_dict(str(Path(folder).resolve()), return_lora_metadata=True)
+    prefix = f"{_kind(component)}."
+    state = {key.removeprefix(prefix): value for key, value in packed.items()}
     if not has(module):
-        options = {k.removeprefix("transformer."): v for k, v in (metadata or {}).items()}
+        options = {k.removeprefix(prefix): v for k, v in (metadata or {}).items()}
         if "lora_alpha" not in options:
             raise ValueError(f"{file} does not say its rank and alpha: call add_lora with them before load_lora")
         _inject(module, LoraConfig(**options))

@@ -1,0 +1,99 @@
+"""Stable Diffusion 1.x (ε-prediction, DDIM) seen as a flow: latents [C, h, w], guidance 7.5.
+
+A noised latent x = √ᾱ x₀ + √(1−ᾱ) ε, divided by √ᾱ + √(1−ᾱ), is (1 − σ) x₀ + σ ε with σ = √(1−ᾱ) / (√ᾱ + √(1−ᾱ)).
+There a deterministic DDIM step is an Euler step of v = ε − x₀, and every step rule applies; rule `ddim` is DDIM with η.
+The model's integer times are those of its σ. Invariant: with `ode` steps the images are those of the stock
+StableDiffusionPipeline with a DDIMScheduler and η = 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import DDIMScheduler
+from torch import Tensor
+
+from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.guidance import Cfg
+
+
+class StableDiffusion1(Adapter):
+    """Stable Diffusion 1.4, 1.5."""
+
+    pipeline = "StableDiffusionPipeline"
+    default_guidance = 7.5
+    cfg = Cfg()
+    denoisers = ("unet",)
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
+
+    @property
+    def unit(self) -> int:
+        """Image sides are multiples of 8."""
+        return 8
+
+    def encode_prompt(self, prompt: str, max_length: int) -> Condition:
+        """prompt_embeds [77, C]; max_length is not used, the text encoder has its own."""
+        embeds, _ = self.pipe.encode_prompt(prompt, self.device, 1, do_classifier_free_guidance=False)
+        return {"prompt_embeds": embeds[0]}
+
+    def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
+        """CLIP states."""
+        return {"prompt_embeds": (77, self.pipe.unet.config.cross_attention_dim)}
+
+    def stock_call(self, prompts: list[str], max_length: int) -> dict[str, Any]:
+        """Without a length."""
+        return {"prompt": prompts, "guidance_scale": self.guidance}
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """[C, height / 8, width / 8]."""
+        scale, (rows, columns) = self.pipe.vae_scale_factor, self.grid(height, width)
+        return self.pipe.unet.config.in_channels, rows * self.unit // scale, columns * self.unit // scale
+
+    def stock_scheduler(self) -> Any:
+        """DDIM with the betas of the folder's own scheduler. ValueError for a time shift or another prediction."""
+        if self.shift is not None:
+            raise ValueError(f"Stable Diffusion 1.x has no time shift: expected no `shift`, got {self.shift}")
+        scheduler = DDIMScheduler.from_config(self.pipe.scheduler.config)
+        if scheduler.config.prediction_type != "epsilon":
+            raise ValueError(f"expected a model that predicts epsilon, got {scheduler.config.prediction_type}")
+        return scheduler
+
+    def sigmas(self, steps: int, height: int, width: int) -> Tensor:
+        """[steps + 1] fp32: σ of DDIM's times, and of its last ᾱ."""
+        scheduler = self.stock_scheduler()
+        scheduler.set_timesteps(steps)
+        return torch.cat([self._table(scheduler)[scheduler.timesteps], _sigma(scheduler.final_alpha_cumprod)[None]])
+
+    def prior(self, x: Tensor, sigma: float) -> Tensor:
+        """DDIM starts from unit noise."""
+        return x * _norm(torch.tensor(sigma))
+
+    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+        """Velocity [B, C, h, w]."""
+        table = self._table(self.pipe.scheduler).to(x.device)
+        time = (table[None, :] - sigma[:, None]).abs().argmin(1)
+        s = sigma[:, None, None, None]
+        noise = self.net(x / _norm(s), time, encoder_hidden_states=condition["prompt_embeds"], return_dict=False)[0]
+        return (noise.float() - x) / (1.0 - s)
+
+    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """Back to x, undo the VAE's scale, decode."""
+        last = _norm(_sigma(self.stock_scheduler().final_alpha_cumprod)).to(latents.device)
+        return self.decode_image(latents / last / self.pipe.vae.config.scaling_factor)
+
+    @staticmethod
+    def _table(scheduler: Any) -> Tensor:
+        """σ of every integer time, rising."""
+        return _sigma(scheduler.alphas_cumprod)
+
+
+def _sigma(alpha: Tensor) -> Tensor:
+    """σ where ᾱ is `alpha`."""
+    alpha = alpha.double()
+    return ((1 - alpha).sqrt() / (alpha.sqrt() + (1 - alpha).sqrt())).float()
+
+
+def _norm(sigma: Tensor) -> Tensor:
+    """1 / (√ᾱ + √(1−ᾱ)) at σ."""
+    return torch.hypot(1 - sigma, sigma)
