@@ -44,14 +44,16 @@ class Batch:
 
 
 def slot_prompts(config: Config, prompts: Sequence[Prompt], step: int) -> list[tuple[Prompt, Sizes]]:
-    """The prompt and the sizes of every slot of a step; within an update, the slots are sorted by size."""
+    """The prompt and the sizes of every slot of a step; within an update sorted by size, up and down in turn."""
     r, updates = config.rollout, config.train.updates_per_rollout
     chosen = [prompts[i] for i in step_prompts(len(prompts), r.prompts_per_step, config.seed, step)]
     sized = [(prompt, of_prompt(prompt, r, config.data.own_sizes)) for prompt in chosen]
-    slots = sorted(
-        range(len(sized)), key=lambda p: (p * updates // r.prompts_per_step, sized[p][1].height, sized[p][1].width)
-    )
-    return [sized[p] for p in slots]
+
+    def order(p: int) -> tuple[int, int, int]:
+        update, size = p * updates // r.prompts_per_step, (sized[p][1].height, sized[p][1].width)
+        return (update, *size) if update % 2 == 0 else (update, -size[0], -size[1])
+
+    return [sized[p] for p in sorted(range(len(sized)), key=order)]
 
 
 def plan(config: Config, sizes: Sequence[Sizes], mine: Sequence[int]) -> list[tuple[int, list[Place]]]:

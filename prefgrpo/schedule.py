@@ -70,13 +70,9 @@ def make_schedule(
 def model_times(sigmas: Tensor, truncate: bool) -> Tensor:
     """[T] the σ that the model is shown at each step of `sigmas` [T + 1] fp32.
 
-    truncate: n / 1000 with n = int(1000 σ), as the published trainers do; rounded so that 1000 times it is n again.
+    truncate: int(1000 σ) / 1000, as the published trainers do.
     """
-    if not truncate:
-        return sigmas[:-1]
-    n = (sigmas[:-1] * 1000).to(torch.int32).to(torch.float32)
-    time = n / 1000
-    return torch.where(time * 1000 == n, time, torch.nextafter(time, torch.ones(())))
+    return (sigmas[:-1] * 1000).floor() / 1000 if truncate else sigmas[:-1]
 
 
 def sde_window(steps: int, size: int, low: int, high: int, seed: int, draw: int) -> tuple[int, ...]:

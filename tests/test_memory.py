@@ -1,0 +1,131 @@
+"""What saves memory: recomputed blocks, parts that wait on the CPU, decoding in slices.
+
+Why these cases: each must change where things are and never what is computed. A machine without a GPU shows it by
+counting: which blocks run twice, and which parts are moved where and how often.
+"""
+
+import pytest
+import torch
+from families import CASES, conditions, folder, load, noise
+from torch import nn
+
+from prefgrpo.config import from_dict
+from prefgrpo.embed import Embeddings
+from prefgrpo.loading import open_adapter
+from prefgrpo.models.parking import Parked
+from prefgrpo.render import decode
+
+FLUX = CASES[0]
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("family", ["flux", "wan22", "z_image"])
+def test_a_share_of_the_blocks_is_recomputed(family):
+    case = next(c for c in CASES if c.family == family)
+    size, grads, runs = (32, 32), {}, {}
+    for share in (0.0, 0.5, 1.0):
+        adapter = load(case, folder(family))
+        adapter.add_lora(4, 8.0)
+        if share:
+            adapter.checkpoint_gradients(share)
+        net = adapter.transformer
+        blocks = [m for m in net.modules() if type(m).__name__ in adapter.repeated_blocks]
+        count = dict.fromkeys(range(len(blocks)), 0)
+        for k, block in enumerate(blocks):
+            block.register_forward_pre_hook(lambda *_, k=k, count=count: count.update({k: count[k] + 1}))
+        v = adapter.velocity(noise(adapter, size), torch.full((2,), 0.9), conditions(adapter, case), *size)
+        v.square().mean().backward()
+        grads[share] = {name: p.grad for name, p in adapter.trainable() if p.grad is not None}
+        runs[share] = list(count.values())
+    once, twice = runs[0.0], [2 * n for n in runs[0.0]]
+    assert min(once) > 0 and runs[1.0] == twice
+    assert runs[0.5] == [twice[k] if k % 2 else n for k, n in enumerate(once)], "every second block"
+    for share in (0.5, 1.0):
+        assert grads[share].keys() == grads[0.0].keys()
+        assert all(torch.allclose(grads[share][k], g, rtol=1e-5, atol=1e-9) for k, g in grads[0.0].items())
+
+
+class Part(nn.Module):
+    """Notes where it is moved."""
+
+    def __init__(self, name, log):
+        super().__init__()
+        self.name, self.log = name, log
+
+    def to(self, device):
+        self.log.append((self.name, str(device)))
+        return self
+
+
+def test_parts_come_for_their_work_and_go():
+    log = []
+    parts = {n: Part(n, log) for n in ("transformer", "text_encoder", "text_encoder_2", "vae")} | {"tokenizer": None}
+    parked = Parked(parts, ("text_encoder", "vae"), torch.device("cuda", 0))
+    assert log == [("transformer", "cuda:0"), ("text_encoder", "cpu"), ("text_encoder_2", "cpu"), ("vae", "cpu")]
+    log.clear()
+    with parked.present("vae"):
+        assert log == [("vae", "cuda:0")]
+    assert log == [("vae", "cuda:0"), ("vae", "cpu")]
+    log.clear()
+    with parked.hold():
+        for _ in range(3):
+            with parked.present("text_encoder"):
+                pass
+        assert log == [("text_encoder", "cuda:0"), ("text_encoder_2", "cuda:0")], "once for all three"
+    assert log[2:] == [("text_encoder", "cpu"), ("text_encoder_2", "cpu")]
+    log.clear()
+    with parked.hold():
+        pass
+    assert log == [], "what nobody asked for does not move"
+    with pytest.raises(RuntimeError), parked.present("vae"):
+        raise RuntimeError
+    assert log[-1] == ("vae", "cpu")
+
+
+def test_on_a_cpu_nothing_moves():
+    log = []
+    parked = Parked({"vae": Part("vae", log)}, ("vae",), CPU)
+    log.clear()
+    with parked.present("vae"), parked.hold():
+        pass
+    assert log == []
+
+
+class Counted(Parked):
+    """Says what was called for."""
+
+    def __init__(self):
+        super().__init__({}, (), CPU)
+        self.called = []
+
+    def present(self, *kinds):
+        self.called.append(kinds)
+        return super().present(*kinds)
+
+
+def test_encoding_and_decoding_call_for_their_parts():
+    case = next(c for c in CASES if c.family == "flux_kontext")
+    adapter = load(case, folder("flux_kontext"))
+    adapter.parked = Counted()
+    embed = Embeddings(adapter, 32)
+    embed(["a", "a", "b"], [case.images(0, (32, 32))] * 3)
+    assert adapter.parked.called == [("text_encoder",), ("vae", "text_encoder"), ("text_encoder",)]
+    embed(["a"], [case.images(0, (32, 32))])
+    assert len(adapter.parked.called) == 3, "what is known needs no encoder"
+
+
+def test_decoding_in_slices(tmp_path):
+    rollout = {"height": 32, "width": 32}
+    memory = {"offload": ["text_encoder", "vae"], "vae_slicing": True, "decode_batch": 2}
+    content = {"model": str(folder("flux")), "dtype": "fp32", "data": {"prompts": "p"}, "rollout": rollout}
+    config = from_dict(content | {"memory": memory})
+    adapter = open_adapter(config, CPU)
+    assert adapter.pipe.vae.use_slicing and not adapter.pipe.vae.use_tiling
+    x = torch.randn(5, *adapter.latent_shape(32, 32))
+    adapter.parked = Counted()
+    sliced = decode(adapter, x, config.rollout, config.memory.decode_batch)
+    assert adapter.parked.called == [("vae",)]
+    plain = load(FLUX, folder("flux"))
+    assert (sliced - decode(plain, x, config.rollout)).abs().max() <= 1e-5
+    tiled = open_adapter(from_dict(content | {"memory": {"vae_tiling": True}}), CPU)
+    assert tiled.pipe.vae.use_tiling

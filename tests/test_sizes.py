@@ -1,0 +1,186 @@
+"""Sizes and times: prompts of several sizes in one run, an evaluation unlike training, truncated timesteps.
+
+Why these cases: a batch that mixes sizes cannot be stacked, and one that is padded is wrong; the time shift follows the
+size; ranks must share the work of large images; the published trainers show the model whole timesteps; and an
+evaluation at another size must not touch training.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from families import CASES, folder, load
+from safetensors import safe_open
+from tiny_run import ranks, rows, settings, start, train, tree, world
+
+from prefgrpo.collect import plan, slot_prompts
+from prefgrpo.config import from_dict
+from prefgrpo.data import Prompt
+from prefgrpo.sampling import Schedules, applied, evaluation, of_prompt
+from prefgrpo.schedule import make_schedule, model_times
+
+PUBLISHED = [1000, 976, 951, 923, 891, 857, 818, 774, 724, 666, 599, 521, 428, 315, 176]
+"""Timesteps of the published trainers at 15 steps and shift 3."""
+SIZES = [(16, 16), (24, 16), (16, 24)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = world(tmp_path_factory.mktemp("sizes"))
+    lines = [{"prompt": f"a circle {k}", "height": SIZES[k % 3][0], "width": SIZES[k % 3][1]} for k in range(6)]
+    (folder / "sized.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+def written(place, name, **over):
+    file = place / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(settings(place, name, **over)))
+    return file
+
+
+def test_truncated_times_are_the_published_ones():
+    even = torch.linspace(1, 0, 16)  # their shift is fp32: 0.6 becomes 0.59999996, and 599
+    sigmas = 3 * even / (1 + 2 * even)
+    assert (model_times(sigmas, True) * 1000).round(decimals=3).tolist() == PUBLISHED
+    schedule = make_schedule(sigmas, "flow", 0.7, truncate=True)
+    assert torch.equal(schedule.times, model_times(sigmas, True)) and torch.equal(schedule.sigmas, sigmas)
+    assert torch.equal(make_schedule(sigmas, "flow", 0.7).times, sigmas[:-1]), "exact unless asked"
+
+
+def test_a_run_with_truncated_times_is_on_policy(place):
+    lora = {}
+    for truncate in (False, True):
+        name = f"truncate_{truncate}"
+        over = {"rollout": {"truncate_timesteps": truncate}, "train": {"steps": 1}, "eval": {"every": 0}}
+        code, output = train(written(place, name, **over))
+        assert code == 0 and "max |ratio - 1| = 0.0e+00 (exact)" in output, output
+        lora[truncate] = tree(place / "runs" / name / "lora")
+    assert lora[True] != lora[False]
+
+
+def own(prompts_per_step=8, updates=2, group_size=2):
+    rollout = {"prompts_per_step": prompts_per_step, "group_size": group_size, "batch_size": 4}
+    data, train = {"prompts": "p", "own_sizes": True}, {"updates_per_rollout": updates}
+    return from_dict({"model": "m", "data": data, "rollout": rollout, "train": train})
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_batches_have_one_size_and_ranks_share_the_large_ones(size):
+    config = own()
+    prompts = [Prompt(k, f"{k}", {"height": 16 if k % 2 else 64, "width": "16"}) for k in range(8)]
+    slots = slot_prompts(config, prompts, 3)
+    sizes = [s for _, s in slots]
+    ranks = [plan(config, sizes, range(r, 8, size)) for r in range(size)]
+    places = [place for batches in ranks for _, chunk in batches for place in chunk]
+    assert sorted(places) == [(p, g) for p in range(8) for g in range(2)], "each sample once"
+    pixels = []
+    for batches in ranks:
+        for update, chunk in batches:
+            assert len({(sizes[p].height, sizes[p].width) for p, _ in chunk}) == 1 and len(chunk) <= 4
+            assert {p * 2 // 8 for p, _ in chunk} == {update}
+        pixels.append(sum(sizes[p].height * sizes[p].width for _, chunk in batches for p, _ in chunk))
+    assert max(pixels) <= min(pixels) + 64 * 16 * 2, "no rank has more than one large group more than another"
+    assert sorted(p.id for p, _ in slots) == list(range(8))
+
+
+def test_the_columns_are_read_only_where_asked(place):
+    prompt = Prompt(0, "x", {"height": 64, "width": "32"})
+    config = own()
+    assert of_prompt(prompt, config.rollout, False) == config.rollout
+    sized = of_prompt(prompt, config.rollout, True)
+    assert (sized.height, sized.width) == (64, 32)
+    assert of_prompt(Prompt(0, "x"), config.rollout, True) == config.rollout
+    with pytest.raises(ValueError, match=r"prompt 'x': expected whole numbers for both height and width"):
+        of_prompt(Prompt(0, "x", {"height": 64}), config.rollout, True)
+    (place / "odd.jsonl").write_text(json.dumps({"prompt": "x", "height": 18, "width": 16}))
+    code, output = train(written(place, "odd", data={"prompts": str(place / "odd.jsonl"), "own_sizes": True}))
+    assert code == 2 and "a prompt's own size: height and width must be multiples of 4" in output
+
+
+def test_the_time_shift_follows_the_size():
+    case = CASES[0]
+    adapter = load(case, folder("flux"))
+    config = own()
+    schedules = Schedules(config, adapter, torch.device("cpu"))
+    sizes = [
+        of_prompt(Prompt(0, "x", {"height": h, "width": w}), config.rollout, True) for h, w in ((16, 16), (64, 64))
+    ]
+    small, large = (schedules.step(s, 0) for s in sizes)
+    assert not torch.equal(small.sigmas, large.sigmas) and small.sde_steps == large.sde_steps
+    for s, schedule in zip(sizes, (small, large), strict=True):
+        assert torch.equal(schedule.sigmas, adapter.sigmas(s.steps, s.height, s.width))
+
+
+@pytest.mark.dist
+def test_own_sizes_train_alike_on_any_number_of_ranks(place):
+    over = {
+        "data": {"prompts": str(place / "sized.jsonl"), "own_sizes": True},
+        "rollout": {"prompts_per_step": 6, "group_size": 2, "batch_size": 4},
+        "train": {"steps": 2, "updates_per_rollout": 1},
+        "eval": {"every": 0},
+    }
+    found = []
+    for size in (1, 2):
+        file = written(place, f"own{size}", **over)
+        if size == 1:
+            code, output = train(file)
+            assert code == 0 and "(exact)" in output, output
+        else:
+            runs = ranks(file, size)
+            assert [run.wait() for run in runs] == [0] * size, runs[0].output
+        found.append([r for r in rows(place / "runs" / f"own{size}") if r["kind"] == "train"])
+    for one, two in zip(*found, strict=True):
+        for key in ("reward/jpeg_compressibility", "grad_norm"):
+            assert abs(one[key] - two[key]) <= 1e-4 * abs(one[key]), key
+
+
+def test_evaluation_and_generation_at_another_size(place):
+    over = {"height": 24, "width": 16, "steps": 5, "guidance": 1.5}
+    plain = written(place, "plain", train={"steps": 2})
+    file = written(place, "shown", train={"steps": 2}, eval=over)
+    for recipe in (plain, file):
+        code, output = train(recipe)
+        assert code == 0, output
+    runs = place / "runs"
+    assert tree(runs / "plain" / "lora") == tree(runs / "shown" / "lora"), "training does not know of the evaluation"
+    images = np.load(runs / "shown" / "eval" / "dev_000002.npz")
+    assert images["now"].shape[1:] == (24, 16, 3)
+    with safe_open(runs / "shown" / "proof.safetensors", "pt") as proof:
+        call = json.loads(proof.metadata()["call"])
+    assert (call["height"], call["num_inference_steps"], call["guidance_scale"]) == (24, 5, 1.5)
+    argv = ["generate", str(runs / "shown" / "config.yaml"), "--lora", str(runs / "shown"), "--samples", "1"]
+    run = start([*argv, "--prompts", str(place / "sized.jsonl"), "--out", str(place / "one")], place / "g.log")
+    assert run.wait() == 0, run.output
+    run = start(
+        [*argv, "--prompts", str(place / "sized.jsonl"), "--out", str(place / "own"), "--data.own-sizes"],
+        place / "g.log",
+    )
+    assert run.wait() == 0, run.output
+    from PIL import Image
+
+    made = [Image.open(place / "own" / f"{k:06d}_0.png").size for k in range(6)]
+    assert made == [(w, h) for h, w in SIZES] * 2
+    assert {Image.open(file).size for file in (place / "one").glob("*.png")} == {(16, 24)}
+
+
+def test_what_an_evaluation_cannot_be(place):
+    for over, told in (
+        ({"frames": 5}, "eval.frames: flux makes images"),
+        ({"guidance_2": 3.0}, "eval.guidance_2: flux has one denoiser"),
+        ({"height": 18}, "eval.height/width/frames: height and width must be multiples of 4"),
+        ({"steps": 0}, "eval.steps: expected a number above 0 or none, got 0"),
+    ):
+        code, output = train(written(place, "wrong", eval=over))
+        assert code == 2 and told in output, output
+
+
+def test_a_change_of_guidance_ends_where_it_began():
+    adapter = load(CASES[0], folder("flux"))
+    config = from_dict({"model": "m", "data": {"prompts": "p"}, "eval": {"guidance": 2.0}})
+    before = adapter.guidance
+    with pytest.raises(RuntimeError), applied(adapter, evaluation(config)):
+        assert adapter.guidance == 2.0
+        raise RuntimeError
+    assert adapter.guidance == before
