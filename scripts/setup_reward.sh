@@ -4,7 +4,8 @@
 # Installs requirements/reward-NAME.txt into VENV, puts this checkout on its path and, where a model must be asked in
 # the very words that it was trained with, fetches those: hpsv3 from its package, videoalign from its repository (MIT
 # licences; VIDEOALIGN=/path/to/VideoAlign takes them from a checkout of yours). About 1 GB, with a CPU torch. Running
-# it again mends what is missing. PYTHON names another Python (3.10 to 3.12), PIP_ARGS more options for pip.
+# it again mends what is missing. PYTHON names another Python (3.10 to 3.12), PIP_ARGS more options for pip. MMDET=1
+# adds MMDetection to geneval's, compiled from source, for the detector that GenEval was published with.
 set -euo pipefail
 
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
@@ -39,6 +40,12 @@ elif [ "$name" = videoalign ]; then
             fail "could not fetch $url; clone KwaiVGI/VideoAlign and give its folder as VIDEOALIGN"
     fi
     echo "$sum  $text" | sha256sum --check --quiet || fail "$text is not the file of commit $commit"
+fi
+
+if [ "$name" = geneval ] && [ -n "${MMDET:-}" ]; then
+    pip "setuptools<81" wheel ninja # what mmcv is compiled with: it imports torch and pkg_resources to be built
+    PATH="$venv/bin:$PATH" MMCV_WITH_OPS=1 pip --no-build-isolation -r "$root/requirements/mmdet.txt"
+    "$venv/bin/python" -c 'import mmcv.ops, mmdet.apis; print("MMDetection", mmdet.__version__)'
 fi
 
 (cd / && "$venv/bin/python" -c "

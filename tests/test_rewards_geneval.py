@@ -301,7 +301,7 @@ class Result:
 
 
 def test_mmdet_results_of_both_versions(monkeypatch):
-    """Through a stand-in of its API: MMDetection itself does not install in this environment."""
+    """Through a stand-in of its API: MMDetection itself takes a compiled mmcv (scripts/setup_reward.sh)."""
     shown = []
     mask = np.zeros((40, 56), bool)
     mask[3:9, 4:8] = True
