@@ -25,7 +25,7 @@ from prefgrpo.data import DataError, Prompt, read_prompts
 from prefgrpo.embed import Embeddings
 from prefgrpo.files import Naming, file_name
 from prefgrpo.judging import makes_clips
-from prefgrpo.loading import missing, names, open_adapter
+from prefgrpo.loading import check_sources, missing, names, open_adapter
 from prefgrpo.models.folder import ModelError
 from prefgrpo.parallel import World
 from prefgrpo.render import Images, render, to_uint8
@@ -55,6 +55,7 @@ def generate(
     if makes_clips(config) and find_spec("imageio_ffmpeg") is None:
         raise ConfigError(["generate: writing mp4 files needs imageio-ffmpeg: pip install 'prefgrpo[video]'"])
     held = read_prompts(prompts or config.eval.prompts or config.data.prompts, unique=False)
+    check_sources(config, held)
     world = parallel.start(config.device)
     try:
         shown = evaluation(config)

@@ -17,7 +17,7 @@ from PIL import Image
 
 from prefgrpo.config import Config, ConfigError
 from prefgrpo.config import Rollout as Sizes
-from prefgrpo.data import Prompt
+from prefgrpo.data import DataError, Prompt
 from prefgrpo.embed import cache_key, clip_frames, salt, source_key, text_key, texts
 from prefgrpo.models import family, folder
 from prefgrpo.models import load as load_model
@@ -124,10 +124,30 @@ class Part:
 
 
 def uses(config: Config, prompts: Iterable[Prompt], held: Iterable[Prompt] = ()) -> list[Use]:
-    """All that training (`prompts`) and evaluation (`held`) make samples of."""
-    shown = evaluation(config)
+    """All that training (`prompts`) and evaluation (`held`) make samples of. Raises DataError as `check_sources`."""
+    prompts, held, shown = list(prompts), list(held), evaluation(config)
+    check_sources(config, prompts)
+    check_sources(config, held)
     trained = [(prompt, of_prompt(prompt, config.rollout, config.data.own_sizes)) for prompt in prompts]
     return trained + [(prompt, shown) for prompt in held]
+
+
+def check_sources(config: Config, prompts: list[Prompt]) -> None:
+    """All prompts of a file must have as many source images, and as many as the family takes. Raises DataError."""
+    with names("family"):
+        cls = family(config.family)
+    least, most = int(cls.needs_source), cls.most_sources
+    for prompt in prompts:
+        if not least <= (count := len(prompt.source)) <= most:
+            told = "no source image" if most == 0 else f"{least} to {most} source images" if least < most else "one"
+            raise DataError(
+                f"{config.family} takes {told} per prompt; prompt {prompt.id + 1} has {count}: {prompt.text!r}"
+            )
+        if count != len(prompts[0].source):
+            raise DataError(
+                f"every prompt of a file needs as many source images, because they share batches; prompt 1 has "
+                f"{len(prompts[0].source)}, prompt {prompt.id + 1} has {count}: {prompt.text!r}"
+            )
 
 
 def to_encode(config: Config, used: Iterable[Use]) -> list[Part]:

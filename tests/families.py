@@ -139,7 +139,14 @@ CASES = [
     Case("wan_ti2v", WAN, 5.0, frames=5),
     Case("wan_ti2v", WAN, 5.0, frames=5, edit=lambda h, w: {}, fit=True, stock="WanImageToVideoPipeline"),
     Case("flux2_klein", {"guidance_scale": 4.0, "max_sequence_length": 64}, 4.0, dynamic=True, max_length=64),
-    Case("flux2_klein", {"guidance_scale": 4.0, "max_sequence_length": 64}, 4.0, max_length=64, edit=lambda h, w: {}),
+    Case(
+        "flux2_klein",
+        {"guidance_scale": 4.0, "max_sequence_length": 64},
+        4.0,
+        dynamic=True,
+        max_length=64,
+        edit=lambda h, w: {},
+    ),
 ]
 SOURCES = [Image.fromarray(np.random.default_rng(i).integers(0, 256, (64, 64, 3), dtype=np.uint8)) for i in range(2)]
 SIZES = [(32, 32), (32, 64)]

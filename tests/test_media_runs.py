@@ -5,6 +5,7 @@ Why these cases: an image trainer breaks on clips in the reward, in the pages an
 """
 
 import json
+import re
 import subprocess
 import sys
 
@@ -16,9 +17,11 @@ from PIL import Image
 from tiny_run import rows, settings, start, train, tree
 
 from prefgrpo.config import ConfigError, from_dict
+from prefgrpo.data import DataError, Prompt
 from prefgrpo.judge.body import encode
 from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.judging import training_scorer
+from prefgrpo.loading import uses
 from prefgrpo.media import Media
 from prefgrpo.render import stills
 from prefgrpo.tiny import pipelines
@@ -118,6 +121,24 @@ def test_an_image_family_takes_no_source(place):
     (place / "one.jsonl").write_text(json.dumps({"prompt": "x", "image": "gone.png"}))
     code, output = run(place, "gone", "flux_kontext", data={"prompts": str(place / "one.jsonl")})
     assert code == 2 and "line 1: source image not found: gone.png" in output
+
+
+@pytest.mark.parametrize(
+    ("family", "counts", "told"),
+    [
+        ("flux", [0, 1], "flux takes no source image per prompt; prompt 2 has 1: 'b'"),
+        ("flux_kontext", [1, 2], "flux_kontext takes 0 to 1 source images per prompt; prompt 2 has 2: 'b'"),
+        ("qwen_image_edit", [0], "qwen_image_edit takes one per prompt; prompt 1 has 0: 'a'"),
+        ("qwen_image_edit_plus", [2, 3, 1], "prompt 1 has 2, prompt 2 has 3: 'b'"),
+        ("wan_ti2v", [1, 0], "every prompt of a file needs as many source images"),
+    ],
+)
+def test_sources_are_counted_before_anything_runs(family, counts, told):
+    prompts = [Prompt(k, "abc"[k], source=("x.png",) * count) for k, count in enumerate(counts)]
+    with pytest.raises(DataError, match=re.escape(told)):
+        uses(from_dict({"model": "m", "family": family, "data": {"prompts": "p"}}), prompts)
+    ours = [Prompt(0, "a"), Prompt(1, "b")]
+    assert len(uses(from_dict({"model": "m", "family": "flux", "data": {"prompts": "p"}}), ours)) == 2
 
 
 def test_a_judge_sees_eight_even_frames():

@@ -70,6 +70,8 @@ class Adapter(Weights, ABC):
     """Form of classifier-free guidance; None: the family has none (guidance is embedded, or absent)."""
     most_sources: ClassVar[int] = 0
     """Source images that one prompt may have (editing families)."""
+    needs_source: ClassVar[bool] = False
+    """Whether a prompt must have one."""
     default_source_area: ClassVar[int | None] = None
     """Pixels that the stock pipeline resizes source images to; None: it does not."""
     source_spans_clip: ClassVar[bool] = False

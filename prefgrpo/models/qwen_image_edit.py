@@ -24,6 +24,7 @@ class QwenImageEdit(QwenImage):
 
     pipeline = "QwenImageEditPipeline"
     most_sources = 1
+    needs_source = True
     text_sees_sources = True
     default_source_area = 1024 * 1024
     seen_area: ClassVar[int] = 1024 * 1024

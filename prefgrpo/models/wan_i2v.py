@@ -22,6 +22,7 @@ class WanI2V(Wan):
 
     pipeline = "WanImageToVideoPipeline"
     most_sources = 1
+    needs_source = True
     source_spans_clip = True
     lora_targets = (*Wan.lora_targets, "add_k_proj", "add_v_proj")
 
