@@ -118,6 +118,13 @@ def test_position(found, expected):
     assert verdict(found, PLACED, "position") == pytest.approx(expected)
 
 
+def test_columns_of_a_table_have_none_where_json_has_nothing():
+    rows = [clause("dog", color=None, position=None), clause("cat", color=None, position=["right of", 0])]
+    assert refusal({"tag": "position", "include": rows, "exclude": None}, NAMES) == ""
+    got = judge(kept([DOG, CAT], False), {"include": rows, "exclude": None}, lambda _: [])
+    assert (got.soft, got.strict, got.correct) == (1.0, True, True)
+
+
 def test_a_wrong_colour_leaves_the_place_out():
     include = [clause("dog"), clause("cat", color="red", position=["right of", 0])]
     assert verdict([DOG, CAT], include, "position", {"cat": ["blue"]}) == (2 / 3, False, False)  # (1 + 1 + 0)/3

@@ -127,7 +127,7 @@ def refusal(meta: Mapping[str, Any], names: frozenset[str]) -> str:
     """Why a sample's columns cannot be judged; empty if they can."""
     if meta.get("tag") not in TAGS:
         return f"geneval: expected a tag of {', '.join(TAGS)}, got {meta.get('tag')!r}"
-    include, exclude = meta.get("include"), meta.get("exclude", [])
+    include, exclude = meta.get("include"), meta.get("exclude") or []
     if not isinstance(include, list) or not include or not isinstance(exclude, list):
         return f"geneval: expected lists of clauses include (not empty) and exclude, got {include!r}, {exclude!r}"
     for k, clause in enumerate([*include, *exclude]):
@@ -141,7 +141,7 @@ def _bad(clause: Any, index: int, names: frozenset[str]) -> str:
         return "expected a class and a count of at least 1"
     if clause.get("class") not in names:
         return "the detector knows no such class"
-    if clause.get("color", COLOURS[0]) not in COLOURS:
+    if (clause.get("color") or COLOURS[0]) not in COLOURS:
         return f"expected a color of {', '.join(COLOURS)}"
     match clause.get("position"):
         case None:
@@ -184,7 +184,7 @@ def relations(a: Found, b: Found) -> set[str]:
 def judge(objects: Objects, meta: Mapping[str, Any], colours: Colours) -> Verdict:
     """The verdict on detected objects. `colours(name)`: of the objects of a class, in their order."""
     soft, strict = _exactly(objects, meta["include"], colours)
-    excluded = any(len(objects.get(c["class"], ())) >= c["count"] for c in meta.get("exclude", ()))
+    excluded = any(len(objects.get(c["class"], ())) >= c["count"] for c in meta.get("exclude") or ())
     return Verdict(soft, strict, _at_least(objects, meta["include"], colours) and not excluded)
 
 
@@ -196,13 +196,13 @@ def _exactly(objects: Objects, include: Sequence[Mapping[str, Any]], colours: Co
         found, wanted = objects.get(clause["class"], ()), clause["count"]
         terms.append(1 - abs(wanted - len(found)) / wanted)
         right = len(found) == wanted
-        if not right and ("color" in clause or "position" in clause):
+        if not right and (clause.get("color") or clause.get("position")):
             terms.append(0.0)
-        elif right and "color" in clause:
+        elif right and clause.get("color"):
             same = colours(clause["class"]).count(clause["color"])
             terms.append(1 - abs(wanted - same) / wanted)
             right = same == wanted
-        if right and "position" in clause:
+        if right and clause.get("position"):
             relation, target = clause["position"]
             right = _placed(found, groups[target], relation)
             terms += [1.0] if right else [0.0] if groups[target] is None else [0.0, 1.0]
@@ -217,9 +217,9 @@ def _at_least(objects: Objects, include: Sequence[Mapping[str, Any]], colours: C
         wanted = clause["count"]
         found = objects.get(clause["class"], ())[:wanted]
         right = len(found) == wanted
-        if right and "color" in clause:
+        if right and clause.get("color"):
             right = colours(clause["class"])[:wanted].count(clause["color"]) == wanted
-        if right and "position" in clause:
+        if right and clause.get("position"):
             relation, target = clause["position"]
             right = _placed(found, groups[target], relation)
         groups.append(found if right else None)
