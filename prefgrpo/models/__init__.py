@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import difflib
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
-from prefgrpo.models.base import Adapter, Options
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from prefgrpo.models.base import Adapter
 
 MODELS: dict[str, str] = {
     "flux": "prefgrpo.models.flux:Flux",
@@ -51,7 +48,7 @@ def load(
     device: torch.device,
     *,
     encoders: bool = True,
-    **options: Unpack[Options],
+    **options: Any,
 ) -> Adapter:
     """Load `model` (a folder or hub id) as family `name`; the options are those of `Adapter`."""
     return family(name).load(model, dtype, device, encoders=encoders, **options)

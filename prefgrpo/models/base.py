@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,21 +23,6 @@ from prefgrpo.models.parking import Parked
 from prefgrpo.models.weights import Weights
 from prefgrpo.ops.args import Guidance
 from prefgrpo.ops.reference import guided
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-
-class Options(TypedDict, total=False):
-    """Options of `Adapter`, and of what loads one."""
-
-    guidance: float | None
-    shift: float | None
-    frames: int | None
-    guidance_2: float | None
-    target_components: tuple[str, ...]
-    source_area: int | None
-
 
 Condition = dict[str, Tensor]
 """Encoded prompt(s): named tensors; [...] for one prompt, [B, ...] for a batch. Names ending in `length` stay on the
@@ -132,9 +117,9 @@ class Adapter(Weights, ABC):
         device: torch.device,
         *,
         encoders: bool = True,
-        **options: Unpack[Options],
+        **options: Any,
     ) -> Adapter:
-        """Load from a folder or hub id, frozen, in eval mode, parameters aligned (cloned out of mmap).
+        """Load from a folder or hub id, frozen, in eval mode, parameters aligned (cloned out of mmap); options: its own.
 
         encoders: False leaves the text encoders on disk (every prompt must then be in the embedding cache).
         Raises `folder.ModelError` for a missing folder or one that holds another kind of pipeline.
