@@ -72,6 +72,8 @@ def _like(name, value):
     hint = _hint(name)
     if getattr(hint, "__args__", None) and all(isinstance(a, str) for a in hint.__args__):
         return st.sampled_from(hint.__args__)
+    if name == "memory.offload":
+        return st.lists(st.sampled_from(["text_encoder", "vae"]), unique=True)
     if isinstance(value, bool):
         return st.booleans()
     if name in ("device", "rollout.rule", "name"):
