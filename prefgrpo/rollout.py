@@ -81,7 +81,7 @@ def rollout(
         raise ValueError(f"initial latents: expected {[sample.numel(), *shape]}, got {list(initial.shape)}")
     else:
         x = initial
-    x = adapter.prior(x, float(schedule.sigmas[0])).to(latent_dtype)
+    x = adapter.prior(x, schedule.sigmas[0]).to(latent_dtype)
     stored: list[Step] = []
     for k in range(schedule.steps):
         index = torch.full_like(sample, k)

@@ -119,9 +119,9 @@ class Adapter(Weights, ABC):
         encoders: bool = True,
         **options: Any,
     ) -> Adapter:
-        """Load from a folder or hub id, frozen, in eval mode, parameters aligned (cloned out of mmap); options: its own.
+        """Load from a folder or hub id, frozen, in eval mode, parameters aligned (cloned out of mmap).
 
-        encoders: False leaves the text encoders on disk (every prompt must then be in the embedding cache).
+        options: its own. encoders: False leaves the text encoders on disk (every prompt must then be in the cache).
         Raises `folder.ModelError` for a missing folder or one that holds another kind of pipeline.
         """
         path = folders.resolve(model, cls.pipeline)
@@ -170,8 +170,8 @@ class Adapter(Weights, ABC):
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """Shape of one sample's latents, as the stock pipeline's `latents`; ValueError for a size that does not fit."""
 
-    def prior(self, x: Tensor, sigma: float) -> Tensor:
-        """Latents at the schedule's first σ from unit noise x [B, …], the stock pipeline's `latents`."""
+    def prior(self, x: Tensor, sigma: Tensor) -> Tensor:
+        """Latents at the schedule's first σ (a scalar on the host) from unit noise x [B, …], as the stock `latents`."""
         return x
 
     @abstractmethod

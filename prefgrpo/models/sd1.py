@@ -65,9 +65,9 @@ class StableDiffusion1(Adapter):
         scheduler.set_timesteps(steps)
         return torch.cat([self._table(scheduler)[scheduler.timesteps], _sigma(scheduler.final_alpha_cumprod)[None]])
 
-    def prior(self, x: Tensor, sigma: float) -> Tensor:
+    def prior(self, x: Tensor, sigma: Tensor) -> Tensor:
         """DDIM starts from unit noise."""
-        return x * _norm(torch.tensor(sigma))
+        return x * _norm(sigma)
 
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
         """Velocity [B, C, h, w]."""
