@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.utils import logging as diffusers_logging
 from PIL import Image
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -36,6 +37,7 @@ def plan(config: Config, gpus: int, memory_gib: float) -> int:
     with names("family"):
         cls = family(config.family)
     path = folder.resolve(config.model, cls.pipeline, configs_only=True)
+    diffusers_logging.set_verbosity_error()  # it warns of casts that only matter for weights
     pipe, encoders = meta_pipeline(path, cls.pipeline, DTYPES[config.dtype])
     r, t = config.rollout, config.train
     with names("rollout or train"):

@@ -180,7 +180,6 @@ def test_every_image_goes_to_its_own_prompt_and_group(trainer):
     """The samples handed to the rewards are those of stock sampling at the group's own noise address."""
     one = trainer(rollout={"prompts_per_step": 3, "group_size": 2, "batch_size": 4}, eval={"every": 0})
     batches = one._collect(5)
-    schedule = batches[0].schedule
     assert [p for b in batches for p in zip(b.slots, b.members, strict=True)] == [
         (p, g) for p in range(3) for g in (0, 1)
     ]
