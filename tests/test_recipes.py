@@ -11,6 +11,8 @@ import re
 import shutil
 
 import pytest
+import reward_cases_clip
+import reward_cases_vlm
 import torch
 import yaml
 from judge_server import JudgeServer, images
@@ -106,6 +108,22 @@ def test_a_family_trains_with_model_and_prompts_alone(place, recipe, monkeypatch
     assert [r["step"] for r in trained] == [1, 2, 3] and all(r["reward/missing"] == 0 for r in trained)
     assert any(r["grad_norm"] > 0 for r in trained) and trained[0]["policy/on_policy_error"] < 1e-2
     assert list((folder / "lora").rglob("*.safetensors")) and (folder / "report.html").is_file()
+
+
+def test_a_published_mix_of_rewards_trains(place, monkeypatch, tmp_path):
+    """UnifiedReward-Think at 0.4 and CLIP at 0.6, from a tiny checkpoint: the real one needs a download."""
+    pytest.importorskip("open_clip")
+    monkeypatch.chdir(tmp_path)
+    recipe = FOLDER / "lora_ur_think_flux.yaml"
+    (tmp_path / "tiny").mkdir()
+    clip = {"clip": reward_cases_clip.CASES["clip"].options(tmp_path / "tiny")}
+    with JudgeServer() as server:
+        server.answer = reward_cases_vlm.speak
+        free = ["--judge.endpoints", server.url, "--train.steps", "1", "--reward.options", json.dumps(clip)]
+        assert main(["train", str(recipe), *options(place, recipe), *free]) == 0
+    (trained,) = [r for r in rows(tmp_path / "runs" / recipe.stem) if r["kind"] == "train"]
+    assert trained["reward/missing"] == 0 and trained["grad_norm"] > 0
+    assert {"reward/unifiedreward_think", "reward/clip"} <= trained.keys()
 
 
 def test_the_plan_is_that_of_the_run(place, monkeypatch, tmp_path, capsys):
