@@ -1,0 +1,86 @@
+"""The judges' benchmarks run, on small groups; their documents are what the committed results render to.
+
+No time is judged here. What is: that all clients ask the same question and get every answer, and how many bytes of
+pictures they send (a count, not a time).
+"""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks import bench_judge, bench_overlap, blocks, judge_plans, original_client
+
+
+@pytest.fixture(scope="module")
+def skeleton():
+    return bench_judge.skeleton("echo")
+
+
+def test_every_client_gets_all_answers_and_is_timed():
+    with bench_judge.echo_server() as url:
+        found = bench_judge.measure(url, "echo", rounds=2, size=4, side=64)
+    assert set(found["clients"]) == {"ours", *bench_judge.STYLES} and found["pairs"] == 6
+    assert all(row["pairs_per_s"] > 0 for row in found["clients"].values())
+
+
+def test_pictures_travel_once_instead_of_with_every_pair():
+    sent = bench_judge.picture_bytes(9, 256)
+    pair, group = sent["bytes"]["original, pairs encoded"] / 36, sent["bytes"]["ours"]
+    assert sent["bytes"]["original, paths"] == sent["bytes"]["original, pairs encoded"]
+    assert group / 9 == pytest.approx(pair / 2, rel=0.01)  # the same pictures, in the same encoding
+    assert max(v for name, v in sent["share"].items() if name != "ours") <= 0.125
+
+
+def test_the_original_asks_our_question_about_its_own_pictures(skeleton, tmp_path):
+    files = bench_judge.group(tmp_path, np.random.default_rng(0), 2, 64)[1]
+    urls = [original_client.encode(file) for file in files]
+    body = original_client.filled(skeleton, urls)
+    parts = [p for p in body["messages"][0]["content"] if p["type"] == "image_url"]
+    assert [p["image_url"]["url"] for p in parts] == urls and len(set(urls)) == 2
+    assert {k: v for k, v in body.items() if k != "messages"} == {k: v for k, v in skeleton.items() if k != "messages"}
+    assert skeleton["messages"][0]["content"] != body["messages"][0]["content"]
+
+
+def test_a_lost_answer_is_not_timed(monkeypatch):
+    monkeypatch.setattr(bench_judge.original_client, "judge_group", lambda *_: [{"choices": []}])
+    with bench_judge.echo_server() as url, pytest.raises(RuntimeError, match="0 of 3 pairs were answered"):
+        bench_judge.measure(url, "echo", rounds=2, size=3, side=16)
+
+
+def test_the_overlap_runs(monkeypatch):
+    monkeypatch.setattr(bench_overlap, "CONCURRENCY", 2)
+    found = bench_overlap.measure(prompts=2, batch=8, side=32, rounds=2)
+    assert found["requests"] == 2 * 16 and found["delay_s"] > 0
+    assert set(found["seconds"]) == {"rollout", "with_judge", "judge", "wait"}
+
+
+def test_the_tiny_judge_is_measured_on_real_groups():
+    groups = judge_plans.tiny_groups(2)
+    assert groups.verdicts.shape == (2, 24, 24) and np.isnan(groups.verdicts).sum() == 2 * 24
+    assert set(np.unique(groups.truth)) <= {0.0, 1.0, 2.0, 3.0} and groups.truth.std() > 0
+    once, _ = judge_plans.measure(groups, ["round_robin"])
+    assert once.spearman.mean > 0.95
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "lines"),
+    [
+        ("plans", judge_plans, judge_plans.block),
+        ("client", bench_judge, bench_judge.table),
+        ("overlap", bench_overlap, bench_overlap.told),
+    ],
+)
+def test_the_document_is_rendered_from_the_results(root, name, module, lines):
+    text = (root / "docs" / "judging.md").read_text()
+    assert blocks.rendered(text, name, lines(json.loads(module.RESULTS.read_text()))) == text
+
+
+def test_the_picture_is_drawn_from_the_results(root, tmp_path):
+    judge_plans.draw(json.loads(judge_plans.RESULTS.read_text()), tmp_path / "plans.svg")
+    assert (tmp_path / "plans.svg").read_text() == (root / "docs" / judge_plans.PICTURE).read_text()
+
+
+def test_a_document_without_marks_is_refused():
+    with pytest.raises(ValueError, match="expected the marks <!-- plans --> and <!-- /plans --> once each"):
+        blocks.rendered("no marks", "plans", ["x"])
