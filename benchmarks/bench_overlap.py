@@ -37,8 +37,6 @@ from prefgrpo.session import Session, open_session
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCUMENT = ROOT / "benchmarks" / "results" / "judge_overlap.json", ROOT / "docs" / "judging.md"
 PLAN, CONCURRENCY = "k_regular(4)", 2
-SHARE = 0.95
-"""Time of judging alone over that of the rollout alone that the server's delay is set for."""
 
 ALONE = 2
 """Rounds that also time judging alone."""
@@ -91,8 +89,8 @@ def judge_alone(config: Config, scorer: Scorer, number: int, samples: Any) -> fl
     return time.perf_counter() - start
 
 
-def measure(prompts: int, batch: int, side: int, rounds: int) -> dict[str, Any]:
-    """Seconds of every variant, round by round."""
+def measure(prompts: int, batch: int, side: int, rounds: int, share: float) -> dict[str, Any]:
+    """Medians over the rounds; the server's delay is set for judging alone to take `share` of the rollout's time."""
     plain: list[float] = []
     with echo_server() as url, tempfile.TemporaryDirectory() as folder:
         config = demo(url, folder, prompts, batch, side)
@@ -102,7 +100,7 @@ def measure(prompts: int, batch: int, side: int, rounds: int) -> dict[str, Any]:
         for k in range(3):
             plain.append(step(config, without, k)[0])
         _, scores, samples = step(config, parts, 0)
-        calls, target = int(scores.metrics["judge/requests"]), SHARE * statistics.median(plain[1:])
+        calls, target = int(scores.metrics["judge/requests"]), share * statistics.median(plain[1:])
         delay = target * CONCURRENCY / calls - judge_alone(config, parts.scorer, 0, samples) * CONCURRENCY / calls
         times: dict[str, list[float]] = {"rollout": [], "with_judge": [], "judge": [], "wait": []}
         with echo_server("--delay", f"{delay:.4f}") as slow:
@@ -162,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--side", type=int, default=192, help="pixels of a side")
     parser.add_argument("--batch", type=int, default=1, help="samples that are made at once")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--share", type=float, default=0.95, help="time of judging alone over that of the rollout")
     parser.add_argument("--dry", action="store_true", help="write nothing")
     parser.add_argument("--render", action="store_true", help="only the block, from the JSON")
     args = parser.parse_args(argv)
@@ -169,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = json.loads(RESULTS.read_text())
     else:
         found = {"machine": machine(), "torch": torch.__version__, "threads": torch.get_num_threads()}
-        found["run"] = measure(args.prompts, args.batch, args.side, args.rounds)
+        found["run"] = measure(args.prompts, args.batch, args.side, args.rounds, args.share)
     print(*told(found), sep="\n")
     if not args.dry:
         write_json(RESULTS, found)

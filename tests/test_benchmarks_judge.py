@@ -50,7 +50,7 @@ def test_a_lost_answer_is_not_timed(monkeypatch):
 
 def test_the_overlap_runs(monkeypatch):
     monkeypatch.setattr(bench_overlap, "CONCURRENCY", 2)
-    found = bench_overlap.measure(prompts=2, batch=8, side=32, rounds=2)
+    found = bench_overlap.measure(prompts=2, batch=8, side=32, rounds=2, share=1.0)
     assert found["requests"] == 2 * 16 and found["delay_s"] > 0
     assert set(found["seconds"]) == {"rollout", "with_judge", "judge", "wait"}
 
