@@ -12,16 +12,14 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prefgrpo.judge.verdict import Verdict
 from prefgrpo.media import Media
-
-if TYPE_CHECKING:
-    from prefgrpo.rewards.flight import Flight
+from prefgrpo.rewards.flight import Flight
 
 
 class RewardError(RuntimeError):

@@ -1,7 +1,6 @@
-"""What is in flight at a reward during one step, its latency, and the step's judge metrics.
+"""What is in flight at a reward during one step, and its latency.
 
-Invariant: rates are over comparisons that were planned; a figure that does not exist (latency without an answer,
-inconsistency without swapped pairs) is left out, never 0.
+Invariant: a request that was sent is done once, whatever became of it; a latency without an answer is left out.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-
-from prefgrpo.rewards.base import Comparison
 
 
 class Flight:
@@ -56,35 +53,3 @@ def busy_s(flights: Sequence[Flight]) -> float:
     first = [f.first_sent for f in flights if f.first_sent]
     last = [f.last_done for f in flights if f.last_done]
     return max(last) - min(first) if first and last else 0.0
-
-
-def judge_metrics(groups: list[list[Comparison]], flights: Sequence[Flight], wait_s: float) -> dict[str, float]:
-    """judge/… metrics of a step from every group's comparisons."""
-    every = [c for group in groups for c in group]
-    answered = [p for c in every if (p := c.verdict.first) is not None]
-    failures = len(every) - len(answered)
-    metrics = {
-        "judge/requests": float(len(every)),
-        "judge/retries": float(sum(c.verdict.retries for c in every)),
-        "judge/failures": float(failures),
-        "judge/failure_rate": failures / len(every),
-        "judge/busy_s": busy_s(flights),
-        "judge/wait_s": wait_s,
-        "judge/queue_max": float(sum(f.peak for f in flights)),
-    }
-    if answered:
-        latencies = [c.verdict.latency_s for c in every if c.verdict.first is not None]
-        metrics["judge/latency_p50"], metrics["judge/latency_p95"] = np.percentile(latencies, [50, 95]).tolist()
-        metrics["judge/tie_rate"] = float(np.mean([p == 0.5 for p in answered]))
-        metrics["judge/position_bias"] = float(np.mean([(np.sign(p - 0.5) + 1) / 2 for p in answered]))
-    swapped = [s for group in groups for s in _swaps(group)]
-    if swapped:
-        metrics["judge/order_inconsistency"] = float(np.mean(swapped))
-    return metrics
-
-
-def _swaps(group: list[Comparison]) -> list[bool]:
-    """For every pair judged in both orders: do the two orders name different winners?"""
-    found = {(c.first, c.second): p for c in group if (p := c.verdict.first) is not None}
-    both = [(p, found[j, i]) for (i, j), p in found.items() if i < j and (j, i) in found]
-    return [np.sign(p - 0.5) != np.sign(0.5 - q) for p, q in both]

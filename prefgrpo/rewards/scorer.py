@@ -32,7 +32,8 @@ from prefgrpo.rewards.base import (
     Sample,
     Score,
 )
-from prefgrpo.rewards.flight import Flight, judge_metrics
+from prefgrpo.rewards.figures import judge_metrics
+from prefgrpo.rewards.flight import Flight
 from prefgrpo.rewards.log import JudgementLog
 
 
