@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
-from tiny_run import BASE, merged, recipe, rows, start, train, tree, world
+from tiny_run import BASE, merged, recipe, rows, start, train, tree, weights, world
 
 from prefgrpo import checkpoint
 from prefgrpo.checkpoint import CheckpointError, claim, latest, list_steps, load_into, lock, read, save
@@ -175,12 +174,6 @@ def truth(place):
     code, output = train(judged(place, "truth"))
     assert code == 0, output
     return place / "runs" / "truth"
-
-
-def weights(run: Path) -> dict[str, dict[str, bytes]]:
-    """Every tensor in every safetensors file of a run (their headers are written in any order)."""
-    files = {str(f.relative_to(run)): load_file(f) for f in sorted(run.rglob("*.safetensors"))}
-    return {name: {k: t.numpy().tobytes() for k, t in tensors.items()} for name, tensors in files.items()}
 
 
 def same_as(truth: Path, run: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from judge_server import JudgeServer, free_port
 from reward_server import MOODY, Moody, Process, Stub, brightness, picture
-from tiny_run import recipe, rows, start, train, tree, world
+from tiny_run import recipe, rows, start, train, weights, world
 
 from prefgrpo.media import Media
 from prefgrpo.rewards import RewardSpecError, build
@@ -302,7 +302,7 @@ def test_a_run_is_the_same_with_its_reward_behind_http(place, jpeg):
         file, folder = run(place, name, url)
         code, output = train(file)
         assert code == 0, output
-        found.append((rows(folder), tree(folder / "lora")))
+        found.append((rows(folder), weights(folder / "lora")))
     assert found[0] == found[1]
 
 
@@ -323,4 +323,4 @@ def test_a_run_whose_reward_dies_stops_and_goes_on(place):
     with Process("jpeg_incompressibility", port=server.port):
         code, output = train(file, "--resume")
     assert code == 0, output
-    assert tree(folder / "lora") == tree(place / "runs/whole/lora")
+    assert weights(folder / "lora") == weights(place / "runs/whole/lora")

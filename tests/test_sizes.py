@@ -13,7 +13,7 @@ import torch
 import yaml
 from families import CASES, folder, load
 from safetensors import safe_open
-from tiny_run import ranks, rows, settings, start, train, tree, world
+from tiny_run import ranks, rows, settings, start, train, weights, world
 
 from prefgrpo.collect import plan, slot_prompts
 from prefgrpo.config import from_dict
@@ -56,7 +56,7 @@ def test_a_run_with_truncated_times_is_on_policy(place):
         over = {"rollout": {"truncate_timesteps": truncate}, "train": {"steps": 1}, "eval": {"every": 0}}
         code, output = train(written(place, name, **over))
         assert code == 0 and "max |ratio - 1| = 0.0e+00 (exact)" in output, output
-        lora[truncate] = tree(place / "runs" / name / "lora")
+        lora[truncate] = weights(place / "runs" / name / "lora")
     assert lora[True] != lora[False]
 
 
@@ -144,7 +144,8 @@ def test_evaluation_and_generation_at_another_size(place):
         code, output = train(recipe)
         assert code == 0, output
     runs = place / "runs"
-    assert tree(runs / "plain" / "lora") == tree(runs / "shown" / "lora"), "training does not know of the evaluation"
+    lora = [weights(runs / name / "lora") for name in ("plain", "shown")]
+    assert lora[0] == lora[1], "training does not know of the evaluation"
     images = np.load(runs / "shown" / "eval" / "dev_000002.npz")
     assert images["now"].shape[1:] == (24, 16, 3)
     with safe_open(runs / "shown" / "proof.safetensors", "pt") as proof:

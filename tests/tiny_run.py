@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors.torch import load_file
 
 from prefgrpo.tiny import pipelines
 
@@ -151,6 +152,12 @@ def rows(folder: Path, timeless: bool = True) -> list[dict[str, Any]]:
 def tree(folder: Path) -> dict[str, bytes]:
     """Content of every file below a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def weights(run: Path) -> dict[str, dict[str, bytes]]:
+    """Every tensor in every safetensors file of a run (their headers are written in any order)."""
+    files = {str(f.relative_to(run)): load_file(f) for f in sorted(run.rglob("*.safetensors"))}
+    return {name: {k: t.numpy().tobytes() for k, t in tensors.items()} for name, tensors in files.items()}
 
 
 def ranks(
