@@ -182,7 +182,9 @@ def same_as(truth: Path, run: Path) -> None:
     lines = [[json.loads(x) for x in (r / "judgements.jsonl").read_text().splitlines()] for r in (run, truth)]
     key = ("step", "group", "first", "second", "p_first")
     assert [[x[k] for k in key] for x in lines[0]] == [[x[k] for k in key] for x in lines[1]]
-    assert weights(run) == weights(truth)
+    ours, theirs = weights(run), weights(truth)
+    assert {name: list(tensors) for name, tensors in ours.items()} == {n: list(t) for n, t in theirs.items()}
+    assert [f"{file}: {k}" for file, own in ours.items() for k in own if own[k] != theirs[file][k]] == []
     assert not list((run / "checkpoints").glob(".*"))
 
 

@@ -157,7 +157,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 def weights(run: Path) -> dict[str, dict[str, bytes]]:
     """Every tensor in every safetensors file of a run (their headers are written in any order)."""
     files = {str(f.relative_to(run)): load_file(f) for f in sorted(run.rglob("*.safetensors"))}
-    return {name: {k: t.numpy().tobytes() for k, t in tensors.items()} for name, tensors in files.items()}
+    return {name: {k: t.numpy().tobytes() for k, t in sorted(tensors.items())} for name, tensors in files.items()}
 
 
 def ranks(
