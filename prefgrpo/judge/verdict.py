@@ -49,23 +49,13 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """A judge's answer to one ordered pair."""
+class Verdict(Answer):
+    """A judge's answer to one ordered pair; parts: P(first) per category."""
 
-    first: float | None
-    """P(first is better) in [0, 1]; None if the comparison failed."""
-    reason: str = ""
-    """Why it is missing."""
-    latency_s: float = 0.0
-    """Seconds from submission to the answer, waiting and retries included."""
-    raw: str = ""
-    """What the judge wrote."""
-    retries: int = 0
-    """Requests beyond the first that this pair took."""
-    parts: dict[str, float] = field(default_factory=dict)
-    """P(first) per category, where the answer has categories."""
-    cached: bool = False
-    """It was found in the cache: nobody was asked."""
+    @property
+    def first(self) -> float | None:
+        """P(first is better) in [0, 1]; None if the comparison failed."""
+        return self.value
 
 
 def two_label_softmax(first: float, second: float, min_mass: float) -> tuple[float | None, str]:

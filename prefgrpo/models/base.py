@@ -164,7 +164,9 @@ class Adapter(Weights, ABC):
 
     def encode_source(self, source: Image.Image) -> Tensor:
         """Latents [rows, columns, C] of a source image, one token per place (editing families)."""
-        raise NotImplementedError
+        raise ValueError(
+            f"{type(self).__name__} takes no source image; expected an editing family such as flux_kontext"
+        )
 
     @abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:

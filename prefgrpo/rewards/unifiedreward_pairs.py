@@ -86,7 +86,7 @@ class UnifiedRewardFlex(VlmPairwise):
         for name in names:
             found = [
                 Comparison(
-                    c.first, c.second, replace(c.verdict, first=None if c.verdict.first is None else p.get(name))
+                    c.first, c.second, replace(c.verdict, value=None if c.verdict.first is None else p.get(name))
                 )
                 for c, p in zip(comparisons, parts, strict=True)
             ]
