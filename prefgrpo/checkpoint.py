@@ -1,7 +1,7 @@
 """Checkpoints and the run folder: written whole or not at all, checked before they are used.
 
 A checkpoint is a folder `step_NNNNNN` with `state.safetensors` (trained weights, AdamW moments, EMA), `state.json`
-(step, optimiser counters, sizes and hashes) and `lora/` or `transformer/` in diffusers format. Noise and prompt
+(step, optimiser counters, sizes and hashes) and `lora/` or `pipeline/` in diffusers format. Noise and prompt
 order are functions of (seed, step), so there is no generator state to keep. Invariant: a folder with the final
 name is complete, because it is renamed into place after everything in it is on disk, and it is never replaced.
 """
@@ -57,14 +57,34 @@ def _hash_310(file: Any) -> str:
 
 def write_atomic(path: Path, text: str) -> None:
     """Replace a small text file in one step."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = _beside(path)
     temporary.write_text(text, encoding="utf-8")
     _sync(temporary)
     os.replace(temporary, path)
 
 
+def write_folder(final: Path, write: Callable[[Path], None]) -> None:
+    """Make a folder whole or not at all: `write` fills a hidden one beside it, which takes its name, and the place of
+    one that was there, after everything in it is on disk. What a killed process left behind, `claim` removes."""
+    temporary, old = _beside(final), _beside(final.with_name(f"{final.name}.old"))
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    write(temporary)
+    for path in (*temporary.rglob("*"), temporary):
+        _sync(path)
+    if final.exists():
+        os.replace(final, old)
+    os.replace(temporary, final)
+    _sync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
 def save(
-    folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], export: Callable[[str], None], keep: int
+    folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], export: Callable[[Path], None], keep: int
 ) -> Path:
     """Write `folder/step_NNNNNN`; `export(path)` adds the diffusers-format weights. Old ones beyond `keep` go.
 
@@ -73,19 +93,16 @@ def save(
     final = folder / f"step_{step:06d}"
     if final.exists():
         return final
-    temporary = folder / f".step_{step:06d}.{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_file({k: t.detach().contiguous().cpu() for k, t in tensors.items()}, temporary / STATE)
-    export(str(temporary))
-    files = {str(p.relative_to(temporary)): p for p in sorted(temporary.rglob("*")) if p.is_file()}
-    listing = {name: {"bytes": p.stat().st_size, "sha256": _hash(p)} for name, p in files.items()}
-    facts = {"step": step, **meta, "files": listing}
-    (temporary / META).write_text(json.dumps(facts | {"sha256": _hash_facts(facts)}, indent=1), encoding="utf-8")
-    for p in (*files.values(), temporary / META, temporary):
-        _sync(p)
-    os.replace(temporary, final)
-    _sync(folder)
+
+    def write(inside: Path) -> None:
+        save_file({k: t.detach().contiguous().cpu() for k, t in tensors.items()}, inside / STATE)
+        export(inside)
+        files = [p for p in sorted(inside.rglob("*")) if p.is_file()]
+        listing = {str(p.relative_to(inside)): {"bytes": p.stat().st_size, "sha256": _hash(p)} for p in files}
+        facts = {"step": step, **meta, "files": listing}
+        (inside / META).write_text(json.dumps(facts | {"sha256": _hash_facts(facts)}, indent=1), encoding="utf-8")
+
+    write_folder(final, write)
     for old in list_steps(folder)[:-keep]:
         shutil.rmtree(old)
     return final
@@ -138,8 +155,9 @@ def claim(folder: Path, resume: bool) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     handle = lock(folder)
     _check_content(folder, resume)  # once more: a run may have come between
-    for leftover in folder.glob("checkpoints/.step_*"):
-        shutil.rmtree(leftover)
+    for leftover in (*folder.glob(".*.*"), *folder.glob("checkpoints/.*.*")):
+        if re.fullmatch(r"\..+\.\d+", leftover.name):  # what a killed process was writing
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     return handle
 
 

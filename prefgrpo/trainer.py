@@ -286,19 +286,21 @@ class Trainer:
                 done,
                 self.policy.tensors(),
                 meta,
-                self._export,
+                lambda inside: self._export(inside / self._product),
                 self.config.checkpoint.keep,
             )
         self.world.barrier()
         return path
 
-    def _export(self, folder: str) -> None:
-        """The (averaged) weights in diffusers format: lora/, or a whole pipeline for full fine-tuning."""
+    @property
+    def _product(self) -> str:
+        """The folder of the weights in diffusers format: a LoRA, or a whole pipeline for full fine-tuning."""
+        return "lora" if self.config.train.lora_rank else "pipeline"
+
+    def _export(self, folder: Path) -> None:
+        """The (averaged) weights in diffusers format."""
         with self.policy.averaged():
-            if self.config.train.lora_rank:
-                self.adapter.save_lora(f"{folder}/lora")
-            else:
-                self.adapter.save_full(f"{folder}/pipeline")
+            (self.adapter.save_lora if self._product == "lora" else self.adapter.save_full)(str(folder))
 
     def _finish(self, done: int) -> None:
         """Final evaluation and export: runs/NAME/lora (or pipeline) is the product."""
@@ -310,7 +312,7 @@ class Trainer:
         if latest is None or latest.name != f"step_{done:06d}":
             self._save(done)
         if self.world.main:
-            self._export(str(self.folder))
+            checkpoint.write_folder(self.folder / self._product, self._export)
             self._proof()
             self.log.say(f"finished after {done} steps; the result is in {self.folder}")
         self.world.barrier()

@@ -20,15 +20,15 @@ import yaml
 from tiny_run import BASE, merged, recipe, rows, start, train, tree, weights, world
 
 from prefgrpo import checkpoint
-from prefgrpo.checkpoint import CheckpointError, claim, latest, list_steps, load_into, lock, read, save
+from prefgrpo.checkpoint import CheckpointError, claim, latest, list_steps, load_into, lock, read, save, write_folder
 
 JUDGE = Path(checkpoint.__file__).parent / "tiny" / "assets" / "judge"
 STATE = {"param.a": torch.arange(6.0).view(2, 3), "adamw.step.a": torch.tensor(3.0)}
 
 
-def export(folder: str) -> None:
-    Path(folder, "lora").mkdir()
-    Path(folder, "lora", "w.safetensors").write_bytes(b"weights" * 99)
+def export(folder: Path) -> None:
+    (folder / "lora").mkdir()
+    (folder / "lora" / "w.safetensors").write_bytes(b"weights" * 99)
 
 
 def save_one(folder: Path, step: int, keep: int = 2) -> Path:
@@ -185,7 +185,7 @@ def same_as(truth: Path, run: Path) -> None:
     ours, theirs = weights(run), weights(truth)
     assert {name: list(tensors) for name, tensors in ours.items()} == {n: list(t) for n, t in theirs.items()}
     assert [f"{file}: {k}" for file, own in ours.items() for k in own if own[k] != theirs[file][k]] == []
-    assert not list((run / "checkpoints").glob(".*"))
+    assert [p.name for p in run.rglob(".*")] == [".lock"], "nothing half-written stays"
 
 
 def count(run: Path, kind: str = "train") -> int:
@@ -202,7 +202,8 @@ MOMENTS = {
     "between two checkpoints": lambda run: count(run) == 3,
     "while a checkpoint is written": lambda run: any((run / "checkpoints").glob(".step_000004*")),
     "at the last evaluation": lambda run: (run / "checkpoints" / "step_000004").is_dir() and count(run) == 5,
-    "while the product is written": lambda run: (run / "lora").is_dir(),
+    "while the product is written": lambda run: any(run.glob(".lora.*")),
+    "after the product is written": lambda run: (run / "lora").is_dir(),
 }
 
 
@@ -256,29 +257,34 @@ def die_at(left: int) -> None:
 
 
 def test_killed_at_every_write_of_a_checkpoint(tmp_path):
-    """Each file operation of three saves in turn, keeping one: a usable state is never given up for a new one."""
+    """Each file operation of three saves, keeping one, and of the product, which replaces an older one: a usable
+    state is never given up for a new one, and the product is whole or not there."""
     for n in range(1, 300):
         folder = tmp_path / str(n) / "checkpoints"
         folder.mkdir(parents=True)
         (folder.parent / "config.yaml").touch()
         save_one(folder, 1, keep=1)
+        write_folder(folder.parent / "product", export)
         child = os.fork()
         if child == 0:
             die_at(n)
             for step in (2, 3):
                 save_one(folder, step, keep=1)
                 (folder.parent / "done").write_text(str(step))
+            write_folder(folder.parent / "product", export)
             os._exit(0)
         status = os.waitpid(child, 0)[1]
         done = int((folder.parent / "done").read_text()) if (folder.parent / "done").is_file() else 1
         os.close(claim(folder.parent, resume=True))
         newest = latest(folder)
         assert read(newest)[1]["step"] in (done, done + 1), "what was saved stays, whole"
-        assert not list(folder.glob(".*")), "nothing half-written stays"
+        assert [p.name for p in folder.parent.rglob(".*")] == [".lock"], "nothing half-written stays"
+        product = folder.parent / "product"
+        assert not product.exists() or tree(product).keys() == {"lora/w.safetensors"}
         if status == 0:
             break
         assert os.WTERMSIG(status) == signal.SIGKILL
-    assert done == 3 and n > 30, "the hook no longer sees the writes"
+    assert done == 3 and product.exists() and n > 36, "the hook no longer sees the writes"
 
 
 def fill_the_disk() -> None:
