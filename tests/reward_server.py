@@ -94,7 +94,7 @@ class Process:
     def health(self) -> int:
         """Status of /health, 0 if nobody answers."""
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=30) as reply:
                 return int(reply.status)
         except urllib.error.HTTPError as error:
             return int(error.code)

@@ -438,7 +438,7 @@ def test_time_spent_counts_over_resumes(place):
     """train.max_minutes is the whole run's: a resumed run has what is left."""
     file = recipe(place, "timed", train={"steps": 1000, "max_minutes": 0.01}, eval={"every": 0})
     begin = time.monotonic()
-    assert train(file)[0] == 0 and time.monotonic() - begin < 20
+    assert train(file)[0] == 0 and time.monotonic() - begin < 60
     done = count(place / "runs" / "timed")
     assert 0 < done < 1000
     code, output = train(file, "--resume")

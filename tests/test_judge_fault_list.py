@@ -359,7 +359,7 @@ def test_among_all_faults_at_once_no_verdict_is_wrong_and_everything_ends(tmp_pa
         assert all(v.reason for _, v in found if v.first is None)
         assert sum(v.first is not None for _, v in found) > 0.6 * len(found)
         assert len(one.met + two.met) == 13, "every fault happened"
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while any(e.load for e in j.client.sender.endpoints):
             assert time.monotonic() < deadline, [e.load for e in j.client.sender.endpoints]
             time.sleep(0.02)

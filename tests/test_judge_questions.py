@@ -71,8 +71,8 @@ def test_a_pair_with_its_source(tmp_path, server):
             "p", [grey, bright if source is dark else dark, source], [(0, 1), (0, 2)], [source]
         )
         assert [v.first for v in verdicts] == [1.0, 0.0], winner
-    assert judge.submit("p", dark, bright, [dark]).result(5).first == 1.0
-    none = judge.submit("p", dark, bright).result(5)
+    assert judge.submit("p", dark, bright, [dark]).result(30).first == 1.0
+    none = judge.submit("p", dark, bright).result(30)
     assert none.first is None and "shows the source image" in none.reason
 
 
@@ -82,10 +82,10 @@ def test_yes_or_no_counts_every_spelling(tmp_path, server):
     tokens = {"Yes": 0.3, " yes": 0.2, "YES": 0.1, "No": 0.1, " no": 0.05, "Maybe": 0.2, "Yesterday": 0.05}
     server.answer = lambda b, text: tokens
     j = client(server)
-    assert j.ask(asked, {"prompt": ""}, media(5)).result(5).value == pytest.approx(0.6 / 0.75)
-    assert j.ask(exact, {"prompt": ""}, media(5)).result(5).value == pytest.approx(0.3 / 0.4)
+    assert j.ask(asked, {"prompt": ""}, media(5)).result(30).value == pytest.approx(0.6 / 0.75)
+    assert j.ask(exact, {"prompt": ""}, media(5)).result(30).value == pytest.approx(0.3 / 0.4)
     server.answer = lambda b, text: {"Maybe": 0.9, "Yes": 0.004, "No": 0.001}
-    found = j.ask(asked, {"prompt": ""}, media(5)).result(5)
+    found = j.ask(asked, {"prompt": ""}, media(5)).result(30)
     assert found.value is None and "probability" in found.reason
 
 
@@ -97,11 +97,11 @@ def test_scores_and_json_and_what_cannot_be_read(tmp_path, server):
     )
     server.answer = lambda b, text: "**Alignment Score (1-5):** 4.5\nStyle Score (1-5): 9"
     j = client(server)
-    answer = j.ask(lines, {"prompt": ""}, media(5)).result(5)
+    answer = j.ask(lines, {"prompt": ""}, media(5)).result(30)
     assert answer.parts == {"Alignment": 4.5} and answer.value is None and not answer.reason
     pair = template(tmp_path, "user: '{prompt}{media_1}'\nanswer: json\nscores: {a: [0, 25], b: [0, 25]}")
     server.answer = lambda b, text: '```json\n{"reasoning": "a, ] b", "score": [20, 7.5,],}\n```'
-    assert j.ask(pair, {"prompt": ""}, media(5)).result(5).parts == {"a": 20.0, "b": 7.5}
+    assert j.ask(pair, {"prompt": ""}, media(5)).result(30).parts == {"a": 20.0, "b": 7.5}
     for said in (
         '{"score": [20]}',
         '{"score": [20, 26]}',
@@ -111,7 +111,7 @@ def test_scores_and_json_and_what_cannot_be_read(tmp_path, server):
         "\ud800",
     ):
         server.answer = lambda b, text, said=said: said
-        answer = j.ask(pair, {"prompt": ""}, media(5)).result(5)
+        answer = j.ask(pair, {"prompt": ""}, media(5)).result(30)
         assert answer.parts == {} and answer.value is None and answer.reason, said
         answer.raw.encode()
 
@@ -122,14 +122,14 @@ def test_the_same_question_is_asked_once(tmp_path, server):
     server.delay_s, j = 0.1, client(server)
     one, same, other = media(10, 10, 200)
     first = [j.ask(asked, {"prompt": "a"}, [one], once=True) for _ in range(3)]
-    late = first[0].result(5) and j.ask(asked, {"prompt": "a"}, [one], once=True)
+    late = first[0].result(30) and j.ask(asked, {"prompt": "a"}, [one], once=True)
     rest = [j.ask(asked, {"prompt": "b"}, [one], once=True), j.ask(asked, {"prompt": "a"}, [other], once=True)]
-    assert {f.result(5).raw for f in (*first, late)} == {"a 10"}
-    assert [f.result(5).raw for f in rest] == ["b 10", "a 200"]
+    assert {f.result(30).raw for f in (*first, late)} == {"a 10"}
+    assert [f.result(30).raw for f in rest] == ["b 10", "a 200"]
     assert len(server.requests) == 3
-    assert j.ask(asked, {"prompt": "a"}, [same]).result(5).raw == "a 10" and len(server.requests) == 4
+    assert j.ask(asked, {"prompt": "a"}, [same]).result(30).raw == "a 10" and len(server.requests) == 4
     del one, same, other, first, late, rest
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while len(j._asked) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not len(j._asked) and not len(j._encodings), "nothing is kept of a medium that is gone"
@@ -143,7 +143,7 @@ def test_a_question_shared_by_two_survives_the_one_that_leaves(tmp_path, server)
     while not server.requests:
         time.sleep(0.01)
     leaves.cancel()
-    assert stays.result(5).raw == "here" and len(server.requests) == 1
+    assert stays.result(30).raw == "here" and len(server.requests) == 1
 
 
 def test_who_asks_right_after_all_left_gets_an_answer(tmp_path, server):
@@ -160,15 +160,15 @@ def test_who_asks_right_after_all_left_gets_an_answer(tmp_path, server):
         return await j.answer(asked, {"prompt": "a"}, [one], once=True)
 
     j.prepare(asked)
-    assert j.run(leave_and_come_back()).result(5).raw == "here"
+    assert j.run(leave_and_come_back()).result(30).raw == "here"
 
 
 def test_a_question_that_failed_is_asked_again(tmp_path, server):
     asked = template(tmp_path, "user: '{prompt}{media_1}'\nanswer: text")
     server.answer, server.fault, server.count = (lambda bright, text: "here"), "400", 1
     j, (one,) = client(server), media(10)
-    assert "refused with 400" in j.ask(asked, {"prompt": "a"}, [one], once=True).result(5).reason
-    assert j.ask(asked, {"prompt": "a"}, [one], once=True).result(5).raw == "here"
+    assert "refused with 400" in j.ask(asked, {"prompt": "a"}, [one], once=True).result(30).reason
+    assert j.ask(asked, {"prompt": "a"}, [one], once=True).result(30).raw == "here"
 
 
 def test_judges_with_the_same_servers_share_a_client(server):
@@ -178,15 +178,15 @@ def test_judges_with_the_same_servers_share_a_client(server):
     assert HttpJudge(HttpJudgeConfig(**{**config, "timeout_s": 6.0})).client is not one.client
     two.close()
     dark, bright = media(40, 200)
-    assert one.submit("p", dark, bright).result(5).first < 0.1
+    assert one.submit("p", dark, bright).result(30).first < 0.1
 
 
 def test_clips_are_shown_by_the_sibling_template(server):
     judge = HttpJudge(HttpJudgeConfig(endpoints=(server.url,), template="compare"))
     clips = [Media(np.full((3, 32, 32, 3), level, np.uint8)) for level in (40, 200)]
-    assert judge.submit("p", *clips).result(5).first < 0.1
+    assert judge.submit("p", *clips).result(30).first < 0.1
     assert "Video 2" in text_of(server.requests[0]) and len(images(server.requests[0])) == 6
-    assert judge.submit("p", *media(40, 200)).result(5).first < 0.1
+    assert judge.submit("p", *media(40, 200)).result(30).first < 0.1
     assert "Image 2" in text_of(server.requests[1])
 
 
@@ -194,9 +194,9 @@ def test_a_body_of_any_kind_is_sent_without_a_template(server):
     sender = Sender(SendConfig(endpoints=(server.url,), timeout_s=5, retries=1, backoff_s=0.01))
     body = b'{"model":"bright-judge","messages":[{"role":"user","content":[]}]}'
     with pytest.raises(SendError, match="404"):
-        sender.thread.submit(sender.send("/nowhere", lambda endpoint, carried: body)).result(5)
+        sender.thread.submit(sender.send("/nowhere", lambda endpoint, carried: body)).result(30)
     server.answer, server.fault, server.count = (lambda bright, text: "here"), "500", 1
-    reply = sender.thread.submit(sender.send("/v1/chat/completions", lambda endpoint, carried: body)).result(5)
+    reply = sender.thread.submit(sender.send("/v1/chat/completions", lambda endpoint, carried: body)).result(30)
     assert b"here" in reply.payload and reply.retries == 1 and reply.url == server.url
 
 
@@ -231,4 +231,4 @@ def test_a_pair_needs_an_answer_that_is_a_verdict(tmp_path):
 def test_a_probability_above_one_is_none(tmp_path, server):
     asked = template(tmp_path, "user: '{prompt}{media_1}'\nlabels: ['Yes', 'No']")
     server.answer = lambda b, text: {"Yes": math.e, "No": 0.5}
-    assert client(server).ask(asked, {"prompt": ""}, media(5)).result(5).value is None
+    assert client(server).ask(asked, {"prompt": ""}, media(5)).result(30).value is None

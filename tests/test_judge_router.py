@@ -84,13 +84,13 @@ def routed(*urls, timeout_s=60.0, **env):
 def get(url):
     """(status, body) of a GET."""
     try:
-        with urllib.request.urlopen(url, timeout=10) as reply:
+        with urllib.request.urlopen(url, timeout=30) as reply:
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
 
 
-def post(url, body, timeout=10):
+def post(url, body, timeout=30):
     """(status, parsed body) of a chat request."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(f"{url}/v1/chat/completions", data, {"Content-Type": "application/json"})
@@ -196,7 +196,7 @@ def test_a_dead_backend_is_a_502_and_its_neighbour_goes_on():
         time.sleep(0.3)  # the probe that a 500 calls for asks after its own model only
         assert all(e.alive for e in going_on.client.sender.endpoints)
         with Dark(port=port):  # its clients come back by themselves
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 30
             while any(v.first is None for v in ask(degraded)):
                 assert time.monotonic() < deadline
 
@@ -220,14 +220,14 @@ def test_streams_are_passed_on_as_they_come_and_end_with_their_client():
     with Slow() as server, routed(server.url) as url:
         body = json.dumps({"model": "slow", "stream": True}).encode()
         request = urllib.request.Request(f"{url}/v1/chat/completions", body)
-        with urllib.request.urlopen(request, timeout=10) as reply:
+        with urllib.request.urlopen(request, timeout=30) as reply:
             assert reply.read(1) == b"a", "before the answer is complete"
             server.go.set()
             assert reply.read() == b"b"
         server.go.clear()
-        with urllib.request.urlopen(request, timeout=10) as reply:
+        with urllib.request.urlopen(request, timeout=30) as reply:
             assert reply.read(1) == b"a"
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while not server.left:
             assert time.monotonic() < deadline, "the backend still works for a client that left"
             time.sleep(0.02)

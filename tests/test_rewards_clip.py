@@ -294,7 +294,7 @@ def test_hostile_prompts_are_scored_in_bounded_time(name, reward):
     ]
     started = time.monotonic()
     assert np.isfinite(values(reward(name), [Sample(p, picture(0)) for p in prompts])).all()
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 def test_scores_that_are_not_finite_are_missing(tmp_path, reward):

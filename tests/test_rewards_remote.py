@@ -84,7 +84,7 @@ def refused(url, **changes):
     start = time.monotonic()
     with pytest.raises(RewardError) as caught:
         remote(url, **changes)
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < 30
     return str(caught.value)
 
 
@@ -143,7 +143,7 @@ def test_a_fault_that_stays_is_missing_with_its_reason(fault):
         server.fault = fault
         start = time.monotonic()
         scores = found.score(samples(51, 102))
-        assert time.monotonic() - start < 9.0
+        assert time.monotonic() - start < 30
     assert [s.value for s in scores] == [None, None]
     assert all(MISSING[fault] in s.reason for s in scores), scores[0].reason
     if fault in ("400", "not_json", "html", "few", "nan"):
@@ -176,7 +176,7 @@ def test_killed_for_good_ends_with_a_reason():
     server.kill()
     start = time.monotonic()
     scores = found.score(samples(51, 102))
-    assert time.monotonic() - start < 9.0
+    assert time.monotonic() - start < 30
     assert all(s.value is None and "was reachable for 1 s" in s.reason for s in scores)
 
 

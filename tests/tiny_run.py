@@ -91,7 +91,7 @@ class Run:
         """All that it printed."""
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.is_file() else ""
 
-    def wait(self, seconds: float = 60.0) -> int:
+    def wait(self, seconds: float = 180.0) -> int:
         """Its exit code; fails if it does not end in time."""
         self.process.join(seconds)
         if self.process.exitcode is None:
@@ -106,7 +106,7 @@ class Run:
             os.kill(self.process.pid, signal.SIGKILL)
         self.process.join()
 
-    def until(self, done: Callable[[], bool], seconds: float = 60.0) -> None:
+    def until(self, done: Callable[[], bool], seconds: float = 120.0) -> None:
         """Wait for `done`, which must come before the process ends."""
         limit = time.monotonic() + seconds
         while not done():
