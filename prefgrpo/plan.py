@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,59 @@ from prefgrpo.models.guidance import attach
 from prefgrpo.models.parking import KINDS
 
 GIB = 2**30
+Batch = tuple[Tensor, Tensor, Condition]
+"""x [B, ...], σ [B], the condition."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes per process."""
+
+    parts: dict[str, int]
+    """By kind; activations are those of the largest phase."""
+    phases: dict[str, int]
+    """Activations of rollout, decode and update."""
+    parameters: dict[str, int]
+    """Parameters per component of the pipeline, and of what trains."""
+
+    @property
+    def total(self) -> int:
+        """The most that is held at once."""
+        return sum(self.parts.values())
 
 
 def plan(config: Config, gpus: int, memory_gib: float) -> int:
     """Print the plan; returns 0 if it fits into `memory_gib` per GPU, else 1. Raises ConfigError or ModelError."""
+    found = estimate(config, gpus)
+    for name, count in found.parameters.items():
+        print(f"{name:<20} {count / 1e6:12.2f} M parameters")
+    print(f"per GPU, {gpus} GPU(s):")
+    for name, value in found.parts.items():
+        print(f"  {name:<18} {value / GIB:10.4g} GiB")
+    print(f"  {'sum':<18} {found.total / GIB:10.4g} GiB of {memory_gib:g}")
+    shown = ", ".join(f"{name} {value / GIB:.4g}" for name, value in found.phases.items())
+    print(f"activations of {config.rollout.batch_size} samples at once: {shown} GiB; the largest counts")
+    fits = found.total < memory_gib * GIB
+    largest, phase = (max(sizes, key=lambda name: sizes[name]) for sizes in (found.parts, found.phases))
+    print("fits" if fits else f"does not fit: {_hint(config, largest, phase)}")
+    return 0 if fits else 1
+
+
+def estimate(config: Config, gpus: int) -> Estimate:
+    """What each of `gpus` processes holds. Raises ConfigError or ModelError."""
+    adapter, encoders = without_weights(config)
+    parts, parameters = known_bytes(config, adapter, gpus), adapter.parameter_counts() | encoders
+    if not config.data.cache and "text_encoder" not in config.memory.offload:
+        parts["text encoders"] = {"fp32": 4, "bf16": 2}[config.dtype] * sum(encoders.values())
+    parts["embeddings"], phases = traced_bytes(config, adapter, gpus, source_count(config, type(adapter)))
+    return Estimate(parts | {"activations": max(phases.values())}, phases, parameters)
+
+
+def without_weights(config: Config) -> tuple[Adapter, dict[str, int]]:
+    """(the run's adapter over a pipeline on the meta device, ready to train; parameters per text encoder)."""
     with names("family"):
         cls = family(config.family)
-    path = folder.resolve(config.model, cls.pipeline, configs_only=True)
+    path = cls.find(config.model, configs_only=True)
     diffusers_logging.set_verbosity_error()  # it warns of casts that only matter for weights
     pipe, encoders = meta_pipeline(path, cls.pipeline, DTYPES[config.dtype])
     r, t = config.rollout, config.train
@@ -49,32 +96,7 @@ def plan(config: Config, gpus: int, memory_gib: float) -> int:
             adapter.enable_full()
         if t.gradient_checkpointing:
             adapter.checkpoint_gradients(t.checkpointing_share)
-        parts = known_bytes(config, adapter, gpus)
-    for name, count in (adapter.parameter_counts() | encoders).items():
-        print(f"{name:<20} {count / 1e6:12.2f} M parameters")
-    texts = {"fp32": 4, "bf16": 2}[config.dtype] * sum(encoders.values())
-    if not config.data.cache and "text_encoder" not in config.memory.offload:
-        parts["text encoders"] = texts
-    sources = source_count(config, cls)
-    parts["embeddings"], phases = traced_bytes(config, adapter, gpus, sources)
-    last = max(phases, key=lambda name: phases[name])
-    parts["activations"] = phases[last]
-    return _tell(config, parts, phases, f"{gpus} GPU(s)", memory_gib)
-
-
-def _tell(config: Config, parts: dict[str, int], phases: dict[str, int], what: str, memory_gib: float) -> int:
-    """Print the table; the exit code."""
-    print(f"per GPU, {what}:")
-    for name, value in parts.items():
-        print(f"  {name:<18} {value / GIB:10.4g} GiB")
-    total = sum(parts.values())
-    print(f"  {'sum':<18} {total / GIB:10.4g} GiB of {memory_gib:g}")
-    shown = ", ".join(f"{name} {value / GIB:.4g}" for name, value in phases.items())
-    print(f"activations of {config.rollout.batch_size} samples at once: {shown} GiB; the largest counts")
-    fits = total < memory_gib * GIB
-    hint = _hint(config, max(parts, key=lambda name: parts[name]), max(phases, key=lambda name: phases[name]))
-    print("fits" if fits else f"does not fit: {hint}")
-    return 0 if fits else 1
+    return adapter, encoders
 
 
 def _hint(config: Config, largest: str, phase: str) -> str:
@@ -108,6 +130,21 @@ def traced_bytes(config: Config, adapter: Adapter, world: int, sources: int = 0)
     The adapter's modules (on the meta device) lose what they have: they become fake.
     """
     r = config.rollout
+    mode, known, batch = stand_ins(config, adapter, sources)
+    with mode:
+        for _, p in adapter.trainable():
+            p.grad = torch.empty_like(p)
+            known.append(p.grad)
+        phases = {n: _phase(n, config, adapter, batch, known) for n in ("rollout", "decode", "update")}
+    forget("prefgrpo.models")
+    samples = r.prompts_per_step // world * r.group_size
+    held = sum(value.nbytes for value in batch[2].values())
+    return samples * held // r.batch_size, phases
+
+
+def stand_ins(config: Config, adapter: Adapter, sources: int = 0) -> tuple[FakeTensorMode, list[Tensor], Batch]:
+    """(mode in which the adapter now runs without content, all its tensors, a batch of the rollout)."""
+    r = config.rollout
     modules = [m for m in adapter.pipe.components.values() if isinstance(m, nn.Module)]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     known, sigma = fake(modules, mode), torch.full((r.batch_size,), 0.9)
@@ -119,20 +156,11 @@ def traced_bytes(config: Config, adapter: Adapter, world: int, sources: int = 0)
             one = _condition(config, adapter, lengths, sources)
             batch = {key: _batched(value, r.batch_size) for key, value in one.items()}
         x = torch.empty(r.batch_size, *adapter.latent_shape(r.height, r.width))
-        for _, p in adapter.trainable():
-            p.grad = torch.empty_like(p)
-            known.append(p.grad)
-        known += [x, *batch.values()]
-        phases = {n: _phase(n, config, adapter, (x, sigma, batch), known) for n in ("rollout", "decode", "update")}
-    forget("prefgrpo.models")
-    samples = r.prompts_per_step // world * r.group_size
-    return samples * sum(value.nbytes for value in one.values()), phases
+    return mode, [*known, x, *batch.values()], (x, sigma, batch)
 
 
-def _phase(
-    name: str, config: Config, adapter: Adapter, batch: tuple[Tensor, Tensor, Condition], known: list[Tensor]
-) -> int:
-    """Most bytes that one forward of the rollout, one decode, or one trained step holds; batch: x, σ, condition."""
+def _phase(name: str, config: Config, adapter: Adapter, batch: Batch, known: list[Tensor]) -> int:
+    """Most bytes that one forward of the rollout, one decode, or one trained step holds."""
     x, sigma, condition = batch
     r, size = config.rollout, (config.rollout.height, config.rollout.width)
     parked = 0
