@@ -2,7 +2,9 @@
 # Checks and measures the ops on a GPU machine: builds the extension for the GPU that is there, runs the tests of the
 # ops on it (where pytest and hypothesis are installed), checks memory accesses of a small case, takes the benchmarks,
 # writes benchmarks/results/cuda.json and docs/benchmarks.md. Needs torch with CUDA, nvcc, cmake, ninja, pybind11; no
-# network. Usage: scripts/gpu_check.sh
+# network. Usage: scripts/gpu_check.sh [train]
+# With "train": builds and then times a LoRA step of FLUX.1-dev's true size (benchmarks/bench_train.py), which needs
+# diffusers, transformers and peft besides, 30 GB of disk and an 80 GB GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -13,6 +15,9 @@ arch=$("$PYTHON" -c 'import torch; major, minor = torch.cuda.get_device_capabili
 PREFGRPO_CUDA_ARCHS=${PREFGRPO_CUDA_ARCHS:-$arch} "$PYTHON" setup.py -q build_ext --inplace
 "$PYTHON" -c 'from prefgrpo.ops import backend_of; assert backend_of("cuda") == "cuda", backend_of("cuda")'
 
+if [[ ${1:-} == train ]]; then
+  exec "$PYTHON" -m benchmarks.bench_train
+fi
 if "$PYTHON" -c 'import pytest, hypothesis' 2>/dev/null; then
   "$PYTHON" -m pytest -q -o addopts= -p no:cacheprovider tests/test_gpu.py tests/test_ops_*.py tests/test_csrc.py
 else

@@ -1,0 +1,181 @@
+"""`python -m benchmarks.bench_train [--device cuda]`: a LoRA step of FLUX.1-dev's true size, timed and weighed.
+
+The transformer and the VAE have the published configuration and random weights, which cost the same time as trained
+ones; the text encoders have the published widths and two layers, since training reads an embedding cache. Per picture
+size a process of its own trains `scripts/lora_prefgrpo_flux.yaml` on one process with small groups, rewarded by the
+pictures' JPEG size, so that no judge is waited for. Written to results/train_DEVICE.json: seconds per phase, images per
+second, the peak of the allocator beside what `prefgrpo plan` estimates, and MFU.
+
+MFU = (forward FLOP of the rollout + forward and backward FLOP of the trained steps, without what is computed twice)
+/ seconds / FLOP/s of one large bf16 matrix product, timed in the same run. FLOP are counted by torch's FlopCounterMode
+on tensors without content. Invariant: what is timed is `prefgrpo train`, unchanged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.bench_judge import machine
+from benchmarks.blocks import rounded, write_json
+from prefgrpo.config import Config, load
+from prefgrpo.plan import GIB, estimate, stand_ins, without_weights
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE, RESULTS = ROOT / "scripts" / "lora_prefgrpo_flux.yaml", ROOT / "benchmarks" / "results"
+PROMPTS = ("a red cube left of a blue ball", "a street in the rain at night", "two cats asleep on a piano")
+
+
+def flux_dev(device: str) -> Any:
+    """FLUX.1-dev's pipeline with random weights in bf16; text encoders of two layers."""
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+
+    from prefgrpo.tiny.parts import clip_text, clip_tokenizer, t5_text, t5_tokenizer
+
+    clip, t5 = clip_tokenizer(), t5_tokenizer()
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            transformer = FluxTransformer2DModel(guidance_embeds=True)
+            vae = AutoencoderKL(
+                block_out_channels=(128, 256, 512, 512), down_block_types=("DownEncoderBlock2D",) * 4,
+                up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=2, latent_channels=16, sample_size=1024,
+                scaling_factor=0.3611, shift_factor=0.1159, use_quant_conv=False, use_post_quant_conv=False,
+            )  # fmt: skip
+            encoders = clip_text(clip, width=768), t5_text(t5, width=4096)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0)
+    return FluxPipeline(
+        scheduler=scheduler, vae=vae, text_encoder=encoders[0], tokenizer=clip, text_encoder_2=encoders[1],
+        tokenizer_2=t5, transformer=transformer,
+    )  # fmt: skip
+
+
+def recipe(model: Path, work: Path, side: int, device: str, steps: int) -> Path:
+    """The shipped recipe with what the benchmark changes, as a file."""
+    changed = {
+        "extends": str(RECIPE), "model": str(model), "output": str(work / "runs"), "name": f"at{side}",
+        "device": device, "reward": {"spec": "jpeg_compressibility"}, "eval": {"every": 0},
+        "data": {"prompts": str(work / "prompts.txt"), "cache": str(work / "cache")},
+        "rollout": {
+            "height": side, "width": side, "steps": 10, "window_high": 9, "window_size": 4, "prompts_per_step": 1,
+            "group_size": 4, "batch_size": 4,
+        },
+        "train": {"steps": steps, "updates_per_rollout": 1}, "checkpoint": {"every": steps},
+    }  # fmt: skip
+    file = work / f"at{side}.yaml"
+    file.write_text(json.dumps(changed))
+    return file
+
+
+def run(command: str, file: Path) -> int:
+    """`prefgrpo COMMAND` in this process; the most bytes it held. Raises RuntimeError if it fails."""
+    from prefgrpo.cli import main
+    from prefgrpo.session import peak_memory
+
+    if code := main([command, str(file)]):
+        raise RuntimeError(f"prefgrpo {command} ended with {code}")
+    return peak_memory(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
+
+
+def apart(command: str, file: Path) -> int:
+    """`run` in a new process, whose peak is its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(run, command, file).result()
+
+
+def flop(config: Config) -> dict[str, int]:
+    """FLOP of one sample's forward, and of its forward and backward without recomputation."""
+    once = dataclasses.replace(config, train=dataclasses.replace(config.train, gradient_checkpointing=False))
+    adapter, _ = without_weights(once)
+    mode, _, (x, sigma, condition) = stand_ins(config, adapter)
+    found = {}
+    for name in ("forward", "train"):
+        with mode, FlopCounterMode(display=False) as counter, torch.set_grad_enabled(name == "train"):
+            v = adapter.velocity(x, sigma, condition, config.rollout.height, config.rollout.width)
+            if name == "train":
+                v.float().square().mean().backward()
+        found[name] = counter.get_total_flops() // config.rollout.batch_size
+    return found
+
+
+def matmul_flops(device: str, size: int, rounds: int = 20) -> float:
+    """FLOP/s of a bf16 matrix product of `size`², median of the rounds."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    seconds = []
+    for _ in range(rounds + 3):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        a @ b
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / statistics.median(seconds[3:])
+
+
+def measure(model: Path, work: Path, side: int, device: str, steps: int, peak_flops: float) -> dict[str, Any]:
+    """One picture size; medians over the steps after the first."""
+    file = recipe(model, work, side, device, steps)
+    config, peak = load(file), apart("train", file)
+    rows = [json.loads(line) for line in (work / "runs" / f"at{side}" / "metrics.jsonl").read_text().splitlines()]
+    trained = [r for r in rows if r["kind"] == "train"][1:]
+    seconds = {k: statistics.median(r[k] for r in trained) for k in trained[0] if k.startswith("time/")}
+    r, counted, expected = config.rollout, flop(config), estimate(config, 1)
+    samples = r.prompts_per_step * r.group_size
+    work_done = samples * (r.steps * counted["forward"] + r.window_size * counted["train"])
+    whole = sum(seconds.values())
+    return {
+        "side": side, "samples": samples, "steps": r.steps, "trained_steps": r.window_size, "batch": r.batch_size,
+        "seconds": {k.removeprefix("time/"): v for k, v in seconds.items()}, "images_per_s": samples / whole,
+        "flop_per_sample": counted, "mfu": work_done / whole / peak_flops, "peak_gib": peak / GIB,
+        "plan_gib": expected.total / GIB, "plan_over_peak": expected.total / peak if device == "cuda" else None,
+        "plan_parts_gib": {k: v / GIB for k, v in (expected.parts | expected.phases).items()},
+    }  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--model", type=Path, help="a pipeline folder instead of FLUX.1-dev with random weights")
+    parser.add_argument("--sides", type=int, nargs="+", default=[512, 1024], help="picture sizes")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each run; the first is not timed")
+    parser.add_argument("--matmul", type=int, default=8192, help="size of the matrix product that MFU is measured by")
+    parser.add_argument("--out", type=Path, default=None, help="the JSON; default results/train_DEVICE.json")
+    given = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        work, model = Path(folder), given.model or Path(folder) / "model"
+        (work / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+        flops = matmul_flops(given.device, given.matmul)
+        if given.model is None:
+            flux_dev(given.device).save_pretrained(model, max_shard_size="5GB")
+            if given.device == "cuda":
+                torch.cuda.empty_cache()
+        apart("preprocess", recipe(model, work, given.sides[0], given.device, given.steps))
+        found = {
+            "machine": machine(), "torch": torch.__version__,
+            "gpu": torch.cuda.get_device_name() if given.device == "cuda" else None,
+            "matmul_tflops": flops / 1e12, "model": str(given.model or "FLUX.1-dev, random weights"),
+            "runs": [measure(model, work, side, given.device, given.steps, flops) for side in given.sides],
+        }  # fmt: skip
+    write_json(given.out or RESULTS / f"train_{given.device}.json", rounded(found))
+    print(json.dumps(rounded(found), indent=1))
+
+
+if __name__ == "__main__":
+    main()
