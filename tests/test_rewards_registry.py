@@ -9,6 +9,7 @@ import inspect
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from reward_server import serving
 
 from prefgrpo.config import from_dict
 from prefgrpo.judging import specs
+from prefgrpo.media import Media
 from prefgrpo.rewards import REWARDS, build, load_class
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward
 from prefgrpo.rewards.listing import show
@@ -85,6 +87,41 @@ def test_runs(name, made):
         assert ("video" if sample.media.clip else "image") in reward.takes
         assert sample.source or not reward.needs_source
         assert set(reward.meta_keys) <= set(sample.meta)
+
+
+def odd(name):
+    """(sample, whether a reason must come) of shapes, kinds and prompts that nobody has in a test otherwise."""
+    base, takes = CASES[name].samples()[0], load_class(name).takes
+    rng = np.random.default_rng(0)
+    seen, other = ((64, 96, 3), (3, 32, 48, 3)) if "image" in takes else ((8, 32, 48, 3), (32, 48, 3))
+    pixels = rng.integers(0, 256, seen, np.uint8)
+    tiny = pixels[:2, :1, :1] if len(seen) == 4 else pixels[:1, :1]
+    media = [(tiny, None), (pixels[::2, ::-1], None), (pixels[..., :1, :].repeat(7, -2)[..., :2, :, :], None)]
+    media += [
+        (pixels / 255.0, True),
+        (pixels[..., 0], True),
+        (pixels[:0], True),
+        (np.dstack([pixels[..., :2]] * 2), True),
+    ]
+    media += [] if set(takes) == {"image", "video"} else [(rng.integers(0, 256, other, np.uint8), True)]
+    media += [(pixels[:1], None), (np.zeros((17, 32, 48, 3), np.uint8), None)] if len(seen) == 4 else []
+    prompts = ["", " 家🐈\u202e\0", "\ud800", ' {media_1} %s <|image_pad|> "' + " word" * 200_000]
+    return [(replace(base, media=Media(p)), bad) for p, bad in media] + [
+        (replace(base, prompt=base.prompt * bool(text) + text), None) for text in prompts
+    ]
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_odd_samples_have_a_finite_score_or_a_reason_and_leave_their_neighbours_alone(name, made):
+    _, reward, (expected, *_) = made(name)
+    base, cases = CASES[name].samples()[0], odd(name)
+    assert reward.score([]) == []
+    *found, last = reward.score([*(sample for sample, _ in cases), base])
+    assert last.reason == expected.reason
+    assert (last.value or 0.0) == pytest.approx(expected.value or 0.0, rel=1e-4, abs=1e-5)
+    for score, (sample, bad) in zip(found, cases, strict=True):
+        told = (sample.media.pixels.shape, sample.media.pixels.dtype, sample.prompt[:40], score)
+        assert score.reason if score.value is None else np.isfinite(score.value) and not bad, told
 
 
 @pytest.mark.parametrize("name", POINTWISE)

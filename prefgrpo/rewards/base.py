@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -35,6 +36,17 @@ def library(name: str, install: str) -> ModuleType:
             f"this reward needs the package {name} ({error}): pip install {install}; or run the reward where it is "
             "installed with `prefgrpo reward serve NAME` and give reward.options.NAME.url"
         ) from error
+
+
+def unusable(media: Media, takes: Sequence[str] = ("image", "video")) -> str:
+    """Why a medium cannot be scored by what takes these kinds; '' if it can."""
+    shape = media.pixels.shape
+    if len(shape) not in (3, 4) or shape[-1] != 3 or media.pixels.dtype != np.uint8:
+        return f"expected 8-bit RGB pixels, got {media.pixels.dtype} {list(shape)}"
+    if not all(shape):
+        return f"the medium has no pixels: {list(shape)}"
+    kind = "video" if media.clip else "image"
+    return "" if kind in takes else f"expected {' or '.join(takes)}, got {kind}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,6 +138,10 @@ class Reward(ABC):  # noqa: B024  (its two kinds have the abstract methods)
     streams: bool = False
     """Samples are handed over one by one while others are being made (`submit` or `session`)."""
 
+    def refuse(self, sample: Sample) -> str:
+        """Why a sample cannot be scored; '' if it can. By default: pixels or a kind of media that it does not take."""
+        return unusable(sample.media, self.takes)
+
     def check(self, group_size: int) -> None:  # noqa: B027  (most rewards take groups of any size)
         """Raise ValueError if it cannot score groups of this size."""
 
@@ -139,6 +155,18 @@ class PointwiseReward(Reward):
     @abstractmethod
     def score(self, samples: list[Sample]) -> list[Score]:
         """One score per sample, in order; a sample that fails is a missing score, never an exception."""
+
+    def in_batches(
+        self, samples: Sequence[Sample], size: int, score: Callable[[list[Sample]], Iterable[Score]]
+    ) -> list[Score]:
+        """`score` of `size` samples at a time, in order; those that `refuse` has a reason for are missing."""
+        scores = [Score(None, self.refuse(s)) for s in samples]
+        able = [k for k, s in enumerate(scores) if not s.reason]
+        for start in range(0, len(able), size):
+            chosen = able[start : start + size]
+            for k, found in zip(chosen, score([samples[k] for k in chosen]), strict=True):
+                scores[k] = found
+        return scores
 
     def submit(self, sample: Sample) -> Future[Score]:
         """Send one sample without waiting (streaming rewards only)."""

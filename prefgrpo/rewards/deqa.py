@@ -17,7 +17,6 @@ from torch import Tensor
 
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.checkpoints import device_of, dtype_of, library, loading
-from prefgrpo.rewards.frames import no_image
 
 LEVELS = {"excellent": 5.0, "good": 4.0, "fair": 3.0, "poor": 2.0, "bad": 1.0}
 IMAGE = "<|image|>"
@@ -69,21 +68,15 @@ class DeQA(PointwiseReward):
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """Expected level / 5 of each image; parts: the level, 1 … 5, and each word's probability."""
-        scores = [Score(None, no_image(s.media)) for s in samples]
-        able = [k for k, s in enumerate(scores) if not s.reason]
-        for start in range(0, len(able), self.batch_size):
-            chosen = able[start : start + self.batch_size]
-            for k, logits in zip(chosen, self._logits([samples[k].media.pil for k in chosen]), strict=True):
-                scores[k] = graded(logits)
-        return scores
+        return self.in_batches(samples, self.batch_size, self._scores)
 
     @torch.inference_mode()
-    def _logits(self, images: list[Image.Image]) -> Tensor:
-        """[B, 5] logits of the level words."""
-        pixels = self.processor([square(i, self.ground) for i in images], return_tensors="pt")["pixel_values"]
-        ids = torch.tensor([self.question] * len(images), device=self.device)
+    def _scores(self, samples: list[Sample]) -> list[Score]:
+        squares = [square(s.media.pil, self.ground) for s in samples]
+        pixels = self.processor(squares, return_tensors="pt")["pixel_values"]
+        ids = torch.tensor([self.question] * len(samples), device=self.device)
         logits = self.model(input_ids=ids, images=pixels.to(self.device, self.dtype))["logits"]
-        return logits[:, -1, self.levels].float().cpu()
+        return [graded(words) for words in logits[:, -1, self.levels].float().cpu()]
 
 
 def question_ids(tokenizer: Any) -> list[int]:

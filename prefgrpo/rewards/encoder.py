@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -146,7 +147,8 @@ class OpenClip(Encoder):
         config = self._model.visual.preprocess_cfg
         mean, std = (torch.tensor(config[key])[:, None, None] for key in ("mean", "std"))
         side = config["size"] if isinstance(config["size"], int) else config["size"][0]
-        return (self._fit(torch.from_numpy(media.pixels).permute(2, 0, 1) / 255.0, side) - mean) / std
+        pixels = torch.from_numpy(np.ascontiguousarray(media.pixels)).permute(2, 0, 1) / 255.0
+        return (self._fit(pixels, side) - mean) / std
 
     def _encode_images(self, pixels: Tensor) -> Tensor:
         return self._model.encode_image(pixels)

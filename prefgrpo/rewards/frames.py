@@ -8,10 +8,8 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 
-import numpy as np
 from torch import Tensor
 
-from prefgrpo.media import Media
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.encoder import Encoder
 
@@ -33,30 +31,14 @@ class FrameReward(PointwiseReward):
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """One score per sample, the mean over its frames."""
-        reasons = [unusable(s.media) for s in samples]
-        shown = [
-            (k, f) for k, (s, bad) in enumerate(zip(samples, reasons)) if not bad for f in s.media.frames(self.frames)
-        ]
-        values: list[list[float]] = [[] for _ in samples]
-        if shown:
-            vectors = self.encoder.images([f for _, f in shown])
-            found = self.values(vectors, [samples[k].prompt for k, _ in shown])
-            for (k, _), value in zip(shown, found.tolist(), strict=True):
-                values[k].append(value)
-        return [Score(None, bad) if bad else score_of(v) for bad, v in zip(reasons, values, strict=True)]
+        return self.in_batches(samples, max(1, len(samples)), self._scores)
 
-
-def unusable(media: Media) -> str:
-    """Why a medium cannot be encoded; empty if it can."""
-    shape = media.pixels.shape
-    if len(shape) not in (3, 4) or shape[-1] != 3 or media.pixels.dtype != np.uint8:
-        return f"expected 8-bit RGB pixels, got {media.pixels.dtype} {list(shape)}"
-    return "" if all(shape) else f"the medium has no pixels: {list(shape)}"
-
-
-def no_image(media: Media) -> str:
-    """Why a medium cannot be scored as one image; empty if it can."""
-    return unusable(media) or ("expected an image, got a clip" if media.clip else "")
+    def _scores(self, samples: list[Sample]) -> list[Score]:
+        shown = [s.media.frames(self.frames) for s in samples]
+        vectors = self.encoder.images([frame for frames in shown for frame in frames])
+        values = self.values(vectors, [s.prompt for s, frames in zip(samples, shown, strict=True) for _ in frames])
+        each = values.split([len(frames) for frames in shown])
+        return [score_of(found.tolist()) for found in each]
 
 
 def score_of(values: list[float]) -> Score:

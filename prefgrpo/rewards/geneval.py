@@ -25,7 +25,6 @@ from prefgrpo.media import Media
 from prefgrpo.rewards import encoder
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.detectors import Detector, Found
-from prefgrpo.rewards.frames import no_image
 
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
@@ -80,14 +79,15 @@ class GenEval(PointwiseReward):
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """The value of each image; parts soft, strict, correct, and the last two under the sample's tag."""
-        reasons = [no_image(s.media) or refusal(s.meta, self.detector.names) for s in samples]
-        scores = [Score(None, reason) for reason in reasons]
-        able = [k for k, reason in enumerate(reasons) if not reason]
-        for start in range(0, len(able), self.batch_size):
-            chosen = able[start : start + self.batch_size]
-            for k, found in zip(chosen, self.detector([samples[k].media for k in chosen]), strict=True):
-                scores[k] = self._score(samples[k], found)
-        return scores
+        return self.in_batches(samples, self.batch_size, self._scores)
+
+    def refuse(self, sample: Sample) -> str:
+        """Also for columns that cannot be judged."""
+        return super().refuse(sample) or refusal(sample.meta, self.detector.names)
+
+    def _scores(self, samples: list[Sample]) -> list[Score]:
+        found = self.detector([s.media for s in samples])
+        return [self._score(s, things) for s, things in zip(samples, found, strict=True)]
 
     def _score(self, sample: Sample, found: Sequence[Found]) -> Score:
         tag, objects = sample.meta["tag"], kept(found, counting=sample.meta["tag"] == "counting")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from prefgrpo.rewards.base import Sample, Score
-from prefgrpo.rewards.ocr import COLUMN, image_value, levenshtein, plain, target
+from prefgrpo.rewards.ocr import image_value, levenshtein, plain, target, unnamed
 from prefgrpo.rewards.vlm import VlmReward, missing
 
 
@@ -33,10 +33,11 @@ class GenrmOcr(VlmReward):
         self._distance = levenshtein()
         super().__init__(judge, template)
 
+    def refuse(self, sample: Sample) -> str:
+        """Also for a prompt that names no text."""
+        return super().refuse(sample) or unnamed(sample)
+
     async def judge_sample(self, sample: Sample) -> Score:
         """What the judge reads against what the prompt quotes."""
-        wanted = target(sample)
-        if not wanted:
-            return Score(None, f"the prompt has no text in double quotes, and no column '{COLUMN}' names one")
         answer = await self.ask(self.question, sample)
-        return missing(answer) or Score(image_value(wanted, plain(answer.raw).strip("`\"'"), self._distance))
+        return missing(answer) or Score(image_value(target(sample), plain(answer.raw).strip("`\"'"), self._distance))

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
+from prefgrpo.rewards.base import RewardError, Sample, Score
 from prefgrpo.rewards.checkpoints import folder_of, loading
-from prefgrpo.rewards.frames import no_image
-from prefgrpo.rewards.qwen2vl import RewardModel, Turn, answers, checked, constants, fit
+from prefgrpo.rewards.qwen2vl import QwenReward, RewardModel, Turn, checked, constants, fit
 from prefgrpo.rewards.tensors import read_tensors
 
 TOKENS = ("<|Reward|>",)
@@ -27,7 +27,7 @@ PIXELS = 256 * 28 * 28
 """What the model sees of an image: this many pixels, whatever its size."""
 
 
-class HPSv3(PointwiseReward):
+class HPSv3(QwenReward):
     """HPSv3's mean score μ."""
 
     def __init__(
@@ -52,19 +52,14 @@ class HPSv3(PointwiseReward):
         with loading(model):
             self.model = RewardModel(base, read_tensors(files), TOKENS, "image", device, dtype)
 
-    def score(self, samples: list[Sample]) -> list[Score]:
-        """μ of each sample; part `sigma`: the head's second output."""
-        found = answers(self.model, samples, self._turn, self.batch_size)
-        return [Score(None, f) if isinstance(f, str) else _score(*f[0].tolist()) for f in found]
-
-    def _turn(self, sample: Sample) -> Turn:
-        if why := no_image(sample.media):
-            raise ValueError(why)
+    def turn(self, sample: Sample) -> Turn:
+        """The image and the training text."""
         return Turn(frame(sample.media.pil, PIXELS), self.text.replace("{text_prompt}", sample.prompt))
 
-
-def _score(mu: float, sigma: float) -> Score:
-    return Score(mu, parts={"sigma": sigma})
+    def scored(self, rows: NDArray[np.float64]) -> Score:
+        """μ; part `sigma`: the head's second output."""
+        mu, sigma = rows[0].tolist()
+        return Score(mu, parts={"sigma": sigma})
 
 
 def frame(image: Image.Image, pixels: int) -> torch.Tensor:

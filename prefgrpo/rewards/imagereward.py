@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rewards.checkpoints import device_of, folder_of, library, loading
 from prefgrpo.rewards.encoder import CHARACTERS
-from prefgrpo.rewards.frames import no_image
 from prefgrpo.rewards.tensors import filled, read_tensors, standard
 
 CENTRE, SCALE = 0.16717362830052426, 1.0333394966054072
@@ -65,16 +64,10 @@ class ImageReward(PointwiseReward):
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """The score of each image for its prompt."""
-        scores = [Score(None, no_image(s.media)) for s in samples]
-        able = [k for k, s in enumerate(scores) if not s.reason]
-        for start in range(0, len(able), self.batch_size):
-            chosen = able[start : start + self.batch_size]
-            for k, value in zip(chosen, self._values([samples[k] for k in chosen]), strict=True):
-                scores[k] = Score(value)
-        return scores
+        return self.in_batches(samples, self.batch_size, self._scores)
 
     @torch.inference_mode()
-    def _values(self, samples: list[Sample]) -> list[float]:
+    def _scores(self, samples: list[Sample]) -> list[Score]:
         prompts = [s.prompt[:CHARACTERS].encode("utf-8", "replace").decode() for s in samples]
         words = self.tokenizer(
             prompts, padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt"
@@ -84,7 +77,7 @@ class ImageReward(PointwiseReward):
         hidden = self.text(
             input_ids=words["input_ids"], attention_mask=words["attention_mask"], encoder_hidden_states=seen
         ).last_hidden_state
-        return ((self.mlp(hidden[:, 0].float()) - CENTRE) / SCALE)[:, 0].tolist()
+        return [Score(v) for v in ((self.mlp(hidden[:, 0].float()) - CENTRE) / SCALE)[:, 0].tolist()]
 
 
 def preprocess(image: Image.Image, side: int) -> Tensor:

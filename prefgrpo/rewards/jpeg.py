@@ -9,6 +9,7 @@ Source: Black et al., "Training Diffusion Models with Reinforcement Learning" (a
 from __future__ import annotations
 
 import io
+from typing import ClassVar
 
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 
@@ -27,17 +28,14 @@ class JpegIncompressibility(PointwiseReward):
     """More detail is better."""
 
     takes = ("image", "video")
+    sign: ClassVar[float] = 1.0
 
     def score(self, samples: list[Sample]) -> list[Score]:
-        """JPEG kB of each image."""
-        return [Score(jpeg_kilobytes(s)) for s in samples]
+        """JPEG kB of each image, with the sign."""
+        return self.in_batches(samples, 1, lambda one: [Score(self.sign * jpeg_kilobytes(one[0]))])
 
 
-class JpegCompressibility(PointwiseReward):
+class JpegCompressibility(JpegIncompressibility):
     """Less detail is better."""
 
-    takes = ("image", "video")
-
-    def score(self, samples: list[Sample]) -> list[Score]:
-        """Minus the JPEG kB of each image."""
-        return [Score(-jpeg_kilobytes(s)) for s in samples]
+    sign = -1.0

@@ -25,6 +25,8 @@ COLUMN = "text"
 INSTALL = "'prefgrpo[rewards]' (Python below 3.13; without libGL, opencv-python-headless in place of opencv-python)"
 EVERY = 4
 """Which frames of a clip are read."""
+LONGEST = 32
+"""Longer side over shorter side of what is read: engines enlarge the shorter side."""
 _QUOTED = re.compile('["“”]([^"“”]*)["“”]')
 Distance = Callable[[str, str], int]
 Read = Callable[[NDArray[np.uint8]], str]
@@ -36,6 +38,11 @@ def target(sample: Sample) -> str:
     quoted = _QUOTED.search(sample.prompt)
     given = sample.meta.get(COLUMN) or (quoted[1] if quoted else "")
     return plain(str(given))
+
+
+def unnamed(sample: Sample) -> str:
+    """Why a sample has no target; '' if it has one."""
+    return "" if target(sample) else f"the prompt has no text in double quotes, and no column '{COLUMN}' names one"
 
 
 def plain(text: str) -> str:
@@ -80,18 +87,23 @@ class Ocr(PointwiseReward):
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """One score per sample; missing where the prompt quotes nothing or reading failed."""
-        return list(self._threads.map(self._one, samples))
+        return self.in_batches(samples, max(1, len(samples)), lambda some: self._threads.map(self._one, some))
+
+    def refuse(self, sample: Sample) -> str:
+        """Also for a prompt that names no text, and for a strip, which an engine would enlarge without bound."""
+        if why := super().refuse(sample) or unnamed(sample):
+            return why
+        high, wide = sample.media.pixels.shape[-3:-1]
+        over = max(high, wide) > LONGEST * min(high, wide)
+        return f"a picture of {wide}×{high} is too long to be read; expected sides within 1:{LONGEST}" if over else ""
 
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown()
 
     def _one(self, sample: Sample) -> Score:
-        wanted = target(sample)
-        if not wanted:
-            return Score(None, f"the prompt has no text in double quotes, and no column '{COLUMN}' names one")
         try:
-            return self._value(sample.media, wanted)
+            return self._value(sample.media, target(sample))
         except Exception as error:  # noqa: BLE001  (the engines raise whatever cv2 and onnxruntime raise)
             return Score(None, f"reading the picture failed ({type(error).__name__}: {error})")
 

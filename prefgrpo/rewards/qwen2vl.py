@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from prefgrpo.rewards.base import RewardError, Sample
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.checkpoints import device_of, dtype_of, library, loading
 from prefgrpo.rewards.tensors import filled, standard
 
@@ -33,8 +34,6 @@ FACTOR = 28
 
 def fit(height: int, width: int, least: int, most: int) -> tuple[int, int]:
     """(height, width) in multiples of 28 with between `least` and `most` pixels, near the given aspect ratio."""
-    if max(height, width) > 200 * min(height, width):
-        raise ValueError(f"a picture of {width}×{height} is too long; expected sides within 1:200")
     high, wide = (max(FACTOR, round(side / FACTOR) * FACTOR) for side in (height, width))
     if high * wide > most:
         scale = math.sqrt(height * width / most)
@@ -124,6 +123,8 @@ class RewardModel:
         """Why a prompt cannot be put into the text; empty if it can. It must not hold the model's own tokens."""
         if len(prompt) > LONGEST:
             return f"the prompt has {len(prompt)} characters, expected at most {LONGEST}"
+        if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+            return "the prompt holds a lone surrogate, which is no text"
         held = next((token for token in self.reserved if token in prompt), None)
         return f"the prompt holds the model's own token {held}" if held else ""
 
@@ -148,26 +149,35 @@ class RewardModel:
         return asked.double().cpu().numpy()
 
 
-def answers(
-    model: RewardModel, samples: Sequence[Sample], turn: Callable[[Sample], Turn], batch_size: int
-) -> list[NDArray[np.float64] | str]:
-    """[reward tokens, head outputs] of each sample, or why it cannot be asked about (`turn` raised ValueError)."""
-    found: list[NDArray[np.float64] | str] = []
-    turns: dict[int, Turn] = {}
-    for k, sample in enumerate(samples):
-        found.append(model.refuse(sample.prompt))
-        if not found[k]:
-            try:
-                sample.prompt.encode()  # a lone surrogate is a ValueError, as a picture of bad shape is
-                turns[k] = turn(sample)
-            except ValueError as error:
-                found[k] = str(error)
-    able = list(turns)
-    for start in range(0, len(able), batch_size):
-        chosen = able[start : start + batch_size]
-        for k, rows in zip(chosen, model([turns.pop(k) for k in chosen]), strict=True):
-            found[k] = rows
-    return found
+class QwenReward(PointwiseReward):
+    """A reward whose score is read from the rows that a RewardModel answers one question with."""
+
+    model: RewardModel
+    batch_size: int
+
+    @abstractmethod
+    def turn(self, sample: Sample) -> Turn:
+        """The question about a sample."""
+
+    @abstractmethod
+    def scored(self, rows: NDArray[np.float64]) -> Score:
+        """The score in the answer [reward tokens, head outputs]."""
+
+    def refuse(self, sample: Sample) -> str:
+        """Also for prompts that cannot be put into the text, and sides that the model was not made for."""
+        return super().refuse(sample) or _too_long(sample.media.pixels) or self.model.refuse(sample.prompt)
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """One score per sample."""
+        return self.in_batches(
+            samples, self.batch_size, lambda some: map(self.scored, self.model([self.turn(s) for s in some]))
+        )
+
+
+def _too_long(pixels: NDArray[np.uint8]) -> str:
+    high, wide = pixels.shape[-3:-1]
+    over = max(high, wide) > 200 * min(high, wide)
+    return f"a picture of {wide}×{high} is too long; expected sides within 1:200" if over else ""
 
 
 def _precision(device: torch.device) -> torch.dtype:

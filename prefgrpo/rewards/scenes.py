@@ -23,7 +23,7 @@ class Scenes(PointwiseReward):
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """One score per sample; a prompt that is no caption of the tiny world gives a missing score."""
-        return [self._one(s) for s in samples]
+        return self.in_batches(samples, 1, lambda one: [self._one(one[0])])
 
     def _one(self, sample: Sample) -> Score:
         image = torch.from_numpy(np.ascontiguousarray(sample.media.pixels)).permute(2, 0, 1)[None].float() / 255.0

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from prefgrpo.media import Media
 from prefgrpo.rewards import encoder
-from prefgrpo.rewards.base import PointwiseReward, Sample, Score
-from prefgrpo.rewards.frames import score_of, unusable
+from prefgrpo.rewards.base import PointwiseReward, Sample, Score, unusable
+from prefgrpo.rewards.frames import score_of
 from prefgrpo.rewards.grid import grid_of, split, sub_prompts
 
 VIT_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -45,18 +45,20 @@ class PartsReward(PointwiseReward):
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """One score per sample; images and texts that occur several times are encoded once."""
-        asked: list[tuple[list[Media], list[str]] | str] = []
-        for sample in samples:
-            try:
-                asked.append((self.images(sample), self.texts(sample)))
-            except ValueError as error:
-                asked.append(str(error))
+        asked = [self.refuse(sample) or self._asked(sample) for sample in samples]
         able = [a for a in asked if not isinstance(a, str)]
         distinct = {m.digest: m for images, _ in able for m in images}
         rows = dict(zip(distinct, self.encoder.images(list(distinct.values())), strict=True))
         words = list(dict.fromkeys(t for _, texts in able for t in texts))
         vectors = dict(zip(words, self.encoder.texts(words), strict=True))
         return [Score(None, a) if isinstance(a, str) else self._one(a, rows, vectors) for a in asked]
+
+    def _asked(self, sample: Sample) -> tuple[list[Media], list[str]] | str:
+        """What to encode of a sample, or why it cannot be scored."""
+        try:
+            return self.images(sample), self.texts(sample)
+        except ValueError as error:
+            return str(error)
 
     def _one(self, asked: tuple[list[Media], list[str]], rows: dict[str, Tensor], words: dict[str, Tensor]) -> Score:
         images = torch.stack([rows[m.digest] for m in asked[0]])
@@ -85,9 +87,12 @@ class ImageSimilarity(PartsReward):
 
     def images(self, sample: Sample) -> list[Media]:
         """The edit, then its sources."""
-        if not sample.source:
-            raise ValueError("the sample has no source image")
-        return [_image(m) for m in (sample.media, *sample.source)]
+        return [sample.media, *sample.source]
+
+    def refuse(self, sample: Sample) -> str:
+        """Also for a sample without sources, or with one that cannot be encoded."""
+        own = super().refuse(sample) or ("" if sample.source else "the sample has no source image")
+        return own or next((why for m in sample.source if (why := unusable(m, ("image",)))), "")
 
     def value(self, images: Tensor, texts: Tensor) -> float:
         """Mean cosine of the first image with the others."""
@@ -117,7 +122,7 @@ class GridReward(PartsReward):
 
     def images(self, sample: Sample) -> list[Media]:
         """The cells, row by row."""
-        return split(_image(sample.media), *_grid(sample))
+        return split(sample.media, *_grid(sample))
 
 
 class SubfigClipI(GridReward):
@@ -150,12 +155,3 @@ def _grid(sample: Sample) -> tuple[int, int]:
     if grid is None:
         raise ValueError("the prompt asks for no grid such as '2x2'; give one as meta 'grid'")
     return grid
-
-
-def _image(media: Media) -> Media:
-    """The medium itself; ValueError if it is no image that can be encoded."""
-    if bad := unusable(media):
-        raise ValueError(bad)
-    if media.clip:
-        raise ValueError("expected an image, got a clip")
-    return media

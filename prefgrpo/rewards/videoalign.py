@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
+from prefgrpo.rewards.base import RewardError, Sample, Score
 from prefgrpo.rewards.checkpoints import folder_of, loading
-from prefgrpo.rewards.frames import unusable
-from prefgrpo.rewards.qwen2vl import RewardModel, Turn, answers, checked, constants, fit
+from prefgrpo.rewards.qwen2vl import QwenReward, RewardModel, Turn, checked, constants, fit
 from prefgrpo.rewards.tensors import merge_lora, read_tensors
 
 PARTS = ("VQ", "MQ", "TA")
@@ -33,7 +32,7 @@ LEAST = 128 * 28 * 28
 """Frames below this many pixels are enlarged."""
 
 
-class VideoAlign(PointwiseReward):
+class VideoAlign(QwenReward):
     """VideoReward's sum of the three normalised scores."""
 
     takes = ("video",)
@@ -71,22 +70,20 @@ class VideoAlign(PointwiseReward):
             tensors = load(folder, base, config["peft_lora_config"])
             self.model = RewardModel(base, tensors, TOKENS, "video", device, dtype)
 
-    def score(self, samples: list[Sample]) -> list[Score]:
-        """The sum of the normalised parts VQ, MQ and TA of each clip."""
-        found = answers(self.model, samples, self._turn, self.batch_size)
-        return [Score(None, f) if isinstance(f, str) else self._score(f) for f in found]
+    def refuse(self, sample: Sample) -> str:
+        """Also for clips of one frame."""
+        short = len(sample.media.pixels) < 2
+        return super().refuse(sample) or ("videoalign scores clips of 2 frames or more, got 1" if short else "")
 
-    def _score(self, found: NDArray[np.float64]) -> Score:
-        raw = np.diagonal(found) if found.shape[1] == len(PARTS) else found[:, 0]
+    def scored(self, rows: NDArray[np.float64]) -> Score:
+        """The sum of the normalised parts VQ, MQ and TA."""
+        raw = np.diagonal(rows) if rows.shape[1] == len(PARTS) else rows[:, 0]
         parts = normalised(raw.tolist(), self.norms)
         return Score(sum(parts.values()), parts=parts)
 
-    def _turn(self, sample: Sample) -> Turn:
+    def turn(self, sample: Sample) -> Turn:
+        """The frames that the model sees and the training text."""
         pixels = sample.media.pixels
-        if why := unusable(sample.media):
-            raise ValueError(why)
-        if not sample.media.clip or len(pixels) < 2:
-            raise ValueError(f"videoalign scores clips of 2 frames or more, got shape {pixels.shape}")
         wanted, rate = self.data.get("num_frames"), self.data.get("fps")
         count = frame_count(len(pixels), self.video_fps, rate if wanted is None else None, wanted)
         chosen = torch.linspace(0, len(pixels) - 1, count).round().long().numpy()

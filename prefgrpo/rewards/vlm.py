@@ -49,7 +49,11 @@ class VlmReward(PointwiseReward):
 
     def submit(self, sample: Sample) -> Future[Score]:
         """Ask about one sample without waiting."""
-        return self.client.run(self.judge_sample(sample))
+        if not (why := self.refuse(sample)):
+            return self.client.run(self.judge_sample(sample))
+        refused: Future[Score] = Future()
+        refused.set_result(Score(None, why))
+        return refused
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """Ask about all samples at once and wait."""
