@@ -25,7 +25,7 @@ from prefgrpo.activations import Weigh, fake, forget
 from prefgrpo.config import Config
 from prefgrpo.data import read_prompts
 from prefgrpo.loading import DTYPES, names
-from prefgrpo.models import family, folder
+from prefgrpo.models import family
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.guidance import attach
 from prefgrpo.models.parking import KINDS

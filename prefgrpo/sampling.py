@@ -60,6 +60,7 @@ class Schedules:
 
     def __init__(self, config: Config, adapter: Adapter, device: torch.device) -> None:
         self.config, self.adapter, self.device = config, adapter, device
+        self._truncate = config.rollout.truncate_timesteps and not adapter.whole_times
         self._sigmas: dict[tuple[int, int, int, int | None], Tensor] = {}
 
     def sigmas(self, sizes: Sizes) -> Tensor:
@@ -72,7 +73,7 @@ class Schedules:
 
     def ode(self, sizes: Sizes) -> Schedule:
         """No noise at all."""
-        return make_schedule(self.sigmas(sizes), "ode", 0.0, truncate=sizes.truncate_timesteps).to(self.device)
+        return make_schedule(self.sigmas(sizes), "ode", 0.0, truncate=self._truncate).to(self.device)
 
     def step(self, sizes: Sizes, step: int) -> Schedule:
         """With the stochastic window of training step `step`."""
@@ -81,11 +82,11 @@ class Schedules:
 
     def trained(self, sizes: Sizes, window: Iterable[int]) -> tuple[int, ...]:
         """The steps of a window that go through a denoiser that trains; the others stay deterministic."""
-        times = model_times(self.sigmas(sizes), sizes.truncate_timesteps)
+        times = model_times(self.sigmas(sizes), self._truncate)
         return tuple(k for k in window if self.adapter.trains(float(times[k])))
 
     def _with(self, sizes: Sizes, steps: tuple[int, ...]) -> Schedule:
-        return make_schedule(self.sigmas(sizes), sizes.rule, sizes.eta, steps, sizes.truncate_timesteps)
+        return make_schedule(self.sigmas(sizes), sizes.rule, sizes.eta, steps, self._truncate)
 
     def check(self, sizes: Sizes) -> None:
         """Every window that may be drawn must hold a stochastic step of a denoiser that trains. Raises ConfigError."""

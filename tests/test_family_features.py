@@ -26,9 +26,12 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from prefgrpo import models
+from prefgrpo.config import from_dict
 from prefgrpo.embed import Embeddings, collate
+from prefgrpo.models.folder import ModelError
 from prefgrpo.replay import replay
 from prefgrpo.rollout import rollout
+from prefgrpo.sampling import Schedules
 from prefgrpo.schedule import make_schedule
 
 pytestmark = pytest.mark.families
@@ -206,6 +209,21 @@ def test_ddim_with_noise_is_the_schedulers(steps):
         assert std > 0 or k == steps - 1
 
 
+def test_sd1_with_the_published_solver_of_its_folder():
+    """PNDM's config does not say `clip_sample`, which DDIM then takes to be on: latents are no pixels."""
+    case = next(c for c in CASES if c.family == "sd1")
+    adapter, pipe = load(case, folder("sd1")), case.pipe(folder("sd1"))
+    betas = {key: adapter.pipe.scheduler.config[key] for key in ("beta_start", "beta_end", "beta_schedule")}
+    adapter.pipe.scheduler = diffusers.PNDMScheduler(**betas, skip_prk_steps=True, steps_offset=1)
+    pipe.scheduler = adapter.stock_scheduler()
+    x0 = noise(adapter, SIZES[0])
+    want = stock_image(pipe, case, x0, SIZES[0], 4)
+    assert (draw(adapter, case, x0, SIZES[0], 4) - want).abs().max() <= 1e-5
+    config = from_dict({"model": "m", "data": {"prompts": "p"}, "rollout": {"truncate_timesteps": True, "steps": 4}})
+    schedule = Schedules(config, adapter, CPU).ode(config.rollout)
+    assert torch.equal(schedule.times, schedule.sigmas[:-1]), "its times are whole as they are"
+
+
 def test_sd1_refuses_what_it_has_not():
     case = next(c for c in CASES if c.family == "sd1")
     with pytest.raises(ValueError, match="has no time shift"):
@@ -216,16 +234,66 @@ def test_sd1_refuses_what_it_has_not():
         adapter.sigmas(4, *SIZES[0])
 
 
-def test_wan_folders_with_a_multistep_solver_give_its_shift():
-    adapter = load(next(c for c in CASES if c.family == "wan"), folder("wan"))
+FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 5.0}
+SOLVERS = [
+    diffusers.UniPCMultistepScheduler(**FLOW),
+    diffusers.DPMSolverMultistepScheduler(**FLOW),
+    diffusers.FlowMatchHeunDiscreteScheduler(shift=5.0),
+    diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0, stochastic_sampling=True),
+]
+
+
+@pytest.mark.parametrize("family", ["flux", "sd3", "wan"])
+@pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: type(solver).__name__)
+def test_a_folder_with_another_solver_gives_its_shift(family, solver):
+    """A step rule needs the sigmas of a first-order solver; Heun's, say, come in pairs."""
+    adapter = load(next(c for c in CASES if c.family == family), folder(family))
     want = diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0)
-    want.set_timesteps(6)
-    adapter.pipe.scheduler = diffusers.UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0
-    )
-    assert torch.equal(adapter.sigmas(6, *SIZES[0]), want.sigmas)
+    options = {"sigmas": [1 - k / 6 for k in range(6)]} if family == "flux" else {}
+    want.set_timesteps(6, **options)
+    adapter.pipe.scheduler = solver
+    assert torch.allclose(adapter.sigmas(6, *SIZES[0]), want.sigmas, rtol=0, atol=1e-7)
+    assert not adapter.stock_scheduler().config.stochastic_sampling, "a stock run of a proof adds no noise"
     adapter.shift = 3.0
-    assert not torch.equal(adapter.sigmas(6, *SIZES[0]), want.sigmas)
+    assert (adapter.sigmas(6, *SIZES[0]) - want.sigmas).abs().max() > 0.01
+    adapter.pipe.scheduler = diffusers.EulerDiscreteScheduler()
+    with pytest.raises(ValueError, match="EulerDiscreteScheduler is no scheduler of a flow"):
+        adapter.sigmas(6, *SIZES[0])
+
+
+@pytest.mark.parametrize("family", ["flux", "sd3", "wan"])
+@pytest.mark.parametrize("kind", ["use_beta_sigmas", "use_karras_sigmas", "use_exponential_sigmas"])
+def test_other_spacings_of_the_sigmas_are_the_stock_pipelines(family, kind):
+    if kind == "use_beta_sigmas":
+        pytest.importorskip("scipy")
+    case, path = next(c for c in CASES if c.family == family), folder(family, **{kind: True}, shift_terminal=0.05)
+    adapter = load(case, path)
+    x0 = noise(adapter, SIZES[1])
+    assert (
+        draw(adapter, case, x0, SIZES[1], 4) - stock_image(case.pipe(path), case, x0, SIZES[1], 4)
+    ).abs().max() <= 1e-5
+
+
+WANS = ["wan", "wan22", "wan_ti2v"]
+
+
+@pytest.mark.parametrize(("family", "other"), [(a, b) for a in WANS for b in WANS if a != b] + [
+    ("wan_i2v", "wan22_i2v"), ("wan22_i2v", "wan_i2v"),
+])  # fmt: skip
+def test_the_folder_of_another_wan_is_refused(family, other):
+    """They share a pipeline: one expert of two, or one time for all tokens, would train and sample silently."""
+    with pytest.raises(ModelError, match=r"has (\['transformer|expand_timesteps).*set `family` to the one"):
+        models.load(family, str(folder(other)), torch.float32, CPU)
+
+
+def test_sd3_without_its_largest_text_encoder(tmp_path):
+    """As it is run on small GPUs: zeros stand for what T5 would say."""
+    case, less = next(c for c in CASES if c.family == "sd3"), {"text_encoder_3": None, "tokenizer_3": None}
+    diffusers.StableDiffusion3Pipeline.from_pretrained(folder("sd3"), **less).save_pretrained(tmp_path)
+    adapter = load(case, tmp_path)
+    x0 = noise(adapter, SIZES[0])
+    pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(tmp_path, **less)
+    assert (draw(adapter, case, x0, SIZES[0], 2) - stock_image(pipe, case, x0, SIZES[0], 2)).abs().max() <= 1e-5
 
 
 def test_frames_are_for_video():

@@ -10,10 +10,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from functools import partial
+from inspect import signature
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 from torch import Tensor, nn
 
@@ -61,6 +64,8 @@ class Adapter(Weights, ABC):
     """Pixels that the stock pipeline resizes source images to; None: it does not."""
     source_spans_clip: ClassVar[bool] = False
     """Whether the latents of a source depend on the number of frames."""
+    whole_times: ClassVar[bool] = False
+    """Whether the model only knows whole times, so that there is nothing to truncate."""
     text_sees_sources: ClassVar[bool] = False
     """Whether the text encoder sees the source images: a prompt's embedding is then one per source."""
 
@@ -124,9 +129,23 @@ class Adapter(Weights, ABC):
         options: its own. encoders: False leaves the text encoders on disk (every prompt must then be in the cache).
         Raises `folder.ModelError` for a missing folder or one that holds another kind of pipeline.
         """
-        path = folders.resolve(model, cls.pipeline)
+        path = cls.find(model)
         pipe = folders.read(path, cls.pipeline, dtype, device, encoders)
         return cls(pipe, source=folders.encoder_fingerprint(path), **options)
+
+    @classmethod
+    def find(cls, model: str, configs_only: bool = False) -> Path:
+        """`folder.resolve` of a model of this family: several share a pipeline. Raises ModelError for another's."""
+        path = folders.resolve(model, cls.pipeline, configs_only)
+        if odd := cls.misfit(folders.index_of(path)):
+            raise folders.ModelError(f"'{path}' {odd}: set `family` to the one of this model")
+        return path
+
+    @classmethod
+    def misfit(cls, index: dict[str, Any]) -> str:
+        """What a model_index.json of this pipeline has that the family has not; empty: it is the family's."""
+        there = [name for name in index if name.startswith(cls.denoisers[0]) and index[name][0] is not None]
+        return "" if set(there) == set(cls.denoisers) else f"has {there}, {cls.__name__} has {list(cls.denoisers)}"
 
     @property
     def net(self) -> nn.Module:
@@ -185,8 +204,13 @@ class Adapter(Weights, ABC):
         """Images [B, 3, H, W], or clips [B, F, 3, H, W], fp32 in [0, 1] from final latents."""
 
     def flow_scheduler(self, changes: dict[str, Any]) -> Any:
-        """A fresh scheduler like the pipeline's, with `changes` to its config; it only gives the sigmas."""
-        return type(self.pipe.scheduler).from_config(self.pipe.scheduler.config, **changes)
+        """A fresh Euler scheduler like the pipeline's, or of its shift where that is another solver, with `changes`."""
+        config = self.pipe.scheduler.config
+        if "shift" not in config and "flow_shift" not in config:
+            raise ValueError(f"{type(self.pipe.scheduler).__name__} is no scheduler of a flow: expected a time shift")
+        known = {key: config[key] for key in signature(FlowMatchEulerDiscreteScheduler).parameters if key in config}
+        shift = {"shift": config.get("flow_shift", known.get("shift")), "stochastic_sampling": False}
+        return FlowMatchEulerDiscreteScheduler(**(known | shift | changes))
 
     def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
         """Shapes of what `encode_prompt` returns for a prompt of max_length tokens, for `prefgrpo plan`."""
@@ -287,7 +311,7 @@ class Adapter(Weights, ABC):
 
     def mu_of(self, tokens: int) -> float:
         """The dynamic time shift: linear in the number of tokens, as the scheduler's config says."""
-        config = self.pipe.scheduler.config
+        config = self.stock_scheduler().config
         low, high, base = config["base_image_seq_len"], config["max_image_seq_len"], config["base_shift"]
         slope = (config["max_shift"] - base) / (high - low)
         return tokens * slope + (base - slope * low)

@@ -42,13 +42,17 @@ def resolve(model: str, pipeline: str, configs_only: bool = False) -> Path:
                 f"(with model_index.json) or a hub id like 'owner/name'"
             )
         path = _fetch_configs(model) if configs_only else _fetch(model)
-    index = path / "model_index.json"
-    if not index.is_file():
+    if not (path / "model_index.json").is_file():
         raise ModelError(f"'{path}' is not a diffusers pipeline folder: it has no model_index.json")
-    found = json.loads(index.read_text()).get("_class_name")
+    found = index_of(path).get("_class_name")
     if found != pipeline:
         raise ModelError(f"'{path}' holds a {found}, expected a {pipeline}: set `family` to the one of this model")
     return path.resolve()
+
+
+def index_of(path: Path) -> dict[str, Any]:
+    """What model_index.json says: settings, and [library, class] of every component ([None, None]: not there)."""
+    return json.loads((path / "model_index.json").read_text())
 
 
 def _fetch(model: str) -> Path:
@@ -82,9 +86,9 @@ def read(path: Path, pipeline: str, dtype: torch.dtype, device: torch.device, en
     """The pipeline in `path`: frozen, eval mode, on `device`; without its text encoders unless `encoders`."""
     import diffusers
 
-    names = [name for name in json.loads((path / "model_index.json").read_text()) if _is_encoder(name)]
-    parts: dict[str, Any] = {} if encoders else dict.fromkeys(names)
-    if encoders and "processor" in names:
+    named = {name: part for name, part in index_of(path).items() if _is_encoder(name)}
+    parts: dict[str, Any] = {name: None for name, part in named.items() if not encoders or part[0] is None}
+    if encoders and "processor" in named:
         from prefgrpo.models.qwen_processor import Qwen2VLProcessor
 
         parts["processor"] = Qwen2VLProcessor.from_pretrained(path / "processor")
@@ -99,12 +103,12 @@ def read(path: Path, pipeline: str, dtype: torch.dtype, device: torch.device, en
 
 def complete(pipe: Any, path: Path) -> None:
     """Give a saved pipeline folder what `read` left on disk: the text encoders, copied from the original."""
-    origin, index = Path(pipe.name_or_path), path / "model_index.json"
-    whole, saved = (json.loads((folder / "model_index.json").read_text()) for folder in (origin, path))
+    origin = Path(pipe.name_or_path)
+    whole, saved = index_of(origin), index_of(path)
     for name in (n for n in whole if _is_encoder(n) and whole[n] != saved.get(n) and (origin / n).is_dir()):
         shutil.copytree(origin / name, path / name, dirs_exist_ok=True)
         saved[name] = whole[name]
-    index.write_text(json.dumps(saved, indent=2) + "\n")
+    (path / "model_index.json").write_text(json.dumps(saved, indent=2) + "\n")
 
 
 def encoder_fingerprint(path: Path) -> str:

@@ -24,6 +24,7 @@ class StableDiffusion1(Adapter):
     pipeline = "StableDiffusionPipeline"
     default_guidance = 7.5
     cfg = Cfg()
+    whole_times = True
     denoisers = ("unet",)
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
 
@@ -54,7 +55,7 @@ class StableDiffusion1(Adapter):
         """DDIM with the betas of the folder's own scheduler. ValueError for a time shift or another prediction."""
         if self.shift is not None:
             raise ValueError(f"Stable Diffusion 1.x has no time shift: expected no `shift`, got {self.shift}")
-        scheduler = DDIMScheduler.from_config(self.pipe.scheduler.config)
+        scheduler = DDIMScheduler.from_config(self.pipe.scheduler.config, clip_sample=False, thresholding=False)
         if scheduler.config.prediction_type != "epsilon":
             raise ValueError(f"expected a model that predicts epsilon, got {scheduler.config.prediction_type}")
         return scheduler

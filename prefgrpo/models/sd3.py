@@ -53,9 +53,8 @@ class StableDiffusion3(Adapter):
         return self.pipe.transformer.config.in_channels, rows * self.pipe.patch_size, columns * self.pipe.patch_size
 
     def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
-        """The scheduler's own sigmas; the shift of this image length if it shifts dynamically."""
-        dynamic = self.pipe.scheduler.config.get("use_dynamic_shifting", False)
-        return {"mu": self.mu(height, width)} if dynamic else {}
+        """The scheduler's own sigmas, and the shift of this image length (used when it shifts dynamically)."""
+        return {"mu": self.mu(height, width)}
 
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
         """Velocity [B, C, h, w]."""

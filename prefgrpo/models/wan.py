@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from prefgrpo.models.base import Adapter, Condition
@@ -24,6 +23,16 @@ class Wan(Adapter):
     default_frames = 81
     cfg = Cfg()
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+
+    expand_timesteps: ClassVar[bool] = False
+    """Whether every token has a time of its own."""
+
+    @classmethod
+    def misfit(cls, index: dict[str, Any]) -> str:
+        """Also by what the folder says of times."""
+        expand = bool(index.get("expand_timesteps"))
+        odd = f"has expand_timesteps {expand}, {cls.__name__} has {cls.expand_timesteps}"
+        return super().misfit(index) if expand is cls.expand_timesteps else odd
 
     @property
     def unit(self) -> int:
@@ -43,12 +52,6 @@ class Wan(Adapter):
         patch = self.pipe.transformer.config.patch_size[1]
         rows, columns = self.grid(height, width)
         return self.pipe.vae.config.z_dim, frames, rows * patch, columns * patch
-
-    def flow_scheduler(self, changes: dict[str, Any]) -> Any:
-        """An Euler scheduler with the shift of the folder's own (multistep) scheduler."""
-        config = self.pipe.scheduler.config
-        shift = config.get("flow_shift", config.get("shift", 1.0))
-        return FlowMatchEulerDiscreteScheduler(**({"shift": shift} | changes))
 
     def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
         """The scheduler's own sigmas."""

@@ -23,6 +23,7 @@ class WanTI2V(Wan):
 
     default_frames = 121
     most_sources = 1
+    expand_timesteps = True
 
     def encode_source(self, source: Image.Image) -> Tensor:
         """Latents [C, 1, h, w] of the first frame."""
