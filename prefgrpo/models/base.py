@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 from torch import Tensor, nn
 
@@ -205,6 +204,8 @@ class Adapter(Weights, ABC):
 
     def flow_scheduler(self, changes: dict[str, Any]) -> Any:
         """A fresh Euler scheduler like the pipeline's, or of its shift where that is another solver, with `changes`."""
+        from diffusers import FlowMatchEulerDiscreteScheduler  # a spec is checked where diffusers is not installed
+
         config = self.pipe.scheduler.config
         if "shift" not in config and "flow_shift" not in config:
             raise ValueError(f"{type(self.pipe.scheduler).__name__} is no scheduler of a flow: expected a time shift")
