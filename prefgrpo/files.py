@@ -17,12 +17,12 @@ import numpy as np
 from PIL import Image
 
 from prefgrpo.data import DataError, Prompt
-from prefgrpo.media import Media
+from prefgrpo.media import UNREADABLE, Media, rgb
 
 Naming = Literal["plain", "unigenbench", "vbench"]
 FILE = ("file", "file_name", "filename", "image_path", "video", "video_path")
 """Columns that name a row's generated file, relative to the folder."""
-IMAGES = (".png", ".jpg", ".jpeg", ".webp")
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 CLIPS = (".mp4", ".webm", ".mov", ".mkv", ".avi", ".gif")
 
 
@@ -114,17 +114,17 @@ def _require(lacking: Sequence[str], told: str) -> None:
 def read_media(file: Path) -> Media:
     """The pixels of an image or clip. Raises DataError for a file that has none."""
     read: Callable[[Path], Media] = _read_clip if file.suffix.lower() in CLIPS else _read_image
-    if not file.stat().st_size:
-        raise DataError(f"{file.name} is empty (0 bytes)")
     try:
+        if not file.stat().st_size:
+            raise ValueError("it is empty: 0 bytes")
         return read(file)
-    except (OSError, ValueError, SyntaxError, RuntimeError, IndexError, Image.DecompressionBombError) as error:
+    except UNREADABLE as error:
         raise DataError(f"{file.name} cannot be read ({error or type(error).__name__})") from error
 
 
 def _read_image(file: Path) -> Media:
     with Image.open(file) as image:
-        return Media(np.array(image.convert("RGB")))
+        return Media(np.array(rgb(image)))
 
 
 def _read_clip(file: Path) -> Media:

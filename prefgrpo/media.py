@@ -7,12 +7,30 @@ from __future__ import annotations
 
 import hashlib
 import io
+import struct
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageOps
+
+UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, RuntimeError, LookupError, TypeError, struct.error,
+              Image.DecompressionBombError)  # fmt: skip
+"""What Pillow and imageio raise for files that are broken one way or another."""
+
+
+def rgb(image: Image.Image) -> Image.Image:
+    """An opened file as 8-bit RGB: turned as its EXIF says, 16 bits scaled to 8, alpha dropped.
+
+    Raises ValueError for other depths, which Pillow would clip to black or white, and one of UNREADABLE.
+    """
+    image = ImageOps.exif_transpose(image)
+    if image.mode == "F" or (image.mode == "I" and image.getextrema()[1] > 65535):  # type: ignore[operator]
+        raise ValueError(f"expected 8 or 16 bits per channel, got mode {image.mode}")
+    if image.mode.startswith("I"):
+        image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
+    return image.convert("RGB")
 
 
 @dataclass(frozen=True, eq=False)

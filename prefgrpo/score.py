@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from inspect import signature
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -37,6 +40,7 @@ from prefgrpo.rewards.base import Reward, Sample, Score
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rewards.wire import score_row
 
+STDOUT = "-"
 Groups = list[list[int]]
 """Numbers of files, group by group."""
 
@@ -65,7 +69,7 @@ def score(
     source: Path | None = None,
     batch: int = 0,
     threads: int = 1,
-    device: str = "auto",
+    device: Literal["auto", "cpu", "cuda"] = "auto",
     seed: int = 0,
     deadline_s: float = 600.0,
 ) -> int:
@@ -76,16 +80,19 @@ def score(
         images: Folder of the files: named as by `prefgrpo generate`, by a `file` column, or in the prompts' order.
         prompts: Prompts: txt, csv, jsonl or parquet.
         options: YAML files of options per reward, as reward.options of a recipe: {clip: {model: …}}.
-        out: JSON file to write; none: a table only.
+        out: JSON file to write, - for standard output (and the table on standard error); none: a table only.
         source: Folder of the source images of edits, one per prompt; none: the prompts' source_image column.
         batch: Files that are read and scored together (whole groups); 0: 32 images or 4 clips.
         threads: CPU threads per process; the last bits of a score may depend on it.
-        device: auto, cpu or cuda: where torchrun's processes compute.
+        device: auto, cpu or cuda: where rewards compute whose options do not say it.
         seed: Seed of pair plans.
         deadline_s: Longest wait for a judge or a reward server, per batch, in seconds.
     """
-    if batch < 0 or threads < 1:
-        raise ConfigError([f"batch and threads: expected at least 0 and 1, got {batch} and {threads}"])
+    if batch < 0 or threads < 1 or not deadline_s > 0:
+        told = "expected batch of at least 0, threads of at least 1 and a positive deadline-s"
+        raise ConfigError([f"{told}, got {batch}, {threads} and {deadline_s}"])
+    if out and str(out) != STDOUT:
+        _check_writable(out)
     weights = parse_reward_spec(reward_spec)
     found = find(images, read_prompts(prompts, unique=False))
     found = _with_sources(found, source) if source else found
@@ -97,7 +104,9 @@ def score(
     world = parallel.start(device)
     torch.set_num_threads(threads)
     try:
-        config = Config(reward=RewardSection(spec=reward_spec, options=_read_options(options)), seed=seed)
+        given = _read_options(options)
+        given = _with_device(given, weights, device) if device != "auto" else given
+        config = Config(reward=RewardSection(spec=reward_spec, options=given), seed=seed)
         rewards = build(weights, reward_options(config, weights, config.reward.options, None))
         _check_inputs(rewards, found)
         _check_sizes(rewards, found)
@@ -109,8 +118,11 @@ def score(
     if not world.main:
         return 0
     result = summary(images, weights, found, scores)
-    print(table(result))
-    if out:
+    piped = str(out) == STDOUT
+    print(table(result), file=sys.stderr if piped else sys.stdout)
+    if piped:
+        print(text_of(result), end="")
+    elif out:
         write(out, result)
         print(f"{len(found)} files; every score is in {out}")
     return 1 if any(row["mean"] is None for row in result["rewards"].values()) else 0
@@ -125,6 +137,12 @@ def _read_options(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
                 raise ConfigError([f"{file}: {name}: expected options of a reward, e.g. {{model: …}}, got {own!r}"])
             merged[name] = merged.get(name, {}) | own
     return merged
+
+
+def _with_device(options: dict[str, dict[str, Any]], names: Iterable[str], device: str) -> dict[str, dict[str, Any]]:
+    """The options of these rewards with the device, where they take one and name none."""
+    takes = [n for n in names if "device" in signature(load_class(n)).parameters and "url" not in options.get(n, {})]
+    return options | {name: {"device": device} | options.get(name, {}) for name in takes}
 
 
 def _with_sources(found: Sequence[Generated], folder: Path) -> list[Generated]:
@@ -232,8 +250,9 @@ def summary(
         here = {name: row["value"] for name, row in told.items() if row["value"] is not None}
         for name, value in here.items():
             values[name].append(value)
-        whole = all(name in here for name, weight in weights.items() if weight)
-        total = math.fsum(weight * here[name] for name, weight in weights.items() if weight) if whole else None
+        summed = {name: weight for name, weight in weights.items() if weight}
+        whole = summed and summed.keys() <= here.keys()
+        total = math.fsum(weight * here[name] for name, weight in summed.items()) if whole else None
         totals += [] if total is None else [total]
         file = generated.file.relative_to(folder) if generated.file.is_relative_to(folder) else generated.file
         rows.append(
@@ -265,9 +284,24 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def text_of(result: Mapping[str, Any]) -> str:
+    """The JSON; a lone surrogate of a prompt, which no file can hold, as its escape."""
+    text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    return re.sub("[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", text)
+
+
 def write(file: Path, result: Mapping[str, Any]) -> None:
     """Write the JSON file, whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f".{os.getpid()}{file.name}")
-    part.write_text(json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    part.write_text(text_of(result), encoding="utf-8")
     part.replace(file)
+
+
+def _check_writable(file: Path) -> None:
+    """Make its folder. Raises ConfigError, before anything is scored, where the file cannot be written."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([f"--out {file}: {error.strerror}"]) from error
+    if (file.exists() and not file.is_file()) or not os.access(file.parent, os.W_OK):
+        raise ConfigError([f"--out {file}: expected a file in a folder that can be written; - is standard output"])

@@ -196,12 +196,67 @@ def test_a_file_that_cannot_be_read_is_missing_with_its_reason(tmp_path, capsys)
         "--reward-spec", "jpeg_incompressibility:2", "--images", folder, "--prompts", table, "--out", tmp_path / "o"
     )
     empty, broken = (found["files"][k]["scores"]["jpeg_incompressibility"] for k in (1, 2))
-    assert empty == {"value": None, "reason": "000001_0.png is empty (0 bytes)"}
+    assert empty == {"value": None, "reason": "000001_0.png cannot be read (it is empty: 0 bytes)"}
     assert broken["value"] is None and broken["reason"].startswith("000002_0.png cannot be read (")
     assert found["rewards"]["jpeg_incompressibility"]["missing"] == found["total"]["missing"] == 2
     good = [found["files"][k]["total"] for k in (0, 3)]
     assert found["total"]["mean"] == pytest.approx(np.mean(good)) and found["files"][1]["total"] is None
-    assert "000001_0.png is empty" in capsys.readouterr().out
+    assert "it is empty" in capsys.readouterr().out
+
+
+def test_files_as_cameras_and_painters_write_them(tmp_path):
+    """Depths, palettes, alpha, turned by EXIF, endings in capitals: the pixels are those that a viewer shows."""
+    shown = image(3, size=(24, 32))
+    grey = shown[..., 0].astype(np.uint16) * 257
+    turned = Image.Exif()
+    turned[274] = 6  # a camera held upright: the file's rows are the picture's columns from the right
+    made = {
+        "a.PNG": (Image.fromarray(shown), {}),
+        "b.png": (Image.fromarray(grey), {}),
+        "c.TIFF": (Image.fromarray(grey), {}),
+        "d.bmp": (Image.fromarray(shown), {}),
+        "e.png": (Image.fromarray(np.dstack([shown, shown[..., 0]])), {}),
+        "f.tif": (Image.fromarray(np.rot90(shown).copy()), {"exif": turned}),
+        "g.png": (Image.fromarray(shown[..., 0]), {}),
+    }
+    for name, (picture, how) in made.items():
+        picture.save(tmp_path / name, **how)
+        expected = np.repeat(shown[..., :1], 3, 2) if name[0] in "bcg" else shown
+        assert np.array_equal(read_media(tmp_path / name).pixels, expected), name
+    Image.fromarray(shown).convert("CMYK").save(tmp_path / "h.jpg", quality=95)
+    assert np.abs(read_media(tmp_path / "h.jpg").pixels.astype(int) - shown).mean() < 12
+    Image.fromarray(shown.astype(np.float32)[..., 0]).save(tmp_path / "i.tif")
+    with pytest.raises(DataError, match=r"i\.tif cannot be read \(expected 8 or 16 bits"):
+        read_media(tmp_path / "i.tif")
+    (tmp_path / "j.png").symlink_to(tmp_path / "gone.png")
+    with pytest.raises(DataError, match=r"j\.png cannot be read"):
+        read_media(tmp_path / "j.png")
+    held = [Prompt(k, t) for k, t in enumerate("abcdefghij")]
+    assert [g.file.name[0] for g in find(tmp_path, held)] == [p.text for p in held]
+
+
+def test_broken_files_are_data_errors_whatever_is_broken(tmp_path):
+    rng = np.random.default_rng(0)
+    turned = Image.Exif()
+    turned[274], turned[271] = 6, "maker"
+    whole = {}
+    for ending in ("png", "jpg", "webp", "tif"):
+        Image.fromarray(image(1, size=(16, 16))).save(tmp_path / f"a.{ending}", exif=turned)
+        whole[ending] = np.frombuffer((tmp_path / f"a.{ending}").read_bytes(), np.uint8)
+    read = 0
+    for k in range(400):
+        ending = list(whole)[k % 4]
+        data = whole[ending].copy()
+        data[rng.integers(0, min(len(data), 200), 4)] = rng.integers(0, 256, 4)
+        (tmp_path / f"b.{ending}").write_bytes(
+            data[: rng.integers(1, len(data))].tobytes() if k % 5 == 0 else data.tobytes()
+        )
+        try:
+            assert read_media(tmp_path / f"b.{ending}").pixels.dtype == np.uint8
+            read += 1
+        except DataError:
+            pass
+    assert 0 < read < 400
 
 
 def test_nothing_scored_is_a_failure(tmp_path, capsys):
@@ -269,6 +324,16 @@ def test_edits_with_their_sources(place, tmp_path):
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes() and again == found
 
 
+def test_the_json_on_standard_output(place, capsys):
+    """A monitor alone: it has a mean, and there is no total to speak of."""
+    arguments = ["--images", place / "images", "--prompts", place / "prompts.csv", "--out", "-"]
+    assert cli.main(["score", "--reward-spec", "jpeg_compressibility:0", *map(str, arguments)]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert len(found["files"]) == 15 and found["rewards"]["jpeg_compressibility"]["mean"] < 0
+    assert found["total"] == {"mean": None, "missing": 15} and "jpeg_compressibility" in said.err
+
+
 def test_a_judge_and_a_served_reward(place, tmp_path, capsys):
     """Groups go to the judge by prompt; a monitor of weight 0 is told and not summed."""
     with JudgeServer() as judge, Process("jpeg_incompressibility") as served:
@@ -315,7 +380,19 @@ def test_mistakes_are_told_at_once(place, tmp_path, capsys):
     assert "did you mean 'clip'" in refused(
         capsys, "--reward-spec", "jpeg_compressibility", *base, "--options", tmp_path / "typo.yaml"
     )
-    assert "batch and threads" in refused(capsys, "--reward-spec", "jpeg_compressibility", *base, "--threads", "0")
+    jpeg = ["--reward-spec", "jpeg_compressibility", *base]
+    assert "threads of at least 1" in refused(capsys, *jpeg, "--threads", "0")
+    assert "positive deadline-s" in refused(capsys, *jpeg, "--deadline-s", "0")
+    for out in (tmp_path, tmp_path / "a.png" / "o.json", "/dev/null"):
+        assert cli.main(["score", *map(str, jpeg), "--out", str(out)]) == 2
+        assert f"--out {out}: " in capsys.readouterr().err
+    clip = ["--reward-spec", "clip", *base, "--options", tmp_path / "wrong.yaml"]
+    for value, told in (
+        ("{model: 3}", "'model' of reward 'clip': expected str, got 3"),
+        ("{batch_size: 0}", "at least 1"),
+    ):
+        (tmp_path / "wrong.yaml").write_text(f"clip: {value}")
+        assert told in refused(capsys, *clip)
     assert "prompts file not found" in refused(
         capsys, "--reward-spec", "jpeg_compressibility", "--images", tmp_path, "--prompts", tmp_path / "none.csv"
     )

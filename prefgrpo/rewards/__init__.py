@@ -14,6 +14,7 @@ import importlib
 import inspect
 import json
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,6 +57,12 @@ REWARDS: dict[str, str] = {
     "deqa": "prefgrpo.rewards.deqa:DeQA",
     "geneval": "prefgrpo.rewards.geneval:GenEval",
 }
+
+
+PLAIN: dict[Any, tuple[type, ...]] = {
+    "str": (str, os.PathLike), "int": (int,), "float": (int, float), "bool": (bool,), "Path": (str, os.PathLike),
+}  # fmt: skip
+"""Annotations of options that are checked before the reward is made, and what they take."""
 
 
 class RewardSpecError(ValueError):
@@ -183,15 +190,21 @@ def _make(name: str, options: dict[str, Any]) -> Reward:
 
 
 def _call(name: str, make: type[Reward], options: dict[str, Any]) -> Reward:
-    """make(**options). RewardSpecError names an option that it does not take, or lacks."""
+    """make(**options). RewardSpecError names an option that it does not take, or lacks, or whose value is odd."""
     accepted = inspect.signature(make).parameters
-    for key in options:
+    for key, value in options.items():
         if key not in accepted:
             near = difflib.get_close_matches(key, accepted, n=1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
             raise RewardSpecError(
                 f"reward '{name}' has no option '{key}': expected {', '.join(accepted) or 'none'}{hint}"
             )
+        wanted = getattr(accepted[key].annotation, "__name__", accepted[key].annotation)
+        kinds = PLAIN.get(wanted, (object,))
+        if not isinstance(value, kinds) or (isinstance(value, bool) and wanted in ("int", "float")):
+            raise RewardSpecError(f"option '{key}' of reward '{name}': expected {wanted}, got {value!r}")
+        if key == "batch_size" and not int(value) >= 1:
+            raise RewardSpecError(f"option '{key}' of reward '{name}': expected at least 1, got {value}")
     needed = [k for k, p in accepted.items() if p.default is p.empty and k not in options]
     if needed:
         raise RewardSpecError(f"reward '{name}' needs the option(s) {', '.join(needed)}")
