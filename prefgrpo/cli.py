@@ -251,4 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _mendable() as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return result if isinstance(result, int) else 0

@@ -10,7 +10,8 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,28 +36,48 @@ class Prompt:
     """The other columns of its line."""
     source: tuple[str, ...] = ()
     """Paths of the source images (editing)."""
+    line: int = 0
+    """Its line (or row) in the file."""
+
+    def __str__(self) -> str:
+        return f"line {self.line}, {self.text[:60]!r}"
 
     def size(self) -> tuple[int, int] | None:
-        """(height, width) of its columns of these names; None without them. Raises ValueError for odd ones."""
+        """(height, width) of its columns of these names; None without them. Raises DataError for odd ones."""
         values = [str(self.meta.get(key) or "") for key in ("height", "width")]
         if not any(values):
             return None
         if not all(value.isdecimal() for value in values):
-            raise ValueError(f"prompt {self.text!r}: expected whole numbers for both height and width, got {values}")
+            raise DataError(f"{self}: expected whole numbers for both height and width, got {values}")
         return int(values[0]), int(values[1])
 
     def images(self) -> tuple[Image.Image, ...]:
         """The source images as RGB, in order. Raises DataError for a file that is no image."""
-        return tuple(_open(path, self.text) for path in self.source)
+        return tuple(_open(path) for path in self.source)
 
 
-def _open(path: str, prompt: str) -> Image.Image:
+BROKEN = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
+"""What PIL raises for a file that is no whole image."""
+
+
+def _open(path: str) -> Image.Image:
     """An image file as RGB."""
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
-    except OSError as error:
-        raise DataError(f"source image {path} of prompt {prompt!r} cannot be read: {error}") from error
+    except BROKEN as error:
+        raise DataError(f"source image {path} cannot be read: {error}") from error
+
+
+def _why_not(path: str) -> str:
+    """Why an image file cannot be decoded to its end; empty if it can."""
+    try:
+        with Image.open(path) as image:
+            image.draft("L", (1, 1))  # a JPEG need not be drawn for that
+            image.load()
+    except BROKEN as error:
+        return str(error)
+    return ""
 
 
 def fingerprint(prompts: list[Prompt]) -> str:
@@ -80,51 +101,68 @@ class _Found:
 def read_prompts(path: str | Path, *, unique: bool = True) -> list[Prompt]:
     """Prompts of a file, one per line or row, blank lines skipped; duplicates keep their first place if `unique`.
 
-    Raises DataError for a missing or empty file, and for all lines that cannot be used at once, with their numbers.
+    Raises DataError for a missing or empty file, and for all lines that cannot be used at once, with their numbers:
+    no prompt in them, a source image that is missing or no image.
     """
     file = Path(path)
     if not file.is_file():
         raise DataError(f"prompts file not found: {file}; expected a text file with one prompt per line")
-    reader = READERS.get(file.suffix.lower(), _text)
+    if file.suffix.lower() not in READERS:
+        raise DataError(f"{file}: expected a file that ends in {', '.join(filter(None, READERS))}")
     found = _Found()
-    reader(file, found)
+    READERS[file.suffix.lower()](file, found)
     prompts: dict[Any, Prompt] = {}
     for number, row in found.rows:
-        text, sources, meta = _parts(row)
-        if not text:
-            found.bad[number] = f"no prompt (expected one of {', '.join(TEXT)})"
-            continue
-        places = [_place(file.parent, source) for source in sources]
-        if absent := [source for source, place in zip(sources, places, strict=True) if place is None]:
-            found.bad[number] = f"source image not found: {', '.join(absent)}"
-            continue
-        there = tuple(place for place in places if place is not None)
-        prompts.setdefault((text, there) if unique else number, Prompt(len(prompts), text, meta, there))
+        try:
+            text, sources, meta = _parts(row, file.parent)
+        except ValueError as error:
+            found.bad[number] = str(error)
+        else:
+            key = (text, sources) if unique else number
+            prompts.setdefault(key, Prompt(len(prompts), text, meta, sources, number))
+    found.bad |= _broken(prompts.values())
     _refuse(file, found.bad)
     if not prompts:
         raise DataError(f"{file} holds no prompt: every line is blank; expected one prompt per line")
     return list(prompts.values())
 
 
-def _parts(row: dict[str, Any]) -> tuple[str, tuple[str, ...], dict[str, Any]]:
-    """(prompt, source paths, the rest) of a row."""
+def _parts(row: dict[str, Any], folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any]]:
+    """(prompt, files of the sources, the rest) of a row. Raises ValueError for one that cannot be used."""
     text = next((k for k in TEXT if isinstance(row.get(k), str) and row[k].strip()), None)
-    named = {k: (row[k],) if isinstance(row[k], str) else tuple(row[k]) for k in SOURCE if _is_source(row.get(k))}
-    source = next(iter(named), None)
-    meta = {k: v for k, v in row.items() if k not in (text, source)}
-    return (row[text].strip() if text else ""), (named[source] if source else ()), meta
+    if text is None:
+        raise ValueError(f"no prompt (expected one of {', '.join(TEXT)})")
+    if not row[text].isascii():
+        row[text].encode()  # half a character (a lone surrogate) is a ValueError
+    source = next((k for k in SOURCE if _is_source(k, row.get(k))), None)
+    named = [] if source is None else [row[source]] if isinstance(row[source], str) else row[source]
+    places = {name: _place(folder, name) for name in named}
+    if absent := [name for name, place in places.items() if not place]:
+        raise ValueError(f"source image not found: {', '.join(absent)}")
+    return row[text].strip(), tuple(places[n] for n in named), {k: v for k, v in row.items() if k not in (text, source)}
 
 
-def _is_source(value: Any) -> bool:
-    """Whether a column's value is a path or a list of paths."""
-    several = value if isinstance(value, list) else [value]
-    return bool(several) and all(isinstance(one, str) and one for one in several)
+def _is_source(key: str, value: Any) -> bool:
+    """Whether a column's value is a path or a list of paths. Raises ValueError if it is neither and should be."""
+    several = value if isinstance(value, list) else [value] if value else []
+    if all(isinstance(one, str) and one for one in several):
+        return bool(several)
+    if key == SOURCE[0] or isinstance(value, list):
+        raise ValueError(f"{key}: expected a path or a list of paths, got {str(value)[:60]}")
+    return False
 
 
-def _place(folder: Path, source: str) -> str | None:
-    """The file that a source names; None if there is none."""
-    found = [p for p in (folder / source, folder / "images" / source) if p.is_file()]
-    return str(found[0]) if found else None
+def _place(folder: Path, source: str) -> str:
+    """The file that a source names; empty if there is none."""
+    return next((str(p) for p in (folder / source, folder / "images" / source) if p.is_file()), "")
+
+
+def _broken(prompts: Iterable[Prompt]) -> dict[int, str]:
+    """Lines with a source that is no image; each file is read once."""
+    lines = {path: p.line for p in reversed(list(prompts)) for path in p.source}
+    with ThreadPoolExecutor() as pool:
+        told = pool.map(_why_not, lines)
+        return {n: f"source image {path}: {why}" for (path, n), why in zip(lines.items(), told, strict=True) if why}
 
 
 def _refuse(file: Path, bad: dict[int, str]) -> None:
@@ -164,7 +202,7 @@ def _jsonl(file: Path, found: _Found) -> None:
     for number, text in _lines(file, found):
         try:
             row = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             found.bad[number] = f"not JSON: {error}"
             continue
         if isinstance(row, dict):
@@ -180,13 +218,25 @@ def _csv(file: Path, found: _Found) -> None:
     except UnicodeDecodeError:
         list(_lines(file, found))
         return
-    reader = csv.DictReader(io.StringIO(content, newline=""), strict=True)
-    try:
-        if not set(reader.fieldnames or ()) & set(TEXT):
-            raise DataError(f"{file}: no prompt column; expected one of {', '.join(TEXT)}, got {reader.fieldnames}")
-        found.rows = [(reader.line_num, row) for row in reader if any(row.values())]
-    except csv.Error as error:
-        found.bad[reader.line_num] = str(error)
+    reader = csv.reader(io.StringIO(content, newline=""), strict=True)
+    header: list[str] | None = None
+    while True:
+        number = reader.line_num + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            break
+        except csv.Error as error:
+            found.bad[number] = f"{error} (is a quote not closed?)"
+            continue
+        if header is None:
+            header = cells
+        elif len(cells) > len(header):
+            found.bad[number] = f"{len(cells)} cells, but {len(header)} columns; a cell with a comma needs quotes"
+        elif any(cells):
+            found.rows.append((number, dict(zip(header, cells))))
+    if not set(header or ()) & set(TEXT):
+        raise DataError(f"{file}: no prompt column; expected one of {', '.join(TEXT)}, got {header}")
 
 
 def _parquet(file: Path, found: _Found) -> None:
@@ -203,9 +253,9 @@ def _parquet(file: Path, found: _Found) -> None:
 
 
 READERS: dict[str, Callable[[Path, _Found], None]] = {
-    ".txt": _text, ".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet,
+    ".txt": _text, "": _text, ".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet,
 }  # fmt: skip
-"""File ending → reader; any other ending is read as text."""
+"""File ending → reader."""
 
 
 def step_prompts(total: int, per_step: int, seed: int, step: int) -> list[int]:

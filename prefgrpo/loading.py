@@ -5,7 +5,9 @@ Invariant: a value that the model refuses is a ConfigError that names its field.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
+from prefgrpo.checkpoint import write_atomic
 from prefgrpo.config import Config, ConfigError
 from prefgrpo.config import Rollout as Sizes
 from prefgrpo.data import DataError, Prompt
@@ -27,6 +30,7 @@ from prefgrpo.render import sources
 from prefgrpo.sampling import evaluation, of_prompt
 from prefgrpo.shards import Shards
 
+NOTES = "models.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -97,6 +101,8 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True) ->
         adapter.vae_options(m.vae_slicing, m.vae_tiling)
     if m.offload:
         adapter.park(m.offload, device)
+    if not encoders:
+        adapter.source = _encoders(config)
     return adapter
 
 
@@ -137,17 +143,13 @@ def check_sources(config: Config, prompts: list[Prompt]) -> None:
     with names("family"):
         cls = family(config.family)
     least, most = int(cls.needs_source), cls.most_sources
-    for prompt in prompts:
-        if not least <= (count := len(prompt.source)) <= most:
-            told = "no source image" if most == 0 else f"{least} to {most} source images" if least < most else "one"
-            raise DataError(
-                f"{config.family} takes {told} per prompt; prompt {prompt.id + 1} has {count}: {prompt.text!r}"
-            )
-        if count != len(prompts[0].source):
-            raise DataError(
-                f"every prompt of a file needs as many source images, because they share batches; prompt 1 has "
-                f"{len(prompts[0].source)}, prompt {prompt.id + 1} has {count}: {prompt.text!r}"
-            )
+    if wrong := [p for p in prompts if not least <= len(p.source) <= most]:
+        told = "no source image" if most == 0 else f"{least} to {most} source images" if least < most else "one"
+        told = f"{config.family} takes {told} per prompt, which {len(wrong)} of {len(prompts)} do not have"
+        raise DataError(f"{told}; the first: {wrong[0]} has {len(wrong[0].source)}")
+    if odd := next((p for p in prompts if len(p.source) != len(prompts[0].source)), None):
+        told = "every prompt of a file needs as many source images, because they share batches"
+        raise DataError(f"{told}; {prompts[0]} has {len(prompts[0].source)}, {odd} has {len(odd.source)}")
 
 
 def to_encode(config: Config, used: Iterable[Use]) -> list[Part]:
@@ -168,16 +170,62 @@ def to_encode(config: Config, used: Iterable[Use]) -> list[Part]:
 
 def missing(config: Config, used: Iterable[Use]) -> list[Part]:
     """Those of `to_encode` that are not in data.cache. Raises ConfigError or ModelError."""
-    needed = to_encode(config, used)
-    if not config.data.cache:
-        return needed
-    cls = family(config.family)
-    fingerprint = folder.encoder_fingerprint(folder.resolve(config.model, cls.pipeline))
-    common = salt(cls, fingerprint, DTYPES[config.dtype], config.data.max_length, config.rollout.source_area)
-    place, out = Shards(Path(config.data.cache)), []
+    needed, cls = to_encode(config, used), family(config.family)
+    out = _uncached(config, needed, cls) if config.data.cache else needed
+    if out and folder.lacks_encoders(cls.find(config.model)):
+        told = f"the text encoders are not in {config.model}, and {len(out)} of {len(needed)} texts and sources are not"
+        where = config.data.cache or "data.cache, which is not set"
+        raise ModelError(f"{told} in {where}, the first: {(out[0].text or out[0].source)!r}")
+    return out
+
+
+def _uncached(config: Config, needed: list[Part], cls: type[Adapter]) -> list[Part]:
+    """Those of `needed` that are not in data.cache."""
+    common = salt(cls, _encoders(config), DTYPES[config.dtype], config.data.max_length, config.rollout.source_area)
+    place, out = Shards(_cache(config)), []
     for part in needed:
         images = part.images(config.rollout)
         key = source_key(images, part.frames) if part.text is None else text_key(cls, part.text, images)
         if cache_key(common, key) not in place:
             out.append(part)
     return out
+
+
+def _cache(config: Config) -> Path:
+    """data.cache, which is a folder or can become one. Raises ConfigError."""
+    path = Path(config.data.cache)
+    there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.R_OK | os.X_OK if there == path.absolute() else os.W_OK):
+        raise ConfigError([f"data.cache: expected a folder that can be written, got {path} ({there} is none)"])
+    return path
+
+
+def _encoders(config: Config) -> str:
+    """Fingerprint of the model's encoders; where they were deleted, the one that `note_encoders` has of the rest."""
+    path = family(config.family).find(config.model)
+    if not folder.lacks_encoders(path):
+        return folder.encoder_fingerprint(path)
+    noted = _notes(config).get(folder.body_fingerprint(path), [])
+    if len(noted) != 1:
+        told = (
+            f"the text encoders are not in {path}, and {config.data.cache} was filled by {len(noted)} models that are"
+        )
+        raise ModelError(
+            f"{told} otherwise the same; expected one: put them back, or run `prefgrpo preprocess` with them"
+        )
+    return noted[0]
+
+
+def note_encoders(config: Config) -> None:
+    """Note in data.cache whose embeddings it holds, so that the text encoders can be deleted."""
+    path, notes = family(config.family).find(config.model), _notes(config)
+    body, own = folder.body_fingerprint(path), _encoders(config)
+    if own not in notes.setdefault(body, []):
+        notes[body].append(own)
+        write_atomic(Path(config.data.cache) / NOTES, json.dumps(notes, indent=1))
+
+
+def _notes(config: Config) -> dict[str, list[str]]:
+    """Models whose embeddings are in data.cache: what they are beside their encoders → the encoders' fingerprints."""
+    file = Path(config.data.cache) / NOTES
+    return json.loads(file.read_text()) if config.data.cache and file.is_file() else {}

@@ -2,7 +2,7 @@
 
 Works under torchrun: part number i of those not yet there belongs to rank i mod world size, so each is encoded once
 for any world size, and a killed run is continued by the same command. Invariant: afterwards, training and evaluation
-load no text encoder.
+load no text encoder, nor need its folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prefgrpo import parallel
 from prefgrpo.config import Config, ConfigError
 from prefgrpo.data import Prompt, read_prompts
 from prefgrpo.embed import Embeddings
-from prefgrpo.loading import Part, missing, open_adapter, uses
+from prefgrpo.loading import Part, missing, note_encoders, open_adapter, uses
 from prefgrpo.parallel import World
 from prefgrpo.sampling import applied
 from prefgrpo.shards import Shards
@@ -42,6 +42,7 @@ def preprocess(config: Config) -> int:
         world.barrier()
         if world.main:
             Shards(Path(config.data.cache)).save_index()
+            note_encoders(config)
             told = f"all of {len(prompts) + len(held)} prompts are in {config.data.cache}"
             print(f"{len(todo)} texts and sources encoded now; {told}")
     finally:
@@ -53,9 +54,11 @@ def _encode(config: Config, mine: list[Part], world: World) -> None:
     """Encode this rank's parts; a shard is written when it is full, and at the end."""
     adapter = open_adapter(config, world.device)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache, 1)
-    with adapter.parked.hold():
-        for part in tqdm(mine, unit="prompt", dynamic_ncols=True, disable=None if world.main else True):
-            images = part.images(config.rollout)
-            with applied(adapter, replace(config.rollout, frames=part.frames)):
-                embeddings.latents(images) if part.text is None else embeddings.text(part.text, images)
-    embeddings.flush()
+    try:
+        with adapter.parked.hold():
+            for part in tqdm(mine, unit="prompt", dynamic_ncols=True, disable=None if world.main else True):
+                images = part.images(config.rollout)
+                with applied(adapter, replace(config.rollout, frames=part.frames)):
+                    embeddings.latents(images) if part.text is None else embeddings.text(part.text, images)
+    finally:
+        embeddings.flush()  # after Ctrl-C too

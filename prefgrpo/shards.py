@@ -2,7 +2,8 @@
 
 A shard is named by the keys in it and appears whole or not at all, so a process that is killed loses what it had not
 written and nothing else. index.json only saves reading every shard's header; what it does not know, or knows wrongly,
-is read from the shards. Invariant: a key holds what was written under it, bit for bit, or is not there.
+is read from the shards. Invariant: a key holds what was written under it, bit for bit (a checksum in the header tells),
+or is not there.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import hashlib
 import json
 import logging
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -44,8 +47,8 @@ class Shards:
         self._sizes = found
         known = self._index() if new else {}
         for name, size in new.items():
-            listed = known.get(name, {})
-            keys = listed["keys"] if listed.get("bytes") == size else self._keys(name)
+            listed = known.get(name)
+            keys = listed[1] if listed and listed[0] == size else self._keys(name)
             self._where.update(dict.fromkeys(keys, name))
 
     def read(self, key: str) -> dict[str, Tensor] | None:
@@ -56,8 +59,12 @@ class Shards:
         try:
             with safe_open(self.folder / name, "pt") as file:
                 own = [k for k in file.keys() if k.startswith(f"{key}.")]  # noqa: SIM118  (no mapping)
-                return {k.partition(".")[2]: file.get_tensor(k).clone() for k in own}
-        except (OSError, SafetensorError) as error:
+                found = {k.partition(".")[2]: file.get_tensor(k).clone() for k in own}
+                written = (file.metadata() or {}).get(key, "")
+            if not found or written not in ("", _checksum(found)):
+                raise ValueError(f"it holds under {key[:8]}… what was not written there")
+            return found
+        except (OSError, ValueError, SafetensorError) as error:
             self._tell(name, error)
             self._where = {k: n for k, n in self._where.items() if n != name}
             return None
@@ -69,7 +76,8 @@ class Shards:
         self.folder.mkdir(parents=True, exist_ok=True)
         name = hashlib.sha256("\n".join(sorted(content)).encode()).hexdigest()[:32] + ENDING
         part = self.folder / f".{name}.{os.getpid()}.partial"
-        save_file({f"{key}.{k}": v for key in sorted(content) for k, v in content[key].items()}, part)
+        tensors = {f"{key}.{k}": v for key in sorted(content) for k, v in content[key].items()}
+        part.write_bytes(save(tensors, {key: _checksum(content[key]) for key in sorted(content)}))
         os.replace(part, self.folder / name)
         self._sizes[name] = (self.folder / name).stat().st_size
         self._where.update(dict.fromkeys(content, name))
@@ -85,10 +93,12 @@ class Shards:
         part.write_text(json.dumps(content))
         os.replace(part, self.folder / "index.json")
 
-    def _index(self) -> dict[str, dict]:
+    def _index(self) -> dict[str, tuple[int, list[str]]]:
+        """Shard → its bytes and keys; empty if index.json cannot be used."""
         try:
-            return json.loads((self.folder / "index.json").read_text())
-        except (OSError, ValueError):
+            content = json.loads((self.folder / "index.json").read_text())
+            return {name: (int(one["bytes"]), list(one["keys"])) for name, one in content.items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return {}
 
     def _keys(self, name: str) -> set[str]:
@@ -102,7 +112,15 @@ class Shards:
 
     def _tell(self, name: str, error: Exception) -> None:
         if name not in self._told:
-            logger.warning(
-                "embedding cache: %s is damaged (%s); encoding again what it held", self.folder / name, error
-            )
+            told = "embedding cache: %s is damaged (%s); remove it, what it held is encoded again"
+            logger.warning(told, self.folder / name, error)
             self._told.add(name)
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Of names and bytes, hex."""
+    value = 0
+    for name, tensor in sorted(tensors.items()):
+        content = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        value = zlib.crc32(content, zlib.crc32(name.encode(), value))
+    return f"{value:08x}"

@@ -58,20 +58,16 @@ def test_edits_have_their_sources(tmp_path):
     (tmp_path / "images").mkdir()
     for name in ("a.png", "images/b.png"):
         Image.new("RGBA", (8, 6), (255, 0, 0, 255)).save(tmp_path / name)
-    (tmp_path / "no.png").write_bytes(b"no image")
     edits = [
         {"instruction": "make it blue", "source_image": "a.png", "target_image": "t.png", "prompt": "red"},
         {"instruction": "make it blue", "image": "b.png"},
         {"instruction": "make it blue", "source_image": str(tmp_path / "a.png")},
-        {"instruction": "make it blue", "source_image": "no.png"},
     ]
     found = read_prompts(written(tmp_path / "e.jsonl", edits))
-    assert [p.text for p in found] == ["make it blue"] * 3, "(prompt, source) is one group; the third is the first"
-    assert [p.source[0].split("/")[-1] for p in found] == ["a.png", "b.png", "no.png"]
+    assert [p.text for p in found] == ["make it blue"] * 2, "(prompt, source) is one group; the third is the first"
+    assert [p.source[0].split("/")[-1] for p in found] == ["a.png", "b.png"] and [p.line for p in found] == [1, 2]
     assert found[0].meta == {"target_image": "t.png", "prompt": "red"}
     assert found[1].images()[0].mode == "RGB" and found[1].images()[0].size == (8, 6)
-    with pytest.raises(DataError, match=r"source image .*no\.png of prompt 'make it blue' cannot be read"):
-        found[2].images()
     both = {"instruction": "join them", "source_image": ["a.png", "b.png"]}
     (several,) = read_prompts(written(tmp_path / "g.jsonl", [both, both]))
     assert [p.split("/")[-1] for p in several.source] == ["a.png", "b.png"] and len(several.images()) == 2
@@ -82,6 +78,61 @@ def test_edits_have_their_sources(tmp_path):
         read_prompts(written(tmp_path / "f.jsonl", gone))
     assert "line 2: source image not found: gone.png" in str(caught.value)
     assert "line 3: source image not found: also/gone.png" in str(caught.value)
+
+
+def test_sources_that_are_no_whole_images_are_told_before_anything_runs(tmp_path):
+    Image.radial_gradient("L").save(tmp_path / "a.png")
+    Image.radial_gradient("L").save(tmp_path / "a.jpg")
+    for name in ("a.png", "a.jpg"):
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / f"cut_{name}").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "no.png").write_bytes(b"no image")
+    (tmp_path / "empty.png").write_bytes(b"")
+    sources = ["a.png", "no.png", "a.jpg", "cut_a.png", "cut_a.jpg", "empty.png", 5, ["a.png", ""], [], None]
+    rows = [{"instruction": "x", "source_image": source} for source in sources]
+    with pytest.raises(DataError) as caught:
+        read_prompts(written(tmp_path / "e.jsonl", ["", *rows]))
+    told = str(caught.value)
+    assert "6 line(s) cannot be used" in told
+    for number, name in ((3, "no.png"), (5, "cut_a.png"), (6, "cut_a.jpg"), (7, "empty.png")):
+        assert f"line {number}: source image {tmp_path / name}: " in told
+    for number in (8, 9):
+        assert f"line {number}: source_image: expected a path or a list of paths, got " in told
+
+
+def test_no_line_is_lost_or_cut_short_in_silence(tmp_path):
+    csv_rows = [
+        "index,prompt",
+        "0,a dog, a cat and a bird",
+        "",
+        "1,fine",
+        "2,",
+        '3,"two',
+        'lines"',
+        '4,"never closed',
+        "5,x",
+    ]
+    with pytest.raises(DataError) as caught:
+        read_prompts(written(tmp_path / "p.csv", csv_rows))
+    told = str(caught.value)
+    assert "3 line(s) cannot be used" in told and "line 2: 3 cells, but 2 columns" in told
+    assert "line 5: no prompt" in told and "line 8: unexpected end of data (is a quote not closed?)" in told
+    odd = [
+        '{"prompt": "deep", "x": ' + "[" * 10**5 + "]" * 10**5 + "}",
+        '{"prompt": "\\ud800"}',
+        '{"n": ' + "9" * 5000 + "}",
+    ]
+    with pytest.raises(DataError, match="3 line"):
+        read_prompts(written(tmp_path / "p.jsonl", odd))
+    for name in ("p.json", "p.tsv"):
+        with pytest.raises(DataError, match=r"expected a file that ends in \.txt, \.csv, \.jsonl, \.parquet"):
+            read_prompts(written(tmp_path / name, ["[]"]))
+    with pytest.raises(
+        DataError, match=r"line 3, 'b': expected whole numbers for both height and width, got \['9', 'x'\]"
+    ):
+        read_prompts(
+            written(tmp_path / "s.jsonl", ["", '{"prompt": "a"}', '{"prompt": "b", "height": 9, "width": "x"}'])
+        )[1].size()
 
 
 def test_parquet(tmp_path):

@@ -7,6 +7,9 @@ same whatever the number of ranks, with the names its scoring tools read.
 
 import csv
 import json
+import os
+import shutil
+import signal
 import time
 
 import numpy as np
@@ -79,6 +82,44 @@ def test_preprocess_fills_the_cache_and_training_loads_no_encoder(place):
     assert same(*lora)
 
 
+def test_text_encoders_may_be_deleted_once_all_is_encoded(place):
+    """The proof that no run holds them; and what then is not in the cache is told before anything runs."""
+    model = place / "lean"
+    pipelines.make("flux", model)
+    cached = {"model": str(model), "data": {"cache": str(place / "lean_cache")}, "train": {"steps": 1}}
+    file = written(place, "lean", **cached)
+    assert command("preprocess", file)[0] == 0
+    for name in ("text_encoder", "text_encoder_2"):
+        shutil.rmtree(model / name)
+    code, output = train(file)
+    assert code == 0 and "no text encoder was loaded" in output, output
+    assert command("generate", file, "--lora", place / "runs/lean", "--out", place / "lean_out")[0] == 0
+    assert "0 texts and sources encoded now" in command("preprocess", file)[1]
+    (place / "more.txt").write_text("\n".join([*PROMPTS, "a text that nobody encoded"]))
+    for data, told in (
+        ({"prompts": str(place / "more.txt")}, "1 of 11 texts and sources are not in"),
+        ({"cache": ""}, "are not in data.cache, which is not set"),
+        ({"cache": str(place / "none")}, "was filled by 0 models that are otherwise the same"),
+    ):
+        code, output = train(written(place, "lean2", **cached | {"data": cached["data"] | data}))
+        assert code == 2 and f"the text encoders are not in {model}" in output and told in output, output
+
+
+def test_a_damaged_shard_is_told_not_trained_on(place):
+    cache = place / "damaged"
+    file = written(place, "damaged", data={"cache": str(cache)}, train={"steps": 1})
+    assert command("preprocess", file)[0] == 0
+    (shard,) = cache.glob("*.safetensors")
+    content = shard.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    shard.write_bytes(content[:header] + bytes(len(content) - header))
+    code, output = train(file)
+    assert code == 2 and f"{shard} is damaged" in output and "run `prefgrpo preprocess` again" in output, output
+    shard.unlink()
+    assert "10 texts and sources encoded now" in command("preprocess", file)[1]
+    assert train(file, "--resume")[0] == 0
+
+
 def slow_and_small():
     """In the new process: shards of three, and time to be killed between them."""
     embed.PER_SHARD = 3
@@ -103,6 +144,18 @@ def test_a_killed_preprocess_goes_on(place):
     code, output = command("preprocess", file)
     assert code == 0 and "4 texts and sources encoded now" in output
     assert same({k: v for k, v in held(cache).items() if k in before}, before)
+
+
+def test_an_interrupted_preprocess_keeps_what_it_has(place):
+    cache = place / "interrupted"
+    file = written(place, "interrupted", data={"cache": str(cache)})
+    run = start(["preprocess", str(file)], file.with_suffix(".log"), slow_and_small)
+    run.until(lambda: len(list(cache.glob("*.safetensors"))) == 1)
+    os.kill(run.process.pid, signal.SIGINT)
+    assert run.wait() == 130 and "Traceback" not in run.output and run.output.endswith("interrupted\n")
+    there = {key.partition(".")[0] for key in held(cache)}
+    assert 3 <= len(there) < 10
+    assert f"{10 - len(there)} texts and sources encoded now" in command("preprocess", file)[1]
 
 
 def test_edit_sources_are_encoded_once_per_image(place):
@@ -138,6 +191,9 @@ def test_two_ranks_encode_each_text_once(place):
 def test_preprocess_says_what_is_wrong(place):
     code, output = command("preprocess", written(place, "nocache"))
     assert code == 2 and "data.cache: expected the folder to fill" in output
+    (place / "file").write_text("")
+    code, output = command("preprocess", written(place, "file", data={"cache": str(place / "file")}))
+    assert code == 2 and "data.cache: expected a folder that can be written, got" in output
     (place / "bad.jsonl").write_text('{"prompt": "a"}\n{"x": 1}\n')
     bad = written(place, "bad", data={"cache": str(place / "c"), "prompts": str(place / "bad.jsonl")})
     code, output = command("preprocess", bad)

@@ -126,15 +126,23 @@ def test_an_image_family_takes_no_source(place):
 @pytest.mark.parametrize(
     ("family", "counts", "told"),
     [
-        ("flux", [0, 1], "flux takes no source image per prompt; prompt 2 has 1: 'b'"),
-        ("flux_kontext", [1, 2], "flux_kontext takes 0 to 1 source images per prompt; prompt 2 has 2: 'b'"),
-        ("qwen_image_edit", [0], "qwen_image_edit takes one per prompt; prompt 1 has 0: 'a'"),
-        ("qwen_image_edit_plus", [2, 3, 1], "prompt 1 has 2, prompt 2 has 3: 'b'"),
+        (
+            "flux",
+            [0, 1],
+            "flux takes no source image per prompt, which 1 of 2 do not have; the first: line 2, 'b' has 1",
+        ),
+        (
+            "flux_kontext",
+            [1, 2],
+            "takes 0 to 1 source images per prompt, which 1 of 2 do not have; the first: line 2, 'b' has 2",
+        ),
+        ("qwen_image_edit", [0], "takes one per prompt, which 1 of 1 do not have; the first: line 1, 'a' has 0"),
+        ("qwen_image_edit_plus", [2, 3, 1], "line 1, 'a' has 2, line 2, 'b' has 3"),
         ("wan_ti2v", [1, 0], "every prompt of a file needs as many source images"),
     ],
 )
 def test_sources_are_counted_before_anything_runs(family, counts, told):
-    prompts = [Prompt(k, "abc"[k], source=("x.png",) * count) for k, count in enumerate(counts)]
+    prompts = [Prompt(k, "abc"[k], source=("x.png",) * count, line=k + 1) for k, count in enumerate(counts)]
     with pytest.raises(DataError, match=re.escape(told)):
         uses(from_dict({"model": "m", "family": family, "data": {"prompts": "p"}}), prompts)
     ours = [Prompt(0, "a"), Prompt(1, "b")]

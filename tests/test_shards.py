@@ -6,6 +6,7 @@ must not be believed.
 
 import json
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,3 +72,26 @@ def test_an_index_is_not_believed_against_the_shards(tmp_path, caplog):
     assert "other" in Shards(tmp_path)
     (tmp_path / name).write_bytes(b"\0" * 20)
     assert "other" not in Shards(tmp_path) and "is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("index", ["[]", "3", '{"NAME": {}}', '{"NAME": 3}', '{"NAME": {"bytes": "x", "keys": 1}}'])
+def test_an_index_of_another_shape_is_not_used(tmp_path, index):
+    Shards(tmp_path).write({"k": {"x": torch.ones(2)}})
+    (name,) = [f.name for f in tmp_path.iterdir()]
+    (tmp_path / "index.json").write_text(index.replace("NAME", name))
+    assert torch.equal(Shards(tmp_path).read("k")["x"], torch.ones(2))
+
+
+@pytest.mark.parametrize("place", [0, 4, -1, -5])
+def test_a_flipped_byte_is_noticed(tmp_path, place, caplog):
+    """The size stays, so that only the content can tell."""
+    Shards(tmp_path).write({"k": {"x": torch.arange(40.0)}, "other": {"x": torch.ones(2)}})
+    Shards(tmp_path).save_index()
+    (file,) = tmp_path.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[place] ^= 255
+    file.write_bytes(content)
+    shards = Shards(tmp_path)
+    found = [shards.read(key) for key in ("k", "other")]
+    assert found[1 if place < 0 else 0] is None and str(file) in caplog.text
+    assert found[0] is None or torch.equal(found[0]["x"], torch.arange(40.0))

@@ -240,7 +240,8 @@ class Adapter(Weights, ABC):
         One at a time, so that a prompt's embedding never depends on its neighbours.
         """
         if all(part is None for name, part in self.pipe.components.items() if name.startswith("text_encoder")):
-            raise RuntimeError("the pipeline was loaded without its text encoders: load it with encoders=True")
+            told = "a text is not in the embedding cache, and the text encoders were left on disk"
+            raise folders.ModelError(f"{told}: remove damaged shards, and run `prefgrpo preprocess` again")
         condition = self.encode_edit(prompt, max_length, sources)
         return {key: value.detach().cpu().contiguous() for key, value in condition.items()}
 

@@ -111,16 +111,32 @@ def complete(pipe: Any, path: Path) -> None:
     (path / "model_index.json").write_text(json.dumps(saved, indent=2) + "\n")
 
 
+def lacks_encoders(path: Path) -> bool:
+    """Whether the weights of a text or image encoder that the pipeline needs are not in its folder."""
+    needed = [n for n, part in index_of(path).items() if _is_encoder(n) and "encoder" in n and part[0]]
+    return not all(any(f.suffix in (".safetensors", ".bin") for f in path.glob(f"{name}/*")) for name in needed)
+
+
 def encoder_fingerprint(path: Path) -> str:
     """Hex digest of all that makes conditions: names, settings, sizes and contents of the files of the text encoders,
     the tokenizers and the VAE (source images).
 
     Of files above 4 MiB, the first 64 KiB of every 4 MiB are hashed (1.5 % of the bytes).
     """
+    parts = [part for part in path.iterdir() if _is_encoder(part.name) or part.name == "vae"]
+    return _fingerprint(path, [f for part in parts for f in part.rglob("*")])
+
+
+def body_fingerprint(path: Path) -> str:
+    """Likewise of what stays without them: the VAE and the other parts' settings."""
+    configs = [f for name in index_of(path) if not _is_encoder(name) for f in path.glob(f"{name}/*config.json")]
+    return _fingerprint(path, [*configs, *(path / "vae").rglob("*.safetensors")])
+
+
+def _fingerprint(path: Path, files: list[Path]) -> str:
+    """Digest of some files of a pipeline."""
     digest = hashlib.sha256()
-    for file in sorted(
-        f for part in path.iterdir() if _is_encoder(part.name) or part.name == "vae" for f in part.rglob("*")
-    ):
+    for file in sorted(files):
         if not file.is_file():
             continue
         digest.update(f"{file.relative_to(path).as_posix()}\n".encode())
