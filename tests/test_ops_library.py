@@ -14,7 +14,6 @@ from prefgrpo.ops import (
     affine_logp,
     affine_step_more,
     group_advantage,
-    library,
     on_policy_grad,
     philox_normal,
     policy_loss,
@@ -80,7 +79,7 @@ def arguments():
 
 @pytest.mark.parametrize("name", arguments())
 def test_opcheck(name):
-    op = getattr(library, name.split()[0])
+    op = getattr(torch.ops.prefgrpo, name.split()[0]).default
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(op, arguments()[name], test_utils=tests)
 

@@ -7,16 +7,13 @@ Invariant: a missing value (NaN, or a count of 0) enters no statistic, and a con
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from prefgrpo.ops import library
-from prefgrpo.ops.backend import backend_of, implementation
-
-Std = Literal["group", "global", "none"]
-Combine = Literal["weighted_sum", "weighted_advantage_sum", "geometric_mean", "harmonic_mean"]
+from prefgrpo.ops.args import Combine, GroupArgs, Std, WinrateArgs
 
 
 def _check_options(std: str, eps: float, ddof: int) -> None:
@@ -40,9 +37,8 @@ def winrate_advantage(
             f"wins and counts: expected [P, G, G] on one device, got {list(wins.shape)} on {wins.device} and "
             f"{list(counts.shape)} on {counts.device}"
         )
-    if torch.compiler.is_compiling():
-        return library.winrate_advantage(wins, counts, std, eps, ddof)
-    return implementation(backend_of(wins.device)).winrate_advantage(wins, counts, std, eps, ddof)
+    rate, advantage = library.winrate_advantage(WinrateArgs(wins, counts, std, eps, ddof))
+    return rate, advantage
 
 
 def group_advantage(
@@ -77,7 +73,5 @@ def group_advantage(
     if weights.shape != rewards.shape[:1]:
         raise ValueError(f"weights: expected [{rewards.shape[0]}], one per reward, got {list(weights.shape)}")
     weights, group_ids = weights.to(rewards.device), group_ids.to(rewards.device)
-    if torch.compiler.is_compiling():
-        return library.group_advantage(rewards, group_ids, weights, combine, std, eps, ddof, rank, batch_norm)
-    impl = implementation(backend_of(rewards.device))
-    return impl.group_advantage(rewards, group_ids, weights, combine, std, eps, ddof, rank, batch_norm)
+    a = GroupArgs(rewards, group_ids, weights, combine, std, eps, ddof, rank, batch_norm)
+    return library.group_advantage(a)[0]

@@ -8,23 +8,23 @@ summation order that depends on D only; the step and the replay of the same inpu
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from prefgrpo.ops import library
 from prefgrpo.ops.args import (
-    DTYPES,
-    Affine,
     Guidance,
     NoiseAddress,
-    check_address,
+    NormalArgs,
+    ReplayArgs,
+    StepArgs,
     check_affine,
     check_ids,
-    refuse_second_derivative,
+    check_step,
+    signed,
 )
-from prefgrpo.ops.backend import backend_of, implementation
 
 
 class AffineStep(NamedTuple):
@@ -71,10 +71,20 @@ def philox_normal(
     check_ids("step", step, sample.numel(), sample.device)
     if numel < 0 or offset < 0:
         raise ValueError(f"numel and offset: expected 0 or more, got {numel} and {offset}")
-    if torch.compiler.is_compiling():
-        return library.philox_normal(library.signed(seed), sample, step, numel, offset, dtype)
-    impl = implementation(backend_of(sample.device, dtype))
-    return impl.normal(seed, sample, step, numel, offset, dtype)
+    return library.philox_normal(NormalArgs(signed(seed), sample, step, numel, offset, dtype))[0]
+
+
+def _pair(guidance: Guidance | None) -> tuple[Tensor | None, float, bool, bool]:
+    return guidance or (None, 0.0, False, False)
+
+
+def _source(
+    noise: Tensor | NoiseAddress | None, index: Tensor | None
+) -> tuple[Tensor | None, int, Tensor | None, Tensor | None, int]:
+    """(ε, seed, sample, step, offset) of either kind of noise."""
+    if isinstance(noise, NoiseAddress):
+        return None, signed(noise.seed), noise.sample, index if noise.step is None else noise.step, noise.offset
+    return noise, 0, None, None, 0
 
 
 def affine_step(
@@ -115,28 +125,10 @@ def affine_step_more(
     want_mean: also a·x + b·v. x0_sigma: fp32 σ, one per row of coef, read at `index`: also x − σ·v. copy_dtype: also
     x' in this dtype.
     """
-    a = Affine(x, v, coef, index, guidance)
-    given = noise if isinstance(noise, Tensor) else None
-    check_affine(a, noise=given)
-    if isinstance(noise, NoiseAddress):
-        noise = check_address(noise, index, x.shape[0], x.device)
-    if x0_sigma is not None and (
-        x0_sigma.dim() != 1 or x0_sigma.numel() < coef.shape[0] or x0_sigma.device != x.device
-    ):
-        raise ValueError(
-            f"x0_sigma: expected [{coef.shape[0]}] on {x.device}, one σ per row of coef, got {list(x0_sigma.shape)} on "
-            f"{x0_sigma.device}"
-        )
-    out_dtype = out_dtype or x.dtype
-    if out_dtype not in DTYPES or (copy_dtype or out_dtype) not in DTYPES:
-        raise TypeError(f"out_dtype and copy_dtype: expected fp32, bf16, fp16 or fp64, got {out_dtype}, {copy_dtype}")
-    if torch.compiler.is_compiling():
-        with torch.no_grad():
-            return AffineStepMore(*library.call_step(a, noise, out_dtype, want_mean, x0_sigma, copy_dtype))
-    kinds = affine_kinds(a, given) | {out_dtype, copy_dtype or out_dtype}
-    impl = implementation(backend_of(x.device, *kinds))
-    with torch.no_grad():
-        return AffineStepMore(*impl.step(a, noise, out_dtype, want_mean, x0_sigma, copy_dtype))
+    wanted = (out_dtype or x.dtype, want_mean, x0_sigma, copy_dtype)
+    a = StepArgs._make((x, v, coef, index, *_pair(guidance), *_source(noise, index), *wanted))
+    check_step(a)
+    return AffineStepMore(*library.affine_step(a))
 
 
 def affine_logp(
@@ -155,43 +147,20 @@ def affine_logp(
     The gradient flows to v, and with a guidance pair to c (= v) and u; nothing of size D is kept for it beyond the
     inputs. It cannot be differentiated twice. v_ref and v_old are velocities after guidance.
     """
-    a = Affine(x, v, coef, index, guidance)
+    return AffineLogp(*library.affine_logp(replay_args(x, v, x_next, coef, index, v_ref, v_old, guidance)))
+
+
+def replay_args(
+    x: Tensor,
+    v: Tensor,
+    x_next: Tensor,
+    coef: Tensor,
+    index: Tensor | None,
+    v_ref: Tensor | None,
+    v_old: Tensor | None,
+    guidance: Guidance | None,
+) -> ReplayArgs:
+    """The arguments of a replay, checked."""
+    a = ReplayArgs(x, v, x_next, coef, index, *_pair(guidance), v_ref, v_old)
     check_affine(a, x_next=x_next, v_ref=v_ref, v_old=v_old)
-    uncond = None if guidance is None else guidance.uncond
-    if torch.compiler.is_compiling():
-        return AffineLogp(*library.call_logp(a, x_next, v_ref, v_old))
-    if torch.is_grad_enabled() and (v.requires_grad or (uncond is not None and uncond.requires_grad)):
-        return AffineLogp(*_Logp.apply(v, uncond, x, x_next, coef, index, v_ref, v_old, guidance))
-    impl = implementation(backend_of(x.device, *affine_kinds(a, x_next, v_ref, v_old)))
-    return AffineLogp(*impl.logp(a, x_next, v_ref, v_old))
-
-
-def affine_kinds(a: Affine, *more: Tensor | None) -> set[torch.dtype]:
-    """The dtypes that an op on these inputs touches."""
-    found = {a.x.dtype, a.v.dtype, *(t.dtype for t in more if t is not None)}
-    return found if a.guidance is None else found | {a.guidance.uncond.dtype}
-
-
-class _Logp(torch.autograd.Function):
-    """affine_logp with its analytic gradient; only the inputs are saved."""
-
-    @staticmethod
-    def forward(ctx: Any, v: Tensor, uncond: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        x, x_next, coef, index, v_ref, v_old, guidance = rest
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(v, uncond, x, x_next, coef, index, v_ref, v_old)
-        ctx.guidance = None if guidance is None else guidance[1:]
-        a = Affine(x, v, coef, index, guidance)
-        ctx.backend = backend_of(x.device, *affine_kinds(a, x_next, v_ref, v_old))
-        return implementation(ctx.backend).logp(a, x_next, v_ref, v_old)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("affine_logp")
-        v, uncond, x, x_next, coef, index, v_ref, v_old = ctx.saved_tensors
-        if all(g is None for g in grads):
-            return (None,) * 9
-        guidance = None if uncond is None else Guidance(uncond, *ctx.guidance)
-        a = Affine(x, v, coef, index, guidance)
-        dv, du = implementation(ctx.backend).grad(a, x_next, v_ref, v_old, *grads)
-        return dv, du, None, None, None, None, None, None, None
+    return a

@@ -1,18 +1,23 @@
-"""What an affine op takes, and the one check of it that all backends share.
+"""What each op takes and gives, stated once for every backend and custom op, and the check of what an affine op takes.
 
-Invariant: after `check_affine` every tensor is on one device, x, v and their companions have one shape [B, …], and
-the coefficient table has 5 columns. Values are never read back: an index outside the table is an IndexError on the
-CPU (found by the kernel) and gives NaN on a GPU.
+The fields of an op's NamedTuple are the arguments of torch.ops.prefgrpo.<op>, in order; its `results` are new tensors
+for what the op gives. Invariant: after `check_affine` every tensor is on one device, x, v and their companions have one
+shape [B, …], and the coefficient table has 5 columns. Values are never read back: an index outside the table is an
+IndexError on the CPU (found by the kernel) and gives NaN on a GPU.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+Std = Literal["group", "global", "none"]
+Combine = Literal["weighted_sum", "weighted_advantage_sum", "geometric_mean", "harmonic_mean"]
+Results = list[Any]
+"""Tensors, and None for what was not asked for."""
 
 
 class NoiseAddress(NamedTuple):
@@ -41,8 +46,32 @@ class Guidance(NamedTuple):
     """Restore the norm over the last dimension to ‖c‖ (Qwen-Image's true guidance)."""
 
 
-class Affine(NamedTuple):
-    """Inputs that the step, the replay and its gradient share."""
+def _full(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(*x.shape, dtype=dtype, device=x.device)
+
+
+def _column(x: Tensor) -> Tensor:
+    return torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+
+
+class NormalArgs(NamedTuple):
+    """philox_normal."""
+
+    seed: int
+    """As a signed 64-bit number."""
+    sample: Tensor
+    step: Tensor
+    numel: int
+    offset: int
+    dtype: torch.dtype
+
+    def results(self) -> Results:
+        """Noise [B, numel]."""
+        return [torch.empty(self.sample.shape[0], self.numel, dtype=self.dtype, device=self.sample.device)]
+
+
+class StepArgs(NamedTuple):
+    """affine_step: the latents and their velocity, a guidance pair, one kind of noise or none, further results."""
 
     x: Tensor
     v: Tensor
@@ -50,12 +79,137 @@ class Affine(NamedTuple):
     """[T, 5] rows (a, b, s, w, c)."""
     row: Tensor | None
     """int64 [B] rows of coef; None: T = B."""
-    guidance: Guidance | None
+    uncond: Tensor | None
+    """Of the guidance pair, as are the next three."""
+    scale: float
+    from_cond: bool
+    rescale: bool
+    eps: Tensor | None
+    seed: int
+    """Of addressed noise, as are the next three; signed 64-bit."""
+    sample: Tensor | None
+    step: Tensor | None
+    offset: int
+    out_dtype: torch.dtype
+    want_mean: bool
+    sigma: Tensor | None
+    copy_dtype: torch.dtype | None
+
+    def results(self) -> Results:
+        """x', logp, mean, x0, copy."""
+        mean = _full(self.x, torch.float32) if self.want_mean else None
+        x0 = None if self.sigma is None else _full(self.x, self.out_dtype)
+        copy = None if self.copy_dtype is None else _full(self.x, self.copy_dtype)
+        return [_full(self.x, self.out_dtype), _column(self.x), mean, x0, copy]
+
+
+class ReplayArgs(NamedTuple):
+    """affine_logp, and with the upstream gradients affine_grad."""
+
+    x: Tensor
+    v: Tensor
+    x_next: Tensor
+    coef: Tensor
+    row: Tensor | None
+    uncond: Tensor | None
+    scale: float
+    from_cond: bool
+    rescale: bool
+    v_ref: Tensor | None
+    v_old: Tensor | None
+    g_logp: Tensor | None = None
+    """[B] upstream gradient of logp, as the next two of KL and Guard log-ratio; only affine_grad takes them."""
+    g_kl: Tensor | None = None
+    g_guard: Tensor | None = None
+
+    def results(self) -> Results:
+        """logp, kl, Guard log-ratio, [B] each."""
+        return [None if t is None else _column(t) for t in (self.x, self.v_ref, self.v_old)]
+
+    def gradients(self) -> Results:
+        """dv (dc of a guidance pair) and du, in the dtypes of v and u."""
+        return [_full(self.x, self.v.dtype), None if self.uncond is None else _full(self.x, self.uncond.dtype)]
+
+
+class PolicyArgs(NamedTuple):
+    """policy_loss; tensors are [B]."""
+
+    logp: Tensor
+    logp_old: Tensor
+    advantage: Tensor
+    clip_low: float
+    clip_high: float
+    adv_clip: float
+    weight: Tensor | None
+    mask: Tensor | None
+    kl: Tensor | None
+    kl_coef: float
+    log_ratio: Tensor | None
+    denominator: float | None
+
+    def results(self) -> Results:
+        """loss, metrics [8], d loss/d log-ratio [B], d loss/d kl [B]."""
+        d_kl = None if self.kl is None else torch.empty_like(self.kl)
+        return [self.logp.new_empty(()), self.logp.new_empty(8), torch.empty_like(self.logp), d_kl]
+
+
+class GroupArgs(NamedTuple):
+    """group_advantage."""
+
+    rewards: Tensor
+    group_ids: Tensor
+    weights: Tensor
+    combine: str
+    """Of `Combine`, which has the order of csrc's enum."""
+    std: str
+    """Of `Std`, likewise."""
+    eps: float
+    ddof: int
+    rank: bool
+    batch_norm: bool
+
+    def results(self) -> Results:
+        """Advantage [B]."""
+        return [torch.empty(self.rewards.shape[1], dtype=torch.float32, device=self.rewards.device)]
+
+
+class WinrateArgs(NamedTuple):
+    """winrate_advantage."""
+
+    wins: Tensor
+    counts: Tensor
+    std: str
+    eps: float
+    ddof: int
+
+    def results(self) -> Results:
+        """Win rate and advantage, [P, G] each."""
+        rate = torch.empty(*self.wins.shape[:2], dtype=torch.float32, device=self.wins.device)
+        return [rate, torch.empty_like(rate)]
+
+
+Affine = StepArgs | ReplayArgs
 
 
 def rows_of(a: Affine) -> Tensor:
     """Coefficient rows [B, 5]."""
     return a.coef if a.row is None else a.coef.index_select(0, a.row)
+
+
+def rescaled_dim(a: Affine) -> int:
+    """Length of the dimension whose norm is restored, or 0."""
+    return a.x.shape[-1] if a.uncond is not None and a.rescale and a.x.dim() > 1 else 0
+
+
+def packed(t: Tensor) -> Tensor:
+    """`t` itself if each sample is contiguous, else a contiguous copy."""
+    return t if t.is_contiguous() or (t.shape[0] > 0 and t[0].is_contiguous()) else t.contiguous()
+
+
+def signed(seed: int) -> int:
+    """A 64-bit key as the int64 that an op's schema can carry."""
+    seed &= 2**64 - 1
+    return seed - 2**64 if seed >= 2**63 else seed
 
 
 def _like(name: str, t: Tensor | None, x: Tensor) -> None:
@@ -79,39 +233,40 @@ def check_ids(name: str, t: Tensor, batch: int, device: torch.device) -> None:
 
 def check_affine(a: Affine, **like: Tensor | None) -> None:
     """Raise ValueError or TypeError, saying what was expected, unless the inputs of an affine op fit together."""
-    x, coef, batch = a.x, a.coef, a.x.shape[0] if a.x.dim() else -1
-    if batch < 0:
+    x, coef = a.x, a.coef
+    if not x.dim():
         raise ValueError("x: expected [B, …], got a 0-d tensor")
-    for name, t in (("x", x), ("v", a.v), *like.items()):
+    for name, t in (("x", x), ("v", a.v), *like.items(), ("guidance.uncond", a.uncond)):
         _like(name, t, x)
-    if a.guidance is not None:
-        _like("guidance.uncond", a.guidance.uncond, x)
     if coef.dim() != 2 or coef.shape[1] != 5 or coef.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"coef: expected fp32 [T, 5], got {coef.dtype} {list(coef.shape)}")
     if coef.device != x.device:
         raise ValueError(f"coef: is on {coef.device}, but x is on {x.device}; move it once, outside the loop")
-    if a.row is None:
-        if coef.shape[0] != batch:
-            raise ValueError(
-                f"coef rows: expected [{batch}, 5], got {list(coef.shape)}; pass an int64 index [B] into a [T, 5] table"
-            )
-    else:
-        check_ids("index", a.row, batch, x.device)
+    if a.row is not None:
+        check_ids("index", a.row, x.shape[0], x.device)
+    elif coef.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"coef rows: expected [{len(x)}, 5], got {list(coef.shape)}; pass an int64 index [B] into a [T, 5] table"
+        )
 
 
-def check_address(noise: NoiseAddress, index: Tensor | None, batch: int, device: torch.device) -> NoiseAddress:
-    """The address with its step filled in. Raises ValueError where the step is unknown or ids do not fit."""
-    step = noise.step if noise.step is not None else index
-    if step is None:
-        raise ValueError("an addressed noise needs a step: pass `index`, or `step` in the NoiseAddress")
-    check_ids("noise.sample", noise.sample, batch, device)
-    check_ids("noise.step", step, batch, device)
-    if noise.offset < 0:
-        raise ValueError(f"noise.offset: expected 0 or more, got {noise.offset}")
-    return noise._replace(step=step)
-
-
-def refuse_second_derivative(op: str) -> None:
-    """Raise RuntimeError inside a backward that runs with create_graph=True."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(f"{op} cannot be differentiated twice; run its backward without create_graph=True")
+def check_step(a: StepArgs) -> None:
+    """`check_affine`, and of the noise, σ and dtypes of a step; the same errors."""
+    check_affine(a, noise=a.eps)
+    if a.sample is not None:
+        if a.step is None:
+            raise ValueError("an addressed noise needs a step: pass `index`, or `step` in the NoiseAddress")
+        check_ids("noise.sample", a.sample, a.x.shape[0], a.x.device)
+        check_ids("noise.step", a.step, a.x.shape[0], a.x.device)
+        if a.offset < 0:
+            raise ValueError(f"noise.offset: expected 0 or more, got {a.offset}")
+    rows, sigma = a.coef.shape[0], a.sigma
+    if sigma is not None and (sigma.dim() != 1 or sigma.numel() < rows or sigma.device != a.x.device):
+        raise ValueError(
+            f"x0_sigma: expected [{rows}] on {a.x.device}, one σ per row of coef, got {list(sigma.shape)} on "
+            f"{sigma.device}"
+        )
+    if a.out_dtype not in DTYPES or (a.copy_dtype or a.out_dtype) not in DTYPES:
+        raise TypeError(
+            f"out_dtype and copy_dtype: expected fp32, bf16, fp16 or fp64, got {a.out_dtype}, {a.copy_dtype}"
+        )

@@ -67,17 +67,9 @@ def missing(name: str) -> str | None:
 
 
 def _serves(name: str, device: str) -> bool:
-    if name == "torch":
-        return True
     if name == "triton":
         return device == ("cpu" if _interpreted() else "cuda")
-    return device == name
-
-
-def _named() -> str | None:
-    if _override:
-        return _override[-1]
-    return _environment()
+    return name in ("torch", device)
 
 
 @lru_cache(None)
@@ -106,13 +98,17 @@ def _automatic(device: str) -> str:
     return chosen
 
 
+@lru_cache(None)
+def _chosen(device: torch.device | str, name: str | None) -> str:
+    kind = torch.device(device).type
+    return name if name is not None and _serves(name, kind) else _automatic(kind)
+
+
 def backend_of(device: torch.device | str, *dtypes: torch.dtype) -> str:
     """Name of the backend that serves tensors on `device`; fp64 is served by torch alone."""
     if torch.float64 in dtypes:
         return "torch"
-    kind = torch.device(device).type
-    name = _named()
-    return name if name is not None and _serves(name, kind) else _automatic(kind)
+    return _chosen(device, _override[-1] if _override else _environment())
 
 
 @lru_cache(None)

@@ -7,14 +7,19 @@ Invariant: a masked sample contributes nothing to the loss, its gradient or a me
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from prefgrpo.ops import library
-from prefgrpo.ops.args import refuse_second_derivative
-from prefgrpo.ops.backend import backend_of, implementation
+from prefgrpo.ops.args import PolicyArgs
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 METRICS = (
     "approx_kl",
@@ -49,56 +54,25 @@ class PolicyGrad(NamedTuple):
     """[B] d loss/d kl."""
 
 
-def _check(logp: Tensor, clips: tuple[float, float, float], denominator: float | None, **others: Tensor | None) -> None:
-    if logp.dim() != 1:
-        raise ValueError(f"logp: expected [B], got {list(logp.shape)}")
-    for name, t in (("logp", logp), *others.items()):
-        if t is None:
+def _check(a: PolicyArgs) -> None:
+    shape, device = a.logp.shape, a.logp.device
+    if len(shape) != 1:
+        raise ValueError(f"logp: expected [B], got {list(shape)}")
+    for name, t in zip(a._fields, a, strict=True):
+        if not isinstance(t, Tensor):
             continue
-        if t.shape != logp.shape or t.device != logp.device:
-            raise ValueError(f"{name}: expected {list(logp.shape)} on {logp.device}, got {list(t.shape)} on {t.device}")
+        if t.shape != shape or t.device != device:
+            raise ValueError(f"{name}: expected {list(shape)} on {device}, got {list(t.shape)} on {t.device}")
         wanted = torch.bool if name == "mask" else torch.float32
-        if t.dtype not in (wanted, torch.float64 if wanted == torch.float32 else wanted):
+        if t.dtype != wanted and (name == "mask" or t.dtype != torch.float64):
             raise TypeError(f"{name}: expected {wanted}, got {t.dtype}")
-    if min(clips) < 0:
+    if min(clips := a[3:6]) < 0:
         raise ValueError(f"clip_low, clip_high, adv_clip: expected 0 or more, got {clips}")
-    if denominator is not None and not denominator > 0:
-        raise ValueError(f"denominator: expected more than 0, got {denominator}")
+    if a.denominator is not None and not a.denominator > 0:
+        raise ValueError(f"denominator: expected more than 0, got {a.denominator}")
 
 
-def _implementation(*given: Tensor | None) -> Any:
-    """The backend for these tensors; one in fp64 makes it torch."""
-    kinds = [t.dtype for t in given if t is not None]
-    device = next(t.device for t in given if t is not None)
-    return implementation(backend_of(device, *kinds))
-
-
-class _Policy(torch.autograd.Function):
-    """The gradient is known when the loss is; backward scales it."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logp: Tensor, log_ratio: Tensor | None, kl: Tensor | None, *rest: Any
-    ) -> tuple[Tensor, Tensor]:
-        impl, logp_old, advantage, clip_low, clip_high, adv_clip, weight, mask, kl_coef, denominator = rest
-        loss, metrics, d_delta, d_kl = impl.policy(
-            logp, logp_old, advantage, clip_low, clip_high, adv_clip, weight, mask, kl, kl_coef, log_ratio, denominator
-        )
-        ctx.save_for_backward(d_delta, d_kl)
-        ctx.from_ratio = log_ratio is not None
-        ctx.mark_non_differentiable(metrics)
-        return loss, metrics
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("policy_loss")
-        d_delta, d_kl = ctx.saved_tensors
-        delta = d_delta * grad
-        kl = None if d_kl is None else d_kl * grad
-        return (None, delta, kl, *(None,) * 10) if ctx.from_ratio else (delta, None, kl, *(None,) * 10)
-
-
-def policy_loss(
+def _arguments(
     logp: Tensor,
     logp_old: Tensor,
     advantage: Tensor,
@@ -112,88 +86,42 @@ def policy_loss(
     kl_coef: float = 0.0,
     log_ratio: Tensor | None = None,
     denominator: float | None = None,
-) -> PolicyLoss:
+) -> PolicyArgs:
+    clips = (clip_low, clip_low if clip_high is None else clip_high, adv_clip)
+    a = PolicyArgs(logp, logp_old, advantage, *clips, weight, mask, kl, kl_coef, log_ratio, denominator)
+    _check(a)
+    return a
+
+
+def _takes(arguments: Callable[P, PolicyArgs]) -> Callable[[Callable[[PolicyArgs], R]], Callable[P, R]]:
+    """Gives an op on checked arguments the parameters of `arguments`."""
+
+    def decorate(op: Callable[[PolicyArgs], R]) -> Callable[P, R]:
+        @functools.wraps(op)
+        def with_parameters(*args: P.args, **kwargs: P.kwargs) -> R:
+            return op(arguments(*args, **kwargs))
+
+        returns = inspect.signature(op).return_annotation
+        signature = inspect.signature(arguments).replace(return_annotation=returns)
+        with_parameters.__signature__ = signature  # type: ignore[attr-defined]
+        return with_parameters
+
+    return decorate
+
+
+@_takes(_arguments)
+def policy_loss(a: PolicyArgs) -> PolicyLoss:
     """Clipped-ratio loss over B samples with its metrics, in one launch; all tensors [B] fp32.
 
     weight: factor per sample on the policy term (GRPO-Guard: 1/|Δ|). mask: bool, False = left out. kl: per-sample
     KL, added as kl_coef·kl. log_ratio: replaces logp − logp_old (Guard). denominator: default the unmasked count.
     A NaN in an unmasked sample makes the loss NaN. Raises ValueError or TypeError for tensors that do not fit.
     """
-    high = clip_low if clip_high is None else clip_high
-    _check(
-        logp,
-        (clip_low, high, adv_clip),
-        denominator,
-        logp_old=logp_old,
-        advantage=advantage,
-        weight=weight,
-        mask=mask,
-        kl=kl,
-        log_ratio=log_ratio,
-    )
-    if torch.compiler.is_compiling():
-        out = library.policy_loss(
-            logp, logp_old, advantage, clip_low, high, adv_clip, weight, mask, kl, kl_coef, log_ratio, denominator
-        )
-        return PolicyLoss(out[0], out[1])
-    impl = _implementation(logp, logp_old, advantage, weight, kl, log_ratio)
-    return PolicyLoss(
-        *_Policy.apply(
-            logp,
-            log_ratio,
-            kl,
-            impl,
-            logp_old.detach(),
-            advantage,
-            clip_low,
-            high,
-            adv_clip,
-            weight,
-            mask,
-            kl_coef,
-            denominator,
-        )
-    )
+    return PolicyLoss(*library.policy_loss(a)[:2])
 
 
-def policy_loss_grad(
-    logp: Tensor,
-    logp_old: Tensor,
-    advantage: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float | None = None,
-    adv_clip: float = 5.0,
-    weight: Tensor | None = None,
-    mask: Tensor | None = None,
-    kl: Tensor | None = None,
-    kl_coef: float = 0.0,
-    log_ratio: Tensor | None = None,
-    denominator: float | None = None,
-) -> PolicyGrad:
+@_takes(_arguments)
+def policy_loss_grad(a: PolicyArgs) -> PolicyGrad:
     """`policy_loss` in the functional form, (loss, metrics, gradients), for loops that own their backward."""
-    high = clip_low if clip_high is None else clip_high
-    _check(
-        logp,
-        (clip_low, high, adv_clip),
-        denominator,
-        logp_old=logp_old,
-        advantage=advantage,
-        weight=weight,
-        mask=mask,
-        kl=kl,
-        log_ratio=log_ratio,
-    )
-    if torch.compiler.is_compiling():
-        with torch.no_grad():
-            out = library.policy_loss(
-                logp, logp_old, advantage, clip_low, high, adv_clip, weight, mask, kl, kl_coef, log_ratio, denominator
-            )
-        return PolicyGrad(out[0], out[1], out[2], None if kl is None else out[3])
-    impl = _implementation(logp, logp_old, advantage, weight, kl, log_ratio)
     with torch.no_grad():
-        return PolicyGrad(
-            *impl.policy(
-                logp, logp_old, advantage, clip_low, high, adv_clip, weight, mask, kl, kl_coef, log_ratio, denominator
-            )
-        )
+        return PolicyGrad(*library.policy_loss(a))

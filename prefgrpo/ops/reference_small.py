@@ -11,36 +11,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from prefgrpo.ops.args import GroupArgs, PolicyArgs, WinrateArgs
 
-def policy(
-    logp: Tensor,
-    logp_old: Tensor,
-    advantage: Tensor,
-    clip_low: float,
-    clip_high: float,
-    adv_clip: float,
-    weight: Tensor | None,
-    mask: Tensor | None,
-    kl: Tensor | None,
-    kl_coef: float,
-    log_ratio: Tensor | None,
-    denominator: float | None,
-) -> tuple[Tensor, Tensor]:
+
+def policy_loss(a: PolicyArgs) -> tuple[Tensor, Tensor]:
     """(loss, metrics [8] in the order of `ops.METRICS`); loss is differentiable in logp, log_ratio and kl."""
-    keep = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
-    zero = torch.zeros_like(logp)
-    delta = torch.where(keep, logp - logp_old if log_ratio is None else log_ratio, zero)
+    keep = torch.ones_like(a.logp, dtype=torch.bool) if a.mask is None else a.mask
+    zero = torch.zeros_like(a.logp)
+    delta = torch.where(keep, a.logp - a.logp_old if a.log_ratio is None else a.log_ratio, zero)
     ratio = torch.exp(delta)
-    adv = torch.where(keep, advantage, zero).clamp(-adv_clip, adv_clip)
-    per_sample = torch.maximum(-adv * ratio, -adv * ratio.clamp(1.0 - clip_low, 1.0 + clip_high))
-    if weight is not None:
-        per_sample = per_sample * weight
-    kl_term = zero if kl is None else torch.where(keep, kl, zero)
+    adv = torch.where(keep, a.advantage, zero).clamp(-a.adv_clip, a.adv_clip)
+    per_sample = torch.maximum(-adv * ratio, -adv * ratio.clamp(1.0 - a.clip_low, 1.0 + a.clip_high))
+    if a.weight is not None:
+        per_sample = per_sample * a.weight
+    kl_term = zero if a.kl is None else torch.where(keep, a.kl, zero)
     count = keep.sum().clamp_min(1)
-    total = torch.where(keep, per_sample + kl_coef * kl_term, zero).sum()
-    loss = total / (count if denominator is None else denominator)
+    total = torch.where(keep, per_sample + a.kl_coef * kl_term, zero).sum()
+    loss = total / (count if a.denominator is None else a.denominator)
     with torch.no_grad():
-        above, below = (ratio > 1.0 + clip_high) & keep, (ratio < 1.0 - clip_low) & keep
+        above, below = (ratio > 1.0 + a.clip_high) & keep, (ratio < 1.0 - a.clip_low) & keep
         edge = torch.full_like(ratio[:1] if ratio.numel() else ratio.new_zeros(1), torch.inf)
         metrics = torch.stack(
             [
@@ -108,34 +97,24 @@ def combined(r: Tensor, w: Tensor, combine: str) -> Tensor:
     return torch.where(negative, torch.nan, value)
 
 
-def group_advantage(
-    rewards: Tensor,
-    group_ids: Tensor,
-    weights: Tensor,
-    combine: str,
-    std: str,
-    eps: float,
-    ddof: int,
-    rank: bool,
-    batch_norm: bool,
-) -> Tensor:
+def group_advantage(a: GroupArgs) -> Tensor:
     """Advantage fp32 [B] of rewards [R, B]; see `ops.group_advantage`."""
-    r, w = rewards.double(), weights.double()
-    _, ids = torch.unique(group_ids, return_inverse=True)
+    r, w = a.rewards.double(), a.weights.double()
+    _, ids = torch.unique(a.group_ids, return_inverse=True)
     groups = int(ids.max()) + 1 if ids.numel() else 0
     r, w = r[w != 0], w[w != 0]
     if r.numel() == 0:
-        return torch.zeros(rewards.shape[1], device=rewards.device)
+        return torch.zeros(a.rewards.shape[1], device=a.rewards.device)
     r = torch.where(torch.isnan(r).any(0), torch.nan, r)
-    if combine == "weighted_advantage_sum":
-        parts = torch.stack([normalise(row, ids, groups, std, eps, ddof, rank) for row in r])
+    if a.combine == "weighted_advantage_sum":
+        parts = torch.stack([normalise(row, ids, groups, a.std, a.eps, a.ddof, a.rank) for row in r])
         missing, adv = torch.isnan(r[0]), (w[:, None] * parts).sum(0)
     else:
-        value = combined(r, w, combine)
-        missing, adv = torch.isnan(value), normalise(value, ids, groups, std, eps, ddof, rank)
-    if batch_norm:
+        value = combined(r, w, a.combine)
+        missing, adv = torch.isnan(value), normalise(value, ids, groups, a.std, a.eps, a.ddof, a.rank)
+    if a.batch_norm:
         one = torch.zeros_like(ids)
-        adv = normalise(torch.where(missing, torch.nan, adv), one, 1, "group", eps, ddof)
+        adv = normalise(torch.where(missing, torch.nan, adv), one, 1, "group", a.eps, a.ddof)
     return adv.float()
 
 
@@ -145,10 +124,10 @@ def win_rate(wins: Tensor, counts: Tensor) -> Tensor:
     return torch.where(n > 0, wins.double().sum(-1) / torch.where(n > 0, n, 1.0), torch.nan)
 
 
-def winrate_advantage(wins: Tensor, counts: Tensor, std: str, eps: float, ddof: int) -> tuple[Tensor, Tensor]:
+def winrate_advantage(a: WinrateArgs) -> tuple[Tensor, Tensor]:
     """(win rate, advantage), fp32 [P, G]; see `ops.winrate_advantage`."""
-    rate = win_rate(wins, counts)
+    rate = win_rate(a.wins, a.counts)
     p, g = rate.shape
     ids = torch.arange(p, device=rate.device).repeat_interleave(g)
-    adv = normalise(rate.reshape(-1), ids, p, std, eps, ddof)
+    adv = normalise(rate.reshape(-1), ids, p, a.std, a.eps, a.ddof)
     return rate.float(), adv.float().view(p, g)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from prefgrpo.ops import library
-from prefgrpo.ops.affine import affine_kinds, affine_logp, affine_step
-from prefgrpo.ops.args import Affine, Guidance, NoiseAddress, check_affine, rows_of
-from prefgrpo.ops.backend import backend_of, implementation
+from prefgrpo.ops.affine import affine_step, replay_args
+from prefgrpo.ops.args import Guidance, NoiseAddress, ReplayArgs, rows_of
 from prefgrpo.ops.policy import policy_loss_grad
 
 
@@ -58,10 +57,11 @@ def replay_policy_grad(
 
     Arguments as in `affine_logp` and `policy_loss`. v_ref turns the KL term on, v_old GRPO-Guard's log-ratio.
     """
+    a = replay_args(x, v, x_next, coef, index, v_ref, v_old, guidance)
     with torch.no_grad():
-        new = affine_logp(x, v, x_next, coef, index, v_ref=v_ref, v_old=v_old, guidance=guidance)
+        logp, kl, log_ratio = library.affine_logp(a)
         out = policy_loss_grad(
-            new.logp,
+            logp,
             logp_old,
             advantage,
             clip_low=clip_low,
@@ -69,19 +69,14 @@ def replay_policy_grad(
             adv_clip=adv_clip,
             weight=weight,
             mask=mask,
-            kl=new.kl,
+            kl=kl,
             kl_coef=kl_coef,
-            log_ratio=new.log_ratio,
+            log_ratio=log_ratio,
             denominator=denominator,
         )
-        a = Affine(x, v, coef, index, guidance)
         upstream = (out.d_log_ratio, out.d_kl, None) if v_old is None else (None, out.d_kl, out.d_log_ratio)
-        if torch.compiler.is_compiling():
-            dv, du = library.call_grad(a, x_next, v_ref, v_old, upstream)
-        else:
-            impl = implementation(backend_of(x.device, *affine_kinds(a, x_next, v_ref, v_old)))
-            dv, du = impl.grad(a, x_next, v_ref, v_old, *upstream)
-    return ReplayGrad(out.loss, dv, out.metrics, du, new.logp)
+        dv, du = library.affine_grad(ReplayArgs(*a[:11], *upstream))
+    return ReplayGrad(out.loss, dv, out.metrics, du, logp)
 
 
 def on_policy_grad(
@@ -100,8 +95,7 @@ def on_policy_grad(
     On policy x' − a·x − b·v is s·ε, so that dv = A·2·w·b·s / (D·denominator)·ε and neither x, v nor x' is read. Exact
     for latents stored in fp32; rounded storage differs by its rounding. like: any tensor of v's shape and dtype.
     """
-    a = Affine(like, like, coef, index, None)
-    check_affine(a)
+    a = replay_args(like, like, like, coef, index, None, None, None)
     batch, numel = like.shape[0], max(like[0].numel(), 1) if like.shape[0] else 1
     rows = rows_of(a).double()
     factor = advantage.double().clamp(-adv_clip, adv_clip) * 2.0 * rows[:, 3] * rows[:, 1] * rows[:, 2]

@@ -62,10 +62,11 @@ def pytest_configure() -> None:
         return torch.full((size,), torch.nan, dtype=torch.float64), tickets
 
     native._on_cpu = lambda t: False
-    native._launch_on = lambda device: (1, 0)
+    native._stream = lambda t: 0
     native._scratch = scratch
     coef = torch.ones(1, 5)
-    outside = native.step(
-        native.Affine(coef, coef, coef, torch.tensor([7]), None), None, torch.float32, False, None, None
+    pair, noise = (None, 0.0, False, False), (None, 0, None, None, 0)
+    outside = native.affine_step(
+        native.StepArgs(coef, coef, coef, torch.tensor([7]), *pair, *noise, torch.float32, False, None, None)
     )
     assert outside[0].isnan().all(), "the CPU kernels raise here: these are not the CUDA sources"
