@@ -135,9 +135,13 @@ class JudgeServer:
         except KeyError as miss:
             return _error(400, f"Cache miss for image at index {miss.args[0]} but data is not provided.")
         if self.answer is not None:
-            return web.json_response(reply(self.answer(bright, text_of(body))))
+            return web.json_response(reply(self.answer(bright, text_of(body))) | {"model": self.model})
         half = len(bright) // 2  # a clip is several images
-        return web.json_response(completion(8.0 * float(np.mean(bright[:half]) - np.mean(bright[half:]))))
+        gap = 8.0 * float(np.mean(bright[:half]) - np.mean(bright[half:]))
+        return web.json_response(self._says(gap))
+
+    def _says(self, gap: float, tokens: tuple[str, str] = ("1", "2")) -> dict[str, Any]:
+        return completion(gap, tokens) | {"model": self.model}
 
     def _brightness(self, index: int, part: dict[str, Any]) -> float:
         uuid, link = part.get("uuid"), part["image_url"]
@@ -161,7 +165,7 @@ class JudgeServer:
         return self.fault
 
     async def _misbehave(self, fault: str, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        good = completion(0.0)
+        good = self._says(0.0)
         match fault:
             case "hang" | "hang chat" | "mute":
                 await asyncio.sleep(3600)
@@ -176,7 +180,7 @@ class JudgeServer:
             case "no_logprobs":
                 good["choices"][0]["logprobs"] = None
             case "garbage":
-                good = completion(0.0, ("cat", "dog"))
+                good = self._says(0.0, ("cat", "dog"))
             case "nan":
                 for top in good["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
                     top["logprob"] = self.logprob
@@ -190,7 +194,7 @@ class JudgeServer:
             case "truncated" | "drip":
                 return await self._slowly(fault, request, json.dumps(good).encode())
             case "contradict":
-                return web.json_response(completion(3.0))  # always the first, whatever is shown
+                return web.json_response(self._says(3.0))  # always the first, whatever is shown
             case other:
                 raise AssertionError(other)
         return web.json_response(good)

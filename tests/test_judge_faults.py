@@ -97,7 +97,7 @@ def test_the_wrong_model_lists_what_is_served_and_suggests():
             check(HttpJudgeConfig(endpoints=(server.url,), model="bright-juge"))
         verdicts = ask(judge(server.url, model="other"))
     assert [v.first for v in verdicts] == [None, None]
-    assert "404" in verdicts[0].reason and "does not exist" in verdicts[0].reason
+    assert f"serves {MODEL}, not 'other'; correct the model" in verdicts[0].reason and not server.requests
 
 
 @pytest.mark.parametrize(("fault", "complaint"), [("garbage", "neither label"), ("400", "At most 1 image")])

@@ -194,10 +194,13 @@ def test_a_body_of_any_kind_is_sent_without_a_template(server):
     sender = Sender(SendConfig(endpoints=(server.url,), timeout_s=5, retries=1, backoff_s=0.01))
     body = b'{"model":"bright-judge","messages":[{"role":"user","content":[]}]}'
     with pytest.raises(SendError, match="404"):
-        sender.thread.submit(sender.send("/nowhere", lambda endpoint, carried: body)).result(30)
+        sender.thread.submit(
+            sender.send("/nowhere", lambda endpoint, carried: body, lambda url, payload: payload)
+        ).result(30)
     server.answer, server.fault, server.count = (lambda bright, text: "here"), "500", 1
-    reply = sender.thread.submit(sender.send("/v1/chat/completions", lambda endpoint, carried: body)).result(30)
-    assert b"here" in reply.payload and reply.retries == 1 and reply.url == server.url
+    sent = sender.send("/v1/chat/completions", lambda endpoint, carried: body, lambda url, payload: payload)
+    reply = sender.thread.submit(sent).result(30)
+    assert b"here" in reply.value and reply.retries == 1 and reply.url == server.url
 
 
 @pytest.mark.parametrize(

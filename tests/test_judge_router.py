@@ -148,7 +148,7 @@ def test_what_names_no_model_is_refused_with_the_list(front):
     for wrong in ({"model": None}, {"model": [MODEL]}, {"model": {}}):
         assert post(url, wrong)[0] == 404
     reasons = [v.reason for v in ask(judge(url, model="nobody"))]
-    assert all("404" in r and f"served here: {MODEL}" in r for r in reasons)
+    assert all(f"serves {MODEL}, dark-judge, not 'nobody'" in r for r in reasons)
 
 
 def test_a_backends_own_errors_arrive_unchanged(front):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 import aiohttp
@@ -74,8 +75,7 @@ def check(config: HttpJudgeConfig, *, timeout_s: float = 10.0, probe: bool = Tru
     if probe:
         soft = load_template(config.template or "compare").answer == "soft"
         longest = timeout_s if soft else max(timeout_s, config.timeout_s)
-        good = tuple(e.url for e in health.endpoints if not e.problem)
-        _probe(replace(config, endpoints=good, timeout_s=longest, cache=""), health, bias_pairs)
+        _probe(replace(config, timeout_s=longest, cache="", retries=1, patience_s=5.0), health, bias_pairs)
     return health
 
 
@@ -84,11 +84,15 @@ def reach(config: HttpJudgeConfig, timeout_s: float = 10.0) -> Health:
     if bad := config.mistakes():
         raise JudgeError("judge: " + "; ".join(bad))
     thread = loop_thread()
-    found = [thread.submit(_look(url, config, timeout_s)).result(timeout_s + 5.0) for url in config.endpoints]
+    looks = [thread.submit(_look(url, config, timeout_s)) for url in config.endpoints]
+    found = [look.result(timeout_s + 5.0) for look in looks]
     good = [e for e in found if not e.problem]
     if not good:
         raise JudgeError("the judge cannot be used. " + " | ".join(f"{e.url}: {e.problem}" for e in found))
-    return Health(found, config.model or good[0].models[0])
+    model = config.model or good[0].models[0]
+    for other in good:  # all answer for one judge
+        other.problem = _model_problem(model, other.models)
+    return Health(found, model)
 
 
 async def _look(url: str, config: HttpJudgeConfig, timeout_s: float) -> EndpointHealth:
@@ -122,25 +126,31 @@ def _model_problem(model: str, served: list[str]) -> str:
         return f"serves several models ({', '.join(served)}); set the judge's model to one of them"
     near = difflib.get_close_matches(model, served, n=1)
     hint = f"; did you mean '{near[0]}'?" if near else ""
-    return f"serves {', '.join(served)}, not '{model}'{hint} Set the judge's model to a served name"
+    return f"serves {', '.join(served)}, not '{model}'{hint or '; set the model of the judge to a served name'}"
 
 
 def _probe(config: HttpJudgeConfig, health: Health, bias_pairs: int) -> None:
-    """Judge plain pictures once, and random pictures in both orders."""
-    judge = HttpJudge(replace(config, retries=1, patience_s=5.0))
+    """Let each server judge plain pictures once, then the good ones random pictures in both orders."""
     red, blue, grey = (Media(np.full((64, 64, 3), c, np.uint8)) for c in ((220, 30, 30), (30, 60, 220), (128,) * 3))
-    verdict = judge.judge_group("a plain red picture", [red, blue], [(0, 1)], [grey])[0]
-    if verdict.first is None:
-        judge.close()
+    config = replace(config, model=health.model)
+    good = [e for e in health.endpoints if not e.problem]
+    for endpoint in good:
+        with closing(HttpJudge(replace(config, endpoints=(endpoint.url,)))) as judge:
+            verdict = judge.judge_group("a plain red picture", [red, blue], [(0, 1)], [grey])[0]
+        if verdict.first is None:
+            endpoint.problem = f"'{health.model}' gave no verdict on a probe pair: {verdict.reason}"
+        elif health.probe_p_first is None:
+            health.probe_p_first, health.probe_latency_s = verdict.first, verdict.latency_s
+    if health.probe_p_first is None:
         raise JudgeError(
-            f"the judge '{health.model}' gave no verdict on a probe pair: {verdict.reason}. "
+            f"the judge {' | '.join(e.problem for e in good)}. "
             "Check that the template suits the model (labels, prefill, answer), and that it accepts two images"
         )
-    health.probe_p_first, health.probe_latency_s = verdict.first, verdict.latency_s
     if bias_pairs:
         rng = np.random.default_rng(0)
         media = [Media(rng.integers(0, 256, (64, 64, 3), dtype=np.uint8)) for _ in range(2 * bias_pairs)]
         pairs = [p for k in range(bias_pairs) for p in ((2 * k, 2 * k + 1), (2 * k + 1, 2 * k))]
-        values = [v.first for v in judge.judge_group("a picture", media, pairs, [grey]) if v.first is not None]
+        urls = tuple(e.url for e in good if not e.problem)
+        with closing(HttpJudge(replace(config, endpoints=urls))) as judge:
+            values = [v.first for v in judge.judge_group("a picture", media, pairs, [grey]) if v.first is not None]
         health.position_bias = float(np.mean(values)) if values else None
-    judge.close()

@@ -1,7 +1,8 @@
 """One judge server as the client sees it, and the pool that picks one.
 
 An endpoint is ejected on a connection error and comes back when its /health answers; which media it holds is
-forgotten then. Invariants: a medium's first request carries its data and the others wait for that one; nobody
+forgotten then. One that answers, but with failures, stands back while another one answers well, and is tried again with
+one request at a time. Invariants: a medium's first request carries its data and the others wait for that one; nobody
 waits for a request that started later, so waits cannot form a ring. Everything runs on the client's event loop.
 """
 
@@ -23,11 +24,27 @@ _KNOWN_MEDIA = 8192
 _MIN_MISSES = 16
 _PROBE_TIMEOUT_S = 5.0
 _PROBE_LONGEST_S = 2.0
+_REST_S, _LONGEST_REST_S = 0.5, 30.0
+_MOST_BYTES = 16 << 20
 TRANSPORT_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, OSError)
 
 
 class NoEndpoint(RuntimeError):
     """No endpoint has been alive for the client's patience."""
+
+
+class TooLong(aiohttp.ClientError):
+    """An answer that goes on and on."""
+
+
+async def read_body(reply: aiohttp.ClientResponse) -> bytes:
+    """The body of an answer. Raises TooLong for more than 16 MiB, which no answer to a question has."""
+    body = bytearray()
+    async for chunk in reply.content.iter_any():
+        body += chunk
+        if len(body) > _MOST_BYTES:
+            raise TooLong(f"it sent more than {_MOST_BYTES >> 20} MiB; is that the right server?")
+    return bytes(body)
 
 
 class Endpoint:
@@ -38,6 +55,7 @@ class Endpoint:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.headers, self.model = headers, model
         self.load = 0
+        self.strikes, self._rests_until = 0, 0.0
         self.alive = True
         self.trouble = ""
         self.refused = ""
@@ -64,9 +82,10 @@ class Endpoint:
 
     async def _describe(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
-        async with session.get(f"{self.url}/v1/models", headers=self.headers, timeout=timeout) as reply:
-            raw = await reply.read() if reply.status == 200 else b""
-        self.refused = "" if reply.status == 200 else f"/v1/models answered {reply.status}"
+        url = f"{self.url}/v1/models"
+        async with session.get(url, headers=self.headers, timeout=timeout, allow_redirects=False) as reply:
+            raw = await read_body(reply) if reply.status == 200 else b""
+        self.refused = "" if reply.status == 200 else f"/v1/models answered {reply.status}{redirect(reply)}"
         if reply.status >= 500:
             return  # it may know better when it is asked again
         try:
@@ -74,9 +93,9 @@ class Endpoint:
         except (ValueError, RecursionError):
             value = {}  # no OpenAI server; the first request or the check will say so
         rows = value.get("data") if isinstance(value, dict) else None
-        rows = [r for r in rows if isinstance(r, dict)] if isinstance(rows, list) else []
+        rows = [r for r in rows if isinstance(r, dict) and r.get("id")] if isinstance(rows, list) else []
         self.vllm = any(r.get("owned_by") == "vllm" for r in rows)
-        self.models = [str(r.get("id")) for r in rows]
+        self.models = [str(r["id"]) for r in rows]
 
     @property
     def uses_ids(self) -> bool:
@@ -121,6 +140,18 @@ class Endpoint:
         if self._media_ids != "on" and self._misses >= _MIN_MISSES and self._misses > 0.2 * self._lean:
             self._ids_off = True
 
+    def strike(self, seconds: float = 0.0) -> None:
+        """A request failed here: rest for `seconds`, or longer each time that a trial after a rest fails too."""
+        if (now := time.monotonic()) >= self._rests_until:  # what was in flight together fails together
+            self.strikes += 1
+            rest = min(_REST_S * 2 ** min(self.strikes - 1, 10), _LONGEST_REST_S)
+            self._rests_until = now + max(rest, seconds)
+
+    @property
+    def trial(self) -> bool:
+        """Whether it may be tried again with a request."""
+        return not self.load and time.monotonic() >= self._rests_until
+
     def forget(self) -> None:
         """The server may have restarted: it knows no media, and may serve another model."""
         self._known.clear()
@@ -145,7 +176,7 @@ class Pool:
         """An endpoint with a free slot, low turns first; NoEndpoint when none has been alive for `patience_s`."""
         woken = False
         while True:
-            free = [e for e in self.endpoints if e.alive and e.load < self.concurrency]
+            free = self._free()
             if free and (woken or not self._queue or turn < self._queue[0][0]):
                 chosen = min(free, key=lambda e: e.load)
                 chosen.load += 1
@@ -164,12 +195,26 @@ class Pool:
 
     def spare(self, busy: Endpoint) -> Endpoint | None:
         """A slot for a second request beside one at `busy`, elsewhere if anything else lives; None if all is full."""
-        free = [e for e in self.endpoints if e.alive and e.load < self.concurrency]
+        free = self._free()
         others = [e for e in free if e is not busy] or free
         chosen = min(others, key=lambda e: e.load, default=None)
         if chosen is not None:
             chosen.load += 1
         return chosen
+
+    def well(self, besides: Endpoint | None = None) -> list[Endpoint]:
+        """Living endpoints whose last request did not fail."""
+        return [e for e in self.endpoints if e.alive and not e.strikes and e is not besides]
+
+    def _free(self) -> list[Endpoint]:
+        """Who takes a request now: who is well, and who has rested, one request at a time; anybody if nobody is."""
+        alive = [e for e in self.endpoints if e.alive and e.load < self.concurrency]
+        return [e for e in alive if not e.strikes or e.trial] if self.well() else alive
+
+    def strike(self, endpoint: Endpoint, seconds: float = 0.0) -> None:
+        """A request failed at the endpoint."""
+        endpoint.strike(seconds)
+        self._wake_all()  # if nobody is well now, anybody will do
 
     async def _wait(self, wake: asyncio.Future[None]) -> None:
         """Wait to be woken; while every endpoint is dead only until the patience is over."""
@@ -238,12 +283,18 @@ async def health(session: aiohttp.ClientSession, endpoint: Endpoint) -> str:
     timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
     url = f"{endpoint.url}/health" + (f"?{urlencode({'model': endpoint.model})}" if endpoint.model else "")
     try:
-        async with session.get(url, headers=endpoint.headers, timeout=timeout) as reply:
+        async with session.get(url, headers=endpoint.headers, timeout=timeout, allow_redirects=False) as reply:
             return "" if reply.status < 500 else f"/health says {reply.status}"
     except asyncio.TimeoutError:
         return f"/health did not answer within {_PROBE_TIMEOUT_S:g} s"
     except (aiohttp.ClientError, OSError) as error:
         return describe_error(error)
+
+
+def redirect(reply: aiohttp.ClientResponse) -> str:
+    """Where a server sends those who ask it, in words; a redirect is not followed: a POST would become a GET."""
+    to = reply.headers.get("Location", "") if 300 <= reply.status < 400 else ""
+    return f", a redirect to {to[:200]}; correct the address" if to else ""
 
 
 def describe_error(error: BaseException) -> str:

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import threading
 import time
 from collections.abc import Collection, Coroutine, Mapping, Sequence
@@ -171,10 +172,13 @@ class Client:
             return kind.body(prompt, shown, before, texts)
 
         def write(endpoint: Endpoint, carried: Collection[str] | None) -> bytes:
-            return body(self.config.model or (endpoint.models or [""])[0], endpoint.vllm, carried)
+            return body(self.sender.model, endpoint.vllm, carried)
+
+        def choice(url: str, payload: bytes) -> dict[str, Any]:
+            return first_choice(url, payload, self.sender.model)
 
         key = ""
-        if self._cache is not None and (model := self.config.model or await self.sender.only_model()):
+        if self._cache is not None and (model := await self.sender.named()):
             t = template
             rule = (t.answer, t.labels, t.variants, t.scores, t.pattern, self.config.min_label_mass)
             key = hashlib.sha256(body(model, True, ()) + repr(rule).encode()).hexdigest()[:32]
@@ -182,12 +186,12 @@ class Client:
                 TRAFFIC["cache_hits"] += 1
                 return replace(kept, latency_s=time.monotonic() - start)
         try:
-            reply = await self.sender.send(_PATH, write, [e.uuid for e in (*media, *source)])
+            reply = await self.sender.send(_PATH, write, choice, [e.uuid for e in (*media, *source)])
         except SendError as error:
             return Answer(None, str(error), time.monotonic() - start, retries=error.retries)
         found = Answer(None, "", time.monotonic() - start, retries=reply.retries)
         try:
-            found = read(template, first_choice(reply.url, reply.payload), found, self.config.min_label_mass)
+            found = read(template, reply.value, found, self.config.min_label_mass)
         except answers.Unreadable as error:
             found = replace(found, reason=str(error))
         if self._cache is not None and key:
@@ -281,17 +285,31 @@ def _part(medium: Encoded, carried: Collection[str] | None) -> bytes:
     return medium.with_data if medium.uuid in carried else medium.id_only
 
 
-def first_choice(url: str, payload: bytes) -> dict[str, Any]:
-    """The first choice of a chat completion; Unreadable if there is none."""
+def first_choice(url: str, payload: bytes, model: str = "") -> dict[str, Any]:
+    """The first choice of a chat completion; Unreadable if there is none, or if another model than `model` made it."""
     try:
-        choices = json.loads(payload)["choices"]
+        value = json.loads(payload)
+        choices = value["choices"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise answers.Unreadable(
             f"{url} sent no readable chat completion ({describe_error(error)}): {payload[:80]!r}"
         ) from error
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise answers.Unreadable(f"{url} sent a chat completion without choices")
+    told = value.get("model")
+    if model and isinstance(told, str) and not _same_model(model, told):
+        raise answers.Unreadable(
+            f"{url} was asked for the model '{model}', and '{told[:80]}' answered: expected a server, or a proxy in "
+            "front of one, that serves the judge under its name"
+        )
     return choices[0]
+
+
+def _same_model(asked: str, told: str) -> bool:
+    """Whether a name is the one asked for, up to its folder and a date after it (gpt-4o, gpt-4o-2024-08-06)."""
+    asked, told = (name.rstrip("/").rpartition("/")[2].casefold() for name in (asked, told))
+    rest = told.removeprefix(asked)
+    return not told or told == asked or (rest != told and re.fullmatch(r"[-@:](latest|\d[\d.-]*)", rest) is not None)
 
 
 def read(template: Template, choice: Mapping[str, Any], found: Answer, min_label_mass: float) -> Answer:

@@ -126,7 +126,10 @@ class Router:
         url, headers = f"{backend.url}{request.rel_url.raw_path_qs}", _end_to_end(request.headers)
         backend.in_flight += 1
         try:
-            async with self.session.request(request.method, url, data=io.BytesIO(body), headers=headers) as answer:
+            data = io.BytesIO(body)
+            async with self.session.request(
+                request.method, url, data=data, headers=headers, allow_redirects=False
+            ) as answer:
                 reply = web.StreamResponse(
                     status=answer.status, reason=answer.reason, headers=_end_to_end(answer.headers)
                 )

@@ -1,8 +1,9 @@
 """One request to the best of several servers of the same kind, repeated where that helps.
 
-What may help is retried with backoff (connection errors, timeouts, 429, 5xx); any other refusal ends the request at
-once with the server's message. It knows nothing of judges: a caller gives the path and writes the body. Invariants:
-every request ends, in bounded time, with a payload or a reason; a restart of the server loses none.
+What may help is retried with backoff (connection errors, timeouts, 429, 5xx, another server where one refuses); a
+refusal of the request itself ends it at once with the server's message. It knows nothing of judges: a caller gives
+the path, writes the body and reads the answer. Invariants: every request ends, in bounded time, with what was read or
+a reason; a restart of the server loses none.
 """
 
 from __future__ import annotations
@@ -14,20 +15,33 @@ import os
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
+from typing import Any, NoReturn
 
 import aiohttp
 
-from prefgrpo.judge.endpoint import TRANSPORT_ERRORS, Endpoint, NoEndpoint, Pool, describe_error
+from prefgrpo.judge.endpoint import (
+    TRANSPORT_ERRORS,
+    Endpoint,
+    NoEndpoint,
+    Pool,
+    describe_error,
+    read_body,
+    redirect,
+)
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.traffic import TRAFFIC
 from prefgrpo.judge.verdict import JudgeError
 
 _MISS = ("Cache miss for", "Failed to apply")
 _LONGEST_PAUSE_S = 60.0
+_OWN_FAULT = (400, 413, 422)
+"""What any server would answer to the request."""
 Write = Callable[[Endpoint, Collection[str] | None], bytes]
 """(endpoint, which media the body must carry with data; None: all of them, without ids) -> body."""
+Read = Callable[[str, bytes], Any]
+"""(address, payload of a 200) -> what it says. Raises ValueError if a server of this kind would not send that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +87,10 @@ class SendConfig:
         return {"Authorization": f"Bearer {os.environ[self.api_key_env]}"} if self.api_key_env else {}
 
 
+Response = tuple[int, bytes, float, str]
+"""Status, body, seconds of Retry-After, and where it redirects to, in words."""
+
+
 class SendError(RuntimeError):
     """A request that got no payload; the message says why."""
 
@@ -99,10 +117,20 @@ class Reply:
 
     url: str
     """The endpoint."""
-    payload: bytes
-    """The body."""
+    value: Any
+    """What was read from the body."""
     retries: int
     """Requests beyond the first that it took."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is to be sent, and how the answer is read."""
+
+    path: str
+    write: Write
+    read: Read
+    media: Sequence[str]
 
 
 class Sender:
@@ -115,8 +143,8 @@ class Sender:
         headers = {"Content-Type": content_type} | config.authorization()
         self.config, self.openai = config, openai
         self.thread = loop_thread()
-        model = getattr(config, "model", "")  # a judge's; other servers have one
-        self.endpoints = [Endpoint(url, config.media_ids, headers, model) for url in config.endpoints]
+        self.model: str = getattr(config, "model", "")  # a judge's; other servers have one
+        self.endpoints = [Endpoint(url, config.media_ids, headers, self.model) for url in config.endpoints]
         self._turns = itertools.count()
         self.pool = Pool(self.endpoints, config.concurrency, config.patience_s)
 
@@ -125,45 +153,45 @@ class Sender:
         for endpoint in self.endpoints:
             self.thread.loop.call_soon_threadsafe(endpoint.close)
 
-    async def send(self, path: str, write: Write, media: Sequence[str] = ()) -> Reply:
-        """POST a body to `path` of the best endpoint; SendError if no repetition brought a payload.
+    async def send(self, path: str, write: Write, read: Read, media: Sequence[str] = ()) -> Reply:
+        """POST a body to `path` of the best endpoint; SendError if no repetition brought what can be read.
 
         media: ids of the media in the body, in any order; `write` is told which of them must carry data.
         """
         retries, turn = 0, next(self._turns)
+        longest = min(_LONGEST_PAUSE_S, self.config.timeout_s)
         while True:
-            pause = min(self.config.backoff_s * 2**retries, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
+            pause = min(self.config.backoff_s * 2**retries, longest) * random.uniform(0.5, 1.0)
             try:
-                url, payload = await self._attempt(turn, path, write, media)
-                return Reply(url, payload, retries)
+                endpoint, value = await self._attempt(turn, _Job(path, write, read, media))
+                return Reply(endpoint.url, value, retries)
             except (_Refused, NoEndpoint) as error:
                 raise SendError(str(error), retries) from error
             except _Retry as error:
                 if retries >= self.config.retries:
                     reason = f"gave up after {retries + 1} requests; the last one: {error}"
                     raise SendError(reason, retries) from error
-                pause = max(pause, min(error.pause_s, _LONGEST_PAUSE_S))
+                pause = max(pause, min(error.pause_s, longest))
             retries += 1
             await asyncio.sleep(pause)
 
-    async def only_model(self) -> str:
-        """Name of the first model that any of the servers lists; '' if none can be asked."""
-        for endpoint in self.endpoints:
+    async def named(self) -> str:
+        """The model that every request asks: the configured one, else the first that is listed; '' if none is."""
+        for endpoint in () if self.model else self.endpoints:
             try:
                 await endpoint.describe(self.thread.session(), self.config.timeout_s)
             except (asyncio.TimeoutError, aiohttp.ClientError, OSError):
                 continue
-            if endpoint.models:
-                return endpoint.models[0]
-        return ""
+            self.model = self.model or (endpoint.models or [""])[0]
+        return self.model
 
-    async def _attempt(self, turn: int, path: str, write: Write, media: Sequence[str]) -> tuple[str, bytes]:
-        """One request to the best endpoint: (its address, the payload of a 200)."""
-        endpoint = await self._slot(turn, media)
+    async def _attempt(self, turn: int, job: _Job) -> tuple[Endpoint, Any]:
+        """One request to the best endpoint: (who answered, what a 200 said)."""
+        endpoint = await self._slot(turn, job.media)
         try:
             if not self.config.hedge_s:
-                return await self._exchange(endpoint, path, write, media)
-            return await self._hedged(endpoint, path, write, media)
+                return await self._exchange(endpoint, job)
+            return await self._hedged(endpoint, job)
         finally:
             self.pool.release(endpoint)
 
@@ -180,16 +208,16 @@ class Sender:
             for event in busy.values():
                 await event.wait()
 
-    async def _hedged(self, endpoint: Endpoint, path: str, write: Write, media: Sequence[str]) -> tuple[str, bytes]:
+    async def _hedged(self, endpoint: Endpoint, job: _Job) -> tuple[Endpoint, Any]:
         """A request, and a second one beside it if it is slow; the first payload counts, the other is given up."""
-        tasks = [asyncio.ensure_future(self._exchange(endpoint, path, write, media))]
+        tasks = [asyncio.ensure_future(self._exchange(endpoint, job))]
         other = None
         try:
             await asyncio.wait(tasks, timeout=self.config.hedge_s)
             if not tasks[0].done() and (other := self.pool.spare(endpoint)):
                 TRAFFIC["hedges"] += 1
-                ids = () if other is endpoint else media  # there the slow one carries the media that ids would name
-                tasks.append(asyncio.ensure_future(self._exchange(other, path, write, ids)))
+                lone = replace(job, media=()) if other is endpoint else job  # there the slow one carries the media
+                tasks.append(asyncio.ensure_future(self._exchange(other, lone)))
             return await _first_good(tasks)
         finally:
             for task in tasks:
@@ -197,13 +225,24 @@ class Sender:
             if other is not None:
                 self.pool.release(other)
 
-    async def _exchange(self, endpoint: Endpoint, path: str, write: Write, media: Sequence[str]) -> tuple[str, bytes]:
-        """One request to an endpoint whose slot is taken: (its address, the payload of a 200)."""
+    async def _exchange(self, endpoint: Endpoint, job: _Job) -> tuple[Endpoint, Any]:
+        """One request to an endpoint whose slot is taken; how it ends counts when the next one is chosen."""
+        try:
+            found = await self._ask(endpoint, job)
+        except _Retry as error:
+            self.pool.strike(endpoint, error.pause_s)
+            raise
+        endpoint.strikes = 0
+        return endpoint, found
+
+    async def _ask(self, endpoint: Endpoint, job: _Job) -> Any:
+        """One request: what a 200 said."""
         session = self.thread.session()
         try:
             if self.openai:
                 await endpoint.describe(session, self.config.timeout_s)
-            status, payload, pause = await self._deliver(session, endpoint, path, write, media)
+                self._check_model(endpoint)
+            status, payload, pause, to = await self._deliver(session, endpoint, job)
         except asyncio.TimeoutError as error:
             self.pool.suspect(session, endpoint)
             raise _Retry(f"{endpoint.url} did not answer within {self.config.timeout_s:g} s") from error
@@ -216,40 +255,61 @@ class Sender:
             self.pool.suspect(session, endpoint)
         if status == 429 or status >= 500:
             raise _Retry(f"{endpoint.url} answered {status}: {message_of(payload)}", pause)
-        if status != 200:
+        if status in _OWN_FAULT:
             raise _Refused(f"{endpoint.url} refused with {status}: {message_of(payload)}")
-        return endpoint.url, payload
+        if status != 200:
+            self._refused(endpoint, f"{endpoint.url} refused with {status}{to or f': {message_of(payload)}'}")
+        try:
+            return job.read(endpoint.url, payload)
+        except ValueError as error:
+            self._refused(endpoint, str(error))
 
-    async def _deliver(
-        self, session: aiohttp.ClientSession, endpoint: Endpoint, path: str, write: Write, media: Sequence[str]
-    ) -> tuple[int, bytes, float]:
+    def _check_model(self, endpoint: Endpoint) -> None:
+        """A server may come back with another model, and not every one looks at the name that it is asked for."""
+        self.model = self.model or (endpoint.models or [""])[0]
+        if endpoint.models is None:
+            raise _Retry(f"{endpoint.url} cannot say yet what it serves ({endpoint.refused or 'it is asked again'})")
+        if not self.model:
+            self._refused(endpoint, f"{endpoint.url} lists no model ({endpoint.refused or '/v1/models is empty'})")
+        if endpoint.models and self.model not in endpoint.models:
+            served = ", ".join(endpoint.models)
+            endpoint.forget()
+            self._refused(
+                endpoint, f"{endpoint.url} serves {served}, not '{self.model}'; correct the model or the endpoint"
+            )
+
+    def _refused(self, endpoint: Endpoint, told: str) -> NoReturn:
+        """What this server refuses another one may take, if there is one."""
+        raise _Retry(told) if self.pool.well(besides=endpoint) else _Refused(told)
+
+    async def _deliver(self, session: aiohttp.ClientSession, endpoint: Endpoint, job: _Job) -> Response:
         """Post with ids where the server has the media; once more with all data if it turns out that it has not."""
-        if not endpoint.uses_ids or not media:
-            return await self._post(session, endpoint, path, write(endpoint, None))
-        carried = await endpoint.claim(media)
+        if not endpoint.uses_ids or not job.media:
+            return await self._post(session, endpoint, job.path, job.write(endpoint, None))
+        carried = await endpoint.claim(job.media)
         success = False
         try:
-            reply = await self._post(session, endpoint, path, write(endpoint, carried))
-            if lean := len(carried) < len(set(media)):
+            reply = await self._post(session, endpoint, job.path, job.write(endpoint, carried))
+            if lean := len(carried) < len(set(job.media)):
                 missed = reply[0] == 400 and any(text in reply[1].decode("utf-8", "replace") for text in _MISS)
                 endpoint.lean_request(missed)
                 if missed or (lean and reply[0] == 500):
-                    reply = await self._post(session, endpoint, path, write(endpoint, set(media)))
+                    reply = await self._post(session, endpoint, job.path, job.write(endpoint, set(job.media)))
             success = reply[0] == 200
             return reply
         finally:
             endpoint.settle(carried, success)
 
-    async def _post(
-        self, session: aiohttp.ClientSession, endpoint: Endpoint, path: str, body: bytes
-    ) -> tuple[int, bytes, float]:
-        """(status, body, seconds of Retry-After) of one request."""
+    async def _post(self, session: aiohttp.ClientSession, endpoint: Endpoint, path: str, body: bytes) -> Response:
+        """What one request brought."""
         url, timeout = endpoint.url + path, aiohttp.ClientTimeout(total=self.config.timeout_s)
-        async with session.post(url, data=body, headers=endpoint.headers, timeout=timeout) as reply:
-            return reply.status, await reply.read(), _retry_after(reply.headers.get("Retry-After"))
+        headers = endpoint.headers
+        async with session.post(url, data=body, headers=headers, timeout=timeout, allow_redirects=False) as reply:
+            pause = _retry_after(reply.headers.get("Retry-After"))
+            return reply.status, await read_body(reply), pause, redirect(reply)
 
 
-async def _first_good(tasks: Sequence[asyncio.Future[tuple[str, bytes]]]) -> tuple[str, bytes]:
+async def _first_good(tasks: Sequence[asyncio.Future[tuple[Endpoint, Any]]]) -> tuple[Endpoint, Any]:
     """The first result of `tasks`; what the first task raises if none has one."""
     waiting = set(tasks)
     while waiting:
@@ -280,5 +340,5 @@ def _retry_after(header: str | None) -> float:
         pass
     try:
         return max(parsedate_to_datetime(header).timestamp() - time.time(), 0.0)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, OSError):
         return 0.0

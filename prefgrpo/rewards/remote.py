@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
-from prefgrpo.judge.endpoint import describe_error
+from prefgrpo.judge.endpoint import describe_error, read_body, redirect
 from prefgrpo.judge.send import SendConfig, Sender, SendError
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.media import Media
@@ -93,12 +93,11 @@ class RemoteReward(PointwiseReward):
             return Score(None, f"an image could not be encoded ({describe_error(error)})")
         body = request_json(self.name, sample, media, source)
         try:
-            reply = await self._sender.send("/score", lambda *_: body)
-            return read_scores(reply.payload, 1)[0]
+            reply = await self._sender.send("/score", lambda *_: body, _read_score)
         except SendError as error:
             return Score(None, str(error))
-        except WireError as error:
-            return Score(None, f"the reward server sent no readable scores: {error}")
+        score: Score = reply.value
+        return score
 
     async def _encoded(self, media: Media) -> bytes:
         """The medium as JSON, encoded once, off the loop."""
@@ -121,8 +120,10 @@ class RemoteReward(PointwiseReward):
         start = f"'prefgrpo reward serve {self.name}'"
         timeout = aiohttp.ClientTimeout(total=CHECK_S)
         try:
-            async with self._sender.thread.session().get(f"{url}/v1/info", headers=headers, timeout=timeout) as reply:
-                told: Any = json.loads(await reply.read())
+            session = self._sender.thread.session()
+            async with session.get(f"{url}/v1/info", headers=headers, timeout=timeout, allow_redirects=False) as reply:
+                told: Any = json.loads(await read_body(reply) or b"null")
+                to = redirect(reply)
         except asyncio.TimeoutError:
             return f"no answer within {CHECK_S:g} s; is the server stuck?"
         except (aiohttp.ClientError, OSError) as error:
@@ -130,8 +131,15 @@ class RemoteReward(PointwiseReward):
         except ValueError:
             return f"answers, but is no reward server; start one with {start}, or correct the url"
         if not isinstance(told, dict) or "name" not in told:
-            return f"answers, but is no reward server; start one with {start}, or correct the url"
+            return f"answers, but is no reward server{to}; start one with {start}, or correct the url"
         if told["name"] != self.name:
             return f"serves '{told['name']}', not '{self.name}'; start {start} on another port, or correct the url"
         status = told.get("status")
         return "" if status == "ready" else f"is {status}, not ready; try again when {url}/health says ready"
+
+
+def _read_score(url: str, payload: bytes) -> Score:
+    try:
+        return read_scores(payload, 1)[0]
+    except WireError as error:
+        raise WireError(f"{url} sent no readable scores: {error}") from error

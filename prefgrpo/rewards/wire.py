@@ -154,9 +154,17 @@ def _score(row: Any, place: str) -> Score:
         raise WireError(f"{place}: expected a number or null and parts, got {_shown(row)}")
     if not all(isinstance(v, float | int | None) for v in parts.values()):
         raise WireError(f"{place}.parts: expected numbers, got {_shown(parts)}")
-    found = {str(k): math.nan if v is None else float(v) for k, v in parts.items()}
-    number, why = _finite(Score(None if value is None else float(value), str(reason), found))
+    found = {str(k): math.nan if v is None else _float(v) for k, v in parts.items()}
+    number, why = _finite(Score(None if value is None else _float(value), str(reason), found))
     return Score(number, why, found)
+
+
+def _float(value: float) -> float:
+    """A number of a JSON text; an integer beyond the largest float is infinite, as 1e999 is."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _finite(score: Score) -> tuple[float | None, str]:
