@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from PIL import Image
 
+from prefgrpo.media import UNREADABLE, rgb
+
 TEXT = ("instruction", "prompt", "prompt_en", "prompt_zh", "caption", "text")
 """Columns that hold the prompt; the first that a file has is used."""
 SOURCE = ("source_image", "image")
@@ -56,16 +58,12 @@ class Prompt:
         return tuple(_open(path) for path in self.source)
 
 
-BROKEN = (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
-"""What PIL raises for a file that is no whole image."""
-
-
 def _open(path: str) -> Image.Image:
     """An image file as RGB."""
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
-    except BROKEN as error:
+            return rgb(image)
+    except UNREADABLE as error:
         raise DataError(f"source image {path} cannot be read: {error}") from error
 
 
@@ -75,8 +73,8 @@ def _why_not(path: str) -> str:
         with Image.open(path) as image:
             image.draft("L", (1, 1))  # a JPEG need not be drawn for that
             image.load()
-    except BROKEN as error:
-        return str(error)
+    except UNREADABLE as error:
+        return str(error) or type(error).__name__
     return ""
 
 

@@ -7,6 +7,7 @@ a reward needs, edit lists whose images may be missing; and every bad line is to
 import csv
 import json
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -98,6 +99,17 @@ def test_sources_that_are_no_whole_images_are_told_before_anything_runs(tmp_path
         assert f"line {number}: source image {tmp_path / name}: " in told
     for number in (8, 9):
         assert f"line {number}: source_image: expected a path or a list of paths, got " in told
+
+
+def test_a_source_is_what_a_viewer_shows(tmp_path):
+    """A photograph held upright, and 16 bits a channel, which a plain conversion would turn white."""
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.new("RGB", (20, 10), "red").save(tmp_path / "a.jpg", exif=turned)
+    Image.fromarray(np.full((4, 6), 0x8000, np.uint16)).save(tmp_path / "b.png")
+    rows = [{"instruction": "x", "source_image": name} for name in ("a.jpg", "b.png")]
+    upright, grey = (p.images()[0] for p in read_prompts(written(tmp_path / "e.jsonl", rows)))
+    assert upright.size == (10, 20) and grey.getpixel((0, 0)) == (128, 128, 128)
 
 
 def test_no_line_is_lost_or_cut_short_in_silence(tmp_path):
