@@ -55,6 +55,10 @@ def test_accepted(spec, weights):
     ("spec", "named"),
     [
         ("jpeg_compresibility", f"unknown reward 'jpeg_compresibility'.*did you mean '{A}'"),
+        ("CLIP", "unknown reward 'CLIP' .did you mean 'clip'"),
+        ("hpsv2.1", "unknown reward 'hpsv2.1' .did you mean 'hpsv2'"),
+        ("clip=0.5", "unknown reward 'clip=0.5'"),
+        (None, "a text, a list or a mapping, got None"),
         (f"{A},{A}", f"'{A}' is named twice"),
         (f'{{"{A}":1,"{A}":2}}', f"'{A}' is named twice"),
         (f"{A}:", f"bad entry '{A}:'"),
@@ -113,6 +117,21 @@ def test_unloadable_rewards_are_refused():
             build(f'["{name}"]')
     with pytest.raises(RewardSpecError, match=r"needs the option.*judge"):
         build("vlm_pairwise")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"scale": "1e-3"}, "'scale' of reward '.*': expected float, got '1e-3'"),
+        ({"scale": True}, "expected float, got True"),
+        ({"scale": None}, "expected float, got None"),
+    ],
+)
+def test_options_of_another_type_are_refused_before_the_reward_is_made(options, told):
+    name = f"{__name__}:Brightness"
+    with pytest.raises(RewardSpecError, match=told):
+        build([name], {name: options})
+    assert build([name], {name: {"scale": 2}})[name].scale == 2
 
 
 def test_jpeg_rewards_are_the_size_of_the_file():

@@ -130,6 +130,9 @@ def test_edit_score_is_the_geometric_mean_and_shares_its_questions(server):
     following, quality = [(b + 200 / 255) / 2 for b in (B[0], B[2])], 0.5
     assert found["edit_score"] == pytest.approx([math.sqrt(f * quality) for f in following], abs=1e-3)
     assert len(server.requests) == 4, "two questions about two edits, whoever asks"
+    lowest = values(one(server, "edit_score", reduce="min").score(group))
+    least = [min(b, 200 / 255) * min(b, 1 - b) for b in (B[0], B[2])]
+    assert lowest == pytest.approx([math.sqrt(m) for m in least], abs=1e-3)
     server.answer = lambda b, text: "no idea" if "naturalness" in text else speak(b, text)
     assert values(make(server, ["edit_score"])["edit_score"].score(samples(77, source=(flat(200),)))) == [None]
 

@@ -235,6 +235,7 @@ def test_files_as_cameras_and_painters_write_them(tmp_path):
     assert [g.file.name[0] for g in find(tmp_path, held)] == [p.text for p in held]
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_broken_files_are_data_errors_whatever_is_broken(tmp_path):
     rng = np.random.default_rng(0)
     turned = Image.Exif()

@@ -15,7 +15,8 @@ import inspect
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Reward
@@ -65,6 +66,10 @@ PLAIN: dict[Any, tuple[type, ...]] = {
 """Annotations of options that are checked before the reward is made, and what they take."""
 
 
+_PATH = re.compile(r"([^\W\d]\w*\.)*[^\W\d]\w*[.:][^\W\d]\w*")
+"""package.module.Class or package.module:Class."""
+
+
 class RewardSpecError(ValueError):
     """A reward spec that cannot be used; the message names the entry."""
 
@@ -74,8 +79,10 @@ def parse_reward_spec(spec: str | Mapping[str, Any] | list[Any]) -> dict[str, fl
     if isinstance(spec, str):
         spec = spec.strip()
         entries = _json_entries(spec) if spec[:1] in ("{", "[") else _text_entries(spec)
-    else:
+    elif isinstance(spec, Mapping | list | tuple):
         entries = _structured(spec)
+    else:
+        raise RewardSpecError(f"a reward spec is a text, a list or a mapping, got {spec!r}")
     weights: dict[str, float] = {}
     for name, weight in entries:
         _check_name(name)
@@ -145,13 +152,18 @@ def _weight(name: str, weight: Any) -> float:
 def _check_name(name: Any) -> None:
     if not isinstance(name, str) or not name:
         raise RewardSpecError(f"bad reward name {name!r}: expected one of {', '.join(REWARDS)}")
-    if name in REWARDS or "." in name or ":" in name:
+    if name in REWARDS or _PATH.fullmatch(name):
         return
-    near = difflib.get_close_matches(name, REWARDS, n=1)
-    hint = f"; did you mean '{near[0]}'?" if near else ""
     raise RewardSpecError(
-        f"unknown reward '{name}': expected one of {', '.join(REWARDS)} or 'package.module:Class'{hint}"
+        f"unknown reward '{name}'{_near(name, REWARDS)}: expected one of {', '.join(REWARDS)} or 'package.module:Class'"
     )
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    """A question for the known name that is meant, if one is near; capitals do not matter."""
+    small = {k.casefold(): k for k in known}
+    near = difflib.get_close_matches(name.casefold(), small, n=1)
+    return f" (did you mean '{small[near[0]]}'?)" if near else ""
 
 
 def load_class(name: str) -> type[Reward]:
@@ -194,16 +206,13 @@ def _call(name: str, make: type[Reward], options: dict[str, Any]) -> Reward:
     accepted = inspect.signature(make).parameters
     for key, value in options.items():
         if key not in accepted:
-            near = difflib.get_close_matches(key, accepted, n=1)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
-            raise RewardSpecError(
-                f"reward '{name}' has no option '{key}': expected {', '.join(accepted) or 'none'}{hint}"
-            )
+            told = f"reward '{name}' has no option '{key}'{_near(key, accepted)}"
+            raise RewardSpecError(f"{told}: expected {', '.join(accepted) or 'none'}")
         wanted = getattr(accepted[key].annotation, "__name__", accepted[key].annotation)
         kinds = PLAIN.get(wanted, (object,))
         if not isinstance(value, kinds) or (isinstance(value, bool) and wanted in ("int", "float")):
             raise RewardSpecError(f"option '{key}' of reward '{name}': expected {wanted}, got {value!r}")
-        if key == "batch_size" and not int(value) >= 1:
+        if key == "batch_size" and options[key] < 1:
             raise RewardSpecError(f"option '{key}' of reward '{name}': expected at least 1, got {value}")
     needed = [k for k, p in accepted.items() if p.default is p.empty and k not in options]
     if needed:

@@ -79,7 +79,8 @@ class Hpsv2(TextImage):
 def padded(image: Tensor, side: int) -> Tensor:
     """[3, side, side] of [3, H, W]: the longer side fills it, black bars the rest; resized in float, as hpsv2 does."""
     _, high, wide = image.shape
-    high, wide = (max(1, round(n * side / max(high, wide))) for n in (high, wide))
+    scale = side / max(high, wide)
+    high, wide = (max(1, round(n * scale)) for n in (high, wide))
     resized = functional.interpolate(image[None], (high, wide), mode="bicubic", antialias=True)[0]
     left, top = (side - wide) // 2, (side - high) // 2
     return functional.pad(resized, (left, side - wide - left, top, side - high - top))

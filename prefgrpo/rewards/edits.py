@@ -2,7 +2,7 @@
 
     _image_quality          Σ w·s / Σ w over naturalness and artifacts         (the result alone)
     _instruction_following  Σ w·s / Σ w over success and overediting           (the result beside its source)
-    edit_score              sqrt(mean(success, overediting) · mean(naturalness, artifacts)) / 25
+    edit_score              sqrt(mean(success, overediting) · mean(naturalness, artifacts)) / 25, or of the minima
 
 Higher is better for every number (overediting 25: nothing else was touched). Sources: UnifiedReward-Edit, EditScore
 (arXiv 2509.23909). Invariant: a number that cannot be read makes the score missing, never 0.
@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from prefgrpo.rewards.base import Sample, Score
+from prefgrpo.rewards.base import RewardError, Sample, Score
 from prefgrpo.rewards.vlm import VlmReward, both, missing, weighted, weights_of
 
 Markers = tuple[str, ...]
@@ -65,15 +65,21 @@ class EditScore(VlmReward):
     kinds = ("json",)
     needs_source = True
 
-    def __init__(self, judge: Any, template: str = "", quality_template: str = "edit_quality") -> None:
+    def __init__(
+        self, judge: Any, template: str = "", quality_template: str = "edit_quality", reduce: str = "mean"
+    ) -> None:
         """As VlmReward.
 
         Args:
             judge: An open judge or client, an HttpJudgeConfig, or a mapping of its fields.
             template: Template that asks how well the instruction was followed.
             quality_template: Template that asks how good the picture is.
+            reduce: mean of a rating's two numbers, as in PaCo-RL, or min, as EditScore's own evaluation.
         """
+        if reduce not in ("mean", "min"):
+            raise RewardError(f"edit_score: reduce must be mean or min, got {reduce!r}")
         super().__init__(judge, template)
+        self.reduce = reduce
         self.quality = self.load(quality_template, _RESULT)
 
     async def judge_sample(self, sample: Sample) -> Score:
@@ -84,5 +90,5 @@ class EditScore(VlmReward):
         means = []
         for question, answer in zip((self.question, self.quality), answers, strict=True):
             shares = [answer.parts[name] / high for name, _, high in question.scores]
-            means.append(sum(shares) / len(shares))
+            means.append(min(shares) if self.reduce == "min" else sum(shares) / len(shares))
         return Score(math.sqrt(means[0] * means[1]), parts={"following": means[0], "quality": means[1]})
