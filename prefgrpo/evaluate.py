@@ -142,7 +142,7 @@ class Evaluator:
         call |= {"height": r.height, "width": r.width, "num_inference_steps": r.steps}
         call.pop("prompt")
         if not any(item.source for item in items):
-            pipeline, edit = self.adapter.pipeline, {}
+            pipeline = self.adapter.pipeline
         stepping = {"class": type(scheduler).__name__, "config": dict(scheduler.config)}
         facts = {"prompts": prompts, "call": call | edit, "scheduler": stepping, "source_area": r.source_area}
         meta = {"model": c.model, "pipeline": pipeline} | {name: json.dumps(value) for name, value in facts.items()}

@@ -36,8 +36,10 @@ def load(run: Path, facts: dict[str, str], device: str) -> Any:
     config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config["dtype"]]
     full = (run / "pipeline").is_dir()
-    cls = getattr(diffusers, facts["pipeline"])
-    pipe = cls.from_pretrained(run / "pipeline" if full else facts["model"], dtype=dtype)
+    cls, folder = getattr(diffusers, facts["pipeline"]), run / "pipeline" if full else Path(facts["model"])
+    index = json.loads((folder / "model_index.json").read_text()) if folder.is_dir() else {}
+    absent = {name: None for name, part in index.items() if part == [None, None]}  # SD3 without T5
+    pipe = cls.from_pretrained(str(folder), dtype=dtype, **absent)
     if not full:
         if (run / "lora" / "pytorch_lora_weights.safetensors").is_file():
             pipe.load_lora_weights(str(run / "lora"))
@@ -53,6 +55,8 @@ def largest_difference(run: Path, device: str) -> float:
     """Largest absolute difference of any pixel, images in [0, 1]."""
     facts, tensors = read_proof(run / "proof.safetensors")
     pipe, prompts, latents = load(run, facts, device), json.loads(facts["prompts"]), tensors["latents"].to(device)
+    if hasattr(pipe, "unet"):
+        latents = latents.to(pipe.unet.dtype)  # all other pipelines do it themselves
     call = {"output_type": "pt", "return_dict": False} | json.loads(facts["call"])
     if any(key.startswith("source_") for key in tensors):
         out = torch.cat([edit(pipe, call, i, prompt, latents, tensors) for i, prompt in enumerate(prompts)])

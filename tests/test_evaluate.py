@@ -13,6 +13,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from diffusers import StableDiffusion3Pipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_run import recipe, rows, settings, train, world
@@ -25,6 +26,7 @@ from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.noise import initial_latents
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
+from prefgrpo.tiny import pipelines
 from prefgrpo.trainer import Trainer
 
 NAN = float("nan")
@@ -231,6 +233,20 @@ def test_a_fully_trained_pipeline_is_exported_whole(place, check_lora):
     assert code == 0, output
     assert check_lora.largest_difference(place / "runs" / "full", "cpu") <= 1e-5
     assert not (place / "runs" / "full" / "lora").exists()
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("flux_kontext", "fp32"), ("sd3", "fp32"), ("sd1", "bf16")])
+def test_the_check_of_other_families(family, dtype, place, check_lora):
+    """Kontext without a source (its pipeline would turn to a million pixels), SD3 without T5, a UNet in bf16."""
+    model = pipelines.make(family, place / family)
+    if family == "sd3":
+        less = {"text_encoder_3": None, "tokenizer_3": None}
+        StableDiffusion3Pipeline.from_pretrained(model, **less).save_pretrained(model)
+    over = {"model": str(model), "family": family, "dtype": dtype, "train": {"steps": 1}}
+    code, output = train(recipe(place, family, **over))
+    assert code == 0 and "(exact)" in output, output
+    difference = check_lora.largest_difference(place / "runs" / family, "cpu")
+    assert difference <= (1e-5 if dtype == "fp32" else 0.05)
 
 
 def test_each_checkpoint_carries_a_loadable_product(run):
