@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ops_cases import DEVICE, FEW, QUICK, assert_close, each_backend, serve
 
-from prefgrpo.ops import METRICS, policy_loss, policy_loss_grad, reference_small
-from prefgrpo.ops.args import PolicyArgs
+from prefgrpo.ops import METRICS, args, policy_loss, policy_loss_grad, reference_small
 
 
 def column(*values, dtype=torch.float32):
@@ -59,7 +58,7 @@ def check(backend, batch, seed, masked, weighted, with_kl, guard, denominator):
     fp32_delta = (logp - old).double()  # the difference is rounded once, in fp32, on every backend
     delta = exact[2] if guard else fp32_delta + exact[0] - exact[0].detach()
     clips, rest = (1e-4, 2e-4, 5.0), (weight64, mask, exact[1], 0.3, delta, denominator)
-    loss, metrics = reference_small.policy_loss(PolicyArgs(exact[0], exact[0], 4 * adv.double(), *clips, *rest))
+    loss, metrics = reference_small.policy_loss(args.Policy(exact[0], exact[0], 4 * adv.double(), *clips, *rest))
     loss.backward()
     assert_close(got.loss, loss, 1e-5, 1e-6)
     assert torch.equal(got.loss, plain.loss) and torch.equal(got.metrics, plain.metrics)

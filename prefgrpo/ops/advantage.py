@@ -12,8 +12,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from prefgrpo.ops import library
-from prefgrpo.ops.args import Combine, GroupArgs, Std, WinrateArgs
+from prefgrpo.ops import args, library
+from prefgrpo.ops.args import Combine, Std
 
 
 def _check_options(std: str, eps: float, ddof: int) -> None:
@@ -37,7 +37,7 @@ def winrate_advantage(
             f"wins and counts: expected [P, G, G] on one device, got {list(wins.shape)} on {wins.device} and "
             f"{list(counts.shape)} on {counts.device}"
         )
-    rate, advantage = library.winrate_advantage(WinrateArgs(wins, counts, std, eps, ddof))
+    rate, advantage = library.winrate_advantage(args.Winrate(wins, counts, std, eps, ddof))
     return rate, advantage
 
 
@@ -73,5 +73,5 @@ def group_advantage(
     if weights.shape != rewards.shape[:1]:
         raise ValueError(f"weights: expected [{rewards.shape[0]}], one per reward, got {list(weights.shape)}")
     weights, group_ids = weights.to(rewards.device), group_ids.to(rewards.device)
-    a = GroupArgs(rewards, group_ids, weights, combine, std, eps, ddof, rank, batch_norm)
+    a = args.Group(rewards, group_ids, weights, combine, std, eps, ddof, rank, batch_norm)
     return library.group_advantage(a)[0]

@@ -13,18 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prefgrpo.ops import library
-from prefgrpo.ops.args import (
-    Guidance,
-    NoiseAddress,
-    NormalArgs,
-    ReplayArgs,
-    StepArgs,
-    check_affine,
-    check_ids,
-    check_step,
-    signed,
-)
+from prefgrpo.ops import args, library
+from prefgrpo.ops.args import Guidance, NoiseAddress, check_affine, check_ids, check_step, signed
 
 
 class AffineStep(NamedTuple):
@@ -71,10 +61,11 @@ def philox_normal(
     check_ids("step", step, sample.numel(), sample.device)
     if numel < 0 or offset < 0:
         raise ValueError(f"numel and offset: expected 0 or more, got {numel} and {offset}")
-    return library.philox_normal(NormalArgs(signed(seed), sample, step, numel, offset, dtype))[0]
+    return library.philox_normal(args.Normal(signed(seed), sample, step, numel, offset, dtype))[0]
 
 
-def _pair(guidance: Guidance | None) -> tuple[Tensor | None, float, bool, bool]:
+def pair(guidance: Guidance | None) -> tuple[Tensor | None, float, bool, bool]:
+    """Guidance as four of an op's arguments."""
     return guidance or (None, 0.0, False, False)
 
 
@@ -126,7 +117,7 @@ def affine_step_more(
     x' in this dtype.
     """
     wanted = (out_dtype or x.dtype, want_mean, x0_sigma, copy_dtype)
-    a = StepArgs._make((x, v, coef, index, *_pair(guidance), *_source(noise, index), *wanted))
+    a = args.Step._make((x, v, coef, index, *pair(guidance), *_source(noise, index), *wanted))
     check_step(a)
     return AffineStepMore(*library.affine_step(a))
 
@@ -147,20 +138,6 @@ def affine_logp(
     The gradient flows to v, and with a guidance pair to c (= v) and u; nothing of size D is kept for it beyond the
     inputs. It cannot be differentiated twice. v_ref and v_old are velocities after guidance.
     """
-    return AffineLogp(*library.affine_logp(replay_args(x, v, x_next, coef, index, v_ref, v_old, guidance)))
-
-
-def replay_args(
-    x: Tensor,
-    v: Tensor,
-    x_next: Tensor,
-    coef: Tensor,
-    index: Tensor | None,
-    v_ref: Tensor | None,
-    v_old: Tensor | None,
-    guidance: Guidance | None,
-) -> ReplayArgs:
-    """The arguments of a replay, checked."""
-    a = ReplayArgs(x, v, x_next, coef, index, *_pair(guidance), v_ref, v_old)
+    a = args.Replay(x, v, x_next, coef, index, *pair(guidance), v_ref, v_old)
     check_affine(a, x_next=x_next, v_ref=v_ref, v_old=v_old)
-    return a
+    return AffineLogp(*library.affine_logp(a))

@@ -54,7 +54,7 @@ def _column(x: Tensor) -> Tensor:
     return torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
 
 
-class NormalArgs(NamedTuple):
+class Normal(NamedTuple):
     """philox_normal."""
 
     seed: int
@@ -70,7 +70,7 @@ class NormalArgs(NamedTuple):
         return [torch.empty(self.sample.shape[0], self.numel, dtype=self.dtype, device=self.sample.device)]
 
 
-class StepArgs(NamedTuple):
+class Step(NamedTuple):
     """affine_step: the latents and their velocity, a guidance pair, one kind of noise or none, further results."""
 
     x: Tensor
@@ -103,7 +103,7 @@ class StepArgs(NamedTuple):
         return [_full(self.x, self.out_dtype), _column(self.x), mean, x0, copy]
 
 
-class ReplayArgs(NamedTuple):
+class Replay(NamedTuple):
     """affine_logp, and with the upstream gradients affine_grad."""
 
     x: Tensor
@@ -131,7 +131,7 @@ class ReplayArgs(NamedTuple):
         return [_full(self.x, self.v.dtype), None if self.uncond is None else _full(self.x, self.uncond.dtype)]
 
 
-class PolicyArgs(NamedTuple):
+class Policy(NamedTuple):
     """policy_loss; tensors are [B]."""
 
     logp: Tensor
@@ -153,7 +153,7 @@ class PolicyArgs(NamedTuple):
         return [self.logp.new_empty(()), self.logp.new_empty(8), torch.empty_like(self.logp), d_kl]
 
 
-class GroupArgs(NamedTuple):
+class Group(NamedTuple):
     """group_advantage."""
 
     rewards: Tensor
@@ -173,7 +173,7 @@ class GroupArgs(NamedTuple):
         return [torch.empty(self.rewards.shape[1], dtype=torch.float32, device=self.rewards.device)]
 
 
-class WinrateArgs(NamedTuple):
+class Winrate(NamedTuple):
     """winrate_advantage."""
 
     wins: Tensor
@@ -188,7 +188,7 @@ class WinrateArgs(NamedTuple):
         return [rate, torch.empty_like(rate)]
 
 
-Affine = StepArgs | ReplayArgs
+Affine = Step | Replay
 
 
 def rows_of(a: Affine) -> Tensor:
@@ -250,7 +250,7 @@ def check_affine(a: Affine, **like: Tensor | None) -> None:
         )
 
 
-def check_step(a: StepArgs) -> None:
+def check_step(a: Step) -> None:
     """`check_affine`, and of the noise, σ and dtypes of a step; the same errors."""
     check_affine(a, noise=a.eps)
     if a.sample is not None:

@@ -15,14 +15,15 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from prefgrpo.ops.args import GroupArgs, NormalArgs, PolicyArgs, ReplayArgs, Results, StepArgs, WinrateArgs
+from prefgrpo.ops import args
+from prefgrpo.ops.args import Results
 from prefgrpo.ops.backend import backend_of, implementation
 
 
 class Op:
     """One op. Called with its arguments, it returns its results; no gradient.
 
-    name: of the function in every backend and of the custom op. args: the NamedTuple of its arguments, of which the
+    name: of the function in every backend and of the custom op. kind: the NamedTuple of its arguments, of which the
     custom op takes the first `takes`. results: makes the `count` tensors that a backend writes. fp64: the fields that
     leave the op to torch where they are fp64.
     """
@@ -30,30 +31,30 @@ class Op:
     def __init__(
         self,
         name: str,
-        args: Any,
+        kind: Any,
         results: Callable[[Any], Results],
         count: int,
         *,
         fp64: str = "",
         takes: int | None = None,
     ) -> None:
-        fields, hints = args._fields[:takes], get_type_hints(args)
-        self.name, self._args, self._takes = name, args, len(fields)
+        fields, hints = kind._fields[:takes], get_type_hints(kind)
+        self.name, self._kind, self._takes = name, kind, len(fields)
         self._exact = [k for k, field in enumerate(fields) if field in fp64.split()]
         self._first = next(k for k, field in enumerate(fields) if hints[field] is Tensor)
 
         def whole(out: Results) -> Any:
-            each = [torch.empty(0, dtype=torch.bool, device=_device(out)) if t is None else t for t in out]
+            each = [torch.empty(0, dtype=torch.bool, device=out[0].device) if t is None else t for t in out]
             return tuple(each) if count > 1 else each[0]
 
         def run(*given: Any) -> Any:
-            return whole(self.eager(args(*given)))
+            return whole(self.eager(kind(*given)))
 
         kinds = [inspect.Parameter(f, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=hints[f]) for f in fields]
         gives: Any = tuple[(Tensor,) * count] if count > 1 else Tensor  # type: ignore[misc]
         run.__signature__ = inspect.Signature(kinds, return_annotation=gives)  # type: ignore[attr-defined]
         self._custom = torch.library.custom_op(f"prefgrpo::{name}", run, mutates_args=())
-        self._custom.register_fake(lambda *given: whole(results(args(*given))))
+        self._custom.register_fake(lambda *given: whole(results(kind(*given))))
         self._graph = getattr(torch.ops.prefgrpo, name).default
 
     def __call__(self, a: Any) -> Results:
@@ -79,10 +80,6 @@ class Op:
         return [None if t.dtype == torch.bool else t for t in ((out,) if isinstance(out, Tensor) else out)]
 
 
-def _device(out: Results) -> torch.device:
-    return next(t.device for t in out if t is not None)
-
-
 class GradOp(Op):
     """An op with a gradient, as an autograd.Function and registered with the custom op.
 
@@ -94,7 +91,7 @@ class GradOp(Op):
         self, *op: Any, to: str, of: int, save: Callable[..., None], backward: Callable[..., Results], **more: Any
     ) -> None:
         super().__init__(*op, **more)
-        self._to = [self._args._fields.index(field) for field in to.split()]
+        self._to = [self._kind._fields.index(field) for field in to.split()]
 
         def spread(grads: Results) -> tuple[Tensor | None, ...]:
             full: Results = [None] * self._takes
@@ -106,7 +103,7 @@ class GradOp(Op):
             @staticmethod
             def forward(ctx: Any, *given: Any) -> tuple[Tensor | None, ...]:
                 ctx.set_materialize_grads(False)
-                a = self._args(*given)
+                a = self._kind(*given)
                 ctx.impl = self.backend(a)
                 out = getattr(ctx.impl, self.name)(a)
                 ctx.mark_non_differentiable(*(t for t in out[of:] if t is not None))
@@ -141,12 +138,12 @@ def _logp_save(ctx: Any, given: Sequence[Any], _: Any) -> None:
     ctx.save_for_backward(*given[:6], *given[9:])
 
 
-def _logp_backward(ctx: Any, upstream: Sequence[Tensor | None], grad: Callable[[ReplayArgs], Results]) -> Results:
+def _logp_backward(ctx: Any, upstream: Sequence[Tensor | None], grad: Callable[[args.Replay], Results]) -> Results:
     *head, v_ref, v_old = ctx.saved_tensors
     wanted = (True, v_ref is not None, v_old is not None)
     given = [g if want else None for g, want in zip(upstream, wanted, strict=True)]
     return (
-        grad(ReplayArgs._make((*head, *ctx.pair, v_ref, v_old, *given)))
+        grad(args.Replay._make((*head, *ctx.pair, v_ref, v_old, *given)))
         if any(g is not None for g in given)
         else [None] * 2
     )
@@ -165,11 +162,14 @@ def _policy_backward(ctx: Any, upstream: Sequence[Any], _: Any) -> Results:
 
 
 _REPLAY = "x v x_next uncond v_ref v_old"
-philox_normal = Op("philox_normal", NormalArgs, NormalArgs.results, 1, fp64="dtype")
-affine_step = Op("affine_step", StepArgs, StepArgs.results, 5, fp64="x v uncond eps out_dtype copy_dtype")
-affine_grad = Op("affine_grad", ReplayArgs, ReplayArgs.gradients, 2, fp64=_REPLAY)
+philox_normal = Op("philox_normal", args.Normal, args.Normal.results, 1, fp64="dtype")
+affine_step = Op("affine_step", args.Step, args.Step.results, 5, fp64="x v uncond eps out_dtype copy_dtype")
+affine_grad = Op("affine_grad", args.Replay, args.Replay.gradients, 2, fp64=_REPLAY)
 affine_logp = GradOp(
-    *("affine_logp", ReplayArgs, ReplayArgs.results, 3),
+    "affine_logp",
+    args.Replay,
+    args.Replay.results,
+    3,
     fp64=_REPLAY,
     takes=11,
     to="v uncond",
@@ -178,12 +178,15 @@ affine_logp = GradOp(
     backward=_logp_backward,
 )
 policy_loss = GradOp(
-    *("policy_loss", PolicyArgs, PolicyArgs.results, 4),
+    "policy_loss",
+    args.Policy,
+    args.Policy.results,
+    4,
     fp64="logp logp_old advantage weight kl log_ratio",
     to="logp kl log_ratio",
     of=1,
     save=_policy_save,
     backward=_policy_backward,
 )
-group_advantage = Op("group_advantage", GroupArgs, GroupArgs.results, 1)
-winrate_advantage = Op("winrate_advantage", WinrateArgs, WinrateArgs.results, 2)
+group_advantage = Op("group_advantage", args.Group, args.Group.results, 1)
+winrate_advantage = Op("winrate_advantage", args.Winrate, args.Winrate.results, 2)

@@ -13,21 +13,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from prefgrpo.ops import plain
-from prefgrpo.ops.args import (
-    Affine,
-    Combine,
-    GroupArgs,
-    NormalArgs,
-    PolicyArgs,
-    ReplayArgs,
-    Results,
-    Std,
-    StepArgs,
-    WinrateArgs,
-    packed,
-    rescaled_dim,
-)
+from prefgrpo.ops import args, plain
+from prefgrpo.ops.args import Affine, Combine, Results, Std, packed, rescaled_dim
 from prefgrpo.ops.backend import extension
 
 _CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -113,16 +100,16 @@ def _head(a: Affine) -> tuple[list[Any], list[Tensor | None]]:
     return [*size, *map(_view, keep[:3]), pair, _ptr(keep[3]), coef.shape[0], _ptr(keep[4])], keep
 
 
-def philox_normal(a: NormalArgs) -> Results:
-    """`NormalArgs.results`."""
+def philox_normal(a: args.Normal) -> Results:
+    """`Normal.results`."""
     (out,) = results = a.results()
     sample, step = _contiguous(a.sample, a.step)
     _launch(_C.normal, a.sample, *out.shape, (a.seed, _ptr(sample), _ptr(step), a.offset), _view(out))
     return results
 
 
-def affine_step(a: StepArgs) -> Results:
-    """`StepArgs.results`."""
+def affine_step(a: args.Step) -> Results:
+    """`Step.results`."""
     if _too_wide(a):
         return plain.affine_step(a)
     a = _guided(a)
@@ -136,8 +123,8 @@ def affine_step(a: StepArgs) -> Results:
     return results
 
 
-def affine_logp(a: ReplayArgs) -> Results:
-    """`ReplayArgs.results`."""
+def affine_logp(a: args.Replay) -> Results:
+    """`Replay.results`."""
     if _too_wide(a):
         return plain.affine_logp(a)
     a = _guided(a)
@@ -147,8 +134,8 @@ def affine_logp(a: ReplayArgs) -> Results:
     return results
 
 
-def affine_grad(a: ReplayArgs) -> Results:
-    """`ReplayArgs.gradients`."""
+def affine_grad(a: args.Replay) -> Results:
+    """`Replay.gradients`."""
     if _too_wide(a):
         return plain.affine_grad(a)
     if (guided := _guided(a)) is not a:
@@ -163,8 +150,8 @@ def affine_grad(a: ReplayArgs) -> Results:
     return results
 
 
-def policy_loss(a: PolicyArgs) -> Results:
-    """`PolicyArgs.results`."""
+def policy_loss(a: args.Policy) -> Results:
+    """`Policy.results`."""
     read, results = _contiguous(a.logp, a.logp_old, a.advantage, a.weight, a.mask, a.kl, a.log_ratio), a.results()
     numbers = (a.clip_low, a.clip_high, a.adv_clip, a.kl_coef, a.denominator or 0.0)
     _launch(_C.policy, a.logp, a.logp.numel(), *map(_ptr, read), *numbers, *map(_ptr, results))
@@ -181,8 +168,8 @@ def _room(like: Tensor, *shape: int) -> Tensor | None:
     return None if _on_cpu(like) else torch.empty(*shape, dtype=torch.float64, device=like.device)
 
 
-def group_advantage(a: GroupArgs) -> Results:
-    """`GroupArgs.results`."""
+def group_advantage(a: args.Group) -> Results:
+    """`Group.results`."""
     r, ids, w = _real(a.rewards), a.group_ids.contiguous(), a.weights.double().contiguous()
     results, scratch = a.results(), _room(r, 2, r.shape[1])
     options = (_COMBINE(a.combine), _STD(a.std), a.eps, a.ddof, a.rank, a.batch_norm)
@@ -191,8 +178,8 @@ def group_advantage(a: GroupArgs) -> Results:
     return results
 
 
-def winrate_advantage(a: WinrateArgs) -> Results:
-    """`WinrateArgs.results`."""
+def winrate_advantage(a: args.Winrate) -> Results:
+    """`Winrate.results`."""
     wins = _real(a.wins)
     counts = _real(a.counts).to(wins.dtype)
     (prompts, group, _), results = wins.shape, a.results()

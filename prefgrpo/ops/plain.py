@@ -8,22 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prefgrpo.ops import reference, reference_small
-from prefgrpo.ops.args import (
-    Affine,
-    GroupArgs,
-    NormalArgs,
-    PolicyArgs,
-    ReplayArgs,
-    Results,
-    StepArgs,
-    WinrateArgs,
-    rows_of,
-)
+from prefgrpo.ops import args, reference, reference_small
+from prefgrpo.ops.args import Affine, Results, rows_of
+
+group_advantage, winrate_advantage = reference_small.group_advantage, reference_small.winrate_advantage
 
 
-def philox_normal(a: NormalArgs) -> Results:
-    """`NormalArgs.results`."""
+def philox_normal(a: args.Normal) -> Results:
+    """`Normal.results`."""
     return [reference.philox_normal(*a)]
 
 
@@ -32,8 +24,8 @@ def _velocity(a: Affine) -> Tensor:
 
 
 @torch.no_grad()
-def affine_step(a: StepArgs) -> Results:
-    """`StepArgs.results`."""
+def affine_step(a: args.Step) -> Results:
+    """`Step.results`."""
     x, rows, v, eps = a.x, rows_of(a), _velocity(a), a.eps
     if a.sample is not None and a.step is not None:
         numel = x[0].numel() if x.shape[0] else 0
@@ -49,8 +41,8 @@ def affine_step(a: StepArgs) -> Results:
 
 
 @torch.no_grad()
-def affine_logp(a: ReplayArgs) -> Results:
-    """`ReplayArgs.results`."""
+def affine_logp(a: args.Replay) -> Results:
+    """`Replay.results`."""
     rows, v = rows_of(a), _velocity(a)
     kl = None if a.v_ref is None else reference.affine_kl(v, a.v_ref, rows)
     guard = None if a.v_old is None else reference.guard_log_ratio(a.x, v, a.x_next, a.v_old, rows)
@@ -58,8 +50,8 @@ def affine_logp(a: ReplayArgs) -> Results:
 
 
 @torch.no_grad()
-def affine_grad(a: ReplayArgs) -> Results:
-    """`ReplayArgs.gradients`."""
+def affine_grad(a: args.Replay) -> Results:
+    """`Replay.gradients`."""
     upstream = a.g_logp, a.g_kl, a.g_guard
     dv = reference.affine_grad(a.x, _velocity(a), a.x_next, rows_of(a), a.v_ref, a.v_old, *upstream)
     if a.uncond is None:
@@ -69,22 +61,10 @@ def affine_grad(a: ReplayArgs) -> Results:
 
 
 @torch.enable_grad()
-def policy_loss(a: PolicyArgs) -> Results:
-    """`PolicyArgs.results`."""
+def policy_loss(a: args.Policy) -> Results:
+    """`Policy.results`."""
     delta = (a.logp - a.logp_old if a.log_ratio is None else a.log_ratio).detach().requires_grad_()
     kl = None if a.kl is None else a.kl.detach().requires_grad_()
     loss, metrics = reference_small.policy_loss(a._replace(kl=kl, log_ratio=delta))
     d_delta, *d_kl = torch.autograd.grad(loss, (delta,) if kl is None else (delta, kl))
     return [loss.detach(), metrics, d_delta, d_kl[0] if d_kl else None]
-
-
-@torch.no_grad()
-def group_advantage(a: GroupArgs) -> Results:
-    """`GroupArgs.results`."""
-    return [reference_small.group_advantage(a)]
-
-
-@torch.no_grad()
-def winrate_advantage(a: WinrateArgs) -> Results:
-    """`WinrateArgs.results`."""
-    return list(reference_small.winrate_advantage(a))

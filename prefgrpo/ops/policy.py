@@ -15,8 +15,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from prefgrpo.ops import library
-from prefgrpo.ops.args import PolicyArgs
+from prefgrpo.ops import args, library
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,7 +53,7 @@ class PolicyGrad(NamedTuple):
     """[B] d loss/d kl."""
 
 
-def _check(a: PolicyArgs) -> None:
+def _check(a: args.Policy) -> None:
     shape, device = a.logp.shape, a.logp.device
     if len(shape) != 1:
         raise ValueError(f"logp: expected [B], got {list(shape)}")
@@ -86,17 +85,17 @@ def _arguments(
     kl_coef: float = 0.0,
     log_ratio: Tensor | None = None,
     denominator: float | None = None,
-) -> PolicyArgs:
+) -> args.Policy:
     clips = (clip_low, clip_low if clip_high is None else clip_high, adv_clip)
-    a = PolicyArgs(logp, logp_old, advantage, *clips, weight, mask, kl, kl_coef, log_ratio, denominator)
+    a = args.Policy(logp, logp_old, advantage, *clips, weight, mask, kl, kl_coef, log_ratio, denominator)
     _check(a)
     return a
 
 
-def _takes(arguments: Callable[P, PolicyArgs]) -> Callable[[Callable[[PolicyArgs], R]], Callable[P, R]]:
+def _takes(arguments: Callable[P, args.Policy]) -> Callable[[Callable[[args.Policy], R]], Callable[P, R]]:
     """Gives an op on checked arguments the parameters of `arguments`."""
 
-    def decorate(op: Callable[[PolicyArgs], R]) -> Callable[P, R]:
+    def decorate(op: Callable[[args.Policy], R]) -> Callable[P, R]:
         @functools.wraps(op)
         def with_parameters(*args: P.args, **kwargs: P.kwargs) -> R:
             return op(arguments(*args, **kwargs))
@@ -110,7 +109,7 @@ def _takes(arguments: Callable[P, PolicyArgs]) -> Callable[[Callable[[PolicyArgs
 
 
 @_takes(_arguments)
-def policy_loss(a: PolicyArgs) -> PolicyLoss:
+def policy_loss(a: args.Policy) -> PolicyLoss:
     """Clipped-ratio loss over B samples with its metrics, in one launch; all tensors [B] fp32.
 
     weight: factor per sample on the policy term (GRPO-Guard: 1/|Δ|). mask: bool, False = left out. kl: per-sample
@@ -121,7 +120,7 @@ def policy_loss(a: PolicyArgs) -> PolicyLoss:
 
 
 @_takes(_arguments)
-def policy_loss_grad(a: PolicyArgs) -> PolicyGrad:
+def policy_loss_grad(a: args.Policy) -> PolicyGrad:
     """`policy_loss` in the functional form, (loss, metrics, gradients), for loops that own their backward."""
     with torch.no_grad():
         return PolicyGrad(*library.policy_loss(a))

@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from prefgrpo.ops.args import GroupArgs, PolicyArgs, WinrateArgs
+from prefgrpo.ops.args import Group, Policy, Results, Winrate
 
 
-def policy_loss(a: PolicyArgs) -> tuple[Tensor, Tensor]:
+def policy_loss(a: Policy) -> tuple[Tensor, Tensor]:
     """(loss, metrics [8] in the order of `ops.METRICS`); loss is differentiable in logp, log_ratio and kl."""
     keep = torch.ones_like(a.logp, dtype=torch.bool) if a.mask is None else a.mask
     zero = torch.zeros_like(a.logp)
@@ -97,14 +97,15 @@ def combined(r: Tensor, w: Tensor, combine: str) -> Tensor:
     return torch.where(negative, torch.nan, value)
 
 
-def group_advantage(a: GroupArgs) -> Tensor:
-    """Advantage fp32 [B] of rewards [R, B]; see `ops.group_advantage`."""
+@torch.no_grad()
+def group_advantage(a: Group) -> Results:
+    """`Group.results`."""
     r, w = a.rewards.double(), a.weights.double()
     _, ids = torch.unique(a.group_ids, return_inverse=True)
     groups = int(ids.max()) + 1 if ids.numel() else 0
     r, w = r[w != 0], w[w != 0]
     if r.numel() == 0:
-        return torch.zeros(a.rewards.shape[1], device=a.rewards.device)
+        return [torch.zeros(a.rewards.shape[1], device=a.rewards.device)]
     r = torch.where(torch.isnan(r).any(0), torch.nan, r)
     if a.combine == "weighted_advantage_sum":
         parts = torch.stack([normalise(row, ids, groups, a.std, a.eps, a.ddof, a.rank) for row in r])
@@ -115,7 +116,7 @@ def group_advantage(a: GroupArgs) -> Tensor:
     if a.batch_norm:
         one = torch.zeros_like(ids)
         adv = normalise(torch.where(missing, torch.nan, adv), one, 1, "group", a.eps, a.ddof)
-    return adv.float()
+    return [adv.float()]
 
 
 def win_rate(wins: Tensor, counts: Tensor) -> Tensor:
@@ -124,10 +125,11 @@ def win_rate(wins: Tensor, counts: Tensor) -> Tensor:
     return torch.where(n > 0, wins.double().sum(-1) / torch.where(n > 0, n, 1.0), torch.nan)
 
 
-def winrate_advantage(a: WinrateArgs) -> tuple[Tensor, Tensor]:
-    """(win rate, advantage), fp32 [P, G]; see `ops.winrate_advantage`."""
+@torch.no_grad()
+def winrate_advantage(a: Winrate) -> Results:
+    """`Winrate.results`."""
     rate = win_rate(a.wins, a.counts)
     p, g = rate.shape
     ids = torch.arange(p, device=rate.device).repeat_interleave(g)
     adv = normalise(rate.reshape(-1), ids, p, a.std, a.eps, a.ddof)
-    return rate.float(), adv.float().view(p, g)
+    return [rate.float(), adv.float().view(p, g)]

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prefgrpo.ops import library
-from prefgrpo.ops.affine import affine_step, replay_args
-from prefgrpo.ops.args import Guidance, NoiseAddress, ReplayArgs, rows_of
+from prefgrpo.ops import args, library
+from prefgrpo.ops.affine import affine_logp, affine_step, pair
+from prefgrpo.ops.args import Guidance, NoiseAddress, check_affine, rows_of
 from prefgrpo.ops.policy import policy_loss_grad
 
 
@@ -57,11 +57,10 @@ def replay_policy_grad(
 
     Arguments as in `affine_logp` and `policy_loss`. v_ref turns the KL term on, v_old GRPO-Guard's log-ratio.
     """
-    a = replay_args(x, v, x_next, coef, index, v_ref, v_old, guidance)
     with torch.no_grad():
-        logp, kl, log_ratio = library.affine_logp(a)
+        new = affine_logp(x, v, x_next, coef, index, v_ref=v_ref, v_old=v_old, guidance=guidance)
         out = policy_loss_grad(
-            logp,
+            new.logp,
             logp_old,
             advantage,
             clip_low=clip_low,
@@ -69,14 +68,15 @@ def replay_policy_grad(
             adv_clip=adv_clip,
             weight=weight,
             mask=mask,
-            kl=kl,
+            kl=new.kl,
             kl_coef=kl_coef,
-            log_ratio=log_ratio,
+            log_ratio=new.log_ratio,
             denominator=denominator,
         )
         upstream = (out.d_log_ratio, out.d_kl, None) if v_old is None else (None, out.d_kl, out.d_log_ratio)
-        dv, du = library.affine_grad(ReplayArgs(*a[:11], *upstream))
-    return ReplayGrad(out.loss, dv, out.metrics, du, logp)
+        given = (x, v, x_next, coef, index, *pair(guidance), v_ref, v_old, *upstream)
+        dv, du = library.affine_grad(args.Replay._make(given))
+    return ReplayGrad(out.loss, dv, out.metrics, du, new.logp)
 
 
 def on_policy_grad(
@@ -95,7 +95,8 @@ def on_policy_grad(
     On policy x' − a·x − b·v is s·ε, so that dv = A·2·w·b·s / (D·denominator)·ε and neither x, v nor x' is read. Exact
     for latents stored in fp32; rounded storage differs by its rounding. like: any tensor of v's shape and dtype.
     """
-    a = replay_args(like, like, like, coef, index, None, None, None)
+    a = args.Replay(like, like, like, coef, index, *pair(None), None, None)
+    check_affine(a)
     batch, numel = like.shape[0], max(like[0].numel(), 1) if like.shape[0] else 1
     rows = rows_of(a).double()
     factor = advantage.double().clamp(-adv_clip, adv_clip) * 2.0 * rows[:, 3] * rows[:, 1] * rows[:, 2]

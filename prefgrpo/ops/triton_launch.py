@@ -11,20 +11,8 @@ import triton
 from torch import Tensor
 
 from prefgrpo.kernels import affine, noise, small
-from prefgrpo.ops import plain, reference_small
-from prefgrpo.ops.args import (
-    Affine,
-    GroupArgs,
-    NormalArgs,
-    PolicyArgs,
-    ReplayArgs,
-    Results,
-    Std,
-    StepArgs,
-    WinrateArgs,
-    packed,
-    rescaled_dim,
-)
+from prefgrpo.ops import args, plain, reference_small
+from prefgrpo.ops.args import Affine, Results, Std, packed, rescaled_dim
 
 BLOCK = 2048
 _EXACT = {"enable_fp_fusion": False}
@@ -35,8 +23,8 @@ def _words(seed: int) -> tuple[int, int]:
     return seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
 
 
-def philox_normal(a: NormalArgs) -> Results:
-    """`NormalArgs.results`."""
+def philox_normal(a: args.Normal) -> Results:
+    """`Normal.results`."""
     (out,) = a._replace(dtype=torch.float32).results()
     if out.numel():
         noise.normal_kernel[(out.shape[0] * triton.cdiv(a.numel, BLOCK),)](
@@ -100,8 +88,8 @@ def _finish(
     )  # fmt: skip
 
 
-def affine_step(a: StepArgs) -> Results:
-    """`StepArgs.results`."""
+def affine_step(a: args.Step) -> Results:
+    """`Step.results`."""
     if not a.x.numel():
         return plain.affine_step(a)
     a = _guided(a)
@@ -123,8 +111,8 @@ def affine_step(a: StepArgs) -> Results:
     return results
 
 
-def affine_logp(a: ReplayArgs) -> Results:
-    """`ReplayArgs.results`."""
+def affine_logp(a: args.Replay) -> Results:
+    """`Replay.results`."""
     if not a.x.numel():
         return plain.affine_logp(a)
     a = _guided(a)
@@ -141,8 +129,8 @@ def affine_logp(a: ReplayArgs) -> Results:
     return results
 
 
-def affine_grad(a: ReplayArgs) -> Results:
-    """`ReplayArgs.gradients`."""
+def affine_grad(a: args.Replay) -> Results:
+    """`Replay.gradients`."""
     results = a.gradients()
     if not a.x.numel():
         return results
@@ -161,8 +149,8 @@ def affine_grad(a: ReplayArgs) -> Results:
     return results
 
 
-def policy_loss(a: PolicyArgs) -> Results:
-    """`PolicyArgs.results`."""
+def policy_loss(a: args.Policy) -> Results:
+    """`Policy.results`."""
     batch, results = a.logp.numel(), a.results()
     mask = None if a.mask is None else a.mask.view(torch.uint8)
     read = (a.logp, a.logp_old, a.advantage, a.weight, mask, a.kl, a.log_ratio)
@@ -191,8 +179,8 @@ def _normalised(a: Any, values: Tensor, ids: Tensor, weights: Tensor, std: str, 
     return out
 
 
-def group_advantage(a: GroupArgs) -> Results:
-    """`GroupArgs.results`."""
+def group_advantage(a: args.Group) -> Results:
+    """`Group.results`."""
     if not a.rewards.numel():
         return [torch.zeros(a.rewards.shape[1], device=a.rewards.device)]
     r, w, ids = a.rewards.double(), a.weights.double(), a.group_ids.contiguous()
@@ -208,8 +196,8 @@ def group_advantage(a: GroupArgs) -> Results:
     return [out.float()]
 
 
-def winrate_advantage(a: WinrateArgs) -> Results:
-    """`WinrateArgs.results`."""
+def winrate_advantage(a: args.Winrate) -> Results:
+    """`Winrate.results`."""
     rate = reference_small.win_rate(a.wins, a.counts)
     if not rate.numel():
         return [rate.float(), rate.float()]
