@@ -1,12 +1,13 @@
 """The custom ops under torch.compile: opcheck (schema, fake kernel, autograd registration) and whole graphs.
 
 fullgraph=True fails on any graph break, so it proves that no value is read back and that the eager shortcuts stay
-out of a graph; results must equal eager's bit for bit, since both run the same kernel.
+out of a graph; results must equal eager's bit for bit, since both run the same kernel. With each backend, since each
+must do without autograd inside an op (Triton's interpreter is no part of a graph).
 """
 
 import pytest
 import torch
-from ops_cases import DEVICE, make
+from ops_cases import DEVICE, ON_CPU, ON_GPU, make, serve
 
 from prefgrpo.ops import (
     Guidance,
@@ -20,6 +21,8 @@ from prefgrpo.ops import (
     replay_policy_grad,
     winrate_advantage,
 )
+
+kernels = pytest.mark.parametrize("backend", ON_GPU if DEVICE == "cuda" else [b for b in ON_CPU if b != "triton"])
 
 
 def case():
@@ -77,11 +80,13 @@ def arguments():
     }
 
 
+@kernels
 @pytest.mark.parametrize("name", arguments())
-def test_opcheck(name):
+def test_opcheck(name, backend):
     op = getattr(torch.ops.prefgrpo, name.split()[0]).default
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(op, arguments()[name], test_utils=tests)
+    with serve(backend):
+        torch.library.opcheck(op, arguments()[name], test_utils=tests)
 
 
 def training_step(x, v, u, ref, old, coef, index, ids):
@@ -98,14 +103,16 @@ def training_step(x, v, u, ref, old, coef, index, ids):
     return out.loss + rate.sum(), step.x_next, step.copy, step.mean, new.logp, out.metrics
 
 
-def test_one_graph_equals_eager():
+@kernels
+def test_one_graph_equals_eager(backend):
     c, ids = case(), torch.arange(3, device=DEVICE)
     compiled = torch.compile(training_step, fullgraph=True, backend="aot_eager")
     results = []
     for step in (training_step, compiled):
         v, u = c.v.clone().requires_grad_(), c.u.clone().requires_grad_()
-        out = step(c.x, v, u, c.v_ref, c.v_old, c.coef, c.index, ids)
-        out[0].backward()
+        with serve(backend):
+            out = step(c.x, v, u, c.v_ref, c.v_old, c.coef, c.index, ids)
+            out[0].backward()
         results.append((*out, v.grad, u.grad))
     for eager, graph in zip(*results, strict=True):
         assert torch.equal(eager, graph)
@@ -120,12 +127,14 @@ def functional_step(x, v, u, ref, y, old, coef, index, ids):
     return *out, on_policy_grad(v, coef, index, NoiseAddress(3, ids), old)
 
 
-def test_the_functional_form_is_one_graph_too():
+@kernels
+def test_the_functional_form_is_one_graph_too(backend):
     c, ids = case(), torch.arange(3, device=DEVICE)
     given = (c.x, c.v, c.u, c.v_ref, c.eps, torch.randn(3, device=DEVICE), c.coef, c.index, ids)
     compiled = torch.compile(functional_step, fullgraph=True, backend="aot_eager")
-    for eager, graph in zip(functional_step(*given), compiled(*given), strict=True):
-        assert torch.equal(eager, graph)
+    with serve(backend):
+        for eager, graph in zip(functional_step(*given), compiled(*given), strict=True):
+            assert torch.equal(eager, graph)
 
 
 def test_batch_size_may_change_without_error():

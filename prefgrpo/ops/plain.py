@@ -1,6 +1,7 @@
 """The torch backend: the functions that every backend has, over `reference` and `reference_small`.
 
 Invariant: what a compiled backend returns is what this module returns, up to the rounding that docs/ops.md states.
+Gradients are written out: inside a custom op, where these functions run in a compiled graph, autograd records nothing.
 """
 
 from __future__ import annotations
@@ -60,11 +61,7 @@ def affine_grad(a: args.Replay) -> Results:
     return [dc.to(a.v.dtype), du.to(a.uncond.dtype)]
 
 
-@torch.enable_grad()
+@torch.no_grad()
 def policy_loss(a: args.Policy) -> Results:
     """`Policy.results`."""
-    delta = (a.logp - a.logp_old if a.log_ratio is None else a.log_ratio).detach().requires_grad_()
-    kl = None if a.kl is None else a.kl.detach().requires_grad_()
-    loss, metrics = reference_small.policy_loss(a._replace(kl=kl, log_ratio=delta))
-    d_delta, *d_kl = torch.autograd.grad(loss, (delta,) if kl is None else (delta, kl))
-    return [loss.detach(), metrics, d_delta, d_kl[0] if d_kl else None]
+    return [*reference_small.policy_loss(a), *reference_small.policy_grad(a)]

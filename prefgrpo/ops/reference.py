@@ -167,7 +167,15 @@ def guided_grad(
     grad: Tensor, cond: Tensor, uncond: Tensor, scale: float, from_cond: bool, rescale: bool
 ) -> tuple[Tensor, Tensor]:
     """(dc, du) of `guided` from dv, in the compute dtype."""
-    with torch.enable_grad():
-        c, u = (t.detach().to(grad.dtype).requires_grad_() for t in (cond, uncond))
-        dc, du = torch.autograd.grad(guided(c, u, scale, from_cond, rescale), (c, u), grad)
-    return dc, du
+    c, u = cond.to(grad.dtype), uncond.to(grad.dtype)
+    through_norm = torch.zeros_like(c)
+    if rescale:  # r = ‖c‖/‖q‖: ∂(r·q)/∂q = r − q·(q·)·r/‖q‖², and by ‖c‖ q·(c·)·r/‖c‖²
+        q = guided(c, u, scale, from_cond, False)
+        norm_c, norm_q = (t.square().sum(-1, keepdim=True) for t in (c, q))
+        safe_c, safe_q = (torch.where(t > 0, t, torch.ones_like(t)) for t in (norm_c, norm_q))
+        r = torch.where(norm_q > 0, torch.sqrt(norm_c / safe_q), torch.zeros_like(norm_q))
+        along = (grad * q).sum(-1, keepdim=True) * r
+        through_norm = along / safe_c * c
+        grad = r * grad - along / safe_q * q
+    by_c = 1 + scale if from_cond else scale
+    return by_c * grad + through_norm, (1 - by_c) * grad

@@ -16,12 +16,8 @@ from prefgrpo.ops.args import Group, Policy, Results, Winrate
 
 def policy_loss(a: Policy) -> tuple[Tensor, Tensor]:
     """(loss, metrics [8] in the order of `ops.METRICS`); loss is differentiable in logp, log_ratio and kl."""
-    keep = torch.ones_like(a.logp, dtype=torch.bool) if a.mask is None else a.mask
-    zero = torch.zeros_like(a.logp)
-    delta = torch.where(keep, a.logp - a.logp_old if a.log_ratio is None else a.log_ratio, zero)
-    ratio = torch.exp(delta)
-    adv = torch.where(keep, a.advantage, zero).clamp(-a.adv_clip, a.adv_clip)
-    per_sample = torch.maximum(-adv * ratio, -adv * ratio.clamp(1.0 - a.clip_low, 1.0 + a.clip_high))
+    zero, (keep, delta, ratio, plain, clipped) = torch.zeros_like(a.logp), _terms(a)
+    per_sample = torch.maximum(plain, clipped)
     if a.weight is not None:
         per_sample = per_sample * a.weight
     kl_term = zero if a.kl is None else torch.where(keep, a.kl, zero)
@@ -44,6 +40,26 @@ def policy_loss(a: Policy) -> tuple[Tensor, Tensor]:
             ]
         )
     return loss, metrics
+
+
+def _terms(a: Policy) -> tuple[Tensor, ...]:
+    """Which samples count, log-ratio, ratio r, −A r and −A clip(r), [B] each."""
+    keep = torch.ones_like(a.logp, dtype=torch.bool) if a.mask is None else a.mask
+    zero = torch.zeros_like(a.logp)
+    delta = torch.where(keep, a.logp - a.logp_old if a.log_ratio is None else a.log_ratio, zero)
+    ratio = torch.exp(delta)
+    adv = torch.where(keep, a.advantage, zero).clamp(-a.adv_clip, a.adv_clip)
+    return keep, delta, ratio, -adv * ratio, -adv * ratio.clamp(1.0 - a.clip_low, 1.0 + a.clip_high)
+
+
+def policy_grad(a: Policy) -> tuple[Tensor, Tensor | None]:
+    """(∂ loss / ∂ log-ratio, ∂ loss / ∂ kl) of `policy_loss`, [B]: −A r where it is not clipped."""
+    keep, _, _, plain, clipped = _terms(a)
+    scale = keep / (keep.sum().clamp_min(1) if a.denominator is None else a.denominator)
+    d_delta = torch.where(keep & ~(plain < clipped), plain, 0.0) * scale
+    if a.weight is not None:
+        d_delta = torch.where(keep, d_delta * a.weight, 0.0)
+    return d_delta, None if a.kl is None else (a.kl_coef * scale).to(a.kl.dtype)
 
 
 def _deviation(values: Tensor, ok: Tensor, ddof: int) -> Tensor:
