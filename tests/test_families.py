@@ -34,6 +34,7 @@ from safetensors.torch import load_file, save_file
 
 from prefgrpo.embed import Embeddings, select
 from prefgrpo.models import family
+from prefgrpo.models.folder import ModelError
 from prefgrpo.replay import replay
 from prefgrpo.rollout import rollout
 from prefgrpo.schedule import make_schedule
@@ -349,7 +350,7 @@ def test_cached_embeddings_are_the_encoded_ones(case, tmp_path):
     for a, b in zip(fresh[:2], cached, strict=True):
         assert a.keys() == b.keys()
         assert all(torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a)
-    with pytest.raises(RuntimeError, match="encoders=True"):
+    with pytest.raises(ModelError, match="text encoders were left on disk"):
         again(["a prompt that nobody encoded"])
     for other in (Embeddings(load(case, path, torch.bfloat16), case.max_length, tmp_path),):
         assert other.key(PROMPTS[0]) != first.key(PROMPTS[0]), "another dtype is another embedding"

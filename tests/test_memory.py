@@ -12,6 +12,7 @@ from torch import nn
 from prefgrpo.config import from_dict
 from prefgrpo.embed import Embeddings
 from prefgrpo.loading import open_adapter
+from prefgrpo.models import recompute
 from prefgrpo.models.parking import Parked
 from prefgrpo.render import decode
 
@@ -32,7 +33,8 @@ def test_a_share_of_the_blocks_is_recomputed(family):
         blocks = [m for m in net.modules() if type(m).__name__ in adapter.repeated_blocks]
         count = dict.fromkeys(range(len(blocks)), 0)
         for k, block in enumerate(blocks):
-            block.register_forward_pre_hook(lambda *_, k=k, count=count: count.update({k: count[k] + 1}))
+            part = next(m for m in block.modules() if isinstance(m, nn.Linear))
+            part.register_forward_pre_hook(lambda *_, k=k, count=count: count.update({k: count[k] + 1}))
         v = adapter.velocity(noise(adapter, size), torch.full((2,), 0.9), conditions(adapter, case), *size)
         v.square().mean().backward()
         grads[share] = {name: p.grad for name, p in adapter.trainable() if p.grad is not None}
@@ -43,6 +45,40 @@ def test_a_share_of_the_blocks_is_recomputed(family):
     for share in (0.5, 1.0):
         assert grads[share].keys() == grads[0.0].keys()
         assert all(torch.allclose(grads[share][k], g, rtol=1e-5, atol=1e-9) for k, g in grads[0.0].items())
+
+
+class Masked(nn.Module):
+    """A block that needs what is given by name."""
+
+    def __init__(self, inner=None):
+        super().__init__()
+        self.linear, self.inner = nn.Linear(3, 3), inner
+
+    def forward(self, x, *, mask=None):
+        x = self.linear(x) * mask
+        return x if self.inner is None else self.inner(x, mask=mask)
+
+
+def test_recomputed_blocks_get_all_that_they_are_called_with():
+    """diffusers' own switch drops Chroma's mask; this one is none of the model's code. Nested: once more only."""
+    torch.manual_seed(0)
+    net = nn.ModuleList([Masked(Masked()), Masked()])
+    x, mask, calls = torch.randn(2, 3), torch.tensor([1.0, 0.0, 1.0]), []
+    net[0].inner.linear.register_forward_pre_hook(lambda *_: calls.append(1))
+
+    def run():
+        calls.clear()
+        y = net[1](net[0](x, mask=mask), mask=mask)
+        grads = torch.autograd.grad(y.sum(), list(net.parameters()))
+        return y, *grads
+
+    plain, once = run(), len(calls)
+    recompute.enable(net, ["Masked"], 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(plain, run(), strict=True)) and len(calls) == 2 * once
+    with torch.no_grad():
+        calls.clear()
+        assert torch.equal(net[1](net[0](x, mask=mask), mask=mask), plain[0]) and len(calls) == once
+    assert [type(m.forward).__name__ for m in (net[0], net[0].inner, net[1])] == ["method", "partial", "partial"]
 
 
 class Part(nn.Module):
