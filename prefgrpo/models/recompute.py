@@ -22,7 +22,7 @@ def enable(model: nn.Module, block_classes: Iterable[str], share: float) -> None
     blocks = [m for m in model.modules() if [n for n in m.modules() if type(n).__name__ in names] == [m]]
     for i, block in enumerate(blocks):
         if int((i + 1) * share) > int(i * share):
-            block.forward = partial(_recomputed, block.forward)  # type: ignore[method-assign]
+            block.forward = partial(_recomputed, block.forward)
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
