@@ -40,6 +40,9 @@ from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.session import Clock, open_session, peak_memory
 
+MISSING_TOLD = 3
+"""Commonest reasons of a step that are told, ten times as many in a run."""
+
 
 class TrainingStopped(RuntimeError):
     """The run cannot go on; it can be resumed, and the message says from where and what to do."""
@@ -64,6 +67,7 @@ class Trainer:
         self.before: dict[str, Images] = {}
         self.samples: dict[tuple[int, int], Sample] = {}
         """This rank's samples of the present step by (slot, member)."""
+        self._told: set[str] = set()
         self.verdict = ""
         """The last line of a finished run: what became better, by how much."""
 
@@ -122,12 +126,20 @@ class Trainer:
                 raise Diverged("the policy makes latents that are not finite (NaN or infinite)")
         with clock.phase("judge_wait"):
             scores = self.parts.scorer.finish()
+        self._tell_missing(step + 1, scores)
         if self.world.main and self._pictured(step + 1):
             self._save_groups(step + 1, scores)
         advantage, values = self._advantage(scores)
         with clock.phase("update"):
             values |= self._update(batches, advantage)
         return values | over_ranks(scores.metrics, self.world)
+
+    def _tell_missing(self, step: int, scores: StepScores) -> None:
+        """Say why rewards are missing, the commonest reasons of a step, each once in a run."""
+        for reason, count in list(scores.reasons.items())[:MISSING_TOLD]:
+            if reason not in self._told and len(self._told) < 10 * MISSING_TOLD:
+                self._told.add(reason)
+                self.log.say(f"missing in step {step}: {count} × {reason}")
 
     def _collect(self, step: int) -> list[Batch]:
         """Roll out all of this rank's samples."""

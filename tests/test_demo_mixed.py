@@ -1,7 +1,8 @@
 """Mixed rewards in the demo world: Flex over HTTP, CLIP in this process, and a monitor, trained together.
 
 Why this case: every part alone is tested elsewhere; here they share a run. The judge is the demo's real one, asked over
-HTTP and answering in Flex's words. Held: all three are reported, nothing is missing, and the weights change.
+HTTP and answering in Flex's words. Held: all three are reported, nothing that trains is missing, a monitor that never
+has a value is told once and stops nothing, and the weights change.
 """
 
 import base64
@@ -20,10 +21,18 @@ from tiny_run import merged, rows, train
 
 from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
 from prefgrpo.media import Media
+from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.tiny.rewards import MAKERS
 
 ROOT = __import__("pathlib").Path(__file__).resolve().parent.parent
 ASSETS = ROOT / "prefgrpo" / "tiny" / "assets"
+
+
+class Never(PointwiseReward):
+    """A monitor that has nothing to say."""
+
+    def score(self, samples):
+        return [Score(None, "no idea") for _ in samples]
 
 
 class FlexServer(JudgeServer):
@@ -63,7 +72,7 @@ def recipe(place, url, **over):
         "tensorboard": False,
         "judge": {"backend": "http", "model": "", "endpoints": [url], "plan": "round_robin", "log": True},
         "reward": {
-            "spec": "unifiedreward_flex:0.7,clip:0.3,jpeg_compressibility:0",
+            "spec": "unifiedreward_flex:0.7,clip:0.3,jpeg_compressibility:0,test_demo_mixed:Never:0",
             "combine": "weighted_advantage_sum",
             "options": {"clip": clip, "unifiedreward_flex": {"category_weights": [1.0, 0.7, 0.7]}},
         },
@@ -94,8 +103,10 @@ def test_all_rewards_are_scored_and_reported(run):
         assert {"reward/unifiedreward_flex", "reward/clip", "reward/jpeg_compressibility"} <= set(row)
         assert row["reward/missing"] == 0 and row["judge/failures"] == 0 and row["judge/requests"] == 12
         assert 0 <= row["reward/unifiedreward_flex"] <= 1 and row["reward/jpeg_compressibility"] < 0
+        assert row["reward/test_demo_mixed:Never/missing_rate"] == 1 and "reward/test_demo_mixed:Never" not in row
         assert {"reward/clip/latency_p50", "reward/unifiedreward_flex/latency_p95"} <= set(row)
     assert "unifiedreward_flex" in output and "jpeg_compressibility" in output
+    assert output.count("missing in step 1: 8 × test_demo_mixed:Never: no idea") == output.count("no idea") == 1
     asked = (folder / "judgements.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(asked) == 36 and {"Alignment", "Quality", "Aesthetics"} <= set(json.loads(asked[0])["parts"])
 

@@ -81,7 +81,7 @@ def test_a_reward_that_fails_for_one_in_twenty_does_not_bias_the_others(combine)
     result = scores(levels, fails, {"level": Level(), "flaky": Flaky()})
     values = [result.values["level"], result.values["flaky"]]
     assert np.array_equal(values[0], levels[..., 0]) and np.array_equal(np.isnan(values[1]), fails)
-    assert result.reasons == {"no luck": fails.sum()}
+    assert result.reasons == {"flaky: no luck": fails.sum()}
     assert result.metrics["reward/flaky/missing_rate"] == pytest.approx(fails.mean())
     got = advantages(values, weights, combine)
 
@@ -157,4 +157,4 @@ def test_what_a_streaming_reward_does_not_answer_is_missing_at_the_deadline():
             scorer.add(5, m, Sample("p", Media(np.full((1, 1, 3), m, np.uint8))))
         result = scorer.finish()
     assert np.isnan(result.values["silent"]).all() and not np.isnan(result.values["level"]).any()
-    assert result.reasons == {"no answer before the step's deadline": 2}
+    assert result.reasons == {"silent: no answer before the step's deadline": 2}

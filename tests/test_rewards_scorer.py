@@ -144,7 +144,7 @@ def test_a_failed_comparison_counts_for_nobody():
     assert scores[0].value is None and scores[0].reason == "broken on purpose"
     assert result.metrics["judge/failures"] == 6 and result.metrics["judge/retries"] == 12
     assert result.metrics["reward/vlm_pairwise/missing_rate"] == 0.25
-    assert result.reasons == {"broken on purpose": 7}
+    assert result.reasons == {"vlm_pairwise: broken on purpose": 7}
 
 
 @given(st.dictionaries(st.tuples(st.integers(0, 3), st.integers(0, 3)), st.none() | st.floats(0, 1)))
@@ -185,7 +185,7 @@ def test_the_deadline_bounds_the_wait_and_late_answers_are_missing():
     result = run(s, [10, 20, 40, 80], groups=(7,))
     assert time.monotonic() - start < 20
     assert np.isnan(result.values["vlm_pairwise"][0]).tolist() == [True, False, False, False]
-    assert "no answer before the step's deadline" in result.reasons
+    assert "vlm_pairwise: no answer before the step's deadline" in result.reasons
 
 
 def test_metrics_show_a_judge_that_prefers_the_first():
@@ -208,7 +208,9 @@ class Odd(PointwiseReward):
 def test_values_that_are_missing_or_not_finite_are_nan_and_counted():
     result = run(Scorer({"odd": Odd()}, 4), [10, 20, 40, 80], groups=(1,))
     np.testing.assert_array_equal(result.values["odd"], [[np.nan, np.nan, np.nan, 80.0]])
-    assert result.reasons == {"too dark": 1, "the reward returned nan": 1, "the reward returned inf": 1}
+    assert result.reasons == {
+        f"odd: {why}": 1 for why in ("too dark", "the reward returned nan", "the reward returned inf")
+    }
     assert "judge/requests" not in result.metrics
 
 

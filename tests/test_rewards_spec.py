@@ -44,6 +44,7 @@ class Brightness(PointwiseReward):
         ("my.mod.Class:0.5", {"my.mod.Class": 0.5}),
         ("my.mod:Class:0.5", {"my.mod:Class": 0.5}),
         ("my.mod:Class", {"my.mod:Class": 1.0}),
+        (f"mine:Class,{A}:0,mine:Other:0.5", {"mine:Class": 1.0, A: 0.0, "mine:Other": 0.5}),
     ],
 )
 def test_accepted(spec, weights):
@@ -64,6 +65,9 @@ def test_accepted(spec, weights):
         (f"{A}:", f"bad entry '{A}:'"),
         (f"{A}:x", f"weight of reward '{A}' must be a number, got 'x'"),
         (f"{A}:b:1", f"bad entry '{A}:b:1'"),
+        ("a:b:1", "bad entry 'a:b:1'"),
+        (f"{A}:Class:1", f"bad entry '{A}:Class:1'"),
+        ("mine:Class:1:2", "bad entry 'mine:Class:1:2'"),
         (":1", "bad entry ':1'"),
         (f"{A}:nan", f"weight of reward '{A}' must be finite"),
         (f"{A}:inf", f"weight of reward '{A}' must be finite"),

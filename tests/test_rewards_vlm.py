@@ -329,7 +329,7 @@ def test_a_judge_that_hangs_leaves_missing_scores_at_the_deadline(server):
             scorer.add(0, member, sample)
         found = scorer.finish()
     assert time.monotonic() - start < 20 and all(np.isnan(v).all() for v in found.values.values())
-    assert set(found.reasons) == {"no answer before the step's deadline"}
+    assert set(found.reasons) == {f"{name}: no answer before the step's deadline" for name in rewards}
 
 
 def test_a_judge_that_is_not_there_is_an_error_in_seconds():

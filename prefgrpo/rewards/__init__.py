@@ -100,10 +100,9 @@ def _text_entries(spec: str) -> list[tuple[str, Any]]:
         if not entry:
             continue
         name, *rest = [p.strip() for p in entry.split(":")]
-        if len(rest) > 1 and "." in name and not _number(rest[0]):  # pkg.mod:Class:weight
+        own = rest and name not in REWARDS and ("." in name or rest[0][:1].isupper()) and not _number(rest[0])
+        if own and _PATH.fullmatch(f"{name}:{rest[0]}"):  # pkg.mod:Class or mod:Class, with or without :weight
             name, rest = f"{name}:{rest[0]}", rest[1:]
-        elif len(rest) == 1 and "." in name and rest[0].isidentifier():  # pkg.mod:Class
-            name, rest = f"{name}:{rest[0]}", []
         if not name or len(rest) > 1 or rest == [""]:
             raise RewardSpecError(f"bad entry {entry!r} in reward spec {spec!r}: expected 'name' or 'name:weight'")
         entries.append((name, rest[0] if rest else 1.0))

@@ -48,7 +48,7 @@ class StepScores:
     metrics: dict[str, float]
     """judge/… and reward/… figures of this step."""
     reasons: dict[str, int]
-    """Why values or comparisons are missing, and how many, commonest first."""
+    """Why values or comparisons of which reward are missing, and how many, commonest first."""
 
 
 class Scorer:
@@ -194,14 +194,16 @@ class Scorer:
         values: dict[str, NDArray[np.float64]] = {}
         metrics: dict[str, float] = {}
         for name, found in groups.items():
-            values[name] = np.array([[_finite(s, reasons) for s in g.scores] for g in found], dtype=np.float64)
+            told: Counter[str] = Counter()
+            values[name] = np.array([[_finite(s, told) for s in g.scores] for g in found], dtype=np.float64)
+            told.update(c.verdict.reason for g in found for c in g.comparisons if c.verdict.first is None)
+            reasons.update({f"{name}: {reason}": count for reason, count in told.items()})
             metrics[f"reward/{name}/missing_rate"] = float(np.isnan(values[name]).mean()) if values[name].size else 0.0
             metrics |= self._flights[name].latency(f"reward/{name}/")
         judged = [name for name, found in groups.items() if any(g.comparisons for g in found)]
         if judged:
             comparisons = [g.comparisons for name in judged for g in groups[name] if g.comparisons]
             metrics |= judge_metrics(comparisons, [self._flights[name] for name in judged], wait_s)
-            reasons.update(c.verdict.reason for g in comparisons for c in g if c.verdict.first is None)
         metrics |= traffic.metrics(self._before)
         if self._log:
             for name, found in groups.items():
