@@ -9,6 +9,7 @@ log-prob is that of x' as stored.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,22 +66,9 @@ class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
         eta: float = 0.7,
         sde_steps: list[int] | None = None,
     ) -> None:
-        super().__init__(  # by name: diffusers counts what it gets by position as not given
-            num_train_timesteps=num_train_timesteps,
-            shift=shift,
-            use_dynamic_shifting=use_dynamic_shifting,
-            base_shift=base_shift,
-            max_shift=max_shift,
-            base_image_seq_len=base_image_seq_len,
-            max_image_seq_len=max_image_seq_len,
-            invert_sigmas=invert_sigmas,
-            shift_terminal=shift_terminal,
-            use_karras_sigmas=use_karras_sigmas,
-            use_exponential_sigmas=use_exponential_sigmas,
-            use_beta_sigmas=use_beta_sigmas,
-            time_shift_type=time_shift_type,
-            stochastic_sampling=stochastic_sampling,
-        )
+        # by name: diffusers counts what it gets by position as not given
+        theirs = inspect.signature(FlowMatchEulerDiscreteScheduler).parameters
+        super().__init__(**{name: self.config[name] for name in theirs if name in self.config})
         make_schedule(torch.tensor([1.0, 0.5, 0.0]), rule, 0.0)  # an unknown rule fails here already
         self.schedule: Schedule | None = None
 

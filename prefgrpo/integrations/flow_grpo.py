@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prefgrpo.integrations.steps import Table, Transition, index_of, randn, spread, table, transition
+from prefgrpo.integrations.steps import Table, index_of, randn, spread, table, transition
 
 _RULES = {"sde": "flow", "cps": "cps"}
 
@@ -38,10 +38,9 @@ def sde_step_with_logprob(
         raise ValueError(f"sde_type: expected one of {', '.join(_RULES)}, got '{sde_type}'")
     t = table(self.sigmas, _RULES[sde_type], noise_level, sample.device)
     index = index_of(self.timesteps, timestep, sample.device)
-    step = _step(t, index, model_output, sample, prev_sample, generator)
-    s, sqrt_dt = (spread(c.index_select(0, index), sample.dim()) for c in (t.coef[:, 2], t.sqrt_dt))
+    *step, s, sqrt_dt = _step(t, index, model_output, sample, prev_sample, generator)
     std = s if sde_type == "cps" else s / sqrt_dt
-    return (*step[:3], std, sqrt_dt) if return_sqrt_dt else (*step[:3], std)
+    return (*step, std, sqrt_dt) if return_sqrt_dt else (*step, std)
 
 
 def wan_sde_step_with_logprob(
@@ -69,16 +68,17 @@ def wan_sde_step_with_logprob(
             randn(model_output.shape, generator, model_output.device, torch.float32)
         dt = spread(t.dt.index_select(0, index), sample.dim())
         prev_sample = sample.float() + dt * model_output.float()
-    step = _step(t, index, model_output, sample, prev_sample, generator)
-    s, sqrt_dt = (spread(c.index_select(0, index), sample.dim()) for c in (t.coef[:, 2], t.sqrt_dt))
-    return (*step[:3], s / sqrt_dt, sqrt_dt) if return_dt_and_std_dev_t else (*step[:3], s)
+    *step, s, sqrt_dt = _step(t, index, model_output, sample, prev_sample, generator)
+    return (*step, s / sqrt_dt, sqrt_dt) if return_dt_and_std_dev_t else (*step, s)
 
 
 def _step(
     t: Table, index: Tensor, model_output: Tensor, sample: Tensor, prev_sample: Tensor | None, generator: Any
-) -> Transition:
+) -> tuple[Tensor, ...]:
+    """(x', logp, μ, s, √(σ − σ')), the last two [n, 1, …]."""
     x, v = sample.float(), model_output.float()
-    rows = index.expand(x.shape[0]).contiguous()
-    if prev_sample is not None:
-        return transition(x, v, t.coef, rows, x_next=prev_sample.float())
-    return transition(x, v, t.coef, rows, noise=randn(v.shape, generator, v.device, v.dtype))
+    x_next = None if prev_sample is None else prev_sample.float()
+    noise = randn(v.shape, generator, v.device, v.dtype) if x_next is None else None
+    step = transition(x, v, t.coef, index.expand(x.shape[0]).contiguous(), x_next=x_next, noise=noise)
+    s, sqrt_dt = (spread(c.index_select(0, index), x.dim()) for c in (t.coef[:, 2], t.sqrt_dt))
+    return step.x_next, step.logp, step.mean, s, sqrt_dt
