@@ -118,9 +118,21 @@ def _with_recipe(command: Any, argv: Sequence[str], name: str) -> Any:
             args = _read(command, argv, name, own)
     if args.recipe != Path(recipe or ""):
         raise ConfigError([f"recipe: '{recipe}' or '{args.recipe}'? Put the recipe before the overrides"])
-    if mistakes := mistakes + check(args.config):
+    if mistakes := mistakes + check(args.config) + _beyond(command, args.config):
         raise ConfigError(mistakes)
     return args
+
+
+def _beyond(command: Any, config: Config) -> list[str]:
+    """Mistakes that the parts of a run see: none of them needs the model's files."""
+    from prefgrpo.loading import misfits
+
+    found = misfits(config)
+    if command is Train:
+        from prefgrpo.session import mistakes
+
+        found += mistakes(config, int(os.environ.get("WORLD_SIZE", "1")))
+    return found
 
 
 def _read(command: Any, argv: Sequence[str], name: str, config: Config) -> Any:

@@ -380,4 +380,4 @@ def _explain(path: tuple[str, ...], item: Any) -> str:
         )
         hint = f"did you mean '{near[0]}'?" if near else f"known keys here: {', '.join(known)}"
         return f"{name}: unknown key; {hint}"
-    return f"{name}: {item['msg']}, got {item['input']!r}"
+    return f"{name}: {item['msg'].replace('tuple', 'list')}, got {item['input']!r}"

@@ -15,22 +15,20 @@ from prefgrpo import parallel
 from prefgrpo.config import Config, to_dict
 from prefgrpo.data import read_prompts, step_prompts
 from prefgrpo.embed import Embeddings
-from prefgrpo.judging import specs
 from prefgrpo.loading import missing, uses
 from prefgrpo.plan import GIB, known_bytes
 from prefgrpo.render import conditions, decode
 from prefgrpo.replay import replay
 from prefgrpo.rollout import rollout
 from prefgrpo.sampling import of_prompt
-from prefgrpo.session import check_world, open_schedules, peak_memory, trainable_adapter
+from prefgrpo.session import check_run, open_schedules, peak_memory, trainable_adapter
 
 
 def dry_run(config: Config) -> int:
     """Print configuration, plan and the first batch; returns the exit code. Raises what `train` raises at start."""
-    specs(config)
     world = parallel.start(config.device)
     try:
-        check_world(config, world)
+        check_run(config, world.size)
         print(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
         r, prompts = config.rollout, read_prompts(config.data.prompts)
         absent = missing(config, uses(config, prompts))

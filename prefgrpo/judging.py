@@ -6,7 +6,7 @@ with their own options. Invariant: what asks a judge is opened once per process,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +16,12 @@ import numpy as np
 from prefgrpo.config import Config, ConfigError, Judge
 from prefgrpo.data import Prompt
 from prefgrpo.judge.plans import get_plan
+from prefgrpo.judge.template import load_template
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.media import Media
 from prefgrpo.models import family
 from prefgrpo.parallel import World
-from prefgrpo.rewards import RewardSpecError, build, load_class, parse_reward_spec
+from prefgrpo.rewards import build, load_class, parse_reward_spec
 from prefgrpo.rewards.base import Reward
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
@@ -34,22 +35,31 @@ CALIBRATION_PAIRS = 8
 
 
 def specs(config: Config) -> tuple[dict[str, float], dict[str, float]]:
-    """(training, measuring) reward weights. Raises ConfigError for a spec or a pair plan that does not parse."""
-    mistakes, parsed = [], []
-    for name, spec in (("reward.spec", config.reward.spec), ("eval.spec", config.eval.spec)):
+    """(training, measuring) reward weights. Raises ConfigError as `mistakes`."""
+    if found := mistakes(config):
+        raise ConfigError(found)
+    return parse_reward_spec(config.reward.spec), parse_reward_spec(config.eval.spec) if config.eval.spec else {}
+
+
+def mistakes(config: Config) -> list[str]:
+    """What is wrong with the reward specs, the pair plan and the pairwise judge's template."""
+    found: list[str] = []
+
+    def parsed(field: str, parse: Callable[[str], Any], value: str) -> Any:
         try:
-            parsed.append(parse_reward_spec(spec) if spec or name == "reward.spec" else {})
-        except RewardSpecError as error:
-            mistakes.append(f"{name}: {error}")
-    try:
-        get_plan(config.judge.plan)
-    except ValueError as error:
-        mistakes.append(f"judge.plan: {error}")
-    if mistakes:
-        raise ConfigError(mistakes)
-    if PAIRWISE in parsed[1]:
-        raise ConfigError([f"eval.spec: {PAIRWISE} is what eval.judge does; name only measuring rewards here"])
-    return parsed[0], parsed[1]
+            return parse(value)
+        except (ValueError, JudgeError) as error:
+            found.append(f"{field}: {error}")
+            return {}
+
+    trained = parsed("reward.spec", parse_reward_spec, config.reward.spec)
+    measured = parsed("eval.spec", parse_reward_spec, config.eval.spec) if config.eval.spec else {}
+    parsed("judge.plan", get_plan, config.judge.plan)
+    if PAIRWISE in trained:
+        parsed("judge.template", load_template, config.judge.template)
+    if PAIRWISE in measured:
+        found.append(f"eval.spec: {PAIRWISE} is what eval.judge does; name only measuring rewards here")
+    return found
 
 
 def shared(config: Config) -> str:

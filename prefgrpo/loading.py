@@ -75,13 +75,33 @@ def names(field_name: str) -> Iterator[None]:
         raise ConfigError([f"{field_name}: {error}"]) from error
 
 
+def misfits(config: Config) -> list[str]:
+    """What a family does not take, from its class alone."""
+    try:
+        cls = family(config.family)
+    except ValueError as error:
+        return [f"family: {error}"]
+    found, unknown = [], set(config.train.target_components) - set(cls.denoisers)
+    for name, part in (("rollout", config.rollout), ("eval", config.eval)):
+        if part.frames is not None and cls.default_frames is None:
+            found.append(f"{name}.frames: {config.family} makes images, expected none, got {part.frames}")
+        if part.guidance_2 is not None and cls.default_guidance_2 is None:
+            found.append(f"{name}.guidance_2: {config.family} has one denoiser, expected none, got {part.guidance_2}")
+    if config.rollout.source_area is not None and cls.default_source_area is None:
+        found.append(f"rollout.source_area: {config.family} resizes no sources, expected none")
+    if unknown:
+        told = f"expected some of {', '.join(cls.denoisers)}, got {', '.join(sorted(unknown))}"
+        found.append(f"train.target_components: {told}")
+    return found
+
+
 def open_adapter(config: Config, device: torch.device, encoders: bool = True) -> Adapter:
     """The model of a run, frozen, its size and frames checked. Raises ConfigError or ModelError."""
     r, m = config.rollout, config.memory
     _calm()
-    with names("family"):
-        family(config.family)
-    with names("rollout.frames, rollout.guidance_2, rollout.source_area or train.target_components"):
+    if found := misfits(config):
+        raise ConfigError(found)
+    with names("rollout.frames or rollout.source_area"):
         adapter = load_model(
             config.family,
             config.model,

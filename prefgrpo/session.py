@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 import yaml
 
-from prefgrpo import checkpoint, parallel
+from prefgrpo import checkpoint, judging, parallel
 from prefgrpo.config import Config, ConfigError, differences, load, to_dict
 from prefgrpo.data import Prompt, fingerprint, read_prompts
 from prefgrpo.embed import Embeddings
 from prefgrpo.evaluate import Evaluator, held_out
 from prefgrpo.judge.verdict import PairJudge
-from prefgrpo.judging import evaluation_scorers, open_judge, specs, training_scorer
+from prefgrpo.judging import evaluation_scorers, open_judge, training_scorer
 from prefgrpo.loading import missing, names, open_adapter, uses
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel import World
@@ -131,8 +131,7 @@ def open_session(config: Config, resume: bool) -> Session:
 
 def _open(config: Config, resume: bool, world: World) -> Session:
     folder = Path(config.output) / config.name
-    specs(config)
-    check_world(config, world)
+    check_run(config, world.size)
     lock = _check_folder(config, folder, resume, world)
     prompts = read_prompts(config.data.prompts)
     sets = {n: read_prompts(p) for n, p in (("dev", config.eval.prompts), ("test", config.eval.final_prompts)) if p}
@@ -161,21 +160,24 @@ def _open(config: Config, resume: bool, world: World) -> Session:
     return session
 
 
-def check_world(config: Config, world: World) -> None:
-    """The step's prompts must deal out evenly over ranks and updates."""
-    r, mistakes = config.rollout, []
-    if r.prompts_per_step % world.size:
-        mistakes.append(
-            f"rollout.prompts_per_step: {r.prompts_per_step} groups do not deal out over {world.size} processes; "
-            f"expected a multiple of {world.size}"
-        )
+def mistakes(config: Config, processes: int) -> list[str]:
+    """What can be told of a run without its model: files, rewards, judge, and how the step's prompts deal out."""
+    r, e, found = config.rollout, config.eval, judging.mistakes(config)
+    files = {"data.prompts": config.data.prompts, "eval.prompts": e.prompts, "eval.final_prompts": e.final_prompts}
+    found += [f"{field}: prompts file not found: {f}" for field, f in files.items() if f and not Path(f).is_file()]
+    if r.prompts_per_step % processes:
+        told = f"{r.prompts_per_step} groups do not deal out over {processes} processes"
+        found.append(f"rollout.prompts_per_step: {told}; expected a multiple of {processes}")
     if config.train.updates_per_rollout > r.prompts_per_step:
-        mistakes.append(
-            f"train.updates_per_rollout: {config.train.updates_per_rollout} updates need as many prompts per step, "
-            f"got rollout.prompts_per_step = {r.prompts_per_step}"
-        )
-    if mistakes:
-        raise ConfigError(mistakes)
+        told = f"{config.train.updates_per_rollout} updates need as many prompts per step"
+        found.append(f"train.updates_per_rollout: {told}, got rollout.prompts_per_step = {r.prompts_per_step}")
+    return found
+
+
+def check_run(config: Config, processes: int) -> None:
+    """Raise ConfigError with all of `mistakes`."""
+    if found := mistakes(config, processes):
+        raise ConfigError(found)
 
 
 def _check_folder(config: Config, folder: Path, resume: bool, world: World) -> int | None:
@@ -201,11 +203,7 @@ def open_schedules(config: Config, adapter: Adapter, world: World, prompts: list
         for sizes in all_sizes(prompts, config.rollout, config.data.own_sizes):
             adapter.latent_shape(sizes.height, sizes.width)
             schedules.check(sizes)
-    shown, e = evaluation(config), config.eval
-    if e.frames is not None and adapter.default_frames is None:
-        raise ConfigError([f"eval.frames: {config.family} makes images, expected none, got {e.frames}"])
-    if e.guidance_2 is not None and adapter.default_guidance_2 is None:
-        raise ConfigError([f"eval.guidance_2: {config.family} has one denoiser, expected none, got {e.guidance_2}"])
+    shown = evaluation(config)
     with names("eval.height/width/frames"), applied(adapter, shown):
         adapter.latent_shape(shown.height, shown.width)
     return schedules

@@ -54,7 +54,7 @@ HERE = f"{__name__}."
 # ---- before anything runs -----------------------------------------------------------------------------------------
 
 FILES = {
-    "missing": (None, ["prompts file not found: ", "expected a text file with one prompt per line"]),
+    "missing": (None, ["prompts: prompts file not found: "]),
     "empty": (b"", ["holds no prompt: every line is blank"]),
     "blank": (b"\n  \n\t\n", ["holds no prompt"]),
     "latin-1": (b"a cat\nun caf\xe9\nb\n", ["1 line(s) are not valid UTF-8 (line 2)", "re-save the file as UTF-8"]),
@@ -85,6 +85,34 @@ MISTAKES = {
     "tiny size": ({"rollout": {"width": 2}}, ["rollout.height/width", "multiples of 4"]),
     "targets": ({"train": {"lora_targets": ["to_qq"]}}, ["train.lora_targets: ", "to_qq", "it has ", "attn.to_q"]),
     "reward": ({"reward": {"spec": "jpeg_compresibility"}}, ["reward.spec: unknown reward", "jpeg_compressibility"]),
+    "all at once": (
+        {
+            "family": "sd33",
+            "data": {"prompts": "/no/p.txt"},
+            "rollout": {"group_size": 1, "prompts_per_step": 3},
+            "train": {"updates_per_rollout": 4, "stepps": 1},
+            "reward": {"spec": "vlm_pairwise:1"},
+            "judge": {"template": "compar", "plan": "robin", "endpoints": "here"},
+            "eval": {"spec": "jpeg"},
+        },
+        [
+            *("did you mean 'sd3'", "data.prompts: prompts file not found: /no/p.txt", "group_size: a group needs"),
+            *(
+                "4 updates need as many",
+                "train.stepps: unknown key",
+                "judge.template: judge template 'compar' not found",
+            ),
+            *("judge.plan: unknown", "endpoints: Input should be a valid list", "eval.spec: unknown reward 'jpeg'"),
+        ],
+    ),
+    "what a family has not": (
+        {"rollout": {"frames": 5, "source_area": 4096}, "train": {"target_components": ["transformer_2"]}},
+        [
+            "rollout.frames: flux makes images",
+            "source_area: flux resizes no",
+            "expected some of transformer, got",
+        ],
+    ),
     "two specs": ({"reward": {"spec": "a:b:c"}, "eval": {"spec": "zz"}}, ["reward.spec: bad entry", "eval.spec: unkn"]),
     "pairwise twice": ({"eval": {"spec": "vlm_pairwise"}}, ["eval.spec: vlm_pairwise is what eval.judge does"]),
     "reward class": ({"reward": {"spec": "no.such.Thing"}}, ["cannot load reward 'no.such.Thing'"]),
