@@ -1,22 +1,32 @@
 #!/usr/bin/env bash
-# setup_reward.sh NAME VENV: an environment of its own for one reward; NAME is one of requirements/reward-NAME.txt.
+# setup_reward.sh [--dry-run] NAME VENV: an environment of its own for one reward; NAME is one of requirements/reward-NAME.txt.
 #
 # Installs requirements/reward-NAME.txt into VENV, puts this checkout on its path and, where a model must be asked in
 # the very words that it was trained with, fetches those: hpsv3 from its package, videoalign from its repository (MIT
 # licences; VIDEOALIGN=/path/to/VideoAlign takes them from a checkout of yours). About 1 GB, with a CPU torch. Running
 # it again mends what is missing. PYTHON names another Python (3.10 to 3.12), PIP_ARGS more options for pip. MMDET=1
-# adds MMDetection to geneval's, compiled from source, for the detector that GenEval was published with.
+# adds MMDetection to geneval's, compiled from source, for the detector that GenEval was published with. --dry-run
+# says what would be installed where and does nothing; --help prints this.
 set -euo pipefail
 
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 names=$(cd "$root/requirements" && for file in reward-*.txt; do name=${file#reward-}; printf ' %s' "${name%.txt}"; done)
-[ $# -eq 2 ] || fail "usage: $0 NAME VENV   (NAME: one of$names)"
+case ${1:-} in
+-h | --help) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0" && echo "NAME: one of$names" && exit ;;
+--dry-run) dry=yes && shift ;;
+esac
+[ $# -eq 2 ] || fail "usage: $0 [--dry-run] NAME VENV   (NAME: one of$names)"
 name=$1 venv=$2 python=${PYTHON:-python3.11}
 wanted="$root/requirements/reward-$name.txt"
 [ -f "$wanted" ] || fail "no requirements/reward-$name.txt; expected one of$names"
 command -v "$python" >/dev/null || fail "expected $python; set PYTHON to a Python 3.10 to 3.12"
+if [ -n "${dry:-}" ]; then
+    echo "$python -m venv $venv; $venv/bin/python -m pip install ${PIP_ARGS:+$PIP_ARGS }-r $wanted, which holds:"
+    grep -v '^#' "$wanted"
+    exit
+fi
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 # shellcheck disable=SC2086  # PIP_ARGS is a list of options

@@ -25,7 +25,7 @@ from reward_server import MOODY, TESTS, Moody, Process, brightness, picture
 
 from prefgrpo.media import Media
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.serve import RewardServer, read_options
+from prefgrpo.rewards.serve import RewardServer, main, read_options
 from prefgrpo.rewards.wire import WireError, media_json, read_request, read_scores, request_json, scores_json
 
 
@@ -331,3 +331,8 @@ def test_the_command_is_the_module(capsys):
     port = free_port()
     assert cli.main(["reward", "serve", "jpg", "--port", str(port)]) == 2
     assert "unknown reward 'jpg'" in capsys.readouterr().err
+
+
+def test_a_port_that_is_none_is_refused(capsys):
+    assert main(["jpeg_compressibility", "--port", "99999"]) == 2
+    assert "error: cannot listen on 127.0.0.1:99999 (expected 0 to 65535)" in capsys.readouterr().err

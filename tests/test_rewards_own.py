@@ -6,8 +6,10 @@ torchvision for resizing, sums by hand. The package image-reward 1.5 and the cod
 rewards once, outside the repository: docs/rewards.md. What CI runs of deqa is a stand-in for the model's own code.
 """
 
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -203,4 +205,10 @@ def test_the_set_up_command_names_what_it_knows(tmp_path):
     for words in ([], ["imagreward", str(tmp_path / "venv")]):
         done = subprocess.run(["bash", script, *words], capture_output=True, text=True, timeout=30)
         assert done.returncode == 1 and "one of deqa geneval hpsv3 imagereward" in done.stderr
+    done = subprocess.run(["bash", script, "--help"], capture_output=True, text=True, timeout=30, check=True)
+    assert "one of deqa geneval hpsv3 imagereward" in done.stdout and "--dry-run" in done.stdout
+    python = {**os.environ, "PYTHON": sys.executable}
+    words = ["bash", script, "--dry-run", "deqa", str(tmp_path / "venv")]
+    told = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True, env=python).stdout
+    assert f"-m venv {tmp_path / 'venv'}" in told and "transformers==4.36.1" in told
     assert not (tmp_path / "venv").exists()

@@ -172,7 +172,8 @@ def load_class(name: str) -> type[Reward]:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise RewardSpecError(f"cannot load reward '{name}' from {path}: {error}") from error
+        hint = "" if name in REWARDS else "; a module of your own must be in a folder of PYTHONPATH"
+        raise RewardSpecError(f"cannot load reward '{name}' from {path}: {error}{hint}") from error
     if not (isinstance(found, type) and issubclass(found, PointwiseReward | GroupwiseReward)):
         raise RewardSpecError(f"reward '{name}' at {path} is no PointwiseReward or GroupwiseReward")
     return found

@@ -102,8 +102,9 @@ class RewardServer:
         site = web.TCPSite(self._runner, host, port)
         try:
             await site.start()
-        except OSError as error:
-            told = f"cannot listen on {host}:{port} ({os.strerror(error.errno or 0)}); choose another --port"
+        except (OSError, OverflowError) as error:
+            why = os.strerror(error.errno or 0) if isinstance(error, OSError) else "expected 0 to 65535"
+            told = f"cannot listen on {host}:{port} ({why}); choose another --port"
             raise RewardError(told) from error
         return f"http://{f'[{host}]' if ':' in host else host}:{self._runner.addresses[0][1]}"
 
