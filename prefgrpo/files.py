@@ -119,7 +119,8 @@ def read_media(file: Path) -> Media:
             raise ValueError("it is empty: 0 bytes")
         return read(file)
     except UNREADABLE as error:
-        raise DataError(f"{file.name} cannot be read ({error or type(error).__name__})") from error
+        why = (str(error) or type(error).__name__).splitlines()[0]  # what ffmpeg says below has addresses in memory
+        raise DataError(f"{file.name} cannot be read ({why})") from error
 
 
 def _read_image(file: Path) -> Media:
