@@ -1,16 +1,18 @@
 """Slots of a judge server: bounded, never idle while somebody could use one, first come first served.
 
-Cases: requests that wait for a picture that another one carries (a real server that answers slowly); cancellations at
-random moments, which must neither leak a slot nor lose a wake-up; an endpoint that dies and comes back.
+Cases: requests that wait for a picture that another one carries (a real server that answers slowly); pictures that are
+named before their carrier is answered, too soon or not; cancellations at random moments, which must neither leak a slot
+nor lose a wake-up; an endpoint that dies and comes back.
 """
 
 import asyncio
+import json
 import random
 import time
 
 import numpy as np
 import pytest
-from judge_server import JudgeServer
+from judge_server import JudgeServer, images
 
 from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig
 from prefgrpo.judge.endpoint import Endpoint, NoEndpoint, Pool
@@ -43,6 +45,52 @@ def test_who_waits_for_a_picture_holds_no_slot_and_comes_next():
     order = shown(server)[1:]
     assert {frozenset(s) for s in order[:2]} == {frozenset({0, 1}), frozenset({4, 5})}
     assert order[-1] == {5, 6}  # asked last
+
+
+class Reader(JudgeServer):
+    """Has a picture when it has read the request, as vLLM does; answers nobody before `needed` requests are there."""
+
+    needed, too_soon = 0, False
+    refused = 0
+
+    async def _chat(self, request):
+        body = json.loads(await request.read())
+        self.requests.append(body)
+        parts = images(body)
+        if self.too_soon and any(p["image_url"] is None and p["uuid"] not in self.media for p in parts):
+            self.refused += 1
+            return self._answer(body)
+        if not self.too_soon:
+            answer = self._answer(body)
+        while len(self.requests) < self.needed:
+            await asyncio.sleep(0.01)
+        return self._answer(body) if self.too_soon else answer
+
+
+def chain(server):
+    """Verdicts on neighbours among 4 pictures, and the endpoint."""
+    judge = HttpJudge(HttpJudgeConfig((server.url,), template="compare", retries=0, timeout_s=30))
+    judge.judge_group("p", pictures(6)[4:], [(0, 1)])  # the server is known
+    server.needed, server.requests = 3, []
+    verdicts = judge.judge_group("p", pictures(4), [(0, 1), (1, 2), (2, 3)])
+    judge.close()
+    assert all(v.first is not None and v.first < 0.5 for v in verdicts), verdicts
+    return judge.client.sender.endpoints[0]
+
+
+def test_a_picture_is_named_while_its_carrier_is_being_answered():
+    with Reader() as server:  # would wait for ever if each neighbour waited for the answer of the one before
+        assert chain(server).grace_s == 0.1
+    carried = [p["uuid"] for r in server.requests for p in images(r) if p["image_url"] is not None]
+    assert len(carried) == len(set(carried)) == 4
+
+
+def test_a_picture_named_too_soon_is_sent_and_waited_for_longer():
+    with Reader() as server:
+        server.too_soon = True
+        endpoint = chain(server)
+    assert server.refused and endpoint.grace_s >= 0.2
+    assert endpoint.uses_ids and endpoint._misses == 0  # the server lost nothing
 
 
 def endpoints(count):

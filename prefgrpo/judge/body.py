@@ -12,6 +12,7 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,7 @@ class RequestKind:
     vllm: bool
     """The server is vLLM: it takes `logprob_token_ids`."""
 
+    @cached_property
     def tail(self) -> bytes:
         """Everything after the user's content: prefill, sampling, logprobs."""
         t = self.template
@@ -126,8 +128,18 @@ class RequestKind:
             if part == SOURCE:
                 parts += source
             else:
-                parts.append(media[part] if isinstance(part, int) else _json({"type": "text", "text": _whole(part)}))
-        return head + b",".join(parts) + b"]" + self.tail()
+                parts.append(media[part] if isinstance(part, int) else _text(part))
+        return head + b",".join(parts) + b"]" + self.tail
+
+
+request_kind = lru_cache(maxsize=32)(RequestKind)
+"""A RequestKind, made once."""
+
+
+@lru_cache(maxsize=32)
+def _text(text: str) -> bytes:
+    """A text as a content part; those of a group's pairs are the same."""
+    return _json({"type": "text", "text": _whole(text)})
 
 
 def _json(value: Any) -> bytes:

@@ -2,8 +2,10 @@
 
 An endpoint is ejected on a connection error and comes back when its /health answers; which media it holds is
 forgotten then. One that answers, but with failures, stands back while another one answers well, and is tried again with
-one request at a time. Invariants: a medium's first request carries its data and the others wait for that one; nobody
-waits for a request that started later, so waits cannot form a ring. Everything runs on the client's event loop.
+one request at a time. A server has a medium once it has read the request that carries it, long before it answers: the
+others that show it go after the answer or `grace_s`, whichever is first, and once more with data if that was too soon.
+Invariants: a medium's first request carries its data and the others name it; nobody waits for a request that started
+later, so waits cannot form a ring. Everything runs on the client's event loop.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import aiohttp
 
 _KNOWN_MEDIA = 8192
 _MIN_MISSES = 16
+_GRACE_S = 0.1
 _PROBE_TIMEOUT_S = 5.0
 _PROBE_LONGEST_S = 2.0
 _REST_S, _LONGEST_REST_S = 0.5, 30.0
@@ -65,6 +68,7 @@ class Endpoint:
         self._ids_off = media_ids == "off"
         self._known: OrderedDict[str, None] = OrderedDict()
         self._pending: dict[str, asyncio.Event] = {}
+        self.grace_s = _GRACE_S
         self._misses = self._lean = 0
         self.probe: asyncio.Task[None] | None = None
         self._describing: asyncio.Task[None] | None = None
@@ -103,8 +107,8 @@ class Endpoint:
         return not self._ids_off and (self.vllm or self._media_ids == "on")
 
     def carried(self, uuids: Collection[str]) -> dict[str, asyncio.Event]:
-        """Which of the media another request is carrying just now, with what tells that it has ended."""
-        return {u: self._pending[u] for u in uuids if u in self._pending}
+        """Which of the media another request is carrying just now, with what tells when they may be named."""
+        return {u: e for u in uuids if (e := self._pending.get(u)) and not e.is_set()}
 
     async def claim(self, uuids: Sequence[str]) -> set[str]:
         """Which of the media this request must carry with data; waits until the others are known.
@@ -112,15 +116,23 @@ class Endpoint:
         What is unknown is claimed at once; then whatever earlier requests carry is awaited. `settle` must follow.
         """
         earlier = self.carried(uuids)
-        mine = {u for u in uuids if u not in self._known and u not in earlier}
-        self._pending |= {u: asyncio.Event() for u in mine}
+        mine = {u for u in uuids if u not in self._known and u not in self._pending}
+        events = {u: asyncio.Event() for u in mine}
+        self._pending |= events
         try:
             for event in earlier.values():
                 await event.wait()
         except asyncio.CancelledError:
             self.settle(mine, False)
             raise
-        return mine | {u for u in earlier if u not in self._known}  # a carrier that failed is not waited for again
+        for event in events.values():
+            asyncio.get_running_loop().call_later(self.grace_s, event.set)
+        # a carrier that failed is not waited for again
+        return mine | {u for u in earlier if u not in self._known and u not in self._pending}
+
+    def given(self, uuids: Collection[str], claimed: set[str]) -> float:
+        """Seconds of grace that a request gives to media which it names while others carry them; 0 if to none."""
+        return self.grace_s if any(u in self._pending and u not in claimed for u in uuids) else 0.0
 
     def settle(self, claimed: set[str], success: bool) -> None:
         """The request that carried `claimed` has ended; lets those go on that wait for it."""
@@ -133,8 +145,14 @@ class Endpoint:
         while len(self._known) > _KNOWN_MEDIA:
             self._known.popitem(last=False)
 
-    def lean_request(self, missed: bool) -> None:
-        """Count a request that relied on ids; many misses (several API processes behind one port) switch ids off."""
+    def lean_request(self, missed: bool, grace_s: float) -> None:
+        """Count a request that relied on ids; many misses (several API processes behind one port) switch ids off.
+
+        grace_s: what it had given to a medium that was still on its way, 0 if none was; a miss then asks for more.
+        """
+        if missed and grace_s:
+            self.grace_s = max(self.grace_s, 2 * grace_s)
+            return
         self._lean += 1
         self._misses += missed
         if self._media_ids != "on" and self._misses >= _MIN_MISSES and self._misses > 0.2 * self._lean:

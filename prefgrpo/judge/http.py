@@ -17,11 +17,12 @@ import time
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from prefgrpo.judge import answers
-from prefgrpo.judge.body import FORMATS, Encoded, RequestKind, encode
+from prefgrpo.judge.body import FORMATS, Encoded, encode, request_kind
 from prefgrpo.judge.cache import shared_cache
 from prefgrpo.judge.endpoint import Endpoint, describe_error
 from prefgrpo.judge.loop import loop_thread
@@ -32,6 +33,8 @@ from prefgrpo.judge.verdict import Answer, Pair, PairJudge, Verdict, two_label_s
 from prefgrpo.media import Media
 
 _PATH = "/v1/chat/completions"
+_SMALL = 3 * 256 * 256
+"""Numbers of a medium up to which handing it to another thread takes longer than encoding it."""
 T = TypeVar("T")
 
 
@@ -150,12 +153,16 @@ class Client:
         return await asked[key].answer()
 
     async def _encoded(self, media: Media) -> Encoded:
-        """The medium's request parts, encoded once, off the loop."""
+        """The medium's request parts, encoded once; a large one off the loop."""
         if media not in self._encodings:
+            work = partial(encode, media, self.config.image_format, self.config.max_pixels)
             loop = asyncio.get_running_loop()
-            self._encodings[media] = loop.run_in_executor(
-                None, encode, media, self.config.image_format, self.config.max_pixels
-            )
+            if media.pixels.size > _SMALL:
+                self._encodings[media] = loop.run_in_executor(None, work)
+            else:
+                found = loop.create_future()
+                found.set_result(work())
+                self._encodings[media] = found
         return await asyncio.shield(self._encodings[media])
 
     async def _request(
@@ -167,7 +174,7 @@ class Client:
         prompt = texts.pop("prompt", "")
 
         def body(model: str, vllm: bool, carried: Collection[str] | None) -> bytes:
-            kind = RequestKind(model, template, self.config.seed, self._label_ids[template], vllm)
+            kind = request_kind(model, template, self.config.seed, self._label_ids[template], vllm)
             shown, before = ([_part(e, carried) for e in group] for group in (media, source))
             return kind.body(prompt, shown, before, texts)
 

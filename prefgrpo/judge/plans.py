@@ -27,14 +27,15 @@ def _in_arrival_order(pairs: list[Pair]) -> list[Pair]:
     return sorted(pairs, key=lambda p: (max(p), min(p), p[0]))
 
 
-def _circle(size: int, seed: int) -> list[list[Pair]]:
+def _circle(size: int, seed: int, shuffled: bool = True) -> list[list[Pair]]:
     """Every pair once, as rings: ring d pairs each seat of a random circle with the d-th after it.
 
+    shuffled: False seats the members in order, so that near ones meet, and are asked about while others are made.
     In a full ring everyone is first once and second once. For even sizes the last ring has the opposite seats, one
     coin per pair.
     """
     rng = np.random.default_rng(seed)
-    seats = rng.permutation(size).tolist()
+    seats = rng.permutation(size).tolist() if shuffled else list(range(size))
     coins = rng.integers(0, 2, size // 2)
     rings = [[(seats[a], seats[(a + d) % size]) for a in range(size)] for d in range(1, (size - 1) // 2 + 1)]
     if size % 2 == 0:
@@ -58,17 +59,21 @@ def k_regular(size: int, seed: int, done: Sequence[Judged] = (), n: int = 4) -> 
     """Every member in n pairs, n·G/2 verdicts, connected. ValueError unless n < G and n·G is even."""
     if not 2 <= n < size or n * size % 2:
         raise ValueError(f"k_regular({n}) needs 2 <= k < G and k·G even, got G = {size}")
-    rings = _circle(size, seed)
+    if done:
+        return []
+    rings = _circle(size, seed, shuffled=False)
     chosen = rings[: n // 2] + ([rings[-1]] if n % 2 else [])
-    return [] if done else _in_arrival_order([p for ring in chosen for p in ring])
+    return _in_arrival_order([p for ring in chosen for p in ring])
 
 
 def budget(size: int, seed: int, done: Sequence[Judged] = (), n: int = 16) -> list[Pair]:
     """n verdicts, ring after ring, then the same pairs swapped. ValueError unless G/2 <= n <= G(G − 1)."""
     if not size / 2 <= n <= size * (size - 1):
         raise ValueError(f"budget({n}) needs G/2 <= n <= G(G - 1), got G = {size}")
+    if done:
+        return []
     once = [p for ring in _circle(size, seed) for p in ring]
-    return [] if done else _in_arrival_order((once + [(j, i) for i, j in once])[:n])
+    return _in_arrival_order((once + [(j, i) for i, j in once])[:n])
 
 
 def swiss(size: int, seed: int, done: Sequence[Judged] = (), n: int = 4) -> list[Pair]:

@@ -287,12 +287,13 @@ class Sender:
         if not endpoint.uses_ids or not job.media:
             return await self._post(session, endpoint, job.path, job.write(endpoint, None))
         carried = await endpoint.claim(job.media)
+        grace_s = endpoint.given(job.media, carried)
         success = False
         try:
             reply = await self._post(session, endpoint, job.path, job.write(endpoint, carried))
             if lean := len(carried) < len(set(job.media)):
                 missed = reply[0] == 400 and any(text in reply[1].decode("utf-8", "replace") for text in _MISS)
-                endpoint.lean_request(missed)
+                endpoint.lean_request(missed, grace_s)
                 if missed or (lean and reply[0] == 500):
                     reply = await self._post(session, endpoint, job.path, job.write(endpoint, set(job.media)))
             success = reply[0] == 200
