@@ -15,12 +15,14 @@ from prefgrpo.ops import (
     affine_logp,
     affine_step_more,
     group_advantage,
+    library,
     on_policy_grad,
     philox_normal,
     policy_loss,
     replay_policy_grad,
     winrate_advantage,
 )
+from prefgrpo.ops.backend import BACKENDS, implementation
 
 kernels = pytest.mark.parametrize("backend", ON_GPU if DEVICE == "cuda" else [b for b in ON_CPU if b != "triton"])
 
@@ -87,6 +89,16 @@ def test_opcheck(name, backend):
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     with serve(backend):
         torch.library.opcheck(op, arguments()[name], test_utils=tests)
+
+
+def test_every_backend_has_every_op():
+    """By the name under which torch.ops.prefgrpo has it: an op that is added is added everywhere."""
+    ops = [op.name for op in vars(library).values() if isinstance(op, library.Op)]
+    assert sorted(ops) == sorted({name.split()[0] for name in arguments()})
+    for backend in BACKENDS:
+        if backend == "triton":
+            pytest.importorskip("triton")
+        assert not [name for name in ops if not callable(getattr(implementation(backend), name, None))]
 
 
 def training_step(x, v, u, ref, old, coef, index, ids):

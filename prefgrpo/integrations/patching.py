@@ -82,7 +82,7 @@ def patch(codebase: str) -> list[str]:
         raise RuntimeError(f"'{codebase}' is not imported, expected {wanted}: import its training code, then patch it")
     swaps = _ACTIVE[codebase] = swaps + found
     _exchange({id(s.original): s.copy for s in swaps}, swaps)
-    places = sorted(name for name, held in _names(swaps) if any(held is s.copy for s in swaps))
+    places = sorted(f"{name}.{key}" for name, _, key, held in _holders(swaps) if any(held is s.copy for s in swaps))
     print(f"prefgrpo: patched {codebase}: {', '.join(places)}", file=sys.stderr)
     return places
 
@@ -143,13 +143,8 @@ def _copied(f: Any) -> Function:
     return functools.update_wrapper(copy, f)
 
 
-def _names(swaps: list[_Swap]) -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of everything that modules, and the classes with a replaced method, hold."""
-    for name, _, key, value in _holders(swaps):
-        yield f"{name}.{key}", value
-
-
 def _holders(swaps: list[_Swap]) -> Iterator[tuple[str, Any, str, Any]]:
+    """(owner's name, owner, key, value) of everything that modules, and the classes with a replaced method, hold."""
     owners: list[tuple[str, Any]] = [(name, module) for name, module in _modules()]
     owners += [(f"{c.__module__}.{c.__qualname__}", c) for c in {s.owner for s in swaps} if c is not None]
     for name, owner in owners:

@@ -53,8 +53,7 @@ def affine_logp(a: args.Replay) -> Results:
 @torch.no_grad()
 def affine_grad(a: args.Replay) -> Results:
     """`Replay.gradients`."""
-    upstream = a.g_logp, a.g_kl, a.g_guard
-    dv = reference.affine_grad(a.x, _velocity(a), a.x_next, rows_of(a), a.v_ref, a.v_old, *upstream)
+    dv = reference.affine_grad(a, _velocity(a), rows_of(a))
     if a.uncond is None:
         return [dv.to(a.v.dtype), None]
     dc, du = reference.guided_grad(dv, a.v, a.uncond, a.scale, a.from_cond, a.rescale)

@@ -14,6 +14,8 @@ import math
 import torch
 from torch import Tensor
 
+from prefgrpo.ops.args import Replay
+
 _MUL = (0xD2511F53, 0xCD9E8D57)
 _KEY = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
@@ -119,47 +121,37 @@ def affine_logp(x: Tensor, v: Tensor, x_next: Tensor, rows: Tensor) -> Tensor:
     return torch.where(w != 0, w * torch.where(w != 0, squares, torch.zeros_like(squares)) + c, c)
 
 
+def _b_over_s(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """b / s, [B]; 0 where s = 0."""
+    b, s = rows[:, 1].to(dtype), rows[:, 2].to(dtype)
+    return torch.where(s > 0, b / torch.where(s > 0, s, torch.ones_like(s)), torch.zeros_like(s))
+
+
 def affine_kl(v: Tensor, v_ref: Tensor, rows: Tensor) -> Tensor:
     """KL of two Gaussian steps with the same std: mean_D (b(v − v_ref))² / (2 s²), [B]; 0 where s = 0."""
     dtype = compute_dtype(v, v_ref)
-    b, s = rows[:, 1].to(dtype), rows[:, 2].to(dtype)
-    safe = torch.where(s > 0, s, torch.ones_like(s))
-    scale = torch.where(s > 0, (b / safe).square() / 2, torch.zeros_like(s))
-    return scale * mean_d((v.to(dtype) - v_ref.to(dtype)).square())
+    return _b_over_s(rows, dtype).square() / 2 * mean_d((v.to(dtype) - v_ref.to(dtype)).square())
 
 
 def guard_log_ratio(x: Tensor, v: Tensor, x_next: Tensor, v_old: Tensor, rows: Tensor) -> Tensor:
     """GRPO-Guard's log-ratio per sample: mean_D [ε̂·(μ − μ_old)], ε̂ = (x' − μ_old)/s, [B]; 0 where s = 0."""
     old = affine_mean(x, v_old, rows)
-    b, s = rows[:, 1].to(old.dtype), rows[:, 2].to(old.dtype)
-    scale = torch.where(s > 0, b / torch.where(s > 0, s, torch.ones_like(s)), torch.zeros_like(s))
-    return scale * mean_d((x_next.to(old.dtype) - old) * (v.to(old.dtype) - v_old.to(old.dtype)))
+    return _b_over_s(rows, old.dtype) * mean_d((x_next.to(old.dtype) - old) * (v.to(old.dtype) - v_old.to(old.dtype)))
 
 
-def affine_grad(
-    x: Tensor,
-    v: Tensor,
-    x_next: Tensor,
-    rows: Tensor,
-    v_ref: Tensor | None,
-    v_old: Tensor | None,
-    g_logp: Tensor | None,
-    g_kl: Tensor | None,
-    g_guard: Tensor | None,
-) -> Tensor:
-    """∂/∂v of Σ (g_logp·logp + g_kl·KL + g_guard·Guard), elementwise, in the compute dtype."""
-    mean = affine_mean(x, v, rows)
-    dtype, count = mean.dtype, max(x[0].numel(), 1) if x.shape[0] else 1
-    b, s, w = (rows[:, k].to(dtype) for k in (1, 2, 3))
-    over_s = torch.where(s > 0, b / torch.where(s > 0, s, torch.ones_like(s)), torch.zeros_like(s))
+def affine_grad(a: Replay, v: Tensor, rows: Tensor) -> Tensor:
+    """∂/∂v of Σ (g_logp·logp + g_kl·KL + g_guard·Guard), elementwise, in the compute dtype; v: after guidance."""
+    mean = affine_mean(a.x, v, rows)
+    dtype, count = mean.dtype, max(a.x[0].numel(), 1) if a.x.shape[0] else 1
+    b, w, over_s = rows[:, 1].to(dtype), rows[:, 3].to(dtype), _b_over_s(rows, dtype)
     grad = torch.zeros_like(mean)
-    if g_logp is not None:
-        grad = expand(-2 * w * b / count * g_logp.to(dtype), x) * (x_next.to(dtype) - mean)
-    if g_kl is not None and v_ref is not None:
-        grad = grad + expand(over_s.square() / count * g_kl.to(dtype), x) * (v.to(dtype) - v_ref.to(dtype))
-    if g_guard is not None and v_old is not None:
-        residual = x_next.to(dtype) - affine_mean(x, v_old, rows)
-        grad = grad + expand(over_s / count * g_guard.to(dtype), x) * residual
+    if a.g_logp is not None:
+        grad = expand(-2 * w * b / count * a.g_logp.to(dtype), mean) * (a.x_next.to(dtype) - mean)
+    if a.g_kl is not None and a.v_ref is not None:
+        grad = grad + expand(over_s.square() / count * a.g_kl.to(dtype), mean) * (v.to(dtype) - a.v_ref.to(dtype))
+    if a.g_guard is not None and a.v_old is not None:
+        residual = a.x_next.to(dtype) - affine_mean(a.x, a.v_old, rows)
+        grad = grad + expand(over_s / count * a.g_guard.to(dtype), mean) * residual
     return grad
 
 

@@ -43,7 +43,7 @@ def _slopes(a: Affine) -> tuple[float, float]:
 
 def _guide(a: Any, dv: Tensor | None, out: Tensor, du: Tensor | None) -> None:
     c, u, length = packed(a.v), packed(a.uncond), rescaled_dim(a)
-    dim = a.x.numel() // a.x.shape[0]
+    dim = _dim(a)
     block = triton.next_power_of_2(length)
     rows, per = dim // length, max(1, 512 // block)
     total = rows * c.shape[0]
@@ -62,12 +62,16 @@ def _guided(a: Any) -> Any:
     return a._replace(v=v, uncond=None)
 
 
-def _inputs(a: Affine) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(x, v, u, coef, index) as the kernels take them; absent ones are stand-ins that no kernel reads."""
+def _inputs(a: Affine, *more: Tensor | None) -> tuple[list[Tensor], list[int], Tensor, Tensor]:
+    """([x, v, u, *more], their strides, coef, index); absent ones are stand-ins that no kernel reads."""
     x, v = packed(a.x), packed(a.v)
-    u = v if a.uncond is None else packed(a.uncond)
+    read = [x, v, v if a.uncond is None else packed(a.uncond), *(x if t is None else packed(t) for t in more)]
     coef = a.coef.float().contiguous()
-    return x, v, u, coef, coef if a.row is None else a.row.contiguous()
+    return read, [t.stride(0) for t in read], coef, coef if a.row is None else a.row.contiguous()
+
+
+def _dim(a: Affine) -> int:
+    return a.x.numel() // a.x.shape[0]
 
 
 def _pair(a: Affine) -> dict[str, Any]:
@@ -79,7 +83,7 @@ def _finish(
     a: Affine, partial: Tensor, coef: Tensor, index: Tensor, first: Tensor | None, *more: Tensor | None
 ) -> None:
     """Writes logp, and of the replay KL and Guard log-ratio."""
-    batch, dim = a.x.shape[0], a.x.numel() // a.x.shape[0]
+    batch, dim = a.x.shape[0], _dim(a)
     chunks = triton.cdiv(dim, BLOCK)
     more = more or (None, None)
     affine.finish_kernel[(batch,)](
@@ -93,17 +97,15 @@ def affine_step(a: args.Step) -> Results:
     if not a.x.numel():
         return plain.affine_step(a)
     a = _guided(a)
-    x, v, u, coef, index = _inputs(a)
-    eps = x if a.eps is None else packed(a.eps)
-    batch, dim = x.shape[0], x.numel() // x.shape[0]
+    read, strides, coef, index = _inputs(a, a.eps)
     out, logp, *more = results = a.results()
-    grid = batch * triton.cdiv(dim, BLOCK)
-    partial = torch.empty(grid, device=x.device)
+    grid = a.x.shape[0] * triton.cdiv(_dim(a), BLOCK)
+    partial = torch.empty(grid, dtype=torch.float32, device=a.x.device)
     sample, step = (index if t is None else t.contiguous() for t in (a.sample, a.step))
     affine.step_kernel[(grid,)](
-        x, v, u, eps, out, *(out if t is None else t for t in more), coef, index,
-        coef if a.sigma is None else a.sigma.float().contiguous(), sample, step, partial, dim, coef.shape[0],
-        *(t.stride(0) for t in (x, v, u, eps)), a.scale, a.offset, *_words(a.seed),
+        *read, out, *(out if t is None else t for t in more), coef, index,
+        coef if a.sigma is None else a.sigma.float().contiguous(), sample, step, partial, _dim(a), coef.shape[0],
+        *strides, a.scale, a.offset, *_words(a.seed),
         NOISE=2 if a.sample is not None else int(a.eps is not None), ALIGNED=a.offset % 4 == 0,
         MEAN=a.want_mean, X0=a.sigma is not None, COPY=a.copy_dtype is not None, **_pair(a),
     )  # fmt: skip
@@ -116,13 +118,11 @@ def affine_logp(a: args.Replay) -> Results:
     if not a.x.numel():
         return plain.affine_logp(a)
     a = _guided(a)
-    x, v, u, coef, index = _inputs(a)
-    read = (x, v, u, *(x if t is None else packed(t) for t in (a.x_next, a.v_ref, a.v_old)))
-    dim, results = x.numel() // x.shape[0], a.results()
-    grid = x.shape[0] * triton.cdiv(dim, BLOCK)
-    partial = torch.empty(3 * grid, device=x.device)
+    read, strides, coef, index = _inputs(a, a.x_next, a.v_ref, a.v_old)
+    grid, results = a.x.shape[0] * triton.cdiv(_dim(a), BLOCK), a.results()
+    partial = torch.empty(3 * grid, dtype=torch.float32, device=a.x.device)
     affine.logp_kernel[(grid,)](
-        *read, coef, index, partial, dim, coef.shape[0], grid, *(t.stride(0) for t in read), a.scale,
+        *read, coef, index, partial, _dim(a), coef.shape[0], grid, *strides, a.scale,
         KL=a.v_ref is not None, GUARD=a.v_old is not None, **_pair(a),
     )  # fmt: skip
     _finish(a, partial, coef, index, *results)
@@ -137,13 +137,12 @@ def affine_grad(a: args.Replay) -> Results:
     if (guided := _guided(a)) is not a:
         _guide(a, affine_grad(guided)[0], *results)
         return results
-    x, v, u, coef, index = _inputs(a)
-    read = (x, v, u, *(x if t is None else packed(t) for t in (a.x_next, a.v_ref, a.v_old)))
+    read, strides, coef, index = _inputs(a, a.x_next, a.v_ref, a.v_old)
     upstream = [coef if g is None else g.float().contiguous() for g in (a.g_logp, a.g_kl, a.g_guard)]
-    dim, (dv, du) = x.numel() // x.shape[0], results
-    affine.grad_kernel[(x.shape[0] * triton.cdiv(dim, BLOCK),)](
-        *read, coef, index, *upstream, dv, dv if du is None else du, dim, coef.shape[0],
-        *(t.stride(0) for t in read), a.scale, *_slopes(a), LOGP=a.g_logp is not None,
+    dv, du = results
+    affine.grad_kernel[(a.x.shape[0] * triton.cdiv(_dim(a), BLOCK),)](
+        *read, coef, index, *upstream, dv, dv if du is None else du, _dim(a), coef.shape[0], *strides, a.scale,
+        *_slopes(a), LOGP=a.g_logp is not None,
         KL=a.g_kl is not None and a.v_ref is not None, GUARD=a.g_guard is not None and a.v_old is not None, **_pair(a),
     )  # fmt: skip
     return results
