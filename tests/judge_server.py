@@ -228,7 +228,7 @@ def reply(answer: str | dict[str, float]) -> dict[str, Any]:
     good = completion(0.0)
     choice = good["choices"][0]
     if isinstance(answer, str):
-        choice |= {"message": {"role": "assistant", "content": answer}, "logprobs": None}
+        choice |= {"message": {"role": "assistant", "content": answer}, "logprobs": None, "finish_reason": "stop"}
         return good
     top = [{"token": token, "logprob": math.log(p)} for token, p in answer.items()]
     choice["logprobs"] = {"content": [{"token": top[0]["token"], "logprob": top[0]["logprob"], "top_logprobs": top}]}
@@ -243,7 +243,7 @@ def completion(gap: float, tokens: tuple[str, str] = ("1", "2")) -> dict[str, An
     text = top[0]["token"]
     content = [{"token": text, "logprob": top[0]["logprob"], "top_logprobs": top}]
     message = {"role": "assistant", "content": text}
-    choice = {"index": 0, "message": message, "logprobs": {"content": content}, "finish_reason": "length"}
+    choice = {"index": 0, "message": message, "logprobs": {"content": content}, "finish_reason": "stop"}
     return {"id": "x", "object": "chat.completion", "model": MODEL, "choices": [choice]}
 
 

@@ -11,6 +11,7 @@ import math
 import os
 import random
 import string
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -78,11 +79,13 @@ def claims(text):
 def allowed(text):
     """Values that the words of a text can justify."""
     w, said = words(text), claims(text)
-    plain = " ".join(text.lower().split())
+    for mark, then in {".": "\n", "!": "\n", ";": "\n", "?": "?\n"}.items():
+        text = text.replace(mark, then)
+    sentences = {" ".join(s.lower().split()) for s in text.split("\n")}
     bare = len(w) <= 8 and set(w) <= BARE | {"1", "2"}
     found = set()
     for label, other, value in (("1", "2", 1.0), ("2", "1", 0.0)):
-        contradicted = any(f"{kind} {other} is better" in plain for kind in ("image", "video"))
+        contradicted = bool({f"image {other} is better", f"video {other} is better"} & sentences)
         if (label in said and not contradicted) or (bare and w.count(label) == 1 and other not in w):
             found.add(value)
     if w and set(w) <= TIES and len(w) <= 8:
@@ -198,12 +201,9 @@ def valid(kind):
 
 def parse(kind, text):
     """(value, parts) or None where the answer states nothing; any other exception is a crash."""
-    template = {"scores": AXES, "json": EDIT}.get(kind)
+    template = {"scores": AXES, "json": EDIT}.get(kind) or replace(EDIT, answer=kind)
     try:
-        if template:
-            return answers.read(template, text)
-        found = {"plain": answers.plain, "think": answers.think, "edit": answers.edit, "flex": answers.flex}[kind](text)
-        return found if kind == "flex" else (found, {})
+        return answers.read(template, text)
     except answers.Unreadable:
         return None
 
@@ -220,6 +220,7 @@ def test_what_is_valid_is_read_and_what_is_not_is_refused(kind):
 
 def justified(kind, text, value, parts):
     """Whether the text gives ground for what was read."""
+    text = text.rpartition("</think>")[2]
     bare = text.replace("*", "").replace("`", "")
     if kind == "scores":
         return all(1 <= v <= 5 and v in numbers(bare) for v in parts.values())
@@ -239,7 +240,7 @@ def justified(kind, text, value, parts):
         inner, closed, after = rest.partition("</answer>")
         again = "</answer>" in after.partition("<answer>")[2]
         return bool(opened and closed) and not again and value in allowed(inner)
-    return value in allowed(text.rpartition("</think>")[2] if kind == "edit" else text)
+    return value in allowed(text)
 
 
 @pytest.mark.parametrize("kind", ["plain", "think", "edit", "flex", "scores", "json"])

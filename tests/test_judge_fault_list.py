@@ -77,6 +77,9 @@ FAULTS = {
     "50-MP image": (f"{HERE}:test_an_image_of_50_million_pixels_is_made_smaller_in_bounded_time_and_memory",),
     "video without frames": (f"{HERE}:test_media_without_pixels_or_frames_are_missing",),
     "prompt with braces, quotes, emoji, 1 MB": (f"{HERE}:test_a_prompt_arrives_as_it_is",),
+    "an answer that names a verdict without giving one": (
+        "test_judge_answers_garbage:test_what_is_no_verdict_is_never_one_and_what_ends_an_answer_is",
+        "test_judge_answers_garbage:test_what_is_no_score_is_never_one_and_a_line_of_its_own_is"),
     "all of them at once": (f"{HERE}:test_among_all_faults_at_once_no_verdict_is_wrong_and_everything_ends",),
     "backend behind a router dead or hanging": (
         "test_judge_router:test_a_dead_backend_is_a_502_and_its_neighbour_goes_on",

@@ -15,17 +15,27 @@ from typing import Any
 
 from prefgrpo.judge.template import Template
 
-_ADVERB = r"clearly|slightly|much|far|definitely|significantly|overall|the|a"
+_WHO = r"(?:edited\s+)?(?:image|video)"
+_LEAD = (
+    r"(?:(?:so|thus|hence|therefore|overall|finally|in (?:conclusion|summary|total|the end)|to (?:sum up|conclude)"
+    r"|all in all|on balance|i (?:think|believe|find|conclude|would say)(?: that)?"
+    r"|(?:the |my )?(?:final )?(?:answer|verdict|conclusion|decision|choice|winner)(?:\s+is(?:\s+that)?)?)\s*[,:]?\s+)*"
+    r"(?:the\s+)?"
+)
+_IS = r"\s+(?:is|was|looks)\s+(?:(?:clearly|slightly|much|far|definitely|significantly|overall|the|a)\s+){0,2}"
+_WHY = r"(?:,?\s+(?:because|since|due to|thanks to|as (?:it|its))\b.*)?"
 _ONLY = re.compile(
-    r"(?:the\s+)?(?:(?:edited\s+)?image|video|answer|option|picture)?\s*([12])"
-    rf"(?:\s+(?:is|was)\s+(?:(?:{_ADVERB})\s+){{0,2}}(?:better|best|winner))?",
+    rf"{_LEAD}(?:(?:{_WHO}|answer|option|picture)\s*)?([12])(?:{_IS}(?:better|best|winner))?", re.I | re.A
+)
+_STATED = re.compile(
+    rf"{_LEAD}{_WHO}\s*([12]){_IS}better(?:\s+than\s+(?:the\s+)?{_WHO}\s*(?!\1)[12]\b)?(?:\s+overall)?{_WHY}",
     re.I | re.A,
 )
-_BETTER = re.compile(r"(?:image|video)\s*([12])\s+(?:is|was|looks)\s+(?:(\w+)\s+)?better", re.I | re.A)
-_EMPHASIS = re.compile(_ADVERB, re.I)
-_SENTENCE = re.compile(r"[^.!?;\n]+[.!?;\n]?")
-_DOUBT = re.compile(
-    r"(?<![a-z])(?:not|no|never|neither|nor|cannot|hardly|if|whether|unless|or|either|would|could|might|may|should)(?![a-z])|n['’]t(?![a-z])",
+_VALUES = {"1": 1.0, "2": 0.0}
+_SENTENCE = re.compile(r"[^.!?;]+[.!?;]?")
+_TURN = re.compile(
+    r"\b(?:wait|actually|instead|rather|but|however|though|although|yet|correction|mistake|mistaken|mixed|wrong|false"
+    r"|second thought|sorry|unless|if|not)\b|n['’]t\b",
     re.I | re.A,
 )
 _TIE = re.compile(
@@ -33,17 +43,38 @@ _TIE = re.compile(
     r"|(?:both\s+)?(?:images?|videos?)\s*(?:1\s+and\s+(?:image\s+|video\s+)?2\s+)?(?:are\s+)?(?:equal|tied|equally\s+good)",
     re.I | re.A,
 )
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.I | re.S | re.A)
+_THOUGHTS = re.compile(r".*</think(?:ing)?>", re.I | re.S | re.A)
+_THINKS = re.compile(r"<think(?:ing)?>", re.I | re.A)
+_TAG = re.compile(r"</?answer>", re.I | re.A)
+_MARKUP = re.compile(r"(?<!\d)[*`_]+|[*`_]+(?!\d)", re.A)
+_EDGE = " \"'“”"
 _COMMA = re.compile(r",(?=\s*[}\]])")
-_NUMBER = r"([-+]?\d+(?:\.\d+)?)"
+_NUMBER = r"(?P<value>[-+]?(?:0|[1-9]\d*)(?:\.\d+)?)(?!\w|[.,]\d)"
+_REST = re.compile(
+    r"\s*(?:points?|stars?)?\s*[.!]?\s*"
+    r"(?:(?:[-–—(:;,]|(?<=\.)\s)\s*(?!\W*(?:or|to|and|maybe|perhaps|possibly|out|of|if|but|not|would)\b)[^\d?½¼¾]*)?",
+    re.I,
+)
 
 
 class Unreadable(ValueError):
     """An answer that states nothing that was asked for; the message says what was expected."""
 
 
-def read(template: Template, text: str) -> tuple[float | None, dict[str, float]]:
-    """(value, parts) of an answer in words under `template`; Unreadable if it states none."""
+def read(template: Template, text: str, cut: bool = False) -> tuple[float | None, dict[str, float]]:
+    """(value, parts) of an answer in words under `template`; Unreadable if it states none.
+
+    cut: the judge was stopped before it had ended its answer; only what is closed counts then.
+    """
+    try:
+        said = after_thoughts(text)
+        return _read(template, _closed(template, said) if cut else said)
+    except Unreadable as error:
+        hint = f"; it was cut off (max_tokens is {template.max_tokens}: give the template more)" if cut else ""
+        raise Unreadable(f"{error}{hint}") from error
+
+
+def _read(template: Template, text: str) -> tuple[float | None, dict[str, float]]:
     match template.answer:
         case "plain":
             return plain(text), {}
@@ -62,41 +93,60 @@ def read(template: Template, text: str) -> tuple[float | None, dict[str, float]]
     raise Unreadable(f"a '{template.answer}' answer is no text")
 
 
+def after_thoughts(text: str) -> str:
+    """What follows the reasoning, if there is any; Unreadable if it never ends."""
+    before = _THOUGHTS.match(text)
+    said = text[before.end() :] if before else text
+    if _THINKS.search(said):
+        raise Unreadable(f"the reasoning has no </think>: {said[-80:]!r}")
+    return said
+
+
+def _closed(template: Template, text: str) -> str:
+    """What is certain in an answer without its end: tags and braces that are closed, whole lines of scores."""
+    if template.answer in ("think", "flex", "json") or (template.answer == "edit" and _TAG.search(text)):
+        return text
+    if template.answer == "scores":
+        return text.rpartition("\n")[0] if template.pattern.rstrip().endswith("{value}") else text
+    raise Unreadable(f"expected a whole answer, got {text[-80:]!r}")
+
+
+def _bare(line: str) -> str:
+    """A line without markup, quotes and double spaces around and in it."""
+    return " ".join(_MARKUP.sub("", line).split()).lstrip("#>-•" + _EDGE).rstrip(_EDGE)
+
+
 def plain(text: str) -> float:
-    """'Image 1', 'Video 2 is better', '1', 'tie' … -> 1.0, 0.0 or 0.5; several different verdicts are none."""
-    short = " ".join(text.strip().strip("*_`\"'").split()).rstrip(".! ").strip("*_`\"'")
-    if match := _ONLY.fullmatch(short):
-        return 1.0 if match[1] == "1" else 0.0
-    if _TIE.fullmatch(short):
+    """'Image 1', 'Video 2 is better', '1', 'tie' … -> 1.0, 0.0 or 0.5.
+
+    A longer answer must end, or begin, with a sentence that says which is better and nothing else. One that
+    contradicts it anywhere, or a turn after the beginning, makes it no verdict.
+    """
+    whole = _bare(text).rstrip(".! ").strip(_EDGE)
+    if match := _ONLY.fullmatch(whole):
+        return _VALUES[match[1]]
+    if _TIE.fullmatch(whole):
         return 0.5
-    said = {winner for sentence in _SENTENCE.findall(text) for winner in _claims(sentence)}
-    if len(said) == 1 and said == {match[1] for match in _BETTER.finditer(text)}:  # nor across lines
-        return 1.0 if said == {"1"} else 0.0
-    raise Unreadable(f"expected 'Image 1', 'Image 2' or 'tie', got {text[:80]!r}")
-
-
-def _claims(sentence: str) -> list[str]:
-    """Winners that a sentence states; '' where it denies, doubts or asks."""
-    found = list(_BETTER.finditer(sentence))
-    doubt = bool(found) and (
-        sentence.endswith("?")
-        or _DOUBT.search(sentence, 0, found[-1].start()) is not None
-        or any(match[2] and not _EMPHASIS.fullmatch(match[2]) for match in found)
-    )
-    return [""] if doubt else [match[1] for match in found]
+    parts = [part.strip(_EDGE).rstrip(".!; ") for line in text.splitlines() for part in _SENTENCE.findall(_bare(line))]
+    sentences = [part for part in parts if part]
+    found = [match[1] if (match := _STATED.fullmatch(s)) else "" for s in sentences]
+    said, turns = set(found) - {""}, (s for s in sentences[1:] if _TURN.search(s) or _ONLY.fullmatch(s))
+    if len(said) == 1 and (found[-1] or (found[0] and not any(turns))):
+        return _VALUES[said.pop()]
+    raise Unreadable(f"expected 'Image 1', 'Image 2' or 'tie', got {text[-80:]!r}")
 
 
 def think(text: str) -> float:
     """The verdict inside the one <answer>…</answer> that follows the reasoning."""
-    found = _ANSWER.findall(text)
-    if len(found) != 1:
-        raise Unreadable(f"expected one <answer>…</answer>, found {len(found)} in {text[-80:]!r}")
-    return plain(found[0])
+    tags = [tag.lower() for tag in _TAG.findall(text)]
+    if tags != ["<answer>", "</answer>"]:
+        raise Unreadable(f"expected one <answer>…</answer>, found {len(tags)} tags in {text[-80:]!r}")
+    return plain(_TAG.split(text)[1])
 
 
 def edit(text: str) -> float:
     """'Edited image k is better' inside <answer>…</answer> if there is one, else in what follows the reasoning."""
-    return think(text) if _ANSWER.search(text) else plain(_after_thoughts(text))
+    return think(text) if _TAG.search(text) else plain(text)
 
 
 def flex(text: str) -> tuple[float, dict[str, float]]:
@@ -124,31 +174,50 @@ def _winner(value: Any) -> float:
 
 
 def scores(text: str, names: tuple[tuple[str, float, float], ...], pattern: str) -> dict[str, float]:
-    """Named numbers from lines like `pattern`; out of range, or stated twice and differently, is missing."""
-    bare = text.replace("*", "").replace("`", "")
-    found: dict[str, float] = {}
+    """Named numbers from lines that are like `pattern`; out of range, or stated twice and differently, is missing."""
+    item, lead = _item(tuple(name for name, *_ in names), pattern)
+    tail = re.compile(rf"\s*(?:/|out of)\s*{max(high for *_, high in names):g}(?!\w|\.\d)", re.I | re.A)
+    stated: set[tuple[str, float]] = set()
+    seen: set[tuple[str, float]] = set()
+    for line in map(_bare, text.splitlines()):
+        seen |= {_score(match) for match in item.finditer(line)}
+        found, start = [], match.end() if (match := lead.match(line)) else 0
+        end = start
+        while match := item.match(line, start):
+            found.append(_score(match))
+            end = of.end() if (of := tail.match(line, match.end())) else match.end()
+            start = next((k for k in range(end, len(line)) if line[k] not in " ,;|."), end)
+        stated |= set(found) if _REST.fullmatch(line, end) else set()
+    values: dict[str, float] = {}
     for name, low, high in names:
-        said = {float(v) for v in _line(name, pattern, f"{high:g}").findall(bare)}
-        if len(said) == 1 and low <= (value := said.pop()) <= high:
-            found[name] = value
-    if not found:
-        raise Unreadable(f"expected {pattern!r} with a number in its range, got {text[-80:]!r}")
-    return found
+        said = {value for told, value in seen if told in ("", name.casefold())}
+        if (
+            len(said) == 1
+            and low <= min(said) <= high
+            and said == {v for told, v in stated if told in ("", name.casefold())}
+        ):
+            values[name] = said.pop()
+    if not values:
+        raise Unreadable(f"expected a line {pattern!r} with a number in its range, got {text[-80:]!r}")
+    return values
+
+
+def _score(match: re.Match[str]) -> tuple[str, float]:
+    """(name, '' if the pattern has none; value)."""
+    return match.groupdict().get("name", "").casefold(), float(match["value"])
 
 
 @lru_cache(maxsize=256)
-def _line(name: str, pattern: str, high: str) -> re.Pattern[str]:
-    """`pattern` with the name as it is and a number for {value}: not the start of another number or of a range."""
-    parts = {"{name}": re.escape(name), "{value}": _NUMBER}
+def _item(names: tuple[str, ...], pattern: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """`pattern` with one of the names and a number in it; and what may stand before it in its line."""
+    parts = {"{name}": f"(?P<name>{'|'.join(map(re.escape, names))})", "{value}": _NUMBER}
     pieces = [
         parts.get(p) or r"\s*".join(map(re.escape, p.split()))
         for p in re.split(r"(\{name\}|\{value\})", pattern)
         if p.strip()
     ]
-    other = rf"[ \t]*to[ \t]+\d|\s*/\s*(?!{re.escape(high)}(?![\w.]))\d"
-    end = rf"(?![\w%]|[-.,–—~]+\d|[-–—~]+\w|(?:[ \t]*[-–—~])+[ \t]*\d|{other})"
-    line = r"\s*".join(pieces)
-    return re.compile(r"(?<!\w)" + line + (end if pattern.rstrip().endswith("{value}") else ""), re.I | re.A)
+    line = r"(?<!\w)" + r"\s*".join(pieces)
+    return re.compile(line, re.I | re.A), re.compile(rf"(?:\d+[.)]\s+)?{_LEAD}", re.I | re.A)
 
 
 def json_scores(text: str, names: tuple[tuple[str, float, float], ...]) -> dict[str, float]:
@@ -164,13 +233,8 @@ def json_scores(text: str, names: tuple[tuple[str, float, float], ...]) -> dict[
     return found
 
 
-def _after_thoughts(text: str) -> str:
-    return text.rpartition("</think>")[2]
-
-
 def _json_object(text: str) -> dict[str, Any]:
     """The one JSON object of an answer, from its first brace to its last; commas before a closing bracket go."""
-    text = _after_thoughts(text)
     start, end = text.find("{"), text.rfind("}")
     body = text[start : end + 1] if 0 <= start < end else "null"
     try:

@@ -35,6 +35,8 @@ from prefgrpo.media import Media
 _PATH = "/v1/chat/completions"
 _SMALL = 3 * 256 * 256
 """Numbers of a medium up to which handing it to another thread takes longer than encoding it."""
+_CUT = ("length", "abort", "content_filter", "error")
+"""Reasons for which an answer has no end."""
 T = TypeVar("T")
 
 
@@ -331,7 +333,9 @@ def read(template: Template, choice: Mapping[str, Any], found: Answer, min_label
         raise answers.Unreadable("the server's answer has no text")
     text = text.encode("utf-8", "replace").decode()  # half of a surrogate pair cannot be written to a log
     try:
-        value, parts = answers.read(template, text)
+        value, parts = answers.read(template, text, choice.get("finish_reason") in _CUT)
     except answers.Unreadable as error:
         return replace(found, reason=str(error), raw=text)
-    return replace(found, value=value, parts=parts, raw=text)
+    return replace(
+        found, value=value, parts=parts, raw=answers.after_thoughts(text) if template.answer == "text" else text
+    )
