@@ -33,10 +33,6 @@ class AuraFlow(Adapter):
         )
         return {"prompt_embeds": embeds[0]}
 
-    def latent_shape(self, height, width):
-        rows, columns = self.grid(height, width)
-        return self.pipe.transformer.config.in_channels, 2 * rows, 2 * columns
-
     def schedule_options(self, steps, height, width):
         return {}  # the scheduler's own sigmas
 

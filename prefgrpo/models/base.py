@@ -31,6 +31,17 @@ Condition = dict[str, Tensor]
 CPU (int64), so that shapes may depend on them without waiting for the device."""
 
 
+TEXT_WIDTHS = (
+    "joint_attention_dim",
+    "text_dim",
+    "cap_feat_dim",
+    "caption_channels",
+    "text_embed_dim",
+    "cross_attention_dim",
+)
+"""Names of the width of the text's states in the configs of diffusers' denoisers; the first that is there counts."""
+
+
 def source_tokens(condition: Condition) -> list[Tensor]:
     """The latents [B, rows, columns, C] of each source image of a batch, in order."""
     names = [name for name in condition if name.startswith("source")]
@@ -55,6 +66,8 @@ class Adapter(Weights, ABC):
     """Guidance scale of the second expert; None: the family has one denoiser."""
     cfg: ClassVar[guiding.Cfg | None] = None
     """Form of classifier-free guidance; None: the family has none (guidance is embedded, or absent)."""
+    own_lengths: ClassVar[bool] = False
+    """Whether a prompt's embedding is as long as the prompt (`text_length`)."""
     most_sources: ClassVar[int] = 0
     """Source images that one prompt may have (editing families)."""
     needs_source: ClassVar[bool] = False
@@ -186,9 +199,14 @@ class Adapter(Weights, ABC):
             f"{type(self).__name__} takes no source image; expected an editing family such as flux_kontext"
         )
 
-    @abstractmethod
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """Shape of one sample's latents, as the stock pipeline's `latents`; ValueError for a size that does not fit."""
+        """Shape of one sample's latents, as the stock pipeline's `latents`; ValueError for a size that does not fit.
+
+        Of an image: [C, height / 8, width / 8] where the VAE's scale is 8.
+        """
+        config: Any = self.transformer.config
+        scale, _ = self.pipe.vae_scale_factor, self.grid(height, width)
+        return config.in_channels, height // scale, width // scale
 
     def prior(self, x: Tensor, sigma: Tensor) -> Tensor:
         """Latents at the schedule's first σ (a scalar on the host) from unit noise x [B, …], as the stock `latents`."""
@@ -198,9 +216,13 @@ class Adapter(Weights, ABC):
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
         """One forward of `net`: velocity [B, …] at x [B, …] fp32 and σ [B] fp32, without classifier-free guidance."""
 
-    @abstractmethod
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """Images [B, 3, H, W], or clips [B, F, 3, H, W], fp32 in [0, 1] from final latents."""
+        """Images [B, 3, H, W], or clips [B, F, 3, H, W], fp32 in [0, 1] from final latents.
+
+        Of an image's latents [B, C, h, w]: undo the VAE's scale and shift, decode.
+        """
+        config = self.pipe.vae.config
+        return self.decode_image(latents / config.scaling_factor + config.shift_factor)
 
     def flow_scheduler(self, changes: dict[str, Any]) -> Any:
         """A fresh Euler scheduler like the pipeline's, or of its shift where that is another solver, with `changes`."""
@@ -215,17 +237,21 @@ class Adapter(Weights, ABC):
 
     def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
         """Shapes of what `encode_prompt` returns for a prompt of max_length tokens, for `prefgrpo plan`."""
-        config = self.pipe.transformer.config
-        width = next(config[key] for key in ("joint_attention_dim", "text_dim", "cap_feat_dim") if key in config)
-        return {"prompt_embeds": (max_length, width)}
+        config: Any = self.transformer.config
+        embeds = {"prompt_embeds": (max_length, next(config[key] for key in TEXT_WIDTHS if key in config))}
+        return embeds | ({"text_length": ()} if self.own_lengths else {})
 
     def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
-        """What the stock pipeline passes to its scheduler's `set_timesteps`, beside the device."""
-        return {"sigmas": np.linspace(1.0, 1.0 / steps, steps)}
+        """What the stock pipeline passes to its scheduler's `set_timesteps`, beside the device.
+
+        mu only counts where the scheduler shifts dynamically.
+        """
+        return {"sigmas": np.linspace(1.0, 1.0 / steps, steps), "mu": self.mu(height, width)}
 
     def stock_call(self, prompts: list[str], max_length: int) -> dict[str, Any]:
         """Arguments, beside latents, size and steps, with which the stock pipeline does what this adapter does."""
-        return {"prompt": prompts, "guidance_scale": self.guidance, "max_sequence_length": max_length}
+        call = {"prompt": prompts, "guidance_scale": self.guidance, "max_sequence_length": max_length}
+        return call | ({} if self.default_frames is None else {"num_frames": self.frames})
 
     def stock_edit(self, height: int, width: int) -> tuple[str, dict[str, Any]]:
         """(stock pipeline, further arguments of its call) of an edit; images go into `image`, one prompt per call."""
@@ -307,16 +333,16 @@ class Adapter(Weights, ABC):
             )
         return height // self.unit, width // self.unit
 
-    def mu(self, height: int, width: int) -> float:
-        """The dynamic time shift of an image of this size."""
-        return self.mu_of(math.prod(self.grid(height, width)))
+    def tokens(self, height: int, width: int) -> int:
+        """How many tokens the latents of a sample are."""
+        return math.prod(self.grid(height, width))
 
-    def mu_of(self, tokens: int) -> float:
+    def mu(self, height: int, width: int) -> float:
         """The dynamic time shift: linear in the number of tokens, as the scheduler's config says."""
         config = self.stock_scheduler().config
         low, high, base = config["base_image_seq_len"], config["max_image_seq_len"], config["base_shift"]
         slope = (config["max_shift"] - base) / (high - low)
-        return tokens * slope + (base - slope * low)
+        return self.tokens(height, width) * slope + (base - slope * low)
 
     @torch.no_grad()
     def decode_image(self, grid: Tensor) -> Tensor:

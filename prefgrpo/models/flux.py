@@ -7,13 +7,13 @@ Invariant: with `ode` steps the images are those of the stock FluxPipeline.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
 from torch import Tensor
 
 from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.lora import JOINT_ATTENTION
 
 TRAIN_STEPS = 1000
 
@@ -23,11 +23,7 @@ class Flux(Adapter):
 
     pipeline = "FluxPipeline"
     default_guidance = 3.5
-    lora_targets = (
-        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
-        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
-        "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
-    )  # fmt: skip
+    lora_targets = (*JOINT_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """prompt_embeds [max_length, C] (T5) and pooled [C] (CLIP)."""
@@ -41,12 +37,7 @@ class Flux(Adapter):
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """[L, 4C] with L = (height / unit)·(width / unit), unit = 16 pixels for FLUX.1-dev."""
-        rows, columns = self.grid(height, width)
-        return rows * columns, self.pipe.transformer.config.in_channels
-
-    def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
-        """Even sigmas, and the shift of this image length (used when the scheduler shifts dynamically)."""
-        return super().schedule_options(steps, height, width) | {"mu": self.mu(height, width)}
+        return self.tokens(height, width), self.pipe.transformer.config.in_channels
 
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
         """Velocity [B, L, 4C]."""
@@ -74,9 +65,8 @@ class Flux(Adapter):
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         """Unpack, undo the VAE's scale and shift, decode."""
-        vae = self.pipe.vae
         grid = FluxPipeline._unpack_latents(latents, height, width, self.pipe.vae_scale_factor)
-        return self.decode_image(grid / vae.config.scaling_factor + vae.config.shift_factor)
+        return super().decode(grid, height, width)
 
 
 @lru_cache(maxsize=64)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from prefgrpo.models.base import Adapter, Condition, source_tokens
 from prefgrpo.models.guidance import Cfg
+from prefgrpo.models.lora import JOINT_ATTENTION
 
 
 class Flux2Klein(Adapter):
@@ -27,9 +28,8 @@ class Flux2Klein(Adapter):
     most_sources = 4
     cfg = Cfg()
     lora_targets = (
-        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
-        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
-        "ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out", "attn.to_qkv_mlp_proj",
+        *JOINT_ATTENTION, "attn.to_qkv_mlp_proj",
+        "ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out",
     )  # fmt: skip
 
     @property
@@ -58,8 +58,7 @@ class Flux2Klein(Adapter):
 
     def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
         """Even sigmas and the empirical shift of this image length and number of steps."""
-        rows, columns = self.grid(height, width)
-        mu = compute_empirical_mu(image_seq_len=rows * columns, num_steps=steps)
+        mu = compute_empirical_mu(image_seq_len=self.tokens(height, width), num_steps=steps)
         return super().schedule_options(steps, height, width) | {"mu": mu}
 
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:

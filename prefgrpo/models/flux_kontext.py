@@ -10,7 +10,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RESOLUTIONS
 from PIL import Image
 from torch import Tensor
 
@@ -24,17 +23,11 @@ class FluxKontext(Flux):
     pipeline = "FluxKontextPipeline"
     default_guidance = 2.5
     most_sources = 1
-    auto_resize = False
-    """Resize sources to the nearest shape of a million pixels, as the stock pipeline does unless `_auto_resize=False`;
-    a run fits them to the output's size instead."""
 
     def encode_source(self, source: Image.Image) -> Tensor:
         """[rows, columns, 4C]: the packed latents of the source image at its own size."""
         processor, vae = self.pipe.image_processor, self.pipe.vae
         height, width = processor.get_default_height_width(source)
-        if self.auto_resize:
-            ratio = width / height
-            _, width, height = min((abs(ratio - w / h), w, h) for w, h in PREFERRED_KONTEXT_RESOLUTIONS)
         rows, columns = self.grid(height // self.unit * self.unit, width // self.unit * self.unit)
         height, width = rows * self.unit, columns * self.unit
         pixels = processor.preprocess(processor.resize(source, height, width), height, width)
@@ -43,8 +36,8 @@ class FluxKontext(Flux):
         return packed.view(rows, columns, -1)
 
     def stock_edit(self, height: int, width: int) -> tuple[str, dict[str, Any]]:
-        """Without resizing of the source, unless `auto_resize`; `max_area` keeps the output's size as asked."""
-        return self.pipeline, {"max_area": height * width, "_auto_resize": self.auto_resize}
+        """Sources keep their size (a run fits them to the output's), and `max_area` that of the output."""
+        return self.pipeline, {"max_area": height * width, "_auto_resize": False}
 
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
         """Velocity [B, L, 4C] of the generated tokens."""

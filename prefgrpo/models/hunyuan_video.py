@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from prefgrpo.models.base import Adapter, Condition, text_mask
+from prefgrpo.models.lora import JOINT_ATTENTION
 from prefgrpo.models.video_vae import decode_clip, latent_frames
 
 
@@ -22,10 +23,8 @@ class HunyuanVideo(Adapter):
     pipeline = "HunyuanVideoPipeline"
     default_guidance = 6.0
     default_frames = 129
-    lora_targets = (
-        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
-        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
-    )  # fmt: skip
+    own_lengths = True
+    lora_targets = JOINT_ATTENTION
 
     @property
     def unit(self) -> int:
@@ -39,14 +38,8 @@ class HunyuanVideo(Adapter):
         return {"prompt_embeds": embeds[0, :length], "text_length": length.cpu(), "pooled": pooled[0]}
 
     def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
-        """Llama states, their number, and the pooled vector."""
-        config = self.pipe.transformer.config
-        embeds = (max_length, config.text_embed_dim)
-        return {"prompt_embeds": embeds, "text_length": (), "pooled": (config.pooled_projection_dim,)}
-
-    def stock_call(self, prompts: list[str], max_length: int) -> dict[str, Any]:
-        """With the number of frames."""
-        return super().stock_call(prompts, max_length) | {"num_frames": self.frames}
+        """With the pooled vector."""
+        return super().condition_shapes(max_length) | {"pooled": (self.pipe.transformer.config.pooled_projection_dim,)}
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """[C, F', height / 8, width / 8]; ValueError unless frames are a multiple of 4, plus 1."""

@@ -17,6 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+JOINT_ATTENTION = (
+    "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
+    "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
+)  # fmt: skip
+"""The attention of blocks that see image and text at once."""
 NAME = "default"
 """Name of the trained adapter inside peft."""
 

@@ -7,7 +7,6 @@ with `ode` steps the clips are those of the stock LTXPipeline.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from diffusers.pipelines.ltx.pipeline_ltx import LTXPipeline
@@ -26,6 +25,7 @@ class LTXVideo(Adapter):
     pipeline = "LTXPipeline"
     default_guidance = 3.0
     default_frames = 161
+    own_lengths = True
     cfg = Cfg()
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
 
@@ -42,26 +42,17 @@ class LTXVideo(Adapter):
         length = mask[0].sum().cpu()
         return {"prompt_embeds": embeds[0, :length], "text_length": length}
 
-    def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
-        """T5 states and their number."""
-        return {"prompt_embeds": (max_length, self.pipe.transformer.config.caption_channels), "text_length": ()}
-
-    def stock_call(self, prompts: list[str], max_length: int) -> dict[str, Any]:
-        """With the number of frames."""
-        return super().stock_call(prompts, max_length) | {"num_frames": self.frames}
-
     def volume(self, height: int, width: int) -> tuple[int, int, int]:
         """(F', rows, columns) of tokens; ValueError unless frames are a multiple of 8, plus 1."""
         return latent_frames(self.frames, self.pipe.vae_temporal_compression_ratio), *self.grid(height, width)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """[F'·(height / 32)·(width / 32), C]."""
-        return math.prod(self.volume(height, width)), self.pipe.transformer.config.in_channels
+        return self.tokens(height, width), self.pipe.transformer.config.in_channels
 
-    def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
-        """Even sigmas and the shift of this number of tokens."""
-        mu = self.mu_of(math.prod(self.volume(height, width)))
-        return super().schedule_options(steps, height, width) | {"mu": mu}
+    def tokens(self, height: int, width: int) -> int:
+        """F'·(height / 32)·(width / 32)."""
+        return math.prod(self.volume(height, width))
 
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
         """Velocity [B, F'·h·w, C]."""

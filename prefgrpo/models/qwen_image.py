@@ -14,6 +14,7 @@ from torch import Tensor
 
 from prefgrpo.models.base import Adapter, Condition, text_mask
 from prefgrpo.models.guidance import Cfg
+from prefgrpo.models.lora import JOINT_ATTENTION
 from prefgrpo.models.video_vae import unnormalise
 
 
@@ -22,11 +23,9 @@ class QwenImage(Adapter):
 
     pipeline = "QwenImagePipeline"
     default_guidance = 4.0
+    own_lengths = True
     cfg = Cfg(rescale=True, negative=" ")
-    lora_targets = (
-        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
-        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
-    )  # fmt: skip
+    lora_targets = JOINT_ATTENTION
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """prompt_embeds [n, C] with n ≤ max_length tokens, and text_length = n."""
@@ -42,18 +41,9 @@ class QwenImage(Adapter):
         call: dict[str, Any] = {"prompt": prompts, "max_sequence_length": max_length, "true_cfg_scale": self.guidance}
         return call | ({"negative_prompt": [self.cfg.negative] * len(prompts)} if self.guided else {})
 
-    def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
-        """With the number of tokens."""
-        return super().condition_shapes(max_length) | {"text_length": ()}
-
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """[L, 4C] with L = (height / 16)·(width / 16) for Qwen-Image."""
-        rows, columns = self.grid(height, width)
-        return rows * columns, self.pipe.transformer.config.in_channels
-
-    def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
-        """Even sigmas and the shift of this image length."""
-        return super().schedule_options(steps, height, width) | {"mu": self.mu(height, width)}
+        return self.tokens(height, width), self.pipe.transformer.config.in_channels
 
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
         """Velocity [B, L, 4C]."""

@@ -39,17 +39,12 @@ class StableDiffusion1(Adapter):
         return {"prompt_embeds": embeds[0]}
 
     def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
-        """CLIP states."""
-        return {"prompt_embeds": (77, self.pipe.unet.config.cross_attention_dim)}
+        """CLIP's 77 states."""
+        return super().condition_shapes(77)
 
     def stock_call(self, prompts: list[str], max_length: int) -> dict[str, Any]:
         """Without a length."""
         return {"prompt": prompts, "guidance_scale": self.guidance}
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """[C, height / 8, width / 8]."""
-        scale, (rows, columns) = self.pipe.vae_scale_factor, self.grid(height, width)
-        return self.pipe.unet.config.in_channels, rows * self.unit // scale, columns * self.unit // scale
 
     def stock_scheduler(self) -> Any:
         """DDIM with the betas of the folder's own scheduler. ValueError for a time shift or another prediction."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.guidance import Cfg
+from prefgrpo.models.lora import JOINT_ATTENTION
 
 
 class StableDiffusion3(Adapter):
@@ -20,10 +21,7 @@ class StableDiffusion3(Adapter):
     pipeline = "StableDiffusion3Pipeline"
     default_guidance = 4.5
     cfg = Cfg()
-    lora_targets = (
-        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
-        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
-    )  # fmt: skip
+    lora_targets = JOINT_ATTENTION
 
     @property
     def unit(self) -> int:
@@ -47,11 +45,6 @@ class StableDiffusion3(Adapter):
         pooled = self.pipe.transformer.config.pooled_projection_dim
         return super().condition_shapes(77 + max_length) | {"pooled": (pooled,)}
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """[C, height / 8, width / 8] for SD3.5."""
-        rows, columns = self.grid(height, width)
-        return self.pipe.transformer.config.in_channels, rows * self.pipe.patch_size, columns * self.pipe.patch_size
-
     def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
         """The scheduler's own sigmas, and the shift of this image length (used when it shifts dynamically)."""
         return {"mu": self.mu(height, width)}
@@ -65,8 +58,3 @@ class StableDiffusion3(Adapter):
             pooled_projections=condition["pooled"],
             return_dict=False,
         )[0]
-
-    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """Undo the VAE's scale and shift, decode."""
-        config = self.pipe.vae.config
-        return self.decode_image(latents / config.scaling_factor + config.shift_factor)

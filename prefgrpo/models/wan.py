@@ -57,10 +57,6 @@ class Wan(Adapter):
         """The scheduler's own sigmas."""
         return {}
 
-    def stock_call(self, prompts: list[str], max_length: int) -> dict[str, Any]:
-        """With the number of frames."""
-        return super().stock_call(prompts, max_length) | {"num_frames": self.frames}
-
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
         """Velocity [B, C, F', h, w]."""
         return self.forward(x, sigma * 1000, condition)

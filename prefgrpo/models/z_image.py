@@ -20,6 +20,7 @@ class ZImage(Adapter):
 
     pipeline = "ZImagePipeline"
     default_guidance = 3.0
+    own_lengths = True
     cfg = Cfg(from_cond=True)
     lora_targets = ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0")
 
@@ -29,15 +30,6 @@ class ZImage(Adapter):
             [prompt], device=self.device, do_classifier_free_guidance=False, max_sequence_length=max_length
         )
         return {"prompt_embeds": embeds, "text_length": torch.tensor(embeds.shape[0])}
-
-    def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
-        """With the number of tokens."""
-        return super().condition_shapes(max_length) | {"text_length": ()}
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """[C, height / 8, width / 8] for Z-Image."""
-        rows, columns = self.grid(height, width)
-        return self.pipe.transformer.config.in_channels, 2 * rows, 2 * columns
 
     def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
         """Even fp32 sigmas and the shift of this image length."""
@@ -50,8 +42,3 @@ class ZImage(Adapter):
         images = list(x.unsqueeze(2).unbind())
         out = self.net(images, (1000 - sigma * 1000) / 1000, texts, return_dict=False)[0]
         return -torch.stack([one.float() for one in out]).squeeze(2)
-
-    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """Undo the VAE's scale and shift, decode."""
-        config = self.pipe.vae.config
-        return self.decode_image(latents / config.scaling_factor + config.shift_factor)
