@@ -172,15 +172,15 @@ def makes_clips(config: Config) -> bool:
     return frames is not None and frames > 1
 
 
-def check_inputs(config: Config, field: str, rewards: Mapping[str, Reward], prompts: Sequence[Prompt]) -> None:
-    """Raise ConfigError for rewards that do not take what this run makes of these prompts."""
+def check_inputs(config: Config, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError for rewards, or classes of rewards, that do not take what this run makes of these prompts."""
     kind = "video" if makes_clips(config) else "image"
     if mistakes := misfits(kind, f"{field}:", "this run makes", rewards, prompts):
         raise ConfigError(mistakes)
 
 
-def misfits(kind: str, field: str, made: str, rewards: Mapping[str, Reward], prompts: Sequence[Prompt]) -> list[str]:
-    """Why rewards cannot score media of a kind (image, video) made of these prompts; `made`: "this run makes"."""
+def misfits(kind: str, field: str, made: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[str]:
+    """Why rewards, or classes of them, cannot score images or clips (`kind`) of these prompts; `made`: "this run makes"."""
     mistakes = []
     for name, reward in rewards.items():
         if kind not in reward.takes:
@@ -202,14 +202,27 @@ def misfits(kind: str, field: str, made: str, rewards: Mapping[str, Reward], pro
     return mistakes
 
 
+def _built(
+    config: Config,
+    field: str,
+    weights: Mapping[str, float],
+    given: Mapping[str, Any],
+    judge: PairJudge | None,
+    prompts: Sequence[Prompt],
+) -> dict[str, Reward]:
+    """The rewards of a spec, checked against the run before they load, and again as they are."""
+    check_inputs(config, field, {name: load_class(name) for name in weights}, prompts)
+    rewards = build(weights, reward_options(config, weights, given, judge, cache_folder(config)))
+    check_inputs(config, field, rewards, prompts)
+    return rewards
+
+
 def training_scorer(
     config: Config, judge: PairJudge | None, folder: Path | None, prompts: Sequence[Prompt]
 ) -> tuple[Scorer, dict[str, float]]:
     """(scorer of training groups, weights). `folder`: where judgements.jsonl goes, None to write none."""
     weights, _ = specs(config)
-    options = reward_options(config, weights, config.reward.options, judge, cache_folder(config))
-    rewards = build(config.reward.spec, options)
-    check_inputs(config, "reward.spec", rewards, prompts)
+    rewards = _built(config, "reward.spec", weights, config.reward.options, judge, prompts)
     judged = any(isinstance(r, VlmPairwise) for r in rewards.values())
     log = folder / "judgements.jsonl" if folder and judged and config.judge.log else None
     return Scorer(rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log), weights
@@ -226,8 +239,6 @@ def evaluation_scorers(config: Config, judge: PairJudge | None, prompts: Sequenc
         check_inputs(config, "eval.judge", reward, prompts)
         scorers["judge"] = Scorer(reward, 2, config.judge.deadline_s, config.seed)
     if measured:
-        options = reward_options(config, measured, config.eval.options, None, cache_folder(config))
-        rewards = build(config.eval.spec, options)
-        check_inputs(config, "eval.spec", rewards, prompts)
+        rewards = _built(config, "eval.spec", measured, config.eval.options, None, prompts)
         scorers["measure"] = Scorer(rewards, 2, config.judge.deadline_s, config.seed)
     return scorers

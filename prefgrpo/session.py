@@ -135,19 +135,20 @@ def _open(config: Config, resume: bool, world: World) -> Session:
     lock = _check_folder(config, folder, resume, world)
     prompts = read_prompts(config.data.prompts)
     sets = {n: read_prompts(p) for n, p in (("dev", config.eval.prompts), ("test", config.eval.final_prompts)) if p}
+    measured = sets if config.eval.every else {}
+    judge, judge_notes = open_judge(config, world)  # what is wrong with a reward is told before the model is loaded
+    scorer, weights = training_scorer(config, judge, folder if world.main else None, prompts)
+    scorers = {name: evaluation_scorers(config, judge, held) for name, held in measured.items()}
     absent = len(missing(config, uses(config, prompts, (p for held in sets.values() for p in held))))
     adapter = trainable_adapter(config, world.device, encoders=bool(absent))
     policy = Policy(dict(adapter.trainable()), config.train)
-    judge, judge_notes = open_judge(config, world)
-    scorer, weights = training_scorer(config, judge, folder if world.main else None, prompts)
     schedules = open_schedules(config, adapter, world, prompts)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     ode = schedules.ode(evaluation(config))
     evaluators = {}
-    for number, (name, held) in enumerate(sets.items() if config.eval.every else ()):
+    for number, (name, held) in enumerate(measured.items()):
         chosen = held_out(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
-        scorers = evaluation_scorers(config, judge, held)
-        evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers, world)
+        evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers[name], world)
     session = Session(
         world, folder, adapter, policy, prompts, embeddings, schedules, scorer, weights, evaluators, judge, Interrupt()
     )
@@ -163,6 +164,8 @@ def _open(config: Config, resume: bool, world: World) -> Session:
 def mistakes(config: Config, processes: int) -> list[str]:
     """What can be told of a run without its model: files, rewards, judge, and how the step's prompts deal out."""
     r, e, found = config.rollout, config.eval, judging.mistakes(config)
+    if not found and not any(judging.specs(config)[0].values()):
+        found.append("reward.spec: every weight is 0, which leaves nothing to train on; measure with eval.spec")
     files = {"data.prompts": config.data.prompts, "eval.prompts": e.prompts, "eval.final_prompts": e.final_prompts}
     found += [f"{field}: prompts file not found: {f}" for field, f in files.items() if f and not Path(f).is_file()]
     if r.prompts_per_step % processes:

@@ -85,6 +85,14 @@ MISTAKES = {
     "tiny size": ({"rollout": {"width": 2}}, ["rollout.height/width", "multiples of 4"]),
     "targets": ({"train": {"lora_targets": ["to_qq"]}}, ["train.lora_targets: ", "to_qq", "it has ", "attn.to_q"]),
     "reward": ({"reward": {"spec": "jpeg_compresibility"}}, ["reward.spec: unknown reward", "jpeg_compressibility"]),
+    "nothing to train on": (
+        {"reward": {"spec": "jpeg_compressibility:0"}},
+        ["reward.spec: every weight is 0", "measure with eval.spec"],
+    ),
+    "another kind, told before anything loads": (
+        {"model": "./nowhere", "reward": {"spec": "videoalign"}},
+        ["videoalign takes video, but this run makes images"],
+    ),
     "all at once": (
         {
             "family": "sd33",
