@@ -42,7 +42,7 @@ class Estimate:
     parts: dict[str, int]
     """By kind; activations are those of the largest phase."""
     phases: dict[str, int]
-    """Activations of rollout, decode and update."""
+    """Activations of rollout, decode and update, and what comes to the device for a while only."""
     parameters: dict[str, int]
     """Parameters per component of the pipeline, and of what trains."""
 
@@ -61,6 +61,8 @@ def plan(config: Config, gpus: int, memory_gib: float) -> int:
     for name, value in found.parts.items():
         print(f"  {name:<18} {value / GIB:10.4g} GiB")
     print(f"  {'sum':<18} {found.total / GIB:10.4g} GiB of {memory_gib:g}")
+    if config.data.cache:
+        print(f"  text encoders      on disk, once `prefgrpo preprocess` has filled {config.data.cache}")
     shown = ", ".join(f"{name} {value / GIB:.4g}" for name, value in found.phases.items())
     print(f"activations of {config.rollout.batch_size} samples at once: {shown} GiB; the largest counts")
     fits = found.total < memory_gib * GIB
@@ -73,9 +75,9 @@ def estimate(config: Config, gpus: int) -> Estimate:
     """What each of `gpus` processes holds. Raises ConfigError or ModelError."""
     adapter, encoders = without_weights(config)
     parts, parameters = known_bytes(config, adapter, gpus), adapter.parameter_counts() | encoders
-    if not config.data.cache and "text_encoder" not in config.memory.offload:
-        parts["text encoders"] = {"fp32": 4, "bf16": 2}[config.dtype] * sum(encoders.values())
+    texts = {} if config.data.cache else {"text encoders": DTYPES[config.dtype].itemsize * sum(encoders.values())}
     parts["embeddings"], phases = traced_bytes(config, adapter, gpus, source_count(config, type(adapter)))
+    (phases if "text_encoder" in config.memory.offload else parts).update(texts)
     return Estimate(parts | {"activations": max(phases.values())}, phases, parameters)
 
 
@@ -96,11 +98,15 @@ def without_weights(config: Config) -> tuple[Adapter, dict[str, int]]:
             adapter.enable_full()
         if t.gradient_checkpointing:
             adapter.checkpoint_gradients(t.checkpointing_share)
+    with names("memory"):
+        adapter.vae_options(config.memory.vae_slicing, config.memory.vae_tiling)
     return adapter, encoders
 
 
 def _hint(config: Config, largest: str, phase: str) -> str:
     """What is largest, and what makes it smaller."""
+    if "text encoders" in (largest, phase if largest == "activations" else ""):
+        return "text encoders are the largest part; `prefgrpo preprocess` with data.cache leaves them on disk"
     if largest == "activations" and phase == "decode":
         return (
             "decode is the largest part; memory.decode_batch, memory.vae_slicing or memory.vae_tiling make it smaller"
@@ -111,8 +117,6 @@ def _hint(config: Config, largest: str, phase: str) -> str:
         return f"activations ({phase}) are the largest part; {less} makes them smaller"
     if largest == "optimiser":
         return "optimiser is the largest part; train.lora_rank above 0 trains fewer weights"
-    if largest == "text encoders":
-        return "text encoders are the largest part; `prefgrpo preprocess` with data.cache leaves them on disk"
     return f"{largest} is the largest part"
 
 

@@ -9,7 +9,6 @@ encoders, must be those that the encoders return.
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +17,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from prefgrpo import models, plan
 from prefgrpo.activations import Weigh
-from prefgrpo.config import from_dict
+from prefgrpo.config import Memory, from_dict
 from prefgrpo.embed import Embeddings, collate
 from prefgrpo.models.guidance import NEGATIVE, attach
+from prefgrpo.session import trainable_adapter
 
 SIDE, BATCH = 64, 2
 LONG = "a very long prompt " * 60
@@ -45,15 +45,9 @@ def measured(work):
     return most
 
 
-def real(case, c, dtype):
+def real(case, c):
     """The same three phases of the loaded model."""
-    adapter = load(case, folder(case.family), dtype)
-    if c.train.lora_rank:
-        adapter.add_lora(4, 8.0)
-    else:
-        adapter.enable_full()
-    if c.train.gradient_checkpointing:
-        adapter.checkpoint_gradients(c.train.checkpointing_share)
+    adapter = trainable_adapter(c, torch.device("cpu"), True)
     sources = [(case.images(0, (SIDE, SIDE))[:1])] * BATCH if case.edit else None
     condition = collate(Embeddings(adapter, case.max_length)([LONG] * BATCH, sources))
     longest = {key: value for key, value in condition.items() if not key.startswith(NEGATIVE)}
@@ -77,21 +71,8 @@ def real(case, c, dtype):
     return {"rollout": measured(forward), "decode": scale.most, "update": measured(update)}
 
 
-def estimated(c):
-    cls = models.family(c.family)
-    pipe, _ = plan.meta_pipeline(Path(c.model), cls.pipeline, {"fp32": torch.float32, "bf16": torch.bfloat16}[c.dtype])
-    adapter = cls(pipe, guidance=c.rollout.guidance, frames=c.rollout.frames)
-    if c.train.lora_rank:
-        adapter.add_lora(4, 8.0)
-    else:
-        adapter.enable_full()
-    if c.train.gradient_checkpointing:
-        adapter.checkpoint_gradients(c.train.checkpointing_share)
-    return plan.traced_bytes(c, adapter, 1, plan.source_count(c, cls))[1]
-
-
-def agree(case, c, dtype=torch.float32):
-    got, want = estimated(c), real(case, c, dtype)
+def agree(case, c):
+    got, want = plan.estimate(c, 1).phases, real(case, c)
     for name in want:
         assert abs(got[name] / want[name] - 1) <= 0.15, (name, got[name], want[name])
 
@@ -115,12 +96,12 @@ HARDER = {
 def test_the_estimate_with_other_settings(name):
     case, train, top = HARDER[name]
     c = replace(config(case, **train), **top)
-    agree(case, c, torch.bfloat16 if top else torch.float32)
+    agree(case, c)
 
 
 def test_less_memory_with_more_recomputation():
     shares = [{}, {"gradient_checkpointing": True, "checkpointing_share": 0.5}, {"gradient_checkpointing": True}]
-    most = [estimated(config(SD3, **train))["update"] for train in shares]
+    most = [plan.estimate(config(SD3, **train), 1).phases["update"] for train in shares]
     assert most[0] > most[1] > most[2]
 
 
@@ -129,6 +110,17 @@ def test_conditions_have_the_shapes_that_the_plan_knows(case):
     adapter = load(case, folder(case.family))
     want = {key: tuple(value.shape) for key, value in adapter.encode_prompt(LONG, case.max_length).items()}
     assert adapter.condition_shapes(case.max_length) == want
+
+
+def test_what_the_hints_name_makes_the_estimate_smaller():
+    c = config(FLUX)
+    plain, sliced = plan.estimate(c, 1), plan.estimate(replace(c, memory=Memory(vae_slicing=True)), 1)
+    assert sliced.phases["decode"] < plain.phases["decode"] and sliced.phases["update"] == plain.phases["update"]
+    texts = plain.parts["text encoders"]
+    parked = plan.estimate(replace(c, memory=Memory(offload=("text_encoder",))), 1)
+    assert "text encoders" not in parked.parts and parked.phases["text encoders"] == texts > 0
+    cached = plan.estimate(replace(c, data=replace(c.data, cache="x")), 1)
+    assert not {"text encoders"} & {*cached.parts, *cached.phases} and cached.total < plain.total
 
 
 def test_the_plan_says_what_is_largest_and_what_helps(capsys):
