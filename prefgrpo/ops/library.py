@@ -70,8 +70,7 @@ class Op:
 
     def backend(self, a: Any) -> ModuleType:
         """The backend for these arguments."""
-        given = [t for k in self._exact if (t := a[k]) is not None]
-        kinds = [t if isinstance(t, torch.dtype) else t.dtype for t in given]
+        kinds = [t if isinstance(t, torch.dtype) else t.dtype for k in self._exact if (t := a[k]) is not None]
         return implementation(backend_of(a[self._first].device, *kinds))
 
     def in_graph(self, a: Any) -> Results:

@@ -163,15 +163,10 @@ def _real(t: Tensor) -> Tensor:
     return (t if t.dtype in (torch.float32, torch.float64) else t.double()).contiguous()
 
 
-def _room(like: Tensor, *shape: int) -> Tensor | None:
-    """CUDA scratch in fp64."""
-    return None if _on_cpu(like) else torch.empty(*shape, dtype=torch.float64, device=like.device)
-
-
 def group_advantage(a: args.Group) -> Results:
     """`Group.results`."""
     r, ids, w = _real(a.rewards), a.group_ids.contiguous(), a.weights.double().contiguous()
-    results, scratch = a.results(), _room(r, 2, r.shape[1])
+    results, scratch = a.results(), None if _on_cpu(r) else r.new_empty(2, r.shape[1], dtype=torch.float64)
     options = (_COMBINE(a.combine), _STD(a.std), a.eps, a.ddof, a.rank, a.batch_norm)
     values = (r.data_ptr(), _CODE[r.dtype], ids.data_ptr(), w.data_ptr())
     _launch(_C.group_advantage, r, *r.shape, *values, *options, _ptr(scratch), *map(_ptr, results))
@@ -183,7 +178,7 @@ def winrate_advantage(a: args.Winrate) -> Results:
     wins = _real(a.wins)
     counts = _real(a.counts).to(wins.dtype)
     (prompts, group, _), results = wins.shape, a.results()
-    scratch = _room(wins, prompts, group)
+    scratch = None if _on_cpu(wins) else wins.new_empty(prompts, group, dtype=torch.float64)
     values = (wins.data_ptr(), counts.data_ptr(), _CODE[wins.dtype], _STD(a.std), a.eps, a.ddof)
     _launch(_C.winrate_advantage, wins, prompts, group, *values, *map(_ptr, results), _ptr(scratch))
     return results
