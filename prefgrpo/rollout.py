@@ -92,7 +92,7 @@ def rollout(
         if noise is not None:
             stored.append(Step(index, x, step.x_next, step.logp, (k,)))
         x = step.x_next
-    return Rollout(x, sample, tuple(stored))
+    return Rollout(adapter.final(x, condition), sample, tuple(stored))
 
 
 def stack(steps: Sequence[Step]) -> Step:

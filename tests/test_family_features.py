@@ -169,7 +169,28 @@ def test_no_weight_moves_a_given_first_frame():
     assert not any(p.grad is not None and p.grad.abs().max() > 0 for _, p in adapter.trainable())
     schedule = make_schedule(adapter.sigmas(4, *SIZES[0]), "flow", 0.7, (0, 1, 2))
     done = rollout(adapter, schedule, condition, torch.arange(2), seed=1, **sizes)
-    assert (done.latents[:, :, :1] - condition["source"]).abs().max() <= 1e-5
+    assert torch.equal(done.latents[:, :, :1], condition["source"])
+
+
+def test_a_given_first_frame_under_truncated_times(monkeypatch):
+    """The oracle is the stock pipeline whose scheduler shows whole timesteps, and its steps are the exact ones."""
+    case = next(c for c in CASES if c.family == "wan_ti2v" and c.edit)
+    adapter, pipe, size = load(case, folder("wan_ti2v")), case.pipe(folder("wan_ti2v")), SIZES[0]
+    pipe.scheduler = adapter.stock_scheduler()
+    real = pipe.scheduler.set_timesteps
+
+    def whole(*args, **kwargs):
+        real(*args, **kwargs)
+        pipe.scheduler.timesteps = pipe.scheduler.timesteps.floor()
+
+    monkeypatch.setattr(pipe.scheduler, "set_timesteps", whole)
+    schedule = make_schedule(adapter.sigmas(4, *size), "ode", 0.0, truncate=True)
+    assert (schedule.sigmas[:-1] - schedule.times).max() > 1e-4
+    x0, where = noise(adapter, size), {"height": size[0], "width": size[1]}
+    done = rollout(
+        adapter, schedule, conditions(adapter, case, size=size), torch.arange(2), seed=0, initial=x0, **where
+    )
+    assert (adapter.decode(done.latents, *size) - stock_image(pipe, case, x0, size, 4)).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("family", ["flux", "wan_i2v", "qwen_image_edit"])

@@ -212,6 +212,10 @@ class Adapter(Weights, ABC):
         """Latents at the schedule's first σ (a scalar on the host) from unit noise x [B, …], as the stock `latents`."""
         return x
 
+    def final(self, x: Tensor, condition: Condition) -> Tensor:
+        """Latents after the last step, with what the condition gives as it is."""
+        return x
+
     @abstractmethod
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
         """One forward of `net`: velocity [B, …] at x [B, …] fp32 and σ [B] fp32, without classifier-free guidance."""

@@ -1,7 +1,7 @@
 """Wan2.2 TI2V-5B: Wan with one time per token, from text alone or from a first frame.
 
-The frame's tokens have time 0 and hold its latents x₀ whatever x is there; their velocity is set to (x − x₀) / σ, which
-leads to x₀ and which no weight moves. Invariant: with `ode` steps the clips are those of the stock WanPipeline, or
+The frame's tokens have time 0 and hold its latents whatever x is there, and their velocity is 0, which no weight moves;
+after the last step they take their place. Invariant: with `ode` steps the clips are those of the stock WanPipeline, or
 with a source of the stock WanImageToVideoPipeline, under an Euler scheduler.
 """
 
@@ -39,8 +39,10 @@ class WanTI2V(Wan):
         time = (sigma * 1000)[:, None, None, None].repeat(1, x.shape[2], x.shape[3] // patch, x.shape[4] // patch)
         if "source" not in condition:
             return self.forward(x, time.flatten(1), condition)
-        first = condition["source"].to(x)
         time[:, 0] = 0
-        v = self.forward(torch.cat([first, x[:, :, 1:]], dim=2), time.flatten(1), condition)
-        towards = (x[:, :, :1] - first) / sigma[:, None, None, None, None]
-        return torch.cat([towards.to(v.dtype), v[:, :, 1:]], dim=2)
+        v = self.forward(self.final(x, condition), time.flatten(1), condition)
+        return torch.cat([torch.zeros_like(v[:, :, :1]), v[:, :, 1:]], dim=2)
+
+    def final(self, x: Tensor, condition: Condition) -> Tensor:
+        """The first frame's latents in their place."""
+        return torch.cat([condition["source"].to(x), x[:, :, 1:]], dim=2) if "source" in condition else x
