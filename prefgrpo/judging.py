@@ -180,7 +180,7 @@ def check_inputs(config: Config, field: str, rewards: Mapping[str, Any], prompts
 
 
 def misfits(kind: str, field: str, made: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[str]:
-    """Why rewards, or classes of them, cannot score images or clips (`kind`) of these prompts; `made`: "this run makes"."""
+    """Why rewards, or classes of them, cannot score images or clips of these prompts; `made`: "this run makes"."""
     mistakes = []
     for name, reward in rewards.items():
         if kind not in reward.takes:

@@ -181,7 +181,7 @@ class Eye:
 
 
 def reward(found, monkeypatch, **options):
-    monkeypatch.setattr("prefgrpo.rewards.encoder.transformers", lambda *_: Eye())
+    monkeypatch.setattr("prefgrpo.rewards.encoder.shared", lambda *_: Eye())
     return GenEval(detector=f"{__name__}:Painter", detector_options={"found": found}, device="cpu", **options)
 
 

@@ -138,6 +138,15 @@ def test_options_of_another_type_are_refused_before_the_reward_is_made(options, 
     assert build([name], {name: {"scale": 2}})[name].scale == 2
 
 
+def test_a_mistake_of_the_last_reward_is_told_before_the_first_one_loads(monkeypatch):
+    made = []
+    monkeypatch.setattr(Brightness, "__init__", lambda self, scale: made.append(scale))
+    name = f"{__name__}:Brightness"
+    with pytest.raises(RewardSpecError, match="has no option 'quality'"):
+        build([name, A], {name: {"scale": 2.0}, A: {"quality": 95}})
+    assert not made and build([name], {name: {"scale": 2.0}}) and made == [2.0]
+
+
 def test_jpeg_rewards_are_the_size_of_the_file():
     rng = np.random.default_rng(0)
     noise, flat = (

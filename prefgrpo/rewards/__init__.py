@@ -16,7 +16,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Reward
@@ -189,20 +190,22 @@ def build(
     weights, options = parse_reward_spec(spec), options or {}
     for name in set(options) - set(weights):
         _check_name(name)  # options of a reward that the spec leaves out may stay; a misspelt name may not
-    return {name: _make(name, dict(options.get(name, {}))) for name in weights}
+    ready = [_ready(name, dict(options.get(name, {}))) for name in weights]  # every mistake is told before one loads
+    return {name: make() for name, make in zip(weights, ready, strict=True)}
 
 
-def _make(name: str, options: dict[str, Any]) -> Reward:
+def _ready(name: str, options: dict[str, Any]) -> Callable[[], Reward]:
+    """What makes the reward, its options checked."""
     found = load_class(name)
     if "url" in options:
         from prefgrpo.rewards.remote import RemoteReward  # imports aiohttp
 
-        return _call(name, RemoteReward, {"name": name, "cls": found} | options)
-    return _call(name, found, options)
+        return _checked(name, RemoteReward, {"name": name, "cls": found} | options)
+    return _checked(name, found, options)
 
 
-def _call(name: str, make: type[Reward], options: dict[str, Any]) -> Reward:
-    """make(**options). RewardSpecError names an option that it does not take, or lacks, or whose value is odd."""
+def _checked(name: str, make: type[Reward], options: dict[str, Any]) -> Callable[[], Reward]:
+    """make(**options), not yet called. RewardSpecError names an option that is unknown, missing or odd."""
     accepted = inspect.signature(make).parameters
     for key, value in options.items():
         if key not in accepted:
@@ -217,4 +220,4 @@ def _call(name: str, make: type[Reward], options: dict[str, Any]) -> Reward:
     needed = [k for k, p in accepted.items() if p.default is p.empty and k not in options]
     if needed:
         raise RewardSpecError(f"reward '{name}' needs the option(s) {', '.join(needed)}")
-    return make(**options)
+    return partial(make, **options)

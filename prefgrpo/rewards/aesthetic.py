@@ -40,7 +40,7 @@ class Aesthetic(FrameReward):
         (sac+logos+ava1-l14-linearMSE.pth), or folder or hub id that has them as aesthetic-model.pth. device: auto,
         cpu, cuda, cuda:1. dtype: of the CLIP model. batch_size: images at once. frames: of a clip, evenly spread.
         """
-        clip = encoder.transformers(model, "", device, dtype, batch_size)
+        clip = encoder.shared(encoder.Transformers, model, "", device, dtype, batch_size)
         if clip.width != WIDTH:
             raise RewardError(f"aesthetic's head takes vectors of {WIDTH}, '{model}' gives {clip.width}; use CLIP L/14")
         super().__init__(clip, frames)

@@ -48,7 +48,9 @@ class Clip(TextImage):
         name of it, by default what the config beside the weights says, else ViT-H-14-378-quickgelu. device: auto, cpu,
         cuda, cuda:1. dtype: of the model. batch_size: images at once. frames: of a clip, evenly spread.
         """
-        loaded = encoder.open_clip(model, architecture, "ViT-H-14-378-quickgelu", device, dtype, batch_size)
+        loaded = encoder.shared(
+            encoder.OpenClip, model, architecture, "ViT-H-14-378-quickgelu", device, dtype, batch_size
+        )
         super().__init__(loaded, frames)
 
 
@@ -72,7 +74,9 @@ class Hpsv2(TextImage):
         weights says, else ViT-H-14. device: auto, cpu, cuda, cuda:1. dtype: of the model. batch_size: images at
         once. frames: of a clip, evenly spread.
         """
-        loaded = encoder.open_clip(model, architecture, "ViT-H-14", device, dtype, batch_size, file, padded)
+        loaded = encoder.shared(
+            encoder.OpenClip, model, architecture, "ViT-H-14", device, dtype, batch_size, file, padded
+        )
         super().__init__(loaded, frames)
 
 
@@ -110,7 +114,7 @@ class Pickscore(TextImage):
             raise RewardError(f"pickscore's scale must be cosine or logit, got '{scale}'")
         if model == PICKSCORE:
             processor = processor or "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
-        super().__init__(encoder.transformers(model, processor, device, dtype, batch_size), frames)
+        super().__init__(encoder.shared(encoder.Transformers, model, processor, device, dtype, batch_size), frames)
         self.factor = self.encoder.scale / 26 if scale == "logit" else 1.0
 
 
@@ -130,5 +134,5 @@ class Clipscore(TextImage):
         model: folder or hub id of a CLIPModel. device: auto, cpu, cuda, cuda:1. dtype: of the model. batch_size:
         images at once. frames: of a clip, evenly spread.
         """
-        super().__init__(encoder.transformers(model, "", device, dtype, batch_size), frames)
+        super().__init__(encoder.shared(encoder.Transformers, model, "", device, dtype, batch_size), frames)
         self.factor = self.encoder.scale / 30

@@ -53,8 +53,6 @@ class Encoder(ABC):
     """D, the length of a vector."""
 
     def __init__(self, device: str, dtype: str, batch_size: int) -> None:
-        if batch_size < 1:
-            raise RewardError(f"batch_size must be at least 1, got {batch_size}")
         self.device, self.dtype, self.batch_size = device_of(device), dtype_of(dtype), batch_size
         self._texts: dict[str, Tensor] = {}
 
@@ -102,11 +100,11 @@ class OpenClip(Encoder):
         model: str,
         architecture: str,
         otherwise: str,
-        file: str,
-        fit: Fit | None,
         device: str,
         dtype: str,
         batch_size: int,
+        file: str = "",
+        fit: Fit | None = None,
     ) -> None:
         """`architecture` must be the config's if one lies beside the weights; `otherwise` is taken if neither says it.
         `file`: name of the weights in the folder or repository `model`, by default open_clip's own names.
@@ -161,7 +159,7 @@ class Transformers(Encoder):
     """A CLIPModel folder of transformers."""
 
     def __init__(self, model: str, processor: str, device: str, dtype: str, batch_size: int) -> None:
-        """`processor`: folder or hub id of the tokenizer and the image processor."""
+        """`processor`: folder or hub id of the tokenizer and the image processor, by default the model's."""
         super().__init__(device, dtype, batch_size)
         T = library("transformers", "'prefgrpo[rewards]'")
         with loading(model):
@@ -169,6 +167,7 @@ class Transformers(Encoder):
             wrong = {k: sorted(map(str, info[k]))[:3] for k in ("missing_keys", "mismatched_keys") if info[k]}
             if wrong:
                 raise RewardError(f"'{model}' is not the CLIP model that its config.json describes: {wrong}")
+        processor = processor or model
         with loading(processor):
             self._tokenizer = T.AutoTokenizer.from_pretrained(processor)
             # Pillow's resizing is the published one; torchvision's, the default where installed, differs a little.
@@ -195,27 +194,8 @@ class Transformers(Encoder):
 _open: WeakValueDictionary[tuple[Any, ...], Encoder] = WeakValueDictionary()
 
 
-def open_clip(
-    model: str,
-    architecture: str,
-    otherwise: str,
-    device: str,
-    dtype: str,
-    batch_size: int,
-    file: str = "",
-    fit: Fit | None = None,
-) -> Encoder:
-    """The open_clip model; rewards that ask for the same share it."""
-    return shared(OpenClip, model, architecture, otherwise, file, fit, device, dtype, batch_size)
-
-
-def transformers(model: str, processor: str, device: str, dtype: str, batch_size: int) -> Encoder:
-    """The transformers model; rewards that ask for the same share it."""
-    return shared(Transformers, model, processor or model, device, dtype, batch_size)
-
-
 def shared(kind: type[Encoder], *options: Any) -> Encoder:
-    """kind(*options), or the one that is open already."""
+    """kind(*options), or the one that is open already: rewards that ask for the same model share it."""
     key = (kind, *options)
     found = _open.get(key)
     if found is None:

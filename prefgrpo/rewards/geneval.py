@@ -75,7 +75,7 @@ class GenEval(PointwiseReward):
             raise RewardError(f"geneval: value must be soft, strict or correct, got {value!r}")
         self.value, self.batch_size = value, batch_size
         self.detector = _made(detector, {"device": device, **(detector_options or {})})
-        self.clip = encoder.transformers(clip, clip, device, "float32", 32)
+        self.clip = encoder.shared(encoder.Transformers, clip, "", device, "float32", 32)
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """The value of each image; parts soft, strict, correct, and the last two under the sample's tag."""

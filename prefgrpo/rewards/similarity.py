@@ -83,7 +83,7 @@ class ImageSimilarity(PartsReward):
         model: folder or hub id of a CLIPModel. device: auto, cpu, cuda, cuda:1. dtype: of the model. batch_size:
         images at once.
         """
-        super().__init__(encoder.transformers(model, "", device, dtype, batch_size))
+        super().__init__(encoder.shared(encoder.Transformers, model, "", device, dtype, batch_size))
 
     def images(self, sample: Sample) -> list[Media]:
         """The edit, then its sources."""
@@ -118,7 +118,7 @@ class GridReward(PartsReward):
         name of it, by default what the config beside the weights says, else ViT-H-14. device: auto, cpu, cuda,
         cuda:1. dtype: of the model. batch_size: images at once.
         """
-        super().__init__(encoder.open_clip(model, architecture, "ViT-H-14", device, dtype, batch_size))
+        super().__init__(encoder.shared(encoder.OpenClip, model, architecture, "ViT-H-14", device, dtype, batch_size))
 
     def images(self, sample: Sample) -> list[Media]:
         """The cells, row by row."""
