@@ -216,6 +216,7 @@ def _csv(file: Path, found: _Found) -> None:
     except UnicodeDecodeError:
         list(_lines(file, found))
         return
+    csv.field_size_limit(1 << 24)  # a prompt may be longer than the default of 128 KiB
     reader = csv.reader(io.StringIO(content, newline=""), strict=True)
     header: list[str] | None = None
     while True:

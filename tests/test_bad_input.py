@@ -168,6 +168,11 @@ def test_many_mistakes_are_listed_at_once(place):
     assert output.count("\n  - ") == 6
 
 
+def test_an_output_that_cannot_be_written(place):
+    (place / "taken").write_text("")
+    refused(*train(recipe(place, "out", output=str(place / "taken" / "runs"))), "cannot be made or written", "--output")
+
+
 def test_a_broken_recipe_file(place, tmp_path):
     refused(*train(tmp_path / "none.yaml"), "recipe not found", "expected a YAML file")
     (tmp_path / "bad.yaml").write_text("train: {lr: 1\n")
@@ -291,7 +296,7 @@ def test_a_model_that_the_judge_does_not_serve(place):
 def test_a_judge_that_gives_no_verdict_is_found_at_the_start(place, fault):
     with JudgeServer(fault) as server:
         code, output = train(recipe(place, "mute", **judged(server.url)))
-    refused(code, output, "gave no verdict on a probe pair", "Check that the template suits the model")
+    refused(code, output, "gave no verdict on a probe pair", "that the template suits the model")
 
 
 def learned(folder):

@@ -36,6 +36,13 @@ def test_csv_with_a_prompt_column(tmp_path):
         read_prompts(written(tmp_path / "q.csv", ["index,prompt", "1,fine", "2,"]))
 
 
+def test_a_prompt_of_a_megabyte_in_any_format(tmp_path):
+    long = "word, " * 170_000 + "end"
+    assert read_prompts(written(tmp_path / "p.csv", ["prompt", f'"{long}"']))[0].text == long
+    assert read_prompts(written(tmp_path / "p.txt", [long]))[0].text == long
+    assert read_prompts(written(tmp_path / "p.jsonl", [json.dumps({"prompt": long})]))[0].text == long
+
+
 def test_jsonl_keeps_the_rest_as_metadata(tmp_path):
     geneval = {"tag": "counting", "include": [{"class": "cup", "count": 2}], "prompt": "two cups"}
     sets = {"idx": 3, "prompt": "a comic", "height": 512, "criteria": {"Identity": ["x"]}}

@@ -24,6 +24,7 @@ from test_judge_faults import ask, judge, media
 from test_judge_serve import gone, pids, vllm
 
 from prefgrpo.judge.client import HttpJudgeConfig, check
+from prefgrpo.judge.engines import ServeConfig, address
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.route import route
 from prefgrpo.judge.verdict import JudgeError
@@ -239,6 +240,11 @@ def test_a_route_that_cannot_work_is_refused():
             route((one.url, two.url), port=free_port())
         with pytest.raises(JudgeError, match="choose another --port"):
             route((one.url,), port=two.port)
+        for port, told in ((0, "from 1 to 65535"), (70000, "cannot listen on .*70000"), (-1, "cannot listen on")):
+            with pytest.raises(JudgeError, match=told):
+                route((one.url,), port=port)
+        with pytest.raises(JudgeError, match=r"cannot listen on nosuch\.invalid"):
+            route((one.url,), "nosuch.invalid", free_port())
         one.listing = "<html>"
         with pytest.raises(JudgeError, match="gave no list of models"):
             route((one.url,), port=free_port())
@@ -251,6 +257,14 @@ def test_a_route_that_cannot_work_is_refused():
         route((f"http://127.0.0.1:{free_port()}",), port=free_port())
     with pytest.raises(JudgeError, match="expected http:// or https://"):
         route(("localhost:8000",))
+
+
+ADDRESSES = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "localhost": "localhost", "::": "[::1]", "::1": "[::1]"}
+
+
+@pytest.mark.parametrize("host", ADDRESSES)
+def test_the_address_that_is_shown_can_be_asked(host):
+    assert address(host, 8000) == f"http://{ADDRESSES[host]}:8000" == ServeConfig("m", host=host).url
 
 
 def test_serve_starts_several_models_behind_one_port_and_ends_them(vllm):

@@ -15,6 +15,7 @@ import torch
 from prefgrpo.media import Media
 from prefgrpo.ops import group_advantage
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.rewards.flight import LATE
 from prefgrpo.rewards.scorer import Scorer
 
 EPS = 1e-4
@@ -157,4 +158,4 @@ def test_what_a_streaming_reward_does_not_answer_is_missing_at_the_deadline():
             scorer.add(5, m, Sample("p", Media(np.full((1, 1, 3), m, np.uint8))))
         result = scorer.finish()
     assert np.isnan(result.values["silent"]).all() and not np.isnan(result.values["level"]).any()
-    assert result.reasons == {"silent: no answer before the step's deadline": 2}
+    assert result.reasons == {f"silent: {LATE}": 2}

@@ -18,6 +18,7 @@ from prefgrpo.judge.http import HttpJudge, HttpJudgeConfig
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import RewardError, Sample
+from prefgrpo.rewards.flight import LATE
 from prefgrpo.rewards.scorer import Scorer
 
 B = [40 / 255, 130 / 255, 250 / 255]
@@ -329,7 +330,7 @@ def test_a_judge_that_hangs_leaves_missing_scores_at_the_deadline(server):
             scorer.add(0, member, sample)
         found = scorer.finish()
     assert time.monotonic() - start < 20 and all(np.isnan(v).all() for v in found.values.values())
-    assert set(found.reasons) == {f"{name}: no answer before the step's deadline" for name in rewards}
+    assert set(found.reasons) == {f"{name}: {LATE}" for name in rewards}
 
 
 def test_a_judge_that_is_not_there_is_an_error_in_seconds():

@@ -143,8 +143,9 @@ def _probe(config: HttpJudgeConfig, health: Health, bias_pairs: int) -> None:
             health.probe_p_first, health.probe_latency_s = verdict.first, verdict.latency_s
     if health.probe_p_first is None:
         raise JudgeError(
-            f"the judge {' | '.join(e.problem for e in good)}. "
-            "Check that the template suits the model (labels, prefill, answer), and that it accepts two images"
+            f"the judge {' | '.join(e.problem for e in good)}\n"
+            "Check that the server is well, that the template suits the model (labels, prefill, answer), and that it "
+            "accepts two images"
         )
     if bias_pairs:
         rng = np.random.default_rng(0)

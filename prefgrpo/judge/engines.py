@@ -85,7 +85,13 @@ class ServeConfig:
     @property
     def url(self) -> str:
         """Address of the server for clients on this machine."""
-        return f"http://{'127.0.0.1' if self.host in ('', '0.0.0.0') else self.host}:{self.port}"
+        return address(self.host, self.port)
+
+
+def address(host: str, port: int) -> str:
+    """Where clients on this machine find a server that listens on `host`."""
+    here = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{here}]' if ':' in here else here}:{port}"
 
 
 def find_engine(engine: Engine, given: str) -> str:

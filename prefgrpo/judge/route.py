@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from prefgrpo.judge.engines import DRAIN_S
+from prefgrpo.judge.engines import DRAIN_S, address
 from prefgrpo.judge.router import Backend, Router, application
 from prefgrpo.judge.verdict import JudgeError
 
@@ -66,10 +66,9 @@ async def run(
         await router.open()
         await runner.setup()
         await web.TCPSite(runner, host, port, reuse_address=True).start()
-        shown = "127.0.0.1" if host in ("", "0.0.0.0") else host
         if host not in LOOPBACK:
             print(f"note: {host} is reachable by others, and the router asks for no password", flush=True)
-        print(f"ready: judges {', '.join(router.models)} at http://{shown}:{port}; stop it with Ctrl-C", flush=True)
+        print(f"ready: judges {', '.join(router.models)} at {address(host, port)}; stop it with Ctrl-C", flush=True)
         while not stop.done() and not over():
             await asyncio.wait([stop], timeout=1.0)
         if not stop.done():
@@ -89,12 +88,15 @@ def _note(stop: asyncio.Future[int], number: int) -> None:
 
 def require_free(host: str, port: int) -> None:
     """Raise JudgeError if nobody can listen there."""
+    if port == 0:
+        raise JudgeError("--port: expected the port that clients will ask, from 1 to 65535, got 0")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError as error:
-            raise JudgeError(f"cannot listen on {host}:{port} ({error.strerror}); choose another --port") from error
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", "") or error
+            raise JudgeError(f"cannot listen on {host}:{port} ({why}); choose another --port or --host") from error
 
 
 def free_ports(count: int) -> list[int]:

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+LATE = "no answer before the step's deadline; the server hangs, or deadline_s is too short for it"
+"""Why a sample or a pair is missing that nobody could wait for any longer."""
+
 
 class Flight:
     """Counts of a step's requests; safe to call from any thread."""

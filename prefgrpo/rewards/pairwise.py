@@ -24,7 +24,7 @@ from prefgrpo.judge.rate import Bias, Rate, Rating, VerdictKind, rate_groups
 from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.media import Media
 from prefgrpo.rewards.base import Comparison, GroupScores, GroupwiseReward, Sample, Score
-from prefgrpo.rewards.flight import Flight
+from prefgrpo.rewards.flight import LATE, Flight
 from prefgrpo.rewards.judges import open_judge
 
 
@@ -158,7 +158,7 @@ class PairSession:
             return future.result(max(deadline - time.monotonic(), 0.0))
         except (FutureTimeout, CancelledError):
             self.cancel()
-            return Verdict(None, "no answer before the step's deadline")
+            return Verdict(None, LATE)
 
 
 def _source(sample: Sample) -> tuple[tuple[Media, ...], ...]:

@@ -33,7 +33,7 @@ from prefgrpo.rewards.base import (
     Score,
 )
 from prefgrpo.rewards.figures import judge_metrics
-from prefgrpo.rewards.flight import Flight
+from prefgrpo.rewards.flight import LATE, Flight
 from prefgrpo.rewards.log import JudgementLog
 
 
@@ -218,7 +218,7 @@ def _answer(answer: Future[Score], deadline: float) -> Score:
         return answer.result(max(deadline - time.monotonic(), 0.0))
     except (FutureTimeout, CancelledError):
         answer.cancel()
-        return Score(None, "no answer before the step's deadline")
+        return Score(None, LATE)
 
 
 def _finite(score: Score, reasons: Counter[str]) -> float:
