@@ -152,8 +152,11 @@ def claim(folder: Path, resume: bool) -> int:
     or if another process is using it.
     """
     _check_content(folder, resume)
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = lock(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = lock(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be made or written: {error}; choose another --output") from error
     _check_content(folder, resume)  # once more: a run may have come between
     for leftover in (*folder.glob(".*.*"), *folder.glob("checkpoints/.*.*")):
         if re.fullmatch(r"\..+\.\d+", leftover.name):  # what a killed process was writing

@@ -54,6 +54,10 @@ def generate(
         raise ConfigError([f"samples and fps: expected at least 1, got {samples} and {fps}"])
     if makes_clips(config) and find_spec("imageio_ffmpeg") is None:
         raise ConfigError(["generate: writing mp4 files needs imageio-ffmpeg: pip install 'prefgrpo[video]'"])
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError([f"--out: expected a folder that can be written: {error}"]) from error
     held = read_prompts(prompts or config.eval.prompts or config.data.prompts, unique=False)
     check_sources(config, held)
     world = parallel.start(config.device)
@@ -69,27 +73,29 @@ def generate(
                 adapter.load_lora(str(lora / "lora" if (lora / "lora").is_dir() else lora))
             except (FileNotFoundError, ValueError) as error:
                 raise ModelError(f"--lora: {error}") from error
-        clips = makes_clips(config)
-        jobs = _jobs(held, samples, out, naming, ".mp4" if clips else ".png", world)
-        out.mkdir(parents=True, exist_ok=True)
-        _make(config, adapter, jobs, world, fps)
+            except RuntimeError as error:
+                lines = str(error).splitlines()
+                told = f"{config.model} is not the model that it was trained on: {' '.join(lines[:2])}"
+                raise ModelError(f"--lora {lora}: {told}, and {len(lines) - 2} more") from error
+        jobs = _jobs(held, samples, out, naming, ".mp4" if makes_clips(config) else ".png")
+        _make(config, adapter, [job for job in jobs[world.rank :: world.size] if not job.file.exists()], world, fps)
         world.barrier()
         if world.main:
-            print(f"{len(held) * samples} files are in {out}")
+            print(f"{len(jobs)} files are in {out}")
     finally:
         parallel.stop()
     return 0
 
 
-def _jobs(held: list[Prompt], samples: int, out: Path, naming: Naming, ending: str, world: World) -> list[Job]:
-    """This rank's files that do not exist yet."""
+def _jobs(held: list[Prompt], samples: int, out: Path, naming: Naming, ending: str) -> list[Job]:
+    """All files, each once."""
     every = [Job(p, j, out / file_name(p, j, naming, ending)) for p in held for j in range(samples)]
     seen: dict[Path, Job] = {}
     for job in every:
         if job.file in seen and naming != "vbench":
             raise DataError(f"prompts {seen[job.file].prompt.id + 1} and {job.prompt.id + 1} share the file {job.file}")
         seen.setdefault(job.file, job)
-    return [job for job in list(seen.values())[world.rank :: world.size] if not job.file.exists()]
+    return list(seen.values())
 
 
 def _make(config: Config, adapter: Any, jobs: list[Job], world: World, fps: int) -> None:

@@ -14,9 +14,11 @@ import time
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tiny_run import PROMPTS, ranks, settings, start, train, tree, world
 
 from prefgrpo import embed
@@ -234,6 +236,19 @@ def test_generate_with_a_lora(place):
     assert tree(place / "run") != tree(place / "base")
     code, output = command("generate", recipe, *argv, place / "none", "--lora", place)
     assert code == 2 and "--lora: no LoRA in" in output
+    name = "pytorch_lora_weights.safetensors"
+    with safe_open(place / "runs/trained/lora" / name, "pt") as file:
+        wider = {k: torch.cat([file.get_tensor(k)] * 2, int("lora_A" in k)) for k in file.keys()}  # noqa: SIM118
+        (place / "wider").mkdir()
+        save_file(wider, place / "wider" / name, file.metadata())
+    code, output = command("generate", recipe, *argv, place / "none", "--lora", place / "wider")
+    assert code == 2 and "is not the model that it was trained on" in output and "Traceback" not in output, output
+    (place / "taken").write_text("")
+    code, output = command("generate", recipe, *argv, place / "taken" / "out")
+    assert code == 2 and "--out: expected a folder that can be written" in output
+    (place / "twice.txt").write_text(f"{PROMPTS[0]}\n{PROMPTS[0]}\n")
+    argv = ["--samples", 1, "--naming", "vbench", "--prompts", place / "twice.txt", "--out", place / "twice"]
+    assert "1 files are in" in command("generate", recipe, *argv)[1] and len(tree(place / "twice")) == 1
 
 
 def test_names():
