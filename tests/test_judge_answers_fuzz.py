@@ -326,7 +326,7 @@ def test_a_broken_reply_ends_in_an_answer_or_a_reason():
             payload = payload[:at] + rng.randbytes(rng.choice((0, 1, 2))) + payload[at + rng.choice((0, 1, 9)) :]
         template = rng.choice(asked)
         try:
-            answer = read(template, first_choice("url", payload), Answer(None), 0.01)
+            answer = read(template, first_choice("url", payload)[0], Answer(None), 0.01)
         except answers.Unreadable as error:
             assert str(error)
             continue

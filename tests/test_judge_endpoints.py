@@ -148,12 +148,27 @@ ALIASES = {MODEL: True, f"org/{MODEL}": True, f"{MODEL}-2024-08-06": True, f"{MO
 
 
 @pytest.mark.parametrize("name", ALIASES)
-def test_an_answer_of_another_model_is_no_verdict(name):
+def test_who_answered_first_answers_to_the_end(name):
+    """A proxy may have its own name for the judge; but not two."""
     with Odd(f"named {name}") as server:
-        found = ask(judge(server.url))
-    assert [v.first is not None for v in found] == [ALIASES[name]] * 2
-    if not ALIASES[name]:
-        assert f"asked for the model '{MODEL}', and '{name}' answered: expected a server" in found[0].reason
+        j = judge(server.url)
+        own = [ask(j), ask(j)]
+        server.fault = ""
+        asked = ask(j)
+        server.fault = f"named {name}"
+        again = ask(j)
+        server.fault = "named changed"
+        changed = ask(j)
+    assert all(v.first is not None for v in (*own[0], *own[1], *asked, *again))
+    assert [v.first for v in changed] == [None, None]
+    assert (
+        f"asked for the model '{MODEL}', and 'changed' answered, not '{name or MODEL}' as before" in changed[0].reason
+    )
+    with Odd() as server:
+        j = judge(server.url)
+        assert ask(j)[0].first is not None
+        server.fault = f"named {name}"
+        assert [v.first is not None for v in ask(j)] == [ALIASES[name]] * 2
 
 
 # ---- answers of odd shapes ------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ GOOD = completion(3.0)
 def test_no_payload_crashes_the_client_or_becomes_a_verdict_by_accident(name, path, new, cut):
     payload = json.dumps(replaced(GOOD, path, new)).encode()[: cut or None]
     try:
-        found = read(load_template(name), first_choice("http://x", payload), Answer(None), 0.01)
+        found = read(load_template(name), first_choice("http://x", payload)[0], Answer(None), 0.01)
     except Unreadable as error:
         assert str(error)
         return

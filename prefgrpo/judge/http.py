@@ -84,6 +84,7 @@ class Client:
         self.users = 0
         self._thread = loop_thread()
         self._tokenizer: Any = None
+        self._answers_as = ""
         self._label_ids: dict[Template, tuple[int, ...] | None] = {}
         self._encodings: WeakKeyDictionary[Media, asyncio.Future[Encoded]] = WeakKeyDictionary()
         self._asked: WeakKeyDictionary[Media, dict[_Key, _Shared]] = WeakKeyDictionary()
@@ -183,9 +184,6 @@ class Client:
         def write(endpoint: Endpoint, carried: Collection[str] | None) -> bytes:
             return body(self.sender.model, endpoint.vllm, carried)
 
-        def choice(url: str, payload: bytes) -> dict[str, Any]:
-            return first_choice(url, payload, self.sender.model)
-
         key = ""
         if self._cache is not None and (model := await self.sender.named()):
             t = template
@@ -195,7 +193,7 @@ class Client:
                 TRAFFIC["cache_hits"] += 1
                 return replace(kept, latency_s=time.monotonic() - start)
         try:
-            reply = await self.sender.send(_PATH, write, choice, [e.uuid for e in (*media, *source)])
+            reply = await self.sender.send(_PATH, write, self._choice, [e.uuid for e in (*media, *source)])
         except SendError as error:
             return Answer(None, str(error), time.monotonic() - start, retries=error.retries)
         found = Answer(None, "", time.monotonic() - start, retries=reply.retries)
@@ -206,6 +204,18 @@ class Client:
         if self._cache is not None and key:
             self._cache.put(key, found)
         TRAFFIC["unread"] += bool(found.reason)
+        return found
+
+    def _choice(self, url: str, payload: bytes) -> dict[str, Any]:
+        """The first choice; Unreadable if it is neither of the model that was asked nor of the one, under whatever
+        name (a proxy may have its own), that answered first."""
+        found, told = first_choice(url, payload)
+        self._answers_as = self._answers_as or told
+        if told not in ("", self._answers_as) and not _same_model(self.sender.model, told):
+            raise answers.Unreadable(
+                f"{url} was asked for the model '{self.sender.model}', and '{told[:80]}' answered, not "
+                f"'{self._answers_as[:80]}' as before: expected one model throughout a run"
+            )
         return found
 
 
@@ -294,8 +304,8 @@ def _part(medium: Encoded, carried: Collection[str] | None) -> bytes:
     return medium.with_data if medium.uuid in carried else medium.id_only
 
 
-def first_choice(url: str, payload: bytes, model: str = "") -> dict[str, Any]:
-    """The first choice of a chat completion; Unreadable if there is none, or if another model than `model` made it."""
+def first_choice(url: str, payload: bytes) -> tuple[dict[str, Any], str]:
+    """(the first choice of a chat completion, the name of the model that made it or ''); Unreadable without one."""
     try:
         value = json.loads(payload)
         choices = value["choices"]
@@ -306,19 +316,14 @@ def first_choice(url: str, payload: bytes, model: str = "") -> dict[str, Any]:
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise answers.Unreadable(f"{url} sent a chat completion without choices")
     told = value.get("model")
-    if model and isinstance(told, str) and not _same_model(model, told):
-        raise answers.Unreadable(
-            f"{url} was asked for the model '{model}', and '{told[:80]}' answered: expected a server, or a proxy in "
-            "front of one, that serves the judge under its name"
-        )
-    return choices[0]
+    return choices[0], told if isinstance(told, str) else ""
 
 
 def _same_model(asked: str, told: str) -> bool:
     """Whether a name is the one asked for, up to its folder and a date after it (gpt-4o, gpt-4o-2024-08-06)."""
     asked, told = (name.rstrip("/").rpartition("/")[2].casefold() for name in (asked, told))
     rest = told.removeprefix(asked)
-    return not told or told == asked or (rest != told and re.fullmatch(r"[-@:](latest|\d[\d.-]*)", rest) is not None)
+    return told == asked or (rest != told and re.fullmatch(r"[-@:](latest|\d[\d.-]*)", rest) is not None)
 
 
 def read(template: Template, choice: Mapping[str, Any], found: Answer, min_label_mass: float) -> Answer:
