@@ -253,6 +253,9 @@ def test_sd1_refuses_what_it_has_not():
     adapter.pipe.scheduler.register_to_config(prediction_type="v_prediction")
     with pytest.raises(ValueError, match="predicts epsilon, got v_prediction"):
         adapter.sigmas(4, *SIZES[0])
+    adapter.pipe.scheduler.register_to_config(prediction_type="epsilon", timestep_spacing="linspace")
+    with pytest.raises(ValueError, match="timestep_spacing leading or trailing"):
+        adapter.sigmas(4, *SIZES[0])
 
 
 FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 5.0}
@@ -282,8 +285,10 @@ def test_a_folder_with_another_solver_gives_its_shift(family, solver):
         adapter.sigmas(6, *SIZES[0])
 
 
-@pytest.mark.parametrize("family", ["flux", "sd3", "wan"])
-@pytest.mark.parametrize("kind", ["use_beta_sigmas", "use_karras_sigmas", "use_exponential_sigmas"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("wan", "use_beta_sigmas"), ("flux", "use_karras_sigmas"), ("sd3", "use_exponential_sigmas")],
+)
 def test_other_spacings_of_the_sigmas_are_the_stock_pipelines(family, kind):
     if kind == "use_beta_sigmas":
         pytest.importorskip("scipy")

@@ -47,12 +47,14 @@ class StableDiffusion1(Adapter):
         return {"prompt": prompts, "guidance_scale": self.guidance}
 
     def stock_scheduler(self) -> Any:
-        """DDIM with the betas of the folder's own scheduler. ValueError for a time shift or another prediction."""
+        """DDIM with the betas of the folder's own scheduler. ValueError for what this is not."""
         if self.shift is not None:
             raise ValueError(f"Stable Diffusion 1.x has no time shift: expected no `shift`, got {self.shift}")
         scheduler = DDIMScheduler.from_config(self.pipe.scheduler.config, clip_sample=False, thresholding=False)
         if scheduler.config.prediction_type != "epsilon":
             raise ValueError(f"expected a model that predicts epsilon, got {scheduler.config.prediction_type}")
+        if scheduler.config.timestep_spacing == "linspace":
+            raise ValueError("expected timestep_spacing leading or trailing: with linspace DDIM steps past its times")
         return scheduler
 
     def sigmas(self, steps: int, height: int, width: int) -> Tensor:
