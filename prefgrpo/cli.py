@@ -205,7 +205,10 @@ def report(run: Path) -> int:
     """
     from prefgrpo.report import write_report
 
-    print(write_report(run))
+    try:
+        print(write_report(run))
+    except FileNotFoundError as error:
+        raise ConfigError([str(error)]) from error
     return 0
 
 
@@ -258,12 +261,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: Any = getattr(import_module(module), attribute)
     try:
         if list(inspect.signature(command).parameters) == ["argv"]:  # it reads them itself
-            return command(rest)
-        result = tyro.cli(command, args=rest, prog=f"prefgrpo {name}", config=(tyro.conf.PositionalRequiredArgs,))
+            result = command(rest)
+        else:
+            result = tyro.cli(command, args=rest, prog=f"prefgrpo {name}", config=(tyro.conf.PositionalRequiredArgs,))
+        sys.stdout.flush()
     except _mendable() as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # `prefgrpo reward list | head`; what is still to be flushed goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return result if isinstance(result, int) else 0

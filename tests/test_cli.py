@@ -7,7 +7,9 @@ option must end with exit code 2 and the right word, not with a traceback.
 
 import ast
 import inspect
+import os
 import re
+import subprocess
 import sys
 from dataclasses import asdict, fields, is_dataclass
 from itertools import pairwise
@@ -209,6 +211,20 @@ def test_reports_can_be_written_again(capsys, place, tmp_path):
     (folder / "report.html").unlink()
     code, text = shown(capsys, "report", str(folder))
     assert code == 0 and (folder / "report.html").is_file() and "report.html" in text
+
+
+def test_a_folder_that_is_no_run(capsys, tmp_path):
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "is no run: expected config.yaml or metrics.jsonl in it" in capsys.readouterr().err
+
+
+def test_a_reader_may_leave():
+    """As `prefgrpo reward list | head -1` does."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-m", "prefgrpo", "reward", "list"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait() == 141
 
 
 def test_python_dash_m_is_the_command():
