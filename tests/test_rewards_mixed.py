@@ -14,7 +14,7 @@ import torch
 
 from prefgrpo.media import Media
 from prefgrpo.ops import group_advantage
-from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.flight import LATE
 from prefgrpo.rewards.scorer import Scorer
 
@@ -159,3 +159,43 @@ def test_what_a_streaming_reward_does_not_answer_is_missing_at_the_deadline():
         result = scorer.finish()
     assert np.isnan(result.values["silent"]).all() and not np.isnan(result.values["level"]).any()
     assert result.reasons == {f"silent: {LATE}": 2}
+
+
+class Raises(PointwiseReward):
+    """Raises for a dark sample, as a library out of memory does; what it gives for a bright one is to be set."""
+
+    gives = Score(1.0)
+
+    def score(self, samples):
+        if any(s.media.pixels[0, 0, 0] < 120 for s in samples):
+            raise RuntimeError("out of memory")
+        return [self.gives for _ in samples]
+
+
+class RaisesGroups(GroupwiseReward):
+    """Raises for every group."""
+
+    def score_group(self, group, seed):
+        raise RuntimeError("no such kernel")
+
+
+def test_a_reward_that_raises_is_missing_where_it_does(capfd):
+    levels = np.array([[[130, 1], [110, 2], [150, 3]]])
+    result = scores(levels, np.zeros((1, 3), bool), {"level": Level(), "raises": Raises(), "groups": RaisesGroups()})
+    np.testing.assert_array_equal(result.values["raises"], [[1.0, np.nan, 1.0]])
+    assert np.isnan(result.values["groups"]).all() and not np.isnan(result.values["level"]).any()
+    assert result.reasons == {
+        "raises: the reward raised RuntimeError: out of memory": 1,
+        "groups: the reward raised RuntimeError: no such kernel": 3,
+    }
+    assert capfd.readouterr().err.count("Traceback") == 2, "where it happened can be read"
+
+
+@pytest.mark.parametrize("gives", [1.0, None])
+def test_what_is_no_score_is_told(gives):
+    odd = Raises()
+    odd.gives = gives
+    with pytest.raises(
+        RewardError, match=f"'odd': expected one Score for each of 2 samples, got 2 of {type(gives).__name__}"
+    ):
+        scores(np.full((1, 2, 2), 200), np.zeros((1, 2), bool), {"odd": odd})

@@ -9,6 +9,7 @@ the order of arrival.
 from __future__ import annotations
 
 import time
+import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -29,6 +30,7 @@ from prefgrpo.rewards.base import (
     GroupwiseReward,
     PointwiseReward,
     Reward,
+    RewardError,
     Sample,
     Score,
 )
@@ -163,17 +165,26 @@ class Scorer:
         flight, started = self._flights[name], time.monotonic()
         flight.sent()
         if isinstance(reward, PointwiseReward):
-            found = self._pointwise(reward)
+            found = self._pointwise(name, reward)
         else:
             assert isinstance(reward, GroupwiseReward)
             found = [self._groupwise(reward, g) for g in self._samples]
         flight.done(time.monotonic() - started)
         return found
 
-    def _pointwise(self, reward: PointwiseReward) -> list[GroupScores]:
-        """One call for the whole step, in the order of groups and members."""
+    def _pointwise(self, name: str, reward: PointwiseReward) -> list[GroupScores]:
+        """One call for the whole step, in the order of groups and members; one for each if that one raises."""
         keys = [(g, m) for g, members in self._samples.items() for m in sorted(members)]
-        scores = reward.score([self._samples[g][m] for g, m in keys]) if keys else []
+        samples = [self._samples[g][m] for g, m in keys]
+        try:
+            scores = reward.score(samples) if samples else []
+        except Exception:  # noqa: BLE001  (whatever a reward's libraries raise, as behind `reward serve`)
+            traceback.print_exc()
+            scores = [_alone(reward, sample) for sample in samples]
+        if len(scores) != len(samples) or not all(isinstance(s, Score) for s in scores):
+            kinds = ", ".join(sorted({type(s).__name__ for s in scores}))
+            told = f"expected one Score for each of {len(samples)} samples, got {len(scores)} of {kinds or 'nothing'}"
+            raise RewardError(f"reward '{name}': {told}")
         return self._members(dict(zip(keys, scores, strict=True)))
 
     def _members(self, found: dict[tuple[int, int], Score]) -> list[GroupScores]:
@@ -186,7 +197,11 @@ class Scorer:
         here = sorted(self._samples[group])
         if len(here) < 2:
             return GroupScores([Score(None, "fewer than two samples of the group exist")] * self.group_size)
-        part = reward.score_group([self._samples[group][m] for m in here], self._seed(group))
+        try:
+            part = reward.score_group([self._samples[group][m] for m in here], self._seed(group))
+        except Exception as error:  # noqa: BLE001
+            traceback.print_exc()
+            return GroupScores([_raised(error)] * self.group_size)
         return part if len(here) == self.group_size else _spread(part, here, self.group_size)
 
     def _collect(self, groups: dict[str, list[GroupScores]], wait_s: float) -> StepScores:
@@ -219,6 +234,20 @@ def _answer(answer: Future[Score], deadline: float) -> Score:
     except (FutureTimeout, CancelledError):
         answer.cancel()
         return Score(None, LATE)
+    except Exception as error:  # noqa: BLE001
+        return _raised(error)
+
+
+def _alone(reward: PointwiseReward, sample: Sample) -> Score:
+    """The score of one sample, missing if the reward raises."""
+    try:
+        return reward.score([sample])[0]
+    except Exception as error:  # noqa: BLE001
+        return _raised(error)
+
+
+def _raised(error: Exception) -> Score:
+    return Score(None, f"the reward raised {type(error).__name__}: {str(error)[:200]}")
 
 
 def _finite(score: Score, reasons: Counter[str]) -> float:
