@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from judge_server import JudgeServer, free_port
 
+from prefgrpo.judge import keeper
 from prefgrpo.judge.engines import ServeConfig, command, environment, find_engine, named, several
 from prefgrpo.judge.presets import PRESETS
 from prefgrpo.judge.serve import Server, serve
@@ -123,11 +124,39 @@ def test_the_command_ends_its_server_however_it_ends(vllm, number):
     os.kill(child.pid, number)
     child.wait(30)
     server, worker = pids(vllm)
-    assert gone(server)
-    if number == signal.SIGKILL:  # nobody is left to end the stand-in's worker; vLLM ends its own
-        os.kill(worker, signal.SIGKILL)
-    else:
-        assert child.returncode == 0 and gone(worker)
+    assert gone(server) and gone(worker, 30.0)
+    assert number == signal.SIGKILL or child.returncode == 0
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+worker = subprocess.Popen(["sleep", "600"])
+print(os.getpid(), worker.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_an_engine_that_hangs_while_it_starts_does_not_outlive_a_killed_starter():
+    """vLLM that gets a SIGTERM while its engine starts may catch it and stay for ever."""
+    starter = f"""
+import os, subprocess, sys
+line = [sys.executable, {keeper.__file__!r}, str(os.getpid()), "0.5", sys.executable, "-c", {STUBBORN!r}]
+subprocess.Popen(line, start_new_session=True).wait()
+"""
+    child = subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True)
+    engine, worker = map(int, child.stdout.readline().split())
+    group = os.getpgid(engine)
+    assert group == os.getpgid(worker) != os.getpgid(child.pid)
+    child.kill()
+    child.wait()
+    assert gone(engine, 30) and gone(worker, 30) and gone(group, 30)
+
+
+@pytest.mark.parametrize(("code", "told"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
+def test_the_keeper_ends_as_its_engine_does(code, told):
+    line = [sys.executable, keeper.__file__, str(os.getpid()), "1", sys.executable, "-c", f"import os, sys; {code}"]
+    assert subprocess.run(line, start_new_session=True).returncode == told
 
 
 def flags(words):

@@ -26,15 +26,7 @@ from prefgrpo.judge.presets import PRESETS, Engine
 from prefgrpo.judge.route import LOOPBACK, free_ports, require_free, run
 from prefgrpo.judge.verdict import JudgeError
 
-# Runs in the child before the engine: ask Linux to end it when its parent dies, then become the engine.
-_LAUNCH = """
-import ctypes, os, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-    if os.getppid() != int(sys.argv[1]):
-        sys.exit("the parent died")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
+_KEEPER = Path(__file__).with_name("keeper.py")
 _STOP_S = 2 * DRAIN_S
 
 
@@ -47,7 +39,7 @@ class Server:
         require_free(config.host, config.port)
         handle, name = tempfile.mkstemp(prefix=f"prefgrpo-judge-{config.port}-", suffix=".log")
         self.log = Path(name)
-        launch = [sys.executable, "-c", _LAUNCH, str(os.getpid()), *line]
+        launch = [sys.executable, str(_KEEPER), str(os.getpid()), str(_STOP_S), *line]
         with os.fdopen(handle, "wb") as log:
             self._child = subprocess.Popen(
                 launch,
@@ -60,7 +52,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Process id of the server, which leads its own process group."""
+        """Process id of the server's keeper, which leads its process group."""
         return self._child.pid
 
     def wait_ready(self) -> str:
