@@ -1,7 +1,7 @@
 """Prompts: reading them, and which ones a training step uses.
 
-The file's ending says its format: .txt, .csv, .jsonl, .parquet. An edit has source images; (prompt, sources) is one
-group. Invariant: the prompts of step k depend on (seed, k) alone, so a resumed run and any world size see the same.
+The file's ending says its format: .txt, .csv, .tsv, .jsonl, .parquet. An edit has source images; (prompt, sources) is
+one group. Invariant: the prompts of step k depend on (seed, k) alone, so a resumed run and any world size see the same.
 """
 
 from __future__ import annotations
@@ -210,14 +210,16 @@ def _jsonl(file: Path, found: _Found) -> None:
 
 
 def _csv(file: Path, found: _Found) -> None:
-    """Comma-separated, with a header that names a prompt column."""
+    """Separated by commas, semicolons or tabs, with a header that names a prompt column."""
     try:
         content = file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:
         list(_lines(file, found))
         return
     csv.field_size_limit(1 << 24)  # a prompt may be longer than the default of 128 KiB
-    reader = csv.reader(io.StringIO(content, newline=""), strict=True)
+    first = content.splitlines()[:1]
+    separator = next((s for s in ",;\t" if set(next(csv.reader(first, delimiter=s), ())) & set(TEXT)), ",")
+    reader = csv.reader(io.StringIO(content, newline=""), delimiter=separator, strict=True)
     header: list[str] | None = None
     while True:
         number = reader.line_num + 1
@@ -231,11 +233,13 @@ def _csv(file: Path, found: _Found) -> None:
         if header is None:
             header = cells
         elif len(cells) > len(header):
-            found.bad[number] = f"{len(cells)} cells, but {len(header)} columns; a cell with a comma needs quotes"
+            found.bad[number] = f"{len(cells)} cells, but {len(header)} columns; a cell with {separator!r} needs quotes"
         elif any(cells):
             found.rows.append((number, dict(zip(header, cells))))
     if not set(header or ()) & set(TEXT):
         raise DataError(f"{file}: no prompt column; expected one of {', '.join(TEXT)}, got {header}")
+    if twice := sorted({name for name in header or () if name and (header or []).count(name) > 1}):
+        raise DataError(f"{file}: column {', '.join(twice)} is there twice; give each column a name of its own")
 
 
 def _parquet(file: Path, found: _Found) -> None:
@@ -252,7 +256,7 @@ def _parquet(file: Path, found: _Found) -> None:
 
 
 READERS: dict[str, Callable[[Path, _Found], None]] = {
-    ".txt": _text, "": _text, ".csv": _csv, ".jsonl": _jsonl, ".parquet": _parquet,
+    ".txt": _text, "": _text, ".csv": _csv, ".tsv": _csv, ".jsonl": _jsonl, ".parquet": _parquet,
 }  # fmt: skip
 """File ending → reader."""
 

@@ -43,6 +43,18 @@ def test_a_prompt_of_a_megabyte_in_any_format(tmp_path):
     assert read_prompts(written(tmp_path / "p.jsonl", [json.dumps({"prompt": long})]))[0].text == long
 
 
+def test_tables_as_spreadsheets_write_them(tmp_path):
+    """Semicolons where commas are decimal points, tabs where text is copied; a prompt's own commas stay in it."""
+    for name, mark in (("p.csv", ";"), ("p.tsv", "\t"), ("q.csv", "\t")):
+        rows = [f"id{mark}prompt", f"1{mark}a cat, asleep", f'2{mark}"two{mark} ""dogs"""']
+        found = read_prompts(written(tmp_path / name, rows))
+        assert [(p.text, p.meta) for p in found] == [("a cat, asleep", {"id": "1"}), (f'two{mark} "dogs"', {"id": "2"})]
+    with pytest.raises(DataError, match=r"line 2: 3 cells, but 2 columns; a cell with ';' needs quotes"):
+        read_prompts(written(tmp_path / "q.csv", ["id;prompt", "1;a cat; asleep"]))
+    with pytest.raises(DataError, match="column prompt is there twice"):
+        read_prompts(written(tmp_path / "q.csv", ["prompt,id,prompt", "a,1,b"]))
+
+
 def test_jsonl_keeps_the_rest_as_metadata(tmp_path):
     geneval = {"tag": "counting", "include": [{"class": "cup", "count": 2}], "prompt": "two cups"}
     sets = {"idx": 3, "prompt": "a comic", "height": 512, "criteria": {"Identity": ["x"]}}
@@ -143,8 +155,8 @@ def test_no_line_is_lost_or_cut_short_in_silence(tmp_path):
     ]
     with pytest.raises(DataError, match="3 line"):
         read_prompts(written(tmp_path / "p.jsonl", odd))
-    for name in ("p.json", "p.tsv"):
-        with pytest.raises(DataError, match=r"expected a file that ends in \.txt, \.csv, \.jsonl, \.parquet"):
+    for name in ("p.json", "p.xlsx"):
+        with pytest.raises(DataError, match=r"expected a file that ends in \.txt, \.csv, \.tsv, \.jsonl, \.parquet"):
             read_prompts(written(tmp_path / name, ["[]"]))
     with pytest.raises(
         DataError, match=r"line 3, 'b': expected whole numbers for both height and width, got \['9', 'x'\]"
