@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -97,7 +98,7 @@ def misfits(config: Config) -> list[str]:
 
 def open_adapter(config: Config, device: torch.device, encoders: bool = True) -> Adapter:
     """The model of a run, frozen, its size and frames checked. Raises ConfigError or ModelError."""
-    r, m = config.rollout, config.memory
+    m = config.memory
     _calm()
     if found := misfits(config):
         raise ConfigError(found)
@@ -107,22 +108,37 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True) ->
             config.model,
             DTYPES[config.dtype],
             torch.device("cpu") if m.offload else device,
-            guidance=r.guidance,
-            shift=r.shift,
-            frames=r.frames,
-            guidance_2=r.guidance_2,
-            source_area=r.source_area,
-            target_components=config.train.target_components,
             encoders=encoders,
+            **model_options(config),
         )
     with names("rollout.height/width/frames"):
-        adapter.latent_shape(r.height, r.width)
+        adapter.latent_shape(config.rollout.height, config.rollout.width)
     with names("memory"):
         adapter.vae_options(m.vae_slicing, m.vae_tiling)
     if m.offload:
         adapter.park(m.offload, device)
     if not encoders:
         adapter.source = _encoders(config)
+    return adapter
+
+
+def model_options(config: Config) -> dict[str, Any]:
+    """What an adapter takes of the configuration."""
+    r = config.rollout
+    options = {"guidance": r.guidance, "guidance_2": r.guidance_2, "shift": r.shift, "frames": r.frames}
+    return options | {"source_area": r.source_area, "target_components": config.train.target_components}
+
+
+def trainable(config: Config, adapter: Adapter) -> Adapter:
+    """The adapter with what trains switched on. Raises ConfigError."""
+    t = config.train
+    if t.lora_rank:
+        with names("train.lora_targets"):
+            adapter.add_lora(t.lora_rank, t.lora_alpha, t.lora_targets or None, seed=config.seed)
+    else:
+        adapter.enable_full()
+    if t.gradient_checkpointing:
+        adapter.checkpoint_gradients(t.checkpointing_share)
     return adapter
 
 

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from prefgrpo.activations import Weigh, fake, forget
 from prefgrpo.config import Config
 from prefgrpo.data import read_prompts
-from prefgrpo.loading import DTYPES, names
+from prefgrpo.loading import DTYPES, model_options, names, trainable
 from prefgrpo.models import family
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.guidance import attach
@@ -88,16 +88,8 @@ def without_weights(config: Config) -> tuple[Adapter, dict[str, int]]:
     path = cls.find(config.model, configs_only=True)
     diffusers_logging.set_verbosity_error()  # it warns of casts that only matter for weights
     pipe, encoders = meta_pipeline(path, cls.pipeline, DTYPES[config.dtype])
-    r, t = config.rollout, config.train
     with names("rollout or train"):
-        adapter = cls(pipe, guidance=r.guidance, shift=r.shift, frames=r.frames, guidance_2=r.guidance_2,
-                      target_components=t.target_components, source_area=r.source_area)  # fmt: skip
-        if t.lora_rank:
-            adapter.add_lora(t.lora_rank, t.lora_alpha, t.lora_targets or None)
-        else:
-            adapter.enable_full()
-        if t.gradient_checkpointing:
-            adapter.checkpoint_gradients(t.checkpointing_share)
+        adapter = trainable(config, cls(pipe, **model_options(config)))
     with names("memory"):
         adapter.vae_options(config.memory.vae_slicing, config.memory.vae_tiling)
     return adapter, encoders

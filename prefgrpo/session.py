@@ -25,7 +25,7 @@ from prefgrpo.embed import Embeddings
 from prefgrpo.evaluate import Evaluator, held_out
 from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.judging import evaluation_scorers, open_judge, training_scorer
-from prefgrpo.loading import missing, names, open_adapter, uses
+from prefgrpo.loading import missing, names, open_adapter, trainable, uses
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel import World
 from prefgrpo.plan import known_bytes
@@ -214,15 +214,7 @@ def open_schedules(config: Config, adapter: Adapter, world: World, prompts: list
 
 def trainable_adapter(config: Config, device: torch.device, encoders: bool) -> Adapter:
     """The model with what trains switched on."""
-    t, adapter = config.train, open_adapter(config, device, encoders)
-    if t.lora_rank:
-        with names("train.lora_targets"):
-            adapter.add_lora(t.lora_rank, t.lora_alpha, t.lora_targets or None, seed=config.seed)
-    else:
-        adapter.enable_full()
-    if t.gradient_checkpointing:
-        adapter.checkpoint_gradients(t.checkpointing_share)
-    return adapter
+    return trainable(config, open_adapter(config, device, encoders))
 
 
 def _start_folder(config: Config, session: Session, resume: bool) -> None:
