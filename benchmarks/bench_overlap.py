@@ -143,8 +143,9 @@ def told(found: dict[str, Any]) -> list[str]:
     return [
         f"{r['prompts']} groups of {r['group_size']} at {r['side']}², made {r['batch_size']} at a time; "
         f"{r['requests']} requests (`{r['plan']}`), {r['concurrency']} in flight, each held back "
-        f"{1e3 * r['delay_s']:.0f} ms; {m['cpu']}, {m['cores']} cores shared with other work (load {m['load']:.1f} at "
-        f"the start), torch {found['torch']} on {found['threads']} thread, medians of {r['rounds']} interleaved rounds:",
+        f"{1e3 * r['delay_s']:.0f} ms; {m['cpu']}, {m['cores']} cores shared with other work (load {m['load']:.1f} "
+        f"at the start), torch {found['torch']} on {found['threads']} thread, medians of {r['rounds']} "
+        "interleaved rounds:",
         "",
         "| rollout alone | judging alone | both, overlapped | of it waiting at the end | overhead (quartiles) |",
         "|---|---|---|---|---|",
