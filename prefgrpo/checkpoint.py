@@ -70,7 +70,10 @@ def write_folder(final: Path, write: Callable[[Path], None]) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     write(temporary)
+    mode = temporary.stat().st_mode & 0o666  # what the umask leaves; safetensors 0.8 lets nobody else read its files
     for path in (*temporary.rglob("*"), temporary):
+        if path.is_file():
+            path.chmod(mode)
         _sync(path)
     if final.exists():
         os.replace(final, old)

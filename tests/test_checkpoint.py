@@ -40,6 +40,9 @@ def save_one(folder: Path, step: int, keep: int = 2) -> Path:
 
 def test_what_is_saved_is_read(tmp_path):
     tensors, meta = read(save_one(tmp_path, 7))
+    (tmp_path / "file").touch()
+    modes = {p.stat().st_mode for p in tmp_path.rglob("*") if p.is_file()}
+    assert modes == {(tmp_path / "file").stat().st_mode}, "who may read other files may read weights"
     assert meta["step"] == meta["updates"] == 7 and meta["trained_s"] == 1.5
     assert tensors.keys() == STATE.keys() and all(torch.equal(tensors[k], STATE[k]) for k in STATE)
 
