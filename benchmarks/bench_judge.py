@@ -96,12 +96,12 @@ def judge_at(url: str, **changes: Any) -> HttpJudge:
 def skeleton(model: str) -> dict[str, Any]:
     """The request that our client would send without media ids, for the others to fill in."""
     with echo_server("--count") as url:
-        judge = judge_at(url, model=model, media_ids="off")
+        judge = judge_at(url, model="echo", media_ids="off")
         media = [Media(np.full((8, 8, 3), c, np.uint8)) for c in (0, 255)]
         judge.judge_group(PROMPT, media, [(0, 1)])
         judge.close()
         with urllib.request.urlopen(f"{url}/last") as reply:
-            return json.load(reply)
+            return json.load(reply) | {"model": model}
 
 
 def clients(url: str, model: str, size: int) -> dict[str, Callable[[list[Media], list[Path]], int]]:

@@ -14,7 +14,7 @@ from benchmarks import bench_judge, bench_overlap, blocks, judge_plans, original
 
 @pytest.fixture(scope="module")
 def skeleton():
-    return bench_judge.skeleton("echo")
+    return bench_judge.skeleton("some-judge")
 
 
 def test_every_client_gets_all_answers_and_is_timed():
@@ -39,6 +39,7 @@ def test_the_original_asks_our_question_about_its_own_pictures(skeleton, tmp_pat
     parts = [p for p in body["messages"][0]["content"] if p["type"] == "image_url"]
     assert [p["image_url"]["url"] for p in parts] == urls and len(set(urls)) == 2
     assert {k: v for k, v in body.items() if k != "messages"} == {k: v for k, v in skeleton.items() if k != "messages"}
+    assert body["model"] == "some-judge"
     assert skeleton["messages"][0]["content"] != body["messages"][0]["content"]
 
 
