@@ -44,6 +44,7 @@ class JudgeServer:
         self.requests: list[dict[str, Any]] = []
         self.bytes_in = 0
         self.in_flight = self.peak = 0
+        self.hang_after = -1
         self.media: dict[str, float] = {}
         self.capacity = 10_000
         self._loop = asyncio.new_event_loop()
@@ -120,6 +121,8 @@ class JudgeServer:
         self.in_flight += 1
         self.peak = max(self.peak, self.in_flight)
         try:
+            if 0 <= self.hang_after < len(self.requests):
+                await asyncio.sleep(3600)
             if fault := self.next_fault():
                 return await self._misbehave(fault, request, body)
             await asyncio.sleep(self.delay_s)
@@ -264,10 +267,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--delay", type=float, default=0.0)
+    parser.add_argument("--answers", type=int, default=-1, help="hang after so many chat requests")
     parser.add_argument("--served-model-name", default=MODEL)
     args, _ = parser.parse_known_args()
     server = JudgeServer(port=args.port, delay_s=args.delay)
     server.model = args.served_model_name
+    server.hang_after = args.answers
 
     async def serve() -> None:
         await server.start()

@@ -36,12 +36,15 @@ MOODY = "reward_server:Moody"
 
 
 class Moody(PointwiseReward):
-    """Mean brightness; what the prompt names goes wrong. `parts.batch` is the size of the call."""
+    """Mean brightness; what the prompt names goes wrong. `parts.batch` is the size of the call.
+
+    A prompt "until FILE" is scored once that file exists; so is loading with the option `load_until`.
+    """
 
     takes = ("image", "video")
 
-    def __init__(self, load_s: float = 0.0, load_error: str = "", value: float = 1.0) -> None:
-        time.sleep(load_s)
+    def __init__(self, load_until: str = "", load_error: str = "", value: float = 1.0) -> None:
+        wait_for(load_until)
         if load_error:
             raise ImportError(load_error)
         self.value = value
@@ -52,6 +55,8 @@ class Moody(PointwiseReward):
     def _one(self, sample: Sample, batch: int) -> Score:
         if "raise" in sample.prompt:
             raise RuntimeError("out of memory")
+        if sample.prompt.startswith("until "):
+            wait_for(sample.prompt.split()[1])
         if "slow" in sample.prompt:
             time.sleep(0.3)
         if "hang" in sample.prompt:
@@ -61,6 +66,11 @@ class Moody(PointwiseReward):
         if "missing" in sample.prompt:
             return Score(None, "nothing to see")
         return Score(self.value * brightness(sample), parts={"batch": float(batch)})
+
+
+def wait_for(file: str) -> None:
+    while file and not Path(file).exists():
+        time.sleep(0.01)
 
 
 def brightness(sample: Sample) -> float:
@@ -100,6 +110,19 @@ class Process:
             return int(error.code)
         except OSError:
             return 0
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers of /metrics by their short names."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as reply:
+            rows = [line.split() for line in reply.read().decode().splitlines()]
+        return {k.removeprefix("prefgrpo_reward_").removesuffix("_total"): float(v) for k, v in rows}
+
+    def wait_for(self, key: str, value: float, seconds: float = 60.0) -> None:
+        """Wait until a number of `metrics` is at least `value`."""
+        end = time.monotonic() + seconds
+        while (now := self.metrics()[key]) < value:
+            assert time.monotonic() < end, f"{key} is still {now}"
+            time.sleep(0.01)
 
     def kill(self) -> None:
         self.child.kill()

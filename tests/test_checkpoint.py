@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tiny_run import BASE, merged, recipe, rows, start, train, tree, weights, world
+from tiny_run import BASE, Hold, merged, recipe, rows, start, train, tree, weights, world
 
 from prefgrpo import checkpoint
 from prefgrpo.checkpoint import CheckpointError, claim, latest, list_steps, load_into, lock, read, save, write_folder
@@ -196,17 +196,18 @@ def count(run: Path, kind: str = "train") -> int:
     return sum(f'"kind": "{kind}"' in line for line in file.read_text().splitlines()) if file.is_file() else 0
 
 
+REPORT, EVALUATE, SAVE = (f"prefgrpo.trainer:Trainer.{name}" for name in ("_report", "_evaluate", "_save"))
 MOMENTS = {
-    "before anything is written": lambda run: run.is_dir(),
-    "before the first step": lambda run: (run / "config.yaml").is_file(),
-    "in the first evaluation": lambda run: count(run, "eval") == 1,
-    "in the first step": lambda run: count(run, "eval") == 2,
-    "after the first step": lambda run: count(run) == 1,
-    "between two checkpoints": lambda run: count(run) == 3,
-    "while a checkpoint is written": lambda run: any((run / "checkpoints").glob(".step_000004*")),
-    "at the last evaluation": lambda run: (run / "checkpoints" / "step_000004").is_dir() and count(run) == 5,
-    "while the product is written": lambda run: any(run.glob(".lora.*")),
-    "after the product is written": lambda run: (run / "lora").is_dir(),
+    "before anything is written": Hold("prefgrpo.checkpoint:claim"),
+    "before the first step": Hold("prefgrpo.trainer:Trainer.run", before=True),
+    "in the first evaluation": Hold(EVALUATE),
+    "in the first step": Hold("prefgrpo.trainer:Trainer._advantage", before=True),
+    "after the first step": Hold(REPORT),
+    "between two checkpoints": Hold(REPORT, 3),
+    "while a checkpoint is written": Hold("prefgrpo.checkpoint:save_file", 2, before=True),
+    "at the last evaluation": Hold("prefgrpo.trainer:Trainer._finish", before=True),
+    "while the product is written": Hold("prefgrpo.trainer:Trainer._export", 4),
+    "after the product is written": Hold("prefgrpo.trainer:Trainer._proof", before=True),
 }
 
 
@@ -214,9 +215,11 @@ MOMENTS = {
 def test_killed_at_a_moment(place, truth, moment):
     name = "run" + str(list(MOMENTS).index(moment))
     file, run = judged(place, name), place / "runs" / name
-    first = start(["train", str(file)], place / "log")
-    first.until(lambda: MOMENTS[moment](run))
+    first = start(["train", str(file)], place / "log", hold=MOMENTS[moment])
+    first.until_held()
     first.kill()
+    if moment == "while the product is written":
+        assert any(run.glob(".lora.*")) and not (run / "lora").exists()
     code, output = train(file, "--resume")
     assert code == 0, output
     same_as(truth, run)
@@ -224,16 +227,15 @@ def test_killed_at_a_moment(place, truth, moment):
 
 def test_killed_again_and_again_at_random(place, truth):
     """Every attempt lives a random while longer; in the end the run is the one that was never stopped."""
-    file, run, dice, kills = judged(place, "random"), place / "runs" / "random", random.Random(0), 0
+    file, run, dice = judged(place, "random"), place / "runs" / "random", random.Random(0)
     for attempt in range(200):
-        process = start(["train", str(file), "--resume"], place / "log")
-        process.process.join(dice.uniform(0.5, 1.0 + attempt))
+        first = Hold("prefgrpo.trainer:Trainer.run", before=True) if attempt < 2 else None
+        process = start(["train", str(file), "--resume"], place / "log", hold=first)
+        process.process.join(dice.uniform(0.5, 1.0 + attempt))  # the first two never get past their hold
         if process.process.exitcode is not None:
             break
         process.kill()
-        kills += 1
     assert process.process.exitcode == 0, process.output
-    assert kills >= 2
     same_as(truth, run)
 
 
@@ -317,13 +319,14 @@ def test_a_full_disk_costs_the_steps_since_the_last_checkpoint(place):
 def test_a_signal_ends_the_step_saves_and_exits_3(place, truth, number):
     name = f"signal{int(number)}"
     file, run = judged(place, name), place / "runs" / name
-    process = start(["train", str(file)], place / "log")
-    process.until(lambda: count(run) == 1)
+    process = start(["train", str(file)], place / "log", hold=Hold(REPORT))
+    process.until_held()
     os.kill(process.process.pid, number)
+    process.release()
     assert process.wait() == 3, process.output
     assert "continue with the same command and --resume" in process.output
     done = count(run)
-    assert latest(run / "checkpoints").name == f"step_{done:06d}" and done < 5
+    assert latest(run / "checkpoints").name == f"step_{done:06d}" and done <= 2
     code, output = train(file, "--resume")
     assert code == 0, output
     assert rows(run) == rows(truth), "no step is lost or done twice"
@@ -332,13 +335,14 @@ def test_a_signal_ends_the_step_saves_and_exits_3(place, truth, number):
 def test_the_same_command_twice_at_once(place):
     """The second is refused, new or resumed, and the first does not notice."""
     file = recipe(place, "twice", train={"steps": 9999}, eval={"every": 0})
-    first, run = start(["train", str(file)], place / "log"), place / "runs" / "twice"
-    first.until(lambda: count(run) >= 1)
+    first, run = start(["train", str(file)], place / "log", hold=Hold(REPORT)), place / "runs" / "twice"
+    first.until_held()
     code, output = train(file, "--resume")
     assert code == 2 and "is in use by another process" in output, output
     code, output = train(file)
     assert code == 2 and "holds another run" in output
     os.kill(first.process.pid, signal.SIGTERM)
+    first.release()
     assert first.wait() == 3 and [r["step"] for r in rows(run)] == list(range(1, count(run) + 1)), first.output
 
 
@@ -346,8 +350,8 @@ def test_full_fine_tuning_resumes_bit_for_bit(place):
     options = {"train": {"lora_rank": 0, "steps": 3, "lr": 1e-4}, "checkpoint": {"every": 1}}
     assert train(recipe(place, "whole", **options))[0] == 0
     file = recipe(place, "halves", **options)
-    process, run = start(["train", str(file)], place / "log"), place / "runs" / "halves"
-    process.until(lambda: (run / "checkpoints" / "step_000002").is_dir())
+    process, run = start(["train", str(file)], place / "log", hold=Hold(SAVE, 2)), place / "runs" / "halves"
+    process.until_held()
     process.kill()
     code, output = train(file, "--resume")
     assert code == 0, output

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from judge_server import MODEL, JudgeServer, free_port
 from test_judge_faults import FAST, ask, judge, media, process
-from tiny_run import recipe, rows, start, train, world
+from tiny_run import Hold, recipe, rows, start, train, world
 
 from prefgrpo.judge.cache import AnswerCache, shared_cache
 from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig, check
@@ -240,8 +240,8 @@ def test_a_run_that_was_killed_before_its_checkpoint_asks_for_nothing_twice(tmp_
         whole = len(server.requests)
         folder = place / "runs" / "killed"
         file = recipe(place, "killed", **over, judge=judge)
-        run = start(["train", str(file)], place / "killed.log")
-        run.until(lambda: (folder / "metrics.jsonl").is_file() and len(rows(folder)) >= 2)
+        run = start(["train", str(file)], place / "killed.log", hold=Hold("prefgrpo.trainer:Trainer._report", 2))
+        run.until_held()
         run.kill()
         kept = sum(len(path.read_bytes().splitlines()) for path in (folder / "verdicts").glob("*.jsonl"))
         done, seen = len(rows(folder)), len(server.requests)
@@ -310,7 +310,7 @@ def test_hedged_answers_are_right_while_servers_die_and_pairs_are_cancelled():
     levels = list(range(20, 230, 25))
     group, pairs = [Media(np.full((32, 32, 3), n, np.uint8)) for n in levels], both_orders(len(levels), 0)
     port = free_port()
-    with JudgeServer(delay_s=0.03) as alive, process(port, 0.1) as child:
+    with JudgeServer(delay_s=0.03) as alive, process(port, "--delay", "0.1") as child:
         j = judge(alive.url, f"http://127.0.0.1:{port}", hedge_s=0.05, concurrency=3, retries=4, patience_s=20)
         answers = [j.submit("p", group[a], group[b]) for a, b in pairs]
         threading.Timer(0.3, child.kill).start()

@@ -185,62 +185,58 @@ def test_a_request_above_the_limit_is_refused(moody):
     assert status == 413 and "larger than 1 MiB; raise --max-mib" in told(answer)
 
 
-def test_a_failing_sample_fails_alone(moody):
-    """All wait behind a slow one and make up one batch; the one that raises gets 500, the others their scores."""
-    found = {}
+def together(server, gate, prompts):
+    """Answers to requests of which all but the first wait behind it: it is let go when they are queued."""
+    answers = {}
 
     def ask(k, prompt):
-        found[k] = post(moody.url, body(prompt, picture(10 * k)))
+        answers[k] = post(server.url, body(prompt, picture(10 * k)))
 
-    prompts = ["slow", "a", "raise", "b"]
-    threads = [threading.Thread(target=ask, args=item) for item in enumerate(prompts)]
-    for thread in threads:
+    first, *rest = [threading.Thread(target=ask, args=item) for item in enumerate([f"until {gate}", *prompts])]
+    batches = server.metrics()["batches"]
+    first.start()
+    server.wait_for("batches", batches + 1)
+    for thread in rest:
         thread.start()
-        time.sleep(0.05)
-    for thread in threads:
+    server.wait_for("queue_depth", len(rest))
+    gate.touch()
+    for thread in (first, *rest):
         thread.join()
+    return [answers[k] for k in sorted(answers)]
+
+
+def test_a_failing_sample_fails_alone(moody, tmp_path):
+    """All wait behind a slow one and make up one batch; the one that raises gets 500, the others their scores."""
+    found = together(moody, tmp_path / "go", ["a", "raise", "b"])
     assert found[2][0] == 500 and "RuntimeError: out of memory" in told(found[2][1])
     assert [found[k][1]["scores"][0]["value"] for k in (0, 1, 3)] == [10 * k / 255 for k in (0, 1, 3)]
 
 
-def test_what_arrives_during_a_batch_is_the_next_one(moody):
-    before = metrics(moody.url)
-    answers = []
-    threads = [
-        threading.Thread(target=lambda p=p: answers.append(post(moody.url, body(p, picture(50)))[1]["scores"][0]))
-        for p in ["slow"] + ["a"] * 6
-    ]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.02)
-    for thread in threads:
-        thread.join()
-    sizes = sorted(a["parts"]["batch"] for a in answers)
+def test_what_arrives_during_a_batch_is_the_next_one(moody, tmp_path):
+    before = moody.metrics()
+    answers = together(moody, tmp_path / "go", ["a"] * 6)
+    sizes = sorted(a["scores"][0]["parts"]["batch"] for _, a in answers)
     assert sizes == [1.0, 2.0, 2.0, 4.0, 4.0, 4.0, 4.0], "one alone, then --max-batch of the six that waited, then two"
-    after = metrics(moody.url)
+    after = moody.metrics()
     assert after["requests"] - before["requests"] == 7 and after["batches"] - before["batches"] == 3
-
-
-def metrics(url):
-    rows = (line.split() for line in get(url, "/metrics").splitlines())
-    return {k.removeprefix("prefgrpo_reward_").removesuffix("_total"): float(v) for k, v in rows}
 
 
 def test_what_it_says_of_itself(moody):
     info = json.loads(get(moody.url, "/v1/info"))
     assert info["name"] == MOODY and info["takes"] == ["image", "video"] and info["status"] == "ready"
     assert json.loads(get(moody.url, "/v1/models"))["data"][0]["id"] == MOODY
-    found = metrics(moody.url)
+    found = moody.metrics()
     assert found["queue_depth"] == 0 and found["latency_seconds_p95"] >= found["latency_seconds_p50"] > 0
 
 
 def test_ready_only_after_a_real_score(tmp_path):
-    with Process(MOODY, "--options", "load_s=1.5", ready=False) as server:
+    with Process(MOODY, "--options", f"load_until={tmp_path / 'go'}", ready=False) as server:
         while (status := server.health()) == 0:
             time.sleep(0.02)
         assert status == 503, "it listens while it loads"
         answered, answer = post(server.url, body("a", picture(9)))
         assert answered == 503 and "is loading" in told(answer)
+        (tmp_path / "go").touch()
         server.wait_ready()
         assert post(server.url, body("a", picture(9)))[0] == 200
 
@@ -265,17 +261,24 @@ def test_sigterm_answers_what_was_sent_and_takes_nothing_new(tmp_path):
     log = tmp_path / "log"
     server = Process(MOODY, log=log)
     answers = []
-    ask = threading.Thread(target=lambda: answers.append(post(server.url, body("slow", picture(51)))))
+    gate, stopped = tmp_path / "go", []
+    ask = threading.Thread(target=lambda: answers.append(post(server.url, body(f"until {gate}", picture(51)))))
     ask.start()
-    time.sleep(0.1)
-    assert server.stop() == 0
+    server.wait_for("batches", 2)  # the probe's, and this one
+    stop = threading.Thread(target=lambda: stopped.append(server.stop()))
+    stop.start()
+    while "stopping" not in log.read_text():
+        time.sleep(0.01)
+    gate.touch()
+    stop.join()
     ask.join()
+    assert stopped == [0]
     assert answers == [(200, {"scores": [{"value": 0.2, "parts": {"batch": 1.0}}]})]
     assert server.health() == 0 and "Traceback" not in log.read_text()
 
 
 def test_interrupt_while_loading_ends_at_once():
-    server = Process(MOODY, "--options", "load_s=30", ready=False)
+    server = Process(MOODY, "--options", "load_until=/nowhere", ready=False)
     while server.health() == 0:
         time.sleep(0.02)
     start = time.monotonic()

@@ -1,12 +1,14 @@
 """Tiny real runs for the tests of the trainer: a random FLUX pipeline of 0.1 M weights, 16×16 pixels, real commands.
 
 `start` runs `prefgrpo …` in a process of its own that was forked from a server with everything imported, so that a
-run that is killed, resumed or split over ranks costs a fraction of a second to start.
+run that is killed, resumed or split over ranks costs a fraction of a second to start. A test that kills or interrupts
+passes a `Hold`: the process stops at a named call and waits there, so the signal comes at that point on any machine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -16,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from safetensors.torch import load_file
@@ -78,12 +80,44 @@ def recipe(place: Path, name: str, **over: Any) -> Path:
     return file
 
 
+class Hold(NamedTuple):
+    """Where a process stops and waits for the test: after (or before) the n-th call of a function."""
+
+    function: str
+    """`module:name` or `module:Class.name`."""
+    call: int = 1
+    before: bool = False
+
+    def install(self, reached: Any, go: Any) -> None:
+        """Patch the function in this process."""
+        module, _, path = self.function.partition(":")
+        *owners, name = path.split(".")
+        owner: Any = importlib.import_module(module)
+        for part in owners:
+            owner = getattr(owner, part)
+        original, calls = getattr(owner, name), 0
+
+        def held(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            here = calls == self.call
+            out = None if here and self.before else original(*args, **kwargs)
+            if here:
+                reached.set()
+                go.wait()
+            return original(*args, **kwargs) if here and self.before else out
+
+        setattr(owner, name, held)
+
+
 class Run:
     """One `prefgrpo` command in its own process."""
 
-    def __init__(self, argv: list[str], log: Path, env: dict[str, str], hook: Callable[[], None] | None) -> None:
-        self.log = log
-        self.process = _CONTEXT.Process(target=_child, args=(argv, str(log), env, hook), daemon=True)
+    def __init__(
+        self, argv: list[str], log: Path, env: dict[str, str], hook: Callable[[], None] | None, hold: Hold | None
+    ) -> None:
+        self.log, self._hold = log, (hold, _CONTEXT.Event(), _CONTEXT.Event())
+        self.process = _CONTEXT.Process(target=_child, args=(argv, str(log), env, hook, self._hold), daemon=True)
         self.process.start()
 
     @property
@@ -113,10 +147,20 @@ class Run:
             assert self.process.is_alive() and time.monotonic() < limit, f"never came:\n{self.output}"
             time.sleep(0.002)
 
+    def until_held(self) -> None:
+        """Wait until the process stands at its `Hold`."""
+        self.until(self._hold[1].is_set)
 
-def start(argv: list[str], log: Path, hook: Callable[[], None] | None = None, **env: str) -> Run:
+    def release(self) -> None:
+        """Let it go on."""
+        self._hold[2].set()
+
+
+def start(
+    argv: list[str], log: Path, hook: Callable[[], None] | None = None, hold: Hold | None = None, **env: str
+) -> Run:
     """Begin `prefgrpo argv`; `hook` (a module-level function) runs in the new process first."""
-    return Run(argv, log, env, hook)
+    return Run(argv, log, env, hook, hold)
 
 
 def train(recipe_file: Path, *options: str, hook: Callable[[], None] | None = None, **env: str) -> tuple[int, str]:
@@ -125,7 +169,7 @@ def train(recipe_file: Path, *options: str, hook: Callable[[], None] | None = No
     return run.wait(), run.output
 
 
-def _child(argv: list[str], log: str, env: dict[str, str], hook: Callable[[], None] | None) -> None:
+def _child(argv: list[str], log: str, env: dict[str, str], hook: Callable[[], None] | None, hold: Any) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -134,6 +178,9 @@ def _child(argv: list[str], log: str, env: dict[str, str], hook: Callable[[], No
     os.environ.update(env)
     if hook is not None:
         hook()
+    where, reached, go = hold
+    if where is not None:
+        where.install(reached, go)
     from prefgrpo.cli import main
 
     sys.exit(main(argv))
