@@ -373,9 +373,12 @@ def test_a_judge_that_is_gone_for_good_stops_the_run_which_goes_on_when_it_is_ba
 def test_a_few_garbage_answers_are_left_out_and_counted(place):
     folder = place / "runs" / "few"
     with JudgeServer(delay_s=0.02) as server:
-        run = start(["train", str(recipe(place, "few", **judged(server.url)))], place / "few.log")
-        after_first_step(run, folder)
+        run = start(
+            ["train", str(recipe(place, "few", **judged(server.url)))], place / "few.log", hold=AFTER_FIRST_STEP
+        )
+        run.until_held()
         server.count, server.fault = 3, "garbage"
+        run.release()
         assert run.wait() == 0, run.output
     found = rows(folder)
     assert sum(r["judge/failures"] for r in found) == 3 and all(r["samples_trained"] == 8 for r in found)
@@ -387,9 +390,14 @@ def test_a_few_garbage_answers_are_left_out_and_counted(place):
 def test_garbage_alone_stops_the_run_with_its_reason(place, fault):
     folder = place / "runs" / f"all_{fault}"
     with JudgeServer(delay_s=0.02) as server:
-        run = start(["train", str(recipe(place, f"all_{fault}", **judged(server.url)))], place / "all.log")
-        after_first_step(run, folder)
+        run = start(
+            ["train", str(recipe(place, f"all_{fault}", **judged(server.url)))],
+            place / "all.log",
+            hold=AFTER_FIRST_STEP,
+        )
+        run.until_held()
         server.count, server.fault = -1, fault
+        run.release()
         assert run.wait() == 3, run.output
     assert "of the rewards are missing, more than judge.max_missing = 10%. Reasons: " in run.output
     assert list((folder / "checkpoints").glob("step_*")) and (folder / "report.html").is_file()
@@ -397,13 +405,13 @@ def test_garbage_alone_stops_the_run_with_its_reason(place, fault):
 
 def test_a_judge_that_stalls_costs_one_deadline(place):
     """It accepts requests and never answers: the hardest kind of death to notice."""
-    folder = place / "runs" / "stall"
     over = judged("", judge={"timeout_s": 1.0, "deadline_s": 2.0})
     with JudgeServer(delay_s=0.02) as server:
         over["judge"]["endpoints"] = [server.url]
-        run = start(["train", str(recipe(place, "stall", **over))], place / "stall.log")
-        after_first_step(run, folder)
+        run = start(["train", str(recipe(place, "stall", **over))], place / "stall.log", hold=AFTER_FIRST_STEP)
+        run.until_held()
         server.count, server.fault = -1, "hang"
+        run.release()
         begin = time.monotonic()
         assert run.wait() == 3, run.output
         assert time.monotonic() - begin < 30
@@ -416,9 +424,10 @@ def test_evaluation_survives_a_judge_that_is_gone(place):
     folder = place / "runs" / "measured"
     with JudgeServer(delay_s=0.01) as server:
         over["judge"]["endpoints"] = [server.url]
-        run = start(["train", str(recipe(place, "measured", **over))], place / "measured.log")
-        after_first_step(run, folder)
+        run = start(["train", str(recipe(place, "measured", **over))], place / "measured.log", hold=AFTER_FIRST_STEP)
+        run.until_held()
         server.count, server.fault = -1, "garbage"
+        run.release()
         assert run.wait() == 0, run.output
     found = [r for r in rows(folder) if r["kind"] == "eval"]
     assert found[0]["dev/win_judge"] == 0.5 and found[-1]["dev/win_judge"] is None
