@@ -6,6 +6,7 @@ None of their code is in this repository. docs/integrations.md says which commit
 import ast
 import importlib
 import importlib.util
+import inspect
 import math
 import os
 import sys
@@ -39,10 +40,27 @@ def module(codebase, name, monkeypatch):
     path = str(folder(codebase))
     before = set(sys.modules)
     monkeypatch.syspath_prepend(path)
-    imported = importlib.import_module(name)
+    try:
+        imported = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith(name.split(".")[0]):
+            raise
+        other_version(codebase, f"has no module {error.name}")
     for new in [m for m in set(sys.modules) - before if m.split(".")[0] == name.split(".")[0]]:
         monkeypatch.setitem(sys.modules, new, sys.modules.pop(new))
     return imported
+
+
+def other_version(codebase, what):
+    """Skip: the checkout is of another version than the comparison was made with."""
+    pytest.skip(f"another version of {codebase}: it {what}; docs/integrations.md names the commit")
+
+
+def same_parameters(codebase, theirs, ours):
+    """Skip unless the peer's function takes all parameters that its documented version, and so ours, has."""
+    lacking = inspect.signature(ours).parameters.keys() - inspect.signature(theirs).parameters.keys()
+    if lacking:
+        other_version(codebase, f"calls {theirs.__name__} without {', '.join(sorted(lacking))}")
 
 
 def functions(codebase, file, module_name, monkeypatch):

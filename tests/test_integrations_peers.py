@@ -90,6 +90,7 @@ FLOW = [("sde", 0.7, False), ("sde", 0.7, True), ("cps", 0.8, False), ("sde", 1.
 def test_flow_grpo(monkeypatch, shape, sde_type, eta, sqrt_dt):
     theirs = peers.module("flow_grpo", "flow_grpo.diffusers_patch.sd3_sde_with_logprob", monkeypatch)
     ours, theirs = flow_grpo.sde_step_with_logprob, theirs.sde_step_with_logprob
+    peers.same_parameters("flow_grpo", theirs, ours)
     scheduler, (x, v) = euler(), batch(SHAPES[shape])
     names = ["x'", "logp", "mean", "std_dev_t", "sqrt_dt"][: 5 if sqrt_dt else 4]
     score = sde_formulas.gaussian if sde_type == "sde" else lambda y, m, s: sde_formulas.square(y, m)
