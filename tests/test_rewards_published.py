@@ -23,6 +23,7 @@ import torch
 from judge_server import JudgeServer, images, text_of
 from PIL import Image
 from reward_cases_vlm import judge
+from reward_server import serving
 from torchvision import transforms
 from transformers import CLIPModel, CLIPProcessor
 
@@ -46,6 +47,10 @@ def jpeg75(media):
     buffer = io.BytesIO()
     media.pil.save(buffer, format="JPEG")
     return np.asarray(Image.open(buffer))
+
+
+def values(name, samples, **options):
+    return [s.value for s in build(name, {name: options})[name].score(samples)]
 
 
 def apart(ours, theirs):
@@ -99,15 +104,23 @@ def test_size_is_pillows_resize_and_wrong_values_are_refused():
             seen(**options)
     with pytest.raises(RewardSpecError, match="expected int, got '75'"):
         seen(jpeg="75")
+    with pytest.raises(RewardSpecError, match=r"has no option 'jpg' \(did you mean 'jpeg'"):
+        seen(jpg=75)
     with pytest.raises(RewardSpecError, match="has no option 'jpeg'"):
         build("vlm_pairwise", {"vlm_pairwise": {"judge": {}, "jpeg": 75}})
 
 
+def test_pictures_are_changed_on_either_side_of_http():
+    samples = [Sample("", noise(k)) for k in range(2)]
+    expected = values(SIZE, [Sample("", Media(jpeg75(noise(k)))) for k in range(2)])
+    assert values(SIZE, samples, jpeg=75) == expected != values(SIZE, samples)
+    with serving(SIZE, {"jpeg": 75}) as url:
+        assert values(SIZE, samples, url=url) == expected
+    with serving(SIZE, {}) as url:
+        assert values(SIZE, samples, url=url, jpeg=75) == expected
+
+
 # In process: JPEG size, CLIP
-
-
-def values(name, samples, **options):
-    return [s.value for s in build(name, {name: options})[name].score(samples)]
 
 
 def test_compressibility_over_500():
@@ -133,11 +146,11 @@ def test_bilinear_is_torchvisions_resize_and_crop(size):
     assert torch.equal(bilinear(pixels, 28), published(pixels))
 
 
-@pytest.fixture
-def clip(tmp_path, monkeypatch):
-    """(folder of a tiny CLIPModel, PaCo-RL's scorer of it). Its image features were a tensor before transformers 5."""
-    folder = clip_folder(tmp_path / "clip")
-    theirs = peers.file_module("paco", "paco_grpo/rewards/clip_scorer.py", "published_clip_scorer", monkeypatch)
+@pytest.fixture(params=[("flow_grpo", "flow_grpo"), ("paco", "paco_grpo/rewards")], ids=["flow_grpo", "paco"])
+def clip(request, tmp_path, monkeypatch):
+    """(folder of a tiny CLIPModel, the peer's scorer of it). Its image features were a tensor before transformers 5."""
+    folder, (peer, place) = clip_folder(tmp_path / "clip"), request.param
+    theirs = peers.file_module(peer, f"{place}/clip_scorer.py", "published_clip_scorer", monkeypatch)
 
     class Model(CLIPModel):
         def get_image_features(self, **inputs):
@@ -155,7 +168,7 @@ def floats(media):
     return torch.stack([torch.from_numpy(m.pixels).permute(2, 0, 1) / 255.0 for m in media])
 
 
-def test_clipscore_and_image_similarity_are_pacos(clip):
+def test_clipscore_and_image_similarity_are_the_peers(clip):
     folder, scorer = clip
     media, sources = [noise(k) for k in range(6)], [noise(10 + k) for k in range(6)]
     prompts = ["a red cat", "two dogs on a hill", "", "a", "x " * 100, "b"]
@@ -169,6 +182,18 @@ def test_clipscore_and_image_similarity_are_pacos(clip):
         assert off > 1e-3, f"{name}: the default does not differ, so the option is not tested"
         with pytest.raises(RewardError, match="resize must be one of"):
             values(name, samples, model=folder, resize="nearest")
+
+
+def test_sources_are_squares_as_in_the_peers_edit_trainers(clip):
+    """Both resize a source to the training resolution before it is shown to the model and to the reward."""
+    folder, scorer = clip
+    media, sources = [noise(k, 64, 64) for k in range(4)], [noise(10 + k, 96, 64) for k in range(4)]
+    squares = [Media(np.asarray(s.pil.resize((64, 64)))) for s in sources]
+    expected = scorer.image_similarity(floats(media), floats(squares)).tolist()
+    samples = [Sample("", m, (s,)) for m, s in zip(media, sources, strict=True)]
+    options = {"model": folder, "resize": "bilinear"}
+    assert values("image_similarity", samples, size=64, **options) == pytest.approx(expected, abs=3e-6)
+    assert apart(values("image_similarity", samples, **options), expected) > 1e-3
 
 
 @pytest.mark.parametrize("function", ["deqa_score_remote", "geneval_score"])
