@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Reward
+from prefgrpo.rewards.prepared import Prepared
 
 REWARDS: dict[str, str] = {
     "vlm_pairwise": "prefgrpo.rewards.pairwise:VlmPairwise",
@@ -65,6 +66,10 @@ PLAIN: dict[Any, tuple[type, ...]] = {
     "str": (str, os.PathLike), "int": (int,), "float": (int, float), "bool": (bool,), "Path": (str, os.PathLike),
 }  # fmt: skip
 """Annotations of options that are checked before the reward is made, and what they take."""
+
+
+PREPARED = ("size", "jpeg")
+"""Options of every pointwise reward that change its pictures (`prepared.Prepared`)."""
 
 
 _PATH = re.compile(r"([^\W\d]\w*\.)*[^\W\d]\w*[.:][^\W\d]\w*")
@@ -185,7 +190,8 @@ def build(
 ) -> dict[str, Reward]:
     """{name: reward} for every reward of `spec`; `options[name]` are the keyword arguments of its class.
 
-    Options with a `url` make a `remote.RemoteReward`: the reward runs behind `prefgrpo reward serve`.
+    Options with a `url` make a `remote.RemoteReward`: the reward runs behind `prefgrpo reward serve`. Pointwise rewards
+    take `size` and `jpeg` besides (`prepared.Prepared`).
     """
     weights, options = parse_reward_spec(spec), options or {}
     for name in set(options) - set(weights):
@@ -197,20 +203,29 @@ def build(
 def _ready(name: str, options: dict[str, Any]) -> Callable[[], Reward]:
     """What makes the reward, its options checked."""
     found = load_class(name)
+    own = inspect.signature(found).parameters
+    also = [key for key in PREPARED if key not in own and issubclass(found, PointwiseReward)]
+    before = {key: options.pop(key) for key in also if key in options}
     if "url" in options:
         from prefgrpo.rewards.remote import RemoteReward  # imports aiohttp
 
-        return _checked(name, RemoteReward, {"name": name, "cls": found} | options)
-    return _checked(name, found, options)
+        make = _checked(name, RemoteReward, {"name": name, "cls": found} | options, also)
+    else:
+        make = _checked(name, found, options, also)
+    return _checked(name, Prepared, {"make": make} | before) if before else make
 
 
-def _checked(name: str, make: type[Reward], options: dict[str, Any]) -> Callable[[], Reward]:
-    """make(**options), not yet called. RewardSpecError names an option that is unknown, missing or odd."""
+def _checked(name: str, make: type[Reward], options: dict[str, Any], also: Iterable[str] = ()) -> Callable[[], Reward]:
+    """make(**options), not yet called. RewardSpecError names an option that is unknown, missing or odd.
+
+    also: options that are taken elsewhere, for the message.
+    """
     accepted = inspect.signature(make).parameters
     for key, value in options.items():
         if key not in accepted:
-            told = f"reward '{name}' has no option '{key}'{_near(key, accepted)}"
-            raise RewardSpecError(f"{told}: expected {', '.join(accepted) or 'none'}")
+            known = [*accepted, *also]
+            told = f"reward '{name}' has no option '{key}'{_near(key, known)}"
+            raise RewardSpecError(f"{told}: expected {', '.join(known) or 'none'}")
         wanted = getattr(accepted[key].annotation, "__name__", accepted[key].annotation)
         kinds = PLAIN.get(wanted, (object,))
         if not isinstance(value, kinds) or (isinstance(value, bool) and wanted in ("int", "float")):
