@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from prefgrpo.judge.template import Template
+from prefgrpo.judge.template import Template, spelled
 
 _WHO = r"(?:edited\s+)?(?:image|video)"
 _LEAD = (
@@ -32,6 +32,8 @@ _STATED = re.compile(
     re.I | re.A,
 )
 _VALUES = {"1": 1.0, "2": 0.0}
+_RESOLUTION = 2.0**-23
+"""Probability that the listed ones can miss in their sum: servers compute them in fp32."""
 _SENTENCE = re.compile(r"[^.!?;]+[.!?;]?")
 _TURN = re.compile(
     r"\b(?:wait|actually|instead|rather|but|however|though|although|yet|correction|mistake|mistaken|mixed|wrong|false"
@@ -261,36 +263,36 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def label_logprobs(choice: Mapping[str, Any], labels: tuple[str, str], variants: bool = False) -> tuple[float, float]:
     """Log-probabilities of the two labels at the first answered token of an OpenAI chat `choice`.
 
-    variants: tokens that differ from a label in case or white space count for it, summed.
-    A label outside the server's list gets the list's smallest value, an upper bound of its own; both outside raises.
+    All listed tokens that are a label but for white space count for it, summed; variants: also those in other case.
+    A label that the server does not list gets an upper bound of its own, min(least listed, log(1 − Σ listed)). Raises
+    Unreadable if neither label is listed.
     """
     logprobs = choice.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
     if not content:
         raise Unreadable("the server sent no logprobs; serve with logprobs on, or use a template with answer: plain")
     try:
-        top = [(str(t["token"]), float(t["logprob"])) for t in content[0]["top_logprobs"]]
+        listed = {str(t["token"]): float(t["logprob"]) for t in content[0]["top_logprobs"]}
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise Unreadable(f"the server's logprobs have no readable top_logprobs ({error!r})") from error
-    found = [(_sum if variants else _of)(label, top) for label in labels]
+    found = [_label_logprob(label, listed, variants) for label in labels]
     if found[0] is None and found[1] is None:
-        raise Unreadable(f"neither label {labels} is among the judge's {len(top)} likeliest tokens")
-    least = min((value for _, value in top), default=-math.inf)
-    first, second = (least if value is None else value for value in found)
+        raise Unreadable(f"neither label {labels} is among the judge's {len(listed)} likeliest tokens")
+    first, second = (_unlisted(listed) if value is None else value for value in found)
     return first, second
 
 
-def _of(label: str, top: list[tuple[str, float]]) -> float | None:
-    """The label's value: its own token, else the likeliest token that differs only in white space."""
-    exact = [value for token, value in top if token == label]
-    near = [value for token, value in top if token.strip() == label.strip()]
-    return max(exact or near, default=None)
+def _label_logprob(label: str, listed: Mapping[str, float], variants: bool) -> float | None:
+    """log Σ exp over the listed spellings of a label, None if there is none."""
+    values = [v for token, v in listed.items() if spelled(token, variants) == spelled(label, variants)]
+    most = max(values, default=-math.inf)
+    if len(values) < 2 or not math.isfinite(most):
+        return most if values else None
+    return most + math.log(sum(math.exp(v - most) for v in values))
 
 
-def _sum(label: str, top: list[tuple[str, float]]) -> float | None:
-    """log Σ exp of the label's spellings."""
-    values = [v for token, v in dict(top).items() if token.strip().casefold() == label.strip().casefold()]
-    if not values:
-        return None
-    most = max(values)
-    return most + math.log(sum(math.exp(v - most) for v in values)) if math.isfinite(most) else most
+def _unlisted(listed: Mapping[str, float]) -> float:
+    """Largest log-probability that a token outside the server's list can have."""
+    rest = 1.0 - math.fsum(math.exp(min(v, 0.0)) for v in listed.values())
+    least = min(listed.values())
+    return math.nan if math.isnan(rest) else min(least, math.log(max(rest, _RESOLUTION)))
