@@ -40,6 +40,19 @@ _TURN = re.compile(
     r"|second thought|sorry|unless|if|not)\b|n['’]t\b",
     re.I | re.A,
 )
+_BASED = re.compile(
+    rf"{_LEAD}based on (?:the above|th(?:is|at|ese|ose))(?: (?:analysis|assessment|comparison|evaluation|observations?"
+    rf"|points|reasoning))?\s*[,:]\s*{_LEAD}{_WHO}\s*([12]){_IS}better"
+    rf"(?:\s+than\s+(?:the\s+)?{_WHO}\s*(?!\1)[12]\b)?(?:\s+overall)?"
+    rf"(?:,?\s+in terms of\s+(?P<of>[^\d\"'“”‘:?]+)|{_WHY})",
+    re.I | re.A,
+)
+_IN_PART = re.compile(
+    r"\b(?:only|alone|solely|merely|just|least|no|none|nothing|neither|nor|never|hardly|would|could|might|or|while"
+    r"|whereas|image|video|better|worse|than|one|some|few)\b",
+    re.I | re.A,
+)
+_PRAISED = re.compile(rf"{_WHO}\s*([12]){_IS}better\b", re.I | re.A)
 _TIE = re.compile(
     r"(?:(?:it\s+is\s+|it's\s+)?a\s+)?(?:tie|draw|equal|neither|both|both\s+(?:are\s+)?equal(?:ly\s+good)?)"
     r"|(?:both\s+)?(?:images?|videos?)\s*(?:1\s+and\s+(?:image\s+|video\s+)?2\s+)?(?:are\s+)?(?:equal|tied|equally\s+good)",
@@ -51,9 +64,13 @@ _TAG = re.compile(r"</?answer>", re.I | re.A)
 _MARKUP = re.compile(r"(?<!\d)[*`_]+|[*`_]+(?!\d)", re.A)
 _EDGE = " \"'“”"
 _COMMA = re.compile(r",(?=\s*[}\]])")
+_GIVEN = (
+    r"i (?:will |now )?(?:give|assign)(?: (?:it|(?:this|the) (?:image|picture|video)))? (?:an? |the )?"
+    r"|here (?:you go|it is|they are|(?:is|are) (?:the|my) (?:scores?|ratings?|answer|evaluation))\s*:\s*"
+)
 _NUMBER = r"(?P<value>[-+]?(?:0|[1-9]\d*)(?:\.\d+)?)(?!\w|[.,]\d)"
 _REST = re.compile(
-    r"\s*(?:points?|stars?)?\s*[.!]?\s*"
+    r"\s*(?:points?|stars?)?(?:\s+overall)?\s*[.!]?\s*"
     r"(?:(?:[-–—(:;,]|(?<=\.)\s)\s*(?!\W*(?:or|to|and|maybe|perhaps|possibly|out|of|if|but|not|would)\b)[^\d?½¼¾]*)?",
     re.I,
 )
@@ -122,7 +139,8 @@ def plain(text: str) -> float:
     """'Image 1', 'Video 2 is better', '1', 'tie' … -> 1.0, 0.0 or 0.5.
 
     A longer answer must end, or begin, with a sentence that says which is better and nothing else. One that
-    contradicts it anywhere, or a turn after the beginning, makes it no verdict.
+    contradicts it anywhere, or a turn after the beginning, makes it no verdict. "Better in terms of …" is a part of the
+    judgement, unless the answer ends with it, "based on the above", and never calls the other one better.
     """
     whole = _bare(text).rstrip(".! ").strip(_EDGE)
     if match := _ONLY.fullmatch(whole):
@@ -132,10 +150,20 @@ def plain(text: str) -> float:
     parts = [part.strip(_EDGE).rstrip(".!; ") for line in text.splitlines() for part in _SENTENCE.findall(_bare(line))]
     sentences = [part for part in parts if part]
     found = [match[1] if (match := _STATED.fullmatch(s)) else "" for s in sentences]
-    said, turns = set(found) - {""}, (s for s in sentences[1:] if _TURN.search(s) or _ONLY.fullmatch(s))
-    if len(said) == 1 and (found[-1] or (found[0] and not any(turns))):
-        return _VALUES[said.pop()]
+    based = [_based(s) for s in sentences]
+    said, turns = set(found + based) - {""}, (s for s in sentences[1:] if _TURN.search(s) or _ONLY.fullmatch(s))
+    if len(said) == 1:
+        ends = found[-1] or (based[-1] and {based[-1]} == set(_PRAISED.findall(" ".join(sentences))))
+        if ends or (found[0] and not any(turns)):
+            return _VALUES[said.pop()]
     raise Unreadable(f"expected 'Image 1', 'Image 2' or 'tie', got {text[-80:]!r}")
+
+
+def _based(sentence: str) -> str:
+    """'1' or '2', which a sentence concludes to be better, for reasons that take nothing back; else ''."""
+    match = _BASED.fullmatch(sentence)
+    of = (match["of"] or "") if match else ""
+    return match[1] if match and not _TURN.search(of) and not _IN_PART.search(of) else ""
 
 
 def think(text: str) -> float:
@@ -219,7 +247,7 @@ def _item(names: tuple[str, ...], pattern: str) -> tuple[re.Pattern[str], re.Pat
         if p.strip()
     ]
     line = r"(?<!\w)" + r"\s*".join(pieces)
-    return re.compile(line, re.I | re.A), re.compile(rf"(?:\d+[.)]\s+)?{_LEAD}", re.I | re.A)
+    return re.compile(line, re.I | re.A), re.compile(rf"(?:\d+[.)]\s+)?{_LEAD}(?:{_GIVEN})?", re.I | re.A)
 
 
 def json_scores(text: str, names: tuple[tuple[str, float, float], ...]) -> dict[str, float]:
