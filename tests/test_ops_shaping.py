@@ -1,7 +1,8 @@
 """Bradley-Terry strengths and log-taming.
 
 Oracles: the strengths zero the gradient of the penalised likelihood (a property of the optimum, not of the iteration);
-20,000 iterations of Hunter's minorise-maximise in NumPy; with a full plan they rank as the win rates do; log-taming against NumPy row by row.
+20,000 iterations of Hunter's minorise-maximise in NumPy; with a full plan they rank as the win rates do; log-taming
+against NumPy row by row.
 """
 
 import numpy as np

@@ -34,8 +34,9 @@ def bradley_terry(wins: Tensor, counts: Tensor, *, prior: float = 1.0) -> Tensor
 def bradley_terry_ordered(first: Tensor, shown: Tensor, *, prior: float = 1.0) -> tuple[Tensor, Tensor]:
     """(θ [P, G], position bias b [P] in logits): P(i beats j, i shown first) = σ(θ_i − θ_j + b).
 
-    fp64 for fp64, else fp32. first[p, i, j]: summed P(first) over the comparisons that showed i, then j; shown: how many there were. prior: as
-    in `bradley_terry`, and that many drawn games against no bias. Raises ValueError for other shapes or prior <= 0.
+    first[p, i, j]: summed P(first) over the comparisons that showed i, then j; shown: how many there were. fp64 for
+    fp64, else fp32. prior: as in `bradley_terry`, and that many drawn games against no bias. Raises ValueError for
+    other shapes or prior <= 0.
     """
     _check("first and shown", first, shown, prior)
     f, n = first.double(), shown.double()
