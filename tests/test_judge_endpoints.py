@@ -171,6 +171,17 @@ def test_a_checkpoint_swapped_under_one_name_gives_no_verdict(noticed, back, mon
         assert not other.requests
 
 
+def test_a_checkpoint_swapped_behind_a_router_gives_no_verdict(monkeypatch):
+    monkeypatch.setattr("prefgrpo.judge.endpoint._IDLE_S", 0.0)
+    with JudgeServer() as server:
+        server.root = "/runs/step-100/judge"
+        with routed(server.url) as url:
+            j = judge(url)
+            assert ask(j)[1].first > 0.9
+            server.root = "/runs/step-200/judge"
+            assert all("from /runs/step-200/judge, where it was" in v.reason for v in ask(j))
+
+
 @pytest.mark.parametrize(
     ("roots", "same"),
     [
