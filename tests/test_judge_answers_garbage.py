@@ -55,6 +55,7 @@ UNSAID = [
     "Based on the above, the rule says: '{n} {k} is better in terms of colour'",
     "Based on the above instruction, {n} {k} is better in terms of colour",
     "Based on the above, {n} {k} would be better in terms of colour",
+    "Overall, {n} {k} is better in terms of, and based on this, colour",
 ]  # fmt: skip
 SAID = [
     "{n} {k} is better", "{n} {k} is better.", "**{n} {k} is better**", "**{n} {k}** is better.",

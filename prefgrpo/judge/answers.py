@@ -16,8 +16,13 @@ from typing import Any
 from prefgrpo.judge.template import Template, spelled
 
 _WHO = r"(?:edited\s+)?(?:image|video)"
+_GROUNDS = (
+    r"based on (?:the above|th(?:is|at|ese|ose))"
+    r"(?: (?:analysis|assessment|comparison|evaluation|observations?|points|reasoning))?"
+)
 _LEAD = (
-    r"(?:(?:so|thus|hence|therefore|overall|finally|in (?:conclusion|summary|total|the end)|to (?:sum up|conclude)"
+    rf"(?:(?:{_GROUNDS}"
+    r"|so|thus|hence|therefore|overall|finally|in (?:conclusion|summary|total|the end)|to (?:sum up|conclude)"
     r"|all in all|on balance|i (?:think|believe|find|conclude|would say)(?: that)?"
     r"|(?:the |my )?(?:final )?(?:answer|verdict|conclusion|decision|choice|winner)(?:\s+is(?:\s+that)?)?)\s*[,:]?\s+)*"
     r"(?:the\s+)?"
@@ -40,11 +45,9 @@ _TURN = re.compile(
     r"|second thought|sorry|unless|if|not)\b|n['’]t\b",
     re.I | re.A,
 )
-_BASED = re.compile(
-    rf"{_LEAD}based on (?:the above|th(?:is|at|ese|ose))(?: (?:analysis|assessment|comparison|evaluation|observations?"
-    rf"|points|reasoning))?\s*[,:]\s*{_LEAD}{_WHO}\s*([12]){_IS}better"
-    rf"(?:\s+than\s+(?:the\s+)?{_WHO}\s*(?!\1)[12]\b)?(?:\s+overall)?"
-    rf"(?:,?\s+in terms of\s+(?P<of>[^\d\"'“”‘:?]+)|{_WHY})",
+_CONCLUDED = re.compile(
+    rf"{_LEAD}{_WHO}\s*([12]){_IS}better(?:\s+than\s+(?:the\s+)?{_WHO}\s*(?!\1)[12]\b)?(?:\s+overall)?"
+    r",?\s+in terms of\s+(?P<of>[^\d\"'“”‘:?]+)",
     re.I | re.A,
 )
 _IN_PART = re.compile(
@@ -150,20 +153,23 @@ def plain(text: str) -> float:
     parts = [part.strip(_EDGE).rstrip(".!; ") for line in text.splitlines() for part in _SENTENCE.findall(_bare(line))]
     sentences = [part for part in parts if part]
     found = [match[1] if (match := _STATED.fullmatch(s)) else "" for s in sentences]
-    based = [_based(s) for s in sentences]
-    said, turns = set(found + based) - {""}, (s for s in sentences[1:] if _TURN.search(s) or _ONLY.fullmatch(s))
-    if len(said) == 1:
-        ends = found[-1] or (based[-1] and {based[-1]} == set(_PRAISED.findall(" ".join(sentences))))
-        if ends or (found[0] and not any(turns)):
-            return _VALUES[said.pop()]
+    ends = [*found[:-1], found[-1] or _concluded(sentences)] if found else []
+    said, turns = set(ends) - {""}, (s for s in sentences[1:] if _TURN.search(s) or _ONLY.fullmatch(s))
+    if len(said) == 1 and (ends[-1] or (found[0] and not any(turns))):
+        return _VALUES[said.pop()]
     raise Unreadable(f"expected 'Image 1', 'Image 2' or 'tie', got {text[-80:]!r}")
 
 
-def _based(sentence: str) -> str:
-    """'1' or '2', which a sentence concludes to be better, for reasons that take nothing back; else ''."""
-    match = _BASED.fullmatch(sentence)
-    of = (match["of"] or "") if match else ""
-    return match[1] if match and not _TURN.search(of) and not _IN_PART.search(of) else ""
+def _concluded(sentences: list[str]) -> str:
+    """'1' or '2' if the last sentence is "based on the above, image k is better in terms of …", else ''.
+
+    The reasons must take nothing back, and nothing may be said to be better about the other one.
+    """
+    match = _CONCLUDED.fullmatch(sentences[-1])
+    if not match or not re.search(_GROUNDS, match[0][: match.start("of")], re.I | re.A) or _IN_PART.search(match["of"]):
+        return ""
+    alone = set(_PRAISED.findall(" ".join(sentences))) == {match[1]}
+    return match[1] if alone and not _TURN.search(match["of"]) else ""
 
 
 def think(text: str) -> float:
