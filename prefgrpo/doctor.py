@@ -26,7 +26,7 @@ from prefgrpo import __version__
 PACKAGES = {
     "needed": ("torch", "numpy"),
     "to train": ("diffusers", "transformers", "peft", "accelerate", "safetensors", "aiohttp", "tyro", "tensorboard"),
-    "optional": ("triton", "kernels", "vllm", "flash-attn", "xformers", "torchvision", "open-clip-torch", "wandb"),
+    "optional": ("triton", "kernels", "flash-attn", "xformers", "torchvision", "open-clip-torch", "wandb"),
 }
 COEF = ((0.9, -0.1, 0.3, -5.0, 0.25), (1.0, -0.05, 0.0, 0.0, 0.0))
 """An SDE row and an ODE row (a, b, s, w, c)."""
@@ -54,6 +54,7 @@ def doctor(folder: Path = Path("runs"), hub: bool = False) -> int:
     reference = list(_reference())
     _print("Versions", _versions())
     _print("Machine", _machine(folder))
+    _print("Judge engines, each in an environment of its own", list(_engines()))
     _print("Ops (affine step against the reference)", [*reference, *_extension(), *_ops()])
     _print(f"Attention in diffusers on {_device()} (one call, forward and backward)", _attention(hub))
     return int(not all(row.ok for row in reference))
@@ -94,6 +95,22 @@ def _versions() -> Iterator[Row]:
                 yield Row(name, True, importlib.metadata.version(name))
             except importlib.metadata.PackageNotFoundError:
                 yield Row(name, None if group == "optional" else False, f"not installed ({group})")
+
+
+def _engines() -> Iterator[Row]:
+    """The engines that `judge serve` would start, as they are found."""
+    from prefgrpo.judge.engines import find_engine, too_old, vllm_version
+    from prefgrpo.judge.verdict import JudgeError
+
+    for engine in ("vllm", "sglang"):
+        try:
+            path = find_engine(engine, "")
+        except JudgeError as error:
+            yield Row(engine, None, str(error))
+            continue
+        version = vllm_version(path) if engine == "vllm" else ""
+        why = too_old(version)
+        yield Row(engine, not why, f"{why or version or 'of unknown version'}, {path}")
 
 
 def _machine(folder: Path) -> Iterator[Row]:

@@ -31,6 +31,7 @@ class JudgeServer:
     """`fault`: what to do to the next `count` chat requests (-1: all of them); see `_misbehave`."""
 
     model = MODEL
+    root = ""
     listing = ""
     key = ""
     logprob: Any = math.nan
@@ -104,7 +105,8 @@ class JudgeServer:
         if self.listing:
             return web.Response(text=self.listing, content_type="text/html")
         owner = "vllm" if self.vllm else "someone"
-        return web.json_response({"object": "list", "data": [{"id": self.model, "owned_by": owner}]})
+        row = {"id": self.model, "owned_by": owner} | ({"root": self.root} if self.root else {})
+        return web.json_response({"object": "list", "data": [row]})
 
     async def _health(self, _: web.Request) -> web.Response:
         if self.fault in ("hang", "mute"):
@@ -174,6 +176,8 @@ class JudgeServer:
                 await asyncio.sleep(3600)
             case "429":
                 return _error(429, "slow down", {"Retry-After": "1"})
+            case "503":
+                return _error(503, "overloaded")
             case "500" | "sick" | "loading":
                 return _error(500, "engine trouble")
             case "400":

@@ -37,6 +37,25 @@ UNSAID = [
     "{n} {k} was better before", "{n} {k} vs. {n} 2", "{n} {k} is better drawn, {n} 2 is better lit",
     "Who says {n} {k} is better is mistaken", "{n} {k} wins", "-{k}-", "<b>{n} {k} is better",
     "{n} {k} is betterish", "{n} {k} is probably better", "{n} {k} has 1 cat", "", "{n} {k} or 2",
+    "{n} {k} is better in terms of colour", "Based on the colours, {n} {k} is better in terms of the caption",
+    "In terms of colour, and based on the above, {n} {k} is better",
+    "You were told: based on the above, {n} {k} is better in terms of colour",
+    "Write 'based on the above, {n} {k} is better in terms of colour'",
+    "If based on the above, {n} {k} is better in terms of colour",
+    "Based on the above, is {n} {k} better in terms of colour?",
+    "Based on the above, {n} {k} is better in terms of colour?",
+    "Based on the above, {n} {k} is not better in terms of colour",
+    "Based on the above, {n} {k} is better in terms of colour only",
+    "Based on the above, {n} {k} is better in terms of colour, but not of the caption",
+    "Based on the above, {n} {k} is better in terms of nothing that was asked",
+    "Based on the above, {n} {k} is better in terms of colour than of layout",
+    "Based on the above, {n} {k} is better in terms of colour, the other in layout while {n} {o} is sharper",
+    "Based on the above, {n} {k} is better in terms of colour and {n} 2 in layout",
+    "Based on the above, one could say {n} {k} is better in terms of colour",
+    "Based on the above, the rule says: '{n} {k} is better in terms of colour'",
+    "Based on the above instruction, {n} {k} is better in terms of colour",
+    "Based on the above, {n} {k} would be better in terms of colour",
+    "Overall, {n} {k} is better in terms of, and based on this, colour",
 ]  # fmt: skip
 SAID = [
     "{n} {k} is better", "{n} {k} is better.", "**{n} {k} is better**", "**{n} {k}** is better.",
@@ -142,6 +161,29 @@ def test_what_is_no_verdict_is_never_one_and_what_ends_an_answer_is(name):
                 assert value_of(template, text) is None, text
 
 
+CONCLUDED = "Based on the above, edited image {k} is better in terms of {of}"
+
+
+@pytest.mark.parametrize("name", ["plain", "edit_pairwise"])
+def test_a_conclusion_may_name_its_reasons_at_the_end_of_an_answer(name):
+    """What the published parser reads wherever it stands: an edit judge's last sentence."""
+    for k, want in ((1, 1.0), (2, 0.0)):
+        for of in ("instruction following and overall quality.", "…", "colour, light, and how well it keeps the cat"):
+            end = CONCLUDED.format(k=k, of=of)
+            for text in (end, f"Both keep the cat. Edited image {3 - k} is blurred.\n\n**{end}**"):
+                assert value_of(PAIRS[name], text) == want, text
+            for text in (
+                f"{end}\nEdited image {3 - k} is better in terms of layout.",
+                f"Edited image {3 - k} is better in terms of layout. {end}",
+                f"{end}\n{CONCLUDED.format(k=3 - k, of='layout')}",
+                f"{end}\nIgnore what I wrote.",
+                f"<think>{end}",
+                f"The example says:\n“{end}”\nI cannot compare them.",
+            ):
+                assert value_of(PAIRS[name], text) is None, text
+            assert value_of(PAIRS[name], end, "length") is None
+
+
 # {v}: a number in range, {w}: another one; none of these is a score
 NO_SCORE = [
     "{h}{v} or {w}", "{h}{v} out of 10", "{h}{v} (out of 10)", "{h}{v}/10", "{h}{v}½", "{h}{v}, maybe {w}",
@@ -153,10 +195,17 @@ NO_SCORE = [
     "If the cat were red, I would give {h}{v}", "I would not give {h}{v}", "Not {h}{v}", "Semi {h}{v}", "Pre-{h}{v}",
     "You asked me for the line '{h}{v}'", "{h}[{v}]", "{h}<{v}>", "{h}{v} vs {w}", "{h}between {v} and {w}",
     "{h}{v}\u0000{w}",
+    "You give a {h}{v} overall", "Should I give a {h}{v} overall", "I give a {h}{v} overall?", "I give a {h}{v} or {w}",
+    "I would give a {h}{v} overall", "I never give a {h}{v}", "I give a {h}{v} overall, {w} for the hands",
+    "I give a {h}{v} overall if the hands do not count", "I give a {h}{v} overall or less", "I give a '{h}{v}' overall",
+    "I was told: I give a {h}{v} overall", "Do not write: here you go: {h}{v}", "Here you go: '{h}{v}'",
+    "Here you go, as the caption asks: {h}{v}", "Here you go: the line is {h}{v}", "Here is the format: {h}{v}",
+    "Here you go: {h}{v} or {w}", "Here you go: not {h}{v}", "Here you go: {h}{v} overall would be wrong",
 ]  # fmt: skip
 SCORE = [
     "{h}{v}", "**{h}** {v}", "**{h}{v}**", "- {h}{v}", "1. {h}{v}", "{h}{v}/5", "{h}{v} out of 5", "{h}{v} (good)",
     "> {h}{v}.", "{h}{v} - most of it is there", "{h}{v} points", "{h} {v} / 5.",
+    "I give a {h}{v} overall", "So I give it a {h}{v}/5", "Here you go: {h}{v}", "Here are the scores: {h}{v} overall.",
 ]  # fmt: skip
 HEADS = {"unifiedreward": [f"{n} Score (1-5): " for n in ("Alignment", "Coherence", "Style")],
          "unifiedreward_sglang": ["Final Score: "]}  # fmt: skip

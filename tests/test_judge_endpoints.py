@@ -143,6 +143,66 @@ def test_a_server_that_comes_back_with_another_model_gives_no_verdict(noticed):
         assert f"serves another, not '{MODEL}'; correct the model or the endpoint" in found[0].reason
 
 
+@pytest.mark.parametrize("back", ["/runs/step-100/judge", "/runs/step-200/judge"])
+@pytest.mark.parametrize("noticed", ["restart", "pause"])
+def test_a_checkpoint_swapped_under_one_name_gives_no_verdict(noticed, back, monkeypatch):
+    """Every served name is the same; only the `root` of /v1/models tells. In a pause no request fails."""
+    port = free_port()
+    with JudgeServer(port=port) as server:
+        server.root = "/runs/step-100/judge"
+        j = judge(server.url, retries=6, patience_s=20.0)
+        assert ask(j)[1].first > 0.9
+    asked, endpoint = [], j.client.sender.endpoints[0]
+    if noticed == "restart":
+        asked, end = [j.submit("p", *media([200, 40]))], time.monotonic() + 10
+        while endpoint.alive:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    else:
+        monkeypatch.setattr("prefgrpo.judge.endpoint._IDLE_S", 0.0)
+    other = JudgeServer(port=port)
+    other.root = back
+    with other:
+        found = [a.result(30) for a in asked] or j.judge_group("p", media([40, 200]), [(1, 0)] * 8)
+        if back == "/runs/step-100/judge":
+            assert all(v.first > 0.9 for v in found)
+            return
+        assert all(v.first is None and f"from {back}, where it was /runs/step-100/judge" in v.reason for v in found)
+        assert not other.requests
+
+
+def test_a_checkpoint_swapped_behind_a_router_gives_no_verdict(monkeypatch):
+    monkeypatch.setattr("prefgrpo.judge.endpoint._IDLE_S", 0.0)
+    with JudgeServer() as server:
+        server.root = "/runs/step-100/judge"
+        with routed(server.url) as url:
+            j = judge(url)
+            assert ask(j)[1].first > 0.9
+            server.root = "/runs/step-200/judge"
+            assert all("from /runs/step-200/judge, where it was" in v.reason for v in ask(j))
+
+
+@pytest.mark.parametrize(
+    ("roots", "same"),
+    [
+        (("/a/judge-8b", "/b/judge-8b/"), True),
+        (("org/judge-8b", "/hub/models--org--judge-8b/snapshots/0123abc"), True),
+        (("org/judge-8b", ""), True),
+        (("org/judge-8b", "org/judge-2b"), False),
+    ],
+)
+def test_two_servers_of_different_checkpoints_are_never_mixed(roots, same):
+    with JudgeServer() as mine, JudgeServer(delay_s=0.05) as other:
+        mine.root, other.root = roots
+        told = rf"'{MODEL}' is served by {mine.url} from {roots[0]}, by {other.url} from {roots[1]}; expected one"
+        with contextlib.nullcontext() if same else pytest.raises(JudgeError, match=told):
+            check(HttpJudgeConfig((mine.url, other.url)))
+        seen = [len(s.requests) for s in (mine, other)]
+        assert all(right(verdicts(mine.url, other.url, retries=5, concurrency=2)))
+        asked = [len(s.requests) > n for s, n in zip((mine, other), seen, strict=True)]
+        assert asked == [True, True] if same else sum(asked) == 1
+
+
 ALIASES = {MODEL: True, f"org/{MODEL}": True, f"{MODEL}-2024-08-06": True, f"{MODEL}:latest": True, "": True,
            "another": False, f"{MODEL}-think": False, f"old-{MODEL}": False}  # fmt: skip
 

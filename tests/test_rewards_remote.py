@@ -147,7 +147,8 @@ def test_a_fault_that_stays_is_missing_with_its_reason(fault):
     assert [s.value for s in scores] == [None, None]
     assert all(MISSING[fault] in s.reason for s in scores), scores[0].reason
     if fault in ("400", "not_json", "html", "few", "nan"):
-        assert len(server.requests) == 2  # asking again would not help
+        once_more = fault in ("not_json", "html", "few")  # a body may be broken on its way
+        assert len(server.requests) == (4 if once_more else 2)
 
 
 @pytest.mark.parametrize("fault", ["500", "drop", "truncated", "hang", "429"])

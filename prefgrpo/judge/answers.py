@@ -13,11 +13,16 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from prefgrpo.judge.template import Template
+from prefgrpo.judge.template import Template, spelled
 
 _WHO = r"(?:edited\s+)?(?:image|video)"
+_GROUNDS = (
+    r"based on (?:the above|th(?:is|at|ese|ose))"
+    r"(?: (?:analysis|assessment|comparison|evaluation|observations?|points|reasoning))?"
+)
 _LEAD = (
-    r"(?:(?:so|thus|hence|therefore|overall|finally|in (?:conclusion|summary|total|the end)|to (?:sum up|conclude)"
+    rf"(?:(?:{_GROUNDS}"
+    r"|so|thus|hence|therefore|overall|finally|in (?:conclusion|summary|total|the end)|to (?:sum up|conclude)"
     r"|all in all|on balance|i (?:think|believe|find|conclude|would say)(?: that)?"
     r"|(?:the |my )?(?:final )?(?:answer|verdict|conclusion|decision|choice|winner)(?:\s+is(?:\s+that)?)?)\s*[,:]?\s+)*"
     r"(?:the\s+)?"
@@ -32,12 +37,25 @@ _STATED = re.compile(
     re.I | re.A,
 )
 _VALUES = {"1": 1.0, "2": 0.0}
+_RESOLUTION = 2.0**-23
+"""Probability that the listed ones can miss in their sum: servers compute them in fp32."""
 _SENTENCE = re.compile(r"[^.!?;]+[.!?;]?")
 _TURN = re.compile(
     r"\b(?:wait|actually|instead|rather|but|however|though|although|yet|correction|mistake|mistaken|mixed|wrong|false"
     r"|second thought|sorry|unless|if|not)\b|n['’]t\b",
     re.I | re.A,
 )
+_CONCLUDED = re.compile(
+    rf"{_LEAD}{_WHO}\s*([12]){_IS}better(?:\s+than\s+(?:the\s+)?{_WHO}\s*(?!\1)[12]\b)?(?:\s+overall)?"
+    r",?\s+in terms of\s+(?P<of>[^\d\"'“”‘:?]+)",
+    re.I | re.A,
+)
+_IN_PART = re.compile(
+    r"\b(?:only|alone|solely|merely|just|least|no|none|nothing|neither|nor|never|hardly|would|could|might|or|while"
+    r"|whereas|image|video|better|worse|than|one|some|few)\b",
+    re.I | re.A,
+)
+_PRAISED = re.compile(rf"{_WHO}\s*([12]){_IS}better\b", re.I | re.A)
 _TIE = re.compile(
     r"(?:(?:it\s+is\s+|it's\s+)?a\s+)?(?:tie|draw|equal|neither|both|both\s+(?:are\s+)?equal(?:ly\s+good)?)"
     r"|(?:both\s+)?(?:images?|videos?)\s*(?:1\s+and\s+(?:image\s+|video\s+)?2\s+)?(?:are\s+)?(?:equal|tied|equally\s+good)",
@@ -49,9 +67,13 @@ _TAG = re.compile(r"</?answer>", re.I | re.A)
 _MARKUP = re.compile(r"(?<!\d)[*`_]+|[*`_]+(?!\d)", re.A)
 _EDGE = " \"'“”"
 _COMMA = re.compile(r",(?=\s*[}\]])")
+_GIVEN = (
+    r"i (?:will |now )?(?:give|assign)(?: (?:it|(?:this|the) (?:image|picture|video)))? (?:an? |the )?"
+    r"|here (?:you go|it is|they are|(?:is|are) (?:the|my) (?:scores?|ratings?|answer|evaluation))\s*:\s*"
+)
 _NUMBER = r"(?P<value>[-+]?(?:0|[1-9]\d*)(?:\.\d+)?)(?!\w|[.,]\d)"
 _REST = re.compile(
-    r"\s*(?:points?|stars?)?\s*[.!]?\s*"
+    r"\s*(?:points?|stars?)?(?:\s+overall)?\s*[.!]?\s*"
     r"(?:(?:[-–—(:;,]|(?<=\.)\s)\s*(?!\W*(?:or|to|and|maybe|perhaps|possibly|out|of|if|but|not|would)\b)[^\d?½¼¾]*)?",
     re.I,
 )
@@ -120,7 +142,8 @@ def plain(text: str) -> float:
     """'Image 1', 'Video 2 is better', '1', 'tie' … -> 1.0, 0.0 or 0.5.
 
     A longer answer must end, or begin, with a sentence that says which is better and nothing else. One that
-    contradicts it anywhere, or a turn after the beginning, makes it no verdict.
+    contradicts it anywhere, or a turn after the beginning, makes it no verdict. "Better in terms of …" is a part of the
+    judgement, unless the answer ends with it, "based on the above", and never calls the other one better.
     """
     whole = _bare(text).rstrip(".! ").strip(_EDGE)
     if match := _ONLY.fullmatch(whole):
@@ -130,10 +153,23 @@ def plain(text: str) -> float:
     parts = [part.strip(_EDGE).rstrip(".!; ") for line in text.splitlines() for part in _SENTENCE.findall(_bare(line))]
     sentences = [part for part in parts if part]
     found = [match[1] if (match := _STATED.fullmatch(s)) else "" for s in sentences]
-    said, turns = set(found) - {""}, (s for s in sentences[1:] if _TURN.search(s) or _ONLY.fullmatch(s))
-    if len(said) == 1 and (found[-1] or (found[0] and not any(turns))):
+    ends = [*found[:-1], found[-1] or _concluded(sentences)] if found else []
+    said, turns = set(ends) - {""}, (s for s in sentences[1:] if _TURN.search(s) or _ONLY.fullmatch(s))
+    if len(said) == 1 and (ends[-1] or (found[0] and not any(turns))):
         return _VALUES[said.pop()]
     raise Unreadable(f"expected 'Image 1', 'Image 2' or 'tie', got {text[-80:]!r}")
+
+
+def _concluded(sentences: list[str]) -> str:
+    """'1' or '2' if the last sentence is "based on the above, image k is better in terms of …", else ''.
+
+    The reasons must take nothing back, and nothing may be said to be better about the other one.
+    """
+    match = _CONCLUDED.fullmatch(sentences[-1])
+    if not match or not re.search(_GROUNDS, match[0][: match.start("of")], re.I | re.A) or _IN_PART.search(match["of"]):
+        return ""
+    alone = set(_PRAISED.findall(" ".join(sentences))) == {match[1]}
+    return match[1] if alone and not _TURN.search(match["of"]) else ""
 
 
 def think(text: str) -> float:
@@ -217,7 +253,7 @@ def _item(names: tuple[str, ...], pattern: str) -> tuple[re.Pattern[str], re.Pat
         if p.strip()
     ]
     line = r"(?<!\w)" + r"\s*".join(pieces)
-    return re.compile(line, re.I | re.A), re.compile(rf"(?:\d+[.)]\s+)?{_LEAD}", re.I | re.A)
+    return re.compile(line, re.I | re.A), re.compile(rf"(?:\d+[.)]\s+)?{_LEAD}(?:{_GIVEN})?", re.I | re.A)
 
 
 def json_scores(text: str, names: tuple[tuple[str, float, float], ...]) -> dict[str, float]:
@@ -261,36 +297,36 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def label_logprobs(choice: Mapping[str, Any], labels: tuple[str, str], variants: bool = False) -> tuple[float, float]:
     """Log-probabilities of the two labels at the first answered token of an OpenAI chat `choice`.
 
-    variants: tokens that differ from a label in case or white space count for it, summed.
-    A label outside the server's list gets the list's smallest value, an upper bound of its own; both outside raises.
+    All listed tokens that are a label but for white space count for it, summed; variants: also those in other case.
+    A label that the server does not list gets an upper bound of its own, min(least listed, log(1 − Σ listed)). Raises
+    Unreadable if neither label is listed.
     """
     logprobs = choice.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
     if not content:
         raise Unreadable("the server sent no logprobs; serve with logprobs on, or use a template with answer: plain")
     try:
-        top = [(str(t["token"]), float(t["logprob"])) for t in content[0]["top_logprobs"]]
+        listed = {str(t["token"]): float(t["logprob"]) for t in content[0]["top_logprobs"]}
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise Unreadable(f"the server's logprobs have no readable top_logprobs ({error!r})") from error
-    found = [(_sum if variants else _of)(label, top) for label in labels]
+    found = [_label_logprob(label, listed, variants) for label in labels]
     if found[0] is None and found[1] is None:
-        raise Unreadable(f"neither label {labels} is among the judge's {len(top)} likeliest tokens")
-    least = min((value for _, value in top), default=-math.inf)
-    first, second = (least if value is None else value for value in found)
+        raise Unreadable(f"neither label {labels} is among the judge's {len(listed)} likeliest tokens")
+    first, second = (_unlisted(listed) if value is None else value for value in found)
     return first, second
 
 
-def _of(label: str, top: list[tuple[str, float]]) -> float | None:
-    """The label's value: its own token, else the likeliest token that differs only in white space."""
-    exact = [value for token, value in top if token == label]
-    near = [value for token, value in top if token.strip() == label.strip()]
-    return max(exact or near, default=None)
+def _label_logprob(label: str, listed: Mapping[str, float], variants: bool) -> float | None:
+    """log Σ exp over the listed spellings of a label, None if there is none."""
+    values = [v for token, v in listed.items() if spelled(token, variants) == spelled(label, variants)]
+    most = max(values, default=-math.inf)
+    if len(values) < 2 or not math.isfinite(most):
+        return most if values else None
+    return most + math.log(sum(math.exp(v - most) for v in values))
 
 
-def _sum(label: str, top: list[tuple[str, float]]) -> float | None:
-    """log Σ exp of the label's spellings."""
-    values = [v for token, v in dict(top).items() if token.strip().casefold() == label.strip().casefold()]
-    if not values:
-        return None
-    most = max(values)
-    return most + math.log(sum(math.exp(v - most) for v in values)) if math.isfinite(most) else most
+def _unlisted(listed: Mapping[str, float]) -> float:
+    """Largest log-probability that a token outside the server's list can have."""
+    rest = 1.0 - math.fsum(math.exp(min(v, 0.0)) for v in listed.values())
+    least = min(listed.values())
+    return math.nan if math.isnan(rest) else min(least, math.log(max(rest, _RESOLUTION)))

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import re
+import time
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 import aiohttp
 import numpy as np
 
-from prefgrpo.judge.endpoint import Endpoint, describe_error
+from prefgrpo.judge.endpoint import Endpoint, checkpoint_name, describe_error
 from prefgrpo.judge.http import HttpJudge, HttpJudgeConfig
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.template import load_template
@@ -23,6 +25,9 @@ from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.media import Media
 
 __all__ = ["EndpointHealth", "Health", "HttpJudge", "HttpJudgeConfig", "check", "reach"]
+
+_BUSY = re.compile(r"(?:answered|says) (?:429|503)\b")
+_BUSY_S, _PAUSE_S = 30.0, 0.5
 
 
 @dataclass
@@ -33,6 +38,8 @@ class EndpointHealth:
     """Its address."""
     models: list[str] = field(default_factory=list)
     """Models that it serves."""
+    roots: dict[str, str] = field(default_factory=dict)
+    """Checkpoint of each model, as far as the server says."""
     vllm: bool = False
     """It is vLLM: media ids and label ids are used."""
     problem: str = ""
@@ -67,6 +74,8 @@ class Health:
 def check(config: HttpJudgeConfig, *, timeout_s: float = 10.0, probe: bool = True, bias_pairs: int = 0) -> Health:
     """Check the configured judge; at most about three `timeout_s` per endpoint, longer for judges that write text.
 
+    A server that answers 429 or 503 is given 30 s, or `config.patience_s` if that is less, to become ready.
+
     probe: judge one pair of plain pictures. bias_pairs: judge this many random pairs in both orders.
     Raises JudgeError if no endpoint works or the probe gets no verdict.
     """
@@ -75,7 +84,8 @@ def check(config: HttpJudgeConfig, *, timeout_s: float = 10.0, probe: bool = Tru
     if probe:
         soft = load_template(config.template or "compare").answer == "soft"
         longest = timeout_s if soft else max(timeout_s, config.timeout_s)
-        _probe(replace(config, timeout_s=longest, cache="", retries=1, patience_s=5.0), health, bias_pairs)
+        end = time.monotonic() + _busy_s(config)
+        _probe(replace(config, timeout_s=longest, cache="", retries=1, patience_s=5.0), health, bias_pairs, end)
     return health
 
 
@@ -85,21 +95,26 @@ def reach(config: HttpJudgeConfig, timeout_s: float = 10.0) -> Health:
         raise JudgeError("judge: " + "; ".join(bad))
     thread = loop_thread()
     looks = [thread.submit(_look(url, config, timeout_s)) for url in config.endpoints]
-    found = [look.result(timeout_s + 5.0) for look in looks]
+    found = [look.result(_busy_s(config) + timeout_s + 5.0) for look in looks]
     good = [e for e in found if not e.problem]
     if not good:
         raise JudgeError("the judge cannot be used. " + " | ".join(f"{e.url}: {e.problem}" for e in found))
     model = config.model or good[0].models[0]
     for other in good:  # all answer for one judge
         other.problem = _model_problem(model, other.models)
+    _check_roots(model, [e for e in good if not e.problem])
     return Health(found, model)
 
 
 async def _look(url: str, config: HttpJudgeConfig, timeout_s: float) -> EndpointHealth:
     endpoint = Endpoint(url, config.media_ids, config.authorization())
     result = EndpointHealth(endpoint.url)
+    end = time.monotonic() + _busy_s(config)
     try:
         await endpoint.describe(loop_thread().session(), timeout_s)
+        while endpoint.models is None and time.monotonic() < end:  # 5xx: still loading, or overloaded for a moment
+            await asyncio.sleep(_PAUSE_S)
+            await endpoint.describe(loop_thread().session(), timeout_s)
     except asyncio.TimeoutError:
         result.problem = f"no answer from /v1/models within {timeout_s:g} s; is the server still loading, or stuck?"
         return result
@@ -109,7 +124,7 @@ async def _look(url: str, config: HttpJudgeConfig, timeout_s: float) -> Endpoint
             "'prefgrpo judge serve', or correct the judge's endpoints"
         )
         return result
-    result.models, result.vllm = endpoint.models or [], endpoint.vllm
+    result.models, result.vllm, result.roots = endpoint.models or [], endpoint.vllm, endpoint.roots
     result.problem = endpoint.refused or _model_problem(config.model, result.models)
     if endpoint.refused.endswith(("401", "403")):
         result.problem += "; give the name of the environment variable with its key as api_key_env"
@@ -129,14 +144,35 @@ def _model_problem(model: str, served: list[str]) -> str:
     return f"serves {', '.join(served)}, not '{model}'{hint or '; set the model of the judge to a served name'}"
 
 
-def _probe(config: HttpJudgeConfig, health: Health, bias_pairs: int) -> None:
-    """Let each server judge plain pictures once, then the good ones random pictures in both orders."""
+def _check_roots(model: str, servers: list[EndpointHealth]) -> None:
+    """JudgeError if servers of one judge say that they have different checkpoints."""
+    told = {checkpoint_name(root): f"{e.url} from {root}" for e in servers if (root := e.roots.get(model, ""))}
+    if len(told) > 1:
+        raise JudgeError(
+            f"'{model}' is served by {', by '.join(told.values())}; expected one checkpoint on all servers of a judge: "
+            "correct the endpoints, or give the folders one name if they hold the same checkpoint"
+        )
+
+
+def _busy_s(config: HttpJudgeConfig) -> float:
+    """How long a server that is there, but too busy or still loading (429, 503), is waited for at the start."""
+    return min(config.patience_s, _BUSY_S)
+
+
+def _probe(config: HttpJudgeConfig, health: Health, bias_pairs: int, end: float) -> None:
+    """Let each server judge plain pictures once, then the good ones random pictures in both orders.
+
+    end: time (monotonic) until which a server that is too busy is asked again.
+    """
     red, blue, grey = (Media(np.full((64, 64, 3), c, np.uint8)) for c in ((220, 30, 30), (30, 60, 220), (128,) * 3))
     config = replace(config, model=health.model)
     good = [e for e in health.endpoints if not e.problem]
     for endpoint in good:
         with closing(HttpJudge(replace(config, endpoints=(endpoint.url,)))) as judge:
             verdict = judge.judge_group("a plain red picture", [red, blue], [(0, 1)], [grey])[0]
+            while verdict.first is None and _BUSY.search(verdict.reason) and time.monotonic() < end:
+                time.sleep(_PAUSE_S)
+                verdict = judge.judge_group("a plain red picture", [red, blue], [(0, 1)], [grey])[0]
         if verdict.first is None:
             endpoint.problem = f"'{health.model}' gave no verdict on a probe pair: {verdict.reason}"
         elif health.probe_p_first is None:

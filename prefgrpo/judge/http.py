@@ -27,7 +27,7 @@ from prefgrpo.judge.cache import shared_cache
 from prefgrpo.judge.endpoint import Endpoint, describe_error
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.send import SendConfig, Sender, SendError
-from prefgrpo.judge.template import Template, all_label_ids, load_template, shipped
+from prefgrpo.judge.template import Template, label_ids, load_template, shipped
 from prefgrpo.judge.traffic import TRAFFIC
 from prefgrpo.judge.verdict import Answer, Pair, PairJudge, Verdict, two_label_softmax
 from prefgrpo.media import Media
@@ -127,7 +127,8 @@ class Client:
             from transformers import AutoTokenizer  # only where it is asked for
 
             self._tokenizer = AutoTokenizer.from_pretrained(self.config.tokenizer)
-        return all_label_ids(self._tokenizer, template)
+        first, second = label_ids(self._tokenizer, template)
+        return first + second
 
     async def answer(
         self,

@@ -60,10 +60,10 @@ class LocalJudge(PairJudge):
         if self.template.answer != "soft" or self.template.labels is None:
             raise JudgeError(f"template '{config.template}' asks for text; the in-process judge needs a soft answer")
         order = [p for p in self.template.parts("") if isinstance(p, int)]
-        if self.template.variants or order not in ([0, 1], [SOURCE, 0, 1]):
+        if order not in ([0, 1], [SOURCE, 0, 1]):
             raise JudgeError(
-                f"template '{config.template}' counts spellings or shows the source after {{media_1}}; the in-process "
-                "judge does neither: use backend http"
+                f"template '{config.template}' shows the source after {{media_1}}, which the in-process judge cannot: "
+                "use backend http"
             )
         kind = _model_type(config.model)
         if kind not in _FAMILIES:
@@ -75,7 +75,7 @@ class LocalJudge(PairJudge):
         for parameter in self.model.parameters():  # out of the unaligned file mapping: other kernels, other bits
             parameter.data = parameter.data.clone().requires_grad_(False)
         self.model.to(config.device)
-        self.labels = torch.tensor(label_ids(self.tokenizer, self.template.prefill, self.template.labels))
+        self.labels = [torch.tensor(ids) for ids in label_ids(self.tokenizer, self.template)]
         self.pad: int = self.model.config.image_token_id
         self._pad_text: str = self.tokenizer.convert_ids_to_tokens(self.pad)
 
@@ -153,8 +153,8 @@ class LocalJudge(PairJudge):
             chunk = pairs[k : k + self.config.pair_batch]
             cache = _rows(head.past_key_values, torch.tensor([row[i] for i, _ in chunk]))
             out = self._forward(ids[cut:], positions[:, cut:], [features[j] for _, j in chunk], cache)
-            logits = self.model.lm_head(out.last_hidden_state[:, -1]).float()
-            result.append(logits.log_softmax(-1)[:, self.labels].cpu())
+            logp = self.model.lm_head(out.last_hidden_state[:, -1]).float().log_softmax(-1)
+            result.append(torch.stack([logp[:, ids].logsumexp(-1) for ids in self.labels], 1).cpu())
         return torch.cat(result)
 
     def _forward(self, ids: Tensor, positions: Tensor, images: list[Features], cache: DynamicCache | None) -> Any:

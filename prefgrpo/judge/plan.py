@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
+
 from prefgrpo.judge.plans import get_plan
 from prefgrpo.judge.rate import Bias, VerdictKind
 from prefgrpo.judge.simulate import (
@@ -67,6 +69,8 @@ def table(rows: Sequence[Row], size: int) -> str:
 def verdict_on(rows: Sequence[Row], budget: int, size: int) -> str:
     """Which plan to take."""
     every, chosen, least = size * (size - 1) // 2, best(rows, budget), cheapest(rows, GOAL)
+    if all(np.isnan(row.spearman.mean) for row in rows):
+        return f"{FULL} puts the members of no group in an order (its verdicts are ties), so no plan can be compared"
     lines = [f"no plan fits {budget} calls" if chosen is None else f"best for {budget} calls: {_named(chosen, every)}"]
     lines.append(
         f"fewest calls for {GOAL} with {FULL}: {_named(least, every)}"
@@ -121,6 +125,8 @@ def plan(
         judgements: A run's judgements.jsonl with plan both_orders: compare on its verdicts and simulate nothing.
         out: JSON file of the rows.
     """
+    if budget < 0:
+        raise JudgeError(f"--budget: expected 0 (40 % of round_robin's calls) or more calls, got {budget}")
     if judgements is None:
         judge = JudgeModel(judge_noise, spread, position_bias, ties, missing)
         data, kind = simulated(judge, groups, repeats, seed), "simulated "

@@ -1,7 +1,8 @@
 """One request to the best of several servers of the same kind, repeated where that helps.
 
 What may help is retried with backoff (connection errors, timeouts, 429, 5xx, another server where one refuses); a
-refusal of the request itself ends it at once with the server's message. It knows nothing of judges: a caller gives
+refusal of the request itself ends it at once with the server's message; a 200 that cannot be read is asked for once
+more. It knows nothing of judges: a caller gives
 the path, writes the body and reads the answer. Invariants: every request ends, in bounded time, with what was read or
 a reason; a restart of the server loses none.
 """
@@ -15,7 +16,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ from prefgrpo.judge.endpoint import (
     Endpoint,
     NoEndpoint,
     Pool,
+    checkpoint_name,
     describe_error,
     read_body,
     redirect,
@@ -131,6 +133,8 @@ class _Job:
     write: Write
     read: Read
     media: Sequence[str]
+    unread: list[str] = field(default_factory=list)
+    """What could not be read so far, a reason each."""
 
 
 class Sender:
@@ -145,6 +149,7 @@ class Sender:
         self.thread = loop_thread()
         self.model: str = getattr(config, "model", "")  # a judge's; other servers have one
         self.endpoints = [Endpoint(url, config.media_ids, headers, self.model) for url in config.endpoints]
+        self.root = ""
         self._turns = itertools.count()
         self.pool = Pool(self.endpoints, config.concurrency, config.patience_s)
 
@@ -158,12 +163,12 @@ class Sender:
 
         media: ids of the media in the body, in any order; `write` is told which of them must carry data.
         """
-        retries, turn = 0, next(self._turns)
+        retries, turn, job = 0, next(self._turns), _Job(path, write, read, media)
         longest = min(_LONGEST_PAUSE_S, self.config.timeout_s)
         while True:
             pause = min(self.config.backoff_s * 2**retries, longest) * random.uniform(0.5, 1.0)
             try:
-                endpoint, value = await self._attempt(turn, _Job(path, write, read, media))
+                endpoint, value = await self._attempt(turn, job)
                 return Reply(endpoint.url, value, retries)
             except (_Refused, NoEndpoint) as error:
                 raise SendError(str(error), retries) from error
@@ -262,6 +267,9 @@ class Sender:
         try:
             return job.read(endpoint.url, payload)
         except ValueError as error:
+            job.unread.append(str(error))
+            if len(job.unread) == 1:  # a body may be broken on its way
+                raise _Retry(str(error)) from error
             self._refused(endpoint, str(error))
 
     def _check_model(self, endpoint: Endpoint) -> None:
@@ -277,6 +285,13 @@ class Sender:
             self._refused(
                 endpoint, f"{endpoint.url} serves {served}, not '{self.model}'; correct the model or the endpoint"
             )
+        root = endpoint.roots.get(self.model, "")
+        endpoint.root, self.root = endpoint.root or root, self.root or root
+        before = endpoint.root if root != endpoint.root else self.root
+        if root and (root != endpoint.root or checkpoint_name(root) != checkpoint_name(self.root)):
+            endpoint.forget()
+            told = f"{endpoint.url} serves '{self.model}' from {root}, where it was {before} at first"
+            self._refused(endpoint, f"{told}: expected one checkpoint throughout a run, on all servers of a judge")
 
     def _refused(self, endpoint: Endpoint, told: str) -> NoReturn:
         """What this server refuses another one may take, if there is one."""

@@ -28,6 +28,7 @@ from prefgrpo.judge.verdict import JudgeError
 
 _KEEPER = Path(__file__).with_name("keeper.py")
 _STOP_S = 2 * DRAIN_S
+_TAIL_BYTES = 1 << 16
 
 
 class Server:
@@ -37,23 +38,25 @@ class Server:
         self.config = config
         line = command(config)
         require_free(config.host, config.port)
-        handle, name = tempfile.mkstemp(prefix=f"prefgrpo-judge-{config.port}-", suffix=".log")
-        self.log = Path(name)
-        launch = [sys.executable, str(_KEEPER), str(os.getpid()), str(_STOP_S), *line]
-        with os.fdopen(handle, "wb") as log:
-            self._child = subprocess.Popen(
-                launch,
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                env=environment(config),
-                start_new_session=True,
-            )
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it has no name, so nothing is left however this ends
+        self._child = subprocess.Popen(
+            [sys.executable, str(_KEEPER), str(os.getpid()), str(_STOP_S), *line],
+            stdout=self._log,
+            stderr=self._log,
+            stdin=subprocess.DEVNULL,
+            env=environment(config),
+            start_new_session=True,
+        )
 
     @property
     def pid(self) -> int:
         """Process id of the server's keeper, which leads its process group."""
         return self._child.pid
+
+    @property
+    def log(self) -> str:
+        """Where the server's log can be read while this process lives (Linux)."""
+        return f"/proc/{os.getpid()}/fd/{self._log.fileno()}"
 
     def wait_ready(self) -> str:
         """Wait for /health and a verdict on a probe pair; the check's summary. Raises JudgeError with the log's end."""
@@ -62,7 +65,7 @@ class Server:
             if self._child.poll() is not None:
                 raise JudgeError(f"{engine} ended with code {self._child.returncode} while starting:\n{self.tail()}")
             if time.monotonic() > end:
-                raise JudgeError(f"{engine} was not ready after {self.config.startup_s:g} s; its log: {self.log}")
+                raise JudgeError(f"{engine} was not ready after {self.config.startup_s:g} s:\n{self.tail()}")
             time.sleep(0.25)
         from prefgrpo.judge.client import HttpJudgeConfig, check  # imports aiohttp
 
@@ -70,9 +73,11 @@ class Server:
         probe = HttpJudgeConfig((self.config.url,), self.config.served_name, template, min_label_mass=0.0)
         return check(probe, timeout_s=120.0).summary()
 
-    def tail(self, lines: int = 15) -> str:
+    def tail(self, lines: int = 40) -> str:
         """The last lines of the server's log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        handle = self._log.fileno()  # its position is the server's own
+        end = os.pread(handle, _TAIL_BYTES, max(os.fstat(handle).st_size - _TAIL_BYTES, 0))
+        return "\n".join(end.decode(errors="replace").splitlines()[-lines:])
 
     def wait(self) -> int:
         """Wait until the server ends; its exit code."""
@@ -105,6 +110,7 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+        self._log.close()
 
 
 def _end_group(group: int) -> None:

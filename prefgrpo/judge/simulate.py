@@ -112,11 +112,19 @@ def simulated(judge: JudgeModel, size: int, repeats: int, seed: int) -> Groups:
 
 
 def replayed(path: Path) -> Groups:
-    """Groups of a run's judgements.jsonl that were judged in both orders. Raises JudgeError if there is none."""
+    """Groups of a run's judgements.jsonl that were judged in both orders. Raises JudgeError if there is none.
+
+    A last line without its end, as a killed run leaves it, is left out.
+    """
     found: dict[tuple[str, int, int], dict[tuple[int, int], float]] = {}
     try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
+        for line in path.read_bytes().splitlines(keepends=True):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                if line.endswith(b"\n"):
+                    raise
+                break
             value = np.nan if row["p_first"] is None else row["p_first"]
             found.setdefault((row["reward"], row["step"], row["group"]), {})[row["first"], row["second"]] = value
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -127,6 +135,8 @@ def replayed(path: Path) -> Groups:
     full = [(n, pairs) for n, pairs in full if n == size]
     if len(full) < 2:
         raise JudgeError(f"{path} has {len(full)} groups that were judged in both orders; expected at least 2")
+    if all(np.isnan(p) for _, pairs in full for p in pairs.values()):
+        raise JudgeError(f"{path}: all comparisons of its {len(full)} groups failed; expected verdicts")
     verdicts = np.full((len(full), size, size), np.nan)
     for k, (_, pairs) in enumerate(full):
         for (i, j), p in pairs.items():
@@ -145,7 +155,7 @@ def resembling(groups: Groups) -> JudgeModel:
     there = ~np.isnan(p)
     ties, failed = np.mean(p[there] == 0.5), 1.0 - there.mean() - 1.0 / groups.size
     band = float(np.quantile(np.abs(fitted[there]), ties)) if ties else 0.0
-    return JudgeModel(float(np.nanstd(logit - fitted)), float(quality.std()), bias, band, float(failed))
+    return JudgeModel(float(np.nanstd(logit - fitted)), float(quality.std()), bias, band, max(float(failed), 0.0))
 
 
 def _all(verdicts: Floats) -> list[Judged]:

@@ -1,7 +1,7 @@
 """Judge templates: YAML files with the user's text, where texts and media go, and how the answer reads.
 
     user: text with {prompt}, {media_1} …, {source} and other {name}s      prefill: start of the assistant's turn
-    labels: the two answers that follow the prefill      variants: count their spellings too      max_tokens: n
+    labels: the two answers that follow the prefill      variants: count them in other case too      max_tokens: n
     answer: soft | plain | think | edit | flex | scores | json | text      scores: {name: [low, high]}
     pattern: a line with {name} and {value} as the judge writes it (scores)
 
@@ -51,7 +51,7 @@ class Template:
     max_tokens: int
     """Longest answer, in tokens (1 for soft)."""
     variants: bool = False
-    """Spellings of a label that differ in case or white space count for it (soft answers)."""
+    """Tokens that differ from a label in case count for it, as those that differ in white space always do."""
     scores: tuple[tuple[str, float, float], ...] = ()
     """(name, lowest, highest) of the numbers that the answer states, in order."""
     pattern: str = ""
@@ -139,15 +139,17 @@ def _parse(name: str, raw: Any, needs: tuple[str, ...], may: tuple[str, ...], ki
     answer = raw.get("answer", "soft" if labels else "plain")
     if answer not in kinds:
         raise ValueError(f"expected answer to be one of {', '.join(kinds)}, got {answer!r}")
-    if answer == "soft" and not (isinstance(labels, list) and len(labels) == 2 and labels[0] != labels[1]):
-        raise ValueError(f"a soft answer needs two different labels, got {labels!r}")
+    variants = bool(raw.get("variants", False))
+    two = isinstance(labels, list) and len({spelled(str(label), variants) for label in labels}) == len(labels) == 2
+    if answer == "soft" and not two:
+        hint = "white space and case" if variants else "white space"
+        raise ValueError(f"a soft answer needs two labels that differ by more than {hint}, got {labels!r}")
     texts = (str(labels[0]), str(labels[1])) if labels else None
     scores, pattern = _scores(answer, raw.get("scores")), str(raw.get("pattern") or "")
     if answer == "scores" and ("{value}" not in pattern or (len(scores) > 1 and "{name}" not in pattern)):
         raise ValueError(f"a 'scores' answer needs a pattern with {{name}} and {{value}}, got {pattern!r}")
     tokens = int(raw.get("max_tokens", _TOKENS[answer]))
-    prefill, variants = str(raw.get("prefill") or ""), bool(raw.get("variants", False))
-    return Template(name, pieces, prefill, texts, answer, tokens, variants, scores, pattern)
+    return Template(name, pieces, str(raw.get("prefill") or ""), texts, answer, tokens, variants, scores, pattern)
 
 
 def _check_markers(pieces: tuple[str, ...], needs: tuple[str, ...], may: tuple[str, ...]) -> None:
@@ -177,37 +179,37 @@ def _scores(answer: str, raw: Any) -> tuple[tuple[str, float, float], ...]:
     return tuple((str(name), float(low), float(high)) for name, (low, high) in raw.items())
 
 
-def spellings(label: str) -> list[str]:
-    """A label, and what differs from it in case or a leading space."""
+def spelled(text: str, variants: bool) -> str:
+    """What is the same for all spellings of a label or token."""
+    return text.strip().casefold() if variants else text.strip()
+
+
+def spellings(label: str, variants: bool) -> list[str]:
+    """A label, and what differs from it in a leading space, or (variants) in case."""
     bare = label.strip()
-    return list(
-        dict.fromkeys([label, *(s + t for t in (bare, bare.lower(), bare.upper(), bare.title()) for s in ("", " "))])
-    )
+    cases = (bare, bare.lower(), bare.upper(), bare.title()) if variants else (bare,)
+    return list(dict.fromkeys([label, *(space + text for text in cases for space in ("", " "))]))
 
 
-def label_ids(tokenizer: Any, prefill: str, labels: tuple[str, str]) -> tuple[int, int]:
-    """Token ids of the two labels right after `prefill`; JudgeError unless each is one token that leaves it intact."""
-    found = [_single(tokenizer, prefill, label) for label in labels]
-    for label, (before, joined, token) in zip(labels, found, strict=True):
-        if token is None:
-            raise JudgeError(
-                f"the judge's tokenizer does not read the label {label!r} after the prefill {prefill!r} as one more "
-                f"token ({before} becomes {joined}); end the prefill without a space and start the labels with one, "
-                "or the other way round"
-            )
-    return int(found[0][2] or 0), int(found[1][2] or 0)
+def label_ids(tokenizer: Any, template: Template) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Token ids of each label right after the prefill: its own, then those of its spellings that are one token.
+
+    Raises JudgeError unless each label is one token that leaves the prefill's tokens intact.
+    """
+    first, second = (_ids_of(tokenizer, template, label) for label in template.labels or ("", ""))
+    return first, second
 
 
-def all_label_ids(tokenizer: Any, template: Template) -> tuple[int, ...]:
-    """Token ids to ask for: the two labels, and their spellings that are one token where those count."""
-    if template.labels is None:
-        return ()
-    first = label_ids(tokenizer, template.prefill, template.labels)
-    if not template.variants:
-        return first
-    texts = [s for label in template.labels for s in spellings(label)]
-    more = [_single(tokenizer, template.prefill, s)[2] for s in texts]
-    return tuple(dict.fromkeys([*first, *(t for t in more if t is not None)]))
+def _ids_of(tokenizer: Any, template: Template, label: str) -> tuple[int, ...]:
+    before, joined, own = _single(tokenizer, template.prefill, label)
+    if own is None:
+        raise JudgeError(
+            f"the judge's tokenizer does not read the label {label!r} after the prefill {template.prefill!r} as one "
+            f"more token ({before} becomes {joined}); end the prefill without a space and start the labels with one, "
+            "or the other way round"
+        )
+    found = [_single(tokenizer, template.prefill, s)[2] for s in spellings(label, template.variants)]
+    return tuple(dict.fromkeys(token for token in found if token is not None))
 
 
 def _single(tokenizer: Any, prefill: str, label: str) -> tuple[list[int], list[int], int | None]:

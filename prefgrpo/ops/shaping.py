@@ -1,10 +1,10 @@
 """What may be done to verdicts and rewards before the advantage: Bradley-Terry strengths, log-taming.
 
-    strength:  π_i ← (W_i + ρ/2) / (Σ_j N_ij / (π_i + π_j) + ρ / (π_i + 1))   (Hunter 2004, with a prior ρ)
-    shown i, then j:  P(i beats j) = σ(θ_i − θ_j + b) = γ π_i / (γ π_i + π_j),  γ = exp b   (ibid., home advantage)
+    P(i beats j) = σ(θ_i − θ_j), shown i, then j: σ(θ_i − θ_j + b)   (Hunter 2004; b: its home advantage)
 
-Plain torch on whatever device, batched over prompts, no value read back. Invariant: a missing comparison or reward
-(count 0, NaN) moves nothing, and an undefeated member stays finite.
+θ and b are the maximum of the likelihood with ρ drawn games of every member against θ = 0, and of b against 0. Plain
+torch on whatever device, batched over prompts. Invariant: a missing comparison or reward (count 0, NaN) moves nothing,
+and an undefeated member stays finite.
 """
 
 from __future__ import annotations
@@ -14,49 +14,73 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+_STEPS = 200
+"""Newton steps at most; sparse, one-sided groups of 24 need about 20."""
+_STILL = 1e-10
+"""Change of a log-strength that counts as none."""
 
-def bradley_terry(wins: Tensor, counts: Tensor, *, prior: float = 1.0, iterations: int = 100) -> Tensor:
-    """Log-strengths θ fp32 [P, G] from wins and counts [P, G, G]; P(i beats j) = σ(θ_i − θ_j).
+
+def bradley_terry(wins: Tensor, counts: Tensor, *, prior: float = 1.0) -> Tensor:
+    """Log-strengths θ [P, G] from wins and counts [P, G, G]; P(i beats j) = σ(θ_i − θ_j). fp64 for fp64, else fp32.
 
     For sparse plans, where a win rate depends on who was met. counts is symmetric. prior: that many drawn games against
     a member of strength 1. A member without any comparison is NaN. Raises ValueError for other shapes or prior <= 0.
     """
-    _check("wins and counts", wins, counts, prior, iterations)
-    return _minorise(wins.double().sum(-1), counts.double() / 2, None, prior, iterations)[0]
+    _check("wins and counts", wins, counts, prior)
+    theta = _maximise(wins.double().sum(-1), counts.double() / 2, None, prior)[0]
+    return theta.to(torch.float64 if wins.dtype == torch.float64 else torch.float32)
 
 
-def bradley_terry_ordered(
-    first: Tensor, shown: Tensor, *, prior: float = 1.0, iterations: int = 300
-) -> tuple[Tensor, Tensor]:
-    """(θ fp32 [P, G], position bias b fp32 [P] in logits): P(i beats j, i shown first) = σ(θ_i − θ_j + b).
+def bradley_terry_ordered(first: Tensor, shown: Tensor, *, prior: float = 1.0) -> tuple[Tensor, Tensor]:
+    """(θ [P, G], position bias b [P] in logits): P(i beats j, i shown first) = σ(θ_i − θ_j + b).
 
-    first[p, i, j]: summed P(first) over the comparisons that showed i, then j; shown: how many there were. prior: as
-    in `bradley_terry`, and that many drawn games against no bias. Raises ValueError for other shapes or prior <= 0.
+    first[p, i, j]: summed P(first) over the comparisons that showed i, then j; shown: how many there were. fp64 for
+    fp64, else fp32. prior: as in `bradley_terry`, and that many drawn games against no bias. Raises ValueError for
+    other shapes or prior <= 0.
     """
-    _check("first and shown", first, shown, prior, iterations)
+    _check("first and shown", first, shown, prior)
     f, n = first.double(), shown.double()
-    return _minorise((f + (n - f).mT).sum(-1), n, f.sum((1, 2)), prior, iterations)
+    theta, bias = _maximise((f + (n - f).mT).sum(-1), n, f.sum((1, 2)), prior)
+    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+    return theta.to(dtype), bias.to(dtype)
 
 
-def _check(what: str, a: Tensor, b: Tensor, prior: float, iterations: int) -> None:
+def _check(what: str, a: Tensor, b: Tensor, prior: float) -> None:
     if a.dim() != 3 or a.shape != b.shape or a.shape[1] != a.shape[2]:
         raise ValueError(f"{what}: expected [P, G, G], got {list(a.shape)} and {list(b.shape)}")
-    if not prior > 0 or iterations < 1:
-        raise ValueError(f"prior: expected more than 0, iterations: 1 or more; got {prior} and {iterations}")
+    if not prior > 0:
+        raise ValueError(f"prior: expected more than 0, got {prior}")
 
 
-def _minorise(won: Tensor, shown: Tensor, firsts: Tensor | None, prior: float, steps: int) -> tuple[Tensor, Tensor]:
-    """(θ, b) from wins [P, G], comparisons [P, first, second] and wins of the first [P] (None: there is no bias)."""
-    strength, odds = torch.ones_like(won), torch.ones_like(won[:, 0])
-    for _ in range(steps):
-        ahead = odds[:, None, None] * strength[:, :, None]
-        share = shown / (ahead + strength[:, None, :])
-        met = odds[:, None] * share.sum(-1) + share.sum(-2)
-        if firsts is not None:
-            odds = (firsts + prior / 2) / ((share * strength[:, :, None]).sum((1, 2)) + prior / (odds + 1))
-        strength = (won + prior / 2) / (met + prior / (strength + 1))
+def _maximise(won: Tensor, shown: Tensor, firsts: Tensor | None, prior: float) -> tuple[Tensor, Tensor]:
+    """(θ, b) from wins [P, G], comparisons [P, first, second] and wins of the first [P] (None: there is no bias).
+
+    Newton's method, each step cut to log(1 + β)/β of its length, where β bounds its change of any logit: for a sum of
+    logistic losses this ascends from anywhere and ends quadratically (Sun and Tran-Dinh 2019, generalised
+    self-concordance). It stops when no member moves by more than 1e-10.
+    """
+    theta, bias = torch.zeros_like(won), torch.zeros_like(won[:, :1])
+    fitted = 0.0 if firsts is None else 1.0
+    for _ in range(_STEPS):
+        p = torch.sigmoid(theta[:, :, None] - theta[:, None, :] + bias[:, :, None])
+        own, side = torch.sigmoid(theta), torch.sigmoid(bias)
+        expected, w = shown * p, shown * p * (1 - p)
+        up = won - expected.sum(2) - (shown - expected).sum(1) + prior * (0.5 - own)
+        up_bias = prior * (0.5 - side) + (0 if firsts is None else firsts[:, None] - expected.sum((1, 2))[:, None])
+        across = fitted * (w.sum(2) - w.sum(1))
+        curved = torch.diag_embed(w.sum(2) + w.sum(1) + prior * own * (1 - own)) - w - w.mT
+        curved_bias = fitted * w.sum((1, 2))[:, None] + prior * side * (1 - side)
+        hessian = torch.cat(
+            [torch.cat([curved, across[:, :, None]], 2), torch.cat([across, curved_bias], 1)[:, None]], 1
+        )
+        step = torch.linalg.solve(hessian, torch.cat([up, up_bias], 1))
+        beta = (2 * step[:, :-1].abs().amax(1, keepdim=True) + step[:, -1:].abs()).clamp(min=1e-300)
+        step = step * torch.log1p(beta) / beta
+        theta, bias = theta + step[:, :-1], bias + step[:, -1:]
+        if not step.abs().max() > _STILL:
+            break
     played = shown.sum(-1) + shown.sum(-2) > 0
-    return torch.where(played, strength.log(), torch.nan).float(), odds.log().float()
+    return torch.where(played, theta, torch.nan), bias[:, 0]
 
 
 def log_tame(rewards: Tensor, threshold: float | Literal["mean", "median"] = "mean") -> Tensor:
