@@ -18,7 +18,7 @@ from prefgrpo.config import Config, ConfigError
 from prefgrpo.config import Rollout as Sizes
 from prefgrpo.data import Prompt
 from prefgrpo.models.base import Adapter
-from prefgrpo.schedule import Schedule, make_schedule, model_times, sde_window
+from prefgrpo.schedule import Schedule, make_schedule, model_times, sde_window, shifted_sigmas
 
 
 def evaluation(config: Config) -> Sizes:
@@ -66,6 +66,9 @@ class Schedules:
     def sigmas(self, sizes: Sizes) -> Tensor:
         """[T + 1] fp32."""
         key = (sizes.steps, sizes.height, sizes.width, sizes.frames)
+        if sizes.sigmas == "published":
+            assert sizes.shift is not None
+            return shifted_sigmas(sizes.steps, sizes.shift)
         if key not in self._sigmas:
             with applied(self.adapter, sizes):
                 self._sigmas[key] = self.adapter.sigmas(sizes.steps, sizes.height, sizes.width)

@@ -95,8 +95,8 @@ class Adapter(Weights, ABC):
     ) -> None:
         """Adopt a loaded pipeline.
 
-        guidance: scale used in every forward (default: the published model's). shift: static time shift that
-        replaces the one of the scheduler's config. frames: length of a clip (video families; default: the published
+        guidance: scale used in every forward (default: the published model's). shift: time shift of the published
+        sigmas (`schedule.shifted_sigmas`; default: the sigmas of the pipeline's own scheduler). frames: length of a clip (video families; default: the published
         model's). guidance_2: scale of the second expert. target_components: which denoisers train (default: all).
         source_area: pixels that source images are resized to (editing families that resize them; default: as the stock
         pipeline does). source: fingerprint of what makes conditions (`embed.Embeddings`).
