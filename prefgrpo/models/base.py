@@ -96,7 +96,8 @@ class Adapter(Weights, ABC):
         guidance: scale used in every forward (default: the published model's). frames: length of a clip (video
         families; default: the published model's). guidance_2: scale of the second expert. target_components: which
         denoisers train (default: all). source_area: pixels that source images are resized to (editing families that
-        resize them; default: as the stock pipeline does). source: fingerprint of what makes conditions (`embed.Embeddings`).
+        resize them; default: as the stock pipeline does). source: fingerprint of what makes conditions
+        (`embed.Embeddings`).
         """
         if source_area is not None and self.default_source_area is None:
             raise ValueError(f"{type(self).__name__} resizes no sources: expected no `source_area`, got {source_area}")
@@ -236,7 +237,10 @@ class Adapter(Weights, ABC):
 
         mu only counts where the scheduler shifts dynamically.
         """
-        own = self.pipe.scheduler.config.get("use_flow_sigmas") and self.pipeline in ("FluxPipeline", "Flux2KleinPipeline")
+        own = self.pipe.scheduler.config.get("use_flow_sigmas") and self.pipeline in (
+            "FluxPipeline",
+            "Flux2KleinPipeline",
+        )
         even = {} if own else {"sigmas": np.linspace(1.0, 1.0 / steps, steps)}
         return even | {"mu": self.mu(height, width)}
 
