@@ -130,9 +130,9 @@ class Evaluator:
     def save_proof(self, path: Path, index: list[int]) -> None:
         """What a stock pipeline needs to reproduce `index`: prompts and call, initial latents, our float images.
 
-        Of edits also the source images, `source_PROMPT_NUMBER` uint8 [H, W, 3], as the model saw them. Where the folder's
-        own scheduler steps otherwise (published sigmas, truncated times, a multistep solver): an Euler scheduler, and
-        `sigmas` and `timesteps` [T] fp32 for it.
+        Of edits also the source images, `source_PROMPT_NUMBER` uint8 [H, W, 3], as the model saw them. Where the
+        folder's own scheduler steps otherwise (published sigmas, truncated times, a multistep solver): an Euler
+        scheduler, and `sigmas` and `timesteps` [T] fp32 for it.
         """
         r, c, items = self.sizes, self.config, [self.held.items[i] for i in index]
         prompts = [item.text for item in items]

@@ -43,8 +43,9 @@ def make_schedule(
 ) -> Schedule:
     """Schedule from `sigmas` [T + 1].
 
-    `sde_steps`: which steps follow `rule` (None: all; a rule of 'ode' has none). times: [T] the σ that the model is shown
-    (None: the step's own). Raises ValueError for an unknown rule, sigmas that do not fall, η out of range, or a step index outside 0 … T − 1.
+    `sde_steps`: which steps follow `rule` (None: all; a rule of 'ode' has none). times: [T] the σ that the model is
+    shown (None: the step's own). Raises ValueError for an unknown rule, sigmas that do not fall, η out of range, or a
+    step index outside 0 … T − 1.
     """
     if rule not in RULES:
         raise ValueError(f"unknown step rule '{rule}': expected one of {', '.join(RULES)}")
@@ -93,7 +94,8 @@ def sde_window(steps: int, size: int, low: int, high: int, seed: int, draw: int)
 def shifted_sigmas(steps: int, shift: float) -> Tensor:
     """σ_i = shift·t / (1 + (shift − 1)·t) for t = 1 … 0 in `steps` equal steps, [steps + 1] fp32.
 
-    As Pref-GRPO and DanceGRPO, in fp32 throughout: int(1000 σ) hangs on the last bit (15 steps, shift 3: 0.6 gives 599).
+    As Pref-GRPO and DanceGRPO, in fp32 throughout: int(1000 σ) depends on the last bit (σ = 0.6 of
+    15 steps at shift 3 gives 599).
     """
     t = torch.linspace(1.0, 0.0, steps + 1)
     return (shift * t) / (1 + (shift - 1) * t)
