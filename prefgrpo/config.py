@@ -75,8 +75,11 @@ class Rollout:
     """Image width in pixels."""
     steps: int = 10
     """T, denoising steps."""
+    sigmas: Literal["pipeline", "published"] = "pipeline"
+    """pipeline: the sigmas of the model folder's own scheduler for this size and step count. published:
+    shift·s / (1 + (shift − 1)·s) on linspace(1, 0, steps + 1), whatever that scheduler says (Pref-GRPO, DanceGRPO)."""
     shift: float | None = None
-    """Static time shift of the sigmas; none: what the pipeline's own scheduler does for this size."""
+    """Time shift of the published sigmas; the pipeline's sigmas take none."""
     frames: int | None = None
     """Frames per clip; none: the video family's own number (image families take none)."""
     guidance: float = 3.5

@@ -88,6 +88,8 @@ def misfits(config: Config) -> list[str]:
             found.append(f"{name}.frames: {config.family} makes images, expected none, got {part.frames}")
         if part.guidance_2 is not None and cls.default_guidance_2 is None:
             found.append(f"{name}.guidance_2: {config.family} has one denoiser, expected none, got {part.guidance_2}")
+    if config.rollout.sigmas == "published" and cls.whole_times:
+        found.append(f"rollout.sigmas: {config.family} has no time shift, expected pipeline, got published")
     if config.rollout.source_area is not None and cls.default_source_area is None:
         found.append(f"rollout.source_area: {config.family} resizes no sources, expected none")
     if unknown:
@@ -125,7 +127,7 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True) ->
 def model_options(config: Config) -> dict[str, Any]:
     """What an adapter takes of the configuration."""
     r = config.rollout
-    options = {"guidance": r.guidance, "guidance_2": r.guidance_2, "shift": r.shift, "frames": r.frames}
+    options = {"guidance": r.guidance, "guidance_2": r.guidance_2, "frames": r.frames}
     return options | {"source_area": r.source_area, "target_components": config.train.target_components}
 
 
