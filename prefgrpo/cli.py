@@ -31,7 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "plan": ("prefgrpo.cli:plan", "parameters and memory per GPU, from the model's config alone"),
     "generate": ("prefgrpo.cli:generate", "make images or clips of every prompt of a file (also under torchrun)"),
-    "score": ("prefgrpo.score:main", "what a folder of images or clips is worth (also under torchrun)"),
+    "score": ("prefgrpo.score:main", "score a folder of images or clips (also under torchrun)"),
     "reward list": ("prefgrpo.rewards.listing:show", "every reward: what it takes, what it is, where it runs"),
     "reward serve": ("prefgrpo.rewards.serve:main", "serve one reward over HTTP, from an environment of its own"),
     "report": ("prefgrpo.cli:report", "write report.html of a run, finished or not"),

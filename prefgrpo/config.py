@@ -223,9 +223,12 @@ class Eval:
     every: int = 50
     """Training steps between evaluations; 0: none."""
     prompts: str = ""
-    """Held-out prompts watched during training; empty: no evaluation."""
+    """Held-out prompts watched during training; empty: those of `holdout`."""
     final_prompts: str = ""
     """Untouched prompts, evaluated only at the start and the end of the run."""
+    holdout: float = 0.05
+    """Share of data.prompts that is never trained on and watched instead, drawn by the seed: at most max_prompts (64 if
+    that is 0), and none of fewer than 20 prompts or where prompts or final_prompts names a file."""
     samples_per_prompt: int = 1
     """Images per held-out prompt."""
     max_prompts: int = 0

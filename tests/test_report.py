@@ -175,7 +175,7 @@ def test_every_asked_for_curve_is_there_and_unmeasured_ones_are_not(page):
     assert list(charts(page))[:14] == [
         "Win rate against the start", "Measured: scenes", "Reward: std within a group", "Groups without signal",
         "Policy ratio − 1", "Clipped", "KL divergence", "Gradient norm", "Judge: latency", "Judge: failures",
-        "Judge: consistency", "Time per step", "Judging beside the rollout", "advantage · max",
+        "Judge: consistency", "Time per step", "Judge overlap", "advantage · max",
     ]  # fmt: skip
     assert "to the start" not in charts(page)["KL divergence"].text  # kl_coef 0: the KL was never computed
 

@@ -74,7 +74,9 @@ def figures(run: Run) -> list[Figure]:
 def sentence(run: Run) -> str:
     """The result in one sentence; says so when there is none yet."""
     if run.best_set is None:
-        return "No evaluation after the first training step yet, so there is no result to tell."
+        if run.evals or not run.finished:
+            return "No evaluation after the first training step yet, so there is no result to tell."
+        return "This run had no evaluation set (eval.prompts, eval.holdout), so there is no before/after result."
     rows, name = run.evals[run.best_set], run.best_set
     step = int(rows.steps[-1])
     parts = []
