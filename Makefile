@@ -1,5 +1,5 @@
 # Everything a clone needs. Each target installs what it lacks into $(VENV) and says so; a second call starts at once.
-#   make demo        train the tiny FLUX pipeline against the tiny judge, about 8 minutes on 2 cores; runs/demo/report.html
+#   make demo        train the tiny FLUX pipeline against the tiny judge, about 5 minutes on 2 cores; runs/demo/report.html
 #   make test        lint, types, layers and every test
 #   make demo-vllm   the demo with its judge behind a real vLLM server, in .venv-vllm
 #   make bench       the benchmarks of the ops

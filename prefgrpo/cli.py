@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
+import yaml
 
 from prefgrpo import __version__
-from prefgrpo.config import MODEL_VALUES, Config, ConfigError, check, differences, parse
+from prefgrpo.config import MODEL_VALUES, Config, ConfigError, check, differences, nearest, parse
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("prefgrpo.cli:train", "train a model from a recipe; any field can be overridden"),
@@ -29,7 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "plan": ("prefgrpo.cli:plan", "parameters and memory per GPU, from the model's config alone"),
     "generate": ("prefgrpo.cli:generate", "make images or clips of every prompt of a file (also under torchrun)"),
-    "score": ("prefgrpo.score:main", "what a folder of images or clips is worth (also under torchrun)"),
+    "score": ("prefgrpo.score:main", "score a folder of images or clips (also under torchrun)"),
     "reward list": ("prefgrpo.rewards.listing:show", "every reward: what it takes, what it is, where it runs"),
     "reward serve": ("prefgrpo.rewards.serve:main", "serve one reward over HTTP, from an environment of its own"),
     "report": ("prefgrpo.cli:report", "write report.html of a run, finished or not"),
@@ -104,23 +106,77 @@ class Generate:
 
 def _with_recipe(command: Any, argv: Sequence[str], name: str) -> Any:
     """The command's arguments: its recipe read, overridden and checked. Raises ConfigError with every mistake."""
-    words = [word for word in argv if not word.startswith("-")]
+    words = [word for word in argv if not word.startswith("-") and "=" not in word]
     recipe = next((word for word in words if word.endswith((".yaml", ".yml"))), words[0] if words else None)
     asks_help = "-h" in argv or "--help" in argv
     config, mistakes = parse(recipe) if recipe and not asks_help else (Config(), [])
-    args = _read(command, argv, name, config)
+    argv, misspelled = (argv, []) if asks_help else options(command, argv)
+    args, changed = _read(command, argv, name, config), {}
     if recipe and args.config.model != config.model:
         own, mistakes = parse(recipe, args.config.model)
         if changed := differences(config, own):
-            if os.environ.get("RANK", "0") == "0":
-                shown = ", ".join(f"{key} {b} (was {a})" for key, (a, b) in changed.items())
-                print(f"from {args.config.model}/{MODEL_VALUES}: {shown}", file=sys.stderr)
             args = _read(command, argv, name, own)
     if args.recipe != Path(recipe or ""):
         raise ConfigError([f"recipe: '{recipe}' or '{args.recipe}'? Put the recipe before the overrides"])
-    if mistakes := mistakes + check(args.config) + _beyond(command, args.config):
+    if mistakes := mistakes + misspelled + check(args.config) + _beyond(command, args.config):
         raise ConfigError(mistakes)
+    if changed and os.environ.get("RANK", "0") == "0":
+        shown = ", ".join(f"{key} {b} (was {a})" for key, (a, b) in changed.items())
+        print(f"from {args.config.model}/{MODEL_VALUES}: {shown}", file=sys.stderr)
     return args
+
+
+SWITCHES = {"true": "", "false": "no_"}
+
+
+def options(command: Any, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(`argv` as tyro reads it, mistakes): overrides may also be KEY=VALUE, and switches take true or false.
+
+    A KEY=VALUE has its value as in a recipe: `train.lora_targets=[to_q, to_k]`, `rollout.shift=null`.
+    """
+    known = _fields(command) | _fields(Config)
+    out, mistakes, rest = list[str](), list[str](), list(argv)
+    while rest:
+        word = rest.pop(0)
+        given, equals, value = word.removeprefix("--").partition("=")
+        section, dot, name = (key := given.replace("-", "_")).rpartition(".")
+        is_option = re.fullmatch(r"--[a-z][\w.-]*(=.*)?", word, re.S)
+        if not is_option and not (equals and (key in known or section in known)):
+            out.append(word)
+        elif known.get(key) is bool and (equals or (rest and rest[0].lower() in SWITCHES)):
+            switch = (value if equals else rest.pop(0)).lower()
+            if switch in SWITCHES:
+                out.append(f"--{section}{dot}{SWITCHES[switch]}{name}".replace("_", "-"))
+            else:
+                mistakes.append(f"{key}: expected true or false, got {switch!r}")
+        elif key in known and not is_option:
+            read = _value(value)
+            out += [f"--{given}", *map(str, read)] if isinstance(read, list) else [f"--{given}={read}"]
+        elif key in known or known.get(f"{section}{dot}{name.removeprefix('no_')}") is bool:
+            out.append(word)
+        else:
+            mistakes.append(f"{word}: unknown option; {nearest(tuple(key.split('.')))}")
+            while rest and not rest[0].startswith("--"):
+                rest.pop(0)  # its values
+    return out, mistakes
+
+
+def _value(text: str) -> Any:
+    """The value of KEY=VALUE: a list, None, or else the text itself."""
+    try:
+        read = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return read if isinstance(read, list) else None if text and read is None else text
+
+
+def _fields(cls: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted name → type of every field of a dataclass and of its sections; of a command, its own options."""
+    found: dict[str, Any] = {}
+    for name, kind in get_type_hints(cls).items():
+        if name != "config":
+            found |= {prefix + name: kind} | (_fields(kind, f"{prefix}{name}.") if is_dataclass(kind) else {})
+    return found
 
 
 def _beyond(command: Any, config: Config) -> list[str]:
@@ -265,13 +321,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             result = tyro.cli(command, args=rest, prog=f"prefgrpo {name}", config=(tyro.conf.PositionalRequiredArgs,))
         sys.stdout.flush()
-    except _mendable() as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `prefgrpo reward list | head`; what is still to be flushed goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except Exception as error:
+        if not isinstance(error, ConfigError) and not isinstance(error, _mendable()):  # the latter imports torch
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return result if isinstance(result, int) else 0

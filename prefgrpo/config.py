@@ -226,9 +226,12 @@ class Eval:
     every: int = 50
     """Training steps between evaluations; 0: none."""
     prompts: str = ""
-    """Held-out prompts watched during training; empty: no evaluation."""
+    """Held-out prompts watched during training; empty: those of `holdout`."""
     final_prompts: str = ""
     """Untouched prompts, evaluated only at the start and the end of the run."""
+    holdout: float = 0.05
+    """Share of data.prompts that is never trained on and watched instead, drawn by the seed: at most max_prompts (64 if
+    that is 0), and none of fewer than 20 prompts or where prompts or final_prompts names a file."""
     samples_per_prompt: int = 1
     """Images per held-out prompt."""
     max_prompts: int = 0
@@ -372,15 +375,23 @@ def _typed(data: dict[str, Any]) -> tuple[Config, list[str]]:
 def _explain(path: tuple[str, ...], item: Any) -> str:
     name = ".".join(path)
     if item["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        cls: Any = Config
-        for key in path[:-1]:
-            cls = get_type_hints(cls)[key]
-        known = [f.name for f in fields(cls)]
-        near = (
-            difflib.get_close_matches(path[-1], known, n=1, cutoff=0.75)
-            or [n for n in flatten(asdict(Config())) if n.split(".")[-1] == path[-1]]
-            or difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
-        )
-        hint = f"did you mean '{near[0]}'?" if near else f"known keys here: {', '.join(known)}"
-        return f"{name}: unknown key; {hint}"
+        return f"{name}: unknown key; {nearest(path)}"
     return f"{name}: {item['msg'].replace('tuple', 'list')}, got {item['input']!r}"
+
+
+def nearest(path: tuple[str, ...]) -> str:
+    """What may have been meant by a key that is none: "did you mean 'train.lr'?", or the keys of its section."""
+    cls: Any = Config
+    for key in path[:-1]:
+        cls = get_type_hints(cls).get(key, Config)
+    known, key = [f.name for f in fields(cls)], path[-1]
+    initials = "".join(word[:1] for word in key.split("_"))
+    near = (
+        difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+        or [name for name in known if name == initials]
+        or [name for name in flatten(asdict(Config())) if name.split(".")[-1] in (key, initials)]
+        or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    )
+    if not near:
+        return f"known keys here: {', '.join(known)}"
+    return f"did you mean '{near[0] if '.' in near[0] else '.'.join((*path[:-1], near[0]))}'?"

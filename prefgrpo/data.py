@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from PIL import Image
 
+from prefgrpo.config import Config
 from prefgrpo.media import UNREADABLE, rgb
 
 TEXT = ("instruction", "prompt", "prompt_en", "prompt_zh", "caption", "text")
@@ -259,6 +260,25 @@ READERS: dict[str, Callable[[Path, _Found], None]] = {
     ".txt": _text, "": _text, ".csv": _csv, ".tsv": _csv, ".jsonl": _jsonl, ".parquet": _parquet,
 }  # fmt: skip
 """File ending → reader."""
+
+
+FEWEST_TO_SPLIT, MOST_HELD_OUT = 20, 64
+
+
+def prompt_sets(config: Config) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
+    """(training prompts, those of each evaluation set: dev, test). Raises DataError as `read_prompts`.
+
+    Without evaluation files, dev is a share of data.prompts that training never sees; which, depends on the seed and
+    the file alone, so all ranks, a resumed run and `prefgrpo preprocess` agree.
+    """
+    prompts, e = read_prompts(config.data.prompts), config.eval
+    files = {name: file for name, file in (("dev", e.prompts), ("test", e.final_prompts)) if file}
+    count = min(round(e.holdout * len(prompts)), e.max_prompts or MOST_HELD_OUT)
+    if files or not (e.every and count) or len(prompts) < FEWEST_TO_SPLIT:
+        return prompts, {name: read_prompts(file) for name, file in files.items()}
+    generator = torch.Generator().manual_seed((config.seed * 1_000_003 - 1) % 2**63)  # epochs have the numbers from 0
+    held = set(torch.randperm(len(prompts), generator=generator)[:count].tolist())
+    return [p for k, p in enumerate(prompts) if k not in held], {"dev": [prompts[k] for k in sorted(held)]}
 
 
 def step_prompts(total: int, per_step: int, seed: int, step: int) -> list[int]:

@@ -13,7 +13,7 @@ import yaml
 
 from prefgrpo import parallel
 from prefgrpo.config import Config, to_dict
-from prefgrpo.data import read_prompts, step_prompts
+from prefgrpo.data import prompt_sets, step_prompts
 from prefgrpo.embed import Embeddings
 from prefgrpo.loading import missing, uses
 from prefgrpo.plan import GIB, known_bytes
@@ -30,7 +30,7 @@ def dry_run(config: Config) -> int:
     try:
         check_run(config, world.size)
         print(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
-        r, prompts = config.rollout, read_prompts(config.data.prompts)
+        r, (prompts, sets) = config.rollout, prompt_sets(config)
         absent = missing(config, uses(config, prompts))
         adapter = trainable_adapter(config, world.device, bool(absent))
         schedules = open_schedules(config, adapter, world, prompts)
@@ -41,7 +41,9 @@ def dry_run(config: Config) -> int:
         r = sized[0][1]
         batch = [p for p, sizes in sized if sizes == r for _ in range(r.group_size)][: r.batch_size]
         schedule = schedules.step(r, 0)
-        print(f"{len(prompts)} prompts; first batch: {len(batch)} samples of {batch[0].text[:80]!r} …")
+        told = ", ".join(f"{len(held)} of the set {name}" for name, held in sets.items())
+        print(f"{len(prompts)} training prompts; to evaluate on: {told or 'none'}")
+        print(f"first batch: {len(batch)} samples of {batch[0].text[:80]!r} …")
         embeddings = Embeddings(adapter, config.data.max_length, None if absent else config.data.cache or None)
         condition = conditions(embeddings, batch, r, world.device)
         ids = torch.arange(len(batch), device=world.device)

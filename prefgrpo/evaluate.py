@@ -109,6 +109,13 @@ class Evaluator:
         first = -(-len(self.held.prompts) // self.world.size)
         return np.linspace(0, first - 1, min(self.config.eval.show, first)).round().astype(int).tolist()
 
+    def shown_sources(self) -> Images | None:
+        """The source images of `shown`, uint8 [n, H, W, 3], several of a prompt side by side; None without any."""
+        items = [self.held.items[i] for i in self.shown()]
+        if not any(item.source for item in items):
+            return None
+        return np.stack([np.concatenate([np.array(s) for s in own], axis=1) for own in sources(items, self.sizes)])
+
     def run(self, before: Images) -> tuple[Images, dict[str, float]]:
         """(this rank's images now, metrics over all ranks) against `before`, this rank's images at the start."""
         index, held = self.mine(), self.held

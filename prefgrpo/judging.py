@@ -22,7 +22,7 @@ from prefgrpo.media import Media
 from prefgrpo.models import family
 from prefgrpo.parallel import World
 from prefgrpo.rewards import build, load_class, parse_reward_spec
-from prefgrpo.rewards.base import Reward
+from prefgrpo.rewards.base import PointwiseReward, Reward
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
 
@@ -228,8 +228,13 @@ def training_scorer(
     return Scorer(rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log), weights
 
 
-def evaluation_scorers(config: Config, judge: PairJudge | None, prompts: Sequence[Prompt]) -> dict[str, Scorer]:
-    """Scorers of (now, before) pairs: 'judge' asks in both orders, 'measure' holds the rewards of eval.spec."""
+def evaluation_scorers(
+    config: Config, judge: PairJudge | None, prompts: Sequence[Prompt], training: Scorer
+) -> dict[str, Scorer]:
+    """Scorers of (now, before) pairs: 'judge' asks in both orders, 'measure' holds the rewards of eval.spec.
+
+    Where no evaluation is configured (prompts held out by default), measured are the pointwise rewards of training.
+    """
     _, measured = specs(config)
     scorers = {}
     if config.eval.judge and judge is not None:
@@ -241,4 +246,8 @@ def evaluation_scorers(config: Config, judge: PairJudge | None, prompts: Sequenc
     if measured:
         rewards = _built(config, "eval.spec", measured, config.eval.options, None, prompts)
         scorers["measure"] = Scorer(rewards, 2, config.judge.deadline_s, config.seed)
+    elif not (config.eval.prompts or config.eval.final_prompts):
+        own = {name: reward for name, reward in training.rewards.items() if isinstance(reward, PointwiseReward)}
+        if own:
+            scorers["measure"] = Scorer(own, 2, config.judge.deadline_s, config.seed)
     return scorers

@@ -43,6 +43,7 @@ def check(c: Any) -> list[str]:
         ),
         (c.judge.backend == "local" or bool(c.judge.endpoints), "judge.endpoints: expected at least one URL, got none"),
         (0 <= c.judge.max_missing < 1, f"judge.max_missing: expected a share in [0, 1), got {c.judge.max_missing}"),
+        (0 <= e.holdout < 1, f"eval.holdout: expected a share in [0, 1), got {e.holdout}"),
         (0 <= t.ema_decay < 1, f"train.ema_decay: expected [0, 1), got {t.ema_decay}"),
         (0 <= t.beta1 < 1, f"train.beta1: expected [0, 1), got {t.beta1}"),
         (0 <= t.beta2 < 1, f"train.beta2: expected [0, 1), got {t.beta2}"),

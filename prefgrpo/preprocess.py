@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from prefgrpo import parallel
 from prefgrpo.config import Config, ConfigError
-from prefgrpo.data import Prompt, read_prompts
+from prefgrpo.data import prompt_sets
 from prefgrpo.embed import Embeddings
 from prefgrpo.loading import Part, missing, note_encoders, open_adapter, uses
 from prefgrpo.parallel import World
@@ -22,17 +22,12 @@ from prefgrpo.sampling import applied
 from prefgrpo.shards import Shards
 
 
-def all_prompts(config: Config) -> tuple[list[Prompt], list[Prompt]]:
-    """Prompts of training and of evaluation. Raises DataError with the numbers of bad lines."""
-    files = [f for f in (config.eval.prompts, config.eval.final_prompts) if f]
-    return read_prompts(config.data.prompts), [p for file in dict.fromkeys(files) for p in read_prompts(file)]
-
-
 def preprocess(config: Config) -> int:
     """Fill data.cache; returns the exit code. Raises ConfigError, DataError or ModelError."""
     if not config.data.cache:
         raise ConfigError(["data.cache: expected the folder to fill, got nothing"])
-    prompts, held = all_prompts(config)
+    prompts, sets = prompt_sets(config)
+    held = [p for prompts_of_set in sets.values() for p in prompts_of_set]
     world = parallel.start(config.device)
     try:
         todo = missing(config, uses(config, prompts, held))

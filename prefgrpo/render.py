@@ -98,6 +98,20 @@ def stills(media: Images, most: int = 4) -> Images:
     return np.concatenate([media[:, k] for k in chosen], axis=2)
 
 
+def preview(media: Images, frames: int = 16, side: int = 256) -> Images:
+    """Images as they are; of clips [n, F, H, W, 3] up to `frames` even ones, at most `side` pixels a side."""
+    if media.ndim == 4:
+        return media
+    n, count, height, width, _ = media.shape
+    chosen = media[:, np.linspace(0, count - 1, min(frames, count)).round().astype(int)]
+    if (longest := max(height, width)) <= side:
+        return chosen
+    size = (max(width * side // longest, 1), max(height * side // longest, 1))
+    flat = chosen.reshape(-1, height, width, 3)
+    small = [np.asarray(Image.fromarray(frame).resize(size, Image.Resampling.LANCZOS)) for frame in flat]
+    return np.stack(small).reshape(n, -1, size[1], size[0], 3) if small else np.zeros((0, 1, *size[::-1], 3), np.uint8)
+
+
 def to_uint8(media: Tensor) -> Images:
     """[B, 3, H, W] or [B, F, 3, H, W] in [0, 1] → uint8 [B, (F,) H, W, 3], rounded as diffusers' processor rounds.
 

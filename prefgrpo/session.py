@@ -20,7 +20,7 @@ import yaml
 
 from prefgrpo import checkpoint, judging, parallel
 from prefgrpo.config import Config, ConfigError, differences, load, to_dict
-from prefgrpo.data import Prompt, fingerprint, read_prompts
+from prefgrpo.data import FEWEST_TO_SPLIT, Prompt, fingerprint, prompt_sets
 from prefgrpo.embed import Embeddings
 from prefgrpo.evaluate import Evaluator, held_out
 from prefgrpo.judge.verdict import PairJudge
@@ -133,12 +133,11 @@ def _open(config: Config, resume: bool, world: World) -> Session:
     folder = Path(config.output) / config.name
     check_run(config, world.size)
     lock = _check_folder(config, folder, resume, world)
-    prompts = read_prompts(config.data.prompts)
-    sets = {n: read_prompts(p) for n, p in (("dev", config.eval.prompts), ("test", config.eval.final_prompts)) if p}
+    prompts, sets = prompt_sets(config)
     measured = sets if config.eval.every else {}
     judge, judge_notes = open_judge(config, world)  # what is wrong with a reward is told before the model is loaded
     scorer, weights = training_scorer(config, judge, folder if world.main else None, prompts)
-    scorers = {name: evaluation_scorers(config, judge, held) for name, held in measured.items()}
+    scorers = {name: evaluation_scorers(config, judge, held, scorer) for name, held in measured.items()}
     absent = len(missing(config, uses(config, prompts, (p for held in sets.values() for p in held))))
     adapter = trainable_adapter(config, world.device, encoders=bool(absent))
     policy = Policy(dict(adapter.trainable()), config.train)
@@ -153,7 +152,8 @@ def _open(config: Config, resume: bool, world: World) -> Session:
         world, folder, adapter, policy, prompts, embeddings, schedules, scorer, weights, evaluators, judge, Interrupt()
     )
     session.lock = lock
-    session.notes = [_describe(config, session), memory_estimate(config, session), *judge_notes]
+    session.notes = [_describe(config, session), _evaluated(config, session)]
+    session.notes += [memory_estimate(config, session), *judge_notes]
     if config.data.cache:
         told = f"{absent} texts are not in it yet" if absent else "it has all prompts, no text encoder was loaded"
         session.notes.append(f"embeddings in {config.data.cache}: {told}")
@@ -252,6 +252,20 @@ def _describe(config: Config, session: Session) -> str:
         f"{session.world.size} × {session.world.device}; {r.prompts_per_step} prompts × {r.group_size} {media} "
         f"{r.width}×{r.height} per step from {len(session.prompts)} prompts"
     )
+
+
+def _evaluated(config: Config, session: Session) -> str:
+    """What the policy is evaluated on."""
+    counts = {name: len(set(evaluator.held.group.tolist())) for name, evaluator in session.evaluators.items()}
+    if not counts:
+        few = f"{len(session.prompts)} prompts are too few to hold some out (fewer than {FEWEST_TO_SPLIT})"
+        why = "eval.every is 0" if not config.eval.every else few if config.eval.holdout else "eval.holdout is 0"
+        return f"no evaluation, hence no before/after: {why}, and eval.prompts names no file"
+    if config.eval.prompts or config.eval.final_prompts:
+        return "evaluated on " + ", ".join(f"{count} prompts ({name})" for name, count in counts.items())
+    total = len(session.prompts) + counts["dev"]
+    told = f"{counts['dev']} of {total} prompts are held out (eval.holdout {config.eval.holdout:g}): evaluated on"
+    return f"{told} every {config.eval.every} steps, never trained on"
 
 
 def memory_estimate(config: Config, session: Session) -> str:

@@ -34,7 +34,7 @@ from prefgrpo.metrics import (
 from prefgrpo.objectives import objective
 from prefgrpo.ops import group_advantage
 from prefgrpo.policy import NonFiniteGradient
-from prefgrpo.render import Images, stills, to_uint8
+from prefgrpo.render import Images, preview, stills, to_uint8
 from prefgrpo.replay import replay
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import StepScores
@@ -269,6 +269,8 @@ class Trainer:
                 if self.world.main:
                     prompts = [evaluator.held.prompts[i] for i in evaluator.shown()]
                     checkpoint.write_atomic(self.folder / "eval" / f"{name}_prompts.json", json.dumps(prompts))
+                    if (source := evaluator.shown_sources()) is not None:
+                        save_images(self.folder / "eval" / f"{name}_sources.npz", sources=source)
                 self._evaluate(0, name)
 
     def _evaluate(self, step: int, name: str) -> None:
@@ -279,7 +281,7 @@ class Trainer:
         if self.world.main:
             show = self.parts.evaluators[name].shown()
             file = self.folder / "eval" / f"{name}_{step:06d}.npz"
-            save_images(file, before=stills(self.before[name][show]), now=stills(now[show]))
+            save_images(file, before=preview(self.before[name][show]), now=preview(now[show]))
         self.log.row("eval", step, {"set": name} | values | {"time/eval": clock.seconds["eval"]})
         self.verdict = eval_line(step, name, values)
         self.log.say(self.verdict)

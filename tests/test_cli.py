@@ -134,6 +134,32 @@ def test_none_and_underscores_and_equals(asked, place):
     assert asked(file, "--rollout.group-size=5")[0].rollout.group_size == 5
 
 
+@pytest.mark.parametrize(
+    ("argv", "field", "value"),
+    [
+        (["--tensorboard", "false"], "tensorboard", False),
+        (["--train.gradient-checkpointing", "True"], "train.gradient_checkpointing", True),
+        (["--train.gradient_checkpointing=false"], "train.gradient_checkpointing", False),
+        (["train.gradient_checkpointing=true"], "train.gradient_checkpointing", True),
+        (["--train.no-gradient-checkpointing"], "train.gradient_checkpointing", False),
+        (["train.lr=3e-6"], "train.lr", 3e-6),
+        (["rollout.shift=null"], "rollout.shift", None),
+        (["rollout.shift=None"], "rollout.shift", None),
+        (["train.lora-targets=[to_q, to_k]"], "train.lora_targets", ("to_q", "to_k")),
+        (["reward.options={clip: {device: cpu}}"], "reward.options", {"clip": {"device": "cpu"}}),
+        (["name=a b=c"], "name", "a b=c"),
+        (["--name", "a=b"], "name", "a=b"),
+        (["--judge.endpoints", "http://a:1/?k=v", "seed=3"], "judge.endpoints", ("http://a:1/?k=v",)),
+    ],
+)
+def test_overrides_as_other_tools_spell_them(asked, place, argv, field, value):
+    for order in (argv, ["--seed", "5", *argv]):
+        config = asked(recipe(place, "spelled"), *order)[0]
+        for part in field.split("."):
+            config = getattr(config, part)
+        assert config == value
+
+
 def test_without_overrides_it_is_the_recipe(asked, place):
     file = recipe(place, "same")
     assert asked(file) == (parse(file)[0], False)
@@ -173,8 +199,14 @@ def test_mistakes_of_recipe_and_overrides_come_together(capsys, place):
 @pytest.mark.parametrize(
     ("option", "told"),
     [
-        (["--train.lrr", "1"], "--train.lr"),
-        (["--rollout.groupsize", "4"], "--rollout.group-size"),
+        (["--train.lrr", "1"], "--train.lrr: unknown option; did you mean 'train.lr'?"),
+        (["--rollout.groupsize", "4"], "did you mean 'rollout.group_size'?"),
+        (["--train.learning-rate", "1e-5"], "--train.learning-rate: unknown option; did you mean 'train.lr'?"),
+        (["--learning_rate=1e-5"], "did you mean 'train.lr'?"),
+        (["train.learning_rate=1e-5"], "did you mean 'train.lr'?"),
+        (["--trian.lr", "1"], "did you mean 'train.lr'?"),
+        (["--tensorboard=maybe"], "tensorboard: expected true or false, got 'maybe'"),
+        (["train.steps=many"], "many"),
         (["--train.steps", "many"], "many"),
         (["--judge.backend", "magic"], "magic"),
         (["--train.steps"], "--train.steps"),
@@ -226,6 +258,21 @@ def test_a_reader_may_leave():
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
         process.stdout.close()
         assert process.stderr.read() == "" and process.wait() == 141
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys; from prefgrpo.cli import main\ntry: main(['train', '--help'])"
+    code += "\nfinally: print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "--train.lr" in done.stdout
+    assert not {"torch", "numpy", "transformers", "diffusers", "PIL", "aiohttp"} & set(done.stderr.split())
+
+
+def test_mistakes_come_before_what_the_model_changes(capsys, place):
+    tiny = ["--model", str(place / "flux"), "--rollout.height", "512"]
+    file = place / "other.yaml"
+    file.write_text(recipe(place, "base").read_text().replace(str(place / "flux"), "owner/name"))
+    assert shown(capsys, "train", str(file), *tiny, "--train.lr", "-1")[1].startswith("error: the configuration has")
 
 
 def test_python_dash_m_is_the_command():

@@ -130,7 +130,7 @@ def test_every_mistake_is_listed_at_once():
         }
     )
     for part in (
-        "data.promts: unknown key; did you mean 'prompts'?",
+        "data.promts: unknown key; did you mean 'data.prompts'?",
         "trian: unknown key; did you mean 'train'?",
         "rollout.steps:",
         "got 'many'",
@@ -152,6 +152,7 @@ def test_every_mistake_is_listed_at_once():
     [
         ({"group_size": 8}, "group_size: unknown key; did you mean 'rollout.group_size'?"),
         ({"rollout": {"lr": 1e-4}}, "rollout.lr: unknown key; did you mean 'train.lr'?"),
+        ({"train": {"learning_rate": 1e-4}}, "train.learning_rate: unknown key; did you mean 'train.lr'?"),
         ({"train": {"zzzzzz": 1}}, "train.zzzzzz: unknown key; known keys here: steps, "),
         ({"sead": 1}, "sead: unknown key; did you mean 'seed'?"),
         ({1: 2}, "1: unknown key"),

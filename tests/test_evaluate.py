@@ -7,6 +7,7 @@ the policy that was evaluated (EMA included), loadable without this project, wit
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 
@@ -16,11 +17,12 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_run import recipe, rows, settings, train, world
+from tiny_run import recipe, rows, settings, start, train, world
 
 from prefgrpo.checkpoint import CheckpointError
+from prefgrpo.collect import slot_prompts
 from prefgrpo.config import from_dict
-from prefgrpo.data import Prompt
+from prefgrpo.data import Prompt, prompt_sets
 from prefgrpo.evaluate import Held, held_out, load_before, save_images, summarise, to_uint8
 from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.noise import initial_latents
@@ -44,6 +46,72 @@ def check_lora(root):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+# ---- the prompts --------------------------------------------------------------------------------------------------
+
+
+def held_out_of(place, count, seed=0, **evaluation):
+    """(training texts, held-out texts) of a file of `count` prompts."""
+    (place / "many.txt").write_text("\n".join(f"prompt {k}" for k in range(count)))
+    content = settings(place, "x", seed=seed, data={"prompts": str(place / "many.txt")}, eval={"prompts": ""})
+    config = from_dict(content | {"eval": content["eval"] | evaluation})
+    prompts, sets = prompt_sets(config)
+    seen = {prompt.text for step in range(3 * count) for prompt, _ in slot_prompts(config, prompts, step)}
+    assert seen == {p.text for p in prompts}, "every training prompt is trained on"
+    return seen, [p.text for p in sets.get("dev", [])]
+
+
+@pytest.mark.parametrize(
+    ("count", "evaluation", "held"),
+    [
+        (19, {}, 0), (20, {}, 1), (100, {}, 5), (3000, {}, 64), (3000, {"max_prompts": 100}, 100),
+        (100, {"holdout": 0.0}, 0), (100, {"holdout": 0.5}, 50), (100, {"every": 0}, 0),
+    ],
+)  # fmt: skip
+def test_held_out_prompts_are_never_trained_on(place, count, evaluation, held):
+    trained, found = held_out_of(place, count, **evaluation)
+    assert len(found) == held and not trained & set(found) and len(trained) == count - held
+    assert held_out_of(place, count, **evaluation)[1] == found
+    if held > 1:
+        assert held_out_of(place, count, seed=1, **evaluation)[1] != found
+
+
+def test_files_of_evaluation_prompts_are_taken_instead(place):
+    for files in ({"prompts": str(place / "dev.txt")}, {"final_prompts": str(place / "dev.txt")}):
+        trained, _ = held_out_of(place, 40, **files)
+        assert len(trained) == 40
+
+
+def test_a_recipe_that_names_no_evaluation_has_a_before_and_after(place):
+    """Two runs of it, one interrupted by a resume and after `preprocess` without its text encoders."""
+    (place / "many.txt").write_text("\n".join(f"a red circle {k}" for k in range(40)))
+    over = {"data": {"prompts": str(place / "many.txt")}, "eval": {"prompts": "", "spec": ""}}
+    whole = recipe(place, "held", **over)
+    code, output = train(whole, "--dry-run")
+    assert code == 0 and "38 training prompts; to evaluate on: 2 of the set dev" in output
+    code, output = train(whole)
+    assert code == 0 and "2 of 40 prompts are held out (eval.holdout 0.05)" in output
+    found = rows(place / "runs" / "held")
+    evals = [row for row in found if row["kind"] == "eval"]
+    assert [row["step"] for row in evals] == [0, 2, 4] and "dev/jpeg_compressibility_before" in evals[-1]
+    assert "The same prompts before and after" in (place / "runs" / "held" / "report.html").read_text()
+
+    model, cache = place / "bare", {"cache": str(place / "cache")}
+    shutil.copytree(place / "flux", model)
+    cached = {**over, "data": over["data"] | cache}
+    parts = recipe(place, "held-parts", **cached, model=str(model), train={"steps": 2})
+    run = start(["preprocess", str(parts)], place / "preprocess.log")
+    assert run.wait() == 0, run.output
+    for encoder in model.glob("text_encoder*/*.safetensors"):
+        encoder.unlink()
+    assert train(parts)[0] == 0
+    code, output = train(parts, "--train.steps", "4", "--resume")
+    assert code == 0, output
+    again = [row for row in rows(place / "runs" / "held-parts") if row["kind"] == "eval"]
+    assert [{k: v for k, v in row.items() if k != "step"} for row in again[-1:]] == [
+        {k: v for k, v in row.items() if k != "step"} for row in evals[-1:]
+    ]
 
 
 # ---- numbers ------------------------------------------------------------------------------------------------------

@@ -107,6 +107,9 @@ def test_edits_with_sources_of_any_size(place, root):
     code, output = run(place, "edit", "flux_kontext", **files)
     assert code == 0, output
     assert "(exact)" in output and "from 3 prompts" in output
+    with np.load(place / "runs" / "edit" / "eval" / "dev_sources.npz") as stored:
+        assert len(stored["sources"]) == len(np.unique(stored["sources"], axis=0))
+    assert "<small>source</small>" in (place / "runs" / "edit" / "report.html").read_text()
     check = [sys.executable, str(root / "scripts" / "check_lora.py"), str(place / "runs" / "edit")]
     done = subprocess.run(check, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and ": the same images" in done.stdout, done.stdout + done.stderr

@@ -8,8 +8,11 @@ encoders, must be those that the encoders return.
 """
 
 import itertools
+import json
 from dataclasses import replace
+from pathlib import Path
 
+import diffusers
 import pytest
 import torch
 from families import CASES, folder, load
@@ -18,12 +21,15 @@ from torch.profiler import ProfilerActivity, profile
 from prefgrpo import models, plan
 from prefgrpo.activations import Weigh
 from prefgrpo.config import Memory, from_dict
+from prefgrpo.config import load as load_recipe
 from prefgrpo.embed import Embeddings, collate
 from prefgrpo.models.guidance import NEGATIVE, attach
 from prefgrpo.session import trainable_adapter
 
 SIDE, BATCH = 64, 2
 LONG = "a very long prompt " * 60
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+RECIPES = {path: load_recipe(path) for path in sorted(SCRIPTS.glob("*.yaml")) if not path.stem.startswith("_")}
 ONCE = list({case.family: case for case in CASES if not models.family(case.family).text_sees_sources}.values())
 
 
@@ -133,3 +139,44 @@ def test_the_plan_says_what_is_largest_and_what_helps(capsys):
     assert plan.plan(replace(c, rollout=replace(c.rollout, prompts_per_step=1, group_size=2)), 1, 1e-5) == 1
     told = capsys.readouterr().out
     assert "does not fit: activations (update) are the largest part; train.gradient_checkpointing or" in told
+
+
+PUBLISHED = {
+    "black-forest-labs/FLUX.1-dev": 11.9,
+    "black-forest-labs/FLUX.1-Kontext-dev": 11.9,
+    "black-forest-labs/FLUX.2-klein-base-9B": 9.1,
+    "CompVis/stable-diffusion-v1-4": 0.86,
+    "hunyuanvideo-community/HunyuanVideo": 12.8,
+    "Lightricks/LTX-Video": 1.92,
+    "Qwen/Qwen-Image": 20.4,
+    "Qwen/Qwen-Image-Edit": 20.4,
+    "Qwen/Qwen-Image-Edit-2509": 20.4,
+    "stabilityai/stable-diffusion-3.5-medium": 2.24,
+    "stable-diffusion-v1-5/stable-diffusion-v1-5": 0.86,
+    "Tongyi-MAI/Z-Image": 6.15,
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": 16.4,
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": 1.42,
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": 14.3,
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": 14.3,
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": 14.3,
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": 5.0,
+}
+"""Billions of parameters of the (first) denoiser, as the models' authors give them."""
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_the_shipped_configs_have_the_published_size(model, monkeypatch):
+    """`prefgrpo plan` reads them for a hub id, and asks nobody."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
+    config = load_recipe(next(path for path, c in RECIPES.items() if c.model == model))
+    path = models.family(config.family).find(model, configs_only=True)
+    name = models.family(config.family).denoisers[0]
+    entry = json.loads((path / "model_index.json").read_text())[name][1]
+    cls = getattr(diffusers, entry)
+    with torch.device("meta"):
+        count = sum(p.numel() for p in cls.from_config(cls.load_config(path / name)).parameters())
+    assert count / 1e9 == pytest.approx(PUBLISHED[model], rel=0.02)
+
+
+def test_every_recipe_has_its_models_configs():
+    assert {c.model for c in RECIPES.values()} == set(PUBLISHED)

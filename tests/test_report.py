@@ -109,6 +109,12 @@ def test_page_can_be_written_again_and_leaves_no_other_file(run):
 # ---- what it says is what was measured -----------------------------------------------------------------------------
 
 
+def test_a_run_without_an_evaluation_set_says_so(tmp_path):
+    rows = [mean_row(s) for s in range(1, 11)]
+    assert "had no evaluation set" in report(small_run(tmp_path / "r", rows)).all("p", "result")[0].text
+    assert "no result to tell" in report(small_run(tmp_path / "s", rows[:3])).all("p", "result")[0].text
+
+
 def test_headline_is_the_last_test_evaluation(page):
     row = eval_row(STEPS, STEPS, "test")
     told = {f.all("h2")[0].text: f.all("p", "value")[0].text for f in page.all("div", "figure")}
@@ -146,6 +152,32 @@ def test_before_and_after_show_the_stored_pixels_and_prompts(page, run):
         np.testing.assert_array_equal(decoded(right.attributes["src"]), now[k])
 
 
+def test_clips_play_and_edits_show_their_sources(tmp_path):
+    """Noise clips, the largest that WebP makes of them: every frame is on the page, and the page stays small."""
+    from prefgrpo.render import preview
+
+    folder = make_run(tmp_path / "clips", steps=40, every=20)
+    rng = np.random.default_rng(0)
+    clips = rng.integers(0, 256, (12, 33, 240, 416, 3), dtype=np.uint8)
+    kept = preview(clips)
+    assert kept.shape == (12, 16, 147, 256, 3)
+    sources = rng.integers(0, 256, (12, 64, 64, 3), dtype=np.uint8)
+    np.savez(folder / "eval" / "test_sources.npz", sources=sources)
+    for file in (folder / "eval").glob("*_0*.npz"):
+        np.savez_compressed(file, before=kept, now=kept[::-1])
+    text = write_report(folder).read_text(encoding="utf-8")
+    assert len(text.encode()) < 8e6
+    pairs = parse(text).all("figure", "pair")
+    assert len(pairs) == 12 and [s.text for s in pairs[0].all("small")] == ["source", "before", "after"]
+    source, before, now = (img.attributes["src"] for img in pairs[0].all("img"))
+    np.testing.assert_array_equal(decoded(source), sources[0])
+    for uri in (before, now):
+        clip = Image.open(io.BytesIO(base64.b64decode(uri.split(",", 1)[1])))
+        assert clip.n_frames == 16 and clip.info["loop"] == 0
+    course = parse(text).all("table", "course")[0].all("img")[0].attributes["src"]
+    assert getattr(Image.open(io.BytesIO(base64.b64decode(course.split(",", 1)[1]))), "n_frames", 1) == 1
+
+
 def test_course_shows_the_same_prompts_at_every_evaluation(page, run):
     table = page.all("table", "course")[0]
     assert [th.text for th in table.all("thead")[0].all("th")] == ["", "start", "20", "40", "60", "80"]
@@ -166,7 +198,7 @@ def test_curves_carry_the_logged_values(page):
     rows = [train_row(s, STEPS, rng) for s in range(1, STEPS + 1)]
     x, y = curve(found["Gradient norm"], "before clipping")
     assert x == list(range(1, STEPS + 1))
-    np.testing.assert_allclose(np.array(y) * 1e-3, [r["grad_norm"] for r in rows], rtol=1e-3)
+    np.testing.assert_allclose(y, [r["grad_norm"] for r in rows], rtol=1e-3)
     _, y = curve(found["Clipped"], "above")
     np.testing.assert_allclose(y, [100 * r["policy/clip_fraction_high"] for r in rows], rtol=1e-3)
 
@@ -175,7 +207,7 @@ def test_every_asked_for_curve_is_there_and_unmeasured_ones_are_not(page):
     assert list(charts(page))[:14] == [
         "Win rate against the start", "Measured: scenes", "Reward: std within a group", "Groups without signal",
         "Policy ratio − 1", "Clipped", "KL divergence", "Gradient norm", "Judge: latency", "Judge: failures",
-        "Judge: consistency", "Time per step", "Judging beside the rollout", "advantage · max",
+        "Judge: consistency", "Time per step", "Judge overlap", "advantage · max",
     ]  # fmt: skip
     assert "to the start" not in charts(page)["KL divergence"].text  # kl_coef 0: the KL was never computed
 

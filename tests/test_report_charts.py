@@ -8,6 +8,7 @@ import json
 import re
 
 import numpy as np
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -36,6 +37,37 @@ def test_no_value_leaves_the_plot_or_gets_lost(y, log, percent):
     drawn = {round(float(a), 1) for a, _ in points + dots}
     assert len(drawn) >= min(known, 80) * 0.9
     assert sum(v is not None for v in json.loads(figure.all("figure")[0].attributes["data-chart"])["s"][0][1]) == known
+
+
+SUPERSCRIPT = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹−", "-0123456789-")
+
+
+def read(text):
+    """The number that a reader of the page reads: 0.00338, −4.27×10⁻¹⁰, 93 %, 12 ms."""
+    digits, _, power = text.translate(SUPERSCRIPT).removesuffix(" %").removesuffix(" ms").partition("×10")
+    return float(digits) * 10.0 ** int(power or 0)
+
+
+@given(st.floats(1e-20, 1e20) | st.floats(-1e3, -1e-9), st.booleans(), st.sampled_from(["", "%", "s"]))
+def test_legend_and_pointer_say_the_value_itself(value, log, unit):
+    """Whatever power of ten the axis is written in."""
+    y = np.array([value / 3, value])
+    chart = Chart("c", [Series("s", np.arange(2.0), y)], unit=unit if unit == "s" else "", log=log, percent=unit == "%")
+    figure = parse(str(draw(chart, (0.0, 1.0))))
+    legend = figure.all("b")[0].text
+    factor = 100.0 if unit == "%" else 1000.0 if legend.endswith(" ms") else 1.0
+    legend = legend.removesuffix(" s")
+    assert read(legend) == pytest.approx(value * factor, rel=6e-3)
+    pointer = json.loads(figure.all("figure")[0].attributes["data-chart"])["s"][0][1]
+    np.testing.assert_allclose(pointer, y * factor, rtol=1e-3)
+
+
+def test_small_values_of_a_run_are_written_with_their_power():
+    told = {}
+    for value in (3.38e-3, 4.27e-10, 0.93, 1344.0, 2.5e7, 0.0):
+        y = np.full(3, value)
+        told[value] = parse(str(draw(Chart("c", [Series("s", np.arange(3.0), y)]), (0.0, 2.0)))).all("b")[0].text
+    assert list(told.values()) == ["0.00338", "4.27×10⁻¹⁰", "0.93", "1340", "2.5×10⁷", "0"]
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(3, 8))

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 SAMPLE, STRIDE = 1 << 16, 1 << 22  # bytes hashed of every STRIDE bytes of a large file
-
-
+CONFIGS = Path(__file__).with_name("configs")
+"""Public configs of the models that recipes name, OWNER/NAME as on the hub; no weights and no tokenizers."""
 BOOKKEEPING = {"_name_or_path", "is_local", "local_files_only"}
 """Config keys that say where a model was loaded from, not what it is."""
 
@@ -29,7 +29,7 @@ class ModelError(ValueError):
 def resolve(model: str, pipeline: str, configs_only: bool = False) -> Path:
     """Folder of `model`, which is a folder, or a hub id 'owner/name' whose files are then fetched (or found cached).
 
-    configs_only: of a hub id, fetch the JSON files and no weights.
+    configs_only: the JSON files are enough: those in configs/ for a hub id that a recipe names, else the hub's.
     A name that looks like a path is never looked up on the hub. Raises ModelError when nothing is there, or when it
     is not a `pipeline`.
     """
@@ -41,7 +41,7 @@ def resolve(model: str, pipeline: str, configs_only: bool = False) -> Path:
                 f"model folder not found: '{model}' (looked in {Path.cwd()}); expected a diffusers pipeline folder "
                 f"(with model_index.json) or a hub id like 'owner/name'"
             )
-        path = _fetch_configs(model) if configs_only else _fetch(model)
+        path = _configs(model) if configs_only else _fetch(model)
     if not (path / "model_index.json").is_file():
         raise ModelError(f"'{path}' is not a diffusers pipeline folder: it has no model_index.json")
     found = index_of(path).get("_class_name")
@@ -67,8 +67,10 @@ def _fetch(model: str) -> Path:
         ) from error
 
 
-def _fetch_configs(model: str) -> Path:
-    """Local snapshot of a hub repository's JSON files."""
+def _configs(model: str) -> Path:
+    """The configs of a hub repository that this package ships, or else a local snapshot of its JSON files."""
+    if (CONFIGS / model).is_dir():
+        return CONFIGS / model
     from huggingface_hub import snapshot_download
 
     try:

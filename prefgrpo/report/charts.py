@@ -79,7 +79,9 @@ class Axes:
     y1: float
     log: bool = False
     scale: float = field(default=1.0)
-    """Factor from stored to labelled values."""
+    """Factor from stored values to those of the unit: 100 for %, 1000 for ms."""
+    power: int = 0
+    """The tick labels are multiples of 10 to this power."""
 
     def x(self, value: Floats | float) -> Floats:
         """Picture x."""
@@ -107,6 +109,14 @@ def label(value: float) -> str:
     return f"{value + 0.0:.10g}".replace("-", "−") if abs(value) < 1e5 else f"{value:.3g}".replace("-", "−")
 
 
+def number(value: float) -> str:
+    """Three significant digits: 0.00338, 4.27×10⁻¹⁰. `page.js` writes the values under the pointer alike."""
+    rounded = float(f"{value:.3g}")
+    plain = rounded == 0 or 1e-4 <= abs(rounded) < 1e5
+    digits, _, power = (f"{rounded:.10g}" if plain else f"{rounded:.3g}").partition("e")
+    return digits.replace("-", "−") + (f"×10{str(int(power)).translate(SUPERSCRIPT)}" if power else "")
+
+
 def draw(chart: Chart, steps: tuple[float, float]) -> Markup:
     """The figure: title, legend with last values, SVG, note; empty when no series holds a number."""
     series = [s for s in chart.series if not np.isnan(s.y).all()]
@@ -119,12 +129,12 @@ def draw(chart: Chart, steps: tuple[float, float]) -> Markup:
         note += f" Each point stands for {max(-(-len(s.x) // bins) for s in series)} steps."
     shrunk = _stack(original) if chart.stacked else original
     axes, unit = _axes(chart, shrunk, steps)
+    suffix = f" {unit}" if unit else ""
     body = [_grid(axes, unit, chart), *(_area(axes, s) if chart.stacked else _curve(axes, s) for s in shrunk)]
     svg = tag(
         "svg", *body, tag("line", class_="cursor", y1=TOP, y2=HEIGHT - BOTTOM), viewBox=f"0 0 {WIDTH} {HEIGHT}",
         role="img", aria_label=f"{chart.title} over training steps",
     )  # fmt: skip
-    suffix = "" if "×" in unit or not unit else f" {unit}"
     legend = _legend(original, axes.scale, suffix)
     parts = [tag("figcaption", tag("h3", chart.title), legend), svg, tag("p", note.strip(), class_="note")]
     data = {
@@ -147,7 +157,7 @@ def _legend(series: Sequence[Series], scale: float, suffix: str) -> Markup:
     for s in series:
         value = s.y[~np.isnan(s.y)][-1] * scale
         mark = tag("i", class_=f"c{s.colour} round" if s.marks else f"c{s.colour}")
-        items.append(tag("span", mark, s.name, " ", tag("b", f"{value:.3g}{suffix}".replace("-", "−"))))
+        items.append(tag("span", mark, s.name, " ", tag("b", number(value) + suffix)))
     return tag("div", *items, class_="legend")
 
 
@@ -181,7 +191,7 @@ def _stack(series: list[Series]) -> list[Series]:
 
 
 def _axes(chart: Chart, series: list[Series], steps: tuple[float, float]) -> tuple[Axes, str]:
-    """Coordinates that hold all the data, and the unit to write (a power of ten is taken into it)."""
+    """Coordinates that hold all the data, and the unit of their labels and of the legend."""
     values = np.concatenate(
         [v for s in series for v in (s.y, s.low, s.high) if v is not None] + [np.array(chart.include)]
     )
@@ -206,8 +216,7 @@ def _axes(chart: Chart, series: list[Series], steps: tuple[float, float]) -> tup
     if chart.unit == "s" and top < 0.5:
         return Axes(x0, x1, y0, y1, scale=1000.0), "ms"
     power = math.floor(math.log10(top)) if top > 0 and not 1e-2 <= top < 1e5 else 0
-    prefix = f"×10{str(power).translate(SUPERSCRIPT)} " if power else ""
-    return Axes(x0, x1, y0, y1, scale=10.0**-power), (prefix + chart.unit).strip()
+    return Axes(x0, x1, y0, y1, power=power), chart.unit
 
 
 def _grid(axes: Axes, unit: str, chart: Chart) -> Markup:
@@ -218,7 +227,8 @@ def _grid(axes: Axes, unit: str, chart: Chart) -> Markup:
         rows = [(10.0**p, f"10{str(p).translate(SUPERSCRIPT)}") for p in powers]
         rows = rows[:: -(-len(rows) // 5)] if rows else []
     else:
-        rows = [(t / axes.scale, label(t)) for t in ticks(axes.y0 * axes.scale, axes.y1 * axes.scale, 5)]
+        shown = axes.scale * 10.0**-axes.power
+        rows = [(t / shown, label(t)) for t in ticks(axes.y0 * shown, axes.y1 * shown, 5)]
     for value, text in rows:
         y = float(axes.y(value))
         out.append(tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
@@ -229,8 +239,8 @@ def _grid(axes: Axes, unit: str, chart: Chart) -> Markup:
             out.append(tag("line", class_="tick", x1=x, x2=x, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM + 4))
             out.append(tag("text", label(step), x=x, y=HEIGHT - BOTTOM + 16, text_anchor="middle"))
     out.append(tag("line", class_="axis", x1=LEFT, x2=WIDTH - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM))
-    if unit:
-        out.append(tag("text", unit, class_="unit", x=4, y=11))
+    if unit := (f"×10{str(axes.power).translate(SUPERSCRIPT)} " if axes.power else "") + unit:
+        out.append(tag("text", unit.strip(), class_="unit", x=4, y=11))
     out.append(tag("text", "training step", class_="x", x=WIDTH - RIGHT, y=HEIGHT - 4, text_anchor="end"))
     for value, text in chart.lines:
         if axes.y0 <= value <= axes.y1:

@@ -102,7 +102,9 @@ def _rewards(train: Rows) -> list[Chart]:
             Chart(f"Reward: {readable(name)}", [series], note="Training prompts; band: ± the std within a group.")
         )
     spread = [Series(readable(n), train.steps, train[f"reward/{n}_std"], k) for k, n in enumerate(names)]
-    note = "What the advantage is made of: 0 would be no signal. A win rate inside a group averages ½ by construction."
+    note = (
+        "Spread of rewards within a group; 0: no learning signal. A win rate inside a group averages ½ by construction."
+    )
     lost = Series("groups without signal", train.steps, train["advantage/zero_groups"], 1)
     charts.append(Chart("Reward: std within a group", spread, note=note, include=(0.0,)))
     charts.append(
@@ -173,7 +175,7 @@ def _time(train: Rows) -> list[Chart]:
     note = "First request to last answer; what the trainer did not wait for went on during the rollout."
     return [
         Chart("Time per step", stack, unit="s", stacked=True),
-        Chart("Judging beside the rollout", overlap, unit="s", include=(0.0,), note=note),
+        Chart("Judge overlap", overlap, unit="s", include=(0.0,), note=note),
     ]
 
 

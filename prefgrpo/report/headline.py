@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from prefgrpo.report import charts
 from prefgrpo.report.curves import measure_names, readable, win_names
 from prefgrpo.report.run import Rows, Run
 
@@ -30,7 +31,12 @@ def number(value: float) -> str:
     """Three significant digits, two decimals for values around 1."""
     if math.isnan(value):
         return "–"
-    return (f"{value:.2f}" if 0.1 <= abs(value) < 10 or value == 0 else f"{value:.3g}").replace("-", "−")
+    return f"{value:.2f}".replace("-", "−") if 0.1 <= abs(value) < 10 or value == 0 else charts.number(value)
+
+
+def _three_decimals(value: float) -> str:
+    """Three decimals, or three significant digits of a value that these would hide."""
+    return f"{value:.3f}" if abs(value) >= 0.1 or value == 0 or math.isnan(value) else charts.number(value)
 
 
 def _interval(rows: Rows, win: str) -> str:
@@ -68,7 +74,9 @@ def figures(run: Run) -> list[Figure]:
 def sentence(run: Run) -> str:
     """The result in one sentence; says so when there is none yet."""
     if run.best_set is None:
-        return "No evaluation after the first training step yet, so there is no result to tell."
+        if run.evals or not run.finished:
+            return "No evaluation after the first training step yet, so there is no result to tell."
+        return "This run had no evaluation set (eval.prompts, eval.holdout), so there is no before/after result."
     rows, name = run.evals[run.best_set], run.best_set
     step = int(rows.steps[-1])
     parts = []
@@ -112,7 +120,7 @@ def table(run: Run) -> list[Line]:
                 if key in rows
             ]
         lines += [
-            Line(readable(m), name, step, f"{rows.last(f'{m}_before'):.3f}", f"{rows.last(m):.3f}", "")
+            Line(readable(m), name, step, _three_decimals(rows.last(f"{m}_before")), _three_decimals(rows.last(m)), "")
             for m in measure_names(rows)
         ]
     return [line for line in lines if line.after != "nan"]

@@ -1,4 +1,10 @@
 document.body.classList.add("live");
+const number = value => {  // three significant digits, as charts.number
+  const rounded = +value.toPrecision(3), size = Math.abs(rounded);
+  const text = size && (size < 1e-4 || size >= 1e5) ? rounded.toExponential() : String(rounded);
+  const [digits, power] = text.split("e");
+  return digits.replace("-", "−") + (power ? "×10" + [...power.replace("+", "")].map(c => "⁰¹²³⁴⁵⁶⁷⁸⁹"[c] ?? "⁻").join("") : "");
+};
 for (const figure of document.querySelectorAll("figure.chart")) {
   const data = JSON.parse(figure.dataset.chart), svg = figure.querySelector("svg");
   const cursor = svg.querySelector(".cursor"), values = [...figure.querySelectorAll(".legend b")];
@@ -15,7 +21,7 @@ for (const figure of document.querySelectorAll("figure.chart")) {
     note.textContent = "step " + Math.round(step);
     data.s.forEach((s, k) => {
       const at = s[0].indexOf(step), y = at < 0 ? null : s[1][at];
-      values[k].textContent = y === null ? "–" : String(+y.toPrecision(3)).replace("-", "−") + data.u;
+      values[k].textContent = y === null ? "–" : number(y) + data.u;
     });
   };
   svg.addEventListener("pointermove", show);

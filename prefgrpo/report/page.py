@@ -22,7 +22,7 @@ from prefgrpo.log import METRICS
 from prefgrpo.report.charts import draw
 from prefgrpo.report.curves import curves, other_curves
 from prefgrpo.report.headline import figures, sentence, table
-from prefgrpo.report.media import picture
+from prefgrpo.report.media import picture, still
 from prefgrpo.report.run import Run, Shown, read_run
 from prefgrpo.report.verdicts import draw_group
 
@@ -115,11 +115,13 @@ def _pairs(run: Run) -> dict[str, object] | None:
     if name is None:
         return None
     last = run.shown[name][-1]
-    pairs = [
-        (prompt, picture(b, f"{prompt}: before", PAIR_PX), picture(a, f"{prompt}: after {last.step} steps", PAIR_PX))
-        for prompt, b, a in zip(last.prompts, last.before, last.now, strict=True)
-    ]
-    return {"step": last.step, "set": name, "pairs": pairs}
+    pairs = []
+    for k, prompt in enumerate(last.prompts):
+        source = None if last.sources is None else last.sources[k]
+        media = [("source", source), ("before", last.before[k]), (f"after {last.step} steps", last.now[k])]
+        shown = [(told, picture(m, f"{prompt}: {told}", PAIR_PX)) for told, m in media if m is not None]
+        pairs.append((prompt, [(told.split()[0], image) for told, image in shown]))
+    return {"step": last.step, "set": name, "pairs": pairs, "edits": last.sources is not None}
 
 
 def _course(run: Run) -> dict[str, object] | None:
@@ -139,7 +141,7 @@ def _course(run: Run) -> dict[str, object] | None:
 
 def _small(shown: Shown, i: int, before: bool) -> Markup:
     told = f"{shown.prompts[i]}: step {0 if before else shown.step}"
-    return picture((shown.before if before else shown.now)[i], told, COURSE_PX)
+    return picture(still((shown.before if before else shown.now)[i]), told, COURSE_PX)
 
 
 def _spread(items: list, most: int) -> list:

@@ -46,12 +46,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Shown:
-    """Images of one evaluation: prompts [n], before and now uint8 [n, H, W, 3] from the same initial noise."""
+    """Images of one evaluation: prompts [n], before and now uint8 [n, H, W, 3] from the same initial noise, or of clips
+    [n, F, H, W, 3]; the source images of edits, uint8 [n, H, W, 3], or None."""
 
     step: int
     prompts: list[str]
     before: Images
     now: Images
+    sources: Images | None = None
 
 
 @dataclass(frozen=True)
@@ -160,14 +162,17 @@ def _shown(folder: Path, name: str, problems: list[str]) -> list[Shown]:
     listing = folder / f"{name}_prompts.json"
     texts = _guard(listing, problems, lambda path: json.loads(path.read_text(encoding="utf-8"))) or []
     prompts = [str(t) for t in texts] if isinstance(texts, list) else []
+    origin = folder / f"{name}_sources.npz"
+    sources = _guard(origin, problems, lambda path: np.load(path)["sources"]) if origin.is_file() else None
 
     def load(path: Path) -> Shown:
         with np.load(path, allow_pickle=False) as file:
             before, now = file["before"], file["now"]
-        if before.shape != now.shape or before.ndim != 4 or before.dtype != np.uint8:
-            raise ValueError(f"expected before and now as uint8 [n, H, W, 3], got {before.shape} and {now.shape}")
+        if before.shape != now.shape or before.ndim not in (4, 5) or before.dtype != np.uint8:
+            raise ValueError(f"expected before and now as uint8 [n, (F,) H, W, 3], got {before.shape} and {now.shape}")
         names = (prompts + [""] * len(now))[: len(now)]
-        return Shown(_step(path), names, before, now)
+        shown = sources if sources is not None and sources.ndim == 4 and len(sources) == len(now) else None
+        return Shown(_step(path), names, before, now, shown)
 
     files = sorted(folder.glob(f"{name}_{'[0-9]' * 6}.npz"))
     found = [_guard(path, problems, load) for path in files]

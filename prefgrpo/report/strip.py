@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from prefgrpo.report.media import SMALL
+from prefgrpo.report.media import SMALL, still
 from prefgrpo.report.run import Shown, read_run
 
 SIDES = (128, 96, 64)
@@ -66,7 +66,7 @@ def _wrap(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: 
 def _draw(shown: Shown, columns: int, side: int) -> Image.Image:
     font = ImageFont.load_default(14)
     picks = np.unique(np.linspace(0, len(shown.now) - 1, min(columns, len(shown.now))).round().astype(int))
-    rows = [[_fit(images[k], side) for k in picks] for images in (shown.before, shown.now)]
+    rows = [[_fit(still(images[k]), side) for k in picks] for images in (shown.before, shown.now)]
     width, height = rows[0][0].size
     labels = ["before", f"after {shown.step} steps"]
     margin = EDGE + int(max(font.getlength(t) for t in labels)) + GAP

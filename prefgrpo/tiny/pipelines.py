@@ -6,12 +6,14 @@ built here). They prove the plumbing of a family, not its quality. Invariant: eq
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from transformers import (
     CLIPTextModelWithProjection,
     Qwen3ForCausalLM,
@@ -287,7 +289,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 
 SMALL = """\
 # What replaces a recipe's values when this folder is its --model: little enough for a CPU.
-data: {{max_length: 128}}
+data: {{max_length: 128, prompts: {prompts}}}
 rollout:
   height: {side}
   width: {side}
@@ -300,8 +302,21 @@ eval: {{height: {side}, width: {side}, steps: 2}}
 """
 
 
+def prompts(folder: Path, sources: bool) -> Path:
+    """Write a few prompts into `folder`, of edits of one picture if `sources`, and return their file."""
+    texts = [f"a {colour} {shape}" for colour in ("red", "green", "blue") for shape in ("circle", "square")]
+    file = folder / ("prompts.jsonl" if sources else "prompts.txt")
+    if sources:
+        Image.new("RGB", (48, 48), (180, 60, 40)).save(folder / "source.png")
+        texts = [json.dumps({"prompt": text, "source_image": "source.png"}) for text in texts]
+    file.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return file
+
+
 def make(family: str, folder: str | Path, seed: int = 0, **scheduler: Any) -> Path:
-    """Write the tiny pipeline of a family, and the values of a recipe that fit it, into `folder` and return it.
+    """Write the tiny pipeline of a family, a few prompts and the values of a recipe that fit it into `folder`.
+
+    Returns the folder.
 
     scheduler: overrides its scheduler's config.
     """
@@ -315,5 +330,6 @@ def make(family: str, folder: str | Path, seed: int = 0, **scheduler: Any) -> Pa
     cls, side = model_family(family), 64 if family.startswith("flux2") else 32
     own = "" if cls.default_frames is None else "\n  frames: 5"
     own += "" if cls.default_source_area is None else f"\n  source_area: {side * side}"
-    (Path(folder) / MODEL_VALUES).write_text(SMALL.format(side=side, own=own))
+    file = json.dumps(str(prompts(Path(folder).resolve(), cls.needs_source)))
+    (Path(folder) / MODEL_VALUES).write_text(SMALL.format(side=side, own=own, prompts=file))
     return Path(folder)
