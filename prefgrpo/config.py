@@ -134,15 +134,15 @@ class Judge:
     bias: float | Literal["fit"] = 0.0
     """Position bias in logits that is taken out of verdicts, or fit: estimated in each group (one-order plans)."""
     concurrency: int = 64
-    """Requests in flight per endpoint at most."""
+    """Most requests in flight per endpoint, of all processes together (each has its share, at least 1)."""
     api_key_env: str = ""
     """Environment variable that holds the API key, if the server wants one."""
     image_format: Literal["jpeg", "png", "webp"] = "jpeg"
     """Encoding of images on the wire; jpeg is quality 95."""
-    timeout_s: float = 60.0
-    """Time limit of one request."""
-    deadline_s: float = 600.0
-    """Time limit of one step's judging, retries and a restarting server included."""
+    timeout_s: float | None = None
+    """Time limit of one request; none: the template's, 60 s where one token is the answer, 600 s where text is."""
+    deadline_s: float | None = None
+    """Time limit of one step's judging, retries and a restarting server included; none: ten requests' time."""
     log: bool = True
     """Write every comparison of training to judgements.jsonl (about 250 bytes each, no pixels)."""
     cache: bool = True
@@ -152,7 +152,11 @@ class Judge:
     max_pixels: int = 2048 * 2048
     """Larger images are made smaller before a judge over http sees them; 0: never."""
     max_missing: float = 0.1
-    """Largest share of missing rewards in a step; above it the run stops with a checkpoint."""
+    """Largest share of missing rewards, and of comparisons without a verdict, in a step; above it the run stops with a
+    checkpoint."""
+    patience_steps: int = 3
+    """Steps in a row without information (all ties, always the same side, contradictions when swapped) after which the
+    run stops with a checkpoint; 0: only warn."""
 
 
 @dataclass(frozen=True)

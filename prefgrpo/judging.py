@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from prefgrpo.config import Config, ConfigError, Judge
 from prefgrpo.data import Prompt
+from prefgrpo.judge.information import compares, known_answers
 from prefgrpo.judge.plans import get_plan
 from prefgrpo.judge.template import load_template
 from prefgrpo.judge.verdict import JudgeError, PairJudge
@@ -28,10 +30,13 @@ from prefgrpo.rewards.scorer import Scorer
 
 if TYPE_CHECKING:
     from prefgrpo.judge.http import HttpJudgeConfig
+    from prefgrpo.judge.local import LocalJudge
 
 PAIRWISE = "vlm_pairwise"
 CALIBRATION_PAIRS = 8
 """Random pairs judged in both orders at the start, to see the judge's position bias."""
+PATIENCE_S = 600.0
+"""How long a server that is down is waited for if the configuration names no deadline."""
 
 
 def specs(config: Config) -> tuple[dict[str, float], dict[str, float]]:
@@ -86,9 +91,14 @@ def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str
         return _answers(LocalJudge(local), judge), [f"judge in this process: {judge.model}"]
     from prefgrpo.judge.client import HttpJudge, check
 
-    http = http_config(judge, cache_folder(config))
+    http = http_config(judge, world, cache_folder(config))
     notes: list[str] = []
-    world.on_main(lambda: notes.extend(check(http, bias_pairs=CALIBRATION_PAIRS).summary().splitlines()), JudgeError)
+
+    def look() -> None:
+        found = check(http, bias_pairs=CALIBRATION_PAIRS, known=True, clips=makes_clips(config))
+        notes.extend(found.summary().splitlines())
+
+    world.on_main(look, JudgeError)
     return HttpJudge(http), [f"judge {note}" for note in notes]
 
 
@@ -105,11 +115,11 @@ def judge_section(judge: Judge, name: str, options: Mapping[str, Any]) -> Judge:
 
 
 def reward_options(
-    config: Config, spec: Mapping[str, float], given: Mapping[str, Any], judge: Any, cache: str = ""
+    config: Config, spec: Mapping[str, float], given: Mapping[str, Any], judge: Any, world: World, cache: str = ""
 ) -> dict[str, Any]:
     """Options of every reward of a spec; a judged one gets its judge: `judge`, where it is the shared one's.
 
-    cache: folder in which the others keep their answers.
+    world: the ranks that ask together. cache: folder in which the others keep their answers.
     """
     options: dict[str, dict[str, Any]] = {name: dict(own) for name, own in given.items()}
     for name in spec:
@@ -125,12 +135,12 @@ def reward_options(
         if section.backend == "local":
             told = f"reward.options.{name}.judge: expected backend http, got local; only one judge is in this process"
             raise ConfigError([f"{told} (that of {shared(config)})"])
-        options[name] = own | {"judge": asdict(http_config(section, cache))}
+        options[name] = own | {"judge": asdict(http_config(section, world, cache))}
     return options
 
 
-def _answers(judge: PairJudge, config: Judge) -> PairJudge:
-    """The judge, if it gives a verdict on a pair of plain pictures; raises JudgeError otherwise."""
+def _answers(judge: LocalJudge, config: Judge) -> LocalJudge:
+    """The judge, if it gives a verdict on a pair of plain pictures and the known ones; raises JudgeError otherwise."""
     pictures = [Media(np.full((64, 64, 3), colour, np.uint8)) for colour in ((220, 30, 30), (30, 60, 220))]
     verdict = judge.judge_group("a plain red picture", pictures, [(0, 1)])[0]
     if verdict.first is None:
@@ -138,7 +148,16 @@ def _answers(judge: PairJudge, config: Judge) -> PairJudge:
             f"the judge {config.model} gave no verdict on a probe pair: {verdict.reason}. Expected a model that "
             f"answers the template '{config.template}'; correct judge.model or judge.template"
         )
+    if problem := known_answers(judge, judge.template).problem if compares(judge.template) else "":
+        raise JudgeError(f"the judge {config.model} {problem}; correct judge.model or judge.template")
     return judge
+
+
+def _known(judge: Mapping[str, Any], clips: bool) -> None:
+    """Raise JudgeError if a judge of pairs that is not the shared one does not know the known answers."""
+    from prefgrpo.judge.client import HttpJudgeConfig, check
+
+    check(HttpJudgeConfig(**judge), known=True, clips=clips)
 
 
 def cache_folder(config: Config) -> str:
@@ -146,8 +165,11 @@ def cache_folder(config: Config) -> str:
     return str(Path(config.output) / config.name / "verdicts") if config.judge.cache else ""
 
 
-def http_config(judge: Judge, cache: str = "") -> HttpJudgeConfig:
-    """The client's options from a run's configuration; a restarting server is waited for until the deadline."""
+def http_config(judge: Judge, world: World, cache: str = "") -> HttpJudgeConfig:
+    """The client's options from a run's configuration: this rank's share of the requests in flight.
+
+    A restarting server is waited for until the deadline, 600 s if none is set.
+    """
     from prefgrpo.judge.http import HttpJudgeConfig
 
     return HttpJudgeConfig(
@@ -155,9 +177,9 @@ def http_config(judge: Judge, cache: str = "") -> HttpJudgeConfig:
         model=judge.model,
         template=judge.template,
         tokenizer=judge.tokenizer,
-        concurrency=judge.concurrency,
+        concurrency=world.share(judge.concurrency),
         timeout_s=judge.timeout_s,
-        patience_s=judge.deadline_s,
+        patience_s=judge.deadline_s or PATIENCE_S,
         image_format=judge.image_format,
         api_key_env=judge.api_key_env,
         hedge_s=judge.hedge_s,
@@ -209,27 +231,32 @@ def _built(
     given: Mapping[str, Any],
     judge: PairJudge | None,
     prompts: Sequence[Prompt],
+    world: World,
 ) -> dict[str, Reward]:
     """The rewards of a spec, checked against the run before they load, and again as they are."""
     check_inputs(config, field, {name: load_class(name) for name in weights}, prompts)
-    rewards = build(weights, reward_options(config, weights, given, judge, cache_folder(config)))
+    options = reward_options(config, weights, given, judge, world, cache_folder(config))
+    for name in weights:
+        if issubclass(load_class(name), VlmPairwise) and isinstance(own := options[name]["judge"], Mapping):
+            world.on_main(partial(_known, own, makes_clips(config)), JudgeError)
+    rewards = build(weights, options)
     check_inputs(config, field, rewards, prompts)
     return rewards
 
 
 def training_scorer(
-    config: Config, judge: PairJudge | None, folder: Path | None, prompts: Sequence[Prompt]
+    config: Config, judge: PairJudge | None, folder: Path | None, prompts: Sequence[Prompt], world: World
 ) -> tuple[Scorer, dict[str, float]]:
     """(scorer of training groups, weights). `folder`: where judgements.jsonl goes, None to write none."""
     weights, _ = specs(config)
-    rewards = _built(config, "reward.spec", weights, config.reward.options, judge, prompts)
+    rewards = _built(config, "reward.spec", weights, config.reward.options, judge, prompts, world)
     judged = any(isinstance(r, VlmPairwise) for r in rewards.values())
     log = folder / "judgements.jsonl" if folder and judged and config.judge.log else None
     return Scorer(rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log), weights
 
 
 def evaluation_scorers(
-    config: Config, judge: PairJudge | None, prompts: Sequence[Prompt], training: Scorer
+    config: Config, judge: PairJudge | None, prompts: Sequence[Prompt], training: Scorer, world: World
 ) -> dict[str, Scorer]:
     """Scorers of (now, before) pairs: 'judge' asks in both orders, 'measure' holds the rewards of eval.spec.
 
@@ -244,7 +271,7 @@ def evaluation_scorers(
         check_inputs(config, "eval.judge", reward, prompts)
         scorers["judge"] = Scorer(reward, 2, config.judge.deadline_s, config.seed)
     if measured:
-        rewards = _built(config, "eval.spec", measured, config.eval.options, None, prompts)
+        rewards = _built(config, "eval.spec", measured, config.eval.options, None, prompts, world)
         scorers["measure"] = Scorer(rewards, 2, config.judge.deadline_s, config.seed)
     elif not (config.eval.prompts or config.eval.final_prompts):
         own = {name: reward for name, reward in training.rewards.items() if isinstance(reward, PointwiseReward)}

@@ -42,6 +42,10 @@ def check(c: Any) -> list[str]:
             "judge.model: the local judge needs a checkpoint folder or hub id",
         ),
         (c.judge.backend == "local" or bool(c.judge.endpoints), "judge.endpoints: expected at least one URL, got none"),
+        (
+            (c.judge.timeout_s or 0) <= (c.judge.deadline_s or math.inf),
+            f"judge.deadline_s: expected at least judge.timeout_s ({c.judge.timeout_s}), got {c.judge.deadline_s}",
+        ),
         (0 <= c.judge.max_missing < 1, f"judge.max_missing: expected a share in [0, 1), got {c.judge.max_missing}"),
         (0 <= e.holdout < 1, f"eval.holdout: expected a share in [0, 1), got {e.holdout}"),
         (0 <= t.ema_decay < 1, f"train.ema_decay: expected [0, 1), got {t.ema_decay}"),
@@ -89,7 +93,8 @@ def check(c: Any) -> list[str]:
 def _positive(c: Any) -> dict[str, float]:
     """Numbers that must be above 0."""
     r, t = c.rollout, c.train
-    return {
+    limits = {"judge.timeout_s": c.judge.timeout_s, "judge.deadline_s": c.judge.deadline_s}
+    return {name: limit for name, limit in limits.items() if limit is not None} | {
         "data.max_length": c.data.max_length,
         "rollout.steps": r.steps,
         "rollout.height": r.height,
@@ -103,8 +108,6 @@ def _positive(c: Any) -> dict[str, float]:
         "train.updates_per_rollout": t.updates_per_rollout,
         "train.lora_alpha": t.lora_alpha,
         "judge.concurrency": c.judge.concurrency,
-        "judge.timeout_s": c.judge.timeout_s,
-        "judge.deadline_s": c.judge.deadline_s,
         "eval.samples_per_prompt": c.eval.samples_per_prompt,
         "checkpoint.every": c.checkpoint.every,
         "checkpoint.keep": c.checkpoint.keep,
@@ -123,6 +126,7 @@ def _natural(c: Any) -> dict[str, float]:
         "train.weight_decay": t.weight_decay,
         "judge.hedge_s": c.judge.hedge_s,
         "judge.max_pixels": c.judge.max_pixels,
+        "judge.patience_steps": c.judge.patience_steps,
         "eval.every": c.eval.every,
         "eval.max_prompts": c.eval.max_prompts,
         "eval.show": c.eval.show,

@@ -20,8 +20,16 @@ FACTS = ("update", "samples", "loss")
 """Columns before METRICS in a row of `policy_metrics`."""
 
 
+WARN_MISSING = 0.05
+"""Share of missing rewards or comparisons from which a step warns."""
+
+
 class RewardsMissing(RuntimeError):
-    """Too large a share of a step's rewards could not be had."""
+    """Too large a share of a step's rewards or comparisons could not be had."""
+
+
+class NoInformation(RuntimeError):
+    """The judge's verdicts have said nothing about the pictures for several steps."""
 
 
 def reward_metrics(names: Sequence[str], rewards: NDArray[np.float64], group_size: int) -> dict[str, float]:
@@ -39,21 +47,31 @@ def reward_metrics(names: Sequence[str], rewards: NDArray[np.float64], group_siz
     return out
 
 
-def check_missing(
-    rewards: NDArray[np.float64], weights: NDArray[np.float64], limit: float, reasons: Sequence[str]
-) -> float:
-    """Share of samples that lack a reward of non-zero weight. Raises RewardsMissing above `limit`."""
-    share = float(np.isnan(rewards[:, weights != 0]).any(1).mean()) if (weights != 0).any() else 0.0
-    if share > limit:
-        told = "; ".join(dict.fromkeys(reasons)) or "no reason was given on this rank"
-        raise RewardsMissing(
-            f"{share:.0%} of the rewards are missing, more than judge.max_missing = {limit:.0%}. Reasons: {told[:600]}"
-        )
-    return share
+def missing_shares(
+    rewards: NDArray[np.float64], weights: NDArray[np.float64], comparisons: NDArray[np.float64]
+) -> dict[str, float]:
+    """reward/missing: share of samples [P · G, R] that lack a reward of non-zero weight; judge/missing: largest share
+    of comparisons without a verdict under one such reward, from rows [R, (asked, missing)], if any was asked."""
+    used = weights != 0
+    found = {"reward/missing": float(np.isnan(rewards[:, used]).any(1).mean()) if used.any() else 0.0}
+    asked = comparisons[used & (comparisons[:, 0] > 0)]
+    return found | ({"judge/missing": float((asked[:, 1] / asked[:, 0]).max())} if len(asked) else {})
 
 
-SUMS = ("judge/requests", "judge/retries", "judge/failures", "judge/cache_hits", "judge/hedges")
-PEAKS = ("_s", "/queue_max", "_p95")
+def check_missing(shares: Mapping[str, float], limit: float, reasons: Sequence[str]) -> str:
+    """A warning if one of `missing_shares` is WARN_MISSING or more, else ''. Raises RewardsMissing above `limit`."""
+    kinds = {"reward/missing": "rewards", "judge/missing": "comparisons"}
+    worst = max(shares, key=lambda name: shares[name])
+    told = f"{shares[worst]:.0%} of the {kinds[worst]} are missing"
+    why = ("; ".join(dict.fromkeys(reasons)) or "none was given on this rank")[:600]
+    if shares[worst] > limit:
+        raise RewardsMissing(f"{told}, more than judge.max_missing = {limit:.0%}. Reasons: {why}")
+    return f"{told} ({worst}); above judge.max_missing = {limit:.0%} the run stops" * (shares[worst] >= WARN_MISSING)
+
+
+SUMS = ("requests", "retries", "failures", "cache_hits", "hedges", "queue_mean", "queue_max")
+"""judge/… figures that are summed: counts, and the questions without an answer at one time."""
+PEAKS = ("_s", "_p95")
 """Endings of the figures of which the worst rank counts; all others are averaged."""
 
 
@@ -65,9 +83,8 @@ def over_ranks(local: Mapping[str, float], world: World) -> dict[str, float]:
     for name, column in zip(names, table.T, strict=True):
         found = column[~np.isnan(column)]
         if len(found):
-            out[name] = float(found.sum() if name in SUMS else found.max() if name.endswith(PEAKS) else found.mean())
-    if out.get("judge/requests"):
-        out["judge/failure_rate"] = out["judge/failures"] / out["judge/requests"]
+            summed = name.removeprefix("judge/") in SUMS
+            out[name] = float(found.sum() if summed else found.max() if name.endswith(PEAKS) else found.mean())
     return out
 
 

@@ -40,6 +40,10 @@ class World:
         """This rank's of `total` slots, dealt out one by one; total must be a multiple of the world size."""
         return range(self.rank, total, self.size)
 
+    def share(self, limit: int) -> int:
+        """This rank's part of a limit for all ranks together; at least 1."""
+        return max(limit // self.size + (self.rank < limit % self.size), 1)
+
     def gather_slots(self, local: NDArray[np.float64]) -> NDArray[np.float64]:
         """Rows [total / world, …] of this rank's `slots` → rows [total, …] of all, in slot order."""
         parts = self.gather(local).reshape(self.size, *local.shape)

@@ -71,7 +71,7 @@ def score(
     threads: int = 1,
     device: Literal["auto", "cpu", "cuda"] = "auto",
     seed: int = 0,
-    deadline_s: float = 600.0,
+    deadline_s: float = 0.0,
 ) -> int:
     """Score a folder of images or clips (also under torchrun).
 
@@ -86,10 +86,10 @@ def score(
         threads: CPU threads per process; the last bits of a score may depend on it.
         device: auto, cpu or cuda: where rewards compute whose options do not say it.
         seed: Seed of pair plans.
-        deadline_s: Longest wait for a judge or a reward server, per batch, in seconds.
+        deadline_s: Longest wait for a judge or a reward server, per batch, in seconds; 0: ten requests' time.
     """
-    if batch < 0 or threads < 1 or not deadline_s > 0:
-        told = "expected batch of at least 0, threads of at least 1 and a positive deadline-s"
+    if batch < 0 or threads < 1 or not deadline_s >= 0:
+        told = "expected batch of at least 0, threads of at least 1 and deadline-s of at least 0"
         raise ConfigError([f"{told}, got {batch}, {threads} and {deadline_s}"])
     if out and str(out) != STDOUT:
         _check_writable(out)
@@ -107,7 +107,7 @@ def score(
         given = _read_options(options)
         given = _with_device(given, weights, device) if device != "auto" else given
         config = Config(reward=RewardSection(spec=reward_spec, options=given), seed=seed)
-        rewards = build(weights, reward_options(config, weights, config.reward.options, None))
+        rewards = build(weights, reward_options(config, weights, config.reward.options, None, world))
         _check_inputs(rewards, found)
         _check_sizes(rewards, found)
         scores = _score(rewards, found, batch, seed, deadline_s, world)
@@ -208,7 +208,7 @@ def _score(
     total = sum(len(group) for unit in mine for group in unit.groups)
     with tqdm(total=total, unit="file", dynamic_ncols=True, disable=None if world.main else True) as bar:
         for unit in mine:
-            scores = _unit(unit, found, Scorer(rewards, len(unit.groups[0]), deadline_s, seed))
+            scores = _unit(unit, found, Scorer(rewards, len(unit.groups[0]), deadline_s or None, seed))
             scored += scores
             bar.update(len(scores))
     by_file = dict(world.gather_items(scored))

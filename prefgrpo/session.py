@@ -38,7 +38,7 @@ FREE = (
     *("train.steps", "train.max_minutes", "train.lr", "train.max_grad_norm", "checkpoint.every", "checkpoint.keep"),
     *("output", "name", "device", "tensorboard", "data.cache", "memory.offload", "eval.show"),
     *("judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s"),
-    *("judge.max_missing", "judge.log", "judge.cache", "judge.hedge_s"),
+    *("judge.max_missing", "judge.patience_steps", "judge.log", "judge.cache", "judge.hedge_s"),
 )
 """What a resumed run may change: where and how it runs, and what mends a run that stopped."""
 FREE_OPTIONS = (".url", ".device", ".batch_size", ".judge.endpoints", ".judge.concurrency", ".judge.timeout_s")
@@ -136,8 +136,8 @@ def _open(config: Config, resume: bool, world: World) -> Session:
     prompts, sets = prompt_sets(config)
     measured = sets if config.eval.every else {}
     judge, judge_notes = open_judge(config, world)  # what is wrong with a reward is told before the model is loaded
-    scorer, weights = training_scorer(config, judge, folder if world.main else None, prompts)
-    scorers = {name: evaluation_scorers(config, judge, held, scorer) for name, held in measured.items()}
+    scorer, weights = training_scorer(config, judge, folder if world.main else None, prompts, world)
+    scorers = {name: evaluation_scorers(config, judge, held, scorer, world) for name, held in measured.items()}
     absent = len(missing(config, uses(config, prompts, (p for held in sets.values() for p in held))))
     adapter = trainable_adapter(config, world.device, encoders=bool(absent))
     policy = Policy(dict(adapter.trainable()), config.train)

@@ -21,11 +21,14 @@ from prefgrpo.config import Config
 from prefgrpo.data import fingerprint
 from prefgrpo.embed import select
 from prefgrpo.evaluate import load_before, save_images
+from prefgrpo.judge.information import Alarm, evidence
 from prefgrpo.log import Log
 from prefgrpo.metrics import (
+    NoInformation,
     RewardsMissing,
     check_missing,
     eval_line,
+    missing_shares,
     over_ranks,
     policy_metrics,
     reward_metrics,
@@ -37,6 +40,7 @@ from prefgrpo.policy import NonFiniteGradient
 from prefgrpo.render import Images, preview, stills, to_uint8
 from prefgrpo.replay import replay
 from prefgrpo.rewards.base import Sample
+from prefgrpo.rewards.pairwise import VlmPairwise, judged
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.session import Clock, open_session, peak_memory
 
@@ -68,6 +72,7 @@ class Trainer:
         self.samples: dict[tuple[int, int], Sample] = {}
         """This rank's samples of the present step by (slot, member)."""
         self._told: set[str] = set()
+        self._alarms = {name: Alarm() for name, weight in self.parts.weights.items() if weight}
         self.verdict = ""
         """The last line of a finished run: what became better, by how much."""
 
@@ -76,7 +81,8 @@ class Trainer:
     def run(self) -> Path:
         """Train to the end (or the time limit). Returns the run folder.
 
-        Raises TrainingStopped after saving when too many rewards are missing or the gradient is not finite.
+        Raises TrainingStopped after saving when too many rewards are missing, the judge says nothing, or the gradient
+        is not finite.
         """
         done = self.parts.start
         try:
@@ -107,7 +113,7 @@ class Trainer:
         updates = self.policy.updates
         try:
             return self.step(step, clock)
-        except (NonFiniteGradient, RewardsMissing, Diverged) as error:
+        except (NonFiniteGradient, RewardsMissing, NoInformation, Diverged) as error:
             self.policy.optimizer.zero_grad()
             if self.policy.updates == updates and not isinstance(error, Diverged):
                 where = f"saved {self._save(step)}; after mending it, continue with --resume"
@@ -129,7 +135,8 @@ class Trainer:
         self._tell_missing(step + 1, scores)
         if self.world.main and self._pictured(step + 1):
             self._save_groups(step + 1, scores)
-        advantage, values = self._advantage(scores)
+        advantage, values = self._advantage(step + 1, scores)
+        self._check_information(step + 1, scores)
         with clock.phase("update"):
             values |= self._update(batches, advantage)
         return values | over_ranks(scores.metrics, self.world)
@@ -141,6 +148,23 @@ class Trainer:
                 self._told.add(reason)
                 self.log.say(f"missing in step {step}: {count} × {reason}")
 
+    def _check_information(self, step: int, scores: StepScores) -> None:
+        """Warn of a judge whose verdicts say nothing. Raises NoInformation after `judge.patience_steps` such steps."""
+        local = []
+        for name in self._alarms:
+            reward = self.parts.scorer.rewards[name]
+            rounded = isinstance(reward, VlmPairwise) and reward.rating.verdict == "hard"
+            local.append(evidence([judged(g.comparisons) for g in scores.groups[name]], rounded))
+        found = self.world.gather(np.stack(local)[None]).sum(0)
+        patience = self.config.judge.patience_steps
+        for (name, alarm), counts in zip(self._alarms.items(), found, strict=True):
+            if not (wrong := alarm.add(counts)):
+                continue
+            told = f"{name}: the judge's verdicts carry no information: {wrong}"
+            if patience and alarm.steps >= patience:
+                raise NoInformation(f"{told}; {alarm.steps} steps in a row (judge.patience_steps)")
+            self.log.say(f"WARNING: step {step}, {told}; {alarm.steps} of judge.patience_steps = {patience}")
+
     def _collect(self, step: int) -> list[Batch]:
         """Roll out all of this rank's samples."""
         batches, self.samples = collect(self.config, self.parts, step)
@@ -148,7 +172,7 @@ class Trainer:
 
     # ---- advantages ------------------------------------------------------------------------------------
 
-    def _advantage(self, scores: StepScores) -> tuple[Tensor, dict[str, float]]:
+    def _advantage(self, step: int, scores: StepScores) -> tuple[Tensor, dict[str, float]]:
         """(advantages [P, G] of all ranks' samples, on the CPU; metrics). Raises RewardsMissing."""
         c, r = self.config, self.config.rollout
         names = list(self.parts.weights)
@@ -156,7 +180,12 @@ class Trainer:
         local = np.stack([scores.values[n] for n in names], axis=-1)  # [P / world, G, R]
         rewards = self.world.gather_slots(local).reshape(-1, len(names))
         values = reward_metrics(names, rewards, r.group_size)
-        values["reward/missing"] = check_missing(rewards, weights, c.judge.max_missing, list(scores.reasons))
+        verdicts = [[k.verdict.first for g in scores.groups[n] for k in g.comparisons] for n in names]
+        counts = self.world.gather(np.array([[(len(v), v.count(None)) for v in verdicts]], np.float64)).sum(0)
+        shares = missing_shares(rewards, weights, counts)
+        values |= shares
+        if warning := check_missing(shares, c.judge.max_missing, list(scores.reasons)):
+            self.log.say(f"WARNING: step {step}: {warning}")
         advantage = group_advantage(
             torch.from_numpy(rewards.T.copy()),
             torch.arange(r.prompts_per_step).repeat_interleave(r.group_size),

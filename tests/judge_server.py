@@ -1,8 +1,8 @@
 """A real HTTP server that speaks the OpenAI chat API, keeps media by id like vLLM, and misbehaves on request.
 
-It decodes the pictures it is sent and answers from their brightness (of two it prefers the brighter), so a swapped,
-stale or re-encoded picture shows up in the answer; `answer` writes other answers. In a thread: `with JudgeServer(...)
-as s`. As a process that can be killed: `python judge_server.py --port N`.
+It decodes the pictures it is sent and answers from their brightness (of two it prefers the brighter, unless the caption
+asks for a plain black one), so a swapped, stale or re-encoded picture shows up in the answer; `answer` writes other
+answers. In a thread: `with JudgeServer(...) as s`. As a process that can be killed: `python judge_server.py --port N`.
 """
 
 from __future__ import annotations
@@ -143,6 +143,7 @@ class JudgeServer:
             return web.json_response(reply(self.answer(bright, text_of(body))) | {"model": self.model})
         half = len(bright) // 2  # a clip is several images
         gap = 8.0 * float(np.mean(bright[:half]) - np.mean(bright[half:]))
+        gap = -gap if "plain black" in text_of(body) else gap
         return web.json_response(self._says(gap))
 
     def _says(self, gap: float, tokens: tuple[str, str] = ("1", "2")) -> dict[str, Any]:

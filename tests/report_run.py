@@ -35,7 +35,7 @@ def train_row(step, total, rng):
         "policy/ratio_max": 1 + 8e-5 * jump,
         "policy/kl": 0.0, "policy/on_policy_error": 0.0, "grad_norm": 4e-3 * jump, "samples_trained": 96.0,
         "judge/requests": 672.0, "judge/retries": float(rng.random() < 0.05), "judge/failures": 0.0,
-        "judge/failure_rate": 0.0,
+        "judge/missing": 0.0,
         "judge/latency_p50": 0.11 + 0.01 * rng.random(), "judge/latency_p95": 0.2 + 0.05 * jump,
         "judge/queue_max": 672.0,
         "judge/tie_rate": 0.0, "judge/order_inconsistency": 0.04 + 0.18 * done + 0.02 * rng.random(),

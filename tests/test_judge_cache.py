@@ -265,6 +265,7 @@ def test_traffic_is_counted(tmp_path):
         for _ in range(2):
             ask(judge(server.url, cache=str(tmp_path / "v"), model=MODEL, concurrency=1))
     found = metrics(before)
+    assert 0 < found.pop("judge/wasted_share") < 1, "of two requests nothing could be read from one"
     assert found == {"judge/cache_hits": 1.0, "judge/hedges": 0.0, "judge/parse_failure_rate": 0.25}
 
 

@@ -7,7 +7,7 @@ cannot score what the run makes must be refused before the first image.
 from dataclasses import asdict
 
 import pytest
-from tiny_run import settings, world
+from tiny_run import ALONE, settings, world
 
 from prefgrpo.config import ConfigError, differences, from_dict
 from prefgrpo.data import Prompt
@@ -58,7 +58,7 @@ def test_each_judged_reward_asks_its_own_server_with_its_own_template(place):
         reward={"spec": f'{{"vlm_pairwise": 1, "{OTHER}": 0.5}}', "options": {OTHER: own}},
     )
     judge = Constant()
-    options = reward_options(c, specs(c)[0], c.reward.options, judge)
+    options = reward_options(c, specs(c)[0], c.reward.options, judge, ALONE)
     assert shared(c) == "vlm_pairwise" and options["vlm_pairwise"]["judge"] is judge
     assert options["vlm_pairwise"]["plan"] == "both_orders" and options[OTHER]["plan"] == "swiss(2)"
     asked = options[OTHER]["judge"]
@@ -70,14 +70,14 @@ def test_each_judged_reward_asks_its_own_server_with_its_own_template(place):
     )
     alone = config(place, reward={"spec": OTHER})
     assert shared(alone) == OTHER
-    assert http_config(judge_section(alone.judge, OTHER, {})).template == "think"
-    assert asdict(http_config(judge_section(c.judge, "vlm_pairwise", {})))["template"] == "caption_match"
+    assert http_config(judge_section(alone.judge, OTHER, {}), ALONE).template == "think"
+    assert asdict(http_config(judge_section(c.judge, "vlm_pairwise", {}), ALONE))["template"] == "caption_match"
 
 
 def test_options_are_checked_by_name(place):
     c = config(place, reward={"spec": OTHER, "options": {OTHER: {"judge": {"modle": "b"}}}})
     with pytest.raises(ConfigError, match=r"judge: unknown key\(s\) \['modle'\]"):
-        reward_options(c, specs(c)[0], c.reward.options, None)
+        reward_options(c, specs(c)[0], c.reward.options, None, ALONE)
     with pytest.raises(RewardSpecError, match=r"unknown reward 'jpeg_compresibility'.*did you mean"):
         build("jpeg_compressibility", {"jpeg_compresibility": {}})
     with pytest.raises(ConfigError, match=r"reward\.options\.clip"):
@@ -94,4 +94,4 @@ def test_a_reward_that_does_not_fit_the_run_is_refused_with_all_reasons(place):
     assert "2 prompt(s) have no source image, the first: 'a cat'" in str(told.value)
     assert "needs the column 'tag', which 1 prompt(s) lack" in str(told.value)
     with pytest.raises(ConfigError, match="no source image"):
-        training_scorer(config(place, reward={"spec": f'["{EDIT}"]'}), None, None, plain)
+        training_scorer(config(place, reward={"spec": f'["{EDIT}"]'}), None, None, plain, ALONE)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from judge_server import JudgeServer, images
 from PIL import Image
-from tiny_run import rows, settings, start, train, tree
+from tiny_run import ALONE, rows, settings, start, train, tree
 
 from prefgrpo.config import ConfigError, from_dict
 from prefgrpo.data import DataError, Prompt
@@ -93,8 +93,8 @@ def test_a_reward_that_takes_images_refuses_clips(place):
             return [Verdict(0.5)] * len(pairs)
 
     with pytest.raises(ConfigError, match=r"vlm_pairwise takes image.*over http only"):
-        training_scorer(from_dict(settings(place, "x", **over)), OneByOne(), None, [])
-    training_scorer(from_dict(settings(place, "x", **over, rollout={"frames": 1})), OneByOne(), None, [])
+        training_scorer(from_dict(settings(place, "x", **over)), OneByOne(), None, [], ALONE)
+    training_scorer(from_dict(settings(place, "x", **over, rollout={"frames": 1})), OneByOne(), None, [], ALONE)
 
 
 def test_edits_with_sources_of_any_size(place, root):

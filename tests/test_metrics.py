@@ -18,6 +18,7 @@ from prefgrpo.metrics import (
     RewardsMissing,
     check_missing,
     eval_line,
+    missing_shares,
     over_ranks,
     policy_metrics,
     reward_metrics,
@@ -47,13 +48,27 @@ def test_reward_figures_are_numpys(groups, size, seed):
 
 def test_missing_rewards():
     rewards = np.array([[1.0, NAN], [NAN, 1.0], [1.0, 1.0], [1.0, 1.0]])
-    assert check_missing(rewards, np.array([1.0, 1.0]), 0.5, []) == 0.5
-    assert check_missing(rewards, np.array([1.0, 0.0]), 0.3, []) == 0.25, "a monitor may be missing"
-    assert check_missing(rewards, np.array([0.0, 0.0]), 0.0, []) == 0.0
+    none = np.zeros((2, 2))
+    assert missing_shares(rewards, np.array([1.0, 1.0]), none) == {"reward/missing": 0.5}
+    assert missing_shares(rewards, np.array([1.0, 0.0]), none) == {"reward/missing": 0.25}, "a monitor may be missing"
+    assert missing_shares(rewards, np.array([0.0, 0.0]), none) == {"reward/missing": 0.0}
     with pytest.raises(RewardsMissing, match=r"50% of the rewards.*judge.max_missing = 10%\. Reasons: timeout; html$"):
-        check_missing(rewards, np.array([1.0, 1.0]), 0.1, ["timeout", "html", "timeout"])
-    with pytest.raises(RewardsMissing, match="no reason was given on this rank"):
-        check_missing(rewards, np.array([1.0, 1.0]), 0.1, [])
+        check_missing({"reward/missing": 0.5}, 0.1, ["timeout", "html", "timeout"])
+    with pytest.raises(RewardsMissing, match="none was given on this rank"):
+        check_missing({"reward/missing": 0.5}, 0.1, [])
+
+
+def test_lost_comparisons_count_as_well_as_members():
+    """Each member kept one verdict of six, so that none is missing."""
+    whole, asked = np.ones((8, 3)), np.array([[20.0, 12.0], [100.0, 0.0], [0.0, 0.0]])
+    shares = missing_shares(whole, np.array([1.0, 1.0, 1.0]), asked)
+    assert shares == {"reward/missing": 0.0, "judge/missing": 0.6}, "the reward that lost most, not their mean"
+    with pytest.raises(RewardsMissing, match="60% of the comparisons are missing"):
+        check_missing(shares, 0.1, [])
+    assert missing_shares(whole, np.array([0.0, 1.0, 1.0]), asked)["judge/missing"] == 0.0, "it only measures"
+    assert check_missing({"reward/missing": 0.0, "judge/missing": 0.04}, 0.1, []) == ""
+    assert "5% of the comparisons are missing" in check_missing({"reward/missing": 0.0, "judge/missing": 0.05}, 0.1, [])
+    assert "7% of the rewards" in check_missing({"reward/missing": 0.07, "judge/missing": 0.05}, 0.1, [])
 
 
 def row(update, samples, loss, **values):
@@ -85,7 +100,7 @@ def test_a_step_without_training_has_figures_without_nan():
 
 def test_judge_figures():
     found = over_ranks({"judge/requests": 8.0, "judge/failures": 2.0, "judge/latency_p50": 0.5}, ALONE)
-    assert found == {"judge/requests": 8, "judge/failures": 2, "judge/latency_p50": 0.5, "judge/failure_rate": 0.25}
+    assert found == {"judge/requests": 8, "judge/failures": 2, "judge/latency_p50": 0.5}
     assert over_ranks({}, ALONE) == {}
 
 

@@ -82,7 +82,7 @@ def test_win_rates_by_hand(streams, plan):
     expected = [by_hand([10, 20, 40, 80]), by_hand([20, 40, 80, 10])]
     np.testing.assert_allclose(result.values["vlm_pairwise"], expected, rtol=1e-6)
     assert result.metrics["judge/requests"] == (24 if plan == "both_orders" else 12)
-    assert result.metrics["judge/failure_rate"] == 0 and result.reasons == {}
+    assert result.metrics["judge/failures"] == 0 and result.reasons == {}
     assert ("judge/order_inconsistency" in result.metrics) == (plan == "both_orders")
 
 

@@ -231,7 +231,7 @@ def test_a_missing_reward_is_left_out_of_its_group(trainer):
     batches = one._collect(0)
     assert len(batches) == 2
     scores = one.parts.scorer.finish()
-    advantage, values = one._advantage(scores)
+    advantage, values = one._advantage(1, scores)
     assert values["reward/missing"] == 1 / 8 and advantage[0, 1] == 0
     rest = scores.values[f"{HERE}OneMissing"][0, [0, 2, 3]]
     expected = (rest - rest.mean()) / (rest.std() + 1e-4)

@@ -20,9 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import yaml
 from safetensors.torch import load_file
 
+from prefgrpo.parallel import World
 from prefgrpo.tiny import pipelines
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -30,6 +32,7 @@ _CONTEXT.set_forkserver_preload(
     ["prefgrpo.trainer", "prefgrpo.models.flux", "prefgrpo.cli", "prefgrpo.report", "prefgrpo.judge.local", "peft"]
 )
 
+ALONE = World(0, 1, torch.device("cpu"))
 PROMPTS = [f"a red circle number {k}" for k in range(1, 11)]
 
 BASE: dict[str, Any] = {
@@ -189,7 +192,7 @@ def _child(argv: list[str], log: str, env: dict[str, str], hook: Callable[[], No
 def rows(folder: Path, timeless: bool = True) -> list[dict[str, Any]]:
     """metrics.jsonl, every line of it, without wall-clock numbers."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    clocks = ("time/", "judge/busy_s", "judge/wait_s", "judge/latency", "judge/queue_max")
+    clocks = ("time/", "judge/busy_s", "judge/wait_s", "judge/latency", "judge/queue", "judge/wasted_share")
     return [
         {k: v for k, v in line.items() if not (timeless and (k.startswith(clocks) or "/latency_" in k))}
         for line in lines

@@ -17,7 +17,10 @@ def check(
     bias_pairs: int = 8,
     timeout_s: float = 20.0,
 ) -> int:
-    """Is the judge there, does it serve the model, does it answer a pair?
+    """Is the judge there, does it serve the model, does it answer a pair, are its known answers right?
+
+    Known answers: which of two pictures, or a picture and noise, is the plain colour of the caption. A judge that
+    always says the same, or mixes the pictures up, fails by name (with a template of your own: exit code 1).
 
     Args:
         endpoint: OpenAI-compatible servers, with or without /v1.
@@ -29,5 +32,6 @@ def check(
         timeout_s: Longest wait for one answer, in seconds.
     """
     config = client.HttpJudgeConfig(endpoint, model, template, tokenizer, api_key_env=api_key_env)
-    print(client.check(config, timeout_s=timeout_s, bias_pairs=bias_pairs).summary())
-    return 0
+    health = client.check(config, timeout_s=timeout_s, bias_pairs=bias_pairs, known=True)
+    print(health.summary())
+    return 1 if health.alarm else 0

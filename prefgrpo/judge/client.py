@@ -1,8 +1,8 @@
 """The public face of the HTTP judge: its config, the judge, and the health check at start.
 
 `check` says in seconds whether judging will work: is the server there, does it serve the model, does a pair of
-pictures get a verdict; `reach` asks no pictures. Invariant: both raise one JudgeError that says what was expected,
-what came, what to do.
+pictures get a verdict, are known answers right; `reach` asks no pictures. Invariant: both raise one JudgeError that
+says what was expected, what came, what to do.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import difflib
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
@@ -19,8 +20,9 @@ import numpy as np
 
 from prefgrpo.judge.endpoint import Endpoint, checkpoint_name, describe_error
 from prefgrpo.judge.http import HttpJudge, HttpJudgeConfig
+from prefgrpo.judge.information import compares, known_answers
 from prefgrpo.judge.loop import loop_thread
-from prefgrpo.judge.template import load_template
+from prefgrpo.judge.template import load_template, shipped
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.media import Media
 
@@ -60,6 +62,10 @@ class Health:
     """Seconds the probe pair took."""
     position_bias: float | None = None
     """Mean P(first) over random pairs in both orders; 0.5 is no bias."""
+    known: str = ""
+    """How many known answers were right; '' if none was asked for."""
+    alarm: str = ""
+    """Why the verdicts say nothing, with a template of the user's own (a shipped one makes it a JudgeError)."""
 
     def summary(self) -> str:
         """One line per endpoint and one for the probe."""
@@ -68,24 +74,36 @@ class Health:
             rows.append(f"probe pair: P(first) {self.probe_p_first:.3f} in {self.probe_latency_s:.2f} s")
         if self.position_bias is not None:
             rows.append(f"position bias: mean P(first) {self.position_bias:.3f} over pairs in both orders")
+        rows += [row for row in (self.known, self.alarm and f"WARNING: {self.alarm}") if row]
         return "\n".join(rows)
 
 
-def check(config: HttpJudgeConfig, *, timeout_s: float = 10.0, probe: bool = True, bias_pairs: int = 0) -> Health:
+def check(
+    config: HttpJudgeConfig,
+    *,
+    timeout_s: float = 10.0,
+    probe: bool = True,
+    bias_pairs: int = 0,
+    known: bool = False,
+    clips: bool = False,
+) -> Health:
     """Check the configured judge; at most about three `timeout_s` per endpoint, longer for judges that write text.
 
     A server that answers 429 or 503 is given 30 s, or `config.patience_s` if that is less, to become ready.
 
-    probe: judge one pair of plain pictures. bias_pairs: judge this many random pairs in both orders.
-    Raises JudgeError if no endpoint works or the probe gets no verdict.
+    probe: judge one pair of plain pictures. bias_pairs: judge this many random pairs in both orders. known: ask each
+    endpoint 16 questions with known answers. clips: show clips there.
+    Raises JudgeError if no endpoint works, the probe gets no verdict, or a shipped template gets wrong answers.
     """
     HttpJudge(config).close()  # validates the config and the template
     health = reach(config, timeout_s)
     if probe:
-        soft = load_template(config.template or "compare").answer == "soft"
-        longest = timeout_s if soft else max(timeout_s, config.timeout_s)
-        end = time.monotonic() + _busy_s(config)
-        _probe(replace(config, timeout_s=longest, cache="", retries=1, patience_s=5.0), health, bias_pairs, end)
+        template, end = load_template(config.template or "compare"), time.monotonic() + _busy_s(config)
+        longest = timeout_s if template.answer == "soft" else max(timeout_s, config.timeout_s or template.timeout_s)
+        config = replace(config, model=health.model, timeout_s=longest, cache="", retries=1, patience_s=5.0)
+        _probe(config, health, bias_pairs, end)
+        if known and compares(template):
+            _know(replace(config, timeout_s=max(longest, template.timeout_s)), health, clips)
     return health
 
 
@@ -165,7 +183,6 @@ def _probe(config: HttpJudgeConfig, health: Health, bias_pairs: int, end: float)
     end: time (monotonic) until which a server that is too busy is asked again.
     """
     red, blue, grey = (Media(np.full((64, 64, 3), c, np.uint8)) for c in ((220, 30, 30), (30, 60, 220), (128,) * 3))
-    config = replace(config, model=health.model)
     good = [e for e in health.endpoints if not e.problem]
     for endpoint in good:
         with closing(HttpJudge(replace(config, endpoints=(endpoint.url,)))) as judge:
@@ -191,3 +208,25 @@ def _probe(config: HttpJudgeConfig, health: Health, bias_pairs: int, end: float)
         with closing(HttpJudge(replace(config, endpoints=urls))) as judge:
             values = [v.first for v in judge.judge_group("a picture", media, pairs, [grey]) if v.first is not None]
         health.position_bias = float(np.mean(values)) if values else None
+
+
+def _know(config: HttpJudgeConfig, health: Health, clips: bool) -> None:
+    """Ask every good server the questions with known answers; JudgeError, or the alarm, names what is wrong."""
+
+    def ask(url: str) -> tuple[str, str]:
+        with closing(HttpJudge(replace(config, endpoints=(url,)))) as judge:
+            found = known_answers(judge, judge.clip_template if clips else judge.template, clips)
+        return f"{found.right} of {found.asked}", f"{url}: '{health.model}' {found.problem}" if found.problem else ""
+
+    urls = [e.url for e in health.endpoints if not e.problem]
+    with ThreadPoolExecutor(len(urls)) as pool:
+        rights, problems = zip(*pool.map(ask, urls), strict=True)
+    health.known = f"known answers: {', '.join(rights)} right"
+    if wrong := " | ".join(p for p in problems if p):
+        if config.template in ("", *shipped()):
+            raise JudgeError(
+                f"the judge's verdicts say nothing about the pictures. {wrong}\n"
+                f"Expected the plain colour that the caption names to win; check that the template '{config.template}' "
+                "suits the model, and that the server shows it both pictures, in order"
+            )
+        health.alarm = wrong

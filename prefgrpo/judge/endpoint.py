@@ -199,13 +199,16 @@ class Pool:
         self._arrivals = itertools.count()
         self._dead_since: float | None = None
 
-    async def acquire(self, turn: int) -> Endpoint:
-        """An endpoint with a free slot, low turns first; NoEndpoint when none has been alive for `patience_s`."""
+    async def acquire(self, turn: int, slow: Endpoint | None = None) -> Endpoint:
+        """An endpoint with a free slot, low turns first; NoEndpoint when none has been alive for `patience_s`.
+
+        slow: taken only if it is the only one with a free slot.
+        """
         woken = False
         while True:
             free = self._free()
             if free and (woken or not self._queue or turn < self._queue[0][0]):
-                chosen = min(free, key=lambda e: e.load)
+                chosen = min(free, key=lambda e: (e is slow, e.load))
                 chosen.load += 1
                 return chosen
             wake = asyncio.get_running_loop().create_future()

@@ -194,7 +194,8 @@ class Client:
                 TRAFFIC["cache_hits"] += 1
                 return replace(kept, latency_s=time.monotonic() - start)
         try:
-            reply = await self.sender.send(_PATH, write, self._choice, [e.uuid for e in (*media, *source)])
+            uuids = [e.uuid for e in (*media, *source)]
+            reply = await self.sender.send(_PATH, write, self._choice, uuids, template.timeout_s)
         except SendError as error:
             return Answer(None, str(error), time.monotonic() - start, retries=error.retries)
         found = Answer(None, "", time.monotonic() - start, retries=reply.retries)
@@ -204,7 +205,8 @@ class Client:
             found = replace(found, reason=str(error))
         if self._cache is not None and key:
             self._cache.put(key, found)
-        TRAFFIC["unread"] += bool(found.reason)
+        if found.reason:
+            TRAFFIC.update(unread=1, wasted_us=reply.spent_us)
         return found
 
     def _choice(self, url: str, payload: bytes) -> dict[str, Any]:
@@ -256,6 +258,7 @@ class HttpJudge(PairJudge):
         self.config, self.template, video = config, load_template(name), f"{name}_video"
         self.clip_template = load_template(video) if video in shipped() else self.template
         self.client = shared_client(config)
+        self.answer_s = config.timeout_s or max(self.template.timeout_s, self.clip_template.timeout_s)
         self.client.prepare(self.template)
         self.client.prepare(self.clip_template)
 

@@ -1,10 +1,10 @@
 """One request to the best of several servers of the same kind, repeated where that helps.
 
-What may help is retried with backoff (connection errors, timeouts, 429, 5xx, another server where one refuses); a
-refusal of the request itself ends it at once with the server's message; a 200 that cannot be read is asked for once
-more. It knows nothing of judges: a caller gives
-the path, writes the body and reads the answer. Invariants: every request ends, in bounded time, with what was read or
-a reason; a restart of the server loses none.
+What may help is retried with backoff (connection errors, 429, 5xx, another server where one refuses); a timeout is
+retried once, elsewhere if another server is free, because the same question takes the same server as long again; a 200
+that cannot be read is asked for once more; a refusal of the request itself ends it at once with the server's message.
+It knows nothing of judges: a caller gives the path, writes the body and reads the answer. Invariants: every request
+ends, in bounded time, with what was read or a reason; a restart of the server loses none.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ from prefgrpo.judge.verdict import JudgeError
 
 _MISS = ("Cache miss for", "Failed to apply")
 _LONGEST_PAUSE_S = 60.0
+_CONNECT_S = 30.0
+"""Longest wait for a connection and for /v1/models, which wait for no answer to be written."""
+_TIMEOUTS = 2
+"""Requests of one question that may run into the time limit."""
 _OWN_FAULT = (400, 413, 422)
 """What any server would answer to the request."""
 Write = Callable[[Endpoint, Collection[str] | None], bytes]
@@ -54,8 +58,8 @@ class SendConfig:
     """Servers that answer the same; the least loaded one is asked."""
     concurrency: int = 64
     """Most requests in flight per endpoint."""
-    timeout_s: float = 120.0
-    """Longest that one request may take."""
+    timeout_s: float | None = None
+    """Longest that one request may take, in seconds; none: what the caller of `send` says."""
     retries: int = 5
     """Repetitions of a failed request."""
     backoff_s: float = 0.25
@@ -76,7 +80,7 @@ class SendConfig:
             bad.append(f"endpoints must be http:// or https:// addresses, got {list(self.endpoints)}")
         if self.media_ids not in ("auto", "on", "off"):
             bad.append(f"media_ids must be auto, on or off, got {self.media_ids!r}")
-        if self.concurrency < 1 or self.retries < 0 or not self.timeout_s > 0:
+        if self.concurrency < 1 or self.retries < 0 or (self.timeout_s is not None and not self.timeout_s > 0):
             bad.append("concurrency must be at least 1, retries at least 0, timeout_s positive")
         if not self.hedge_s >= 0:
             bad.append(f"hedge_s must be 0 or more seconds, got {self.hedge_s}")
@@ -104,9 +108,10 @@ class SendError(RuntimeError):
 class _Retry(Exception):
     """A failure that a repetition may mend."""
 
-    def __init__(self, reason: str, pause_s: float = 0.0) -> None:
+    def __init__(self, reason: str, pause_s: float = 0.0, slow: Endpoint | None = None) -> None:
+        """`slow`: the server, if the time limit was what failed."""
         super().__init__(reason)
-        self.pause_s = pause_s
+        self.pause_s, self.slow = pause_s, slow
 
 
 class _Refused(Exception):
@@ -123,6 +128,8 @@ class Reply:
     """What was read from the body."""
     retries: int
     """Requests beyond the first that it took."""
+    spent_us: int = 0
+    """Microseconds of the request that was answered."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,7 @@ class _Job:
     write: Write
     read: Read
     media: Sequence[str]
+    timeout_s: float
     unread: list[str] = field(default_factory=list)
     """What could not be read so far, a reason each."""
 
@@ -158,22 +166,26 @@ class Sender:
         for endpoint in self.endpoints:
             self.thread.loop.call_soon_threadsafe(endpoint.close)
 
-    async def send(self, path: str, write: Write, read: Read, media: Sequence[str] = ()) -> Reply:
+    async def send(
+        self, path: str, write: Write, read: Read, media: Sequence[str] = (), timeout_s: float = 120.0
+    ) -> Reply:
         """POST a body to `path` of the best endpoint; SendError if no repetition brought what can be read.
 
         media: ids of the media in the body, in any order; `write` is told which of them must carry data.
+        timeout_s: longest that one request may take, unless the configuration has a limit of its own.
         """
-        retries, turn, job = 0, next(self._turns), _Job(path, write, read, media)
-        longest = min(_LONGEST_PAUSE_S, self.config.timeout_s)
+        retries, timeouts, turn = 0, 0, next(self._turns)
+        job = _Job(path, write, read, media, self.config.timeout_s or timeout_s)
+        longest, slow = min(_LONGEST_PAUSE_S, job.timeout_s), None
         while True:
             pause = min(self.config.backoff_s * 2**retries, longest) * random.uniform(0.5, 1.0)
             try:
-                endpoint, value = await self._attempt(turn, job)
-                return Reply(endpoint.url, value, retries)
+                return replace(await self._attempt(turn, job, slow), retries=retries)
             except (_Refused, NoEndpoint) as error:
                 raise SendError(str(error), retries) from error
             except _Retry as error:
-                if retries >= self.config.retries:
+                slow, timeouts = error.slow or slow, timeouts + (error.slow is not None)
+                if retries >= self.config.retries or timeouts >= _TIMEOUTS:
                     reason = f"gave up after {retries + 1} requests; the last one: {error}"
                     raise SendError(reason, retries) from error
                 pause = max(pause, min(error.pause_s, longest))
@@ -184,15 +196,15 @@ class Sender:
         """The model that every request asks: the configured one, else the first that is listed; '' if none is."""
         for endpoint in () if self.model else self.endpoints:
             try:
-                await endpoint.describe(self.thread.session(), self.config.timeout_s)
+                await endpoint.describe(self.thread.session(), _CONNECT_S)
             except (asyncio.TimeoutError, aiohttp.ClientError, OSError):
                 continue
             self.model = self.model or (endpoint.models or [""])[0]
         return self.model
 
-    async def _attempt(self, turn: int, job: _Job) -> tuple[Endpoint, Any]:
-        """One request to the best endpoint: (who answered, what a 200 said)."""
-        endpoint = await self._slot(turn, job.media)
+    async def _attempt(self, turn: int, job: _Job, slow: Endpoint | None) -> Reply:
+        """One request to the best endpoint, not to `slow` if another one is free."""
+        endpoint = await self._slot(turn, job.media, slow)
         try:
             if not self.config.hedge_s:
                 return await self._exchange(endpoint, job)
@@ -200,11 +212,11 @@ class Sender:
         finally:
             self.pool.release(endpoint)
 
-    async def _slot(self, turn: int, media: Sequence[str]) -> Endpoint:
+    async def _slot(self, turn: int, media: Sequence[str], slow: Endpoint | None) -> Endpoint:
         """An endpoint with a free slot; a request that has to wait for media that another one carries holds none."""
         waited: set[str] = set()
         while True:
-            endpoint = await self.pool.acquire(turn)
+            endpoint = await self.pool.acquire(turn, slow)
             busy = endpoint.carried(set(media) - waited)
             if not busy or not endpoint.uses_ids:
                 return endpoint
@@ -213,7 +225,7 @@ class Sender:
             for event in busy.values():
                 await event.wait()
 
-    async def _hedged(self, endpoint: Endpoint, job: _Job) -> tuple[Endpoint, Any]:
+    async def _hedged(self, endpoint: Endpoint, job: _Job) -> Reply:
         """A request, and a second one beside it if it is slow; the first payload counts, the other is given up."""
         tasks = [asyncio.ensure_future(self._exchange(endpoint, job))]
         other = None
@@ -230,27 +242,36 @@ class Sender:
             if other is not None:
                 self.pool.release(other)
 
-    async def _exchange(self, endpoint: Endpoint, job: _Job) -> tuple[Endpoint, Any]:
+    async def _exchange(self, endpoint: Endpoint, job: _Job) -> Reply:
         """One request to an endpoint whose slot is taken; how it ends counts when the next one is chosen."""
+        start, spent, answered = time.monotonic(), 0, False
         try:
             found = await self._ask(endpoint, job)
+            answered = True
         except _Retry as error:
             self.pool.strike(endpoint, error.pause_s)
             raise
+        finally:
+            spent = round(1e6 * (time.monotonic() - start))
+            if self.openai:
+                TRAFFIC.update(spent_us=spent, wasted_us=0 if answered else spent)
         endpoint.strikes = 0
-        return endpoint, found
+        return Reply(endpoint.url, found, 0, spent)
 
     async def _ask(self, endpoint: Endpoint, job: _Job) -> Any:
         """One request: what a 200 said."""
         session = self.thread.session()
         try:
             if self.openai:
-                await endpoint.describe(session, self.config.timeout_s)
-                self._check_model(endpoint)
+                await self._describe(session, endpoint, job)
             status, payload, pause, to = await self._deliver(session, endpoint, job)
         except asyncio.TimeoutError as error:
+            if isinstance(error, aiohttp.ClientConnectionError):  # no connection: nobody was busy with an answer
+                await self.pool.eject(session, endpoint, describe_error(error))
+                raise _Retry(f"{endpoint.url}: {describe_error(error)}") from error
             self.pool.suspect(session, endpoint)
-            raise _Retry(f"{endpoint.url} did not answer within {self.config.timeout_s:g} s") from error
+            told = f"{endpoint.url} did not answer within {job.timeout_s:g} s"
+            raise _Retry(told, slow=endpoint) from error
         except TRANSPORT_ERRORS as error:
             await self.pool.eject(session, endpoint, describe_error(error))
             raise _Retry(f"{endpoint.url}: {describe_error(error)}") from error
@@ -259,7 +280,8 @@ class Sender:
         if status >= 500:
             self.pool.suspect(session, endpoint)
         if status == 429 or status >= 500:
-            raise _Retry(f"{endpoint.url} answered {status}: {message_of(payload)}", pause)
+            slow = endpoint if status == 504 else None  # a gateway's time limit
+            raise _Retry(f"{endpoint.url} answered {status}: {message_of(payload)}", pause, slow)
         if status in _OWN_FAULT:
             raise _Refused(f"{endpoint.url} refused with {status}: {message_of(payload)}")
         if status != 200:
@@ -271,6 +293,16 @@ class Sender:
             if len(job.unread) == 1:  # a body may be broken on its way
                 raise _Retry(str(error)) from error
             self._refused(endpoint, str(error))
+
+    async def _describe(self, session: aiohttp.ClientSession, endpoint: Endpoint, job: _Job) -> None:
+        """Learn what the server is, if nobody has yet, and that it serves the model."""
+        limit = min(job.timeout_s, _CONNECT_S)
+        try:
+            await endpoint.describe(session, limit)
+        except asyncio.TimeoutError as error:
+            self.pool.suspect(session, endpoint)
+            raise _Retry(f"{endpoint.url} did not answer /v1/models within {limit:g} s") from error
+        self._check_model(endpoint)
 
     def _check_model(self, endpoint: Endpoint) -> None:
         """A server may come back with another model, and not every one looks at the name that it is asked for."""
@@ -300,32 +332,34 @@ class Sender:
     async def _deliver(self, session: aiohttp.ClientSession, endpoint: Endpoint, job: _Job) -> Response:
         """Post with ids where the server has the media; once more with all data if it turns out that it has not."""
         if not endpoint.uses_ids or not job.media:
-            return await self._post(session, endpoint, job.path, job.write(endpoint, None))
+            return await self._post(session, endpoint, job, None)
         carried = await endpoint.claim(job.media)
         grace_s = endpoint.given(job.media, carried)
         success = False
         try:
-            reply = await self._post(session, endpoint, job.path, job.write(endpoint, carried))
+            reply = await self._post(session, endpoint, job, carried)
             if lean := len(carried) < len(set(job.media)):
                 missed = reply[0] == 400 and any(text in reply[1].decode("utf-8", "replace") for text in _MISS)
                 endpoint.lean_request(missed, grace_s)
                 if missed or (lean and reply[0] == 500):
-                    reply = await self._post(session, endpoint, job.path, job.write(endpoint, set(job.media)))
+                    reply = await self._post(session, endpoint, job, set(job.media))
             success = reply[0] == 200
             return reply
         finally:
             endpoint.settle(carried, success)
 
-    async def _post(self, session: aiohttp.ClientSession, endpoint: Endpoint, path: str, body: bytes) -> Response:
+    async def _post(
+        self, session: aiohttp.ClientSession, endpoint: Endpoint, job: _Job, carried: Collection[str] | None
+    ) -> Response:
         """What one request brought."""
-        url, timeout = endpoint.url + path, aiohttp.ClientTimeout(total=self.config.timeout_s)
-        headers = endpoint.headers
+        body, url, headers = job.write(endpoint, carried), endpoint.url + job.path, endpoint.headers
+        timeout = aiohttp.ClientTimeout(total=job.timeout_s, sock_connect=_CONNECT_S)
         async with session.post(url, data=body, headers=headers, timeout=timeout, allow_redirects=False) as reply:
             pause = _retry_after(reply.headers.get("Retry-After"))
             return reply.status, await read_body(reply), pause, redirect(reply)
 
 
-async def _first_good(tasks: Sequence[asyncio.Future[tuple[Endpoint, Any]]]) -> tuple[Endpoint, Any]:
+async def _first_good(tasks: Sequence[asyncio.Future[Reply]]) -> Reply:
     """The first result of `tasks`; what the first task raises if none has one."""
     waiting = set(tasks)
     while waiting:

@@ -2,6 +2,7 @@
 
     user: text with {prompt}, {media_1} …, {source} and other {name}s      prefill: start of the assistant's turn
     labels: the two answers that follow the prefill      variants: count them in other case too      max_tokens: n
+    timeout_s: longest that one answer may take (60 where one token is the answer, 600 where text is)
     answer: soft | plain | think | edit | flex | scores | json | text      scores: {name: [low, high]}
     pattern: a line with {name} and {value} as the judge writes it (scores)
 
@@ -25,9 +26,10 @@ _MARKER = re.compile(r"(\{[a-z][a-z0-9_]*\})")
 _MEDIUM = re.compile(r"\{media_(\d+)\}")
 _FOLDER = Path(__file__).parent / "templates"
 _TOKENS = {"soft": 1, "plain": 32, "think": 2048, "flex": 2048, "edit": 2048, "scores": 512, "json": 1024, "text": 512}
+_SECONDS = {"soft": 60.0, "text": 600.0}
 PAIR_ANSWERS = ("soft", "plain", "think", "flex", "edit")
 """Answers that are a verdict on two media."""
-_KEYS = ("user", "prefill", "labels", "variants", "answer", "scores", "pattern", "max_tokens")
+_KEYS = ("user", "prefill", "labels", "variants", "answer", "scores", "pattern", "max_tokens", "timeout_s")
 PAIR = ("prompt", "media_1", "media_2")
 """Markers of a template that compares two media."""
 SOURCE = -1
@@ -56,6 +58,8 @@ class Template:
     """(name, lowest, highest) of the numbers that the answer states, in order."""
     pattern: str = ""
     """How the judge writes one of them, with {name} and {value} ('scores' answers)."""
+    timeout_s: float = _SECONDS["text"]
+    """Longest that one request may take, in seconds, unless the judge's configuration says otherwise."""
 
     @property
     def takes_source(self) -> bool:
@@ -149,7 +153,11 @@ def _parse(name: str, raw: Any, needs: tuple[str, ...], may: tuple[str, ...], ki
     if answer == "scores" and ("{value}" not in pattern or (len(scores) > 1 and "{name}" not in pattern)):
         raise ValueError(f"a 'scores' answer needs a pattern with {{name}} and {{value}}, got {pattern!r}")
     tokens = int(raw.get("max_tokens", _TOKENS[answer]))
-    return Template(name, pieces, str(raw.get("prefill") or ""), texts, answer, tokens, variants, scores, pattern)
+    seconds = float(raw.get("timeout_s", _SECONDS["soft" if answer == "soft" else "text"]))
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"expected timeout_s to be positive seconds, got {raw['timeout_s']!r}")
+    prefill = str(raw.get("prefill") or "")
+    return Template(name, pieces, prefill, texts, answer, tokens, variants, scores, pattern, seconds)
 
 
 def _check_markers(pieces: tuple[str, ...], needs: tuple[str, ...], may: tuple[str, ...]) -> None:

@@ -1,7 +1,8 @@
 """What the judge clients of this process have done so far; the difference of two moments is what a step did.
 
 Counts: questions (all that were put), cache_hits (answered from the cache), hedges (second requests beside a slow
-one), unread (an answer came, and nothing could be read from it). Invariant: counts only grow.
+one), unread (an answer came, and nothing could be read from it), spent_us (microseconds of all requests together) and
+wasted_us (of those that brought nothing: timed out, given up, or unread). Invariant: counts only grow.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ def metrics(since: Counter[str]) -> dict[str, float]:
     done = TRAFFIC - since
     if not done["questions"]:
         return {}
-    return {
+    wasted = {"judge/wasted_share": done["wasted_us"] / done["spent_us"]} if done["spent_us"] else {}
+    return wasted | {
         "judge/cache_hits": float(done["cache_hits"]),
         "judge/hedges": float(done["hedges"]),
         "judge/parse_failure_rate": done["unread"] / done["questions"],

@@ -83,6 +83,8 @@ class PairJudge(ABC):
     """True: `submit` returns at once and pairs may be sent one by one; False: whole groups on the calling thread."""
     clips: bool = False
     """Whether it takes videos."""
+    answer_s: float = 0.0
+    """Longest that one answer may take, in seconds, where there is a limit."""
 
     @abstractmethod
     def judge_group(

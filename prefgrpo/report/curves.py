@@ -149,7 +149,7 @@ def _judge(train: Rows) -> list[Chart]:
     lost = [Series("rewards missing", train.steps, train["reward/missing"], 1)]
     retries = train["judge/retries"] / np.maximum(train["judge/requests"], 1.0)
     lost = [
-        *_of(train, "judge/", [("requests failed", "failure_rate", 0)]),
+        *_of(train, "judge/", [("comparisons missing", "missing", 0)]),
         *lost,
         Series("retries", train.steps, retries, 2),
     ]
@@ -186,7 +186,7 @@ def _of(train: Rows, prefix: str, lines: list[tuple[str, str, int]]) -> list[Ser
 def other_curves(run: Run) -> list[Chart]:
     """A small chart for every training metric that `curves` does not show."""
     shown = ("time/", "judge/latency_", "policy/", "reward/")
-    named = {"busy_s", "tie_rate", "position_bias", "order_inconsistency", "failure_rate"}
+    named = {"busy_s", "tie_rate", "position_bias", "order_inconsistency", "missing"}
     rest = [
         n
         for n in run.train.columns

@@ -138,6 +138,9 @@ class Reward(ABC):  # noqa: B024  (its two kinds have the abstract methods)
     streams: bool = False
     """Samples are handed over one by one while others are being made (`submit` or `session`)."""
 
+    answer_s: float = 0.0
+    """Longest that one answer from outside may take, in seconds (the scorer's deadline is longer)."""
+
     def refuse(self, sample: Sample) -> str:
         """Why a sample cannot be scored; '' if it can. By default: pixels or a kind of media that it does not take."""
         return unusable(sample.media, self.takes)

@@ -19,14 +19,15 @@ def judge_metrics(groups: list[list[Comparison]], flights: Sequence[Flight], wai
     every = [c for group in groups for c in group]
     answered = [p for c in every if (p := c.verdict.first) is not None]
     failures = len(every) - len(answered)
+    busy = busy_s(flights)
     metrics = {
         "judge/requests": float(len(every)),
         "judge/retries": float(sum(c.verdict.retries for c in every)),
         "judge/failures": float(failures),
-        "judge/failure_rate": failures / len(every),
-        "judge/busy_s": busy_s(flights),
+        "judge/busy_s": busy,
         "judge/wait_s": wait_s,
         "judge/queue_max": float(sum(f.peak for f in flights)),
+        "judge/queue_mean": sum(f.waited_s for f in flights) / busy if busy else 0.0,
     }
     if answered:
         latencies = [c.verdict.latency_s for c in every if c.verdict.first is not None]

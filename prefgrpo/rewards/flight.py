@@ -24,22 +24,32 @@ class Flight:
         self.last_done: float | None = None
         self.depth = 0
         self.peak = 0
+        self.waited_s = 0.0
+        """Seconds of all requests together, so far."""
+        self._at = 0.0
         self.seconds: list[float] = []
 
     def sent(self) -> None:
         """One request was submitted."""
         with self._lock:
-            self.first_sent = self.first_sent or time.monotonic()
+            self._count()
+            self.first_sent = self.first_sent or self._at
             self.depth += 1
             self.peak = max(self.peak, self.depth)
 
     def done(self, seconds: float | None = None) -> None:
         """One request was answered, failed or was cancelled, `seconds` after it was submitted."""
         with self._lock:
-            self.last_done = time.monotonic()
+            self._count()
+            self.last_done = self._at
             self.depth -= 1
             if seconds is not None:
                 self.seconds.append(seconds)
+
+    def _count(self) -> None:
+        now = time.monotonic()
+        self.waited_s += self.depth * (now - self._at)
+        self._at = now
 
     def latency(self, prefix: str) -> dict[str, float]:
         """p50 and p95 of the seconds per request (an in-process reward: of its one call for the step)."""

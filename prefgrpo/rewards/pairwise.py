@@ -54,7 +54,7 @@ class VlmPairwise(GroupwiseReward):
         self._owned = not isinstance(judge, PairJudge)
         self.judge = judge if isinstance(judge, PairJudge) else open_judge(judge, template=self.template)
         self.takes = type(self).takes if self.judge.clips else ("image",)
-        self.streams = self.judge.streams
+        self.streams, self.answer_s = self.judge.streams, self.judge.answer_s
 
     def check(self, group_size: int) -> None:
         """Raise ValueError for a plan that does not fit the group size."""

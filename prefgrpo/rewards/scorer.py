@@ -38,6 +38,8 @@ from prefgrpo.rewards.figures import judge_metrics
 from prefgrpo.rewards.flight import LATE, Flight
 from prefgrpo.rewards.log import JudgementLog
 
+_DEADLINE_S = 600.0
+
 
 @dataclass
 class StepScores:
@@ -60,15 +62,19 @@ class Scorer:
         self,
         rewards: Mapping[str, Reward],
         group_size: int,
-        deadline_s: float = 600.0,
+        deadline_s: float | None = None,
         seed: int = 0,
         log_path: str | Path | None = None,
     ) -> None:
-        """`deadline_s`: the longest that `finish` waits for a judge. `log_path`: JSONL file of every judgement."""
+        """`deadline_s`: the longest that `finish` waits for a judge; none: ten times the longest answer that a reward
+        may wait for, at least 600 s. `log_path`: JSONL file of every judgement.
+        """
         if group_size < 2 and any(isinstance(r, GroupwiseReward) for r in rewards.values()):
             raise ValueError(f"pairwise rewards need groups of at least 2 samples, got group_size={group_size}")
         for reward in rewards.values():
             reward.check(group_size)
+        if deadline_s is None:
+            deadline_s = max([_DEADLINE_S, *(10 * reward.answer_s for reward in rewards.values())])
         if not deadline_s > 0:
             raise ValueError(f"the judge's deadline must be positive seconds, got {deadline_s}")
         self.rewards, self.group_size, self.deadline_s, self.seed = rewards, group_size, deadline_s, seed

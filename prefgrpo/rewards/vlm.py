@@ -45,6 +45,7 @@ class VlmReward(PointwiseReward):
         """A template that this reward can fill in, ready to be asked with."""
         question = load_template(name, needs or self.needs, self.may, self.kinds)
         self.client.prepare(question)
+        self.answer_s = max(self.answer_s, self.client.config.timeout_s or question.timeout_s)
         return question
 
     def submit(self, sample: Sample) -> Future[Score]:

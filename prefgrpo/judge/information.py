@@ -1,0 +1,179 @@
+"""Whether verdicts depend on what the judge was shown: known answers before a run, counts during it.
+
+A judge can be valid and say nothing: always a tie, always the same side, or pictures mixed up. Verdicts are
+(shown first, shown second, P(first) or None). A soft verdict's position bias is taken out before its side is read,
+because the two orders of a pair cancel it; a verdict of exactly 0, ½ or 1 is a statement and is taken as it is (and so
+is every verdict where the win rates round them). Invariant: less evidence than `FEW` verdicts or `FEW_PAIRS` swapped
+pairs never raises an alarm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefgrpo.judge.plans import Judged
+from prefgrpo.judge.template import Template
+from prefgrpo.judge.verdict import Pair, PairJudge
+from prefgrpo.media import Media
+
+FEW = 32
+"""Verdicts that must exist, ties aside, before a side counts as constant; and ties before all count as ties."""
+FEW_PAIRS = 100
+"""Pairs with a winner in both orders that must exist before contradictions count."""
+CONTRADICTIONS = 0.45
+"""Share of these whose winner changes with the order, above which verdicts say nothing; chance gives a half."""
+TIE = 0.001
+"""Distance from ½ up to which a verdict is a tie, and spread up to which soft verdicts are one constant."""
+SPREAD = 0.01
+"""Standard deviation of soft verdicts below which they are one constant, where no pair was shown in both orders."""
+RIGHT = 0.8
+"""Share of the known answers that a judge must get right; who guesses gets 13 of 16 in one of 94 cases."""
+COLOURS = {"yellow": (240, 220, 40), "white": (255, 255, 255), "black": (0, 0, 0), "red": (220, 30, 30)}
+COLOURS |= {"green": (40, 160, 60), "blue": (30, 60, 220)}
+PROBES = {"yellow": ("blue", "red", "noise"), "white": ("black", "green"), "black": ("red", "green", "noise")}
+"""Colour that is asked for → what stands beside it. Neither the lighter nor the darker one is always right."""
+
+
+# ---- before a run -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Known:
+    """How a judge answered pairs with known answers, each in both orders."""
+
+    asked: int
+    """Questions."""
+    answered: int
+    """Verdicts."""
+    right: int
+    """Verdicts for the picture that shows what the caption says."""
+    problem: str
+    """What is wrong with the judge, by name; '' if nothing."""
+
+
+def compares(template: Template) -> bool:
+    """Whether the template asks which of two is better: one answered with yes or no asks something else about them."""
+    return [label.strip().casefold() for label in template.labels or ()] != ["yes", "no"]
+
+
+def known_answers(judge: PairJudge, template: Template, clips: bool = False) -> Known:
+    """Ask for a plain colour, shown beside another one or beside noise: 8 pairs in both orders.
+
+    clips: show clips of two frames. Edits are of a plain grey picture.
+    """
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    pixels = {name: np.full((64, 64, 3), colour, np.uint8) for name, colour in COLOURS.items()} | {"noise": noise}
+    clips = clips or template.name.endswith("_video")
+    shown = {name: Media(np.stack([p, p]) if clips else p) for name, p in pixels.items()}
+    source = [Media(np.full((64, 64, 3), 128, np.uint8))]
+    judged: list[Judged] = []
+    reasons: list[str] = []
+    for colour, others in PROBES.items():
+        task = f"Make the whole picture plain {colour}" if template.takes_source else f"a plain {colour} picture"
+        pairs: list[Pair] = [pair for k in range(len(others)) for pair in ((0, k + 1), (k + 1, 0))]
+        verdicts = judge.judge_group(task, [shown[name] for name in (colour, *others)], pairs, source)
+        judged += [(i, j, v.first) for (i, j), v in zip(pairs, verdicts, strict=True)]
+        reasons += [v.reason for v in verdicts if v.first is None]
+    found = np.array([(i == 0, p) for i, _, p in judged if p is not None], np.float64).reshape(-1, 2)
+    sides = _unbiased(found[:, 1], False)
+    right = int((sides == np.where(found[:, 0], 1, -1)).sum())
+    problem = _named(_side(found[:, 1]), right)
+    if len(found) < RIGHT * len(judged):
+        problem = f"gave no verdict on {len(judged) - len(found)} of {len(judged)} plain pictures: {reasons[0]}"
+    return Known(len(judged), len(found), right, problem)
+
+
+def _named(sides: NDArray[np.float64], right: int) -> str:
+    """What is wrong with answers to pairs with known answers; '' if enough are right."""
+    told = f"{right} of {len(sides)} known answers are right"
+    if right >= RIGHT * len(sides):
+        return ""
+    if not sides.any():
+        return f"always answers a tie ({told})"
+    if abs(sides.sum()) == len(sides):
+        return f"always prefers the picture shown {'first' if sides[0] > 0 else 'second'} ({told})"
+    if right <= (1 - RIGHT) * len(sides):
+        return f"prefers the wrong picture ({told}); are the template's labels, or its pictures, in the wrong order?"
+    return f"mixes the pictures up or does not see them ({told})"
+
+
+# ---- during a run -------------------------------------------------------------------------------------------------
+
+
+def evidence(groups: Iterable[Sequence[Judged]], rounded: bool) -> NDArray[np.float64]:
+    """Counts [9] of a step's verdicts, to be summed over ranks and given to `Alarm`.
+
+    rounded: the win rates round verdicts to {0, ½, 1}.
+    """
+    groups = list(groups)
+    p = np.array([p for group in groups for *_, p in group if p is not None], np.float64)
+    soft, sides = _soft(p, rounded), _side(p)
+    side, pairs, swapped = iter(_unbiased(p, rounded)), 0, 0
+    for group in groups:
+        found = {(i, j): next(side) for i, j, q in group if q is not None}
+        both = [(s, t) for (i, j), s in found.items() if i < j and s and (t := found.get((j, i), 0.0))]
+        pairs, swapped = pairs + len(both), swapped + sum(s != -t for s, t in both)
+    counts = [len(p), (sides == 0).sum(), (sides > 0).sum(), (sides < 0).sum(), soft.sum(), p.sum(), (p * p).sum()]
+    return np.array([*counts, pairs, swapped], np.float64)
+
+
+def without_information(found: NDArray[np.float64]) -> str:
+    """What is wrong with the verdicts behind summed `evidence`; '' if nothing, or if they are too few to say."""
+    count, ties, first, second, soft, total, squares, pairs, swapped = found.tolist()
+    if ties == count >= FEW:
+        return f"all {count:.0f} verdicts are ties"
+    if pairs >= FEW_PAIRS and swapped > CONTRADICTIONS * pairs:
+        told = f"{swapped:.0f} of {pairs:.0f} pairs with a winner in both orders have another one when swapped"
+        return f"{told}, more than {CONTRADICTIONS:.0%}"
+    constant = not soft or squares / count - (total / count) ** 2 < (TIE if pairs else SPREAD) ** 2
+    if first + second >= FEW and constant and (not first or not second):
+        side = "first" if first else "second"
+        return f"all {first + second:.0f} verdicts that are no ties are for the one shown {side}"
+    return ""
+
+
+class Alarm:
+    """Counts steps in a row without information."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        """Steps in a row without information; those with little evidence are put together and count as one."""
+        self._found = evidence([], False)
+
+    def add(self, found: NDArray[np.float64]) -> str:
+        """Take a step's evidence; what is wrong with it (and the steps before it that had too little), '' if nothing.
+
+        `steps` says for how long that has been so.
+        """
+        self._found = self._found + found
+        count, ties, *_, pairs, _ = self._found.tolist()
+        if count < FEW or (ties < count and (count - ties < FEW or 0 < pairs < FEW_PAIRS)):
+            return ""
+        wrong = without_information(self._found)
+        self.steps = self.steps + 1 if wrong else 0
+        self._found = np.zeros_like(found)
+        return wrong
+
+
+def _soft(p: NDArray[np.float64], rounded: bool) -> NDArray[np.bool_]:
+    """Which verdicts are probabilities and not statements."""
+    return ~np.isin(p, (0.0, 0.5, 1.0)) & (not rounded)
+
+
+def _side(p: NDArray[np.float64]) -> NDArray[np.float64]:
+    """1 for the first, −1 for the second, 0 for a tie."""
+    return np.where(abs(p - 0.5) > TIE, np.sign(p - 0.5), 0.0)
+
+
+def _unbiased(p: NDArray[np.float64], rounded: bool) -> NDArray[np.float64]:
+    """The sides after the mean logit of soft verdicts is taken out of them."""
+    soft = _soft(p, rounded)
+    logits = np.log(p[soft]) - np.log1p(-p[soft])
+    out = p.copy()
+    if len(logits) > 1:
+        out[soft] = 1 / (1 + np.exp(logits.mean() - logits))
+    return _side(out)

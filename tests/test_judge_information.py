@@ -1,0 +1,272 @@
+"""A judge that answers and says nothing: named by the check before a run, and stopped during one.
+
+Simulated judges have known strengths, biases and faults. What must not raise an alarm matters as much: a strong
+position bias that swapped orders cancel, members that are nearly alike, and small groups, where chance looks like a
+fault.
+"""
+
+import contextlib
+import json
+import re
+
+import numpy as np
+import pytest
+from aiohttp import web
+from judge_server import MODEL, JudgeServer, text_of
+from tiny_run import merged, ranks, recipe, rows, train, world
+
+from prefgrpo.judge import check as command
+from prefgrpo.judge.client import HttpJudgeConfig, check
+from prefgrpo.judge.information import Alarm, evidence, without_information
+from prefgrpo.judge.plans import get_plan
+from prefgrpo.judge.template import PAIR_ANSWERS, load_template, shipped
+from prefgrpo.judge.verdict import JudgeError
+
+
+def verdicts(judge, plan="both_orders", groups=12, size=8, seed=0):
+    """Groups of (first, second, P(first)); judge: (difference of qualities, generator) -> P(first)."""
+    rng, ask = np.random.default_rng(seed), get_plan(plan)
+    out = []
+    for group in range(groups):
+        quality = rng.normal(size=size)
+        out.append([(i, j, judge(quality[i] - quality[j], rng)) for i, j in ask(size, group, ())])
+    return out
+
+
+def logistic(x):
+    return float(1 / (1 + np.exp(-x)))
+
+
+MEANINGLESS = [
+    (lambda gap, rng: 0.5, "are ties"),
+    (lambda gap, rng: 1.0, "first|another one"),
+    (lambda gap, rng: 0.0, "second|another one"),
+    (lambda gap, rng: 0.97, "first"),
+    (lambda gap, rng: logistic(3 + 0.3 * rng.normal()), "first|another one"),
+    (lambda gap, rng: float(rng.choice([0.0, 1.0])), "another one"),
+    (lambda gap, rng: float(rng.choice([0.0, 0.5, 1.0], p=[0.4, 0.2, 0.4])), "another one"),
+    (lambda gap, rng: logistic(rng.normal()), "another one"),
+]
+GOOD = [
+    lambda gap, rng: logistic(gap),
+    lambda gap, rng: logistic(0.1 * gap + 0.02 * rng.normal()),  # members that are nearly alike
+    lambda gap, rng: logistic(gap + 4.0 + 0.5 * rng.normal()),  # every verdict for the first, and yet all information
+    lambda gap, rng: float(np.sign(gap) / 2 + 0.5) if abs(gap) > 1.5 else 0.5,  # most are ties
+    lambda gap, rng: float(gap + 0.7 * rng.normal() > 0),
+    lambda gap, rng: float(gap + 0.5 > 0),  # a hard judge with a strong position bias
+]
+
+
+@pytest.mark.parametrize(("judge", "told"), MEANINGLESS)
+def test_a_step_without_information_is_named(judge, told):
+    for seed in range(20):
+        assert re.search(told, without_information(evidence(verdicts(judge, groups=48, seed=seed), False)))
+
+
+@pytest.mark.parametrize("judge", GOOD)
+@pytest.mark.parametrize("plan", ["both_orders", "round_robin", "swiss(2)"])
+def test_a_working_judge_raises_no_alarm(judge, plan):
+    for seed in range(50):
+        assert without_information(evidence(verdicts(judge, plan, seed=seed), False)) == ""
+
+
+@pytest.mark.parametrize(("answer", "side"), [(1.0, "first"), (0.0, "second"), (0.97, "first")])
+def test_plans_of_one_order_see_ties_and_a_constant_side(answer, side):
+    found = evidence(verdicts(lambda gap, rng: answer, "round_robin"), False)
+    assert without_information(found) == f"all 336 verdicts that are no ties are for the one shown {side}"
+    assert "are ties" in without_information(evidence(verdicts(lambda gap, rng: 0.5, "round_robin"), False))
+    mixed = evidence(verdicts(lambda gap, rng: float(rng.choice([0.0, 1.0])), "round_robin"), False)
+    assert without_information(mixed) == "", "one order cannot show a contradiction"
+
+
+def test_rounded_verdicts_keep_their_bias():
+    """What a bias hides is there in the probabilities, and not in the win rates if they round them."""
+    groups = verdicts(lambda gap, rng: logistic(0.3 * gap + 2.0))
+    assert without_information(evidence(groups, False)) == ""
+    assert "another one" in without_information(evidence(groups, True))
+
+
+def test_evidence_adds_up_over_ranks():
+    groups = verdicts(lambda gap, rng: float(rng.choice([0.0, 0.5, 1.0])))
+    parts = evidence(groups[:5], True) + evidence(groups[5:], True)
+    assert np.array_equal(parts, evidence(groups, True))
+
+
+@pytest.mark.parametrize("plan", ["both_orders", "round_robin"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_small_groups_raise_no_alarm_by_chance(size, plan):
+    """One prompt per step, 2,000 steps, a weak hard judge: ties, a bias, and 29 % contradictions."""
+
+    def weak(gap, rng):
+        value = gap + 1.6 * rng.normal() + 0.3
+        return 0.5 if abs(value) < 0.6 else float(value > 0)
+
+    alarm, longest = Alarm(), 0
+    for group in verdicts(weak, plan, groups=2000, size=size):
+        alarm.add(evidence([group], True))
+        longest = max(longest, alarm.steps)
+    assert longest < 3
+
+
+@pytest.mark.parametrize(("judge", "_"), MEANINGLESS[:3])
+def test_small_groups_show_a_fault_after_a_while(judge, _):
+    alarm, steps = Alarm(), 0
+    for group in verdicts(judge, groups=400, size=2):
+        if alarm.steps < 3:
+            alarm.add(evidence([group], True))
+            steps += 1
+    assert alarm.steps == 3 and 3 * 16 <= steps <= 3 * 100
+    alarm.add(evidence(verdicts(GOOD[0]), True))
+    assert alarm.steps == 0, "one step with information ends it"
+
+
+# ---- judge check ----------------------------------------------------------------------------------------------------
+
+
+def written(template, wins):
+    """An answer as the template asks for it; `wins`: 1, 2, or 0 for a tie."""
+    thing = "Video" if template.name.endswith("_video") else "Image"
+    if template.answer == "soft":
+        odds = {1: 0.99, 2: 0.01, 0: 0.5}[wins]
+        return dict(zip(template.labels, (odds, 1 - odds), strict=True))
+    if template.answer == "flex":
+        winner = f"{thing} {wins}" if wins else "tie"
+        kinds = [{"name": n, "analysis": "", "cat_winner": winner} for n in ("Alignment", "Quality", "Aesthetics")]
+        return json.dumps({"categories": kinds, "reason": "", "winner": winner})
+    if template.answer == "think":
+        return f"<think>so</think><answer>{thing} {wins} is better</answer>"
+    return f"So it is. Edited image {wins} is better."
+
+
+def right(bright, text):
+    """1 or 2: the picture that is as light or dark as was asked for (a source, shown first, does not count)."""
+    half = 2 if len(bright) >= 4 else 1
+    first, second = np.mean(bright[-2 * half : -half]), np.mean(bright[-half:])
+    return 1 if (first > second) == ("plain black" not in text) else 2
+
+
+def pair_templates():
+    kinds = []
+    for name in shipped():
+        with contextlib.suppress(JudgeError):
+            kinds.append(load_template(name, may=("source", "criterion"), kinds=PAIR_ANSWERS))
+    return [t.name for t in kinds if [x.casefold() for x in t.labels or ()] != ["yes", "no"]]
+
+
+class Server(JudgeServer):
+    def __init__(self, template, decide):
+        super().__init__()
+        kind, rng = load_template(template), np.random.default_rng(0)
+        self.answer = lambda bright, text: written(kind, decide(right(bright, text), rng))
+
+
+FAULTS = {
+    "always answers a tie": lambda wins, rng: 0,
+    "always prefers the picture shown first": lambda wins, rng: 1,
+    "always prefers the picture shown second": lambda wins, rng: 2,
+    "prefers the wrong picture": lambda wins, rng: 3 - wins,
+    "mixes the pictures up": lambda wins, rng: int(rng.integers(1, 3)),
+}
+
+
+def test_the_shipped_templates_for_pairs_are_asked():
+    assert {"compare", "compare_video", "caption_match", "think", "flex", "edit_pairwise"} <= set(pair_templates())
+
+
+@pytest.mark.parametrize("template", pair_templates())
+def test_a_working_judge_knows_the_answers(template, capsys):
+    with Server(template, lambda wins, rng: wins) as server:
+        assert command.check((server.url,), template=template, bias_pairs=0) == 0
+    assert "known answers: 16 of 16 right" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("template", ["compare", "flex_video", "think", "edit_pairwise"])
+def test_judge_check_fails_by_name(template, fault):
+    if "tie" in fault and template in ("think", "edit_pairwise"):
+        pytest.skip("the template asks for a winner")
+    with Server(template, FAULTS[fault]) as server, pytest.raises(JudgeError, match=fault):
+        command.check((server.url,), template=template, bias_pairs=0)
+
+
+def test_one_bad_server_of_two_is_named():
+    good, bad = (Server("compare", decide) for decide in (lambda wins, rng: wins, FAULTS["always answers a tie"]))
+    with good, bad, pytest.raises(JudgeError, match=f"{bad.url}: '{MODEL}' always answers a tie"):
+        check(HttpJudgeConfig((good.url, bad.url)), known=True)
+
+
+def test_a_template_of_ones_own_is_warned_about(tmp_path, capsys):
+    """Plain colours may be no fair question for it: a run goes on."""
+    file = tmp_path / "own.yaml"
+    user = "user: '{prompt} {media_1} {media_2} which has more cats?'"
+    file.write_text(user + '\nprefill: "Image "\nlabels: ["1", "2"]\n')
+    with Server("compare", FAULTS["always answers a tie"]) as server:
+        assert command.check((server.url,), template=str(file), bias_pairs=0) == 1
+        assert "WARNING" in capsys.readouterr().out
+        assert "always answers a tie" in check(HttpJudgeConfig((server.url,), template=str(file)), known=True).alarm
+
+
+def test_a_question_that_is_no_comparison_is_not_asked():
+    with Server("compare", FAULTS["always answers a tie"]) as server:
+        server.answer = lambda bright, text: {"Yes": 0.9, "No": 0.1}
+        assert check(HttpJudgeConfig((server.url,), template="consistency"), known=True).known == ""
+
+
+# ---- a run ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return world(tmp_path_factory.mktemp("information"))
+
+
+def judged(url, **over):
+    base = {
+        "reward": {"spec": "vlm_pairwise"}, "judge": {"endpoints": [url]}, "eval": {"every": 0}, "train": {"steps": 6},
+        "rollout": {"prompts_per_step": 4, "batch_size": 8},
+    }  # fmt: skip
+    return merged(base, over)
+
+
+def test_a_run_stops_for_a_judge_that_says_nothing_and_goes_on_when_it_does(place):
+    """48 verdicts per step; the judge is well at the start and answers ties from then on."""
+    with JudgeServer() as server:
+        server.answer = lambda bright, text: written(load_template("compare"), right(bright, text) * ("plain" in text))
+        file = recipe(place, "ties", **judged(server.url))
+        code, output = train(file)
+        assert code == 3, output
+        for step in (1, 2):
+            assert f"WARNING: step {step}, vlm_pairwise: the judge's verdicts carry no information" in output
+        assert "step 3: vlm_pairwise" in output and "all 48 verdicts are ties" in output
+        assert "judge.patience_steps" in output and "continue with --resume" in output
+        assert [r["step"] for r in rows(place / "runs" / "ties") if r["kind"] == "train"] == [1, 2]
+        server.answer = None
+        code, output = train(file, "--resume")
+        assert code == 0 and "carry no information" not in output.split("step 4", 1)[1], output
+
+
+class Forgetful(JudgeServer):
+    """Refuses every fourth question about a pair of the run."""
+
+    asked = 0
+
+    def _answer(self, body):
+        self.asked += "plain" not in text_of(body) and "a picture" not in text_of(body)
+        if self.asked % 4 == 3:
+            self.asked += 1
+            return web.json_response({"error": {"message": "no"}}, status=400)
+        return super()._answer(body)
+
+
+def test_lost_comparisons_stop_a_run_whose_members_all_have_some(place):
+    """Counted over both ranks."""
+    with Forgetful() as server:
+        file = recipe(place, "lost", **judged(server.url))
+        runs = ranks(file, 2)
+        assert [run.wait() for run in runs] == [3, 3], runs[0].output
+        output = runs[0].output
+        assert "of the comparisons are missing, more than judge.max_missing = 10%" in output
+        code, output = train(file, "--resume", "--judge.max-missing", "0.5", "--train.steps", "2")
+    assert code == 0 and "of the comparisons are missing (judge/missing); above judge.max_missing = 50%" in output
+    found = [r for r in rows(place / "runs" / "lost") if "judge/missing" in r]
+    assert found and all(r["reward/missing"] == 0 and r["judge/missing"] > 0.1 for r in found)

@@ -1,0 +1,196 @@
+"""Eight ranks ask one loaded server the shipped recipes' questions: nothing is lost, and no answer is thrown away.
+
+The server is the queueing model of one judge of 8 B parameters: so many tokens per second, shared among the answers
+that it is writing. Client and server run on one event loop whose clock jumps to the next timer when no socket has
+anything to say, so 20 minutes of judging take seconds here and a busy machine changes no number.
+"""
+
+import asyncio
+import heapq
+import json
+import selectors
+import time
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+from judge_server import JudgeServer, reply
+
+from prefgrpo.config import load
+from prefgrpo.judge import http, loop, traffic
+from prefgrpo.judge.http import HttpJudge, HttpJudgeConfig
+from prefgrpo.judge.traffic import TRAFFIC
+from prefgrpo.judging import http_config, judge_section
+from prefgrpo.media import Media
+from prefgrpo.parallel import World
+from prefgrpo.rewards import build
+from prefgrpo.rewards.base import Sample
+from prefgrpo.rewards.scorer import Scorer
+
+RANKS, TOKENS = 8, 1500
+CATEGORIES = [
+    {"name": name, "analysis": "", "cat_winner": "Image 1"} for name in ("Alignment", "Quality", "Aesthetics")
+]
+SAYS = {
+    "think": "<think>so</think><answer>Image 1 is better</answer>",
+    "flex": json.dumps({"categories": CATEGORIES, "reason": "", "winner": "Image 1"}),
+}
+
+
+class Clock(selectors.DefaultSelector):
+    """Waits in no time: the loop's clock jumps forward by what it would have waited, once it may run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.runs = 1000.0, False
+
+    def select(self, timeout=None):
+        if timeout is not None and timeout <= 0:
+            return super().select(0)
+        events = super().select(0.0005 if self.runs else 0.01)  # what another thread or the other end sends just now
+        if not events and self.runs and timeout is not None:
+            self.now += timeout
+        return events
+
+
+class LoadedServer(JudgeServer):
+    """`rate` tokens per second, shared equally among the answers being written, each `TOKENS` long."""
+
+    def __init__(self, rate: float, says: str, on: asyncio.AbstractEventLoop) -> None:
+        super().__init__(vllm=False)
+        self._loop, self.rate, self.says = on, rate, says
+        self.share = self.at = 0.0  # tokens that an answer which was always there would have by now
+        self.ends: list[tuple[float, int, asyncio.Future[None]]] = []
+        self.timer: asyncio.TimerHandle | None = None
+        self.used = self.wasted = 0.0
+        self.asked = 0
+
+    def advance(self) -> None:
+        """Write on until now, end what is finished, and wake up when the next one is."""
+        now = self._loop.time()
+        self.share += (now - self.at) * self.rate / max(self.in_flight, 1)
+        self.at = now
+        while self.ends and (self.ends[0][0] <= self.share + 1e-6 or self.ends[0][2].done()):
+            done = heapq.heappop(self.ends)[2]
+            if not done.done():
+                done.set_result(None)
+                self.in_flight -= 1
+        if self.timer:
+            self.timer.cancel()
+        if self.ends:
+            wait = (self.ends[0][0] - self.share) * self.in_flight / self.rate
+            self.timer = self._loop.call_later(wait, self.advance)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        await request.read()
+        self.advance()
+        start, done = self.share, self._loop.create_future()
+        self.asked, self.in_flight = self.asked + 1, self.in_flight + 1
+        self.peak = max(self.peak, self.in_flight)
+        heapq.heappush(self.ends, (start + TOKENS, self.asked, done))
+        self.advance()
+        try:
+            await done
+        except asyncio.CancelledError:  # the client has hung up
+            self.advance()
+            if done.cancelled():
+                self.in_flight -= 1
+            self.wasted += min(self.share - start, TOKENS)
+            self.advance()
+            raise
+        self.used += TOKENS
+        found = web.json_response(reply(self.says) | {"model": self.model})
+        found.force_close()
+        return found
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The judge's loop on a clock of its own, which `time.monotonic` shows too."""
+    found, old = Clock(), dict(loop._threads)
+
+    def new_loop() -> asyncio.SelectorEventLoop:
+        made = asyncio.SelectorEventLoop(found)
+        made.time = lambda: found.now
+        return made
+
+    loop._threads.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio, "new_event_loop", new_loop)
+        thread = loop.loop_thread()
+    monkeypatch.setattr(time, "monotonic", lambda: found.now)
+    yield found
+    found.runs = False
+    thread.close()
+    loop._threads.clear()
+    loop._threads.update(old)
+
+
+def picture(group: int, member: int) -> Media:
+    return Media(np.random.default_rng(100 * group + member).integers(0, 256, (16, 16, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize(("recipe", "rate"), [("lora_ur_think_flux", 2800), ("lora_ur_flex_flux2_klein", 4700)])
+def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
+    """All questions of a step at once, as after a rollout that takes no time, with the recipe's own values."""
+    config = load(f"scripts/{recipe}.yaml")
+    name, rollout = config.reward.spec.split(":")[0], config.rollout
+    section = judge_section(config.judge, name, {})
+    thread, scorers = loop.loop_thread(), []
+    server = LoadedServer(rate, SAYS[section.template], thread.loop)
+    thread.submit(server.start()).result(10)
+    for rank in range(RANKS):
+        own = http_config(section, World(rank, RANKS, torch.device("cpu")))
+        own = replace(own, endpoints=(server.url,), model=server.model)
+        http._clients.clear()  # ranks are processes, and share no client
+        reward = build(name, {name: {"judge": HttpJudge(own), "plan": section.plan}})
+        scorers.append(Scorer(reward, rollout.group_size, section.deadline_s, config.seed))
+    for rank, scorer in enumerate(scorers):
+        groups = range(rank, rollout.prompts_per_step, RANKS)
+        scorer.begin(0, groups)
+        for group in groups:
+            for member in range(rollout.group_size):
+                scorer.add(group, member, Sample("a red circle", picture(group, member)))
+    start, clock.runs = clock.now, True
+    found = [scorer.finish() for scorer in scorers]
+    seconds = clock.now - start
+    asked = sum(f.metrics["judge/requests"] for f in found)
+    assert asked == rollout.prompts_per_step * rollout.group_size * (rollout.group_size - 1) // 2
+    assert sum(f.metrics["judge/failures"] for f in found) == 0
+    assert not any(np.isnan(f.values[name]).any() for f in found)
+    assert server.peak <= section.concurrency, "one limit for all ranks together"
+    assert server.used == asked * TOKENS and server.wasted <= 0.05 * (server.used + server.wasted)
+    assert seconds < min(scorer.deadline_s for scorer in scorers)
+    assert seconds == pytest.approx(asked * TOKENS / rate, rel=0.1), "the limit leaves no server idle"
+    # what the step reports: all questions wait, one after another gets its answer
+    assert sum(f.metrics["judge/queue_mean"] for f in found) == pytest.approx(asked / 2, rel=0.15)
+    assert all(f.metrics["judge/wasted_share"] == 0 for f in found)
+
+
+def test_a_timeout_is_retried_once_and_elsewhere(clock):
+    """The same question takes the same server as long again."""
+    thread = loop.loop_thread()
+    slow, quick = (LoadedServer(rate, SAYS["think"], thread.loop) for rate in (1.0, 2800.0))
+    for server in (slow, quick):
+        thread.submit(server.start()).result(10)
+    config = HttpJudgeConfig((slow.url, quick.url), quick.model, "think")
+    with closing(HttpJudge(config)) as both, closing(HttpJudge(replace(config, endpoints=(slow.url,)))) as one:
+        clock.runs = True
+        found = both.judge_group("a red circle", [picture(0, 0), picture(0, 1)], [(0, 1)])[0]
+        assert (found.first, found.retries, slow.asked, quick.asked) == (1.0, 1, 1, 1)
+        assert 600 < found.latency_s < 660, "the time limit of a template that asks for text"
+        before = TRAFFIC.copy()
+        found = one.judge_group("a red circle", [picture(0, 0), picture(0, 1)], [(0, 1)])[0]
+        assert found.first is None and "did not answer within 600 s" in found.reason
+        assert slow.asked == 3, "twice, not six times"
+        assert traffic.metrics(before)["judge/wasted_share"] == 1.0
+
+
+@pytest.mark.parametrize(("limit", "ranks"), [(64, 8), (10, 4), (3, 8)])
+def test_ranks_share_the_limit(limit, ranks):
+    shares = [World(rank, ranks, torch.device("cpu")).share(limit) for rank in range(ranks)]
+    assert min(shares) >= 1 and max(shares) - min(shares) <= 1
+    assert sum(shares) == max(limit, ranks)
