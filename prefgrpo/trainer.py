@@ -273,13 +273,21 @@ class Trainer:
         clock = Clock()
         with clock.phase("eval"), self.policy.averaged():
             now, values = self.parts.evaluators[name].run(self.before[name])
-        if self.world.main:
-            show = self.parts.evaluators[name].shown()
-            file = self.folder / "eval" / f"{name}_{step:06d}.npz"
-            save_images(file, before=stills(self.before[name][show]), now=stills(now[show]))
+        self._save_shown(self.folder / "eval" / f"{name}_{step:06d}.npz", name, now)
         self.log.row("eval", step, {"set": name} | values | {"time/eval": clock.seconds["eval"]})
         self.verdict = eval_line(step, name, values)
         self.log.say(self.verdict)
+
+    def _save_shown(self, file: Path, name: str, now: Images) -> None:
+        """The report's images, before and now, from the ranks that have them; `now`: this rank's."""
+        evaluator = self.parts.evaluators[name]
+        wanted = set(evaluator.shown())
+        rows = [k for k, i in enumerate(evaluator.mine()) if i in wanted]
+        pairs = zip(stills(self.before[name][rows]), stills(now[rows]), strict=True) if rows else ()
+        shown = self.world.gather_items(pairs)
+        if self.world.main and shown:
+            before, after = (np.stack([pair[k] for pair in shown]) for k in range(2))
+            save_images(file, before=before, now=after)
 
     def _save(self, done: int) -> Path:
         """Checkpoint after `done` steps; rank 0 writes, all wait."""
@@ -332,6 +340,6 @@ class Trainer:
         if name is None:
             return
         evaluator = self.parts.evaluators[name]
-        index = (evaluator.shown() or evaluator.mine())[: min(4, self.config.rollout.batch_size)]
+        index = (evaluator.shown() or [0])[: min(4, self.config.rollout.batch_size)]
         with self.policy.averaged():
             evaluator.save_proof(self.folder / "proof.safetensors", index)

@@ -386,9 +386,10 @@ def test_a_finished_run_may_be_resumed_and_prolonged(place, finished):
 def test_another_configuration_is_refused_and_nothing_is_touched(place, finished):
     run = finished / "runs" / "short"
     before = tree(run)
-    code, output = train(short(place, finished, rollout={"group_size": 2}), "--resume", "--seed", "5")
+    code, output = train(short(place, finished, rollout={"group_size": 2, "batch_size": 2}), "--resume", "--seed", "5")
     assert code == 2 and tree(run) == before
-    for part in ("rollout.group_size: was 4, is 2", "seed: was 0, is 5", "resume with the old values"):
+    wrong = ("rollout.group_size: was 4, is 2", "rollout.batch_size: was 4, is 2", "seed: was 0, is 5")
+    for part in (*wrong, "resume with the old values"):
         assert part in output
     code, output = train(short(place, finished), "--resume", "--train.lr", "0.002", "--checkpoint.every", "1")
     assert code == 0, "what mends a run that stopped may change"

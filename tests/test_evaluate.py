@@ -7,6 +7,7 @@ the policy that was evaluated (EMA included), loadable without this project, wit
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 
@@ -247,6 +248,18 @@ def test_the_check_of_other_families(family, dtype, place, check_lora):
     assert code == 0 and "(exact)" in output, output
     difference = check_lora.largest_difference(place / "runs" / family, "cpu")
     assert difference <= (1e-5 if dtype == "fp32" else 0.05)
+
+
+def test_the_same_lora_is_the_same_file_in_any_process(place):
+    """safetensors writes metadata in random order, and peft keeps target names in a set."""
+    code = "import sys, torch; from prefgrpo import models; from pathlib import Path; "
+    code += "a = models.load('flux', sys.argv[1], torch.float32, torch.device('cpu')); a.add_lora(4, 6.0); "
+    code += "[a.save_lora(f'{sys.argv[2]}/{k}') for k in range(4)]"
+    for seed in ("1", "2"):
+        command = [sys.executable, "-c", code, str(place / "flux"), str(place / f"hash{seed}")]
+        subprocess.run(command, check=True, timeout=300, env=os.environ | {"PYTHONHASHSEED": seed})
+    files = [f.read_bytes() for f in place.glob("hash*/*/pytorch_lora_weights.safetensors")]
+    assert len(files) == 8 and len(set(files)) == 1
 
 
 def test_each_checkpoint_carries_a_loadable_product(run):
