@@ -11,8 +11,10 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +22,7 @@ import tyro
 
 from prefgrpo import __version__
 from prefgrpo.config import MODEL_VALUES, Config, ConfigError, check, differences, parse
+from prefgrpo.launch import speaks, wait_for_first
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("prefgrpo.cli:train", "train a model from a recipe; any field can be overridden"),
@@ -27,6 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "prefgrpo.cli:preprocess",
         "encode all prompts of a recipe once, into data.cache (also under torchrun)",
     ),
+    "launch": ("prefgrpo.launch:launch", "torchrun with the run's exit code: launch --nproc_per_node 8 train RECIPE"),
     "plan": ("prefgrpo.cli:plan", "parameters and memory per GPU, from the model's config alone"),
     "generate": ("prefgrpo.cli:generate", "make images or clips of every prompt of a file (also under torchrun)"),
     "score": ("prefgrpo.score:main", "what a folder of images or clips is worth (also under torchrun)"),
@@ -138,7 +142,8 @@ def _beyond(command: Any, config: Config) -> list[str]:
 def _read(command: Any, argv: Sequence[str], name: str, config: Config) -> Any:
     """The arguments of a command whose defaults are `config`."""
     default = command(tyro.MISSING, config=config)
-    return tyro.cli(command, args=list(argv), default=default, prog=f"prefgrpo {name}")
+    with nullcontext() if speaks() else redirect_stderr(StringIO()):
+        return tyro.cli(command, args=list(argv), default=default, prog=f"prefgrpo {name}")
 
 
 def train(argv: Sequence[str]) -> int:
@@ -266,12 +271,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = tyro.cli(command, args=rest, prog=f"prefgrpo {name}", config=(tyro.conf.PositionalRequiredArgs,))
         sys.stdout.flush()
     except _mendable() as error:
+        wait_for_first(2)
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except SystemExit as end:  # tyro's
+        if end.code:
+            wait_for_first(2)
+        raise
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `prefgrpo reward list | head`; what is still to be flushed goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    return result if isinstance(result, int) else 0
+    code = result if isinstance(result, int) else 0
+    if code:
+        wait_for_first(code)
+    return code

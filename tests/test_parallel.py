@@ -130,6 +130,31 @@ def test_torchrun_starts_it(place):
     assert "2 × cpu" in done.stdout + done.stderr
 
 
+LAUNCHED = {
+    "value": (["--train.steps", "many"], {}, 2, "many"),
+    "mistake": ([], {"rollout": {"prompts_per_step": 3}}, 2, "3 groups do not deal out over 2 processes"),
+    "folder": ([], {}, 2, "holds another run (thesis.tex)"),
+    "stopped": ([], {"reward": {"spec": f"{HERE}RankOneHasNone"}, "eval": {"every": 0}}, 3, "50% of the rewards are"),
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHED)
+def test_launch_ends_with_the_runs_exit_code_and_one_message(place, case):
+    """torchrun itself ends with 1 and a traceback; and it kills the first rank while that still writes its report."""
+    options, over, code, told = LAUNCHED[case]
+    file = recipe(place, f"launch-{case}", **over)
+    if case == "folder":
+        (place / "runs" / "launch-folder").mkdir(parents=True)
+        (place / "runs" / "launch-folder" / "thesis.tex").touch()
+    command = [sys.executable, "-m", "prefgrpo", "launch", "--standalone", "--nproc_per_node", "2", "train", str(file)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300, env=env)
+    output = done.stdout + done.stderr
+    assert done.returncode == code, output
+    assert output.count(told) == 1 and "Traceback" not in output and "rank 0 found" not in output, output
+    assert (place / "runs" / f"launch-{case}" / "report.html").is_file() == (code == 3)
+
+
 def test_what_does_not_deal_out_is_refused_everywhere(place):
     file = recipe(place, "odd", rollout={"prompts_per_step": 3}, train={"updates_per_rollout": 4})
     for output in all_end(ranks(file, 2), 2):
