@@ -103,7 +103,8 @@ class Rollout:
     group_size: int = 8
     """G, images per prompt."""
     batch_size: int = 8
-    """Images per forward, in rollout and in training alike."""
+    """Images per forward, in rollout and in training alike. A divisor of group_size keeps the first ratio exactly 1;
+    in batches of several groups, those without signal are left out of training, and rounding differs."""
     same_noise: bool = False
     """Start all images of a prompt from one initial latent (`init_same_noise`)."""
 

@@ -192,7 +192,9 @@ class Trainer:
     def _accumulate(self, batch: Batch, advantage: Tensor, signal: Tensor, samples: int) -> list[Tensor]:
         """Gradient of one batch, step by step; rows [update, samples, loss, *METRICS] for `policy_metrics`.
 
-        Groups without signal are left out: they cost no forward. `samples`: of the whole update, over all ranks.
+        Groups without signal are left out: they cost no forward. A batch that loses some of its samples is a forward
+        of another shape than the rollout's, so its first ratio is 1 within rounding only. `samples`: of the whole
+        update, over all ranks.
         """
         r, keep = batch.sizes, [k for k, p in enumerate(batch.slots) if signal[p]]
         condition, steps, device = batch.condition, batch.rollout.steps, self.world.device
@@ -227,6 +229,10 @@ class Trainer:
         error, limit = values["policy/on_policy_error"], self.config.train.clip_range / 10
         if trained and (first or error > limit):
             verdict = "exact" if error == 0 else "fine" if error <= limit else f"above clip_range / 10 = {limit:.1e}"
+            r, cut = self.config.rollout, values["advantage/zero_groups"] > 0
+            if error and cut and r.group_size % r.batch_size:
+                verdict += "; groups without signal were left out of batches with others: it is exact where "
+                verdict += "rollout.batch_size divides rollout.group_size"
             self.log.say(f"on-policy check, step {step}: max |ratio - 1| = {error:.1e} ({verdict})")
         if first:
             self.log.say(f"peak memory after step {step}: {peak_memory(self.world.device) / 2**30:.2f} GiB")
