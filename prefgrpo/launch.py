@@ -20,9 +20,11 @@ WAIT_S = 60.0
 def launch(argv: Sequence[str]) -> int:
     """`prefgrpo launch [torchrun's options] COMMAND …`, e.g. `prefgrpo launch --nproc_per_node 8 train RECIPE`."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
+    from torch.distributed.run import get_args_parser, run
 
-    args = parse_args(["--module", *argv])
+    parser = get_args_parser()
+    parser.prog = "prefgrpo launch"
+    args = parser.parse_args(["--module", *argv])
     args.training_script, args.training_script_args = "prefgrpo", [args.training_script, *args.training_script_args]
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failed process has said why
     try:
