@@ -134,7 +134,8 @@ def measure(model: Path, work: Path, side: int, device: str, steps: int, peak_fl
     config, peak = load(file), apart("train", file)
     rows = [json.loads(line) for line in (work / "runs" / f"at{side}" / "metrics.jsonl").read_text().splitlines()]
     trained = [r for r in rows if r["kind"] == "train"][1:]
-    seconds = {k: statistics.median(r[k] for r in trained) for k in trained[0] if k.startswith("time/")}
+    phases = [k for k in trained[0] if k.startswith("time/") and k.count("/") == 1]
+    seconds = {k: statistics.median(r[k] for r in trained) for k in phases}
     r, counted, expected = config.rollout, flop(config), estimate(config, 1)
     samples = r.prompts_per_step * r.group_size
     work_done = samples * (r.steps * counted["forward"] + r.window_size * counted["train"])

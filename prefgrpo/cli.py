@@ -12,8 +12,10 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, field, is_dataclass
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
@@ -22,6 +24,7 @@ import yaml
 
 from prefgrpo import __version__
 from prefgrpo.config import MODEL_VALUES, Config, ConfigError, check, differences, nearest, parse
+from prefgrpo.launch import speaks, wait_for_first
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("prefgrpo.cli:train", "train a model from a recipe; any field can be overridden"),
@@ -29,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "prefgrpo.cli:preprocess",
         "encode all prompts of a recipe once, into data.cache (also under torchrun)",
     ),
+    "launch": ("prefgrpo.launch:launch", "torchrun with the run's exit code: launch --nproc_per_node 8 train RECIPE"),
     "plan": ("prefgrpo.cli:plan", "parameters and memory per GPU, from the model's config alone"),
     "generate": ("prefgrpo.cli:generate", "make images or clips of every prompt of a file (also under torchrun)"),
     "score": ("prefgrpo.score:main", "score a folder of images or clips (also under torchrun)"),
@@ -194,7 +198,8 @@ def _beyond(command: Any, config: Config) -> list[str]:
 def _read(command: Any, argv: Sequence[str], name: str, config: Config) -> Any:
     """The arguments of a command whose defaults are `config`."""
     default = command(tyro.MISSING, config=config)
-    return tyro.cli(command, args=list(argv), default=default, prog=f"prefgrpo {name}")
+    with nullcontext() if speaks() else redirect_stderr(StringIO()):
+        return tyro.cli(command, args=list(argv), default=default, prog=f"prefgrpo {name}")
 
 
 def train(argv: Sequence[str]) -> int:
@@ -321,6 +326,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             result = tyro.cli(command, args=rest, prog=f"prefgrpo {name}", config=(tyro.conf.PositionalRequiredArgs,))
         sys.stdout.flush()
+    except SystemExit as end:  # tyro's
+        if end.code:
+            wait_for_first(2)
+        raise
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -330,6 +339,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not isinstance(error, ConfigError) and not isinstance(error, _mendable()):  # the latter imports torch
             raise
+        wait_for_first(2)
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return result if isinstance(result, int) else 0
+    code = result if isinstance(result, int) else 0
+    if code:
+        wait_for_first(code)
+    return code

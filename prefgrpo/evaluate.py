@@ -23,6 +23,7 @@ from prefgrpo.config import Config
 from prefgrpo.data import Prompt
 from prefgrpo.embed import Embeddings
 from prefgrpo.models.base import Adapter
+from prefgrpo.models.lora import sort_header
 from prefgrpo.noise import initial_latents
 from prefgrpo.parallel import World
 from prefgrpo.render import Images, render, sample, sources, to_uint8
@@ -100,14 +101,14 @@ class Evaluator:
         return torch.cat(parts) if parts else torch.zeros(0, *frames, 3, r.height, r.width)
 
     def mine(self) -> list[int]:
-        """This rank's images; rank 0 has the first ones, which the report shows."""
+        """This rank's images."""
         each = -(-len(self.held.prompts) // self.world.size)
         return list(range(self.world.rank * each, min((self.world.rank + 1) * each, len(self.held.prompts))))
 
     def shown(self) -> list[int]:
-        """Images for the report: `eval.show` of rank 0's, evenly spread over the set."""
-        first = -(-len(self.held.prompts) // self.world.size)
-        return np.linspace(0, first - 1, min(self.config.eval.show, first)).round().astype(int).tolist()
+        """Images for the report: `eval.show`, evenly spread over the set, whoever renders them."""
+        count = len(self.held.prompts)
+        return np.linspace(0, count - 1, min(self.config.eval.show, count)).round().astype(int).tolist()
 
     def shown_sources(self) -> Images | None:
         """The source images of `shown`, uint8 [n, H, W, 3], several of a prompt side by side; None without any."""
@@ -167,6 +168,7 @@ class Evaluator:
         }
         tensors = {"latents": latents.cpu().contiguous(), "images": self.render(index).cpu().contiguous()}
         save_file(tensors | shown | pinned, path, metadata=meta)
+        sort_header(path)
 
     def _table(self, index: list[int], now: Images, before: Images) -> dict[str, NDArray[np.float64]]:
         """One column of values per measure, one row per image of this rank."""

@@ -73,10 +73,18 @@ SUMS = ("requests", "retries", "failures", "cache_hits", "hedges", "queue_mean",
 """judge/… figures that are summed: counts, and the questions without an answer at one time."""
 PEAKS = ("_s", "_p95")
 """Endings of the figures of which the worst rank counts; all others are averaged."""
+CLOCKED = (
+    *("/busy_s", "/wait_s", "/latency_p50", "/latency_p95"),
+    *("judge/queue_mean", "judge/queue_max", "judge/wasted_share", "judge/retries", "judge/hedges", "judge/cache_hits"),
+)
+"""Endings of the figures that depend on clocks, servers or earlier attempts, not on the run; their keys get `time/`."""
 
 
 def over_ranks(local: Mapping[str, float], world: World) -> dict[str, float]:
-    """A step's judge and reward figures over all ranks: counts summed, times at their worst, rates averaged."""
+    """A step's judge and reward figures over all ranks: counts summed, times at their worst, rates averaged.
+
+    What is CLOCKED is under time/, so that two runs of the same configuration agree in everything else.
+    """
     names = world.union(local)
     table = world.gather(np.array([[local.get(n, np.nan) for n in names]]))
     out: dict[str, float] = {}
@@ -85,7 +93,7 @@ def over_ranks(local: Mapping[str, float], world: World) -> dict[str, float]:
         if len(found):
             summed = name.removeprefix("judge/") in SUMS
             out[name] = float(found.sum() if summed else found.max() if name.endswith(PEAKS) else found.mean())
-    return out
+    return {f"time/{k}" if k.endswith(CLOCKED) else k: v for k, v in out.items()}
 
 
 def policy_metrics(rows: list[Tensor], world: World) -> dict[str, float]:
@@ -123,11 +131,10 @@ def step_line(step: int, total: int, values: Mapping[str, float], seconds: Mappi
     if values.get("policy/kl"):
         parts.append(f"kl {values['policy/kl']:.1e}")
     if "judge/requests" in values:
-        lost, waited = values.get("judge/failures", 0.0), values.get("judge/wait_s", 0.0)
+        lost, waited = values.get("judge/failures", 0.0), values.get("time/judge/wait_s", 0.0)
         told = f"judged {values['judge/requests']:.0f}" + (f", {lost:.0f} failed" if lost else "")
-        overlap = (
-            f" in {values['judge/busy_s']:.2f} s, waited {waited:.2f}" if waited and "judge/busy_s" in values else ""
-        )
+        busy = values.get("time/judge/busy_s")
+        overlap = f" in {busy:.2f} s, waited {waited:.2f}" if waited and busy is not None else ""
         parts.append(told + overlap)
     if values["reward/missing"]:
         parts.append(f"missing {values['reward/missing']:.0%}")

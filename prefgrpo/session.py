@@ -36,7 +36,7 @@ from prefgrpo.sampling import Schedules, all_sizes, applied, evaluation
 
 FREE = (
     *("train.steps", "train.max_minutes", "train.lr", "train.max_grad_norm", "checkpoint.every", "checkpoint.keep"),
-    *("output", "name", "device", "tensorboard", "data.cache", "memory.offload", "eval.show"),
+    *("output", "name", "device", "tensorboard", "data.cache", "memory.offload"),
     *("judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s"),
     *("judge.max_missing", "judge.patience_steps", "judge.log", "judge.cache", "judge.hedge_s"),
 )
@@ -189,7 +189,8 @@ def _check_folder(config: Config, folder: Path, resume: bool, world: World) -> i
     world.on_main(lambda: held.append(checkpoint.claim(folder, resume)), checkpoint.CheckpointError)
     if resume and (folder / "config.yaml").is_file():
         changed = differences(load(folder / "config.yaml"), config)
-        wrong = {k: v for k, v in changed.items() if k not in FREE and not k.endswith(FREE_OPTIONS)}
+        free = [k for k in changed if k in FREE or (".options." in k and k.endswith(FREE_OPTIONS))]
+        wrong = {k: v for k, v in changed.items() if k not in free}
         if wrong:
             shown = "; ".join(f"{k}: was {a!r}, is {b!r}" for k, (a, b) in wrong.items())
             raise checkpoint.CheckpointError(

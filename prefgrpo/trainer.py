@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from prefgrpo import checkpoint
+from prefgrpo.advantage import advantages, part_table
 from prefgrpo.collect import Batch, collect
 from prefgrpo.config import Config
 from prefgrpo.data import fingerprint
@@ -35,7 +36,6 @@ from prefgrpo.metrics import (
     step_line,
 )
 from prefgrpo.objectives import objective
-from prefgrpo.ops import group_advantage
 from prefgrpo.policy import NonFiniteGradient
 from prefgrpo.render import Images, preview, stills, to_uint8
 from prefgrpo.replay import replay
@@ -178,7 +178,11 @@ class Trainer:
         names = list(self.parts.weights)
         weights = np.array([self.parts.weights[n] for n in names])
         local = np.stack([scores.values[n] for n in names], axis=-1)  # [P / world, G, R]
-        rewards = self.world.gather_slots(local).reshape(-1, len(names))
+        parts = {n: w for n in names if (w := self.parts.scorer.rewards[n].part_weights)}
+        if parts:
+            local = np.concatenate([local, part_table(scores.groups, parts)], axis=-1)
+        table = self.world.gather_slots(local).reshape(-1, local.shape[-1])
+        rewards, sub_scores = table[:, : len(names)], table[:, len(names) :]
         values = reward_metrics(names, rewards, r.group_size)
         verdicts = [[k.verdict.first for g in scores.groups[n] for k in g.comparisons] for n in names]
         counts = self.world.gather(np.array([[(len(v), v.count(None)) for v in verdicts]], np.float64)).sum(0)
@@ -186,14 +190,7 @@ class Trainer:
         values |= shares
         if warning := check_missing(shares, c.judge.max_missing, list(scores.reasons)):
             self.log.say(f"WARNING: step {step}: {warning}")
-        advantage = group_advantage(
-            torch.from_numpy(rewards.T.copy()),
-            torch.arange(r.prompts_per_step).repeat_interleave(r.group_size),
-            torch.from_numpy(weights),
-            combine=c.reward.combine,
-            std=c.reward.std,
-            eps=c.reward.eps,
-        ).view(r.prompts_per_step, r.group_size)
+        advantage = advantages(rewards, self.parts.weights, r.group_size, c.reward, parts, sub_scores)
         values["advantage/zero_groups"] = float((advantage == 0).all(1).float().mean())
         values["advantage/max"] = float(advantage.abs().max())
         return advantage, values
@@ -224,7 +221,9 @@ class Trainer:
     def _accumulate(self, batch: Batch, advantage: Tensor, signal: Tensor, samples: int) -> list[Tensor]:
         """Gradient of one batch, step by step; rows [update, samples, loss, *METRICS] for `policy_metrics`.
 
-        Groups without signal are left out: they cost no forward. `samples`: of the whole update, over all ranks.
+        Groups without signal are left out: they cost no forward. A batch that loses some of its samples is a forward
+        of another shape than the rollout's, so its first ratio is 1 within rounding only. `samples`: of the whole
+        update, over all ranks.
         """
         r, keep = batch.sizes, [k for k, p in enumerate(batch.slots) if signal[p]]
         condition, steps, device = batch.condition, batch.rollout.steps, self.world.device
@@ -236,7 +235,7 @@ class Trainer:
         adv = advantage[[batch.slots[k] for k in keep], [batch.members[k] for k in keep]].to(device)
         table = []
         for step in steps:
-            kl = self.config.train.kl_coef > 0
+            kl = self.config.train.kl_form if self.config.train.kl_coef else ""
             new = replay(self.adapter, batch.schedule, condition, step, height=r.height, width=r.width, kl=kl)
             out = self.loss(self.config.train, new, step.logp, adv, float(samples * len(steps)))
             out.loss.backward()
@@ -259,6 +258,10 @@ class Trainer:
         error, limit = values["policy/on_policy_error"], self.config.train.clip_range / 10
         if trained and (first or error > limit):
             verdict = "exact" if error == 0 else "fine" if error <= limit else f"above clip_range / 10 = {limit:.1e}"
+            r, cut = self.config.rollout, values["advantage/zero_groups"] > 0
+            if error and cut and r.group_size % r.batch_size:
+                verdict += "; groups without signal were left out of batches with others: it is exact where "
+                verdict += "rollout.batch_size divides rollout.group_size"
             self.log.say(f"on-policy check, step {step}: max |ratio - 1| = {error:.1e} ({verdict})")
         if first:
             self.log.say(f"peak memory after step {step}: {peak_memory(self.world.device) / 2**30:.2f} GiB")
@@ -307,13 +310,21 @@ class Trainer:
         clock = Clock()
         with clock.phase("eval"), self.policy.averaged():
             now, values = self.parts.evaluators[name].run(self.before[name])
-        if self.world.main:
-            show = self.parts.evaluators[name].shown()
-            file = self.folder / "eval" / f"{name}_{step:06d}.npz"
-            save_images(file, before=preview(self.before[name][show]), now=preview(now[show]))
+        self._save_shown(self.folder / "eval" / f"{name}_{step:06d}.npz", name, now)
         self.log.row("eval", step, {"set": name} | values | {"time/eval": clock.seconds["eval"]})
         self.verdict = eval_line(step, name, values)
         self.log.say(self.verdict)
+
+    def _save_shown(self, file: Path, name: str, now: Images) -> None:
+        """The report's images, before and now, from the ranks that have them; `now`: this rank's."""
+        evaluator = self.parts.evaluators[name]
+        wanted = set(evaluator.shown())
+        rows = [k for k, i in enumerate(evaluator.mine()) if i in wanted]
+        pairs = zip(preview(self.before[name][rows]), preview(now[rows]), strict=True) if rows else ()
+        shown = self.world.gather_items(pairs)
+        if self.world.main and shown:
+            before, after = (np.stack([pair[k] for pair in shown]) for k in range(2))
+            save_images(file, before=before, now=after)
 
     def _save(self, done: int) -> Path:
         """Checkpoint after `done` steps; rank 0 writes, all wait."""
@@ -366,6 +377,6 @@ class Trainer:
         if name is None:
             return
         evaluator = self.parts.evaluators[name]
-        index = (evaluator.shown() or evaluator.mine())[: min(4, self.config.rollout.batch_size)]
+        index = (evaluator.shown() or [0])[: min(4, self.config.rollout.batch_size)]
         with self.policy.averaged():
             evaluator.save_proof(self.folder / "proof.safetensors", index)

@@ -7,7 +7,8 @@ Loads the run's base model with its stock pipeline, puts RUN/lora on it with `lo
 fine-tuning: loads RUN/pipeline), and renders the prompts of RUN/proof.safetensors from the initial latents, and of
 edits the source images, kept there. Prints the largest difference to the trainer's own images, in [0, 1]. A model
 given by a relative folder is looked for from where you are. Exit code: 0 up to --tolerance, 1 above it, 2 if it
-cannot run.
+cannot run. A bf16 run allows 0.05: tiny models of seven families were off by .006 to .035 after 6 steps, because the
+stock pipeline rounds in another order. How far the base model without the LoRA is off is then printed beside it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ import yaml
 from PIL import Image
 from safetensors import safe_open
 
+TOLERANCE = {"fp32": 1e-5, "bf16": 0.05}
+"""Largest difference allowed, by the run's dtype."""
+
 
 def read_proof(file: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """(facts, tensors) that the trainer wrote: initial `latents`, float `images` [B, (F,) 3, H, W], source images."""
@@ -31,16 +35,20 @@ def read_proof(file: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
         return proof.metadata(), {key: proof.get_tensor(key) for key in proof.keys()}  # noqa: SIM118
 
 
-def load(run: Path, facts: dict[str, str], device: str) -> Any:
-    """The stock pipeline with the run's result in it."""
-    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config["dtype"]]
+def dtype_of(run: Path) -> str:
+    """fp32 or bf16."""
+    return str(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["dtype"])
+
+
+def load(run: Path, facts: dict[str, str], device: str, lora: bool = True) -> Any:
+    """The stock pipeline with the run's result in it; without it if `lora` is off."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype_of(run)]
     full = (run / "pipeline").is_dir()
     cls, folder = getattr(diffusers, facts["pipeline"]), run / "pipeline" if full else Path(facts["model"])
     index = json.loads((folder / "model_index.json").read_text()) if folder.is_dir() else {}
     absent = {name: None for name, part in index.items() if part == [None, None]}  # SD3 without T5
     pipe = cls.from_pretrained(str(folder), dtype=dtype, **absent)
-    if not full:
+    if lora and not full:
         if (run / "lora" / "pytorch_lora_weights.safetensors").is_file():
             pipe.load_lora_weights(str(run / "lora"))
         if (run / "lora" / "transformer_2").is_dir():  # the second expert of Wan2.2
@@ -62,10 +70,10 @@ def pin(scheduler: Any, sigmas: torch.Tensor, timesteps: torch.Tensor) -> None:
     scheduler.set_timesteps = set_timesteps
 
 
-def largest_difference(run: Path, device: str) -> float:
-    """Largest absolute difference of any pixel, images in [0, 1]."""
+def largest_difference(run: Path, device: str, lora: bool = True) -> float:
+    """Largest absolute difference of any pixel, images in [0, 1]; lora=False: of the base model's."""
     facts, tensors = read_proof(run / "proof.safetensors")
-    pipe, prompts, latents = load(run, facts, device), json.loads(facts["prompts"]), tensors["latents"].to(device)
+    pipe, prompts, latents = load(run, facts, device, lora), json.loads(facts["prompts"]), tensors["latents"].to(device)
     if "sigmas" in tensors:
         pin(pipe.scheduler, tensors["sigmas"], tensors["timesteps"])
     if hasattr(pipe, "unet"):
@@ -92,7 +100,9 @@ def main() -> int:
     """Check one run folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run folder, e.g. runs/demo")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest difference allowed (default 1e-5)")
+    parser.add_argument(
+        "--tolerance", type=float, help="largest difference allowed (default 1e-5 in fp32, 0.05 in bf16)"
+    )
     parser.add_argument("--device", default="cpu", help="torch device (default cpu)")
     args = parser.parse_args()
     missing = [name for name in ("config.yaml", "proof.safetensors") if not (args.run / name).is_file()]
@@ -107,10 +117,16 @@ def main() -> int:
     if json.loads(facts["source_area"]) is not None:
         print("error: rollout.source_area was set: stock pipelines have no such option", file=sys.stderr)
         return 2
+    dtype = dtype_of(args.run)
+    allowed = TOLERANCE[dtype] if args.tolerance is None else args.tolerance
     difference = largest_difference(args.run, args.device)
-    verdict = "the same images" if difference <= args.tolerance else "NOT the same images"
-    print(f"max |stock diffusers - trainer| = {difference:.2e} (allowed {args.tolerance:.0e}): {verdict}")
-    return 0 if difference <= args.tolerance else 1
+    verdict = "the same images" if difference <= allowed else "NOT the same images"
+    print(f"max |stock diffusers - trainer| = {difference:.2e} (allowed in {dtype}: {allowed:.0e}): {verdict}")
+    if dtype == "bf16" and (args.run / "lora").is_dir():
+        base = largest_difference(args.run, args.device, lora=False)
+        told = "" if base > allowed else ": this LoRA changes less than bf16 rounds, so the check says little about it"
+        print(f"max |stock diffusers without the LoRA - trainer| = {base:.2e}{told}")
+    return 0 if difference <= allowed else 1
 
 
 if __name__ == "__main__":

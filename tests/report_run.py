@@ -34,12 +34,12 @@ def train_row(step, total, rng):
         "policy/ratio_min": 1 - 9e-5 * jump, "policy/ratio_mean": 1 + 1e-6 * rng.normal(),
         "policy/ratio_max": 1 + 8e-5 * jump,
         "policy/kl": 0.0, "policy/on_policy_error": 0.0, "grad_norm": 4e-3 * jump, "samples_trained": 96.0,
-        "judge/requests": 672.0, "judge/retries": float(rng.random() < 0.05), "judge/failures": 0.0,
+        "judge/requests": 672.0, "time/judge/retries": float(rng.random() < 0.05), "judge/failures": 0.0,
         "judge/missing": 0.0,
-        "judge/latency_p50": 0.11 + 0.01 * rng.random(), "judge/latency_p95": 0.2 + 0.05 * jump,
-        "judge/queue_max": 672.0,
+        "time/judge/latency_p50": 0.11 + 0.01 * rng.random(), "time/judge/latency_p95": 0.2 + 0.05 * jump,
+        "time/judge/queue_max": 672.0,
         "judge/tie_rate": 0.0, "judge/order_inconsistency": 0.04 + 0.18 * done + 0.02 * rng.random(),
-        "judge/position_bias": 0.5 + 0.02 * rng.normal(), "judge/busy_s": busy, "judge/wait_s": busy * 0.4,
+        "judge/position_bias": 0.5 + 0.02 * rng.normal(), "time/judge/busy_s": busy, "time/judge/wait_s": busy * 0.4,
         "time/rollout": 0.43 + 0.03 * jump, "time/judge_wait": busy * 0.4, "time/update": 0.4 + 0.02 * jump,
     }  # fmt: skip
 

@@ -299,18 +299,13 @@ def test_a_judge_that_gives_no_verdict_is_found_at_the_start(place, fault):
     refused(code, output, "gave no verdict on a probe pair", "that the template suits the model")
 
 
-def learned(folder):
-    """Rows without figures about the judge's own conduct."""
-    return [{k: v for k, v in r.items() if not k.startswith("judge/")} for r in rows(folder)]
-
-
 @pytest.fixture(scope="module")
 def steady(place):
     """A run whose judge was well all the time."""
     with JudgeServer() as server:
         code, output = train(recipe(place, "steady", **judged(server.url)))
     assert code == 0, output
-    return learned(place / "runs" / "steady")
+    return rows(place / "runs" / "steady")
 
 
 AFTER_FIRST_STEP = Hold("prefgrpo.trainer:Trainer._report")
@@ -342,7 +337,7 @@ def test_a_judge_that_dies_in_a_step_and_comes_back_loses_nothing(place, steady)
     time.sleep(0.7)
     with judge_process(port):
         assert run.wait() == 0, run.output
-    assert learned(folder) == steady
+    assert rows(folder) == steady
     assert sum(r["judge/failures"] for r in rows(folder)) == 0
 
 
@@ -367,7 +362,7 @@ def test_a_judge_that_is_gone_for_good_stops_the_run_which_goes_on_when_it_is_ba
     with judge_process(port):
         code, output = train(file, "--resume")
     assert code == 0, output
-    assert learned(folder) == steady
+    assert rows(folder) == steady
 
 
 def test_a_few_garbage_answers_are_left_out_and_counted(place):

@@ -104,7 +104,7 @@ def test_all_rewards_are_scored_and_reported(run):
         assert row["reward/missing"] == 0 and row["judge/failures"] == 0 and row["judge/requests"] == 12
         assert 0 <= row["reward/unifiedreward_flex"] <= 1 and row["reward/jpeg_compressibility"] < 0
         assert row["reward/test_demo_mixed:Never/missing_rate"] == 1 and "reward/test_demo_mixed:Never" not in row
-        assert {"reward/clip/latency_p50", "reward/unifiedreward_flex/latency_p95"} <= set(row)
+        assert {"time/reward/clip/latency_p50", "time/reward/unifiedreward_flex/latency_p95"} <= set(row)
     assert "unifiedreward_flex" in output and "jpeg_compressibility" in output
     assert output.count("missing in step 1: 8 × test_demo_mixed:Never: no idea") == output.count("no idea") == 1
     asked = (folder / "judgements.jsonl").read_text(encoding="utf-8").splitlines()

@@ -223,13 +223,6 @@ def test_a_step_that_was_killed_between_judging_and_its_checkpoint_is_not_judged
     np.testing.assert_array_equal(result.values["vlm_pairwise"][0], result.values["vlm_pairwise"][1])
 
 
-def learned(folder):
-    """Rows without figures about how the judge was asked."""
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("judge/", "reward/vlm_pairwise/"))} for row in rows(folder)
-    ]
-
-
 def test_a_run_that_was_killed_before_its_checkpoint_asks_for_nothing_twice(tmp_path):
     place = world(tmp_path)
     over = {"reward": {"spec": "vlm_pairwise"}, "eval": {"every": 0}, "checkpoint": {"every": 20}}
@@ -251,8 +244,8 @@ def test_a_run_that_was_killed_before_its_checkpoint_asks_for_nothing_twice(tmp_
         again = len(server.requests) - seen
     probes = whole - 4 * 2 * 12
     assert again == probes + 4 * 2 * 12 - kept, "of 4 steps with 2 groups of 12 pairs, only what was not answered yet"
-    assert learned(folder) == learned(place / "runs" / "steady")
-    assert [row["judge/cache_hits"] for row in rows(folder)][:2] == [24.0, 24.0]
+    assert rows(folder) == rows(place / "runs" / "steady"), "whole rows, but for time/"
+    assert [row["time/judge/cache_hits"] for row in rows(folder, timeless=False)][:2] == [24.0, 24.0]
     off = recipe(place, "off", **over, judge=judge | {"cache": False})
     with JudgeServer(port=server.port):
         assert train(off)[0] == 0 and not (place / "runs" / "off" / "verdicts").exists()

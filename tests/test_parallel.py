@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_run import ranks, recipe, rows, start, train, world
+from tiny_run import PROMPTS, ranks, recipe, rows, start, train, world
 
 from prefgrpo.noise import initial_latents
 from prefgrpo.parallel import World, pick_device
@@ -130,6 +130,31 @@ def test_torchrun_starts_it(place):
     assert "2 × cpu" in done.stdout + done.stderr
 
 
+LAUNCHED = {
+    "value": (["--train.steps", "many"], {}, 2, "many"),
+    "mistake": ([], {"rollout": {"prompts_per_step": 3}}, 2, "3 groups do not deal out over 2 processes"),
+    "folder": ([], {}, 2, "holds another run (thesis.tex)"),
+    "stopped": ([], {"reward": {"spec": f"{HERE}RankOneHasNone"}, "eval": {"every": 0}}, 3, "50% of the rewards are"),
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHED)
+def test_launch_ends_with_the_runs_exit_code_and_one_message(place, case):
+    """torchrun itself ends with 1 and a traceback; and it kills the first rank while that still writes its report."""
+    options, over, code, told = LAUNCHED[case]
+    file = recipe(place, f"launch-{case}", **over)
+    if case == "folder":
+        (place / "runs" / "launch-folder").mkdir(parents=True)
+        (place / "runs" / "launch-folder" / "thesis.tex").touch()
+    command = [sys.executable, "-m", "prefgrpo", "launch", "--standalone", "--nproc_per_node", "2", "train", str(file)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300, env=env)
+    output = done.stdout + done.stderr
+    assert done.returncode == code, output
+    assert output.count(told) == 1 and "Traceback" not in output and "rank 0 found" not in output, output
+    assert (place / "runs" / f"launch-{case}" / "report.html").is_file() == (code == 3)
+
+
 def test_what_does_not_deal_out_is_refused_everywhere(place):
     file = recipe(place, "odd", rollout={"prompts_per_step": 3}, train={"updates_per_rollout": 4})
     for output in all_end(ranks(file, 2), 2):
@@ -174,9 +199,10 @@ def test_a_signal_to_one_rank_stops_all_after_the_step(place):
 
 
 def test_ranks_may_change_on_resume_and_a_rank_may_have_nothing_to_evaluate(place):
-    """One held-out prompt over two ranks, then on with one rank."""
+    """One held-out prompt over two ranks, then one rank. The report shows the same images, whoever drew them."""
     (place / "single.txt").write_text("a red circle\n")
     options = {"eval": {"prompts": str(place / "single.txt"), "every": 1, "spec": "jpeg_compressibility,scenes"}}
+    options["eval"]["final_prompts"] = str(place / "dev.txt")
     file = recipe(place, "change", **options)
     all_end(ranks(file, 2, "--train.steps", "2"), 0)
     code, output = train(file, "--resume")
@@ -184,7 +210,14 @@ def test_ranks_may_change_on_resume_and_a_rank_may_have_nothing_to_evaluate(plac
     all_end(ranks(file, 2, "--resume", "--train.steps", "6"), 0)
     found = rows(place / "runs" / "change")
     assert [r["step"] for r in found if r["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
-    assert [r["step"] for r in found if r["kind"] == "eval"] == [0, 1, 2, 3, 4, 5, 6]
+    assert [r["step"] for r in found if r.get("set") == "dev"] == [0, 1, 2, 3, 4, 5, 6]
+    shown = [dict(np.load(f)) for f in sorted((place / "runs" / "change" / "eval").glob("test_00000[0-9].npz"))]
+    parts = [place / "runs" / "change" / "eval" / f"test_before_{k}of2.npz" for k in range(2)]
+    start = np.concatenate([np.load(part)["images"] for part in parts])
+    assert len(shown) == 4 and all(np.array_equal(s["before"], start[[0, 2]]) for s in shown)
+    assert not any(np.array_equal(s["now"], start[[0, 2]]) for s in shown[1:])
+    prompts = json.loads((place / "runs" / "change" / "eval" / "test_prompts.json").read_text())
+    assert prompts == [PROMPTS[7], PROMPTS[9]], "the first and the last of the set's three"
 
 
 def collectives() -> None:

@@ -277,7 +277,7 @@ def test_the_evaluation_of_the_start_alone_is_no_result(tmp_path):
 def test_a_single_step_shows_as_points(tmp_path):
     found = charts(report(small_run(tmp_path / "r", [mean_row(1)])))
     assert curve(found["Judge: latency"], "median")[1][0] == pytest.approx(
-        1000 * mean_row(1)["judge/latency_p50"], rel=1e-3
+        1000 * mean_row(1)["time/judge/latency_p50"], rel=1e-3
     )
     for title in ("Gradient norm", "Policy ratio − 1", "Judge: latency"):
         circles = found[title].all("circle")
@@ -293,7 +293,7 @@ def test_missing_keys_nulls_and_text_in_numbers_are_gaps(tmp_path):
     rows = [mean_row(s) for s in range(1, 6)]
     rows[2]["grad_norm"] = None
     del rows[3]["policy/ratio_min"]
-    rows[1]["judge/latency_p95"] = "slow"
+    rows[1]["time/judge/latency_p95"] = "slow"
     for row in rows:
         del row["advantage/zero_groups"]
         row["policy/approx_kl"] = None

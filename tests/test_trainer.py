@@ -6,6 +6,7 @@ plain formulas, written here without any of the project's ops. Groups without si
 """
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -214,9 +215,14 @@ def test_groups_without_any_signal_change_nothing(trainer):
         assert not any(isinstance(v, float) and math.isnan(v) for v in row.values())
 
 
-def test_a_tied_group_costs_no_forward_and_stays_in_the_mean(trainer):
-    """Its samples count in the denominator, so that ties lower the step instead of being hidden."""
-    one = trainer(reward={"spec": f"{HERE}HalfTied"}, train={"steps": 1}, eval={"every": 0})
+@pytest.mark.parametrize("batch_size", [2, 4, 8])
+def test_a_tied_group_costs_no_forward_and_stays_in_the_mean(trainer, batch_size):
+    """Its samples count in the denominator, so that ties lower the step instead of being hidden.
+
+    The ratio is exact where a batch holds one group only; a batch of two (8) is replayed at half its size.
+    """
+    over = {"train": {"steps": 1}, "eval": {"every": 0}, "rollout": {"batch_size": batch_size}}
+    one = trainer(reward={"spec": f"{HERE}HalfTied"}, **over)
     seen = []
     true_loss = one.loss
     one.loss = lambda train, new, old, adv, n: seen.append((len(adv), n)) or true_loss(train, new, old, adv, n)
@@ -224,6 +230,21 @@ def test_a_tied_group_costs_no_forward_and_stays_in_the_mean(trainer):
     row = rows(one.folder)[0]
     assert row["advantage/zero_groups"] == 0.5 and row["samples_trained"] == 4
     assert sum(n for n, _ in seen) == 4 * 2 and {d for _, d in seen} == {8.0 * 2}, "2 trained steps"
+    assert {n for n, _ in seen} == {min(batch_size, 4)}
+    assert row["policy/on_policy_error"] == 0.0 if batch_size <= 4 else row["policy/on_policy_error"] < 1e-5
+
+
+def test_the_log_says_why_a_ratio_is_not_exact(trainer, capsys):
+    one = trainer(rollout={"batch_size": 8}, eval={"every": 0})
+    clock = SimpleNamespace(seconds={"rollout": 1.0})
+    values = {
+        "samples_trained": 4.0,
+        "policy/on_policy_error": 2e-5,
+        "advantage/zero_groups": 0.5,
+        "reward/missing": 0.0,
+    }
+    one._report(1, values | {"policy/clip_fraction": 0.0, "grad_norm": 1.0}, clock)
+    assert "it is exact where rollout.batch_size divides rollout.group_size" in capsys.readouterr().out
 
 
 def test_a_missing_reward_is_left_out_of_its_group(trainer):

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 import yaml
-from safetensors.torch import load_file
 
 from prefgrpo.parallel import World
 from prefgrpo.tiny import pipelines
@@ -192,11 +191,7 @@ def _child(argv: list[str], log: str, env: dict[str, str], hook: Callable[[], No
 def rows(folder: Path, timeless: bool = True) -> list[dict[str, Any]]:
     """metrics.jsonl, every line of it, without wall-clock numbers."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    clocks = ("time/", "judge/busy_s", "judge/wait_s", "judge/latency", "judge/queue", "judge/wasted_share")
-    return [
-        {k: v for k, v in line.items() if not (timeless and (k.startswith(clocks) or "/latency_" in k))}
-        for line in lines
-    ]
+    return [{k: v for k, v in line.items() if not (timeless and k.startswith("time/"))} for line in lines]
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -204,10 +199,9 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def weights(run: Path) -> dict[str, dict[str, bytes]]:
-    """Every tensor in every safetensors file of a run (their headers are written in any order)."""
-    files = {str(f.relative_to(run)): load_file(f) for f in sorted(run.rglob("*.safetensors"))}
-    return {name: {k: t.numpy().tobytes() for k, t in sorted(tensors.items())} for name, tensors in files.items()}
+def weights(run: Path) -> dict[str, bytes]:
+    """The bytes of every safetensors file of a run."""
+    return {str(f.relative_to(run)): f.read_bytes() for f in sorted(run.rglob("*.safetensors"))}
 
 
 def ranks(

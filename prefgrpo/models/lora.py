@@ -1,11 +1,12 @@
 """LoRA on a frozen diffusers transformer: W x + (alpha / rank)·B A x, with fp32 masters over any base dtype.
 
 peft holds the layers and diffusers reads and writes the file. Invariants: the seeded start depends on (seed, shapes)
-only, not on device or rank; a saved LoRA keeps its alpha and reloads bit for bit.
+only, not on device or rank; a saved LoRA keeps its alpha and reloads bit for bit, and the same LoRA is the same file.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -90,16 +91,28 @@ def save(pipe: Any, folder: str, component: str = "transformer") -> None:
     module = getattr(pipe, component)
     if not has(module):
         raise RuntimeError("there is no LoRA to save: call add_lora or load_lora first")
+    facts = module.peft_config[NAME].to_dict()
     part, kind = f".partial-{os.getpid()}.safetensors", _kind(component)
     pipe.save_lora_weights(
         folder,
         **{
             f"{kind}_lora_layers": get_peft_model_state_dict(module, adapter_name=NAME),
-            f"{kind}_lora_adapter_metadata": module.peft_config[NAME].to_dict(),
+            f"{kind}_lora_adapter_metadata": {k: sorted(v) if isinstance(v, set) else v for k, v in facts.items()},
         },
         weight_name=part,
     )
+    sort_header(Path(folder) / part)
     os.replace(Path(folder) / part, Path(folder) / LORA_WEIGHT_NAME_SAFE)
+
+
+def sort_header(file: Path) -> None:
+    """Sort the keys of a safetensors file's header in place: safetensors writes metadata in random order."""
+    with file.open("r+b") as handle:
+        size = int.from_bytes(handle.read(8), "little")
+        header = json.loads(handle.read(size))
+        text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+        handle.seek(8)
+        handle.write(text.ljust(size))  # the header ends in spaces that align the tensors
 
 
 def _kind(component: str) -> str:

@@ -147,14 +147,14 @@ def _judge(train: Rows) -> list[Chart]:
         ("ties", "tie_rate", 2),
     ]
     lost = [Series("rewards missing", train.steps, train["reward/missing"], 1)]
-    retries = train["judge/retries"] / np.maximum(train["judge/requests"], 1.0)
+    retries = train["time/judge/retries"] / np.maximum(train["judge/requests"], 1.0)
     lost = [
         *_of(train, "judge/", [("comparisons missing", "missing", 0)]),
         *lost,
         Series("retries", train.steps, retries, 2),
     ]
     return [
-        Chart("Judge: latency", _of(train, "judge/", delays), unit="s", log=True, include=(0.0,)),
+        Chart("Judge: latency", _of(train, "time/judge/", delays), unit="s", log=True, include=(0.0,)),
         Chart("Judge: failures", lost, percent=True, include=(0.0,), note="Per request; rewards missing per sample."),
         Chart(
             "Judge: consistency", _of(train, "judge/", doubts), percent=True, include=(0.0,), lines=((0.5, "no bias"),)
@@ -163,13 +163,13 @@ def _judge(train: Rows) -> list[Chart]:
 
 
 def _time(train: Rows) -> list[Chart]:
-    phases = [n[5:] for n in train.columns if n.startswith("time/")]
+    phases = [n[5:] for n in train.columns if n.startswith("time/") and n.count("/") == 1]
     phases.sort(key=lambda n: PHASES.index(n) if n in PHASES else len(PHASES))
     stack = [Series(readable(n), train.steps, train[f"time/{n}"], k) for k, n in enumerate(phases)]
-    busy = Series("judge at work", train.steps, train["judge/busy_s"], 0)
+    busy = Series("judge at work", train.steps, train["time/judge/busy_s"], 0)
     overlap = (
         [busy, Series("trainer waits for rewards", train.steps, train["time/judge_wait"], 1)]
-        if "judge/busy_s" in train
+        if "time/judge/busy_s" in train
         else []
     )
     note = "First request to last answer; what the trainer did not wait for went on during the rollout."
@@ -185,11 +185,12 @@ def _of(train: Rows, prefix: str, lines: list[tuple[str, str, int]]) -> list[Ser
 
 def other_curves(run: Run) -> list[Chart]:
     """A small chart for every training metric that `curves` does not show."""
-    shown = ("time/", "judge/latency_", "policy/", "reward/")
-    named = {"busy_s", "tie_rate", "position_bias", "order_inconsistency", "missing"}
+    shown = ("time/judge/latency_", "time/reward/", "policy/", "reward/")
+    named = {"time/judge/busy_s", "tie_rate", "position_bias", "order_inconsistency", "missing"}
     rest = [
         n
         for n in run.train.columns
         if not n.startswith(shown) and n not in HANDLED and n.removeprefix("judge/") not in named
+        if not n.startswith("time/") or n.count("/") > 1  # phases
     ]
     return [Chart(readable(n), [Series("", run.train.steps, run.train[n])]) for n in rest]
