@@ -23,6 +23,12 @@ def _check_options(std: str, eps: float, ddof: int) -> None:
         raise ValueError(f"ddof: expected 0 or 1, eps: 0 or more; got {ddof} and {eps}")
 
 
+def _check_real(**given: Tensor) -> None:
+    for name, t in given.items():
+        if t.is_complex():
+            raise TypeError(f"{name}: expected real numbers, got {t.dtype}")
+
+
 def winrate_advantage(
     wins: Tensor, counts: Tensor, *, std: Std = "group", eps: float = 1e-4, ddof: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -32,6 +38,7 @@ def winrate_advantage(
     comparison has win rate NaN and advantage 0. Raises ValueError for other shapes.
     """
     _check_options(std, eps, ddof)
+    _check_real(wins=wins, counts=counts)
     if wins.dim() != 3 or wins.shape[1] != wins.shape[2] or wins.shape != counts.shape or wins.device != counts.device:
         raise ValueError(
             f"wins and counts: expected [P, G, G] on one device, got {list(wins.shape)} on {wins.device} and "

@@ -8,6 +8,8 @@ IndexError on the CPU (found by the kernel) and gives NaN on a GPU.
 
 from __future__ import annotations
 
+import math
+import operator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -43,7 +45,7 @@ class Guidance(NamedTuple):
     from_cond: bool = False
     """c + g·(c − u) instead (Z-Image)."""
     rescale: bool = False
-    """Restore the norm over the last dimension to ‖c‖ (Qwen-Image's true guidance)."""
+    """Restore the norm over the last dimension to ‖c‖ (Qwen-Image's true guidance); x is then [B, …, D]."""
 
 
 def _full(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -149,8 +151,9 @@ class Policy(NamedTuple):
 
     def results(self) -> Results:
         """loss, metrics [8], d loss/d log-ratio [B], d loss/d kl [B]."""
-        d_kl = None if self.kl is None else torch.empty_like(self.kl)
-        return [self.logp.new_empty(()), self.logp.new_empty(8), torch.empty_like(self.logp), d_kl]
+        d_kl = None if self.kl is None else _column(self.kl)
+        loss, metrics = (torch.empty(size, dtype=torch.float32, device=self.logp.device) for size in ((), 8))
+        return [loss, metrics, _column(self.logp), d_kl]
 
 
 class Group(NamedTuple):
@@ -198,7 +201,7 @@ def rows_of(a: Affine) -> Tensor:
 
 def rescaled_dim(a: Affine) -> int:
     """Length of the dimension whose norm is restored, or 0."""
-    return a.x.shape[-1] if a.uncond is not None and a.rescale and a.x.dim() > 1 else 0
+    return a.x.shape[-1] if a.uncond is not None and a.rescale else 0
 
 
 def packed(t: Tensor) -> Tensor:
@@ -208,8 +211,23 @@ def packed(t: Tensor) -> Tensor:
 
 def signed(seed: int) -> int:
     """A 64-bit key as the int64 that an op's schema can carry."""
-    seed &= 2**64 - 1
+    seed = integer(seed) & (2**64 - 1)
     return seed - 2**64 if seed >= 2**63 else seed
+
+
+def integer(n: int) -> int:
+    """`n` as a Python integer, which NumPy's are not; a symbolic size stays. Raises TypeError for a float."""
+    return n if isinstance(n, int | torch.SymInt) else operator.index(n)
+
+
+def check_clips(kl_coef: float = 0.0, denominator: float | None = None, **clips: float) -> None:
+    """Raise ValueError for a clip below 0 or NaN, a KL coefficient that is not finite, a denominator not above 0."""
+    if not all(c >= 0 for c in clips.values()):
+        raise ValueError(f"{', '.join(clips)}: expected 0 or more, got {tuple(clips.values())}")
+    if not math.isfinite(kl_coef):
+        raise ValueError(f"kl_coef: expected a finite number, got {kl_coef}")
+    if denominator is not None and not denominator > 0:
+        raise ValueError(f"denominator: expected more than 0, got {denominator}")
 
 
 def _like(name: str, t: Tensor | None, x: Tensor) -> None:
@@ -238,6 +256,12 @@ def check_affine(a: Affine, **like: Tensor | None) -> None:
         raise ValueError("x: expected [B, …], got a 0-d tensor")
     for name, t in (("x", x), ("v", a.v), *like.items(), ("guidance.uncond", a.uncond)):
         _like(name, t, x)
+    if not x.numel() and x.shape[0]:
+        raise ValueError(f"x: expected at least one element per sample, got {list(x.shape)}")
+    if a.rescale and x.dim() == 1:
+        raise ValueError(
+            f"guidance.rescale: expected x [B, …, D], whose last dimension has a norm, got {list(x.shape)}"
+        )
     if coef.dim() != 2 or coef.shape[1] != 5 or coef.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"coef: expected fp32 [T, 5], got {coef.dtype} {list(coef.shape)}")
     if coef.device != x.device:

@@ -1,23 +1,30 @@
 """The table of ops: arguments, results, gradient, each with a torch.library custom op of the same name.
 
-Eager calls go straight to the backend's function (the dispatcher costs more than the small ops); a compiled graph sees
-one opaque op, torch.ops.prefgrpo.<name>, with a fake kernel and a registered gradient. Invariant: an absent optional
-result is None, and inside the custom op alone an empty tensor of bools.
+Eager calls on plain tensors go straight to the backend's function (the dispatcher costs more than the small ops).
+Whatever is more than that goes through the dispatcher as one opaque op, torch.ops.prefgrpo.<name>, with a fake kernel
+and a registered gradient: compiled graphs, tracers, modes, tensor subclasses, functorch, lazily negated views.
+Invariant: an absent optional result is None, and inside the custom op alone an empty tensor of bools.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from types import ModuleType
 from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from prefgrpo.ops import args
 from prefgrpo.ops.args import Results
 from prefgrpo.ops.backend import backend_of, implementation
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+_state = torch._C  # has what asks for modes; there are no public names for these
+_Transform = torch._C._functorch.TransformType
 
 
 class Op:
@@ -41,7 +48,8 @@ class Op:
         fields, hints = kind._fields[:takes], get_type_hints(kind)
         self.name, self._kind, self._takes = name, kind, len(fields)
         self._exact = [k for k, field in enumerate(fields) if field in fp64.split()]
-        self._first = next(k for k, field in enumerate(fields) if hints[field] is Tensor)
+        self._tensors = [k for k, field in enumerate(fields) if hints[field] in (Tensor, Tensor | None)]
+        self._first, self._each = self._tensors[0], itemgetter(*self._tensors)
 
         def whole(out: Results) -> Any:
             each = [torch.empty(0, dtype=torch.bool, device=out[0].device) if t is None else t for t in out]
@@ -59,10 +67,26 @@ class Op:
 
     def __call__(self, a: Any) -> Results:
         """The results for these arguments."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or self.observed(a):
             with torch.no_grad():
                 return self.in_graph(a)
         return self.eager(a)
+
+    def of(self, a: Any, impl: ModuleType) -> Results:
+        """The results by this backend, unless the dispatcher must see the call."""
+        return self.in_graph(a) if self.observed(a) else getattr(impl, self.name)(a)
+
+    def observed(self, a: Any) -> bool:
+        """Whether the dispatcher must see this call: the memory of these tensors is not all there is to them."""
+        tensors = self._each(a)
+        return (
+            not _PLAIN.issuperset(map(type, tensors))
+            or _state._len_torch_dispatch_stack() > 0
+            or _state._is_torch_function_mode_enabled()
+            or _state._get_tracing_state() is not None
+            or _state._functorch.maybe_current_level() is not None
+            or any(t is not None and t.is_neg() for t in tensors)
+        )
 
     def eager(self, a: Any) -> Results:
         """Straight to the backend."""
@@ -82,8 +106,9 @@ class Op:
 class GradOp(Op):
     """An op with a gradient, as an autograd.Function and registered with the custom op.
 
-    to: the fields that it flows to. of: how many of the results it comes from. save(ctx, arguments, results) keeps what
-    backward(ctx, upstream, affine_grad) needs, which returns the gradients of `to`.
+    to: the fields that it flows to; another one that requires a gradient is refused. of: how many of the results it
+    comes from. save(ctx, arguments, results) keeps what backward(ctx, upstream, affine_grad) needs, which returns the
+    gradients of `to`.
     """
 
     def __init__(
@@ -91,6 +116,7 @@ class GradOp(Op):
     ) -> None:
         super().__init__(*op, **more)
         self._to = [self._kind._fields.index(field) for field in to.split()]
+        self._of = of
 
         def spread(grads: Results) -> tuple[Tensor | None, ...]:
             full: Results = [None] * self._takes
@@ -115,7 +141,7 @@ class GradOp(Op):
                     raise RuntimeError(
                         f"{self.name} cannot be differentiated twice; run its backward without create_graph=True"
                     )
-                return spread(backward(ctx, upstream, ctx.impl.affine_grad))
+                return spread(backward(ctx, upstream, lambda r: affine_grad.of(r, ctx.impl)))
 
         self._function = Eager
         self._custom.register_autograd(
@@ -124,21 +150,40 @@ class GradOp(Op):
         )
 
     def __call__(self, a: Any) -> Results:
-        """The results for these arguments, with the gradient."""
-        if torch.compiler.is_compiling():
-            return self.in_graph(a)
-        if torch.is_grad_enabled() and [k for k in self._to if (t := a[k]) is not None and t.requires_grad]:
-            return self._function.apply(*a[: self._takes])
-        return self.eager(a)
+        """The results for these arguments, with the gradient. Raises ValueError for a gradient that it has not."""
+        wanted = torch.is_grad_enabled() and [k for k in self._tensors if (t := a[k]) is not None and t.requires_grad]
+        if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
+            self._refuse_transforms(a, bool(wanted))
+        if wanted and (other := [self._kind._fields[k] for k in wanted if k not in self._to]):
+            allowed = ", ".join(self._kind._fields[k] for k in self._to)
+            raise ValueError(f"{self.name}: its gradient flows to {allowed} alone; detach {', '.join(other)}")
+        if torch.compiler.is_compiling() or self.observed(a):
+            out = self.in_graph(a)
+            return [t if t is None or k < self._of else t.detach() for k, t in enumerate(out)]
+        return self._function.apply(*a[: self._takes]) if wanted else self.eager(a)
+
+    def _refuse_transforms(self, a: Any, wanted: bool) -> None:
+        """Raise NotImplementedError for derivatives that would be lost: forward mode, and torch.func.grad."""
+        kinds = {i.key() for i in _state._functorch.get_interpreter_stack() or ()}
+        forward = _Transform.Jvp in kinds or any(
+            t is not None and forward_ad.unpack_dual(t).tangent is not None for t in self._each(a)
+        )
+        if forward or (wanted and _Transform.Grad in kinds):
+            raise NotImplementedError(
+                f"{self.name} supports autograd's backward only; it was called under jvp or torch.func.grad"
+            )
 
 
 def _logp_save(ctx: Any, given: Sequence[Any], _: Any) -> None:
-    ctx.pair = given[6:9]
-    ctx.save_for_backward(*given[:6], *given[9:])
+    """Tensors of inference mode, which autograd will not save and nothing can change, are kept as they are."""
+    ctx.pair, tensors = given[6:9], (*given[:6], *given[9:])
+    ctx.fixed = [t if t is not None and t.is_inference() else None for t in tensors]
+    ctx.save_for_backward(*(t if kept is None else None for t, kept in zip(tensors, ctx.fixed, strict=True)))
 
 
 def _logp_backward(ctx: Any, upstream: Sequence[Tensor | None], grad: Callable[[args.Replay], Results]) -> Results:
-    *head, v_ref, v_old = ctx.saved_tensors
+    saved = [t if kept is None else kept for t, kept in zip(ctx.saved_tensors, ctx.fixed, strict=True)]
+    *head, v_ref, v_old = saved
     wanted = (True, v_ref is not None, v_old is not None)
     given = [g if want else None for g, want in zip(upstream, wanted, strict=True)]
     return (
@@ -181,7 +226,7 @@ policy_loss = GradOp(
     args.Policy,
     args.Policy.results,
     4,
-    fp64="logp logp_old advantage weight kl log_ratio",
+    fp64="logp logp_old kl log_ratio",
     to="logp kl log_ratio",
     of=1,
     save=_policy_save,

@@ -65,10 +65,7 @@ def _check(a: args.Policy) -> None:
         wanted = torch.bool if name == "mask" else torch.float32
         if t.dtype != wanted and (name == "mask" or t.dtype != torch.float64):
             raise TypeError(f"{name}: expected {wanted}, got {t.dtype}")
-    if min(clips := a[3:6]) < 0:
-        raise ValueError(f"clip_low, clip_high, adv_clip: expected 0 or more, got {clips}")
-    if a.denominator is not None and not a.denominator > 0:
-        raise ValueError(f"denominator: expected more than 0, got {a.denominator}")
+    args.check_clips(a.kl_coef, a.denominator, clip_low=a.clip_low, clip_high=a.clip_high, adv_clip=a.adv_clip)
 
 
 def _arguments(
@@ -87,6 +84,7 @@ def _arguments(
     denominator: float | None = None,
 ) -> args.Policy:
     clips = (clip_low, clip_low if clip_high is None else clip_high, adv_clip)
+    advantage, weight = advantage.to(torch.float32), None if weight is None else weight.to(torch.float32)
     a = args.Policy(logp, logp_old, advantage, *clips, weight, mask, kl, kl_coef, log_ratio, denominator)
     _check(a)
     return a
@@ -110,11 +108,12 @@ def _takes(arguments: Callable[P, args.Policy]) -> Callable[[Callable[[args.Poli
 
 @_takes(_arguments)
 def policy_loss(a: args.Policy) -> PolicyLoss:
-    """Clipped-ratio loss over B samples with its metrics, in one launch; all tensors [B] fp32.
+    """Clipped-ratio loss over B samples with its metrics, in one launch; all tensors [B] fp32 (fp64 is cast).
 
     weight: factor per sample on the policy term (GRPO-Guard: 1/|Δ|). mask: bool, False = left out. kl: per-sample
     KL, added as kl_coef·kl. log_ratio: replaces logp − logp_old (Guard). denominator: default the unmasked count.
-    A NaN in an unmasked sample makes the loss NaN. Raises ValueError or TypeError for tensors that do not fit.
+    A NaN in an unmasked sample makes the loss NaN. Raises ValueError or TypeError for tensors that do not fit, for a
+    clip that is negative or NaN, and where an input other than logp, log_ratio and kl requires a gradient.
     """
     return PolicyLoss(*library.policy_loss(a)[:2])
 
