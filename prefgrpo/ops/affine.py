@@ -141,9 +141,9 @@ def affine_logp(
 ) -> AffineLogp:
     """Log-prob (KL to `v_ref`, Guard log-ratio to `v_old`) of a stored step; shapes as in `affine_step`.
 
-    The gradient flows to v, and with a guidance pair to c (= v) and u; nothing of size D is kept for it beyond the
-    inputs, which may come from inference mode. It cannot be differentiated twice. v_ref and v_old are velocities after
-    guidance. Raises ValueError where another input requires a gradient: detach it.
+    The gradient flows to v, and with a guidance pair to c (= v) and u; ValueError where another input requires one:
+    detach it. Nothing of size D is kept for it beyond the inputs; autograd does not notice if those of inference mode
+    are overwritten before the backward. No second derivative. v_ref and v_old are velocities after guidance.
     """
     a = args.Replay(x, v, x_next, coef, index, *pair(guidance), v_ref, v_old)
     check_affine(a, x_next=x_next, v_ref=v_ref, v_old=v_old)

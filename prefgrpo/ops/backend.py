@@ -131,6 +131,16 @@ def backend_of(device: torch.device | str, *dtypes: torch.dtype) -> str:
 
 
 @lru_cache(None)
+def _serving(device: torch.device, name: str | None) -> ModuleType:
+    return implementation(_chosen(device, name))
+
+
+def serving(device: torch.device) -> ModuleType:
+    """The module of the backend that serves tensors on `device` that are not fp64."""
+    return _serving(device, _override.get() or _environment())
+
+
+@lru_cache(None)
 def implementation(name: str) -> ModuleType:
     """The module that implements backend `name`; all have the same functions."""
     return importlib.import_module(_MODULES[name])

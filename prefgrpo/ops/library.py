@@ -20,11 +20,12 @@ from torch.autograd import forward_ad
 
 from prefgrpo.ops import args
 from prefgrpo.ops.args import Results
-from prefgrpo.ops.backend import backend_of, implementation
+from prefgrpo.ops.backend import implementation, serving
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
-_state = torch._C  # has what asks for modes; there are no public names for these
-_Transform = torch._C._functorch.TransformType
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+# There are no public names for these: how many dispatch modes, whether a function mode, which tracer and transform.
+_dispatch_modes, _function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
+_tracer, _functorch = torch._C._get_tracing_state, torch._C._functorch
 
 
 class Op:
@@ -47,9 +48,11 @@ class Op:
     ) -> None:
         fields, hints = kind._fields[:takes], get_type_hints(kind)
         self.name, self._kind, self._takes = name, kind, len(fields)
-        self._exact = [k for k, field in enumerate(fields) if field in fp64.split()]
-        self._tensors = [k for k, field in enumerate(fields) if hints[field] in (Tensor, Tensor | None)]
-        self._first, self._each = self._tensors[0], itemgetter(*self._tensors)
+        exact = [k for k, field in enumerate(fields) if field in fp64.split()]
+        self.tensors = [k for k, field in enumerate(fields) if hints[field] in (Tensor, Tensor | None)]
+        self._first, self._each = self.tensors[0], itemgetter(*self.tensors)
+        self._exact = [k for k in exact if k in self.tensors]
+        self._exact_dtypes = [k for k in exact if k not in self.tensors]
 
         def whole(out: Results) -> Any:
             each = [torch.empty(0, dtype=torch.bool, device=out[0].device) if t is None else t for t in out]
@@ -78,15 +81,12 @@ class Op:
 
     def observed(self, a: Any) -> bool:
         """Whether the dispatcher must see this call: the memory of these tensors is not all there is to them."""
-        tensors = self._each(a)
-        return (
-            not _PLAIN.issuperset(map(type, tensors))
-            or _state._len_torch_dispatch_stack() > 0
-            or _state._is_torch_function_mode_enabled()
-            or _state._get_tracing_state() is not None
-            or _state._functorch.maybe_current_level() is not None
-            or any(t is not None and t.is_neg() for t in tensors)
-        )
+        for t in self._each(a):
+            if t is not None and (type(t) not in _PLAIN or t.is_neg()):
+                return True
+        if _dispatch_modes() or _function_mode() or _tracer() is not None:
+            return True
+        return _functorch.maybe_current_level() is not None
 
     def eager(self, a: Any) -> Results:
         """Straight to the backend."""
@@ -94,8 +94,13 @@ class Op:
 
     def backend(self, a: Any) -> ModuleType:
         """The backend for these arguments."""
-        kinds = [t if isinstance(t, torch.dtype) else t.dtype for k in self._exact if (t := a[k]) is not None]
-        return implementation(backend_of(a[self._first].device, *kinds))
+        for k in self._exact:
+            if (t := a[k]) is not None and t.dtype == torch.float64:
+                return implementation("torch")
+        for k in self._exact_dtypes:
+            if a[k] == torch.float64:
+                return implementation("torch")
+        return serving(a[self._first].device)
 
     def in_graph(self, a: Any) -> Results:
         """Through the custom op."""
@@ -151,39 +156,41 @@ class GradOp(Op):
 
     def __call__(self, a: Any) -> Results:
         """The results for these arguments, with the gradient. Raises ValueError for a gradient that it has not."""
-        wanted = torch.is_grad_enabled() and [k for k in self._tensors if (t := a[k]) is not None and t.requires_grad]
-        if torch._C._functorch.maybe_current_level() is not None or forward_ad._current_level >= 0:
-            self._refuse_transforms(a, bool(wanted))
+        wanted = torch.is_grad_enabled() and [k for k in self.tensors if (t := a[k]) is not None and t.requires_grad]
         if wanted and (other := [self._kind._fields[k] for k in wanted if k not in self._to]):
             allowed = ", ".join(self._kind._fields[k] for k in self._to)
             raise ValueError(f"{self.name}: its gradient flows to {allowed} alone; detach {', '.join(other)}")
-        if torch.compiler.is_compiling() or self.observed(a):
-            out = self.in_graph(a)
-            return [t if t is None or k < self._of else t.detach() for k, t in enumerate(out)]
-        return self._function.apply(*a[: self._takes]) if wanted else self.eager(a)
+        if not torch.compiler.is_compiling():
+            observed = self.observed(a)
+            if observed or forward_ad._current_level >= 0:
+                self._refuse_transforms(a, bool(wanted))
+            if not observed:
+                return self._function.apply(*a[: self._takes]) if wanted else self.eager(a)
+        return [t if t is None or k < self._of else t.detach() for k, t in enumerate(self.in_graph(a))]
 
     def _refuse_transforms(self, a: Any, wanted: bool) -> None:
         """Raise NotImplementedError for derivatives that would be lost: forward mode, and torch.func.grad."""
-        kinds = {i.key() for i in _state._functorch.get_interpreter_stack() or ()}
-        forward = _Transform.Jvp in kinds or any(
+        kinds, transform = {i.key() for i in _functorch.get_interpreter_stack() or ()}, _functorch.TransformType
+        forward = transform.Jvp in kinds or any(
             t is not None and forward_ad.unpack_dual(t).tangent is not None for t in self._each(a)
         )
-        if forward or (wanted and _Transform.Grad in kinds):
+        if forward or (wanted and transform.Grad in kinds):
             raise NotImplementedError(
                 f"{self.name} supports autograd's backward only; it was called under jvp or torch.func.grad"
             )
 
 
 def _logp_save(ctx: Any, given: Sequence[Any], _: Any) -> None:
-    """Tensors of inference mode, which autograd will not save and nothing can change, are kept as they are."""
-    ctx.pair, tensors = given[6:9], (*given[:6], *given[9:])
-    ctx.fixed = [t if t is not None and t.is_inference() else None for t in tensors]
-    ctx.save_for_backward(*(t if kept is None else None for t, kept in zip(tensors, ctx.fixed, strict=True)))
+    """Tensors of inference mode, which autograd cannot watch and hence will not save, are kept as they are."""
+    ctx.pair, tensors = given[6:9], [*given[:6], *given[9:]]
+    ctx.fixed = {k: t for k, t in enumerate(tensors) if t is not None and t.is_inference()}
+    for k in ctx.fixed:
+        tensors[k] = None
+    ctx.save_for_backward(*tensors)
 
 
 def _logp_backward(ctx: Any, upstream: Sequence[Tensor | None], grad: Callable[[args.Replay], Results]) -> Results:
-    saved = [t if kept is None else kept for t, kept in zip(ctx.saved_tensors, ctx.fixed, strict=True)]
-    *head, v_ref, v_old = saved
+    *head, v_ref, v_old = (ctx.fixed.get(k, t) for k, t in enumerate(ctx.saved_tensors))
     wanted = (True, v_ref is not None, v_old is not None)
     given = [g if want else None for g, want in zip(upstream, wanted, strict=True)]
     return (

@@ -57,7 +57,8 @@ def _check(a: args.Policy) -> None:
     shape, device = a.logp.shape, a.logp.device
     if len(shape) != 1:
         raise ValueError(f"logp: expected [B], got {list(shape)}")
-    for name, t in zip(a._fields, a, strict=True):
+    for k in library.policy_loss.tensors:
+        name, t = a._fields[k], a[k]
         if not isinstance(t, Tensor):
             continue
         if t.shape != shape or t.device != device:
@@ -65,7 +66,7 @@ def _check(a: args.Policy) -> None:
         wanted = torch.bool if name == "mask" else torch.float32
         if t.dtype != wanted and (name == "mask" or t.dtype != torch.float64):
             raise TypeError(f"{name}: expected {wanted}, got {t.dtype}")
-    args.check_clips(a.kl_coef, a.denominator, clip_low=a.clip_low, clip_high=a.clip_high, adv_clip=a.adv_clip)
+    args.check_clips(a.clip_low, a.clip_high, a.adv_clip, a.kl_coef, a.denominator)
 
 
 def _arguments(
@@ -84,7 +85,10 @@ def _arguments(
     denominator: float | None = None,
 ) -> args.Policy:
     clips = (clip_low, clip_low if clip_high is None else clip_high, adv_clip)
-    advantage, weight = advantage.to(torch.float32), None if weight is None else weight.to(torch.float32)
+    if advantage.dtype == torch.float64:
+        advantage = advantage.float()
+    if weight is not None and weight.dtype == torch.float64:
+        weight = weight.float()
     a = args.Policy(logp, logp_old, advantage, *clips, weight, mask, kl, kl_coef, log_ratio, denominator)
     _check(a)
     return a

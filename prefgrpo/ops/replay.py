@@ -97,7 +97,7 @@ def on_policy_grad(
     """
     a = args.Replay(like, like, like, coef, index, *pair(None), None, None)
     check_affine(a)
-    args.check_clips(denominator=denominator, adv_clip=adv_clip)
+    args.check_clips(0.0, 0.0, adv_clip, 0.0, denominator)
     batch, numel = like.shape[0], like[0].numel() if like.shape[0] else 1
     if advantage.shape != (batch,) or (weight is not None and weight.shape != (batch,)):
         got = list(advantage.shape), None if weight is None else list(weight.shape)

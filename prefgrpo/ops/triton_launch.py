@@ -19,7 +19,7 @@ from prefgrpo.ops.args import Affine, Results, Std, packed, rescaled_dim
 
 BLOCK = 2048
 _EXACT = {"enable_fp_fusion": False}
-A = TypeVar("A", bound=tuple)  # type: ignore[type-arg]
+A = TypeVar("A", bound=tuple[Any, ...])
 
 
 def _on_its_device(op: Callable[[A], Results]) -> Callable[[A], Results]:
