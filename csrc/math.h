@@ -62,8 +62,8 @@ PG_INLINE float guide(float c, float u, float g, bool from_cond) {
   return (from_cond ? c : u) + step;
 }
 
-// What one sample's gradients ∂/∂logp, ∂/∂kl, ∂/∂guard become in front of the three residuals of dv. A part whose factor
-// is 0 adds exactly 0: `scaled`, since its residual may be NaN or infinite.
+// What one sample's gradients ∂/∂logp, ∂/∂kl, ∂/∂guard become in front of the three residuals of dv. A part whose
+// factor is 0 adds exactly 0: `scaled`, since its residual may be NaN or infinite.
 struct GradScale {
   float logp, kl, guard;
 };
