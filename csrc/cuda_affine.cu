@@ -251,17 +251,16 @@ __global__ void __launch_bounds__(kThreads, 1) guide_kernel(const __grid_constan
   if (warp >= p.batch * rows) return;
   const int64_t i = warp / rows, from = (warp % rows) * p.rescale_dim;
   const int lane = threadIdx.x & 31;
-  double cc = 0, qq = 0, gq = 0;
-  bool used = !kBackward;  // a row whose dv is 0 gets 0, whatever c and u hold
+  double cc = 0, qq = 0, gq = 0, gg = 0;
   for (int64_t k = lane; k < p.rescale_dim; k += 32) {
     const float c = one(p.v, i, from + k), q = guide(c, one(p.u, i, from + k), p.guidance, p.from_cond);
     cc += static_cast<double>(c) * c, qq += static_cast<double>(q) * q;
     if (kBackward) {
       const float g = one(p.eps, i, from + k);
-      gq += static_cast<double>(g) * q, used |= g != 0.f;
+      gq += static_cast<double>(g) * q, gg += fabsf(g);
     }
   }
-  used = __any_sync(0xffffffffu, used);
+  const bool used = kBackward && warp_sum(gg) != 0;  // a row whose dv is 0 gets 0, whatever c and u hold
   cc = warp_sum(cc), qq = warp_sum(qq), gq = kBackward ? warp_sum(gq) : 0;
   const float ratio = qq > 0 ? static_cast<float>(sqrt(cc / qq)) : 0.f;
   const double along = qq > 0 ? gq / qq : 0;
