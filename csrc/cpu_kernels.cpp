@@ -119,20 +119,31 @@ static const float* velocity(const AffineParams& p, int64_t i, int64_t start, in
   return s.q;
 }
 
-// dv → (dc, du) through the guidance, in place of `g` and into `du`.
+static bool all_zero(const float* g, int n) {
+  for (int k = 0; k < n; ++k)
+    if (g[k] != 0.f) return false;
+  return true;
+}
+
+// dv → (dc, du) through the guidance, in place of `g` and into `du`; a row of the last dimension whose dv is 0 gets 0.
 static void guide_backward(const AffineParams& p, int64_t i, int64_t start, int n, float* g, float* du, Buffers& s) {
+  const float to_c = p.from_cond ? 1.0f + p.guidance : p.guidance, to_u = p.from_cond ? -p.guidance : 1.0f - p.guidance;
+  if (!p.rescale_dim) {
+    for (int k = 0; k < n; ++k) du[k] = to_u * g[k], g[k] = to_c * g[k];
+    return;
+  }
   const float* c = load(p.v, i, start, n, s.v);
   const float* u = load(p.u, i, start, n, s.u);
-  const float to_c = p.from_cond ? 1.0f + p.guidance : p.guidance, to_u = p.from_cond ? -p.guidance : 1.0f - p.guidance;
-  const int length = p.rescale_dim ? static_cast<int>(p.rescale_dim) : n;
+  const int length = static_cast<int>(p.rescale_dim);
   for (int row = 0; row < n; row += length) {
-    double along = 0.0, ratio = 1.0, cc = 0.0, qq = 0.0;
-    for (int k = row; k < row + length; ++k) s.q[k] = guide(c[k], u[k], p.guidance, p.from_cond);
-    if (p.rescale_dim) {
-      cc = dot(c + row, c + row, length), qq = dot(s.q + row, s.q + row, length);
-      ratio = qq > 0.0 ? std::sqrt(cc / qq) : 0.0;
-      along = qq > 0.0 ? dot(g + row, s.q + row, length) / qq : 0.0;  // (g·q)/‖q‖²
+    if (all_zero(g + row, length)) {
+      for (int k = row; k < row + length; ++k) du[k] = 0.f;
+      continue;
     }
+    for (int k = row; k < row + length; ++k) s.q[k] = guide(c[k], u[k], p.guidance, p.from_cond);
+    const double cc = dot(c + row, c + row, length), qq = dot(s.q + row, s.q + row, length);
+    const double ratio = qq > 0.0 ? std::sqrt(cc / qq) : 0.0;
+    const double along = qq > 0.0 ? dot(g + row, s.q + row, length) / qq : 0.0;  // (g·q)/‖q‖²
     const float r = static_cast<float>(ratio), on_q = static_cast<float>(ratio * along);
     const float on_c = cc > 0.0 ? static_cast<float>(along * std::sqrt(qq / cc)) : 0.0f;
     for (int k = row; k < row + length; ++k) {
@@ -239,7 +250,7 @@ static void logp_tile(const AffineParams& p, const Row& r, int64_t i, int64_t st
 
 static void grad_tile(const AffineParams& p, const Row& r, const GradScale& g, int64_t i, int64_t start, int n,
                       Buffers& s) {
-  if (plain_types(p) && p.dv.dtype == p.v.dtype && !p.v_ref.data && !p.v_old.data) {
+  if (g.logp != 0.f && plain_types(p) && p.dv.dtype == p.v.dtype && !p.v_ref.data && !p.v_old.data) {
     kGradPass[p.x.dtype][p.v.dtype][p.out.dtype](r, g.logp, at(p.x, i, start), at(p.v, i, start), at(p.out, i, start),
                                                  at(p.dv, i, start), n);
     return;
@@ -248,12 +259,12 @@ static void grad_tile(const AffineParams& p, const Row& r, const GradScale& g, i
   const float* y = load(p.out, i, start, n, s.y);
   const float* v = velocity(p, i, start, n, s);
   float* d = place(p.dv, i, start, s.r);
-  for (int k = 0; k < n; ++k) d[k] = g.logp * (y[k] - mean_of(r, x[k], v[k]));
-  if (p.v_ref.data) {
+  for (int k = 0; k < n; ++k) d[k] = scaled(g.logp, y[k] - mean_of(r, x[k], v[k]));
+  if (p.v_ref.data && g.kl != 0.f) {
     const float* ref = load(p.v_ref, i, start, n, s.o);
     for (int k = 0; k < n; ++k) d[k] += g.kl * (v[k] - ref[k]);
   }
-  if (p.v_old.data) {
+  if (p.v_old.data && g.guard != 0.f) {
     const float* old = load(p.v_old, i, start, n, s.o);
     for (int k = 0; k < n; ++k) d[k] += g.guard * (y[k] - mean_of(r, x[k], old[k]));
   }

@@ -212,13 +212,13 @@ __global__ void __launch_bounds__(kThreads) grad_kernel(const __grid_constant__ 
     velocity(p, i, k, n, v);
     load(p.out, i, k, n, y);
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) d[j] = g.logp * (y[j] - mean_of(r, x[j], v[j]));
-    if (p.v_ref.data) {
+    for (int j = 0; j < kVector; ++j) d[j] = scaled(g.logp, y[j] - mean_of(r, x[j], v[j]));
+    if (p.v_ref.data && g.kl != 0.f) {
       load(p.v_ref, i, k, n, o);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) d[j] += g.kl * (v[j] - o[j]);
     }
-    if (p.v_old.data) {
+    if (p.v_old.data && g.guard != 0.f) {
       load(p.v_old, i, k, n, o);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) d[j] += g.guard * (y[j] - mean_of(r, x[j], o[j]));
@@ -251,12 +251,16 @@ __global__ void __launch_bounds__(kThreads, 1) guide_kernel(const __grid_constan
   if (warp >= p.batch * rows) return;
   const int64_t i = warp / rows, from = (warp % rows) * p.rescale_dim;
   const int lane = threadIdx.x & 31;
-  double cc = 0, qq = 0, gq = 0;
+  double cc = 0, qq = 0, gq = 0, gg = 0;
   for (int64_t k = lane; k < p.rescale_dim; k += 32) {
     const float c = one(p.v, i, from + k), q = guide(c, one(p.u, i, from + k), p.guidance, p.from_cond);
     cc += static_cast<double>(c) * c, qq += static_cast<double>(q) * q;
-    if (kBackward) gq += static_cast<double>(one(p.eps, i, from + k)) * q;
+    if (kBackward) {
+      const float g = one(p.eps, i, from + k);
+      gq += static_cast<double>(g) * q, gg += fabsf(g);
+    }
   }
+  const bool used = kBackward && warp_sum(gg) != 0;  // a row whose dv is 0 gets 0, whatever c and u hold
   cc = warp_sum(cc), qq = warp_sum(qq), gq = kBackward ? warp_sum(gq) : 0;
   const float ratio = qq > 0 ? static_cast<float>(sqrt(cc / qq)) : 0.f;
   const double along = qq > 0 ? gq / qq : 0;
@@ -269,8 +273,8 @@ __global__ void __launch_bounds__(kThreads, 1) guide_kernel(const __grid_constan
       continue;
     }
     const float dq = ratio * one(p.eps, i, from + k) - on_q * q;
-    put(p.dv, i, from + k, to_c * dq + on_c * c);
-    put(p.du, i, from + k, to_u * dq);
+    put(p.dv, i, from + k, used ? to_c * dq + on_c * c : 0.f);
+    put(p.du, i, from + k, used ? to_u * dq : 0.f);
   }
 }
 

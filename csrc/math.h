@@ -62,7 +62,8 @@ PG_INLINE float guide(float c, float u, float g, bool from_cond) {
   return (from_cond ? c : u) + step;
 }
 
-// What one sample's gradients ∂/∂logp, ∂/∂kl, ∂/∂guard become in front of the three residuals of dv.
+// What one sample's gradients ∂/∂logp, ∂/∂kl, ∂/∂guard become in front of the three residuals of dv. A part whose
+// factor is 0 adds exactly 0: `scaled`, since its residual may be NaN or infinite.
 struct GradScale {
   float logp, kl, guard;
 };
@@ -70,11 +71,13 @@ struct GradScale {
 PG_INLINE GradScale grad_scale(const Row& r, int64_t dim, float g_logp, float g_kl, float g_guard) {
   const double n = static_cast<double>(dim), b = r.b, s = r.s;
   GradScale k;
-  k.logp = static_cast<float>(-2.0 * r.w * b / n * g_logp);
+  k.logp = r.w == 0.f ? 0.f : static_cast<float>(-2.0 * r.w * b / n * g_logp);
   k.kl = r.s > 0.f ? static_cast<float>(b * b / (s * s) / n * g_kl) : 0.f;
   k.guard = r.s > 0.f ? static_cast<float>(b / (s * n) * g_guard) : 0.f;
   return k;
 }
+
+PG_INLINE float scaled(float factor, float residual) { return factor == 0.f ? 0.f : factor * residual; }
 
 PG_INLINE float finish_logp(const Row& r, double sum, int64_t dim) {
   if (r.w == 0.0f) return r.c;  // a step without log-prob, whatever x holds

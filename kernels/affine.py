@@ -176,6 +176,12 @@ def finish_kernel(
 
 
 @triton.jit
+def scaled(factor, residual):
+    """factor · residual; exactly 0 where the factor is 0, even if the residual is NaN or infinite."""
+    return tl.where(factor == 0, 0.0, factor * residual)
+
+
+@triton.jit
 def grad_kernel(
     x_ptr, v_ptr, u_ptr, y_ptr, ref_ptr, old_ptr, coef_ptr, index_ptr, g_logp_ptr, g_kl_ptr, g_guard_ptr, dv_ptr,
     du_ptr, dim, rows, x_stride, v_stride, u_stride, y_stride, ref_stride, old_stride, scale, to_c, to_u,
@@ -195,14 +201,14 @@ def grad_kernel(
     b64, s64 = b.to(tl.float64), tl.where(s > 0, s, 1.0).to(tl.float64)
     d = tl.zeros((BLOCK,), tl.float32)
     if LOGP:
-        g = (-2.0 * w.to(tl.float64) * b64 / dim * tl.load(g_logp_ptr + i)).to(tl.float32)
-        d = g * (y - (a * x + b * v))
+        g = tl.where(w == 0, 0.0, -2.0 * w.to(tl.float64) * b64 / dim * tl.load(g_logp_ptr + i)).to(tl.float32)
+        d = scaled(g, y - (a * x + b * v))
     if KL:
         g = tl.where(s > 0, b64 * b64 / (s64 * s64) / dim * tl.load(g_kl_ptr + i), 0.0).to(tl.float32)
-        d += g * (v - read(ref_ptr + i * ref_stride + k, mask))
+        d += scaled(g, v - read(ref_ptr + i * ref_stride + k, mask))
     if GUARD:
         g = tl.where(s > 0, b64 / (s64 * dim) * tl.load(g_guard_ptr + i), 0.0).to(tl.float32)
-        d += g * (y - (a * x + b * read(old_ptr + i * old_stride + k, mask)))
+        d += scaled(g, y - (a * x + b * read(old_ptr + i * old_stride + k, mask)))
     at = i * dim + k
     if PAIR:
         save(du_ptr + at, rounded(to_u * d, du_ptr), mask)
@@ -236,7 +242,9 @@ def guide_kernel(
         along = tl.where(qq > 0, tl.sum(g.to(tl.float64) * q64, axis=1) / safe_q, 0.0)
         on_c = tl.where(cc > 0, along * tl.sqrt(qq / safe_c), 0.0)
         dq = ratio.to(tl.float32)[:, None] * g - (ratio * along).to(tl.float32)[:, None] * q
-        save(out_ptr + at, rounded(to_c * dq + on_c.to(tl.float32)[:, None] * c, out_ptr), mask)
-        save(du_ptr + at, rounded(to_u * dq, du_ptr), mask)
+        used = (tl.max(tl.abs(tl.where(g == g, g, 1.0)), axis=1) > 0)[:, None]  # a row whose dv is 0 gets 0
+        dc = tl.where(used, to_c * dq + on_c.to(tl.float32)[:, None] * c, 0.0)
+        save(out_ptr + at, rounded(dc, out_ptr), mask)
+        save(du_ptr + at, rounded(tl.where(used, to_u * dq, 0.0), du_ptr), mask)
     else:
         tl.store(out_ptr + at, q * ratio.to(tl.float32)[:, None], mask=mask)

@@ -207,6 +207,48 @@ def test_nan_stays_in_its_sample_and_never_reaches_a_step_without_logp(backend):
     assert torch.isnan(out.x_next).sum() == 2
 
 
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("guidance", [None, (3.0, False, False), (3.0, False, True)])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_step_without_logp_has_gradient_zero_whatever_its_latents_hold(backend, dtype, guidance, bad):
+    """Sample 3 has w = s = 0; in sample 0 the upstream gradient is 0 (a masked sample). The others are as if clean."""
+    c = make((3, 5), 4, dtype, dtype)
+    x_next = c.eps.to(dtype)
+
+    def gradients(spoil):
+        given = [t.clone() for t in (c.x, c.v, x_next, c.u, c.v_ref, c.v_old)]
+        for t in given:
+            t[[0, 3], 1, 2] = spoil
+        x, v, y, u, ref, old = given
+        leaves = [v.requires_grad_(), u.requires_grad_()] if guidance else [v.requires_grad_()]
+        pair = Guidance(u, *guidance) if guidance else None
+        out = affine_logp(x, v, y, c.coef, c.index, v_ref=ref, v_old=old, guidance=pair)
+        upstream = torch.tensor([0.0, 1.0, 2.0, 3.0], device=DEVICE)
+        return out, torch.autograd.grad([*out], leaves, [upstream] * 3)
+
+    with serve(backend):
+        (_, clean), (out, spoilt) = gradients(0.5), gradients(bad)
+    for g, want in zip(spoilt, clean, strict=True):
+        assert torch.equal(g[1:3], want[1:3]) and not g[[0, 3]].any()
+    assert [float(t[3]) for t in out] == [0.0, 0.0, 0.0]
+
+
+@each_backend
+def test_latents_of_inference_mode_can_be_replayed(backend):
+    c = make((6, 7), 3, torch.float32, torch.bfloat16)
+    v = c.v.clone().requires_grad_()
+    with serve(backend):
+        with torch.inference_mode():
+            x, coef, index, ref = c.x.clone(), c.coef.clone(), c.index.clone(), c.v_ref.clone()
+            y = affine_step(x, c.v, coef, index, noise=c.eps).x_next
+        got, want = (
+            torch.autograd.grad(sum(t.sum() for t in affine_logp(*given, v_ref=r)[:2]), v)[0]
+            for given, r in (((x, v, y, coef, index), ref), ((c.x, v, y.clone(), c.coef, c.index), c.v_ref))
+        )
+    assert y.is_inference() and want.any() and torch.equal(got, want)
+
+
 @compiled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_number_is_read_and_rounded_like_torch(backend, dtype):

@@ -17,11 +17,14 @@ from prefgrpo.ops import (
     affine_step,
     affine_step_more,
     group_advantage,
+    on_policy_grad,
     philox_normal,
     policy_loss,
     use_backend,
     winrate_advantage,
 )
+
+NAN = float("nan")
 
 
 def base():
@@ -63,6 +66,21 @@ STEP = {
     ),
     "storage dtype": ({"out_dtype": torch.int8}, TypeError, "out_dtype"),
     "uncond has another shape": ({"guidance": Guidance(torch.zeros(3, 6), 2.0)}, ValueError, "guidance.uncond"),
+    "latents without elements": (
+        {k: torch.zeros(3, 0) for k in ("x", "v", "noise")},
+        ValueError,
+        "at least one element per sample",
+    ),
+    "a norm of numbers": (
+        {
+            "x": torch.zeros(3),
+            "v": torch.zeros(3),
+            "noise": None,
+            "guidance": Guidance(torch.zeros(3), 2.0, rescale=True),
+        },
+        ValueError,
+        r"guidance.rescale: expected x \[B, …, D\]",
+    ),
     "0-d latents": ({"x": torch.zeros(()), "v": torch.zeros(())}, ValueError, "got a 0-d tensor"),
 }
 
@@ -112,6 +130,30 @@ SMALL = {
         "mask: expected torch.bool",
     ),
     "policy clip": (lambda: policy_loss(*torch.zeros(3, 3), clip_low=-0.1), ValueError, "0 or more"),
+    "noise dtype": (lambda: philox_normal(1, ids(), ids(), 4, dtype=torch.int32), TypeError, "dtype: expected fp32"),
+    "noise seed": (lambda: philox_normal(1.5, ids(), ids(), 4), TypeError, "integer"),
+    "policy clip NaN": (lambda: policy_loss(*torch.zeros(3, 3), clip_low=0.1, clip_high=NAN), ValueError, "0 or more"),
+    "advantage clip NaN": (
+        lambda: policy_loss(*torch.zeros(3, 3), clip_low=0.1, adv_clip=NAN),
+        ValueError,
+        "0 or more",
+    ),
+    "KL coefficient NaN": (lambda: policy_loss(*torch.zeros(3, 3), clip_low=0.1, kl_coef=NAN), ValueError, "finite"),
+    "on policy clip NaN": (
+        lambda: on_policy_grad(base()["x"], base()["coef"], ids(), NoiseAddress(1, ids()), torch.ones(3), adv_clip=NAN),
+        ValueError,
+        "0 or more",
+    ),
+    "on policy shape": (
+        lambda: on_policy_grad(base()["x"], base()["coef"], ids(), NoiseAddress(1, ids()), torch.ones(1)),
+        ValueError,
+        r"advantage and weight: expected \[3\]",
+    ),
+    "complex rewards": (
+        lambda: group_advantage(torch.zeros(1, 3, dtype=torch.complex64), ids()),
+        TypeError,
+        "rewards: expected real",
+    ),
     "policy denominator": (
         lambda: policy_loss(*torch.zeros(3, 3), clip_low=0.1, denominator=0.0),
         ValueError,
@@ -141,3 +183,24 @@ def test_small_ops_and_options(name):
     call, error, message = SMALL[name]
     with torch.device(DEVICE), pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("name", ["x", "x_next", "coef", "v_ref", "v_old"])
+def test_a_gradient_that_the_replay_does_not_give_is_refused(name):
+    """logp depends on all of these: without a word, the gradient would be a part of the true one."""
+    c = make((4, 6), 3, torch.float32, torch.float32)
+    given = {"x": c.x, "v": c.v, "x_next": c.eps, "coef": c.coef, "index": c.index, "v_ref": c.v_ref, "v_old": c.v_old}
+    given[name] = given[name].clone().requires_grad_()
+    for v in (c.v, c.v.clone().requires_grad_()):
+        with pytest.raises(ValueError, match=f"its gradient flows to v, uncond alone; detach {name}$"):
+            affine_logp(**{**given, "v": v})
+    with torch.no_grad():
+        affine_logp(**given)
+
+
+@pytest.mark.parametrize("name", ["logp_old", "advantage", "weight"])
+def test_a_gradient_that_the_loss_does_not_give_is_refused(name):
+    given = {k: torch.rand(3, device=DEVICE) for k in ("logp", "logp_old", "advantage", "weight")}
+    given[name].requires_grad_()
+    with pytest.raises(ValueError, match=f"detach {name}$"):
+        policy_loss(**given, clip_low=0.1)

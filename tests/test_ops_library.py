@@ -1,18 +1,30 @@
-"""The custom ops under torch.compile: opcheck (schema, fake kernel, autograd registration) and whole graphs.
+"""The custom ops: fakes against reality, opcheck, whole graphs, and whoever else must see a call.
 
-fullgraph=True fails on any graph break, so it proves that no value is read back and that the eager shortcuts stay
-out of a graph; results must equal eager's bit for bit, since both run the same kernel. With each backend, since each
-must do without autograd inside an op (Triton's interpreter is no part of a graph).
+A fake kernel promises shapes, dtypes and strides; a graph compiled on a broken promise computes garbage and says
+nothing. So a table compares fakes with results over dtypes, strides, options and backends. Modes, tracers, subclasses
+and functorch must be given an op, not a kernel that reads raw memory behind their back. fullgraph=True fails on any
+graph break, so it proves that no value is read back and that the eager shortcuts stay out of a graph; results must
+equal eager's bit for bit, since both run the same kernel. With each backend, since each must do without autograd
+inside an op (Triton's interpreter is no part of a graph).
 """
+
+import itertools
+import shutil
+from typing import ClassVar
 
 import pytest
 import torch
-from ops_cases import DEVICE, ON_CPU, ON_GPU, make, serve
+from ops_cases import DEVICE, ON_CPU, ON_GPU, each_backend, make, serve
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from prefgrpo.ops import (
     Guidance,
     NoiseAddress,
     affine_logp,
+    affine_step,
     affine_step_more,
     group_advantage,
     library,
@@ -101,6 +113,86 @@ def test_every_backend_has_every_op():
         assert not [name for name in ops if not callable(getattr(implementation(backend), name, None))]
 
 
+LAYOUTS = {
+    "contiguous": lambda t: t,
+    "turned": lambda t: t.mT.contiguous().mT if t.dim() > 1 else t.repeat_interleave(2)[::2],
+    "slices": lambda t: torch.stack((t, t), 1)[:, 1],
+    "one for all": lambda t: t[:1].expand_as(t),
+    "negated": torch._neg_view,
+    "no samples": lambda t: t[:0],
+}
+F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+MIXTURES = [(F32, F32, F32), (BF16, F32, BF16), (F32, BF16, F16), (F16, F16, F32), (F64, F32, BF16), (F32, F64, F64)]
+
+
+def table(layout, x_dtype, v_dtype, out_dtype):
+    """(op, arguments) of every op, its tensors in these dtypes and strides."""
+    lay, c = LAYOUTS[layout], make((4, 6), 3, x_dtype, v_dtype)
+    x, v, u, ref, old, eps = map(lay, (c.x, c.v, c.u, c.v_ref, c.v_old, c.eps))
+    index = c.index[: len(x)]
+    column = lay(torch.rand(3, device=DEVICE).to(F64 if F64 in (x_dtype, v_dtype) else F32))
+    coef, sigma, wins = (lay(torch.rand(*size, device=DEVICE)) for size in ((4, 5), (4,), (2, 3, 3)))
+    if layout == "no samples":
+        coef, sigma = torch.rand(4, 5, device=DEVICE), torch.rand(4, device=DEVICE)
+    given, addressed = (eps, 0, None, None, 0), (None, 7, index, index, 2)
+    yield "philox_normal", (-5, index, index, 9, 3, out_dtype)
+    for pair, noise, more, copy in (
+        ((None, 0.0, False, False), given, True, out_dtype),
+        ((u, 2.0, False, True), addressed, True, F32),
+        ((u, 2.0, True, False), (None, 0, None, None, 0), False, None),
+    ):
+        more = (out_dtype, more, sigma if more else None, copy)
+        yield "affine_step", (x, v, coef, index, *pair, *noise, *more)
+        yield "affine_logp", (x, v, eps, coef, index, *pair, *((ref, old) if copy else (None, None)))
+        yield "affine_grad", (x, v, eps, coef, index, *pair, ref, old, column, column if copy else None, None)
+    yield "policy_loss", (column, column, column.float(), 0.1, 0.2, 5.0, None, None, None, 0.0, None, None)
+    more = (column.float(), column > 0.5, column, 0.1, column, 7.0)
+    yield "policy_loss", (column.float(), column.float(), column.float(), 0.1, 0.2, 5.0, *more)
+    options = ("weighted_sum", "group", 1e-4, 0, True, True), ("weighted_advantage_sum", "global", 0.0, 1, False, False)
+    for option in options:
+        yield "group_advantage", (torch.stack((column, column)), index, torch.ones(2, device=DEVICE), *option)
+    yield "winrate_advantage", (wins.to(x_dtype), wins.to(v_dtype), "group", 1e-4, 0)
+
+
+@each_backend
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fakes_against_reality(backend, layout):
+    """Shape, dtype, strides and device; and no result is another one, nor an input."""
+    for mixture in MIXTURES[:: 3 if backend == "triton" and DEVICE == "cpu" else 1]:  # its interpreter is slow
+        for name, given in table(layout, *mixture):
+            op, mode = getattr(torch.ops.prefgrpo, name).default, FakeTensorMode()
+            fakes = [mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in given]
+            with serve(backend):
+                real, fake = op(*given), op(*fakes)
+            real, fake = ((out,) if isinstance(out, torch.Tensor) else out for out in (real, fake))
+            for k, (r, f) in enumerate(zip(real, fake, strict=True)):
+                promised, got = ((t.shape, t.dtype, t.device, t.stride() if t.numel() else 0) for t in (f, r))
+                assert promised == got, (name, k, mixture)
+            inputs = {t.data_ptr() for t in given if isinstance(t, torch.Tensor) and t.numel()}
+            memory = [t.data_ptr() for t in real if t.numel()]
+            assert len({*memory, *inputs}) == len(memory) + len(inputs), (name, mixture)
+
+
+@kernels
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
+def test_the_gradient_of_a_compiled_loss_with_an_fp64_advantage(backend):
+    """Oracle: d/dl of mean(−A·exp(l)) is −A·exp(l)/B. On the broken promise the first element was 0."""
+    logp, advantage = (
+        torch.tensor([0.1, 0.2, 0.3], device=DEVICE),
+        torch.tensor([1.0, -2.0, 3.0], device=DEVICE).double(),
+    )
+    want = -advantage * logp.double().exp() / 3
+
+    def loss(logp, old, advantage):
+        return policy_loss(logp, old, advantage, clip_low=0.5).loss
+
+    for dtypes in itertools.product((F32, F64), repeat=2):
+        leaf, old = logp.to(dtypes[0]).requires_grad_(), torch.zeros_like(logp, dtype=dtypes[1])
+        with serve(backend):
+            (got,) = torch.autograd.grad(torch.compile(loss)(leaf, old, advantage), leaf)
+        torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)
+
+
 def training_step(x, v, u, ref, old, coef, index, ids):
     """A rollout step, its replay, and the loss, as a foreign loop would write it."""
     pair = Guidance(u, 2.5, rescale=True)
@@ -158,3 +250,114 @@ def test_batch_size_may_change_without_error():
         c = make((6,), batch, torch.float32, torch.float32)
         want = affine_logp(c.x, c.v, c.eps, c.coef, c.index).logp
         assert torch.equal(replay(c.x, c.v, c.eps, c.coef, c.index), want)
+
+
+def inputs(seed=0):
+    c = make((5, 8), 3, F32, F32, seed)
+    v, u = c.v.clone().requires_grad_(), c.u.clone().requires_grad_()
+    return c.x, v, u, c.v_ref, c.v_old, c.coef, c.index, torch.arange(3, device=DEVICE) + seed
+
+
+class Dispatched(TorchDispatchMode):
+    seen: ClassVar[set[str]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class Called(TorchFunctionMode):
+    seen: ClassVar[set[str]] = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.add(func.name() if isinstance(func, torch._ops.OpOverload) else "")
+        return func(*args, **(kwargs or {}))
+
+
+class Latents(torch.Tensor):
+    """A subclass as libraries have them, that only watches."""
+
+    seen: ClassVar[set[str]] = set()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.seen.add(func.name() if isinstance(func, torch._ops.OpOverload) else "")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@kernels
+@pytest.mark.parametrize("observer", [Dispatched, Called, Latents])
+def test_an_observer_sees_the_ops_and_changes_nothing(backend, observer):
+    def run(step, given):
+        out = step(*given)
+        out[0].backward()
+        return *out, given[1].grad, given[2].grad
+
+    with serve(backend):
+        want = run(training_step, inputs())
+        if observer is Latents:
+            x, v, u, *rest = inputs()
+            got = run(training_step, (x.as_subclass(Latents), v, u, *rest))
+        else:
+            with observer():
+                got = run(training_step, inputs())
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    assert observer.seen >= {"prefgrpo::affine_step", "prefgrpo::affine_logp"}
+
+
+@kernels
+@pytest.mark.parametrize("how", ["make_fx", "jit.trace"])
+def test_a_trace_holds_for_other_inputs(backend, how):
+    def forward(*given):
+        with torch.no_grad():
+            return training_step(*given)
+
+    with serve(backend):
+        if how == "make_fx":
+            traced = make_fx(forward, tracing_mode="real")(*inputs())
+        else:
+            traced = torch.jit.trace(forward, inputs(), check_trace=False)
+        for got, want in zip(traced(*inputs(5)), forward(*inputs(5)), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_vmap_is_a_loop_and_lost_derivatives_are_refused():
+    c = make((5, 8), 3, F32, F32)
+
+    def logp(v):
+        return affine_logp(c.x, v, c.eps, c.coef, c.index).logp
+
+    both = torch.func.vmap(logp)(torch.stack((c.v, c.u)))
+    assert torch.equal(both, torch.stack((logp(c.v), logp(c.u))))
+    with pytest.raises(NotImplementedError, match="backward only"):
+        torch.func.jvp(logp, (c.v,), (c.u,))
+    with pytest.raises(NotImplementedError, match="backward only"):
+        torch.func.grad(lambda v: logp(v).sum())(c.v)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="backward only"):
+        logp(torch.autograd.forward_ad.make_dual(c.v, c.u))
+
+
+def test_metrics_have_no_gradient_in_a_graph_either():
+    leaf, zero = torch.zeros(3, requires_grad=True, device=DEVICE), torch.zeros(3, device=DEVICE)
+    with Dispatched():
+        out = policy_loss(leaf, zero, zero + 1, clip_low=0.1)
+    assert out.loss.requires_grad and not out.metrics.requires_grad
+
+
+@each_backend
+def test_a_lazily_negated_view_is_read_with_its_sign(backend):
+    """As the imaginary part of a conjugate is one: its memory holds the other sign."""
+    c = make((5, 8), 3, F32, F32)
+    lazy = torch._neg_view(-c.eps)
+    assert lazy.is_neg() and torch.equal(lazy, c.eps)
+    with serve(backend):
+        for k in range(3):
+            given = [c.x, c.v, c.eps]
+            given[k] = lazy
+            want = [c.x, c.v, c.eps]
+            want[k] = c.eps
+            for a, b in zip(
+                *(affine_step(g[0], g[1], c.coef, c.index, noise=g[2]) for g in (given, want)), strict=True
+            ):
+                assert torch.equal(a, b)

@@ -105,6 +105,20 @@ def test_a_slice_of_the_latent_gets_the_slice_of_the_noise(backend):
 
 
 @each_backend
+@pytest.mark.parametrize("integer", [np.int64, np.uint64, np.int32, np.uint8])
+def test_numpy_integers_are_integers(backend, integer):
+    ids, x = torch.tensor([3, 99], device=DEVICE), torch.zeros(2, 9, device=DEVICE)
+    coef = torch.tensor([[0.0, 0.0, 1.0, 0.0, 0.0]] * 2, device=DEVICE)
+    for seed in {7, int(np.iinfo(integer).max), int(np.iinfo(integer).min)}:
+        with serve(backend):
+            want = philox_normal(seed, ids, ids, 9, 5)
+            assert torch.equal(philox_normal(integer(seed), ids, ids, integer(9), integer(5)), want)
+            assert torch.equal(
+                affine_step(x, x, coef, noise=NoiseAddress(integer(seed), ids, ids, integer(5)))[0], want
+            )
+
+
+@each_backend
 def test_it_is_standard_normal_and_independent_across_addresses(backend):
     numel = 2**18 if backend != "triton" or DEVICE == "cuda" else 2**14
     ids = torch.tensor([0, 1], device=DEVICE)

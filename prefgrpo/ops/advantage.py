@@ -15,10 +15,12 @@ from torch import Tensor
 from prefgrpo.ops import args, library
 from prefgrpo.ops.args import Combine, Std
 
+_STD, _COMBINE = get_args(Std), get_args(Combine)
+
 
 def _check_options(std: str, eps: float, ddof: int) -> None:
-    if std not in get_args(Std):
-        raise ValueError(f"std: expected one of {', '.join(get_args(Std))}, got '{std}'")
+    if std not in _STD:
+        raise ValueError(f"std: expected one of {', '.join(_STD)}, got '{std}'")
     if ddof not in (0, 1) or not eps >= 0:
         raise ValueError(f"ddof: expected 0 or 1, eps: 0 or more; got {ddof} and {eps}")
 
@@ -32,11 +34,14 @@ def winrate_advantage(
     comparison has win rate NaN and advantage 0. Raises ValueError for other shapes.
     """
     _check_options(std, eps, ddof)
-    if wins.dim() != 3 or wins.shape[1] != wins.shape[2] or wins.shape != counts.shape or wins.device != counts.device:
+    shape, device = wins.shape, wins.device
+    if len(shape) != 3 or shape[1] != shape[2] or shape != counts.shape or device != counts.device:
         raise ValueError(
-            f"wins and counts: expected [P, G, G] on one device, got {list(wins.shape)} on {wins.device} and "
+            f"wins and counts: expected [P, G, G] on one device, got {list(shape)} on {device} and "
             f"{list(counts.shape)} on {counts.device}"
         )
+    if wins.is_complex() or counts.is_complex():
+        raise TypeError(f"wins and counts: expected real numbers, got {wins.dtype} and {counts.dtype}")
     rate, advantage = library.winrate_advantage(args.Winrate(wins, counts, std, eps, ddof))
     return rate, advantage
 
@@ -61,13 +66,15 @@ def group_advantage(
     normalise the result over the batch (GDPO). Statistics are two-pass fp64. Raises ValueError for other shapes.
     """
     _check_options(std, eps, ddof)
-    if combine not in get_args(Combine):
-        raise ValueError(f"combine: expected one of {', '.join(get_args(Combine))}, got '{combine}'")
+    if combine not in _COMBINE:
+        raise ValueError(f"combine: expected one of {', '.join(_COMBINE)}, got '{combine}'")
     if rewards.dim() != 2 or group_ids.shape != rewards.shape[1:] or group_ids.dtype != torch.int64:
         raise ValueError(
             f"expected rewards [R, B] and int64 group_ids [B], got {list(rewards.shape)} and {group_ids.dtype} "
             f"{list(group_ids.shape)}"
         )
+    if rewards.is_complex():
+        raise TypeError(f"rewards: expected real numbers, got {rewards.dtype}")
     if weights is None:
         weights = torch.ones(rewards.shape[0], dtype=torch.float64, device=rewards.device)
     if weights.shape != rewards.shape[:1]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from prefgrpo.ops import args, library
-from prefgrpo.ops.args import Guidance, NoiseAddress, check_affine, check_ids, check_step, signed
+from prefgrpo.ops.args import DTYPES, Guidance, NoiseAddress, check_affine, check_ids, check_step, integer, signed
 
 
 class AffineStep(NamedTuple):
@@ -55,12 +55,16 @@ def philox_normal(
     """Addressed N(0, 1) noise [B, numel]: elements offset … offset + numel − 1 of each sample's latent.
 
     sample, step: int64 [B]. The map from (seed, sample, step, element) to a number is in docs/ops.md; every backend
-    gives the same to 1e-6. Raises ValueError for ids of another dtype or shape, a negative size or offset.
+    gives the same to 1e-6. dtype: fp32, bf16, fp16 or fp64, else TypeError. Raises ValueError for ids of another dtype
+    or shape, a negative size or offset.
     """
+    numel, offset = integer(numel), integer(offset)
     check_ids("sample", sample, sample.numel(), sample.device)
     check_ids("step", step, sample.numel(), sample.device)
     if numel < 0 or offset < 0:
         raise ValueError(f"numel and offset: expected 0 or more, got {numel} and {offset}")
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype: expected fp32, bf16, fp16 or fp64, got {dtype}")
     return library.philox_normal(args.Normal(signed(seed), sample, step, numel, offset, dtype))[0]
 
 
@@ -74,7 +78,8 @@ def _source(
 ) -> tuple[Tensor | None, int, Tensor | None, Tensor | None, int]:
     """(ε, seed, sample, step, offset) of either kind of noise."""
     if isinstance(noise, NoiseAddress):
-        return None, signed(noise.seed), noise.sample, index if noise.step is None else noise.step, noise.offset
+        step = index if noise.step is None else noise.step
+        return None, signed(noise.seed), noise.sample, step, integer(noise.offset)
     return noise, 0, None, None, 0
 
 
@@ -90,9 +95,10 @@ def affine_step(
 ) -> AffineStep:
     """One denoising step of any rule, in one launch; no gradient.
 
-    x, v: [B, …] bf16/fp16/fp32, any strides. coef: fp32 [T, 5] rows (a, b, s, w, c) with index int64 [B], or [B, 5]
-    without. noise: ε like x, an address, or None (no noise is added). out_dtype: storage dtype of x' (default x's).
-    guidance: v is the conditional half of a pair. Raises ValueError, TypeError or IndexError for what does not fit.
+    x, v: [B, …] bf16/fp16/fp32 (fp64: in torch), any strides; results are contiguous. coef: fp32 [T, 5] rows
+    (a, b, s, w, c) with index int64 [B], or [B, 5] without. noise: ε like x, an address, or None (no noise is added).
+    out_dtype: storage dtype of x' (default x's). guidance: v is the conditional half of a pair. Raises ValueError,
+    TypeError or IndexError for what does not fit.
     """
     more = affine_step_more(x, v, coef, index, noise=noise, out_dtype=out_dtype, guidance=guidance)
     return AffineStep(more.x_next, more.logp)
@@ -135,8 +141,9 @@ def affine_logp(
 ) -> AffineLogp:
     """Log-prob (KL to `v_ref`, Guard log-ratio to `v_old`) of a stored step; shapes as in `affine_step`.
 
-    The gradient flows to v, and with a guidance pair to c (= v) and u; nothing of size D is kept for it beyond the
-    inputs. It cannot be differentiated twice. v_ref and v_old are velocities after guidance.
+    The gradient flows to v, and with a guidance pair to c (= v) and u; ValueError where another input requires one:
+    detach it. Nothing of size D is kept for it beyond the inputs; autograd does not notice if those of inference mode
+    are overwritten before the backward. No second derivative. v_ref and v_old are velocities after guidance.
     """
     a = args.Replay(x, v, x_next, coef, index, *pair(guidance), v_ref, v_old)
     check_affine(a, x_next=x_next, v_ref=v_ref, v_old=v_old)

@@ -8,6 +8,8 @@ IndexError on the CPU (found by the kernel) and gives NaN on a GPU.
 
 from __future__ import annotations
 
+import math
+import operator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -43,15 +45,15 @@ class Guidance(NamedTuple):
     from_cond: bool = False
     """c + g·(c − u) instead (Z-Image)."""
     rescale: bool = False
-    """Restore the norm over the last dimension to ‖c‖ (Qwen-Image's true guidance)."""
+    """Restore the norm over the last dimension to ‖c‖ (Qwen-Image's true guidance); x is then [B, …, D]."""
 
 
 def _full(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty(*x.shape, dtype=dtype, device=x.device)
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _column(x: Tensor) -> Tensor:
-    return torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    return x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 class Normal(NamedTuple):
@@ -149,8 +151,13 @@ class Policy(NamedTuple):
 
     def results(self) -> Results:
         """loss, metrics [8], d loss/d log-ratio [B], d loss/d kl [B]."""
-        d_kl = None if self.kl is None else torch.empty_like(self.kl)
-        return [self.logp.new_empty(()), self.logp.new_empty(8), torch.empty_like(self.logp), d_kl]
+        like = self.logp.float()
+        return [
+            like.new_empty(()),
+            like.new_empty(8),
+            torch.empty_like(like),
+            None if self.kl is None else _column(like),
+        ]
 
 
 class Group(NamedTuple):
@@ -170,7 +177,7 @@ class Group(NamedTuple):
 
     def results(self) -> Results:
         """Advantage [B]."""
-        return [torch.empty(self.rewards.shape[1], dtype=torch.float32, device=self.rewards.device)]
+        return [self.rewards.new_empty(self.rewards.shape[1], dtype=torch.float32)]
 
 
 class Winrate(NamedTuple):
@@ -184,7 +191,7 @@ class Winrate(NamedTuple):
 
     def results(self) -> Results:
         """Win rate and advantage, [P, G] each."""
-        rate = torch.empty(*self.wins.shape[:2], dtype=torch.float32, device=self.wins.device)
+        rate = self.wins.new_empty(*self.wins.shape[:2], dtype=torch.float32)
         return [rate, torch.empty_like(rate)]
 
 
@@ -198,7 +205,7 @@ def rows_of(a: Affine) -> Tensor:
 
 def rescaled_dim(a: Affine) -> int:
     """Length of the dimension whose norm is restored, or 0."""
-    return a.x.shape[-1] if a.uncond is not None and a.rescale and a.x.dim() > 1 else 0
+    return a.x.shape[-1] if a.uncond is not None and a.rescale else 0
 
 
 def packed(t: Tensor) -> Tensor:
@@ -208,19 +215,23 @@ def packed(t: Tensor) -> Tensor:
 
 def signed(seed: int) -> int:
     """A 64-bit key as the int64 that an op's schema can carry."""
-    seed &= 2**64 - 1
+    seed = integer(seed) & (2**64 - 1)
     return seed - 2**64 if seed >= 2**63 else seed
 
 
-def _like(name: str, t: Tensor | None, x: Tensor) -> None:
-    if t is None:
-        return
-    if t.shape != x.shape:
-        raise ValueError(f"{name}: expected the shape of x, {list(x.shape)}, got {list(t.shape)}")
-    if t.dtype not in DTYPES:
-        raise TypeError(f"{name}: expected fp32, bf16, fp16 or fp64, got {t.dtype}; cast it first")
-    if t.device != x.device:
-        raise ValueError(f"{name}: is on {t.device}, but x is on {x.device}; move one of them")
+def integer(n: int) -> int:
+    """`n` as a Python integer, which NumPy's are not; a symbolic size stays. Raises TypeError for a float."""
+    return n if isinstance(n, int | torch.SymInt) else operator.index(n)
+
+
+def check_clips(low: float, high: float, adv_clip: float, kl_coef: float, denominator: float | None) -> None:
+    """Raise ValueError for a clip below 0 or NaN, a KL coefficient that is not finite, a denominator not above 0."""
+    if not (low >= 0 and high >= 0 and adv_clip >= 0):
+        raise ValueError(f"clip_low, clip_high, adv_clip: expected 0 or more, got {low}, {high}, {adv_clip}")
+    if not math.isfinite(kl_coef):
+        raise ValueError(f"kl_coef: expected a finite number, got {kl_coef}")
+    if denominator is not None and not denominator > 0:
+        raise ValueError(f"denominator: expected more than 0, got {denominator}")
 
 
 def check_ids(name: str, t: Tensor, batch: int, device: torch.device) -> None:
@@ -236,15 +247,27 @@ def check_affine(a: Affine, **like: Tensor | None) -> None:
     x, coef = a.x, a.coef
     if not x.dim():
         raise ValueError("x: expected [B, …], got a 0-d tensor")
+    shape, device = x.shape, x.device
     for name, t in (("x", x), ("v", a.v), *like.items(), ("guidance.uncond", a.uncond)):
-        _like(name, t, x)
+        if t is None:
+            continue
+        if t is not x and t.shape != shape:
+            raise ValueError(f"{name}: expected the shape of x, {list(shape)}, got {list(t.shape)}")
+        if t.dtype not in DTYPES:
+            raise TypeError(f"{name}: expected fp32, bf16, fp16 or fp64, got {t.dtype}; cast it first")
+        if t is not x and t.device != device:
+            raise ValueError(f"{name}: is on {t.device}, but x is on {device}; move one of them")
+    if not x.numel() and shape[0]:
+        raise ValueError(f"x: expected at least one element per sample, got {list(shape)}")
+    if a.rescale and len(shape) == 1:
+        raise ValueError(f"guidance.rescale: expected x [B, …, D], whose last dimension has a norm, got {list(shape)}")
     if coef.dim() != 2 or coef.shape[1] != 5 or coef.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"coef: expected fp32 [T, 5], got {coef.dtype} {list(coef.shape)}")
-    if coef.device != x.device:
-        raise ValueError(f"coef: is on {coef.device}, but x is on {x.device}; move it once, outside the loop")
+    if coef.device != device:
+        raise ValueError(f"coef: is on {coef.device}, but x is on {device}; move it once, outside the loop")
     if a.row is not None:
-        check_ids("index", a.row, x.shape[0], x.device)
-    elif coef.shape[0] != x.shape[0]:
+        check_ids("index", a.row, shape[0], device)
+    elif coef.shape[0] != shape[0]:
         raise ValueError(
             f"coef rows: expected [{len(x)}, 5], got {list(coef.shape)}; pass an int64 index [B] into a [T, 5] table"
         )

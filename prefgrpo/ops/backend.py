@@ -1,8 +1,9 @@
 """Which implementation serves a tensor: cuda (C++), triton, cpu (C++) or torch (the reference).
 
-Order on a GPU: cuda, triton, torch; on a CPU: cpu, torch. `PREFGRPO_BACKEND` or `use_backend` names one; it then
-serves every tensor on a device that it knows, and other devices keep their order. Invariant: a missing extension
-changes the speed, never the answer; it is said once.
+Order on a GPU: cuda, triton, torch; on a CPU: cpu, torch. `PREFGRPO_BACKEND` (for the process) or `use_backend` (for a
+block of one thread) names one; it then serves every tensor on a device that it knows, and other devices keep their
+order. Invariant: a backend that is missing, or whose kernels do not start, changes the speed, never the answer; it is
+said once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -27,7 +29,7 @@ _MODULES = {
     "torch": "prefgrpo.ops.plain",
 }
 _ORDER: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}
-_override: list[str] = []
+_override: ContextVar[str | None] = ContextVar("prefgrpo_backend", default=None)
 
 
 @lru_cache(None)
@@ -63,7 +65,24 @@ def missing(name: str) -> str | None:
         return None
     if not built.cuda_archs:
         return "prefgrpo._C was built without CUDA (rebuild where nvcc is found)"
-    return None if torch.cuda.is_available() else "no CUDA device is visible"
+    return _not_launched() if torch.cuda.is_available() else "no CUDA device is visible"
+
+
+@lru_cache(None)
+def _not_launched() -> str | None:
+    """Why a kernel of prefgrpo._C does not start on the current GPU (tried once), or None if it does."""
+    built: Any = extension()
+    try:
+        ids = torch.zeros(1, dtype=torch.int64, device="cuda")
+        out = torch.empty(4, dtype=torch.float32, device="cuda")
+        address, view = (0, ids.data_ptr(), ids.data_ptr(), 0), (out.data_ptr(), 4, 0)
+        built.normal(1, 1, 4, address, view, torch.cuda.current_stream().cuda_stream)
+    except RuntimeError as error:
+        return (
+            f"its kernels, built for {built.cuda_archs}, do not start on this GPU ({error}); rebuild with "
+            "PREFGRPO_CUDA_ARCHS naming this GPU, or update its driver"
+        )
+    return None
 
 
 def _serves(name: str, device: str) -> bool:
@@ -108,7 +127,17 @@ def backend_of(device: torch.device | str, *dtypes: torch.dtype) -> str:
     """Name of the backend that serves tensors on `device`; fp64 is served by torch alone."""
     if torch.float64 in dtypes:
         return "torch"
-    return _chosen(device, _override[-1] if _override else _environment())
+    return _chosen(device, _override.get() or _environment())
+
+
+@lru_cache(None)
+def _serving(device: torch.device, name: str | None) -> ModuleType:
+    return implementation(_chosen(device, name))
+
+
+def serving(device: torch.device) -> ModuleType:
+    """The module of the backend that serves tensors on `device` that are not fp64."""
+    return _serving(device, _override.get() or _environment())
 
 
 @lru_cache(None)
@@ -119,12 +148,12 @@ def implementation(name: str) -> ModuleType:
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Serve with backend `name` inside the block, for tests and comparisons.
+    """Serve with backend `name` inside the block, for tests and comparisons; other threads keep theirs.
 
     Raises ValueError for an unknown name and RuntimeError, with the reason, for one that cannot run here.
     """
-    _override.append(_checked(name))
+    before = _override.set(_checked(name))
     try:
         yield
     finally:
-        _override.pop()
+        _override.reset(before)

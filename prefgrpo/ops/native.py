@@ -95,7 +95,7 @@ def _head(a: Affine) -> tuple[list[Any], list[Tensor | None]]:
     """Leading arguments of an affine launch (up to `index`), and the tensors that must outlive it."""
     x, coef = a.x, a.coef if a.coef.dtype == torch.float32 else a.coef.float()
     keep = [*_packed(x, a.v, a.uncond), coef.contiguous(), None if a.row is None else a.row.contiguous()]
-    size = x.shape[0], x.numel() // max(x.shape[0], 1)
+    size = (batch := x.shape[0]), x.numel() // max(batch, 1)
     pair = (a.scale, a.from_cond, rescaled_dim(a) if a.rescale else 0)
     return [*size, *map(_view, keep[:3]), pair, _ptr(keep[3]), coef.shape[0], _ptr(keep[4])], keep
 

@@ -57,7 +57,8 @@ def _check(a: args.Policy) -> None:
     shape, device = a.logp.shape, a.logp.device
     if len(shape) != 1:
         raise ValueError(f"logp: expected [B], got {list(shape)}")
-    for name, t in zip(a._fields, a, strict=True):
+    for k in library.policy_loss.tensors:
+        name, t = a._fields[k], a[k]
         if not isinstance(t, Tensor):
             continue
         if t.shape != shape or t.device != device:
@@ -65,10 +66,7 @@ def _check(a: args.Policy) -> None:
         wanted = torch.bool if name == "mask" else torch.float32
         if t.dtype != wanted and (name == "mask" or t.dtype != torch.float64):
             raise TypeError(f"{name}: expected {wanted}, got {t.dtype}")
-    if min(clips := a[3:6]) < 0:
-        raise ValueError(f"clip_low, clip_high, adv_clip: expected 0 or more, got {clips}")
-    if a.denominator is not None and not a.denominator > 0:
-        raise ValueError(f"denominator: expected more than 0, got {a.denominator}")
+    args.check_clips(a.clip_low, a.clip_high, a.adv_clip, a.kl_coef, a.denominator)
 
 
 def _arguments(
@@ -87,6 +85,10 @@ def _arguments(
     denominator: float | None = None,
 ) -> args.Policy:
     clips = (clip_low, clip_low if clip_high is None else clip_high, adv_clip)
+    if advantage.dtype == torch.float64:
+        advantage = advantage.float()
+    if weight is not None and weight.dtype == torch.float64:
+        weight = weight.float()
     a = args.Policy(logp, logp_old, advantage, *clips, weight, mask, kl, kl_coef, log_ratio, denominator)
     _check(a)
     return a
@@ -110,11 +112,12 @@ def _takes(arguments: Callable[P, args.Policy]) -> Callable[[Callable[[args.Poli
 
 @_takes(_arguments)
 def policy_loss(a: args.Policy) -> PolicyLoss:
-    """Clipped-ratio loss over B samples with its metrics, in one launch; all tensors [B] fp32.
+    """Clipped-ratio loss over B samples with its metrics, in one launch; all tensors [B] fp32 (fp64 is cast).
 
     weight: factor per sample on the policy term (GRPO-Guard: 1/|Δ|). mask: bool, False = left out. kl: per-sample
     KL, added as kl_coef·kl. log_ratio: replaces logp − logp_old (Guard). denominator: default the unmasked count.
-    A NaN in an unmasked sample makes the loss NaN. Raises ValueError or TypeError for tensors that do not fit.
+    A NaN in an unmasked sample makes the loss NaN. Raises ValueError or TypeError for tensors that do not fit, for a
+    clip that is negative or NaN, and where an input other than logp, log_ratio and kl requires a gradient.
     """
     return PolicyLoss(*library.policy_loss(a)[:2])
 

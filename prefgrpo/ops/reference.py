@@ -121,6 +121,12 @@ def affine_logp(x: Tensor, v: Tensor, x_next: Tensor, rows: Tensor) -> Tensor:
     return torch.where(w != 0, w * torch.where(w != 0, squares, torch.zeros_like(squares)) + c, c)
 
 
+def _scaled(factor: Tensor, t: Tensor) -> Tensor:
+    """factor · t per sample; exactly 0 where the factor is 0, even if t is NaN or infinite there."""
+    factor = expand(factor, t)
+    return torch.where(factor != 0, factor * t, torch.zeros_like(t))
+
+
 def _b_over_s(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """b / s, [B]; 0 where s = 0."""
     b, s = rows[:, 1].to(dtype), rows[:, 2].to(dtype)
@@ -130,35 +136,44 @@ def _b_over_s(rows: Tensor, dtype: torch.dtype) -> Tensor:
 def affine_kl(v: Tensor, v_ref: Tensor, rows: Tensor) -> Tensor:
     """KL of two Gaussian steps with the same std: mean_D (b(v − v_ref))² / (2 s²), [B]; 0 where s = 0."""
     dtype = compute_dtype(v, v_ref)
-    return _b_over_s(rows, dtype).square() / 2 * mean_d((v.to(dtype) - v_ref.to(dtype)).square())
+    kl = _b_over_s(rows, dtype).square() / 2 * mean_d((v.to(dtype) - v_ref.to(dtype)).square())
+    return torch.where(rows[:, 2] > 0, kl, torch.zeros_like(kl))
 
 
 def guard_log_ratio(x: Tensor, v: Tensor, x_next: Tensor, v_old: Tensor, rows: Tensor) -> Tensor:
     """GRPO-Guard's log-ratio per sample: mean_D [ε̂·(μ − μ_old)], ε̂ = (x' − μ_old)/s, [B]; 0 where s = 0."""
     old = affine_mean(x, v_old, rows)
-    return _b_over_s(rows, old.dtype) * mean_d((x_next.to(old.dtype) - old) * (v.to(old.dtype) - v_old.to(old.dtype)))
+    moved = (x_next.to(old.dtype) - old) * (v.to(old.dtype) - v_old.to(old.dtype))
+    log_ratio = _b_over_s(rows, old.dtype) * mean_d(moved)
+    return torch.where(rows[:, 2] > 0, log_ratio, torch.zeros_like(log_ratio))
 
 
 def affine_grad(a: Replay, v: Tensor, rows: Tensor) -> Tensor:
-    """∂/∂v of Σ (g_logp·logp + g_kl·KL + g_guard·Guard), elementwise, in the compute dtype; v: after guidance."""
+    """∂/∂v of Σ (g_logp·logp + g_kl·KL + g_guard·Guard), elementwise, in the compute dtype; v: after guidance.
+
+    A part whose factor is 0 (w = 0, s = 0, an upstream gradient of 0) adds exactly 0, whatever the latents hold.
+    """
     mean = affine_mean(a.x, v, rows)
     dtype, count = mean.dtype, max(a.x[0].numel(), 1) if a.x.shape[0] else 1
     b, w, over_s = rows[:, 1].to(dtype), rows[:, 3].to(dtype), _b_over_s(rows, dtype)
     grad = torch.zeros_like(mean)
     if a.g_logp is not None:
-        grad = expand(-2 * w * b / count * a.g_logp.to(dtype), mean) * (a.x_next.to(dtype) - mean)
+        factor = torch.where(w != 0, -2 * w * b / count * a.g_logp.to(dtype), torch.zeros_like(w))
+        grad = _scaled(factor, a.x_next.to(dtype) - mean)
     if a.g_kl is not None and a.v_ref is not None:
-        grad = grad + expand(over_s.square() / count * a.g_kl.to(dtype), mean) * (v.to(dtype) - a.v_ref.to(dtype))
+        factor = torch.where(over_s != 0, over_s.square() / count * a.g_kl.to(dtype), torch.zeros_like(w))
+        grad = grad + _scaled(factor, v.to(dtype) - a.v_ref.to(dtype))
     if a.g_guard is not None and a.v_old is not None:
         residual = a.x_next.to(dtype) - affine_mean(a.x, a.v_old, rows)
-        grad = grad + expand(over_s / count * a.g_guard.to(dtype), mean) * residual
+        factor = torch.where(over_s != 0, over_s / count * a.g_guard.to(dtype), torch.zeros_like(w))
+        grad = grad + _scaled(factor, residual)
     return grad
 
 
 def guided_grad(
     grad: Tensor, cond: Tensor, uncond: Tensor, scale: float, from_cond: bool, rescale: bool
 ) -> tuple[Tensor, Tensor]:
-    """(dc, du) of `guided` from dv, in the compute dtype."""
+    """(dc, du) of `guided` from dv, in the compute dtype; 0 for rows of the last dimension whose dv is 0."""
     c, u = cond.to(grad.dtype), uncond.to(grad.dtype)
     through_norm = torch.zeros_like(c)
     if rescale:  # r = ‖c‖/‖q‖: ∂(r·q)/∂q = r − q·(q·)·r/‖q‖², and by ‖c‖ q·(c·)·r/‖c‖²
@@ -167,7 +182,8 @@ def guided_grad(
         safe_c, safe_q = (torch.where(t > 0, t, torch.ones_like(t)) for t in (norm_c, norm_q))
         r = torch.where(norm_q > 0, torch.sqrt(norm_c / safe_q), torch.zeros_like(norm_q))
         along = (grad * q).sum(-1, keepdim=True) * r
-        through_norm = along / safe_c * c
-        grad = r * grad - along / safe_q * q
+        used = (grad != 0).any(-1, keepdim=True)
+        through_norm = torch.where(used, along / safe_c * c, torch.zeros_like(c))
+        grad = torch.where(used, r * grad - along / safe_q * q, torch.zeros_like(grad))
     by_c = 1 + scale if from_cond else scale
     return by_c * grad + through_norm, (1 - by_c) * grad

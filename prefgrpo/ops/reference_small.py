@@ -21,7 +21,7 @@ def policy_loss(a: Policy) -> tuple[Tensor, Tensor]:
     if a.weight is not None:
         per_sample = per_sample * a.weight
     kl_term = zero if a.kl is None else torch.where(keep, a.kl, zero)
-    count = keep.sum().clamp_min(1)
+    count = keep.sum().clamp_min(1).to(ratio.dtype)
     total = torch.where(keep, per_sample + a.kl_coef * kl_term, zero).sum()
     loss = total / (count if a.denominator is None else a.denominator)
     with torch.no_grad():
@@ -55,11 +55,12 @@ def _terms(a: Policy) -> tuple[Tensor, ...]:
 def policy_grad(a: Policy) -> tuple[Tensor, Tensor | None]:
     """(∂ loss / ∂ log-ratio, ∂ loss / ∂ kl) of `policy_loss`, [B]: −A r where it is not clipped."""
     keep, _, _, plain, clipped = _terms(a)
-    scale = keep / (keep.sum().clamp_min(1) if a.denominator is None else a.denominator)
+    kept = keep.to(plain.dtype)
+    scale = kept / (kept.sum().clamp_min(1) if a.denominator is None else a.denominator)
     d_delta = torch.where(keep & ~(plain < clipped), plain, 0.0) * scale
     if a.weight is not None:
         d_delta = torch.where(keep, d_delta * a.weight, 0.0)
-    return d_delta, None if a.kl is None else (a.kl_coef * scale).to(a.kl.dtype)
+    return d_delta, None if a.kl is None else a.kl_coef * scale
 
 
 def _deviation(values: Tensor, ok: Tensor, ddof: int) -> Tensor:
@@ -121,7 +122,7 @@ def group_advantage(a: Group) -> Results:
     groups = int(ids.max()) + 1 if ids.numel() else 0
     r, w = r[w != 0], w[w != 0]
     if r.numel() == 0:
-        return [torch.zeros(a.rewards.shape[1], device=a.rewards.device)]
+        return [torch.zeros(a.rewards.shape[1], dtype=torch.float32, device=a.rewards.device)]
     r = torch.where(torch.isnan(r).any(0), torch.nan, r)
     if a.combine == "weighted_advantage_sum":
         parts = torch.stack([normalise(row, ids, groups, a.std, a.eps, a.ddof, a.rank) for row in r])

@@ -97,13 +97,17 @@ def on_policy_grad(
     """
     a = args.Replay(like, like, like, coef, index, *pair(None), None, None)
     check_affine(a)
-    batch, numel = like.shape[0], max(like[0].numel(), 1) if like.shape[0] else 1
+    args.check_clips(0.0, 0.0, adv_clip, 0.0, denominator)
+    batch, numel = like.shape[0], like[0].numel() if like.shape[0] else 1
+    if advantage.shape != (batch,) or (weight is not None and weight.shape != (batch,)):
+        got = list(advantage.shape), None if weight is None else list(weight.shape)
+        raise ValueError(f"advantage and weight: expected [{batch}] each, got {got[0]} and {got[1]}")
     rows = rows_of(a).double()
     factor = advantage.double().clamp(-adv_clip, adv_clip) * 2.0 * rows[:, 3] * rows[:, 1] * rows[:, 2]
     factor = factor / (numel * (denominator or max(batch, 1)))
     if weight is not None:
         factor = factor * weight
-    scale = torch.zeros(batch, 5, device=like.device)
+    scale = torch.zeros(batch, 5, dtype=torch.float32, device=like.device)
     scale[:, 2] = factor
     zero = like.new_zeros(1, *like.shape[1:]).expand(like.shape)  # one sample of zeros, read by all
     step = noise.step if noise.step is not None else index

@@ -1,10 +1,13 @@
 """The triton backend: the functions that every backend has, over the kernels of `prefgrpo.kernels`.
 
-Outputs are allocated by the arguments' `results`. Invariant: every launch switches floating-point contraction off, so
-that a·x + b·v rounds as in C++ and in torch, whatever Triton's default is.
+Outputs are allocated by the arguments' `results`. Invariants: every launch switches floating-point contraction off, so
+that a·x + b·v rounds as in C++ and in torch, whatever Triton's default is; and it happens on the tensors' device, which
+need not be the current one.
 """
 
-from typing import Any, get_args
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, get_args
 
 import torch
 import triton
@@ -16,6 +19,18 @@ from prefgrpo.ops.args import Affine, Results, Std, packed, rescaled_dim
 
 BLOCK = 2048
 _EXACT = {"enable_fp_fusion": False}
+A = TypeVar("A", bound=tuple[Any, ...])
+
+
+def _on_its_device(op: Callable[[A], Results]) -> Callable[[A], Results]:
+    """Triton launches on the current device; makes that the device of the first tensor."""
+
+    @wraps(op)
+    def guarded(a: A) -> Results:
+        with torch.cuda.device_of(next(t for t in a if isinstance(t, Tensor))):
+            return op(a)
+
+    return guarded
 
 
 def _words(seed: int) -> tuple[int, int]:
@@ -23,6 +38,7 @@ def _words(seed: int) -> tuple[int, int]:
     return seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
 
 
+@_on_its_device
 def philox_normal(a: args.Normal) -> Results:
     """`Normal.results`."""
     (out,) = a._replace(dtype=torch.float32).results()
@@ -92,6 +108,7 @@ def _finish(
     )  # fmt: skip
 
 
+@_on_its_device
 def affine_step(a: args.Step) -> Results:
     """`Step.results`."""
     if not a.x.numel():
@@ -113,6 +130,7 @@ def affine_step(a: args.Step) -> Results:
     return results
 
 
+@_on_its_device
 def affine_logp(a: args.Replay) -> Results:
     """`Replay.results`."""
     if not a.x.numel():
@@ -129,6 +147,7 @@ def affine_logp(a: args.Replay) -> Results:
     return results
 
 
+@_on_its_device
 def affine_grad(a: args.Replay) -> Results:
     """`Replay.gradients`."""
     results = a.gradients()
@@ -148,6 +167,7 @@ def affine_grad(a: args.Replay) -> Results:
     return results
 
 
+@_on_its_device
 def policy_loss(a: args.Policy) -> Results:
     """`Policy.results`."""
     batch, results = a.logp.numel(), a.results()
@@ -178,6 +198,7 @@ def _normalised(a: Any, values: Tensor, ids: Tensor, weights: Tensor, std: str, 
     return out
 
 
+@_on_its_device
 def group_advantage(a: args.Group) -> Results:
     """`Group.results`."""
     if not a.rewards.numel():
@@ -195,6 +216,7 @@ def group_advantage(a: args.Group) -> Results:
     return [out.float()]
 
 
+@_on_its_device
 def winrate_advantage(a: args.Winrate) -> Results:
     """`Winrate.results`."""
     rate = reference_small.win_rate(a.wins, a.counts)
