@@ -89,6 +89,7 @@ def _positive(c: Any) -> dict[str, float]:
     """Numbers that must be above 0."""
     r, t = c.rollout, c.train
     return {
+        "gpus": c.gpus,
         "data.max_length": c.data.max_length,
         "rollout.steps": r.steps,
         "rollout.height": r.height,

@@ -9,7 +9,9 @@ count what the real run counts, without weights.
 import json
 import re
 import shutil
+from dataclasses import replace
 
+import model_configs
 import pytest
 import reward_cases_clip
 import reward_cases_vlm
@@ -19,7 +21,7 @@ from judge_server import JudgeServer, images
 from PIL import Image
 from tiny_run import rows, start, tree
 
-from prefgrpo import models
+from prefgrpo import models, plan
 from prefgrpo.cli import main
 from prefgrpo.config import ConfigError, load, parse
 from prefgrpo.judging import makes_clips
@@ -158,6 +160,32 @@ def test_the_plan_counts_parameters_without_weights(place, capsys, tmp_path):
     assert main(["plan", str(recipe), "--memory-gib", "0.00001", *argv]) == 1
     assert "does not fit: " in capsys.readouterr().out
     assert main(["plan", str(recipe), "--gpus", "3", *argv]) == 2
+
+
+WAITS = "waits for sharding"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
+def test_a_recipe_fits_its_gpus_or_says_that_it_waits_for_sharding(recipe, tmp_path, monkeypatch):
+    """Of 80 GB each, with the true config of its model; the first comment says which do not."""
+    monkeypatch.chdir(tmp_path)
+    config = load(recipe)
+    assert config.gpus > 1 or "1gpu" in recipe.stem
+    total = model_configs.estimate(config, tmp_path).total
+    waits = WAITS in recipe.read_text().partition("\nextends")[0].replace("\n# ", " ")
+    assert (total > 80e9) == waits, f"{total / 1e9:.1f} GB per GPU on {config.gpus}"
+
+
+def test_models_of_few_blocks_say_what_the_whole_one_holds(tmp_path):
+    """What test_a_recipe_fits_its_gpus extrapolates, against the whole trace of a model with two kinds of blocks."""
+    config = load(FOLDER / "lora_ur_flex_flux2_klein.yaml")
+    found = model_configs.estimate(config, tmp_path)
+    whole = plan.estimate(replace(config, model=str(model_configs.folder(config.model, tmp_path / "whole"))))
+    for name in ("rollout", "decode", "update"):
+        assert abs(found.phases[name] / whole.phases[name] - 1) < 0.01, name
+    assert {name: found.parts[name] for name in ("weights", "optimiser")} == {
+        name: whole.parts[name] for name in ("weights", "optimiser")
+    }
 
 
 def test_a_dry_run_says_what_is_wrong(place):
