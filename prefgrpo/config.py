@@ -164,11 +164,15 @@ class Reward:
     options: Options = field(default_factory=dict)
     """Per reward: its options; `url` of its server; `judge`: what differs from the judge section."""
     combine: Literal["weighted_sum", "weighted_advantage_sum"] = "weighted_sum"
-    """Sum rewards and then normalise, or normalise each and then sum (GDPO)."""
+    """Sum rewards and then normalise, or normalise each and then sum (as Pref-GRPO does; GDPO)."""
     std: Literal["group", "global", "none"] = "group"
     """Whose standard deviation divides the advantage (none: Dr. GRPO)."""
     eps: float = 1e-4
     """Added to the standard deviation."""
+    ddof: Literal[0, 1] = 0
+    """Standard deviations divide by n − ddof; 1 is torch.std's, which Pref-GRPO and DanceGRPO use."""
+    batch_norm: bool = False
+    """Divide the step's advantages by their own standard deviation, over all ranks (Pref-GRPO's `--apply_gdpo`)."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +215,9 @@ class Train:
     """Advantages are clamped to ± this."""
     kl_coef: float = 0.0
     """Weight of the KL to the starting policy (LoRA switched off); 0: not computed."""
+    kl_form: Literal["gaussian", "flow_grpo"] = "gaussian"
+    """gaussian: mean_D (μ − μ_ref)² / 2s² with the step's variance s²; flow_grpo: that times |Δσ|, as in Flow-GRPO's
+    SD3 and FLUX trainers, whose variance leaves out the length of the step."""
     ema_decay: float = 0.0
     """Exponential moving average of the trained weights, used for evaluation and export; 0: none."""
     gradient_checkpointing: bool = False

@@ -49,9 +49,8 @@ def dry_run(config: Config) -> int:
         done = rollout(adapter, schedule, condition, ids, seed=config.seed, height=r.height, width=r.width)
         media = decode(adapter, done.latents, r, config.memory.decode_batch)
         middle = time.perf_counter()
-        new = replay(
-            adapter, schedule, condition, done.steps[0], height=r.height, width=r.width, kl=config.train.kl_coef > 0
-        )
+        kl = config.train.kl_form if config.train.kl_coef else ""
+        new = replay(adapter, schedule, condition, done.steps[0], height=r.height, width=r.width, kl=kl)
         new.logp.mean().backward()
         error = float((torch.exp(new.logp.detach() - done.steps[0].logp) - 1).abs().max())
         print(f"samples {list(media.shape)}, trained steps {list(schedule.sde_steps)}, max |ratio − 1| = {error:.1e}")

@@ -71,6 +71,11 @@ def check(c: Any) -> list[str]:
             "train.kl_coef: the reference is the LoRA switched off; expected lora_rank > 0",
         ),
         (
+            t.kl_form == "gaussian" or not r.rule.startswith(("cps", "ddim")),
+            f"train.kl_form: {t.kl_form} divides by a variance per unit of σ, which rule {r.rule} does not have; "
+            "expected gaussian",
+        ),
+        (
             t.clip_range_high is None or t.clip_range_high > 0,
             f"train.clip_range_high: expected > 0, got {t.clip_range_high}",
         ),

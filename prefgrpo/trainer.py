@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from prefgrpo import checkpoint
+from prefgrpo.advantage import advantages, part_table
 from prefgrpo.collect import Batch, collect
 from prefgrpo.config import Config
 from prefgrpo.data import fingerprint
@@ -32,7 +33,6 @@ from prefgrpo.metrics import (
     step_line,
 )
 from prefgrpo.objectives import objective
-from prefgrpo.ops import group_advantage
 from prefgrpo.policy import NonFiniteGradient
 from prefgrpo.render import Images, stills, to_uint8
 from prefgrpo.replay import replay
@@ -154,17 +154,14 @@ class Trainer:
         names = list(self.parts.weights)
         weights = np.array([self.parts.weights[n] for n in names])
         local = np.stack([scores.values[n] for n in names], axis=-1)  # [P / world, G, R]
-        rewards = self.world.gather_slots(local).reshape(-1, len(names))
+        parts = {n: w for n in names if (w := self.parts.scorer.rewards[n].part_weights)}
+        if parts:
+            local = np.concatenate([local, part_table(scores.groups, parts)], axis=-1)
+        table = self.world.gather_slots(local).reshape(-1, local.shape[-1])
+        rewards, sub_scores = table[:, : len(names)], table[:, len(names) :]
         values = reward_metrics(names, rewards, r.group_size)
         values["reward/missing"] = check_missing(rewards, weights, c.judge.max_missing, list(scores.reasons))
-        advantage = group_advantage(
-            torch.from_numpy(rewards.T.copy()),
-            torch.arange(r.prompts_per_step).repeat_interleave(r.group_size),
-            torch.from_numpy(weights),
-            combine=c.reward.combine,
-            std=c.reward.std,
-            eps=c.reward.eps,
-        ).view(r.prompts_per_step, r.group_size)
+        advantage = advantages(rewards, self.parts.weights, r.group_size, c.reward, parts, sub_scores)
         values["advantage/zero_groups"] = float((advantage == 0).all(1).float().mean())
         values["advantage/max"] = float(advantage.abs().max())
         return advantage, values
@@ -207,7 +204,7 @@ class Trainer:
         adv = advantage[[batch.slots[k] for k in keep], [batch.members[k] for k in keep]].to(device)
         table = []
         for step in steps:
-            kl = self.config.train.kl_coef > 0
+            kl = self.config.train.kl_form if self.config.train.kl_coef else ""
             new = replay(self.adapter, batch.schedule, condition, step, height=r.height, width=r.width, kl=kl)
             out = self.loss(self.config.train, new, step.logp, adv, float(samples * len(steps)))
             out.loss.backward()

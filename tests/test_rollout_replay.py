@@ -103,8 +103,8 @@ def test_given_initial_latents(adapter, condition):
 def test_stacked_steps_and_dropped_samples(adapter, condition):
     schedule = schedule_of(adapter)
     done = rollout(adapter, schedule, condition, IDS, seed=0, **SIZE)
-    stacked = replay(adapter, schedule, condition, done.steps, kl=True, **SIZE)
-    single = [replay(adapter, schedule, condition, step, kl=True, **SIZE) for step in done.steps]
+    stacked = replay(adapter, schedule, condition, done.steps, kl="gaussian", **SIZE)
+    single = [replay(adapter, schedule, condition, step, kl="gaussian", **SIZE) for step in done.steps]
     assert stacked.logp.shape == (12,)
     assert torch.allclose(stacked.logp, torch.cat([s.logp for s in single]), atol=1e-5)
     assert torch.allclose(stacked.kl, torch.cat([s.kl for s in single]), rtol=1e-3)
@@ -123,12 +123,19 @@ def test_stacked_steps_and_dropped_samples(adapter, condition):
     assert torch.equal(kept[0].x, done.steps[0].x[rows])
 
 
-def test_kl_is_the_gaussian_one_and_its_gradient_skips_the_reference(adapter, condition):
-    """Oracle: torch.distributions.kl_divergence of the two steps' Normals, mean over elements."""
+@pytest.mark.parametrize("form", ["gaussian", "flow_grpo"])
+def test_kl_is_of_its_form_and_its_gradient_skips_the_reference(adapter, condition, form):
+    """Oracle: torch.distributions.kl_divergence of the two steps' Normals, mean over elements.
+
+    Flow-GRPO's Normals have its `std_dev_t` = η·sqrt(σ / (1 − σ)), which knows no step length (train_sd3.py).
+    """
     schedule = schedule_of(adapter)
     step = rollout(adapter, schedule, condition, IDS, seed=0, **SIZE).steps[1]
-    new = replay(adapter, schedule, condition, step, kl=True, **SIZE)
+    new = replay(adapter, schedule, condition, step, kl=form, **SIZE)
     a, b, s, _, _ = schedule.coef[2].double()
+    if form == "flow_grpo":
+        level = float(schedule.sigmas[2])
+        s = 0.7 * (level / (1 - level)) ** 0.5
     sigma = schedule.sigmas[2].expand(4)
     with torch.no_grad():
         v = adapter.velocity(step.x, sigma, condition, **SIZE).double()
@@ -156,7 +163,7 @@ def test_no_number_is_read_back_in_the_loop(adapter, condition):
     schedule = schedule_of(adapter)
     with NoReadback():
         done = rollout(adapter, schedule, condition, IDS, seed=0, **SIZE)
-        replay(adapter, schedule, condition, done.steps[0], kl=True, **SIZE).logp.sum().backward()
+        replay(adapter, schedule, condition, done.steps[0], kl="gaussian", **SIZE).logp.sum().backward()
     with pytest.raises(AssertionError, match="waits"), NoReadback():
         float(done.steps[0].logp[0])
 

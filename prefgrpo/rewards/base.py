@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -135,6 +135,9 @@ class Reward(ABC):  # noqa: B024  (its two kinds have the abstract methods)
     """Judge template that it asks with unless the options name another (judged rewards)."""
     probe: ClassVar[dict[str, Any]] = {}
     """Meta, with "prompt", of the sample that its server scores before it says ready; empty: any caption will do."""
+    part_weights: Mapping[str, float] = MappingProxyType({})
+    """Sub-scores (`Score.parts`) that are normalised each before they are weighed so; empty: the value is normalised.
+    Needs reward.combine weighted_advantage_sum."""
     streams: bool = False
     """Samples are handed over one by one while others are being made (`submit` or `session`)."""
 

@@ -31,16 +31,26 @@ class EditImageQuality(VlmReward):
     may = _MORE
     kinds = ("json",)
 
-    def __init__(self, judge: Any, template: str = "", weights: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        judge: Any,
+        template: str = "",
+        weights: Mapping[str, float] | None = None,
+        normalise_parts: bool = False,
+    ) -> None:
         """As VlmReward.
 
         Args:
             judge: An open judge or client, an HttpJudgeConfig, or a mapping of its fields.
             template: Shipped name or path; empty: the one that `judge` names, else the reward's own.
             weights: Weight of each number by name; 1 each by default.
+            normalise_parts: Normalise each number over the group, and weigh the advantages (Pref-GRPO) instead of the
+                numbers.
         """
         super().__init__(judge, template)
         self.weights = weights_of(weights, [name for name, *_ in self.question.scores], "weights")
+        if normalise_parts:
+            self.part_weights = self.weights
 
     async def judge_sample(self, sample: Sample) -> Score:
         """The weighted mean of the answer's numbers, which are its parts."""

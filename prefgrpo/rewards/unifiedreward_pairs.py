@@ -54,6 +54,7 @@ class UnifiedRewardFlex(VlmPairwise):
         overall_weight: float = 0.3,
         category_weight: float = 0.7,
         category_weights: Sequence[float] = (1.0, 0.7, 0.7),
+        normalise_parts: bool = False,
     ) -> None:
         """As VlmPairwise.
 
@@ -66,6 +67,8 @@ class UnifiedRewardFlex(VlmPairwise):
             overall_weight: w_o, of the overall win rate.
             category_weight: w_c, of the categories' mean.
             category_weights: w_d by order of first appearance; 1 for categories beyond the list.
+            normalise_parts: Normalise the overall rate and the categories' mean each over the group, and blend the
+                advantages (Pref-GRPO with `--apply_gdpo`), instead of the rates.
         """
         weights = (overall_weight, category_weight, *category_weights)
         if not all(0 <= w < float("inf") for w in weights) or not overall_weight + category_weight > 0:
@@ -76,6 +79,10 @@ class UnifiedRewardFlex(VlmPairwise):
         super().__init__(judge, plan, verdict, rate, bias)
         self.overall_weight, self.category_weight = overall_weight, category_weight
         self.category_weights = tuple(category_weights)
+        if normalise_parts:
+            if not overall_weight:
+                raise RewardError("normalise_parts needs an overall_weight above 0, for members without categories")
+            self.part_weights = {"overall": overall_weight, "categories": category_weight}
 
     def tally(self, size: int, comparisons: list[Comparison]) -> GroupScores:
         """Blended scores; parts: `overall`, `categories` and the rate in each category by name."""

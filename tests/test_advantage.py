@@ -1,0 +1,161 @@
+"""Advantages of several rewards, their parts and the batch, against Pref-GRPO's own function.
+
+Why these cases: weights that act before instead of after the normalisation, a biased instead of an unbiased standard
+deviation, or a missing batch normalisation change advantages by factors of .86 to 1.4 and the sign of one in twenty,
+and no run would tell. `PUBLISHED` was computed by Pref-GRPO's `compute_weighted_advantages` (commit 3e787f6) in fp64 on
+the same 300 groups; where PREFGRPO_PEERS points to its checkout, the function itself runs beside ours.
+"""
+
+import dataclasses
+from types import MappingProxyType
+
+import numpy as np
+import peers
+import pytest
+import torch
+from tiny_run import settings, world
+
+from prefgrpo.advantage import advantages, part_table
+from prefgrpo.config import ConfigError, Reward, from_dict
+from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig
+from prefgrpo.rewards.base import GroupScores, PointwiseReward, Score
+from prefgrpo.rewards.edits import EditImageQuality
+from prefgrpo.rewards.unifiedreward_pairs import UnifiedRewardFlex
+from prefgrpo.trainer import Trainer
+
+STEPS, GROUPS, SIZE = 6, 50, 9
+FLEX, QUALITY = "unifiedreward_flex", "unifiedreward_edit_pointwise_image_quality"
+CASES = {
+    "flex and clip, gdpo": ({FLEX: 0.7, "clip": 0.3}, {FLEX: {"overall": 0.3, "categories": 0.7}}, True),
+    "edit parts": ({QUALITY: 0.5, "clip": 0.5}, {QUALITY: {"naturalness": 0.8, "artifacts": 0.2}}, False),
+    "two rewards, gdpo": ({"pickscore": 0.4, "clip": 0.6}, {}, True),
+}
+THEIRS = {"overall": "overall", "categories": "dim_mean", "naturalness": "dim0", "artifacts": "dim1"}
+PUBLISHED = {
+    "flex and clip, gdpo": [-17.687243, 0.951842, 34.045043, 2.223076, -39.575782, 47.999691],
+    "edit parts": [-5.613957, -11.062056, 11.967234, 6.823426, -3.517241, 35.215283],
+    "two rewards, gdpo": [-20.125819, 28.323208, 12.766871, -18.758547, -2.884795, 11.076886],
+}
+"""`projected` advantages of the six steps."""
+ORIGINAL = Reward(combine="weighted_advantage_sum", eps=1e-8, ddof=1)
+
+
+def drawn(case):
+    """(values [N, R], scores with parts by reward) of each step: win rates in sixteenths, scores of another scale."""
+    weights, parts, _ = CASES[case]
+    generator = np.random.default_rng(2508_20751)
+    for _ in range(STEPS):
+        groups = {}
+        for name in weights:
+            mean, spread = generator.normal(3, 1, (GROUPS, 1)), generator.lognormal(-2, 1, (GROUPS, 1))
+            own = {p: generator.integers(0, 17, (GROUPS, SIZE)) / 16 for p in parts.get(name, {})}
+            value = sum(own.values()) if own else generator.normal(mean, spread, (GROUPS, SIZE))
+            parts_of = lambda at, own=own: {k: float(v[at]) for k, v in own.items()}  # noqa: E731
+            places = [[(p, g) for g in range(SIZE)] for p in range(GROUPS)]
+            groups[name] = [GroupScores([Score(float(value[at]), parts=parts_of(at)) for at in row]) for row in places]
+        values = np.array([[[s.value for s in g.scores] for g in groups[n]] for n in weights])
+        yield values.reshape(len(weights), -1).T, groups
+
+
+def ours(case, values, groups, options):
+    weights, parts, _ = CASES[case]
+    table = part_table(groups, parts).reshape(len(values), -1) if parts else None
+    return advantages(values, weights, SIZE, options, parts, table).double().flatten().numpy()
+
+
+def projected(rows):
+    """One number per step that depends on every advantage."""
+    return [float(np.random.default_rng(step).normal(size=row.shape) @ row) for step, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_they_are_the_published_ones(case):
+    options = dataclasses.replace(ORIGINAL, batch_norm=CASES[case][2])
+    found = projected([ours(case, values, groups, options) for values, groups in drawn(case)])
+    assert np.allclose(found, PUBLISHED[case], atol=2e-5)
+    biased = dataclasses.replace(options, ddof=0)
+    assert not np.allclose(projected([ours(case, *d, biased) for d in drawn(case)]), PUBLISHED[case], atol=1e-2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_they_are_those_of_the_original_function(case, monkeypatch):
+    weights, parts, gdpo = CASES[case]
+    theirs = peers.functions("pref_grpo", "fastvideo/rewards/dispatcher.py", "theirs_dispatcher", monkeypatch)
+    flex, edits = parts.get(FLEX, {}), parts.get(QUALITY, {})
+    theirs._flex_get_env_float = lambda name, _: flex[{"OVERALL_WEIGHT": "overall", "DIM_WEIGHT": "categories"}[name]]
+    theirs.get_quality_weights = lambda: tuple(edits.values())
+    options, rows, worst = dataclasses.replace(ORIGINAL, batch_norm=gdpo), [], 0.0
+    for values, groups in drawn(case):
+        tensors = {name: torch.from_numpy(values[:, k].copy()) for k, name in enumerate(weights)}
+        for name, own in parts.items():
+            table = part_table(groups, {name: own}).reshape(len(values), -1)
+            tensors |= {f"{name}_{THEIRS[part]}": torch.from_numpy(table[:, k].copy()) for k, part in enumerate(own)}
+            tensors[f"{name}_dim_mask"] = torch.ones(len(values), dtype=torch.bool)
+        same = {"gather_tensor": lambda t: t, "use_group": True, "num_generations": SIZE, "apply_gdpo": gdpo}
+        rows.append(theirs.compute_weighted_advantages(tensors, weights, **same)[0].numpy())
+        worst = max(worst, float(np.abs(rows[-1] - ours(case, values, groups, options)).max()))
+    print(case, worst, projected(rows))
+    assert worst < 1e-6
+
+
+NAN = float("nan")
+
+
+def test_constant_groups_stay_exactly_zero_under_batch_normalisation():
+    values = np.array([[0.3]] * 4 + [[1.0], [2.0], [4.0], [8.0]] + [[5.0], [NAN], [6.0], [7.0]])
+    found = advantages(values, {"r": 1.0}, 4, Reward(batch_norm=True)).numpy()
+    assert (found[0] == 0).all() and found[2, 1] == 0 and (found[1] != 0).all()
+    known = np.delete(found.flatten(), 9)
+    assert known.std() == pytest.approx(1.0, rel=1e-3), "over the samples that are not missing"
+
+
+def test_a_missing_part_leaves_the_others_and_a_missing_value_leaves_nothing():
+    """Pref-GRPO's rule for a member without categories: its overall advantage alone."""
+    scores = [Score(0.2 * k, parts={"overall": 0.1 * k, "categories": 0.3 * k * k}) for k in range(5)]
+    scores[1] = Score(0.9, parts={"overall": 0.9})
+    scores[2] = Score(None, "timeout", parts={"overall": 0.5})
+    parts = {"r": {"overall": 0.3, "categories": 0.7}}
+    table = part_table({"r": [GroupScores(scores)]}, parts).reshape(5, 2)
+    values = np.array([[np.nan if s.value is None else s.value] for s in scores])
+    found = advantages(values, {"r": 2.0}, 5, ORIGINAL, parts, table).numpy()[0]
+
+    def plain(column):
+        known = table[~np.isnan(table[:, column]), column]
+        return (table[:, column] - known.mean()) / known.std(ddof=1)
+
+    expected = np.where(np.isnan(plain(1)), plain(0), 0.3 * plain(0) + 0.7 * plain(1))
+    assert np.allclose(found, np.where(np.isnan(expected), 0.0, 2.0 * expected), atol=1e-6) and found[2] == 0
+
+
+class InParts(PointwiseReward):
+    part_weights = MappingProxyType({"a": 0.25, "b": 0.75})
+
+    def score(self, samples):
+        bright = [s.media.pixels.mean(axis=(0, 1)) for s in samples]
+        return [Score(float(b.sum()), parts={"a": float(b[0]), "b": float(100 * b[1])}) for b in bright]
+
+
+def test_a_run_takes_the_parts_of_its_rewards(tmp_path):
+    """Through a real step: the parts' scales (1 to 100) must not matter."""
+    place, spec = world(tmp_path), f"{__name__}.InParts"
+    reward = {"spec": spec, "combine": "weighted_advantage_sum", "ddof": 1, "batch_norm": True}
+    one = Trainer(from_dict(settings(place, "parts", reward=reward, eval={"every": 0})))
+    one._collect(0)
+    scores = one.parts.scorer.finish()
+    found, _ = one._advantage(scores)
+    one.log.close()
+    one.parts.close()
+    table = np.array([[[s.parts[p] for s in g.scores] for g in scores.groups[spec]] for p in "ab"])
+    each = (table - table.mean(-1, keepdims=True)) / (table.std(-1, ddof=1, keepdims=True) + 1e-4)
+    blend = 0.25 * each[0] + 0.75 * each[1]
+    assert np.allclose(found.numpy(), blend / blend.std(ddof=1), rtol=1e-3)
+    with pytest.raises(ConfigError, match="expected weighted_advantage_sum, got weighted_sum"):
+        Trainer(from_dict(settings(place, "sum", reward={"spec": spec}, eval={"every": 0})))
+
+
+@pytest.mark.parametrize("make", [UnifiedRewardFlex, EditImageQuality])
+def test_a_reward_says_which_parts_are_normalised(make):
+    judge = HttpJudge(HttpJudgeConfig(endpoints=("http://127.0.0.1:9",), template="flex"))
+    names = {"overall", "categories"} if make is UnifiedRewardFlex else {"naturalness", "artifacts"}
+    assert set(make(judge, normalise_parts=True).part_weights) == names and not make(judge).part_weights
+    judge.close()
