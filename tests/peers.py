@@ -20,6 +20,7 @@ FOLDERS = {
     "dance_grpo": "DanceGRPO",
     "pref_grpo": "Pref-GRPO",
     "flow_factory": "Flow-Factory/src",
+    "paco": "PaCo-RL/PaCo-GRPO",
 }
 
 

@@ -229,6 +229,19 @@ def test_videoalign_is_three_heads_at_three_tokens_normalised(video):
         assert score.value == pytest.approx(sum(parts.values()), abs=1e-4)
 
 
+def test_videoalign_of_some_dimensions(video):
+    """DanceGRPO trains HunyuanVideo on VQ alone, of clips that it writes at 8 frames a second."""
+    samples = [Sample(p, own.clip(k, 20)) for k, p in enumerate(PROMPTS)]
+    every = VideoAlign(**video).score(samples)
+    for chosen in (["VQ"], ["TA", "MQ"]):
+        found = VideoAlign(**video, dimensions=chosen).score(samples)
+        assert [s.value for s in found] == pytest.approx([sum(s.parts[k] for k in chosen) for s in every], abs=1e-6)
+        assert [s.parts for s in found] == [s.parts for s in every]
+    for wrong in ([], ["vq"], ["VQ", "VQ"], "VQ,MQ"):
+        with pytest.raises(RewardError, match="dimensions must be a list"):
+            VideoAlign(**video, dimensions=wrong)
+
+
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_adapters_and_a_full_file_give_the_same(outputs, tmp_path):
     """The rest of an adapters' checkpoint comes from the base; one output per token or the diagonal of three."""
@@ -255,7 +268,8 @@ def test_the_newest_checkpoint_is_used(tmp_path):
     ("total", "video_fps", "fps", "frames", "expected"),
     [(33, 16.0, 2.0, None, 4), (81, 16.0, 2.0, None, 10), (2, 16.0, 2.0, None, 2), (3, 16.0, 2.0, None, 2),
      (5, 16.0, 2.0, None, 4), (9, 16.0, 30.0, None, 8), (90, 30.0, None, None, 6), (2000, 1.0, 2.0, None, 768),
-     (40, 16.0, None, 8, 8), (40, 16.0, None, 7, 8), (5, 16.0, None, 8, 5)],
+     (40, 16.0, None, 8, 8), (40, 16.0, None, 7, 8), (5, 16.0, None, 8, 5), (53, 16.0, 2.0, None, 6),
+     (53, 8.0, 2.0, None, 14)],
 )  # fmt: skip
 def test_how_many_frames(total, video_fps, fps, frames, expected):
     """seconds × rate, at least 4 and at most 768 or all, rounded to twos: 81/16·2 = 10.1 → 10."""

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Reward
+from prefgrpo.rewards.prepared import Prepared
 
 REWARDS: dict[str, str] = {
     "vlm_pairwise": "prefgrpo.rewards.pairwise:VlmPairwise",
@@ -185,7 +186,8 @@ def build(
 ) -> dict[str, Reward]:
     """{name: reward} for every reward of `spec`; `options[name]` are the keyword arguments of its class.
 
-    Options with a `url` make a `remote.RemoteReward`: the reward runs behind `prefgrpo reward serve`.
+    Options with a `url` make a `remote.RemoteReward`: the reward runs behind `prefgrpo reward serve`. Pointwise rewards
+    take `size` and `jpeg` besides (`prepared.Prepared`).
     """
     weights, options = parse_reward_spec(spec), options or {}
     for name in set(options) - set(weights):
@@ -197,11 +199,17 @@ def build(
 def _ready(name: str, options: dict[str, Any]) -> Callable[[], Reward]:
     """What makes the reward, its options checked."""
     found = load_class(name)
+    before: dict[str, Any] = {}
+    if issubclass(found, PointwiseReward):
+        keys = {"size", "jpeg"} & options.keys() - inspect.signature(found).parameters.keys()
+        before = {key: options.pop(key) for key in keys}
     if "url" in options:
         from prefgrpo.rewards.remote import RemoteReward  # imports aiohttp
 
-        return _checked(name, RemoteReward, {"name": name, "cls": found} | options)
-    return _checked(name, found, options)
+        make = _checked(name, RemoteReward, {"name": name, "cls": found} | options)
+    else:
+        make = _checked(name, found, options)
+    return _checked(name, Prepared, {"make": make} | before) if before else make
 
 
 def _checked(name: str, make: type[Reward], options: dict[str, Any]) -> Callable[[], Reward]:

@@ -74,10 +74,8 @@ class Hpsv2(TextImage):
         weights says, else ViT-H-14. device: auto, cpu, cuda, cuda:1. dtype: of the model. batch_size: images at
         once. frames: of a clip, evenly spread.
         """
-        loaded = encoder.shared(
-            encoder.OpenClip, model, architecture, "ViT-H-14", device, dtype, batch_size, file, padded
-        )
-        super().__init__(loaded, frames)
+        loaded = encoder.shared(encoder.OpenClip, model, architecture, "ViT-H-14", device, dtype, batch_size, file)
+        super().__init__(loaded, frames, padded)
 
 
 def padded(image: Tensor, side: int) -> Tensor:
@@ -124,6 +122,7 @@ class Clipscore(TextImage):
     def __init__(
         self,
         model: str = "openai/clip-vit-large-patch14",
+        resize: str = "processor",
         device: str = "auto",
         dtype: str = "float32",
         batch_size: int = 32,
@@ -131,8 +130,10 @@ class Clipscore(TextImage):
     ) -> None:
         """Load the model.
 
-        model: folder or hub id of a CLIPModel. device: auto, cpu, cuda, cuda:1. dtype: of the model. batch_size:
-        images at once. frames: of a clip, evenly spread.
+        model: folder or hub id of a CLIPModel. resize: processor, as the checkpoint's image processor does (bicubic on
+        8 bits), or bilinear, in float, as Flow-GRPO and PaCo-RL do. device: auto, cpu, cuda, cuda:1. dtype: of the
+        model. batch_size: images at once. frames: of a clip, evenly spread.
         """
-        super().__init__(encoder.shared(encoder.Transformers, model, "", device, dtype, batch_size), frames)
+        fit = encoder.resizing(resize)
+        super().__init__(encoder.shared(encoder.Transformers, model, "", device, dtype, batch_size), frames, fit)
         self.factor = self.encoder.scale / 30

@@ -1,8 +1,8 @@
-"""One-token Yes/No questions: P = P(Yes) / (P(Yes) + P(No)), all spellings of a word counted together.
+"""One-token Yes/No questions: P = P(Yes) / (P(Yes) + P(No)), by default all spellings of a word counted together.
 
     consistency_score        mean of P over all pairs of a grid's cells, then over criteria, then over dimensions
     consistency_for_editing  sqrt(P(consistent with the source) · P(instruction carried out))
-    grid_layout              P(the image is the grid that the prompt asks for)
+    grid_layout              P(the image is the grid that the prompt asks for), or 1 where that is above ½, else 0
 
 Source: PaCo-RL (arXiv 2512.04784). Invariant: without a pair, or with a question that got no answer for any pair,
 the score is missing, never 0.
@@ -13,18 +13,45 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
+from prefgrpo.judge.template import Template
 from prefgrpo.media import Media
-from prefgrpo.rewards.base import Sample, Score
+from prefgrpo.rewards.base import RewardError, Sample, Score
 from prefgrpo.rewards.grid import grid_of, split, sub_prompts
 from prefgrpo.rewards.vlm import VlmReward, both, missing
 
 _NO_GRID = "the prompt asks for no grid (such as '2x2'), nor does meta 'grid'"
 
 
-class ConsistencyScore(VlmReward):
+class YesNo(VlmReward):
+    """A reward that is made of P(Yes)."""
+
+    def __init__(self, judge: Any, template: str = "", spellings: str = "all") -> None:
+        """As VlmReward.
+
+        Args:
+            judge: An open judge or client, an HttpJudgeConfig, or a mapping of its fields.
+            template: Shipped name or path; empty: the one that `judge` names, else the reward's own.
+            spellings: all counts " yes", "YES" … for Yes as the template says; exact the labels alone, as PaCo-RL.
+        """
+        if spellings not in ("all", "exact"):
+            raise RewardError(f"spellings must be all or exact, got '{spellings}'")
+        self.exact = spellings == "exact"
+        super().__init__(judge, template)
+
+    def load(self, name: str, needs: tuple[str, ...] | None = None) -> Template:
+        """As VlmReward, without the labels' other spellings where they do not count."""
+        question = super().load(name, needs)
+        if self.exact:
+            question = replace(question, variants=False)
+            self.client.prepare(question)
+        return question
+
+
+class ConsistencyScore(YesNo):
     """Do the cells of a generated grid belong together, 0 … 1. `meta["criteria"]`: {dimension: {name: text}}.
 
     The criteria count if the template shows {criterion} (template: consistency_criterion); they are asked at once.
@@ -62,7 +89,7 @@ class ConsistencyScore(VlmReward):
         return Score(_mean(values)) if values else Score(None, answers[0].reason)
 
 
-class ConsistencyForEditing(VlmReward):
+class ConsistencyForEditing(YesNo):
     """Is the rest as it was, and is the instruction carried out, 0 … 1."""
 
     template = "edit_consistency"
@@ -70,15 +97,18 @@ class ConsistencyForEditing(VlmReward):
     may = ("prompt",)
     needs_source = True
 
-    def __init__(self, judge: Any, template: str = "", following_template: str = "edit_done") -> None:
-        """As VlmReward.
+    def __init__(
+        self, judge: Any, template: str = "", following_template: str = "edit_done", spellings: str = "all"
+    ) -> None:
+        """As YesNo.
 
         Args:
             judge: An open judge or client, an HttpJudgeConfig, or a mapping of its fields.
             template: Template that asks whether the rest is consistent with the source.
             following_template: Template that asks whether the instruction was carried out.
+            spellings: all or exact.
         """
-        super().__init__(judge, template)
+        super().__init__(judge, template, spellings)
         self.following = self.load(following_template, ("prompt", "source", "media_1"))
 
     async def judge_sample(self, sample: Sample) -> Score:
@@ -90,12 +120,26 @@ class ConsistencyForEditing(VlmReward):
         return Score(math.sqrt(same.value * done.value), parts=parts)
 
 
-class GridLayout(VlmReward):
+class GridLayout(YesNo):
     """Is the image the grid that the prompt (or meta "grid") asks for, 0 … 1."""
 
     template = "grid_layout"
     needs = ("rows", "columns", "media_1")
     may = ("prompt",)
+
+    def __init__(self, judge: Any, template: str = "", spellings: str = "all", verdict: str = "soft") -> None:
+        """As YesNo.
+
+        Args:
+            judge: An open judge or client, an HttpJudgeConfig, or a mapping of its fields.
+            template: Shipped name or path; empty: the one that `judge` names, else the reward's own.
+            spellings: all or exact.
+            verdict: soft, P(Yes), or hard, 1 where Yes is likelier than No and else 0, as in PaCo-RL.
+        """
+        if verdict not in ("soft", "hard"):
+            raise RewardError(f"grid_layout: verdict must be soft or hard, got '{verdict}'")
+        super().__init__(judge, template, spellings)
+        self.hard = verdict == "hard"
 
     async def judge_sample(self, sample: Sample) -> Score:
         """One question."""
@@ -106,7 +150,9 @@ class GridLayout(VlmReward):
         if grid is None:
             return Score(None, _NO_GRID)
         answer = await self.ask(self.question, sample, rows=str(grid[0]), columns=str(grid[1]))
-        return missing(answer) or Score(answer.value)
+        if answer.value is None or not self.hard:
+            return missing(answer) or Score(answer.value)
+        return Score(float(answer.value > 0.5), parts={"probability": answer.value})
 
 
 def criteria(meta: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -39,7 +39,7 @@ REMEMBERED = 4096
 CHARACTERS = 4000
 """What a tokenizer is given of a text: far more than its 77 tokens can hold, and never a megabyte."""
 Fit = Callable[[Tensor, int], Tensor]
-"""[3, H, W] in [0, 1] -> [3, side, side]."""
+"""[3, H, W] in [0, 1] and a side -> [3, side, side]."""
 CONFIG = "open_clip_config.json"
 WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin")
 
@@ -58,7 +58,16 @@ class Encoder(ABC):
 
     @abstractmethod
     def _pixels(self, media: Media) -> Tensor:
-        """[3, H, W] as the model takes an image."""
+        """[3, H, W] as the model takes an image, resized as its checkpoint says."""
+
+    def _standard(self) -> tuple[int, Sequence[float], Sequence[float]]:
+        """(side, mean, std) of the pixels that the model takes, for images that another resizes."""
+        raise TypeError(f"{type(self).__name__} resizes images itself")
+
+    def _fitted(self, media: Media, fit: Fit) -> Tensor:
+        side, mean, std = self._standard()
+        pixels = torch.from_numpy(np.ascontiguousarray(media.pixels)).permute(2, 0, 1) / 255.0
+        return (fit(pixels, side) - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
 
     @abstractmethod
     def _encode_images(self, pixels: Tensor) -> Tensor:
@@ -69,11 +78,12 @@ class Encoder(ABC):
         """[B, D]."""
 
     @torch.inference_mode()
-    def images(self, media: Sequence[Media]) -> Tensor:
-        """[len(media), D] unit vectors, float32 on the CPU."""
+    def images(self, media: Sequence[Media], fit: Fit | None = None) -> Tensor:
+        """[len(media), D] unit vectors, float32 on the CPU. fit: resizes them in place of the checkpoint's own way."""
         found = []
         for start in range(0, len(media), self.batch_size):
-            pixels = torch.stack([self._pixels(m) for m in media[start : start + self.batch_size]])
+            chosen = media[start : start + self.batch_size]
+            pixels = torch.stack([self._fitted(m, fit) if fit else self._pixels(m) for m in chosen])
             found.append(_unit(self._encode_images(pixels.to(self.device, self.dtype))))
         return torch.cat(found) if found else torch.empty(0)
 
@@ -104,13 +114,10 @@ class OpenClip(Encoder):
         dtype: str,
         batch_size: int,
         file: str = "",
-        fit: Fit | None = None,
     ) -> None:
         """`architecture` must be the config's if one lies beside the weights; `otherwise` is taken if neither says it.
-        `file`: name of the weights in the folder or repository `model`, by default open_clip's own names.
-        `fit`: how an image is brought to the model's size, by default as its config says."""
+        `file`: name of the weights in the folder or repository `model`, by default open_clip's own names."""
         super().__init__(device, dtype, batch_size)
-        self._fit = fit
         self._library = library("open_clip", "'prefgrpo[rewards]'")
         weights = _weights(model, file)
         with loading(model), _unlogged():
@@ -140,13 +147,12 @@ class OpenClip(Encoder):
         return name, _published(name, bool(configs(name).get("quick_gelu")))
 
     def _pixels(self, media: Media) -> Tensor:
-        if self._fit is None:
-            return self._preprocess(media.pil)
+        return self._preprocess(media.pil)
+
+    def _standard(self) -> tuple[int, Sequence[float], Sequence[float]]:
         config = self._model.visual.preprocess_cfg
-        mean, std = (torch.tensor(config[key])[:, None, None] for key in ("mean", "std"))
         side = config["size"] if isinstance(config["size"], int) else config["size"][0]
-        pixels = torch.from_numpy(np.ascontiguousarray(media.pixels)).permute(2, 0, 1) / 255.0
-        return (self._fit(pixels, side) - mean) / std
+        return side, config["mean"], config["std"]
 
     def _encode_images(self, pixels: Tensor) -> Tensor:
         return self._model.encode_image(pixels)
@@ -179,6 +185,9 @@ class Transformers(Encoder):
 
     def _pixels(self, media: Media) -> Tensor:
         return self._processor(media.pil, return_tensors="pt")["pixel_values"][0]
+
+    def _standard(self) -> tuple[int, Sequence[float], Sequence[float]]:
+        return self._processor.crop_size["height"], self._processor.image_mean, self._processor.image_std
 
     def _encode_images(self, pixels: Tensor) -> Tensor:
         return self._model.get_image_features(pixel_values=pixels).pooler_output
@@ -218,6 +227,29 @@ def _unlogged() -> Iterator[None]:
     finally:
         root.removeFilter(elsewhere)
         root.removeHandler(nowhere)
+
+
+def bilinear(image: Tensor, side: int) -> Tensor:
+    """[3, side, side] of [3, H, W]: antialiased bilinear in float until the shorter side fits, then the middle of it.
+
+    torchvision's Resize(side) and CenterCrop(side), with which Flow-GRPO and PaCo-RL feed CLIP.
+    """
+    _, high, wide = image.shape
+    size = (side, side * wide // high) if high < wide else (side * high // wide, side)
+    resized = functional.interpolate(image[None], size, mode="bilinear", antialias=True)[0]
+    top, left = (round((n - side) / 2) for n in size)
+    return resized[:, top : top + side, left : left + side]
+
+
+RESIZES: dict[str, Fit | None] = {"processor": None, "bilinear": bilinear}
+"""What the option `resize` of a reward names; None: as the checkpoint's own image processor does."""
+
+
+def resizing(name: str) -> Fit | None:
+    """The fit of that name in RESIZES; RewardError for another name."""
+    if name not in RESIZES:
+        raise RewardError(f"resize must be one of {', '.join(RESIZES)}, got '{name}'")
+    return RESIZES[name]
 
 
 def _unit(vectors: Tensor) -> Tensor:

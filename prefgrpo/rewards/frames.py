@@ -11,7 +11,7 @@ from abc import abstractmethod
 from torch import Tensor
 
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.encoder import Encoder
+from prefgrpo.rewards.encoder import Encoder, Fit
 
 
 class FrameReward(PointwiseReward):
@@ -19,11 +19,11 @@ class FrameReward(PointwiseReward):
 
     takes = ("image", "video")
 
-    def __init__(self, encoder: Encoder, frames: int) -> None:
-        """frames: how many frames of a clip are scored, evenly spread; 1 is the first alone."""
+    def __init__(self, encoder: Encoder, frames: int, fit: Fit | None = None) -> None:
+        """frames: how many frames of a clip are scored, evenly spread; 1 is the first alone. fit: as Encoder.images."""
         if frames < 1:
             raise RewardError(f"frames must be at least 1, got {frames}")
-        self.encoder, self.frames = encoder, frames
+        self.encoder, self.frames, self.fit = encoder, frames, fit
 
     @abstractmethod
     def values(self, vectors: Tensor, prompts: list[str]) -> Tensor:
@@ -35,7 +35,7 @@ class FrameReward(PointwiseReward):
 
     def _scores(self, samples: list[Sample]) -> list[Score]:
         shown = [s.media.frames(self.frames) for s in samples]
-        vectors = self.encoder.images([frame for frames in shown for frame in frames])
+        vectors = self.encoder.images([frame for frames in shown for frame in frames], self.fit)
         values = self.values(vectors, [s.prompt for s, frames in zip(samples, shown, strict=True) for _ in frames])
         each = values.split([len(frames) for frames in shown])
         return [score_of(found.tolist()) for found in each]

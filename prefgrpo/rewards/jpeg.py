@@ -2,8 +2,9 @@
 
     incompressibility = kB of the image as JPEG, quality 95        compressibility = −incompressibility
 
-Of a clip: the mean over its frames.
-Source: Black et al., "Training Diffusion Models with Reinforcement Learning" (arXiv 2305.13301), section 4.
+both divided by `divisor`. Of a clip: the mean over its frames.
+Sources: Black et al., "Training Diffusion Models with Reinforcement Learning" (arXiv 2305.13301), section 4; Flow-GRPO
+and PaCo-RL train on −kB/500.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import io
 from typing import ClassVar
 
-from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 
 
 def jpeg_kilobytes(sample: Sample) -> float:
@@ -30,9 +31,15 @@ class JpegIncompressibility(PointwiseReward):
     takes = ("image", "video")
     sign: ClassVar[float] = 1.0
 
+    def __init__(self, divisor: float = 1.0) -> None:
+        """divisor: what the kilobytes are divided by; Flow-GRPO and PaCo-RL divide by 500."""
+        if not divisor > 0:
+            raise RewardError(f"divisor must be positive, got {divisor}")
+        self.divisor = divisor
+
     def score(self, samples: list[Sample]) -> list[Score]:
-        """JPEG kB of each image, with the sign."""
-        return self.in_batches(samples, 1, lambda one: [Score(self.sign * jpeg_kilobytes(one[0]))])
+        """JPEG kB of each image / divisor, with the sign."""
+        return self.in_batches(samples, 1, lambda one: [Score(self.sign * jpeg_kilobytes(one[0]) / self.divisor)])
 
 
 class JpegCompressibility(JpegIncompressibility):

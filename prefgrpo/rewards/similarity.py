@@ -28,8 +28,9 @@ VIT_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 class PartsReward(PointwiseReward):
     """Scores the vectors of several images that belong to one sample."""
 
-    def __init__(self, model: encoder.Encoder) -> None:
-        self.encoder = model
+    def __init__(self, model: encoder.Encoder, fit: encoder.Fit | None = None) -> None:
+        """fit: as Encoder.images."""
+        self.encoder, self.fit = model, fit
 
     @abstractmethod
     def images(self, sample: Sample) -> list[Media]:
@@ -48,7 +49,7 @@ class PartsReward(PointwiseReward):
         asked = [self.refuse(sample) or self._asked(sample) for sample in samples]
         able = [a for a in asked if not isinstance(a, str)]
         distinct = {m.digest: m for images, _ in able for m in images}
-        rows = dict(zip(distinct, self.encoder.images(list(distinct.values())), strict=True))
+        rows = dict(zip(distinct, self.encoder.images(list(distinct.values()), self.fit), strict=True))
         words = list(dict.fromkeys(t for _, texts in able for t in texts))
         vectors = dict(zip(words, self.encoder.texts(words), strict=True))
         return [Score(None, a) if isinstance(a, str) else self._one(a, rows, vectors) for a in asked]
@@ -74,16 +75,18 @@ class ImageSimilarity(PartsReward):
     def __init__(
         self,
         model: str = "openai/clip-vit-large-patch14",
+        resize: str = "processor",
         device: str = "auto",
         dtype: str = "float32",
         batch_size: int = 32,
     ) -> None:
         """Load the model.
 
-        model: folder or hub id of a CLIPModel. device: auto, cpu, cuda, cuda:1. dtype: of the model. batch_size:
-        images at once.
+        model: folder or hub id of a CLIPModel. resize: processor or bilinear, as for clipscore. device: auto, cpu,
+        cuda, cuda:1. dtype: of the model. batch_size: images at once.
         """
-        super().__init__(encoder.shared(encoder.Transformers, model, "", device, dtype, batch_size))
+        fit = encoder.resizing(resize)
+        super().__init__(encoder.shared(encoder.Transformers, model, "", device, dtype, batch_size), fit)
 
     def images(self, sample: Sample) -> list[Media]:
         """The edit, then its sources."""

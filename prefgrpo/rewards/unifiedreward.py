@@ -72,3 +72,5 @@ class QwenVl(UnifiedRewardSglang):
     """Quality by an instruction-tuned Qwen-VL: <Score>N</Score>, N / 5."""
 
     template = "qwenvl"
+    needs = ("media_1",)
+    may = ("prompt",)

@@ -1,6 +1,6 @@
 """`videoalign`: VideoReward's visual quality, motion quality and text alignment of a clip (Qwen2-VL-2B with LoRA).
 
-    value = Σ over VQ, MQ, TA of (x − mean) / std        x: the head's output at <|VQ_reward|>, …
+    value = Σ over `dimensions` of (x − mean) / std        x: the head's output at <|VQ_reward|>, …
 
 Frames come from memory, bicubic and rounded as the original reads them from a file; LoRA is merged at load.
 Source: Liu et al., "Improving Video Generation with Human Feedback" (arXiv 2501.13918); format of KwaiVGI/VideoReward.
@@ -33,7 +33,7 @@ LEAST = 128 * 28 * 28
 
 
 class VideoAlign(QwenReward):
-    """VideoReward's sum of the three normalised scores."""
+    """VideoReward's sum of its normalised scores, of all three or of some."""
 
     takes = ("video",)
 
@@ -42,6 +42,7 @@ class VideoAlign(QwenReward):
         model: str = "KwaiVGI/VideoReward",
         base: str = "Qwen/Qwen2-VL-2B-Instruct",
         template: str = "",
+        dimensions: Sequence[str] = PARTS,
         video_fps: float = 16.0,
         device: str = "auto",
         dtype: str = "auto",
@@ -53,11 +54,16 @@ class VideoAlign(QwenReward):
         base: folder or hub id of Qwen2-VL: config, tokenizer and, for a checkpoint of adapters only, weights.
         template: file with the training text, {text_prompt} and the three reward tokens in it, or VideoAlign's
         prompt_template.py; default: the one that scripts/setup_reward.sh put beside this Python.
+        dimensions: list of those of VQ (visual quality), MQ (motion quality), TA (text alignment) that are summed.
         video_fps: frames per second of the clips, from which the checkpoint's own rate takes its frames.
         device: auto, cpu, cuda, cuda:1. dtype: auto is bfloat16 on a GPU, float32 else. batch_size: clips at once.
         """
         if not video_fps > 0:
             raise RewardError(f"videoalign: video_fps must be positive frames per second, got {video_fps}")
+        chosen = [dimensions] if isinstance(dimensions, str) else list(dimensions)
+        if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(PARTS):
+            raise RewardError(f"videoalign: dimensions must be a list of some of {list(PARTS)}, got {dimensions!r}")
+        self.dimensions = chosen
         with loading(template or "the text of VideoAlign"):
             self.text = checked(training_text(template), TOKENS)
         self.video_fps, self.batch_size = video_fps, batch_size
@@ -76,10 +82,10 @@ class VideoAlign(QwenReward):
         return super().refuse(sample) or ("videoalign scores clips of 2 frames or more, got 1" if short else "")
 
     def scored(self, rows: NDArray[np.float64]) -> Score:
-        """The sum of the normalised parts VQ, MQ and TA."""
+        """The sum of the chosen dimensions; parts: all three, normalised."""
         raw = np.diagonal(rows) if rows.shape[1] == len(PARTS) else rows[:, 0]
         parts = normalised(raw.tolist(), self.norms)
-        return Score(sum(parts.values()), parts=parts)
+        return Score(sum(parts[name] for name in self.dimensions), parts=parts)
 
     def turn(self, sample: Sample) -> Turn:
         """The frames that the model sees and the training text."""

@@ -1,0 +1,381 @@
+"""Rewards with a publication's own options, beside that publication's own functions.
+
+Why these cases: each is a number that differs by default (file sizes, resizing, JPEG on the way to a server, spellings
+of Yes, a hard verdict), so a recipe that names the publication must set the option. Oracle: the peers' code run on the
+same random pictures and, for judges, the same server (skipped without PREFGRPO_PEERS); beside it the published formula
+in plain Pillow or torchvision, which always runs.
+"""
+
+import asyncio
+import io
+import itertools
+import json
+import math
+import pickle
+import sys
+import urllib.request
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import peers
+import pytest
+import torch
+from judge_server import JudgeServer, images, text_of
+from PIL import Image
+from reward_cases_vlm import judge
+from torchvision import transforms
+from transformers import CLIPModel, CLIPProcessor
+
+from prefgrpo.media import Media
+from prefgrpo.rewards import RewardSpecError, build
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
+from prefgrpo.rewards.encoder import bilinear
+from prefgrpo.tiny.rewards import clip_folder
+
+SIZE = "jpeg_compressibility"
+PACO = {"spellings": "exact", "jpeg": 75}
+
+
+def noise(seed, high=96, wide=64):
+    """A picture in which resizing and JPEG change every pixel."""
+    return Media(np.random.default_rng(seed).integers(0, 256, (high, wide, 3), np.uint8))
+
+
+def jpeg75(media):
+    """Pillow's default: quality 75, 4:2:0."""
+    buffer = io.BytesIO()
+    media.pil.save(buffer, format="JPEG")
+    return np.asarray(Image.open(buffer))
+
+
+def apart(ours, theirs):
+    return float(np.abs(np.subtract(ours, theirs)).max())
+
+
+class Seen(PointwiseReward):
+    """Keeps what it is given."""
+
+    takes = ("image", "video")
+
+    def __init__(self, scale: float = 1.0):
+        self.samples, self.scale = [], scale
+
+    def score(self, samples):
+        self.samples += samples
+        return [Score(self.scale * float(s.media.pixels.mean())) for s in samples]
+
+
+def seen(**options):
+    name = f"{__name__}:Seen"
+    return build([name], {name: options})[name]
+
+
+# What is done to pictures before a reward sees them
+
+
+def test_a_jpeg_round_trip_is_pillows_and_reaches_every_frame_and_source():
+    clip = Media(np.stack([noise(k).pixels for k in range(3)]))
+    reward = seen(jpeg=75, scale=2.0)
+    samples = [Sample("a", noise(0), (noise(1),)), Sample("a", clip)]
+    scores = reward.score(samples)
+    first, second = reward.reward.samples
+    np.testing.assert_array_equal(first.media.pixels, jpeg75(noise(0)))
+    np.testing.assert_array_equal(first.source[0].pixels, jpeg75(noise(1)))
+    np.testing.assert_array_equal(second.media.pixels, np.stack([jpeg75(noise(k)) for k in range(3)]))
+    assert scores[0].value == 2 * jpeg75(noise(0)).mean() != 2 * noise(0).pixels.mean()
+    again = seen(jpeg=75)
+    again.score(samples[:1])
+    assert again.reward.samples[0].media is first.media, "two rewards with the same option share the picture"
+    empty = build([SIZE], {SIZE: {"jpeg": 75}})[SIZE].score([Sample("a", Media(np.zeros((0, 4, 3), np.uint8)))])
+    assert empty[0].value is None and "no pixels" in empty[0].reason
+
+
+def test_size_is_pillows_resize_and_wrong_values_are_refused():
+    reward = seen(size=32)
+    reward.score([Sample("a", noise(0))])
+    np.testing.assert_array_equal(reward.reward.samples[0].media.pixels, np.asarray(noise(0).pil.resize((32, 32))))
+    for options in ({"jpeg": 101}, {"size": -1}):
+        with pytest.raises(RewardError, match="size of at least 0 and jpeg"):
+            seen(**options)
+    with pytest.raises(RewardSpecError, match="expected int, got '75'"):
+        seen(jpeg="75")
+    with pytest.raises(RewardSpecError, match="has no option 'jpeg'"):
+        build("vlm_pairwise", {"vlm_pairwise": {"judge": {}, "jpeg": 75}})
+
+
+# In process: JPEG size, CLIP
+
+
+def values(name, samples, **options):
+    return [s.value for s in build(name, {name: options})[name].score(samples)]
+
+
+def test_compressibility_over_500():
+    samples = [Sample("a", noise(k)) for k in range(3)]
+    assert values(SIZE, samples, divisor=500) == [v / 500 for v in values(SIZE, samples)]
+    with pytest.raises(RewardError, match="divisor must be positive"):
+        values(SIZE, samples, divisor=0)
+
+
+def test_compressibility_is_flow_grpos(monkeypatch):
+    theirs = peers.file_module("flow_grpo", "flow_grpo/rewards.py", "published_flow_grpo", monkeypatch)
+    pictures = [noise(k, 64 + 8 * k, 80) for k in range(4)]
+    expected = [theirs.jpeg_compressibility()([m.pixels], [""], [{}])[0][0] for m in pictures]
+    samples = [Sample("", m) for m in pictures]
+    assert values(SIZE, samples, divisor=500) == pytest.approx(expected, rel=1e-15)
+    print(f"{SIZE}: by default {values(SIZE, samples)[0] / expected[0]:g} times theirs")
+
+
+@pytest.mark.parametrize("size", [(64, 64), (96, 64), (64, 97), (28, 28), (29, 500), (16, 20), (333, 221)])
+def test_bilinear_is_torchvisions_resize_and_crop(size):
+    pixels = torch.rand(3, *size, generator=torch.Generator().manual_seed(0))
+    published = transforms.Compose([transforms.Resize(28), transforms.CenterCrop(28)])
+    assert torch.equal(bilinear(pixels, 28), published(pixels))
+
+
+@pytest.fixture
+def clip(tmp_path, monkeypatch):
+    """(folder of a tiny CLIPModel, PaCo-RL's scorer of it). Its image features were a tensor before transformers 5."""
+    folder = clip_folder(tmp_path / "clip")
+    theirs = peers.file_module("paco", "paco_grpo/rewards/clip_scorer.py", "published_clip_scorer", monkeypatch)
+
+    class Model(CLIPModel):
+        def get_image_features(self, **inputs):
+            vectors = super().get_image_features(**inputs).pooler_output
+            vectors.pooler_output = vectors  # the library's own forward takes it from there
+            return vectors
+
+    for name, kind in (("CLIPModel", Model), ("CLIPProcessor", CLIPProcessor)):
+        loader = SimpleNamespace(from_pretrained=lambda _, kind=kind: kind.from_pretrained(folder))
+        monkeypatch.setattr(theirs, name, loader)
+    return str(folder), theirs.ClipScorer("cpu")
+
+
+def floats(media):
+    return torch.stack([torch.from_numpy(m.pixels).permute(2, 0, 1) / 255.0 for m in media])
+
+
+def test_clipscore_and_image_similarity_are_pacos(clip):
+    folder, scorer = clip
+    media, sources = [noise(k) for k in range(6)], [noise(10 + k) for k in range(6)]
+    prompts = ["a red cat", "two dogs on a hill", "", "a", "x " * 100, "b"]
+    samples = [Sample(p, m, (s,)) for p, m, s in zip(prompts, media, sources, strict=True)]
+    expected = {"clipscore": scorer(floats(media), prompts).tolist()}
+    expected["image_similarity"] = scorer.image_similarity(floats(media), floats(sources)).tolist()
+    for name, theirs in expected.items():
+        assert values(name, samples, model=folder, resize="bilinear") == pytest.approx(theirs, abs=3e-6), name
+        off = apart(values(name, samples, model=folder), theirs)
+        print(f"{name}: by default off by {off:.2g}")
+        assert off > 1e-3, f"{name}: the default does not differ, so the option is not tested"
+        with pytest.raises(RewardError, match="resize must be one of"):
+            values(name, samples, model=folder, resize="nearest")
+
+
+@pytest.mark.parametrize("function", ["deqa_score_remote", "geneval_score"])
+def test_what_flow_grpo_sends_to_its_servers_is_jpeg_75(function, monkeypatch):
+    """Its client, with the server's side of the connection replaced: the decoded pictures are those that ours see."""
+    theirs = peers.file_module("flow_grpo", "flow_grpo/rewards.py", "published_flow_grpo", monkeypatch)
+    sent = []
+
+    def post(self, url, data, timeout):
+        files = pickle.loads(data)["images"]
+        sent.extend(np.asarray(Image.open(io.BytesIO(file))) for file in files)
+        reply = {key: [0.0] * len(files) for key in ("outputs", "scores", "rewards", "strict_rewards")}
+        reply |= {"group_strict_rewards": {}, "group_rewards": {}}
+        return SimpleNamespace(content=pickle.dumps(reply))
+
+    monkeypatch.setattr("requests.Session.post", post)
+    media = [noise(k) for k in range(3)]
+    asks = getattr(theirs, function)("cpu")
+    asks(np.stack([m.pixels for m in media]), [""] * 3, [{}] * 3, *([True] if function == "geneval_score" else []))
+    reward = seen(jpeg=75)
+    reward.score([Sample("", m) for m in media])
+    for theirs_pixels, ours in zip(sent, reward.reward.samples, strict=True):
+        np.testing.assert_array_equal(theirs_pixels, ours.media.pixels)
+
+
+# Rewards that ask a judge: the peer's scorer and ours against one server
+
+
+class Client:
+    """As much of openai's client as the peers call, towards a server of the tests."""
+
+    def __init__(self, server=None, **_):
+        self.server = server or Client.default
+        self.chat = self.completions = self
+
+    async def create(self, model, timeout=None, **fields):
+        body = json.dumps({"model": JudgeServer.model, **fields}).encode()
+        request = urllib.request.Request(
+            f"{self.server.url}/v1/chat/completions", body, {"Content-Type": "application/json"}
+        )
+        said = await asyncio.to_thread(lambda: urllib.request.urlopen(request, timeout=10).read())
+        reply = json.loads(said)
+        choice = reply["choices"][0]
+        if choice["logprobs"]:  # the server does not write the likeliest token as text
+            top = choice["logprobs"]["content"][0]["top_logprobs"]
+            choice["message"]["content"] = max(top, key=lambda token: token["logprob"])["token"]
+        return json.loads(json.dumps(reply), object_hook=lambda value: SimpleNamespace(**value))
+
+
+@pytest.fixture
+def server(monkeypatch):
+    openai = ModuleType("openai")
+    openai.OpenAI = openai.AsyncOpenAI = Client
+    openai.ChatCompletion = object
+    monkeypatch.setitem(sys.modules, "openai", openai)
+    with JudgeServer() as running:
+        Client.default = running
+        yield running
+
+
+def paco(name, monkeypatch):
+    """A module of PaCo-RL's rewards, which silence the root logger as they are imported."""
+    import logging
+
+    level = logging.getLogger().level
+    try:
+        return peers.module("paco", f"paco_grpo.rewards.{name}", monkeypatch)
+    finally:
+        logging.getLogger().setLevel(level)
+
+
+def spelled(b, text):
+    """P of each spelling, from the last digits of the brightness: another encoding is another answer."""
+    x = sum(1000 * value * (k + 1) for k, value in enumerate(b))
+    yes, other = 0.1 + 0.6 * (x % 1), 0.05 + 0.1 * (7 * x % 1)
+    found = {"Yes": yes, "yes": other, " Yes": 0.01, "No": 0.8 - yes, "no": 0.15 - other}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def ours(server, name, samples, image_format="png", **options):
+    return values(name, samples, judge=judge(server, image_format=image_format), **options)
+
+
+def test_consistency_is_pacos(server, monkeypatch):
+    """Grey pictures: PaCo-RL compresses each cell, `jpeg` the whole grid, whose colours run into the next cell by one
+    pixel; brightness stays within cells whose sides are multiples of 8."""
+    theirs = paco("consistency_scorer", monkeypatch)
+    server.answer = spelled
+    prompt = "FOUR-PANEL Images with a 2x2 grid layout. Warm light. [TOP]-[LEFT]:A cat. [TOP]-[RIGHT]:A dog."
+    meta = {"criteria": {"Identity": {"a": "same cat"}, "Style": {"a": "same style", "b": "same light"}}}
+    grey = np.random.default_rng(0).integers(0, 256, (6, 128, 128, 1), np.uint8).repeat(3, 3)
+    samples = [Sample(prompt, Media(pixels), (), meta) for pixels in grey]
+    scorer = theirs.ConsistencyScorer(client=Client(server))
+    expected = scorer([s.media.pil for s in samples], [prompt] * 6, [meta] * 6)
+    found = ours(server, "consistency_score", samples, **PACO)
+    assert found == pytest.approx(expected, abs=1e-6)
+    print(f"consistency_score: by default off by {apart(ours(server, 'consistency_score', samples), expected):.2g}")
+
+
+def test_consistency_for_editing_is_pacos(server, monkeypatch):
+    theirs = paco("consistency_for_editing", monkeypatch)
+    server.answer = spelled
+    samples = [Sample("add a hat", noise(k), (noise(10 + k),)) for k in range(6)]
+    scorer = theirs.ConsistencyScorerForEditing(client=Client(server))
+    metas = [{"ref_image": s.source[0].pil} for s in samples]
+    expected = scorer([s.media.pil for s in samples], ["add a hat"] * 6, metas)
+    found = ours(server, "consistency_for_editing", samples, **PACO)
+    assert found == pytest.approx(expected, abs=1e-6)
+    for more in ({}, {"spellings": "exact"}, {"jpeg": 75}):
+        off = apart(ours(server, "consistency_for_editing", samples, **more), expected)
+        print(f"consistency_for_editing {more}: off by {off:.2g}")
+        assert off > 1e-3
+
+
+def test_grid_layout_is_pacos_hard_verdict(server, monkeypatch):
+    theirs = paco("layout_scorer", monkeypatch)
+    server.answer = spelled
+    samples = [Sample("a 2x2 grid", noise(k)) for k in range(12)]
+    scorer = theirs.GridLayoutScorer(client=Client(server))
+    expected = scorer([s.media.pil for s in samples], ["a 2x2 grid"] * 12, [{}] * 12)
+    assert sorted(set(expected)) == [0.0, 1.0]
+    assert ours(server, "grid_layout", samples, verdict="hard", **PACO) == expected
+
+
+def test_exact_spellings_and_a_hard_verdict_by_hand(server):
+    said = {"Yes": 0.3, " yes": 0.3, "No": 0.35, "Well": 0.05}
+    server.answer = lambda b, text: said
+    sample = Sample("a 2x2 grid", noise(0), (noise(1),))
+    for name in ("grid_layout", "consistency_score", "consistency_for_editing"):
+        assert ours(server, name, [sample]) == pytest.approx([0.6 / 0.95])
+        assert ours(server, name, [sample], spellings="exact") == pytest.approx([0.3 / 0.65])
+    assert ours(server, "grid_layout", [sample], verdict="hard") == [1.0]
+    assert ours(server, "grid_layout", [sample], verdict="hard", spellings="exact") == [0.0]
+    for options in ({"spellings": "few"}, {"verdict": "firm"}):
+        with pytest.raises(RewardError, match="must be"):
+            ours(server, "grid_layout", [sample], **options)
+
+
+def test_unifiedreward_sees_flow_grpos_512_squares(server, monkeypatch):
+    theirs = peers.file_module("flow_grpo", "flow_grpo/rewards.py", "published_flow_grpo", monkeypatch)
+    server.answer = lambda b, text: f"Final Score: {1 + 4 * (1000 * b[0] % 1):.6f}"
+    media = [noise(k, 720, 640) for k in range(3)]
+    expected, _ = theirs.unifiedreward_score_sglang("cpu")(np.stack([m.pixels for m in media]), ["a"] * 3, [{}] * 3)
+    samples = [Sample("a", m) for m in media]
+    assert ours(server, "unifiedreward_sglang", samples, size=512) == pytest.approx(expected, abs=1e-9)
+    for more in ({}, {"size": 512, "image_format": "jpeg"}):
+        assert ours(server, "unifiedreward_sglang", samples, **more) != pytest.approx(expected, abs=1e-3)
+
+
+def test_qwenvl_with_and_without_the_caption(server):
+    server.answer = lambda b, text: "<Thought>Sharp.</Thought>\n<Score>4</Score>"
+    sample = Sample("a red cat", noise(0))
+    assert ours(server, "qwenvl", [sample]) == ours(server, "qwenvl", [sample], template="qwenvl_aesthetic") == [0.8]
+    shown = ["a red cat" in text_of(r) for r in server.requests]
+    assert shown == [True, False] and [r["max_tokens"] for r in server.requests] == [64, 2048]
+    assert all(len(images(r)) == 1 for r in server.requests)
+
+
+def test_only_the_template_against_duplicates_forbids_them(server):
+    server.answer = spelled
+    sample = Sample("a 2x2 grid. Warm light. [LEFT]: a cat.", noise(0))
+    for template, forbids in (("consistency", False), ("consistency_no_duplicates", True)):
+        ours(server, "consistency_score", [sample], template=template)
+        assert ("same picture" in text_of(server.requests[-1])) == forbids
+
+
+def test_grids_and_their_texts_are_pacos_on_its_own_prompts(server, monkeypatch):
+    """Every prompt of PaCo-RL's T2IS set: layout, theme and texts of the cells; a closing quote at an end aside, which
+    PaCo-RL drops."""
+    from prefgrpo.rewards.grid import grid_of, sub_prompts
+
+    utils = peers.module("paco", "paco_grpo.utils", monkeypatch)
+    files = sorted((peers.folder("paco") / "dataset" / "T2IS").rglob("*.jsonl"))
+    prompts = {json.loads(line)["prompt"] for file in files for line in file.read_text().splitlines()}
+    assert len(prompts) > 100
+    for prompt in prompts:
+        theme, cells = sub_prompts(prompt)
+        assert grid_of(prompt) == utils.extract_grid_info(prompt)
+        expected = [part.strip(' ".') for part in utils.divide_prompt(prompt)]
+        assert [part.strip(' ".') for part in (theme, *cells)] == expected
+
+
+def test_p_yes_of_random_answers_is_pacos(server, monkeypatch):
+    """All spellings counted, and the labels alone: PaCo-RL's own function on 200 random lists of probabilities."""
+    from prefgrpo.judge.answers import label_logprobs
+
+    utils = peers.module("paco", "paco_grpo.utils", monkeypatch)
+    rng = np.random.default_rng(0)
+    tokens = ["Yes", "No", "yes", " Yes", "YES", "no", " No", "NO", "Well", "The"]
+    for _ in range(200):
+        p = rng.dirichlet(np.full(len(tokens), 0.5))
+        top = [{"token": t, "logprob": math.log(x)} for t, x in zip(tokens, p, strict=True)]
+        choice = {"logprobs": {"content": [{"top_logprobs": top}]}}
+        completion = json.loads(json.dumps({"choices": [choice]}), object_hook=lambda value: SimpleNamespace(**value))
+        for every in (False, True):
+            first, second = label_logprobs(choice, ("Yes", "No"), every)
+            expected = utils.get_yes_cond_prob_from_completion(completion, canonicalize=every)
+            assert 1 / (1 + math.exp(second - first)) == pytest.approx(expected, rel=1e-9)
+
+
+def test_pairs_of_cells_are_all_unordered_pairs(server):
+    """Published: combinations of two cells, the earlier one first."""
+    server.answer = spelled
+    cells = [noise(k, 32, 32) for k in range(4)]
+    rows = [np.concatenate([cells[k].pixels, cells[k + 1].pixels], 1) for k in (0, 2)]
+    sample = Sample("a 2x2 grid", Media(np.concatenate(rows)))
+    value = ours(server, "consistency_score", [sample], spellings="exact")[0]
+    bright = [c.pixels.mean() / 255 for c in cells]
+    pairs = [spelled(pair, "") for pair in itertools.combinations(bright, 2)]
+    assert value == pytest.approx(np.mean([p["Yes"] / (p["Yes"] + p["No"]) for p in pairs]), abs=1e-6)
