@@ -175,9 +175,8 @@ def stand_ins(config: Config, adapter: Adapter, sources: int = 0) -> tuple[FakeT
     modules = [m for m in adapter.pipe.components.values() if isinstance(m, nn.Module)]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     known, sigma = fake(modules, mode), torch.full((r.batch_size,), 0.9)
-    lengths = {
-        key: torch.tensor(config.data.max_length) for key in adapter.condition_shapes(1) if key.endswith("length")
-    }
+    shapes = adapter.condition_shapes(config.data.max_length)
+    lengths = {key: torch.tensor(shapes["prompt_embeds"][0]) for key in shapes if key.endswith("length")}
     with mode:
         with Weigh([]):
             one = _condition(config, adapter, lengths, sources)
