@@ -77,7 +77,7 @@ def estimate(config: Config, into: Path) -> Estimate:
     blocks = depths(config.model)
 
     def at(**depth: int) -> Estimate:
-        place = into / "-".join(map(str, depth.values()))
+        place = into / ("-".join(map(str, depth.values())) or "whole")
         return plan.estimate(replace(config, model=str(folder(config.model, place, depth))))
 
     low = at(**dict.fromkeys(blocks, 2))

@@ -12,6 +12,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import model_configs
 import pytest
 import torch
 from families import CASES, folder, load
