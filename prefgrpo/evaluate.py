@@ -130,7 +130,9 @@ class Evaluator:
     def save_proof(self, path: Path, index: list[int]) -> None:
         """What a stock pipeline needs to reproduce `index`: prompts and call, initial latents, our float images.
 
-        Of edits also the source images, `source_PROMPT_NUMBER` uint8 [H, W, 3], as the model saw them.
+        Of edits also the source images, `source_PROMPT_NUMBER` uint8 [H, W, 3], as the model saw them. Where the
+        folder's own scheduler steps otherwise (published sigmas, truncated times, a multistep solver): an Euler
+        scheduler, and `sigmas` and `timesteps` [T] fp32 for it.
         """
         r, c, items = self.sizes, self.config, [self.held.items[i] for i in index]
         prompts = [item.text for item in items]
@@ -143,7 +145,12 @@ class Evaluator:
         call.pop("prompt")
         if not any(item.source for item in items):
             pipeline = self.adapter.pipeline
-        stepping = {"class": type(scheduler).__name__, "config": dict(scheduler.config)}
+        stepping, pinned = {"class": type(scheduler).__name__, "config": dict(scheduler.config)}, {}
+        times = self.schedule.times.cpu()
+        exact = r.sigmas == "pipeline" and torch.equal(times, self.schedule.sigmas[:-1]) and scheduler.order == 1
+        if not self.adapter.whole_times and not exact:
+            stepping = {"class": "FlowMatchEulerDiscreteScheduler", "config": {}}
+            pinned = {"sigmas": self.schedule.sigmas[:-1].contiguous(), "timesteps": times * 1000}
         facts = {"prompts": prompts, "call": call | edit, "scheduler": stepping, "source_area": r.source_area}
         meta = {"model": c.model, "pipeline": pipeline} | {name: json.dumps(value) for name, value in facts.items()}
         shown = {
@@ -152,7 +159,7 @@ class Evaluator:
             for k, image in enumerate(own)
         }
         tensors = {"latents": latents.cpu().contiguous(), "images": self.render(index).cpu().contiguous()}
-        save_file(tensors | shown, path, metadata=meta)
+        save_file(tensors | shown | pinned, path, metadata=meta)
 
     def _table(self, index: list[int], now: Images, before: Images) -> dict[str, NDArray[np.float64]]:
         """One column of values per measure, one row per image of this rank."""

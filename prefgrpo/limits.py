@@ -51,15 +51,15 @@ def check(c: Any) -> list[str]:
             r.source_area is None or r.source_area > 0,
             f"rollout.source_area: expected a number above 0 or none, got {r.source_area}",
         ),
-        (r.shift is None or r.shift > 0, f"rollout.shift: expected a value above 0 or none, got {r.shift}"),
         (
             r.shift is None or r.sigmas == "published",
             f"rollout.shift: with rollout.sigmas: pipeline the model folder's scheduler sets the shift; expected none, "
             f"got {r.shift}; set rollout.sigmas: published to train on sigmas of this shift",
         ),
         (
-            r.shift is not None or r.sigmas == "pipeline",
-            "rollout.shift: rollout.sigmas: published needs a shift (Pref-GRPO's scripts: 3), got none",
+            r.sigmas == "pipeline" or (r.shift is not None and r.shift > 0),
+            f"rollout.shift: expected a value above 0 for rollout.sigmas: published (Pref-GRPO's scripts: 3), "
+            f"got {'none' if r.shift is None else r.shift}",
         ),
         (0 < t.checkpointing_share <= 1, f"train.checkpointing_share: expected (0, 1], got {t.checkpointing_share}"),
         *(

@@ -50,8 +50,8 @@ def ode(i: StepInfo) -> Row:
 
 
 def flow(i: StepInfo) -> Row:
-    """Flow-GRPO: st = η·sqrt(σ / (1 − σ)), with σ_1 in the denominator where σ = 1."""
-    return _flow_with_std(i, i.eta * math.sqrt(i.sigma / (1.0 - (i.sigma_max if i.sigma == 1.0 else i.sigma))))
+    """Flow-GRPO: st = η·sqrt(σ / (1 − σ)), with σ_1 in the denominator where σ = 1 (of UniPC: 1 − 1e-6)."""
+    return _flow_with_std(i, i.eta * math.sqrt(i.sigma / (1.0 - (i.sigma_max if i.sigma > 1.0 - 2e-6 else i.sigma))))
 
 
 def wan(i: StepInfo) -> Row:

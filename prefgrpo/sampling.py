@@ -18,7 +18,7 @@ from prefgrpo.config import Config, ConfigError
 from prefgrpo.config import Rollout as Sizes
 from prefgrpo.data import Prompt
 from prefgrpo.models.base import Adapter
-from prefgrpo.schedule import Schedule, make_schedule, model_times, sde_window, shifted_sigmas
+from prefgrpo.schedule import Schedule, make_schedule, sde_window, shifted_sigmas, truncated_times
 
 
 def evaluation(config: Config) -> Sizes:
@@ -61,22 +61,32 @@ class Schedules:
     def __init__(self, config: Config, adapter: Adapter, device: torch.device) -> None:
         self.config, self.adapter, self.device = config, adapter, device
         self._truncate = config.rollout.truncate_timesteps and not adapter.whole_times
-        self._sigmas: dict[tuple[int, int, int, int | None], Tensor] = {}
+        self._tables: dict[Sizes, tuple[Tensor, Tensor]] = {}
 
     def sigmas(self, sizes: Sizes) -> Tensor:
         """[T + 1] fp32."""
-        key = (sizes.steps, sizes.height, sizes.width, sizes.frames)
-        if sizes.sigmas == "published":
-            assert sizes.shift is not None
-            return shifted_sigmas(sizes.steps, sizes.shift)
-        if key not in self._sigmas:
-            with applied(self.adapter, sizes):
-                self._sigmas[key] = self.adapter.sigmas(sizes.steps, sizes.height, sizes.width)
-        return self._sigmas[key]
+        return self._table(sizes)[0]
+
+    def _table(self, sizes: Sizes) -> tuple[Tensor, Tensor]:
+        """Sigmas [T + 1] and what the model is shown of them [T], both fp32."""
+        if sizes not in self._tables:
+            if sizes.sigmas == "published":
+                assert sizes.shift is not None  # `limits`
+                sigmas = shifted_sigmas(sizes.steps, sizes.shift)
+                times = sigmas[:-1]
+            else:
+                at = (sizes.steps, sizes.height, sizes.width)
+                with applied(self.adapter, sizes):
+                    sigmas, times = self.adapter.sigmas(*at), self.adapter.times(*at)
+            if self._truncate and torch.equal(times, sigmas[:-1]):
+                times = truncated_times(sigmas)
+            self._tables[sizes] = sigmas, times
+        return self._tables[sizes]
 
     def ode(self, sizes: Sizes) -> Schedule:
         """No noise at all."""
-        return make_schedule(self.sigmas(sizes), "ode", 0.0, truncate=self._truncate).to(self.device)
+        sigmas, times = self._table(sizes)
+        return make_schedule(sigmas, "ode", 0.0, times=times).to(self.device)
 
     def step(self, sizes: Sizes, step: int) -> Schedule:
         """With the stochastic window of training step `step`."""
@@ -85,11 +95,12 @@ class Schedules:
 
     def trained(self, sizes: Sizes, window: Iterable[int]) -> tuple[int, ...]:
         """The steps of a window that go through a denoiser that trains; the others stay deterministic."""
-        times = model_times(self.sigmas(sizes), self._truncate)
+        times = self._table(sizes)[1]
         return tuple(k for k in window if self.adapter.trains(float(times[k])))
 
     def _with(self, sizes: Sizes, steps: tuple[int, ...]) -> Schedule:
-        return make_schedule(self.sigmas(sizes), sizes.rule, sizes.eta, steps, self._truncate)
+        sigmas, times = self._table(sizes)
+        return make_schedule(sigmas, sizes.rule, sizes.eta, steps, times)
 
     def check(self, sizes: Sizes) -> None:
         """Every window that may be drawn must hold a stochastic step of a denoiser that trains. Raises ConfigError."""

@@ -39,12 +39,13 @@ class Schedule:
 
 
 def make_schedule(
-    sigmas: Tensor, rule: str, eta: float, sde_steps: tuple[int, ...] | None = None, truncate: bool = False
+    sigmas: Tensor, rule: str, eta: float, sde_steps: tuple[int, ...] | None = None, times: Tensor | None = None
 ) -> Schedule:
     """Schedule from `sigmas` [T + 1].
 
-    `sde_steps`: which steps follow `rule` (None: all; a rule of 'ode' has none). truncate: show the model int(1000 σ).
-    Raises ValueError for an unknown rule, sigmas that do not fall, η out of range, or a step index outside 0 … T − 1.
+    `sde_steps`: which steps follow `rule` (None: all; a rule of 'ode' has none). times: [T] the σ that the model is
+    shown (None: the step's own). Raises ValueError for an unknown rule, sigmas that do not fall, η out of range, or a
+    step index outside 0 … T − 1.
     """
     if rule not in RULES:
         raise ValueError(f"unknown step rule '{rule}': expected one of {', '.join(RULES)}")
@@ -63,16 +64,12 @@ def make_schedule(
         check(info, name)
         rows.append(RULES[name](info))
     coef = torch.tensor(rows, dtype=torch.float64).to(torch.float32)
-    times = model_times(sigmas, truncate)
-    return Schedule(sigmas, coef, tuple(k for k in chosen if rows[k][2] > 0.0), times)
+    return Schedule(sigmas, coef, tuple(k for k in chosen if rows[k][2] > 0.0), sigmas[:-1] if times is None else times)
 
 
-def model_times(sigmas: Tensor, truncate: bool) -> Tensor:
-    """[T] the σ that the model is shown at each step of `sigmas` [T + 1] fp32.
-
-    truncate: int(1000 σ) / 1000, as the published trainers do.
-    """
-    return (sigmas[:-1] * 1000).floor() / 1000 if truncate else sigmas[:-1]
+def truncated_times(sigmas: Tensor) -> Tensor:
+    """[T] int(1000 σ) / 1000 of `sigmas` [T + 1] fp32, which the published trainers show the model at each step."""
+    return (sigmas[:-1] * 1000).floor() / 1000
 
 
 def sde_window(steps: int, size: int, low: int, high: int, seed: int, draw: int) -> tuple[int, ...]:
@@ -95,6 +92,10 @@ def sde_window(steps: int, size: int, low: int, high: int, seed: int, draw: int)
 
 
 def shifted_sigmas(steps: int, shift: float) -> Tensor:
-    """σ_i = shift·t / (1 + (shift − 1)·t) for t = 1 … 0 in `steps` equal steps, [steps + 1] fp32 (SD3, DanceGRPO)."""
-    t = torch.linspace(1.0, 0.0, steps + 1, dtype=torch.float64)
-    return (shift * t / (1.0 + (shift - 1.0) * t)).to(torch.float32)
+    """σ_i = shift·t / (1 + (shift − 1)·t) for t = 1 … 0 in `steps` equal steps, [steps + 1] fp32.
+
+    As Pref-GRPO and DanceGRPO, in fp32 throughout: int(1000 σ) depends on the last bit (σ = 0.6 of
+    15 steps at shift 3 gives 599).
+    """
+    t = torch.linspace(1.0, 0.0, steps + 1)
+    return (shift * t) / (1 + (shift - 1) * t)

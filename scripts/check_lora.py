@@ -51,10 +51,23 @@ def load(run: Path, facts: dict[str, str], device: str) -> Any:
     return pipe.to(device)
 
 
+def pin(scheduler: Any, sigmas: torch.Tensor, timesteps: torch.Tensor) -> None:
+    """Let an Euler scheduler step through these sigmas and timesteps [T], whatever a pipeline asks for."""
+    stock = scheduler.set_timesteps
+
+    def set_timesteps(num_inference_steps: Any = None, device: Any = None, sigmas: Any = None, mu: Any = None) -> None:
+        stock(sigmas=pinned[0], timesteps=pinned[1], device=device)
+
+    pinned = sigmas.tolist(), timesteps.tolist()
+    scheduler.set_timesteps = set_timesteps
+
+
 def largest_difference(run: Path, device: str) -> float:
     """Largest absolute difference of any pixel, images in [0, 1]."""
     facts, tensors = read_proof(run / "proof.safetensors")
     pipe, prompts, latents = load(run, facts, device), json.loads(facts["prompts"]), tensors["latents"].to(device)
+    if "sigmas" in tensors:
+        pin(pipe.scheduler, tensors["sigmas"], tensors["timesteps"])
     if hasattr(pipe, "unet"):
         latents = latents.to(pipe.unet.dtype)  # all other pipelines do it themselves
     call = {"output_type": "pt", "return_dict": False} | json.loads(facts["call"])

@@ -34,8 +34,6 @@ class Case:
     """Our guidance scale."""
     dynamic: bool = False
     """Whether the stock pipeline supports the scheduler's dynamic shift."""
-    shifts: bool = True
-    """Whether its time can be shifted at all."""
     max_length: int = 32
     frames: int | None = None
     edit: Callable[[int, int], dict] | None = None
@@ -79,7 +77,7 @@ CASES = [
         dynamic=True,
         edit=lambda h, w: {"max_area": h * w, "_auto_resize": False},
     ),
-    Case("sd1", {"guidance_scale": 7.5}, 7.5, shifts=False),
+    Case("sd1", {"guidance_scale": 7.5}, 7.5),
     Case("sd3", {"guidance_scale": 4.5, "max_sequence_length": 32}, 4.5, dynamic=True),
     Case(
         "qwen_image",
@@ -181,7 +179,7 @@ def perturb(adapter, scale=0.05):
 
 def draw(adapter, case, x0, size, steps, prompts=PROMPTS):
     """Our image with the ODE rule from given initial latents."""
-    schedule = make_schedule(adapter.sigmas(steps, *size), "ode", 0.0)
+    schedule = make_schedule(adapter.sigmas(steps, *size), "ode", 0.0, times=adapter.times(steps, *size))
     ids = torch.arange(len(prompts))
     done = rollout(
         adapter,
@@ -198,6 +196,9 @@ def draw(adapter, case, x0, size, steps, prompts=PROMPTS):
 
 def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
     pipe.set_progress_bar_config(disable=True)
+    if "solver_order" in pipe.scheduler.config:  # Wan's UniPC as a first-order solver
+        first = {"solver_order": 1, "disable_corrector": list(range(steps))}
+        pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **first)
     call = case.call | {"height": size[0], "width": size[1], "num_inference_steps": steps, "output_type": "pt"}
     if not case.edit:
         return pipe(prompt=list(prompts), latents=x0, **call)[0]  # a copy: Z-Image writes into the list

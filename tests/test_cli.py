@@ -114,7 +114,8 @@ def test_unknown_commands(capsys, argv):
 def test_overrides_reach_every_kind_of_field(asked, place):
     file = recipe(place, "over")
     config_, resume = asked(
-        file, "--train.lr", "3e-6", "--rollout.shift", "2.5", "--train.lora-targets", "to_q", "to_k",
+        file, "--train.lr", "3e-6", "--rollout.sigmas", "published", "--rollout.shift", "2.5",
+        "--train.lora-targets", "to_q", "to_k",
         "--judge.endpoints", "http://a:1", "http://b:2", "--no-tensorboard", "--rollout.same-noise", "--seed", "7",
         "--judge.backend", "http", "--train.clip-range-high", "0.1", "--name", "my run", "--dtype", "bf16", "--resume",
     )  # fmt: skip
@@ -126,9 +127,9 @@ def test_overrides_reach_every_kind_of_field(asked, place):
 
 
 def test_none_and_underscores_and_equals(asked, place):
-    file = recipe(place, "none", rollout={"shift": 3.0})
+    file = recipe(place, "none", rollout={"sigmas": "published", "shift": 3.0})
     assert asked(file)[0].rollout.shift == 3.0
-    assert asked(file, "--rollout.shift", "None")[0].rollout.shift is None
+    assert asked(file, "--rollout.sigmas", "pipeline", "--rollout.shift", "None")[0].rollout.shift is None
     assert asked(file, "--rollout.group_size", "6")[0].rollout.group_size == 6
     assert asked(file, "--rollout.group-size=5")[0].rollout.group_size == 5
 

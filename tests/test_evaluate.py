@@ -133,7 +133,7 @@ class Bright(PairJudge):
 def run(place):
     """A finished run with two sets, several images per prompt, EMA, alpha ≠ rank and a static shift."""
     over = {
-        "rollout": {"shift": 2.5, "guidance": 2.0},
+        "rollout": {"sigmas": "published", "shift": 2.5, "guidance": 2.0},
         "train": {"ema_decay": 0.5, "steps": 3},
         "eval": {"samples_per_prompt": 2, "max_prompts": 2, "final_prompts": str(place / "train.txt"), "every": 1},
     }

@@ -32,7 +32,7 @@ from prefgrpo.models.folder import ModelError
 from prefgrpo.replay import replay
 from prefgrpo.rollout import rollout
 from prefgrpo.sampling import Schedules
-from prefgrpo.schedule import make_schedule
+from prefgrpo.schedule import make_schedule, shifted_sigmas, truncated_times
 
 pytestmark = pytest.mark.families
 
@@ -176,15 +176,15 @@ def test_a_given_first_frame_under_truncated_times(monkeypatch):
     """The oracle is the stock pipeline whose scheduler shows whole timesteps, and its steps are the exact ones."""
     case = next(c for c in CASES if c.family == "wan_ti2v" and c.edit)
     adapter, pipe, size = load(case, folder("wan_ti2v")), case.pipe(folder("wan_ti2v")), SIZES[0]
-    pipe.scheduler = adapter.stock_scheduler()
+    sigmas = shifted_sigmas(4, 5.0)
+    pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
     real = pipe.scheduler.set_timesteps
 
-    def whole(*args, **kwargs):
-        real(*args, **kwargs)
-        pipe.scheduler.timesteps = pipe.scheduler.timesteps.floor()
+    def whole(*args, device, **kwargs):
+        real(sigmas=sigmas[:-1].tolist(), timesteps=(sigmas[:-1] * 1000).floor().tolist(), device=device)
 
     monkeypatch.setattr(pipe.scheduler, "set_timesteps", whole)
-    schedule = make_schedule(adapter.sigmas(4, *size), "ode", 0.0, truncate=True)
+    schedule = make_schedule(sigmas, "ode", 0.0, times=truncated_times(sigmas))
     assert (schedule.sigmas[:-1] - schedule.times).max() > 1e-4
     x0, where = noise(adapter, size), {"height": size[0], "width": size[1]}
     done = rollout(
@@ -247,8 +247,6 @@ def test_sd1_with_the_published_solver_of_its_folder():
 
 def test_sd1_refuses_what_it_has_not():
     case = next(c for c in CASES if c.family == "sd1")
-    with pytest.raises(ValueError, match="has no time shift"):
-        load(case, folder("sd1"), shift=3.0).sigmas(4, *SIZES[0])
     adapter = load(case, folder("sd1"))
     adapter.pipe.scheduler.register_to_config(prediction_type="v_prediction")
     with pytest.raises(ValueError, match="predicts epsilon, got v_prediction"):
@@ -260,34 +258,56 @@ def test_sd1_refuses_what_it_has_not():
 
 FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 5.0}
 SOLVERS = [
-    diffusers.UniPCMultistepScheduler(**FLOW),
-    diffusers.DPMSolverMultistepScheduler(**FLOW),
-    diffusers.FlowMatchHeunDiscreteScheduler(shift=5.0),
-    diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0, stochastic_sampling=True),
+    (diffusers.UniPCMultistepScheduler(**FLOW), ("flux", "sd3", "wan")),
+    (diffusers.DPMSolverMultistepScheduler(**FLOW), ("sd3", "wan")),
+    (diffusers.FlowMatchHeunDiscreteScheduler(shift=5.0), ("sd3", "wan")),
+    (diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0, stochastic_sampling=True), ("flux", "sd3", "wan")),
+    (diffusers.EulerDiscreteScheduler(), ()),
+    (diffusers.UniPCMultistepScheduler(prediction_type="flow_prediction"), ()),
 ]
 
 
 @pytest.mark.parametrize("family", ["flux", "sd3", "wan"])
-@pytest.mark.parametrize("solver", SOLVERS, ids=lambda solver: type(solver).__name__)
-def test_a_folder_with_another_solver_gives_its_shift(family, solver):
-    """A step rule needs the sigmas of a first-order solver; Heun's, say, come in pairs."""
-    adapter = load(next(c for c in CASES if c.family == family), folder(family))
-    want = diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0)
-    options = {"sigmas": [1 - k / 6 for k in range(6)]} if family == "flux" else {}
-    want.set_timesteps(6, **options)
+@pytest.mark.parametrize(("solver", "takes"), SOLVERS, ids=[f"{type(s).__name__}-{len(t)}" for s, t in SOLVERS])
+def test_a_folder_with_another_solver_gives_its_sigmas(family, solver, takes):
+    """A step goes from one σ of the solver to its next; Heun's come in pairs. FluxPipeline refuses DPM and Heun."""
+    case = next(c for c in CASES if c.family == family)
+    adapter, pipe = load(case, folder(family)), case.pipe(folder(family))
     adapter.pipe.scheduler = solver
-    assert torch.allclose(adapter.sigmas(6, *SIZES[0]), want.sigmas, rtol=0, atol=1e-7)
-    assert not adapter.stock_scheduler().config.stochastic_sampling, "a stock run of a proof adds no noise"
-    adapter.shift = 3.0
-    assert (adapter.sigmas(6, *SIZES[0]) - want.sigmas).abs().max() > 0.01
-    adapter.pipe.scheduler = diffusers.EulerDiscreteScheduler()
-    with pytest.raises(ValueError, match="EulerDiscreteScheduler is no scheduler of a flow"):
-        adapter.sigmas(6, *SIZES[0])
+    if family not in takes:
+        with pytest.raises(ValueError, match=r"is no scheduler of a flow|does not take what FluxPipeline passes it"):
+            adapter.sigmas(6, *SIZES[0])
+        return
+    pipe.scheduler = type(solver).from_config(solver.config)
+    stock_image(pipe, case, noise(adapter, SIZES[0]), SIZES[0], 6)
+    sigmas, times = pipe.scheduler.sigmas, pipe.scheduler.timesteps.float()
+    if len(times) == 11:
+        sigmas, times = sigmas[[0, *range(1, 12, 2)]], times[[0, *range(1, 11, 2)]]
+    assert torch.equal(adapter.sigmas(6, *SIZES[0]), sigmas)
+    assert torch.allclose(adapter.times(6, *SIZES[0]) * 1000, times, rtol=0, atol=2e-4)
+    assert not adapter.stock_scheduler().config.get("stochastic_sampling"), "a stock run of a proof adds no noise"
+
+
+@pytest.mark.parametrize("steps", [5, 7, 20, 30, 48, 50])
+@pytest.mark.parametrize("spacing", ["leading", "trailing"])
+def test_ddim_starts_each_step_where_the_last_one_ended(spacing, steps):
+    """The oracle is the picture of stock DDIM; with trailing times its step of 1000 // steps may end elsewhere."""
+    case = next(c for c in CASES if c.family == "sd1")
+    adapter, pipe = load(case, folder("sd1")), case.pipe(folder("sd1"))
+    adapter.pipe.scheduler.register_to_config(timestep_spacing=spacing)
+    pipe.scheduler = adapter.stock_scheduler()
+    if spacing == "trailing" and 1000 % steps:
+        with pytest.raises(ValueError, match=f"expected steps that divide 1000, got {steps}"):
+            adapter.sigmas(steps, *SIZES[0])
+        return
+    x0 = noise(adapter, SIZES[0])
+    want = stock_image(pipe, case, x0, SIZES[0], steps)
+    assert (draw(adapter, case, x0, SIZES[0], steps) - want).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize(
     ("family", "kind"),
-    [("wan", "use_beta_sigmas"), ("flux", "use_karras_sigmas"), ("sd3", "use_exponential_sigmas")],
+    [("hunyuan_video", "use_beta_sigmas"), ("flux", "use_karras_sigmas"), ("sd3", "use_exponential_sigmas")],
 )
 def test_other_spacings_of_the_sigmas_are_the_stock_pipelines(family, kind):
     if kind == "use_beta_sigmas":

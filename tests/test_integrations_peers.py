@@ -20,6 +20,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
 from prefgrpo import integrations
 from prefgrpo.integrations import dance_grpo, flow_factory, flow_grpo, pref_grpo
+from prefgrpo.schedule import shifted_sigmas, truncated_times
 
 T = 10
 SHAPES = {"sd3": (3, 16, 32, 32), "flux": (3, 256, 64), "wan": (2, 16, 3, 20, 24)}
@@ -174,6 +175,17 @@ def test_flow_grpo_wan(monkeypatch, determistic):
 def shifted(steps=T, shift=3.0):
     t = torch.linspace(1, 0, steps + 1)
     return shift * t / (1 + (shift - 1) * t)
+
+
+def test_published_sigmas_are_theirs_to_the_last_bit(monkeypatch):
+    theirs = peers.functions("dance_grpo", "fastvideo/train_grpo_flux.py", "fastvideo.train_grpo_flux", monkeypatch)
+    for steps in range(2, 101):
+        for shift in (1, 3, 5, 7):
+            want = theirs.sd3_time_shift(shift, torch.linspace(1, 0, steps + 1))
+            ours = shifted_sigmas(steps, float(shift))
+            assert torch.equal(ours, want)
+            times = (truncated_times(ours) * 1000).round().long().tolist()
+            assert times == [int(sigma * 1000) for sigma in want][:steps]
 
 
 @pytest.mark.parametrize("sde_solver", [True, False])

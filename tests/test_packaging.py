@@ -5,6 +5,7 @@ must leave `import kernels` to the Hugging Face library. The wheel is built from
 Installs use the build tools and dependencies of this environment: nothing is downloaded.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,9 +15,12 @@ import sysconfig
 import tarfile
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = shutil.ignore_patterns(
@@ -218,6 +222,54 @@ def test_ops_need_torch_and_numpy_only():
         "print(float(out.x_next.sum()))"
     )
     assert float(run(sys.executable, "-c", step, cwd=ROOT)) == 2 * 8 * 2.5
+
+
+def needed(*extras: str) -> set[str]:
+    """Names of the distributions that `pip install prefgrpo[extras]` brings, as the installed ones ask for them."""
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
+    todo, done = [Requirement(line) for line in asked], set()
+    while todo:
+        one = todo.pop()
+        for extra in {"", *one.extras}:
+            if (name := (canonicalize_name(one.name), extra)) in done:
+                continue
+            done.add(name)
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                lines = map(Requirement, metadata.requires(one.name) or [])
+                todo += [r for r in lines if r.marker is None or r.marker.evaluate({"extra": extra})]
+    return {name for name, _ in done}
+
+
+ENCODE = """
+import sys, tempfile
+import torch
+from PIL import Image
+from prefgrpo import models
+from prefgrpo.embed import Embeddings
+from prefgrpo.tiny import pipelines
+source = Image.new("RGB", (64, 64), "red")
+for name in pipelines.FAMILIES:
+    folder, family = tempfile.mkdtemp(dir=sys.argv[1]), models.family(name)
+    pipelines.make(name, folder)
+    small = {} if family.default_source_area is None else {"source_area": 32 * 32}
+    frames = {} if family.default_frames is None else {"frames": 5}
+    adapter = models.load(name, folder, torch.float32, torch.device("cpu"), **small, **frames)
+    for sources in [()] * (not family.needs_source) + [(source,)] * (family.most_sources > 0):
+        Embeddings(adapter, 512 if "qwen" in name else 32)(["a caf\\u00c3\\u00a9 &amp; a <b>cat</b>"], [sources])
+    print(name)
+"""
+
+
+def test_every_family_encodes_with_the_train_extra_alone(tmp_path):
+    """All other packages of this environment are hidden; stock Wan image-to-video, say, calls ftfy unasked."""
+    there, wanted = metadata.packages_distributions(), needed("train")
+    others = {name for name, dists in there.items() if not {canonicalize_name(d) for d in dists} & wanted}
+    assert {"open_clip", "dreamsim", "pytest"} <= others and not {"torch", "diffusers"} & others
+    code = HIDE.format(names=sorted(others - {"prefgrpo"})) + ENCODE
+    families = run(sys.executable, "-c", code, tmp_path, cwd=ROOT).split()
+    assert {"wan_i2v", "wan22_i2v", "flux", "qwen_image_edit"} <= set(families)
 
 
 def test_what_is_hidden_is_absent():

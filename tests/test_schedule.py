@@ -18,7 +18,7 @@ from prefgrpo.schedule import make_schedule, sde_window, shifted_sigmas
 
 def test_shift_three_of_dance():
     assert shifted_sigmas(4, 3.0).tolist() == pytest.approx([1, 0.9, 0.75, 0.5, 0])
-    assert torch.equal(shifted_sigmas(5, 1.0), torch.linspace(1, 0, 6, dtype=torch.float64).float())
+    assert torch.equal(shifted_sigmas(5, 1.0), torch.linspace(1, 0, 6))
 
 
 @pytest.mark.parametrize("rule", RULES)

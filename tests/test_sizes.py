@@ -19,7 +19,7 @@ from prefgrpo.collect import plan, slot_prompts
 from prefgrpo.config import from_dict
 from prefgrpo.data import Prompt
 from prefgrpo.sampling import Schedules, applied, evaluation, of_prompt
-from prefgrpo.schedule import make_schedule, model_times
+from prefgrpo.schedule import make_schedule, shifted_sigmas, truncated_times
 
 PUBLISHED = [1000, 976, 951, 923, 891, 857, 818, 774, 724, 666, 599, 521, 428, 315, 176]
 """Timesteps of the published trainers at 15 steps and shift 3."""
@@ -41,11 +41,11 @@ def written(place, name, **over):
 
 
 def test_truncated_times_are_the_published_ones():
-    even = torch.linspace(1, 0, 16)  # their shift is fp32: 0.6 becomes 0.59999996, and 599
-    sigmas = 3 * even / (1 + 2 * even)
-    assert (model_times(sigmas, True) * 1000).round(decimals=3).tolist() == PUBLISHED
-    schedule = make_schedule(sigmas, "flow", 0.7, truncate=True)
-    assert torch.equal(schedule.times, model_times(sigmas, True)) and torch.equal(schedule.sigmas, sigmas)
+    sigmas = shifted_sigmas(15, 3.0)  # in fp32 as theirs: 0.6 becomes 0.59999996, and 599
+    times = truncated_times(sigmas)
+    assert (times * 1000).round(decimals=3).tolist() == PUBLISHED
+    schedule = make_schedule(sigmas, "flow", 0.7, times=times)
+    assert torch.equal(schedule.times, times) and torch.equal(schedule.sigmas, sigmas)
     assert torch.equal(make_schedule(sigmas, "flow", 0.7).times, sigmas[:-1]), "exact unless asked"
 
 

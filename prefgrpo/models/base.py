@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -86,7 +85,6 @@ class Adapter(Weights, ABC):
         pipe: Any,
         *,
         guidance: float | None = None,
-        shift: float | None = None,
         frames: int | None = None,
         guidance_2: float | None = None,
         target_components: tuple[str, ...] = (),
@@ -95,11 +93,11 @@ class Adapter(Weights, ABC):
     ) -> None:
         """Adopt a loaded pipeline.
 
-        guidance: scale used in every forward (default: the published model's). shift: time shift of the published
-        sigmas (`schedule.shifted_sigmas`; default: the sigmas of the pipeline's own scheduler). frames: length of a clip (video families; default: the published
-        model's). guidance_2: scale of the second expert. target_components: which denoisers train (default: all).
-        source_area: pixels that source images are resized to (editing families that resize them; default: as the stock
-        pipeline does). source: fingerprint of what makes conditions (`embed.Embeddings`).
+        guidance: scale used in every forward (default: the published model's). frames: length of a clip (video
+        families; default: the published model's). guidance_2: scale of the second expert. target_components: which
+        denoisers train (default: all). source_area: pixels that source images are resized to (editing families that
+        resize them; default: as the stock pipeline does). source: fingerprint of what makes conditions
+        (`embed.Embeddings`).
         """
         if source_area is not None and self.default_source_area is None:
             raise ValueError(f"{type(self).__name__} resizes no sources: expected no `source_area`, got {source_area}")
@@ -118,7 +116,7 @@ class Adapter(Weights, ABC):
         self._active = self.denoisers[0]
         self.guidance_2 = self.default_guidance_2 if guidance_2 is None else guidance_2
         self.guidance = self.default_guidance if guidance is None else guidance
-        self.shift, self.source = shift, source
+        self.source = source
         self.source_area = self.default_source_area if source_area is None else source_area
         self.dtype: torch.dtype = self.transformer.dtype  # type: ignore[assignment]
         """Compute dtype; bf16 and fp16 run under autocast, so fp32 LoRA masters may sit on a bf16 base."""
@@ -228,17 +226,6 @@ class Adapter(Weights, ABC):
         config = self.pipe.vae.config
         return self.decode_image(latents / config.scaling_factor + config.shift_factor)
 
-    def flow_scheduler(self, changes: dict[str, Any]) -> Any:
-        """A fresh Euler scheduler like the pipeline's, or of its shift where that is another solver, with `changes`."""
-        from diffusers import FlowMatchEulerDiscreteScheduler  # a spec is checked where diffusers is not installed
-
-        config = self.pipe.scheduler.config
-        if "shift" not in config and "flow_shift" not in config:
-            raise ValueError(f"{type(self.pipe.scheduler).__name__} is no scheduler of a flow: expected a time shift")
-        known = {key: config[key] for key in signature(FlowMatchEulerDiscreteScheduler).parameters if key in config}
-        shift = {"shift": config.get("flow_shift", known.get("shift")), "stochastic_sampling": False}
-        return FlowMatchEulerDiscreteScheduler(**(known | shift | changes))
-
     def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
         """Shapes of what `encode_prompt` returns for a prompt of max_length tokens, for `prefgrpo plan`."""
         config: Any = self.transformer.config
@@ -250,7 +237,12 @@ class Adapter(Weights, ABC):
 
         mu only counts where the scheduler shifts dynamically.
         """
-        return {"sigmas": np.linspace(1.0, 1.0 / steps, steps), "mu": self.mu(height, width)}
+        own = self.pipe.scheduler.config.get("use_flow_sigmas") and self.pipeline in (
+            "FluxPipeline",
+            "Flux2KleinPipeline",
+        )
+        even = {} if own else {"sigmas": np.linspace(1.0, 1.0 / steps, steps)}
+        return even | {"mu": self.mu(height, width)}
 
     def stock_call(self, prompts: list[str], max_length: int) -> dict[str, Any]:
         """Arguments, beside latents, size and steps, with which the stock pipeline does what this adapter does."""
@@ -289,14 +281,36 @@ class Adapter(Weights, ABC):
         return {name: self.encode_source(image).detach().cpu().contiguous() for name, image in pairs}
 
     def stock_scheduler(self) -> Any:
-        """A scheduler with which the stock pipeline steps as this adapter's sigmas do."""
-        return self.flow_scheduler({} if self.shift is None else {"shift": self.shift, "use_dynamic_shifting": False})
+        """A fresh copy of the pipeline's scheduler that adds no noise. ValueError unless it is one of a flow."""
+        scheduler = self.pipe.scheduler
+        if "shift" not in scheduler.config and not scheduler.config.get("use_flow_sigmas"):
+            raise ValueError(
+                f"{type(scheduler).__name__} is no scheduler of a flow: expected FlowMatchEulerDiscreteScheduler, or "
+                "a solver with use_flow_sigmas"
+            )
+        still = {"stochastic_sampling": False} if "stochastic_sampling" in scheduler.config else {}
+        return type(scheduler).from_config(scheduler.config, **still)
+
+    def timed_scheduler(self, steps: int, height: int, width: int) -> Any:
+        """`stock_scheduler` after the `set_timesteps` of the stock pipeline for this size."""
+        scheduler, options = self.stock_scheduler(), self.schedule_options(steps, height, width)
+        try:
+            scheduler.set_timesteps(num_inference_steps=steps, device="cpu", **options)
+        except (TypeError, AssertionError) as error:
+            raise ValueError(
+                f"{type(scheduler).__name__} does not take what {self.pipeline} passes it ({', '.join(options)}): "
+                "expected FlowMatchEulerDiscreteScheduler"
+            ) from error
+        return scheduler
 
     def sigmas(self, steps: int, height: int, width: int) -> Tensor:
-        """[steps + 1] fp32 sigmas that the stock pipeline would use for this size; static if `shift` was given."""
-        scheduler = self.stock_scheduler()
-        scheduler.set_timesteps(num_inference_steps=steps, device="cpu", **self.schedule_options(steps, height, width))
-        return scheduler.sigmas.to(torch.float32)
+        """[steps + 1] fp32 sigmas of the stock pipeline's own scheduler for this size."""
+        return self.timed_scheduler(steps, height, width).sigmas.to(torch.float32).unique_consecutive()  # Heun's: pairs
+
+    def times(self, steps: int, height: int, width: int) -> Tensor:
+        """[steps] fp32, timesteps / 1000 of the stock pipeline: σ, or whole thousandths where a solver rounds them."""
+        timesteps = self.timed_scheduler(steps, height, width).timesteps
+        return self.sigmas(steps, height, width)[:-1] if timesteps.is_floating_point() else timesteps.float() / 1000
 
     def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
         """Model velocity v [B, …] at latents x [B, …] of any dtype, σ [B] fp32, for a batched condition."""
@@ -343,9 +357,9 @@ class Adapter(Weights, ABC):
 
     def mu(self, height: int, width: int) -> float:
         """The dynamic time shift: linear in the number of tokens, as the scheduler's config says."""
-        config = self.stock_scheduler().config
-        low, high, base = config["base_image_seq_len"], config["max_image_seq_len"], config["base_shift"]
-        slope = (config["max_shift"] - base) / (high - low)
+        get = self.pipe.scheduler.config.get
+        low, high, base = get("base_image_seq_len", 256), get("max_image_seq_len", 4096), get("base_shift", 0.5)
+        slope = (get("max_shift", 1.15) - base) / (high - low)
         return self.tokens(height, width) * slope + (base - slope * low)
 
     @torch.no_grad()

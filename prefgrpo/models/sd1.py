@@ -48,8 +48,6 @@ class StableDiffusion1(Adapter):
 
     def stock_scheduler(self) -> Any:
         """DDIM with the betas of the folder's own scheduler. ValueError for what this is not."""
-        if self.shift is not None:
-            raise ValueError(f"Stable Diffusion 1.x has no time shift: expected no `shift`, got {self.shift}")
         scheduler = DDIMScheduler.from_config(self.pipe.scheduler.config, clip_sample=False, thresholding=False)
         if scheduler.config.prediction_type != "epsilon":
             raise ValueError(f"expected a model that predicts epsilon, got {scheduler.config.prediction_type}")
@@ -61,7 +59,17 @@ class StableDiffusion1(Adapter):
         """[steps + 1] fp32: σ of DDIM's times, and of its last ᾱ."""
         scheduler = self.stock_scheduler()
         scheduler.set_timesteps(steps)
+        whole, trained = scheduler.config.num_train_timesteps % steps == 0, scheduler.config.num_train_timesteps
+        if scheduler.config.timestep_spacing == "trailing" and not whole:
+            raise ValueError(
+                f"timestep_spacing trailing: expected steps that divide {trained}, got {steps}: DDIM's step of "
+                f"{trained} // {steps} does not end where its next one starts"
+            )
         return torch.cat([self._table(scheduler)[scheduler.timesteps], _sigma(scheduler.final_alpha_cumprod)[None]])
+
+    def times(self, steps: int, height: int, width: int) -> Tensor:
+        """[steps] fp32 σ: `predict` looks up the whole time that it belongs to."""
+        return self.sigmas(steps, height, width)[:-1]
 
     def prior(self, x: Tensor, sigma: Tensor) -> Tensor:
         """DDIM starts from unit noise."""

@@ -46,8 +46,9 @@ class StableDiffusion3(Adapter):
         return super().condition_shapes(77 + max_length) | {"pooled": (pooled,)}
 
     def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
-        """The scheduler's own sigmas, and the shift of this image length (used when it shifts dynamically)."""
-        return {"mu": self.mu(height, width)}
+        """The scheduler's own sigmas, and where it shifts dynamically the shift of this image length."""
+        dynamic = self.pipe.scheduler.config.get("use_dynamic_shifting")
+        return {"mu": self.mu(height, width)} if dynamic else {}
 
     def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
         """Velocity [B, C, h, w]."""

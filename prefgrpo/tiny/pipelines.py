@@ -96,7 +96,7 @@ def sd3() -> Any:
 
 
 def qwen_image(pipeline: str = "QwenImagePipeline") -> Any:
-    """Qwen-Image (or its editors): 2 dual-stream blocks of width 32, a 3-D VAE, dynamic shift.
+    """Qwen-Image (or its editors): 2 dual-stream blocks of width 32, a 3-D VAE, dynamic shift to a last σ.
 
     The VAE halves each side once; that of the editors thrice, as the real one, because sources become a million pixels.
     """
@@ -114,21 +114,23 @@ def qwen_image(pipeline: str = "QwenImagePipeline") -> Any:
         latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.0, 0.8, 1.2, 0.9],
     )  # fmt: skip
     return getattr(diffusers, pipeline)(
-        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), vae=vae,
-        text_encoder=qwen_vl_text(tokenizer), tokenizer=tokenizer, transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, max_image_seq_len=8192, max_shift=0.9, shift_terminal=0.02,
+        ),
+        vae=vae, text_encoder=qwen_vl_text(tokenizer), tokenizer=tokenizer, transformer=transformer,
         **({"processor": qwen_processor(tokenizer)} if edits else {}),
     )  # fmt: skip
 
 
 def wan(experts: bool = False, frame: bool = False, expand: bool = False) -> Any:
-    """Wan: 2 blocks of width 24, a causal VAE that quarters each side and halves time.
+    """Wan: 2 blocks of width 24, a causal VAE that quarters each side and halves time; UniPC.
 
     experts: Wan2.2, a second denoiser below σ = 0.875. frame: image-to-video, through CLIP too unless there are
     experts. expand: Wan2.2 TI2V.
     """
     from diffusers import (
         AutoencoderKLWan,
-        FlowMatchEulerDiscreteScheduler,
+        UniPCMultistepScheduler,
         WanImageToVideoPipeline,
         WanPipeline,
         WanTransformer3DModel,
@@ -149,8 +151,11 @@ def wan(experts: bool = False, frame: bool = False, expand: bool = False) -> Any
         latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.0, 0.8, 1.2, 0.9],
         scale_factor_temporal=2, scale_factor_spatial=4,
     )  # fmt: skip
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0 if expand else 3.0
+    )
     return (WanImageToVideoPipeline if frame else WanPipeline)(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae, tokenizer=t5,
+        scheduler=scheduler, vae=vae, tokenizer=t5,
         text_encoder=t5_text(t5, UMT5EncoderModel, UMT5Config), transformer=transformers[0],
         transformer_2=transformers[1] if experts else None, expand_timesteps=expand, **own,
         **(clip_vision() if seen else {}),
@@ -186,7 +191,7 @@ def hunyuan_video() -> Any:
 
 
 def ltx_video() -> Any:
-    """LTX-Video: 2 blocks of width 32, a VAE of an eighth a side and half the frames, dynamic shift."""
+    """LTX-Video: 2 blocks of width 32, a VAE of an eighth a side and half the frames, dynamic shift to a last σ."""
     from diffusers import (
         AutoencoderKLLTXVideo,
         FlowMatchEulerDiscreteScheduler,
@@ -209,7 +214,10 @@ def ltx_video() -> Any:
     torch.nn.init.normal_(vae.latents_mean, std=0.2)
     torch.nn.init.uniform_(vae.latents_std, 0.5, 1.5)
     return LTXPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), vae=vae, transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, base_image_seq_len=1024, base_shift=0.95, max_shift=2.05, shift_terminal=0.1,
+        ),
+        vae=vae, transformer=transformer,
         text_encoder=t5_text(t5), tokenizer=t5,
     )  # fmt: skip
 
@@ -224,7 +232,7 @@ def z_image() -> Any:
         n_kv_heads=2, cap_feat_dim=QWEN_WIDTH, axes_dims=[8, 4, 4], axes_lens=[512, 32, 32],
     )  # fmt: skip
     return ZImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=image_vae(), tokenizer=tokenizer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0), vae=image_vae(), tokenizer=tokenizer,
         text_encoder=qwen3_text(tokenizer, Qwen3Model, 2), transformer=transformer,
     )  # fmt: skip
 

@@ -1,0 +1,132 @@
+"""`rollout.sigmas` with the scheduler configs of the published models (data/schedulers.json), of every family.
+
+Why these cases: each model has a spacing of its own (static shift twice, dynamic shift, a terminal σ, a multistep
+solver's whole timesteps), and an Euler scheduler with another shift is none of them. The oracle of `pipeline` is the
+stock pipeline, stopped once it has set its timesteps; that of `published` is the formula in fp64.
+"""
+
+import json
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from families import CASES, CPU, PROMPTS, folder, load, one_or_list, small_sources
+
+from prefgrpo.config import ConfigError, from_dict
+from prefgrpo.loading import misfits
+from prefgrpo.rules import RULES, StepInfo
+from prefgrpo.sampling import Schedules
+
+CONFIGS = json.loads((Path(__file__).parent / "data" / "schedulers.json").read_text())
+CASES = [case for case in CASES if case.family != "sd1"]
+OWN = {"sd3": "sd35m", "hunyuan_video": "hunyuan", "ltx_video": "ltx", "z_image": "zimage", "flux2_klein": "flux"}
+CHANGES = {
+    "flux": [{"use_dynamic_shifting": False, "shift": 1.0}],  # FLUX.1-schnell
+    "sd3": [{"use_dynamic_shifting": True}],
+    "qwen_image": [{"use_dynamic_shifting": False, "shift": 3.0}],  # keeps the terminal σ
+    "wan": [{"flow_shift": 5.0}],  # 720p and TI2V-5B
+    "z_image": [{"shift": 3.0}],  # Turbo
+}
+TRUE = [
+    pytest.param(
+        case, CONFIGS[OWN.get(case.family) or case.family.split("_")[0].rstrip("2")] | changes, id=f"{case}-{k}"
+    )
+    for case in CASES
+    for k, changes in enumerate([{}, *(() if case.edit else CHANGES.get(case.family, ()))])
+]
+SIZE = (128, 256)
+
+
+class Stop(Exception):
+    """Timesteps are set."""
+
+
+def with_scheduler(config, pipe):
+    pipe.scheduler = getattr(diffusers, config["_class_name"]).from_config(config)
+    return pipe
+
+
+def stock(pipe, case, steps, monkeypatch):
+    """(sigmas [T + 1], timesteps [T]) of the stock pipeline's own call."""
+    real = pipe.scheduler.set_timesteps
+
+    def stop(num_inference_steps=None, device=None, sigmas=None, mu=None):
+        given = {"sigmas": sigmas, "mu": mu}
+        real(num_inference_steps, device=device, **{key: value for key, value in given.items() if value is not None})
+        raise Stop
+
+    pipe.set_progress_bar_config(disable=True)
+    call = case.call | {"height": SIZE[0], "width": SIZE[1], "num_inference_steps": steps}
+    if case.edit:
+        call |= case.edit(*SIZE) | {"image": one_or_list(case.images(0, SIZE))}
+    call = {key: value[:1] if isinstance(value, list) and key != "image" else value for key, value in call.items()}
+    with monkeypatch.context() as patch, small_sources():
+        patch.setattr(pipe.scheduler, "set_timesteps", stop)
+        with pytest.raises(Stop):
+            pipe(prompt=PROMPTS[:1], **call)
+    return pipe.scheduler.sigmas, pipe.scheduler.timesteps
+
+
+def run_of(case, steps, **rollout):
+    size = {"height": SIZE[0], "width": SIZE[1], "frames": case.frames}
+    return from_dict({"model": "m", "data": {"prompts": "p"}, "rollout": {"steps": steps} | size | rollout})
+
+
+@pytest.mark.parametrize(("case", "config"), TRUE)
+def test_pipeline_is_the_stock_pipelines_own(case, config, monkeypatch):
+    adapter = load(case, folder(case.family))
+    with_scheduler(config, adapter.pipe)
+    pipe = with_scheduler(config, case.pipe(folder(case.family)))
+    for steps in (4, 10, 20, 50):
+        sigmas, timesteps = stock(pipe, case, steps, monkeypatch)
+        schedule = Schedules(run := run_of(case, steps), adapter, CPU).ode(run.rollout)
+        assert torch.equal(schedule.sigmas, sigmas.float()), (steps, schedule.sigmas - sigmas)
+        assert torch.allclose(schedule.times * 1000, timesteps.float(), rtol=0, atol=2e-4)
+        cut = Schedules(run := run_of(case, steps, truncate_timesteps=True), adapter, CPU).ode(run.rollout)
+        assert torch.equal((cut.times * 1000).round().long(), timesteps.long()), "int(1000 σ), of whole times the same"
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0, 5.0])
+@pytest.mark.parametrize(("case", "config"), TRUE)
+def test_published_is_the_formula_whatever_the_folders_scheduler(case, config, shift):
+    """Before, Wan's σ at S = 20 and shift 3 ended at 0.009 instead of 0.136, and Qwen-Image's at 0.02."""
+    adapter = load(case, folder(case.family))
+    with_scheduler(config, adapter.pipe)
+    for steps in (4, 10, 20, 50):
+        run = run_of(case, steps, sigmas="published", shift=shift)
+        even = torch.arange(steps, -1, -1, dtype=torch.float64) / steps
+        want = shift * even / (1 + (shift - 1) * even)
+        assert (Schedules(run, adapter, CPU).sigmas(run.rollout) - want).abs().max() <= 1.5e-7
+
+
+def test_a_first_sigma_of_unipc_is_a_first_step():
+    """1 − 1e-6 keeps its logarithms finite; η·sqrt(σ / (1 − σ)) would be 700 there."""
+    case = next(case for case in CASES if case.family == "wan")
+    schedules = Schedules(run := run_of(case, 10), load(case, folder("wan")), CPU)
+    schedule = schedules.step(run.rollout, 0)
+    assert 0 < 1 - schedule.sigmas[0] < 2e-6
+    second = float(schedule.sigmas[1])
+    whole = RULES["flow"](StepInfo(1.0, second, 0.7, second, 0.0))
+    assert torch.allclose(schedule.coef[0].double(), torch.tensor(whole, dtype=torch.float64), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "told"),
+    [
+        ({"shift": 3.0}, "rollout.shift: with rollout.sigmas: pipeline"),
+        ({"sigmas": "published"}, "rollout.shift: expected a value above 0 .* got none"),
+        ({"sigmas": "published", "shift": 0.0}, "rollout.shift: expected a value above 0"),
+        ({"sigmas": "even"}, "rollout.sigmas: "),
+    ],
+)
+def test_a_shift_that_would_not_count_is_refused(rollout, told):
+    with pytest.raises(ConfigError, match=told):
+        run_of(CASES[0], 4, **rollout)
+
+
+def test_stable_diffusion_1_has_no_published_sigmas():
+    run = from_dict(
+        {"model": "m", "family": "sd1", "data": {"prompts": "p"}, "rollout": {"sigmas": "published", "shift": 3.0}}
+    )
+    assert misfits(run) == ["rollout.sigmas: sd1 has no time shift, expected pipeline, got published"]
