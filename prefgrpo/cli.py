@@ -71,8 +71,6 @@ class Plan:
 
     recipe: tyro.conf.Positional[Path]
     """YAML file of the run, e.g. scripts/lora_prefgrpo_flux.yaml."""
-    gpus: int = 1
-    """Processes, one per GPU."""
     memory_gib: float = 80.0
     """Memory of one GPU."""
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
@@ -215,12 +213,9 @@ def train(argv: Sequence[str]) -> int:
 def plan(argv: Sequence[str]) -> int:
     """`prefgrpo plan RECIPE [--gpus N] [--override …]`."""
     args = _with_recipe(Plan, argv, "plan")
-    if args.gpus < 1 or args.config.rollout.prompts_per_step % args.gpus:
-        told = f"--gpus: expected a divisor of rollout.prompts_per_step = {args.config.rollout.prompts_per_step}"
-        raise ConfigError([f"{told}, got {args.gpus}"])
     from prefgrpo.plan import plan as run
 
-    return run(args.config, args.gpus, args.memory_gib)
+    return run(args.config, args.memory_gib)
 
 
 def preprocess(argv: Sequence[str]) -> int:

@@ -312,6 +312,8 @@ class Config:
     """Type of the frozen weights and of the forward; LoRA and optimiser are fp32."""
     device: str = "auto"
     """auto, cpu, or cuda."""
+    gpus: int = 1
+    """GPUs that a recipe is sized for: `prefgrpo plan` counts with as many. What a run has, torchrun decides."""
     tensorboard: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
     data: Data = field(default_factory=Data)

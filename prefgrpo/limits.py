@@ -100,6 +100,7 @@ def _positive(c: Any) -> dict[str, float]:
     r, t = c.rollout, c.train
     limits = {"judge.timeout_s": c.judge.timeout_s, "judge.deadline_s": c.judge.deadline_s}
     return {name: limit for name, limit in limits.items() if limit is not None} | {
+        "gpus": c.gpus,
         "data.max_length": c.data.max_length,
         "rollout.steps": r.steps,
         "rollout.height": r.height,

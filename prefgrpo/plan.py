@@ -1,4 +1,4 @@
-"""`prefgrpo plan RECIPE --gpus N`: what a run holds in memory, from the model's config alone.
+"""`prefgrpo plan RECIPE [--gpus N]`: what a run holds in memory, from the model's config alone.
 
 The models are built on the meta device and run on tensors without content: no weights are read. Counted: weights,
 gradients, AdamW's moments and the average of what trains, stored latents, images, prompt embeddings, and the most that
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from prefgrpo.activations import Weigh, fake, forget
-from prefgrpo.config import Config
+from prefgrpo.config import Config, ConfigError
 from prefgrpo.data import read_prompts
 from prefgrpo.loading import DTYPES, model_options, names, trainable
 from prefgrpo.models import family
@@ -52,12 +52,12 @@ class Estimate:
         return sum(self.parts.values())
 
 
-def plan(config: Config, gpus: int, memory_gib: float) -> int:
+def plan(config: Config, memory_gib: float) -> int:
     """Print the plan; returns 0 if it fits into `memory_gib` per GPU, else 1. Raises ConfigError or ModelError."""
-    found = estimate(config, gpus)
+    found = estimate(config)
     for name, count in found.parameters.items():
         print(f"{name:<20} {count / 1e6:12.2f} M parameters")
-    print(f"per GPU, {gpus} GPU(s):")
+    print(f"per GPU, {config.gpus} GPU(s):")
     for name, value in found.parts.items():
         print(f"  {name:<18} {value / GIB:10.4g} GiB")
     print(f"  {'sum':<18} {found.total / GIB:10.4g} GiB of {memory_gib:g}")
@@ -66,17 +66,20 @@ def plan(config: Config, gpus: int, memory_gib: float) -> int:
     shown = ", ".join(f"{name} {value / GIB:.4g}" for name, value in found.phases.items())
     print(f"activations of {config.rollout.batch_size} samples at once: {shown} GiB; the largest counts")
     fits = found.total < memory_gib * GIB
-    largest, phase = (max(sizes, key=lambda name: sizes[name]) for sizes in (found.parts, found.phases))
-    print("fits" if fits else f"does not fit: {_hint(config, largest, phase)}")
+    print("fits" if fits else f"does not fit: {_hint(config, found)}")
     return 0 if fits else 1
 
 
-def estimate(config: Config, gpus: int) -> Estimate:
-    """What each of `gpus` processes holds. Raises ConfigError or ModelError."""
+def estimate(config: Config) -> Estimate:
+    """What each of `config.gpus` processes holds. Raises ConfigError or ModelError."""
+    if config.rollout.prompts_per_step % config.gpus:
+        told = f"expected a divisor of rollout.prompts_per_step = {config.rollout.prompts_per_step}"
+        raise ConfigError([f"gpus: {told}, got {config.gpus}"])
     adapter, encoders = without_weights(config)
-    parts, parameters = known_bytes(config, adapter, gpus), adapter.parameter_counts() | encoders
+    parts, parameters = known_bytes(config, adapter, config.gpus), adapter.parameter_counts() | encoders
     texts = {} if config.data.cache else {"text encoders": DTYPES[config.dtype].itemsize * sum(encoders.values())}
-    parts["embeddings"], phases = traced_bytes(config, adapter, gpus, source_count(config, type(adapter)))
+    sources = source_count(config, type(adapter))
+    parts["embeddings"], phases = traced_bytes(config, adapter, config.gpus, sources)
     (phases if "text_encoder" in config.memory.offload else parts).update(texts)
     return Estimate(parts | {"activations": max(phases.values())}, phases, parameters)
 
@@ -95,21 +98,49 @@ def without_weights(config: Config) -> tuple[Adapter, dict[str, int]]:
     return adapter, encoders
 
 
-def _hint(config: Config, largest: str, phase: str) -> str:
-    """What is largest, and what makes it smaller."""
-    if "text encoders" in (largest, phase if largest == "activations" else ""):
-        return "text encoders are the largest part; `prefgrpo preprocess` with data.cache leaves them on disk"
-    if largest == "activations" and phase == "decode":
-        return (
-            "decode is the largest part; memory.decode_batch, memory.vae_slicing or memory.vae_tiling make it smaller"
-        )
-    if largest == "activations":
-        checkpointed = config.train.gradient_checkpointing and config.train.checkpointing_share == 1
-        less = "rollout.batch_size" if checkpointed else "train.gradient_checkpointing or rollout.batch_size"
-        return f"activations ({phase}) are the largest part; {less} makes them smaller"
-    if largest == "optimiser":
-        return "optimiser is the largest part; train.lora_rank above 0 trains fewer weights"
-    return f"{largest} is the largest part"
+def _hint(config: Config, found: Estimate) -> str:
+    """A field that makes the sum smaller, its value now and then, tried: first for what is largest."""
+    phase = max(found.phases, key=lambda name: found.phases[name])
+    sizes = {name: size for name, size in found.parts.items() if name != "activations"} | {phase: found.phases[phase]}
+    for part in sorted(sizes, key=lambda name: -sizes[name]):
+        for name, value in knobs(config, part):
+            section, _, field = name.rpartition(".")
+            now = getattr(getattr(config, section) if section else config, field)
+            less = estimate(turned(config, name, value)).total
+            if less < found.total:
+                words = value if isinstance(value, tuple) else () if value is True else (value,)
+                option = " ".join([f"--{name.replace('_', '-')}", *map(str, words)])
+                return f"{part} is large; {option} (now {now or 'none'}) makes the sum {less / GIB:.4g} GiB"
+    return "no field makes it smaller; a model that is larger than one GPU needs sharding, which prefgrpo has not yet"
+
+
+def turned(config: Config, name: str, value: Any) -> Config:
+    """The configuration with another value of a (dotted) field."""
+    section, _, field = name.rpartition(".")
+    return replace(
+        config, **{section: replace(getattr(config, section), **{field: value})} if section else {field: value}
+    )
+
+
+def knobs(config: Config, part: str) -> list[tuple[str, Any]]:
+    """(field, next value) for what is not yet at its end and may make this part or phase of an `Estimate` smaller."""
+    r, t, m = config.rollout, config.train, config.memory
+    more = [n for n in range(config.gpus + 1, r.prompts_per_step + 1) if r.prompts_per_step % n == 0]
+    batch = [("rollout.batch_size", r.batch_size // 2)] if r.batch_size > 1 else []
+    trained = [("train.lora_rank", t.lora_rank // 2 if t.lora_rank else 64)] if t.lora_rank != 1 else []
+    if part in ("rollout", "update"):
+        recomputed = [("train.checkpointing_share", 1.0)] if t.checkpointing_share < 1 else []
+        switched = recomputed if t.gradient_checkpointing else [("train.gradient_checkpointing", True)]
+        return (switched if part == "update" else []) + batch
+    if part == "decode":
+        fewer = [("memory.decode_batch", 1)] if (m.decode_batch or r.batch_size) > 1 else []
+        return fewer + ([] if m.vae_tiling else [("memory.vae_tiling", True)])
+    if part == "optimiser":
+        return ([("train.ema_decay", 0.0)] if t.ema_decay and t.lora_rank else []) + trained
+    if part == "weights":
+        waiting = [("memory.offload", (*m.offload, "vae"))] if "vae" not in m.offload else []
+        return ([] if t.lora_rank else trained) + waiting
+    return [("data.cache", "FOLDER")] if part == "text encoders" else [("gpus", more[0])] if more else []
 
 
 def source_count(config: Config, cls: type[Adapter]) -> int:
@@ -144,9 +175,8 @@ def stand_ins(config: Config, adapter: Adapter, sources: int = 0) -> tuple[FakeT
     modules = [m for m in adapter.pipe.components.values() if isinstance(m, nn.Module)]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     known, sigma = fake(modules, mode), torch.full((r.batch_size,), 0.9)
-    lengths = {
-        key: torch.tensor(config.data.max_length) for key in adapter.condition_shapes(1) if key.endswith("length")
-    }
+    shapes = adapter.condition_shapes(config.data.max_length)
+    lengths = {key: torch.tensor(shapes["prompt_embeds"][0]) for key in shapes if key.endswith("length")}
     with mode:
         with Weigh([]):
             one = _condition(config, adapter, lengths, sources)

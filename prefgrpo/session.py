@@ -36,7 +36,7 @@ from prefgrpo.sampling import Schedules, all_sizes, applied, evaluation
 
 FREE = (
     *("train.steps", "train.max_minutes", "train.lr", "train.max_grad_norm", "checkpoint.every", "checkpoint.keep"),
-    *("output", "name", "device", "tensorboard", "data.cache", "memory.offload"),
+    *("output", "name", "device", "gpus", "tensorboard", "data.cache", "memory.offload"),
     *("judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s"),
     *("judge.max_missing", "judge.patience_steps", "judge.log", "judge.cache", "judge.hedge_s"),
 )

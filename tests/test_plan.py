@@ -9,18 +9,21 @@ encoders, must be those that the encoders return.
 
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import diffusers
 import pytest
 import torch
+import yaml
 from families import CASES, folder, load
 from torch.profiler import ProfilerActivity, profile
 
 from prefgrpo import models, plan
 from prefgrpo.activations import Weigh
-from prefgrpo.config import Memory, from_dict
+from prefgrpo.cli import main
+from prefgrpo.config import Memory, from_dict, to_dict
 from prefgrpo.config import load as load_recipe
 from prefgrpo.embed import Embeddings, collate
 from prefgrpo.models.guidance import NEGATIVE, attach
@@ -78,7 +81,7 @@ def real(case, c):
 
 
 def agree(case, c):
-    got, want = plan.estimate(c, 1).phases, real(case, c)
+    got, want = plan.estimate(c).phases, real(case, c)
     for name in want:
         assert abs(got[name] / want[name] - 1) <= 0.15, (name, got[name], want[name])
 
@@ -107,7 +110,7 @@ def test_the_estimate_with_other_settings(name):
 
 def test_less_memory_with_more_recomputation():
     shares = [{}, {"gradient_checkpointing": True, "checkpointing_share": 0.5}, {"gradient_checkpointing": True}]
-    most = [plan.estimate(config(SD3, **train), 1).phases["update"] for train in shares]
+    most = [plan.estimate(config(SD3, **train)).phases["update"] for train in shares]
     assert most[0] > most[1] > most[2]
 
 
@@ -120,25 +123,37 @@ def test_conditions_have_the_shapes_that_the_plan_knows(case):
 
 def test_what_the_hints_name_makes_the_estimate_smaller():
     c = config(FLUX)
-    plain, sliced = plan.estimate(c, 1), plan.estimate(replace(c, memory=Memory(vae_slicing=True)), 1)
+    plain, sliced = plan.estimate(c), plan.estimate(replace(c, memory=Memory(vae_slicing=True)))
     assert sliced.phases["decode"] < plain.phases["decode"] and sliced.phases["update"] == plain.phases["update"]
     texts = plain.parts["text encoders"]
-    parked = plan.estimate(replace(c, memory=Memory(offload=("text_encoder",))), 1)
+    parked = plan.estimate(replace(c, memory=Memory(offload=("text_encoder",))))
     assert "text encoders" not in parked.parts and parked.phases["text encoders"] == texts > 0
-    cached = plan.estimate(replace(c, data=replace(c.data, cache="x")), 1)
+    cached = plan.estimate(replace(c, data=replace(c.data, cache="x")))
     assert not {"text encoders"} & {*cached.parts, *cached.phases} and cached.total < plain.total
 
 
-def test_the_plan_says_what_is_largest_and_what_helps(capsys):
-    c = config(FLUX)
-    assert plan.plan(c, 1, 80.0) == 0
-    assert "fits" in capsys.readouterr().out
-    assert plan.plan(c, 1, 1e-5) == 1
-    told = capsys.readouterr().out
-    assert "does not fit: latents is the largest part" in told
-    assert plan.plan(replace(c, rollout=replace(c.rollout, prompts_per_step=1, group_size=2)), 1, 1e-5) == 1
-    told = capsys.readouterr().out
-    assert "does not fit: activations (update) are the largest part; train.gradient_checkpointing or" in told
+def test_every_hint_is_a_field_that_is_free_to_turn(tmp_path, monkeypatch, capsys):
+    """Following the hints makes the sum what they say, each time, until nothing is left."""
+    monkeypatch.chdir(tmp_path)
+    content = to_dict(config(FLUX, gradient_checkpointing=True, checkpointing_share=0.5))
+    content["rollout"] |= {"prompts_per_step": 2, "group_size": 2}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
+    argv = ["plan", "recipe.yaml", "--memory-gib", "1e-9"]
+    turned, promised = [], None
+    while True:
+        assert main(argv) == 1
+        told = capsys.readouterr().out
+        total = re.search(r"sum +(\S+) GiB", told)[1]
+        assert promised in (None, total), f"{turned[-1]} makes it {promised}, says the plan; it is {total}"
+        if "no field makes it smaller" in told:
+            break
+        option, promised = re.search(r"; (--.*) \(now .*\) makes the sum (\S+) GiB", told).groups()
+        turned.append(option)
+        argv += option.split()
+    names = [option.split()[0] for option in turned]
+    assert not {"--train.gradient-checkpointing", "--rollout.batch-size 0"} & {*turned}
+    assert {"--train.checkpointing-share", "--rollout.batch-size", "--memory.decode-batch", "--gpus"} <= {*names}
+    assert {"--data.cache", "--memory.offload", "--train.lora-rank"} <= {*names}
 
 
 PUBLISHED = {

@@ -9,7 +9,9 @@ count what the real run counts, without weights.
 import json
 import re
 import shutil
+from dataclasses import replace
 
+import model_configs
 import pytest
 import reward_cases_clip
 import reward_cases_vlm
@@ -19,7 +21,7 @@ from judge_server import JudgeServer, images
 from PIL import Image
 from tiny_run import rows, start, tree
 
-from prefgrpo import models
+from prefgrpo import models, plan
 from prefgrpo.cli import main
 from prefgrpo.config import ConfigError, load, parse
 from prefgrpo.judging import makes_clips
@@ -158,6 +160,59 @@ def test_the_plan_counts_parameters_without_weights(place, capsys, tmp_path):
     assert main(["plan", str(recipe), "--memory-gib", "0.00001", *argv]) == 1
     assert "does not fit: " in capsys.readouterr().out
     assert main(["plan", str(recipe), "--gpus", "3", *argv]) == 2
+
+
+def activations(recipe):
+    """What decides a recipe's activations."""
+    c = load(recipe)
+    r, t = c.rollout, c.train
+    size = (
+        c.model,
+        c.dtype,
+        c.data.max_length,
+        r.height,
+        r.width,
+        r.frames,
+        r.guidance > 1,
+        r.batch_size,
+        r.source_area,
+    )
+    return (*size, t.lora_rank, t.lora_targets, t.gradient_checkpointing, t.checkpointing_share, c.memory)
+
+
+def stored(config):
+    """What a process stores of a step, up to a factor."""
+    r = config.rollout
+    steps = r.window_size or (r.window_high or r.steps - 1) - r.window_low
+    return r.prompts_per_step * r.group_size * (steps + 1) / config.gpus
+
+
+ALIKE = {key: [p for p in RECIPES if activations(p) == key] for key in map(activations, RECIPES)}
+
+
+@pytest.mark.parametrize("recipes", ALIKE.values(), ids=lambda found: found[0].stem)
+def test_recipes_fit_their_gpus_or_say_that_they_wait_for_sharding(recipes, tmp_path, monkeypatch):
+    """GPUs of 80 GB, the true config of the model; of recipes with equal activations the one that stores most."""
+    monkeypatch.chdir(tmp_path)
+    found = model_configs.estimate(max(map(load, recipes), key=stored), tmp_path)
+    trained = found.parts["weights"] + found.parts["optimiser"]
+    for recipe in recipes:
+        waits = "\n# It waits for sharding" in recipe.read_text().partition("\nextends")[0]
+        assert load(recipe).gpus > 1 or "1gpu" in recipe.stem
+        shown = f"{recipe.stem}: {found.total / 1e9:.1f} GB, {trained / 1e9:.1f} of it weights and optimiser"
+        assert (trained > 80e9) if waits else (found.total <= 80e9), shown
+
+
+def test_models_of_few_blocks_say_what_the_whole_one_holds(tmp_path):
+    """What the test above extrapolates, against the whole trace of a model with two kinds of blocks."""
+    config = load(FOLDER / "lora_ur_flex_flux2_klein.yaml")
+    found = model_configs.estimate(config, tmp_path)
+    whole = plan.estimate(replace(config, model=str(model_configs.folder(config.model, tmp_path / "whole"))))
+    for name in ("rollout", "decode", "update"):
+        assert abs(found.phases[name] / whole.phases[name] - 1) < 0.01, name
+    assert {name: found.parts[name] for name in ("weights", "optimiser")} == {
+        name: whole.parts[name] for name in ("weights", "optimiser")
+    }
 
 
 def test_a_dry_run_says_what_is_wrong(place):

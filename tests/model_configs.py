@@ -1,0 +1,54 @@
+"""Memory plans of recipes with the configs of the published models that the package ships."""
+
+import json
+import shutil
+from dataclasses import replace
+from inspect import signature
+from pathlib import Path
+
+import diffusers
+
+from prefgrpo import plan
+from prefgrpo.config import Config
+from prefgrpo.models.folder import CONFIGS
+from prefgrpo.plan import Estimate
+
+
+def folder(model: str, into: Path, depth: dict[str, int] | None = None) -> Path:
+    """A copy in `into` of a hub id's configs; depth: numbers of blocks that replace those of the transformers'."""
+    shutil.copytree(CONFIGS / model, into)
+    for file in into.glob("transformer*/config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | (depth or {})))
+    return into
+
+
+def estimate(config: Config, into: Path) -> Estimate:
+    """`plan.estimate` with the true config of the model, from models of 2 and 4 blocks of each kind.
+
+    What a block adds is the same for every block but SD3.5's, so the rest follows; a whole trace takes a minute.
+    """
+    blocks = depths(config.model)
+
+    def at(**depth: int) -> Estimate:
+        place = into / ("-".join(map(str, depth.values())) or "whole")
+        return plan.estimate(replace(config, model=str(folder(config.model, place, depth))))
+
+    low = at(**dict.fromkeys(blocks, 2))
+    parts, phases = dict(low.parts), dict(low.phases)
+    for key, count in blocks.items():
+        more = at(**(dict.fromkeys(blocks, 2) | {key: 4}))
+        for out, small, large in ((parts, low.parts, more.parts), (phases, low.phases, more.phases)):
+            for name in out:
+                out[name] += (large[name] - small[name]) * (count - 2) // 2
+    return Estimate(parts | {"activations": max(phases.values())}, phases, low.parameters)
+
+
+def depths(model: str) -> dict[str, int]:
+    """The numbers of blocks of the transformer, by their key in its config; none where the blocks differ."""
+    file = CONFIGS / model / "transformer" / "config.json"
+    if not file.is_file() or "3.5" in model:
+        return {}
+    config = json.loads(file.read_text())
+    defaults = signature(getattr(diffusers, config["_class_name"]).__init__).parameters
+    keys = [key for key in ("num_layers", "num_single_layers", "n_layers") if key in defaults]
+    return {key: config.get(key, defaults[key].default) for key in keys}

@@ -1,0 +1,220 @@
+"""Recipes that carry the values of a published script, against that script (PREFGRPO_PEERS).
+
+Pref-GRPO's and DanceGRPO's shell flags are read, Flow-GRPO's and PaCo-RL's Python configurations are run.
+Why this oracle: a recipe is a copy of someone else's numbers, and only those can say that it is a true one. What a
+recipe does otherwise on purpose is listed here and said in its first lines, or in those of the file that it extends.
+"""
+
+import inspect
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import peers
+import pytest
+
+from prefgrpo.config import load, to_dict
+from prefgrpo.recipe import flatten
+from prefgrpo.rewards import parse_reward_spec
+
+RECIPES = Path(__file__).parent.parent / "scripts"
+PREF = {
+    "full_train/unifiedreward_flux": "full_unifiedreward_flux",
+    "full_train/unifiedreward_qwenimage": "full_unifiedreward_qwen_image",
+    "full_train/ur_edit_prefgrpo_qwen_image_edit": "full_ur_edit_qwen_image_edit",
+    "full_train/ur_flex_prefgrpo_flux": "full_ur_flex_flux",
+    "full_train/ur_flex_prefgrpo_zimage": "full_ur_flex_z_image",
+    "full_train/ur_think_prefgrpo_flux": "full_ur_think_flux",
+    "full_train/ur_think_prefgrpo_qwenimage": "full_ur_think_qwen_image",
+    "full_train/ur_think_prefgrpo_wan21": "full_ur_think_wan",
+    "lora/lora_unifiedreward_flux": "lora_unifiedreward_flux",
+    "lora/lora_unifiedreward_qwenimage": "lora_unifiedreward_qwen_image",
+    "lora/lora_ur_edit_point_flux2_klein_edit": "lora_ur_edit_point_flux2_klein_edit",
+    "lora/lora_ur_edit_prefgrpo_flux1_kontext_edit": "lora_ur_edit_flux_kontext",
+    "lora/lora_ur_edit_prefgrpo_flux2_klein_edit": "lora_ur_edit_flux2_klein_edit",
+    "lora/lora_ur_flex_prefgrpo_flux2_klein": "lora_ur_flex_flux2_klein",
+    "lora/lora_ur_flex_prefgrpo_wan21": "lora_ur_flex_wan",
+    "lora/lora_ur_flex_prefgrpo_wan22": "lora_ur_flex_wan22",
+    "lora/lora_ur_flex_prefgrpo_zimage": "lora_ur_flex_z_image",
+    "lora/lora_ur_think_prefgrpo_flux": "lora_ur_think_flux",
+    "lora/lora_ur_think_prefgrpo_qwenimage": "lora_ur_think_qwen_image",
+    "lora/lora_ur_think_prefgrpo_wan21": "lora_ur_think_wan",
+}
+DANCE = {
+    "finetune_flux_grpo": "full_dancegrpo_flux",
+    "finetune_flux_grpo_8gpus_lora": "lora_dancegrpo_flux",
+    "finetune_hunyuan_grpo": "full_dancegrpo_hunyuan_video",
+    "finetune_qwenimage_grpo": "full_dancegrpo_qwen_image",
+    "finetune_qwenimage_edit_grpo": "full_dancegrpo_qwen_image_edit",
+    "finetune_wan_2_1_grpo": "full_dancegrpo_wan",
+}
+OTHERWISE = {"full_ur_think_wan": {"train.kl_coef"}}
+"""Recipe → fields that are not the script's, as its first lines say."""
+FLAGS = {
+    "rollout.steps": "sampling_steps", "rollout.eta": "eta", "rollout.group_size": "num_generations",
+    "rollout.shift": "shift",
+    "rollout.height": "h", "rollout.width": "w", "rollout.guidance_2": "cfg_infer_2", "train.lr": "learning_rate",
+    "train.weight_decay": "weight_decay", "train.max_grad_norm": "max_grad_norm", "train.clip_range": "clip_range",
+    "train.kl_coef": "kl_beta", "train.adv_clip_max": "adv_clip_max", "train.steps": "max_train_steps",
+    "checkpoint.every": "checkpointing_steps", "eval.max_prompts": "eval_num_prompts", "eval.every": "eval_every_steps",
+    "rollout.guidance": "guidance", "seed": "seed",
+}  # fmt: skip
+FLOW = {
+    "general_ocr_sd3": "ocr_sd3", "general_ocr_sd3_1gpu": "ocr_sd3_1gpu", "geneval_sd3": "geneval_sd3",
+    "pickscore_sd3": "pickscore_sd3", "pickscore_sd3_4gpu": "pickscore_sd3_4gpu", "clipscore_sd3": "clipscore_sd3",
+    "geneval_sd3_fast_nocfg": "fast_geneval_sd3", "pickscore_sd3_fast_nocfg": "fast_pickscore_sd3",
+    "pickscore_flux": "pickscore_flux", "geneval_flux_fast": "fast_geneval_flux",
+    "pickscore_flux_fast": "fast_pickscore_flux",
+    "counting_flux_kontext": "counting_flux_kontext", "pickscore_qwenimage": "pickscore_qwen_image",
+    "counting_qwenimage_edit": "counting_qwen_image_edit",
+    "counting_qwenimage_edit_fast": "fast_counting_qwen_image_edit",
+    "general_ocr_wan2_1": "ocr_wan",
+}  # fmt: skip
+PACO = {"t2is": "t2is_flux", "kontext_editing": "flux_kontext", "qwen_editing": "qwen_image_edit"}
+
+
+def ours(recipe):
+    config = load(RECIPES / f"{recipe}.yaml")
+    return config, flatten(to_dict(config)) | {"reward.spec": parse_reward_spec(config.reward.spec)}
+
+
+def equal(recipe, published):
+    _, values = ours(recipe)
+    for field in OTHERWISE.get(recipe, ()):
+        assert values[field] != published.pop(field), f"{field} is the script's: take it out of OTHERWISE"
+    assert {field: values[field] for field in published} == published
+
+
+def flags(*files):
+    """Flag → its last value; what has no value is True. Comments are left out."""
+    text = "\n".join(re.sub(r"^\s*#.*", "", file.read_text(), flags=re.M) for file in files)
+    found = re.findall(r"--(\w+)(?:[ =]+('[^']*'|\"[^\"]*\"|[\w.{}$-]+(?<!\\)))?", text.replace(" \\\n", "\n"))
+    exported = dict(re.findall(r"^export (\w+)=([\d.,]+)$", text, flags=re.M))
+    return {key: (value if value and not value.startswith("--") else True) for key, value in found}, exported
+
+
+def shared(given):
+    """What both codebases' flags say."""
+    number = {k: float(v) for k, v in given.items() if v is not True and re.fullmatch(r"\d*\.?\d+(e-?\d+)?", v)}
+    window = int((number["sampling_steps"] - 1) * number["timestep_fraction"])
+    out = {field: number[flag] for field, flag in FLAGS.items() if flag in number}
+    out |= {"rollout.window_size": window, "rollout.sigmas": "published", "rollout.same_noise": True, "reward.ddof": 1}
+    out |= {"rollout.truncate_timesteps": True, "reward.std": "group", "reward.eps": 1e-8}
+    samples = number["num_generations"] * number.get("train_batch_size", 1)
+    out["train.updates_per_rollout"] = samples // number["gradient_accumulation_steps"]
+    if number.get("t", 1) > 1:
+        out["rollout.frames"] = number["t"]
+    if "nproc_per_node" in number and re.fullmatch(r"\d+", str(given.get("nnodes", 1))):
+        nodes = number.get("nnodes", 1)
+        out["rollout.prompts_per_step"] = nodes * number["nproc_per_node"] * number["train_batch_size"]
+    lora = ("lora_rank", "lora_alpha") if "lora_rank" in number else ()
+    return out | ({f"train.{key}": number[key] for key in lora} or {"train.lora_rank": 0})
+
+
+@pytest.mark.parametrize("script", PREF)
+def test_the_values_of_a_pref_grpo_script(script):
+    place = peers.folder("pref_grpo") / "scripts"
+    given, exported = flags(place / "_common_finetune.sh", place / f"{script}.sh")
+    given = {"learning_rate": given.get("learning"), "h": "720", "w": "720", **given}
+    scales = ("train_guidance_scale", "cfg_infer", "rollout_guidance_scale")
+    given["guidance"] = next((given[key] for key in scales if key in given), True)
+    spec = json.loads(given["reward_spec"].strip("'"))
+    published = shared(given) | {"reward.spec": spec, "reward.batch_norm": given["apply_gdpo"]}
+    published["reward.combine"] = "weighted_advantage_sum"
+    if "unifiedreward_flex" in spec:
+        flex = ours(PREF[script])[0].reward.options["unifiedreward_flex"]
+        weights = [float(w) for w in exported.get("CATEGORY_WEIGHTS", "1,1,1").split(",")]
+        assert flex["normalise_parts"] and list(flex.get("category_weights", (1.0, 0.7, 0.7))) == weights
+        assert flex.get("overall_weight", 0.3) == float(exported.get("OVERALL_WEIGHT", 1))
+        assert flex.get("category_weight", 0.7) == float(exported.get("DIM_WEIGHT", 1))
+    equal(PREF[script], published)
+
+
+@pytest.mark.parametrize("script", DANCE)
+def test_the_values_of_a_dance_grpo_script(script):
+    given, _ = flags(peers.folder("dance_grpo") / "scripts" / "finetune" / f"{script}.sh")
+    if "bestofn" in given:  # as many updates as on the samples that it keeps
+        given["gradient_accumulation_steps"] = str(24 // (8 // int(given["gradient_accumulation_steps"])))
+    given["guidance"] = given.get("cfg_infer", "3.5" if "flux" in script else "6.018" if "hunyuan" in script else "1.0")
+    published = shared(given) | {"rollout.rule": "dance", "reward.combine": "weighted_sum", "train.kl_coef": 0.0}
+    if "lora" in script:
+        published["train.lora_targets"] = ["to_q", "to_k", "to_v", "to_out.0"]
+    if "use_videoalign" in given:
+        assert ours(DANCE[script])[0].reward.options["videoalign"]["dimensions"] == ["VQ"]
+    published["reward.spec"] = {"hpsv2": 1.0} if "use_hpsv2" in given else {"videoalign": 1.0}
+    equal(DANCE[script], published)
+
+
+class ConfigDict(dict):
+    """As much of ml_collections' as the configurations use."""
+
+    __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
+
+
+def configuration(codebase, name, monkeypatch):
+    """(what a function of the peer's config/grpo.py returns, its source)."""
+    stubs = {"ml_collections": ModuleType("ml_collections"), "imp": ModuleType("imp")}
+    stubs["ml_collections"].ConfigDict = ConfigDict
+    stubs["imp"].load_source = lambda name, file: peers.file_module(codebase, "config/base.py", name, monkeypatch)
+    for stub, module in stubs.items():
+        monkeypatch.setitem(sys.modules, stub, module)
+    module = peers.file_module(codebase, "config/grpo.py", f"{codebase}_config", monkeypatch)
+    function = getattr(module, name, None)
+    if function is None:
+        pytest.skip(f"the checkout of {codebase} is another version: its config/grpo.py has no {name}")
+    return function(), inspect.getsource(function)
+
+
+def common(config, lora):
+    """What both codebases' configurations say."""
+    s, t = config.sample, config.train
+    return {
+        "rollout.steps": s.num_steps, "rollout.guidance": s.guidance_scale, "rollout.sigmas": "pipeline",
+        "rollout.same_noise": s.get("same_latent", False), "reward.spec": dict(config.reward_fn or t.reward_fn),
+        "reward.std": "global" if s.global_std else "group", "reward.combine": "weighted_sum", "reward.ddof": 0,
+        "train.lr": t.learning_rate, "train.clip_range": t.clip_range, "train.max_grad_norm": t.max_grad_norm,
+        "train.kl_coef": t.beta, "train.ema_decay": 0.9 if t.ema else 0.0, "train.updates_per_rollout": 2,
+        "checkpoint.every": config.save_freq, "eval.every": config.eval_freq, "train.adv_clip_max": t.adv_clip_max,
+        "train.lora_rank": lora, "train.lora_alpha": 2 * lora,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLOW)
+def test_the_values_of_a_flow_grpo_configuration(name, monkeypatch):
+    config, source = configuration("flow_grpo", name, monkeypatch)
+    s, t, wan = config.sample, config.train, "wan" in name
+    published = common(config, 32 if wan or "sd3" in name else 64) | {
+        "rollout.group_size": s.num_image_per_prompt, "eval.steps": s.eval_num_steps,
+        "rollout.rule": "wan" if wan else "cps" if s.get("sde_type") == "cps" else "flow",
+        "train.kl_form": "flow_grpo" if t.beta and not wan else "gaussian",
+    }  # fmt: skip
+    if wan:
+        published |= {"rollout.height": config.height, "rollout.width": config.width, "rollout.frames": config.frames}
+    else:
+        published |= {"rollout.height": config.resolution, "rollout.width": config.resolution}
+        published["rollout.eta"] = s.noise_level
+        gpus = int(re.search(r"gpu_number *= *(\d+)", source)[1])
+        groups = gpus * s.train_batch_size * s.num_batches_per_epoch // s.num_image_per_prompt
+        published["rollout.prompts_per_step"] = groups
+    if s.get("sde_window_size") and "sde_window_range" in source:
+        high = s.sde_window_range[1]
+        published |= {"rollout.window_size": s.sde_window_size, "rollout.window_high": high}
+    equal(f"lora_flowgrpo_{FLOW[name]}", published)
+
+
+@pytest.mark.parametrize("name", PACO)
+def test_the_values_of_a_paco_grpo_configuration(name, monkeypatch):
+    pytest.importorskip("scipy")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")
+    config, _ = configuration("paco", name, monkeypatch)
+    s = config.sample
+    equal(f"lora_pacogrpo_{PACO[name]}", common(config, 64) | {
+        "rollout.group_size": s.num_images_per_prompt, "rollout.prompts_per_step": s.unique_sample_num_per_epoch,
+        "rollout.height": config.train.resolution, "rollout.width": config.train.resolution, "gpus": 7,
+        "rollout.eta": s.noise_level, "rollout.window_low": s.noise_steps[0],
+        "rollout.window_high": s.noise_steps[-1] + 1,
+        "eval.height": config.test.resolution, "eval.width": config.test.resolution,
+        "eval.steps": config.test.num_steps, "seed": config.seed,
+    })  # fmt: skip
