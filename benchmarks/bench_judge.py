@@ -29,9 +29,9 @@ from PIL import Image, ImageFilter
 
 from benchmarks import original_client
 from benchmarks.blocks import replace_block, rounded, write_json
+from prefgrpo.data.media import Media
 from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig
 from prefgrpo.judge.plans import round_robin
-from prefgrpo.media import Media
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCUMENT = ROOT / "benchmarks" / "results" / "judge_cpu.json", ROOT / "docs" / "judging.md"

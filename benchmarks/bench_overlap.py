@@ -26,13 +26,13 @@ import torch
 
 from benchmarks.bench_judge import echo_server, machine
 from benchmarks.blocks import replace_block, rounded, write_json
-from prefgrpo.collect import collect
-from prefgrpo.config import Config, load
-from prefgrpo.media import Media
+from prefgrpo.config.schema import Config, load
+from prefgrpo.data.media import Media
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rewards.scorer import Scorer, StepScores
-from prefgrpo.session import Session, open_session
+from prefgrpo.run.collect import collect
+from prefgrpo.run.session import Session, open_session
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCUMENT = ROOT / "benchmarks" / "results" / "judge_overlap.json", ROOT / "docs" / "judging.md"

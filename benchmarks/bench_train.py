@@ -30,8 +30,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.bench_judge import machine
 from benchmarks.blocks import rounded, write_json
-from prefgrpo.config import Config, load
-from prefgrpo.plan import GIB, estimate, stand_ins, without_weights
+from prefgrpo.config.schema import Config, load
+from prefgrpo.run.memory import GIB, estimate, stand_ins, without_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE, RESULTS = ROOT / "scripts" / "lora_prefgrpo_flux.yaml", ROOT / "benchmarks" / "results"
@@ -84,8 +84,8 @@ def recipe(model: Path, work: Path, side: int, device: str, steps: int) -> Path:
 
 def run(command: str, file: Path) -> int:
     """`prefgrpo COMMAND` in this process; the most bytes it held. Raises RuntimeError if it fails."""
-    from prefgrpo.cli import main
-    from prefgrpo.session import peak_memory
+    from prefgrpo.commands.cli import main
+    from prefgrpo.run.session import peak_memory
 
     if code := main([command, str(file)]):
         raise RuntimeError(f"prefgrpo {command} ended with {code}")

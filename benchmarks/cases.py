@@ -22,7 +22,7 @@ from prefgrpo.ops import (
     policy_loss,
     winrate_advantage,
 )
-from prefgrpo.rules import RULES, StepInfo
+from prefgrpo.sde.rules import RULES, StepInfo
 
 SHAPES = {
     "FLUX 512²": (1024, 64),

@@ -23,7 +23,7 @@ from prefgrpo.ops import (
     use_backend,
     winrate_advantage,
 )
-from prefgrpo.schedule import make_schedule, shifted_sigmas
+from prefgrpo.sde.schedule import make_schedule, shifted_sigmas
 
 DEVICE = "cuda"
 

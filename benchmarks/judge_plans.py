@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from benchmarks.blocks import replace_block, rounded, write_json
+from prefgrpo.data.media import Media
 from prefgrpo.judge.plan import GOAL, SHARE, usual_plans
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.simulate import Groups, JudgeModel, measure, resembling, simulated
-from prefgrpo.media import Media
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "judge_plans.json", "judging_plans.svg"

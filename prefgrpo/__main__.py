@@ -2,7 +2,7 @@
 
 import sys
 
-from prefgrpo.cli import main
+from prefgrpo.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

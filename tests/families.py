@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 
 from prefgrpo import models
-from prefgrpo.embed import Embeddings, collate
-from prefgrpo.rollout import rollout
-from prefgrpo.schedule import make_schedule
+from prefgrpo.rollout.embed import Embeddings, collate
+from prefgrpo.rollout.rollout import rollout
+from prefgrpo.sde.schedule import make_schedule
 from prefgrpo.tiny import pipelines
 
 CPU = torch.device("cpu")

@@ -11,10 +11,10 @@ import torch
 from families import CASES, PROMPTS, SIZES, conditions, load, small_sources
 from safetensors.torch import save_file
 
-from prefgrpo import parallel
-from prefgrpo.embed import select
-from prefgrpo.rollout import rollout
-from prefgrpo.schedule import make_schedule
+from prefgrpo.parallel import world as parallel
+from prefgrpo.rollout.embed import select
+from prefgrpo.rollout.rollout import rollout
+from prefgrpo.sde.schedule import make_schedule
 
 TOTAL = 4
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import diffusers
 
-from prefgrpo import plan
-from prefgrpo.config import Config
+from prefgrpo.config.schema import Config
 from prefgrpo.models.folder import CONFIGS
-from prefgrpo.plan import Estimate
+from prefgrpo.run import memory as plan
+from prefgrpo.run.memory import Estimate
 
 
 def folder(model: str, into: Path, depth: dict[str, int] | None = None) -> Path:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prefgrpo.ops import Guidance, backend_of, reference, use_backend
 from prefgrpo.ops.backend import missing
-from prefgrpo.rules import RULES, StepInfo
+from prefgrpo.sde.rules import RULES, StepInfo
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = ("cuda", "triton", "torch")

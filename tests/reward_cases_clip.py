@@ -3,7 +3,7 @@
 import numpy as np
 from reward_case import Case
 
-from prefgrpo.media import Media
+from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import Sample
 from prefgrpo.tiny.rewards import MAKERS
 

@@ -14,7 +14,7 @@ from reward_case import Case
 from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 
-from prefgrpo.media import Media
+from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.deqa import IMAGE, QUESTION
 from prefgrpo.tiny.rewards import clip_folder, spread

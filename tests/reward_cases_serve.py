@@ -10,7 +10,7 @@ from judge_server import JudgeServer
 from PIL import Image, ImageDraw, ImageFont
 from reward_case import Case
 
-from prefgrpo.media import Media
+from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import Sample
 from prefgrpo.tiny import scenes
 

@@ -13,7 +13,7 @@ import numpy as np
 from judge_server import JudgeServer
 from reward_case import Case
 
-from prefgrpo.media import Media
+from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import Sample
 
 

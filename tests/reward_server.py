@@ -26,7 +26,7 @@ import numpy as np
 from aiohttp import web
 from judge_server import JudgeServer, free_port
 
-from prefgrpo.media import Media
+from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rewards.serve import RewardServer
 from prefgrpo.rewards.wire import read_request, scores_json

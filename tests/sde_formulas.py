@@ -1,4 +1,4 @@
-"""The published step rules in fp64, written from the papers' equations and not from prefgrpo.rules: the tests' truth.
+"""The published step rules in fp64, written from the papers' equations and not from prefgrpo.sde.rules.
 
 Each returns (μ, standard deviation of x', the peers' std_dev_t) for scalars or columns σ, σ' that broadcast over x.
 """

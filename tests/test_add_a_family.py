@@ -13,7 +13,7 @@ from families import SIZES, Case
 from tiny_run import rows, settings
 
 from prefgrpo import models
-from prefgrpo.cli import main
+from prefgrpo.commands.cli import main
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.guidance import Cfg
 from prefgrpo.tiny import pipelines

@@ -15,13 +15,13 @@ import pytest
 import torch
 from tiny_run import settings, world
 
-from prefgrpo.advantage import advantages, part_table
-from prefgrpo.config import ConfigError, Reward, from_dict
+from prefgrpo.config.schema import ConfigError, Reward, from_dict
 from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig
 from prefgrpo.rewards.base import GroupScores, PointwiseReward, Score
 from prefgrpo.rewards.edits import EditImageQuality
 from prefgrpo.rewards.unifiedreward_pairs import UnifiedRewardFlex
-from prefgrpo.trainer import Trainer
+from prefgrpo.run.advantage import advantages, part_table
+from prefgrpo.run.trainer import Trainer
 
 STEPS, GROUPS, SIZE = 6, 50, 9
 FLEX, QUALITY = "unifiedreward_flex", "unifiedreward_edit_pointwise_image_quality"

@@ -308,7 +308,7 @@ def steady(place):
     return rows(place / "runs" / "steady")
 
 
-AFTER_FIRST_STEP = Hold("prefgrpo.trainer:Trainer._report")
+AFTER_FIRST_STEP = Hold("prefgrpo.run.trainer:Trainer._report")
 
 
 @contextlib.contextmanager

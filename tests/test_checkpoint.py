@@ -19,8 +19,18 @@ import torch
 import yaml
 from tiny_run import BASE, Hold, merged, recipe, rows, start, train, tree, weights, world
 
-from prefgrpo import checkpoint
-from prefgrpo.checkpoint import CheckpointError, claim, latest, list_steps, load_into, lock, read, save, write_folder
+from prefgrpo.run import checkpoint
+from prefgrpo.run.checkpoint import (
+    CheckpointError,
+    claim,
+    latest,
+    list_steps,
+    load_into,
+    lock,
+    read,
+    save,
+    write_folder,
+)
 
 JUDGE = Path(checkpoint.__file__).parent / "tiny" / "assets" / "judge"
 STATE = {"param.a": torch.arange(6.0).view(2, 3), "adamw.step.a": torch.tensor(3.0)}
@@ -195,18 +205,18 @@ def count(run: Path, kind: str = "train") -> int:
     return sum(f'"kind": "{kind}"' in line for line in file.read_text().splitlines()) if file.is_file() else 0
 
 
-REPORT, EVALUATE, SAVE = (f"prefgrpo.trainer:Trainer.{name}" for name in ("_report", "_evaluate", "_save"))
+REPORT, EVALUATE, SAVE = (f"prefgrpo.run.trainer:Trainer.{name}" for name in ("_report", "_evaluate", "_save"))
 MOMENTS = {
-    "before anything is written": Hold("prefgrpo.checkpoint:claim"),
-    "before the first step": Hold("prefgrpo.trainer:Trainer.run", before=True),
+    "before anything is written": Hold("prefgrpo.run.checkpoint:claim"),
+    "before the first step": Hold("prefgrpo.run.trainer:Trainer.run", before=True),
     "in the first evaluation": Hold(EVALUATE),
-    "in the first step": Hold("prefgrpo.trainer:Trainer._advantage", before=True),
+    "in the first step": Hold("prefgrpo.run.trainer:Trainer._advantage", before=True),
     "after the first step": Hold(REPORT),
     "between two checkpoints": Hold(REPORT, 3),
-    "while a checkpoint is written": Hold("prefgrpo.checkpoint:save_file", 2, before=True),
-    "at the last evaluation": Hold("prefgrpo.trainer:Trainer._finish", before=True),
-    "while the product is written": Hold("prefgrpo.trainer:Trainer._export", 4),
-    "after the product is written": Hold("prefgrpo.trainer:Trainer._proof", before=True),
+    "while a checkpoint is written": Hold("prefgrpo.run.checkpoint:save_file", 2, before=True),
+    "at the last evaluation": Hold("prefgrpo.run.trainer:Trainer._finish", before=True),
+    "while the product is written": Hold("prefgrpo.run.trainer:Trainer._export", 4),
+    "after the product is written": Hold("prefgrpo.run.trainer:Trainer._proof", before=True),
 }
 
 
@@ -228,7 +238,7 @@ def test_killed_again_and_again_at_random(place, truth):
     """Every attempt lives a random while longer; in the end the run is the one that was never stopped."""
     file, run, dice = judged(place, "random"), place / "runs" / "random", random.Random(0)
     for attempt in range(200):
-        first = Hold("prefgrpo.trainer:Trainer.run", before=True) if attempt < 2 else None
+        first = Hold("prefgrpo.run.trainer:Trainer.run", before=True) if attempt < 2 else None
         process = start(["train", str(file), "--resume"], place / "log", hold=first)
         process.process.join(dice.uniform(0.5, 1.0 + attempt))  # the first two never get past their hold
         if process.process.exitcode is not None:

@@ -20,9 +20,9 @@ import tyro
 from tiny_run import recipe, world
 
 import prefgrpo
-from prefgrpo import cli
-from prefgrpo.config import Config, ConfigError, parse
-from prefgrpo.recipe import flatten
+from prefgrpo.commands import cli
+from prefgrpo.config.recipe import flatten
+from prefgrpo.config.schema import Config, ConfigError, parse
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +261,7 @@ def test_a_reader_may_leave():
 
 
 def test_help_imports_nothing_heavy():
-    code = "import sys; from prefgrpo.cli import main\ntry: main(['train', '--help'])"
+    code = "import sys; from prefgrpo.commands.cli import main\ntry: main(['train', '--help'])"
     code += "\nfinally: print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and "--train.lr" in done.stdout

@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from prefgrpo import config
-from prefgrpo.config import Config, ConfigError, check, differences, from_dict, load, parse, to_dict
+from prefgrpo.config import schema as config
+from prefgrpo.config.schema import Config, ConfigError, check, differences, from_dict, load, parse, to_dict
 
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # shrinking 60 fields takes minutes
 GOOD = {"model": "m", "data": {"prompts": "p.txt"}}

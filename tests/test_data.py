@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefgrpo.data import DataError, read_prompts, step_prompts
+from prefgrpo.data.prompts import DataError, read_prompts, step_prompts
 
 
 def test_files_as_people_have_them(tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from prefgrpo.data import DataError, read_prompts
+from prefgrpo.data.prompts import DataError, read_prompts
 
 
 def written(file, rows):

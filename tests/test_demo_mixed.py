@@ -19,8 +19,8 @@ from PIL import Image
 from safetensors.torch import load_file
 from tiny_run import merged, rows, train
 
+from prefgrpo.data.media import Media
 from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
-from prefgrpo.media import Media
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.tiny.rewards import MAKERS
 

@@ -20,17 +20,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_run import recipe, rows, settings, start, train, world
 
-from prefgrpo.checkpoint import CheckpointError
-from prefgrpo.collect import slot_prompts
-from prefgrpo.config import from_dict
-from prefgrpo.data import Prompt, prompt_sets
-from prefgrpo.evaluate import Held, held_out, load_before, save_images, summarise, to_uint8
+from prefgrpo.config.schema import from_dict
+from prefgrpo.data.prompts import Prompt, prompt_sets
 from prefgrpo.judge.verdict import PairJudge, Verdict
-from prefgrpo.noise import initial_latents
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
+from prefgrpo.run.checkpoint import CheckpointError
+from prefgrpo.run.collect import slot_prompts
+from prefgrpo.run.evaluate import Held, held_out, load_before, save_images, summarise, to_uint8
+from prefgrpo.run.trainer import Trainer
+from prefgrpo.sde.noise import initial_latents
 from prefgrpo.tiny import pipelines
-from prefgrpo.trainer import Trainer
 
 NAN = float("nan")
 AB = [Prompt(0, "a"), Prompt(1, "b")]

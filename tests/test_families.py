@@ -32,12 +32,12 @@ from families import (
 from family_ranks import TOTAL, samples
 from safetensors.torch import load_file, save_file
 
-from prefgrpo.embed import Embeddings, select
 from prefgrpo.models import family
 from prefgrpo.models.folder import ModelError
-from prefgrpo.replay import replay
-from prefgrpo.rollout import rollout
-from prefgrpo.schedule import make_schedule
+from prefgrpo.rollout.embed import Embeddings, select
+from prefgrpo.rollout.replay import replay
+from prefgrpo.rollout.rollout import rollout
+from prefgrpo.sde.schedule import make_schedule
 
 pytestmark = pytest.mark.families
 every = pytest.mark.parametrize("case", CASES, ids=str)

@@ -26,13 +26,13 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from prefgrpo import models
-from prefgrpo.config import from_dict
-from prefgrpo.embed import Embeddings, collate
+from prefgrpo.config.schema import from_dict
 from prefgrpo.models.folder import ModelError
-from prefgrpo.replay import replay
-from prefgrpo.rollout import rollout
-from prefgrpo.sampling import Schedules
-from prefgrpo.schedule import make_schedule, shifted_sigmas, truncated_times
+from prefgrpo.rollout.embed import Embeddings, collate
+from prefgrpo.rollout.replay import replay
+from prefgrpo.rollout.rollout import rollout
+from prefgrpo.rollout.sampling import Schedules
+from prefgrpo.sde.schedule import make_schedule, shifted_sigmas, truncated_times
 
 pytestmark = pytest.mark.families
 

@@ -20,9 +20,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_run import PROMPTS, Hold, ranks, settings, start, train, tree, world
 
-from prefgrpo import embed
-from prefgrpo.data import Prompt
-from prefgrpo.generate import file_name
+from prefgrpo.commands.generate import file_name
+from prefgrpo.data.prompts import Prompt
+from prefgrpo.rollout import embed
 from prefgrpo.tiny import pipelines
 
 
@@ -128,7 +128,7 @@ def small_shards():
 def test_a_killed_preprocess_goes_on(place):
     cache = place / "killed"
     file = written(place, "killed", data={"cache": str(cache)})
-    hold = Hold("prefgrpo.shards:Shards.write", call=2)
+    hold = Hold("prefgrpo.rollout.shards:Shards.write", call=2)
     run = start(["preprocess", str(file)], file.with_suffix(".log"), small_shards, hold)
     run.until_held()
     run.kill()
@@ -143,7 +143,7 @@ def test_a_killed_preprocess_goes_on(place):
 def test_an_interrupted_preprocess_keeps_what_it_has(place):
     cache = place / "interrupted"
     file = written(place, "interrupted", data={"cache": str(cache)})
-    hold = Hold("prefgrpo.shards:Shards.write")
+    hold = Hold("prefgrpo.rollout.shards:Shards.write")
     run = start(["preprocess", str(file)], file.with_suffix(".log"), small_shards, hold)
     run.until_held()
     os.kill(run.process.pid, signal.SIGINT)

@@ -14,7 +14,7 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, FluxPi
 
 from prefgrpo.integrations.diffusers import SDEFlowMatchScheduler
 from prefgrpo.ops import NoiseAddress, philox_normal
-from prefgrpo.schedule import make_schedule
+from prefgrpo.sde.schedule import make_schedule
 from prefgrpo.tiny import pipelines
 
 T = 6

@@ -20,7 +20,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
 from prefgrpo import integrations
 from prefgrpo.integrations import dance_grpo, flow_factory, flow_grpo, pref_grpo
-from prefgrpo.schedule import shifted_sigmas, truncated_times
+from prefgrpo.sde.schedule import shifted_sigmas, truncated_times
 
 T = 10
 SHAPES = {"sd3": (3, 16, 32, 32), "flux": (3, 256, 64), "wan": (2, 16, 3, 20, 24)}

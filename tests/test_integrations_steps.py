@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefgrpo.integrations import dance_grpo, flow_factory, flow_grpo, pref_grpo, steps
-from prefgrpo.rules import RULES, StepInfo
+from prefgrpo.sde.rules import RULES, StepInfo
 
 T = 6
 SHAPES = [(2, 4, 5, 3), (2, 7, 3), (2, 3, 2, 3, 5), (2, 1)]

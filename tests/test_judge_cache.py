@@ -20,12 +20,12 @@ from judge_server import MODEL, JudgeServer, free_port
 from test_judge_faults import FAST, ask, judge, media, process
 from tiny_run import Hold, recipe, rows, start, train, world
 
+from prefgrpo.data.media import Media
 from prefgrpo.judge.cache import AnswerCache, shared_cache
 from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig, check
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.traffic import TRAFFIC, metrics
 from prefgrpo.judge.verdict import Answer, JudgeError
-from prefgrpo.media import Media
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import Scorer
@@ -233,7 +233,7 @@ def test_a_run_that_was_killed_before_its_checkpoint_asks_for_nothing_twice(tmp_
         whole = len(server.requests)
         folder = place / "runs" / "killed"
         file = recipe(place, "killed", **over, judge=judge)
-        run = start(["train", str(file)], place / "killed.log", hold=Hold("prefgrpo.trainer:Trainer._report", 2))
+        run = start(["train", str(file)], place / "killed.log", hold=Hold("prefgrpo.run.trainer:Trainer._report", 2))
         run.until_held()
         run.kill()
         kept = sum(len(path.read_bytes().splitlines()) for path in (folder / "verdicts").glob("*.jsonl"))

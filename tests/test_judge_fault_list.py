@@ -24,11 +24,11 @@ import pytest
 from judge_server import MODEL, JudgeServer, free_port, images
 from test_judge_faults import FAST, ask, judge, media
 
+from prefgrpo.data.media import Media
 from prefgrpo.judge.body import encode
 from prefgrpo.judge.client import HttpJudgeConfig, check
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.verdict import JudgeError
-from prefgrpo.media import Media
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import Scorer

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from judge_server import MODEL, JudgeServer, free_port, images
 
+from prefgrpo.data.media import Media
 from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig, check
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.verdict import JudgeError
-from prefgrpo.media import Media
 
 FAST = {"timeout_s": 1.0, "retries": 2, "backoff_s": 0.05, "patience_s": 2.0}
 

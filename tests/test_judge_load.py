@@ -19,16 +19,16 @@ import torch
 from aiohttp import web
 from judge_server import JudgeServer, reply
 
-from prefgrpo.config import load
+from prefgrpo.config.schema import load
+from prefgrpo.data.media import Media
 from prefgrpo.judge import http, loop, traffic
 from prefgrpo.judge.http import HttpJudge, HttpJudgeConfig
 from prefgrpo.judge.traffic import TRAFFIC
-from prefgrpo.judging import http_config, judge_section
-from prefgrpo.media import Media
-from prefgrpo.parallel import World
+from prefgrpo.parallel.world import World
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import Scorer
+from prefgrpo.run.judging import http_config, judge_section
 
 RANKS, TOKENS = 8, 1500
 CATEGORIES = [

@@ -13,11 +13,11 @@ import pytest
 import torch
 from judge_tiny import build
 
+from prefgrpo.data.media import Media
 from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.template import label_ids, load_template
 from prefgrpo.judge.verdict import JudgeError
-from prefgrpo.media import Media
 
 SIZES = {"square": [(64, 64)] * 4, "mixed": [(64, 64), (64, 128), (96, 64), (40, 40)]}
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from judge_server import JudgeServer, images, text_of
 
+from prefgrpo.data.media import Media
 from prefgrpo.judge.http import Client, HttpJudge, HttpJudgeConfig, shared_client
 from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
 from prefgrpo.judge.send import SendConfig, Sender, SendError
 from prefgrpo.judge.template import load_template
 from prefgrpo.judge.verdict import JudgeError
-from prefgrpo.media import Media
 
 
 def media(*levels):

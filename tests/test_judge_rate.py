@@ -8,10 +8,10 @@ rewards' own win rates are in test_rewards_scorer.py.
 import numpy as np
 import pytest
 
+from prefgrpo.data.media import Media
 from prefgrpo.judge.plans import both_orders, get_plan
 from prefgrpo.judge.rate import Rating, position_bias, rate_groups, unbiased
 from prefgrpo.judge.verdict import PairJudge, Verdict
-from prefgrpo.media import Media
 from prefgrpo.rewards import RewardSpecError, build
 from prefgrpo.rewards.base import Sample
 

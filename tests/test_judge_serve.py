@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from judge_server import JudgeServer, free_port
 
-from prefgrpo.doctor import _engines
+from prefgrpo.commands.doctor import _engines
 from prefgrpo.judge import keeper
 from prefgrpo.judge.engines import ServeConfig, command, environment, find_engine, named, several
 from prefgrpo.judge.presets import PRESETS

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefgrpo.cli import main
+from prefgrpo.commands.cli import main
 from prefgrpo.judge.rate import position_bias
 from prefgrpo.judge.simulate import (
     Groups,

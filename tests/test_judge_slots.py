@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from judge_server import JudgeServer, images
 
+from prefgrpo.data.media import Media
 from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig
 from prefgrpo.judge.endpoint import Endpoint, NoEndpoint, Pool
 from prefgrpo.judge.loop import loop_thread
-from prefgrpo.media import Media
 
 
 def pictures(count):

@@ -18,12 +18,12 @@ import pytest
 from judge_server import free_port
 
 import prefgrpo
+from prefgrpo.data.media import Media
 from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig
 from prefgrpo.judge.engines import ServeConfig
 from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.serve import Server
-from prefgrpo.media import Media
 from prefgrpo.tiny import scenes
 
 MODEL = str(Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge")

@@ -13,11 +13,11 @@ import pytest
 from judge_server import free_port
 
 import prefgrpo
+from prefgrpo.data.media import Media
 from prefgrpo.judge.engines import ServeConfig
 from prefgrpo.judge.http import Client, HttpJudgeConfig
 from prefgrpo.judge.serve import Server
 from prefgrpo.judge.template import load_template, spellings
-from prefgrpo.media import Media
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample
 

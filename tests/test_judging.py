@@ -9,13 +9,21 @@ from dataclasses import asdict
 import pytest
 from tiny_run import ALONE, settings, world
 
-from prefgrpo.config import ConfigError, differences, from_dict
-from prefgrpo.data import Prompt
+from prefgrpo.config.schema import ConfigError, differences, from_dict
+from prefgrpo.data.prompts import Prompt
 from prefgrpo.judge.verdict import PairJudge, Verdict
-from prefgrpo.judging import check_inputs, http_config, judge_section, reward_options, shared, specs, training_scorer
 from prefgrpo.rewards import RewardSpecError, build
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rewards.pairwise import VlmPairwise
+from prefgrpo.run.judging import (
+    check_inputs,
+    http_config,
+    judge_section,
+    reward_options,
+    shared,
+    specs,
+    training_scorer,
+)
 
 OTHER = f"{__name__}.Other"
 EDIT = f"{__name__}.EditScore"

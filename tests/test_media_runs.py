@@ -16,14 +16,14 @@ from judge_server import JudgeServer, images
 from PIL import Image
 from tiny_run import ALONE, rows, settings, start, train, tree
 
-from prefgrpo.config import ConfigError, from_dict
-from prefgrpo.data import DataError, Prompt
+from prefgrpo.config.schema import ConfigError, from_dict
+from prefgrpo.data.media import Media
+from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.judge.body import encode
 from prefgrpo.judge.verdict import PairJudge, Verdict
-from prefgrpo.judging import training_scorer
-from prefgrpo.loading import uses
-from prefgrpo.media import Media
-from prefgrpo.render import stills
+from prefgrpo.rollout.render import stills
+from prefgrpo.run.judging import training_scorer
+from prefgrpo.run.loading import uses
 from prefgrpo.tiny import pipelines
 
 SMALL = {"train": {"steps": 3}, "rollout": {"prompts_per_step": 2, "group_size": 2, "batch_size": 4}}

@@ -9,12 +9,12 @@ import torch
 from families import CASES, conditions, folder, load, noise
 from torch import nn
 
-from prefgrpo.config import from_dict
-from prefgrpo.embed import Embeddings
-from prefgrpo.loading import open_adapter
+from prefgrpo.config.schema import from_dict
 from prefgrpo.models import recompute
 from prefgrpo.models.parking import Parked
-from prefgrpo.render import decode
+from prefgrpo.rollout.embed import Embeddings
+from prefgrpo.rollout.render import decode
+from prefgrpo.run.loading import open_adapter
 
 FLUX = CASES[0]
 CPU = torch.device("cpu")

@@ -12,8 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefgrpo.log import Log, read_metrics
-from prefgrpo.metrics import (
+from prefgrpo.ops import METRICS
+from prefgrpo.parallel.world import World
+from prefgrpo.run.log import Log, read_metrics
+from prefgrpo.run.metrics import (
     FACTS,
     RewardsMissing,
     check_missing,
@@ -24,8 +26,6 @@ from prefgrpo.metrics import (
     reward_metrics,
     step_line,
 )
-from prefgrpo.ops import METRICS
-from prefgrpo.parallel import World
 
 ALONE = World(0, 1, torch.device("cpu"))
 NAN = float("nan")

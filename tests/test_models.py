@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from prefgrpo import models
-from prefgrpo.embed import Embeddings, collate, tile
 from prefgrpo.models.folder import ModelError, resolve
+from prefgrpo.rollout.embed import Embeddings, collate, tile
 from prefgrpo.tiny import pipelines
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ops_cases import DEVICE, FEW, QUICK, each_backend, serve
 
-from prefgrpo.noise import initial_latents
 from prefgrpo.ops import NoiseAddress, affine_step, philox_normal, reference
+from prefgrpo.sde.noise import initial_latents
 
 KNOWN = [  # counter, key, result (Random123's kat_vectors)
     ([0, 0, 0, 0], [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),

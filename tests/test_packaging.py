@@ -215,7 +215,7 @@ def test_every_module_imports_without_the_optional_packages():
 
 def test_ops_need_torch_and_numpy_only():
     step = HIDE.format(names=BEYOND_OPS) + (
-        "import torch, prefgrpo.ops, prefgrpo.rules, prefgrpo.schedule, prefgrpo.noise\n"
+        "import torch, prefgrpo.ops, prefgrpo.sde.rules, prefgrpo.sde.schedule, prefgrpo.sde.noise\n"
         "x = torch.ones(2, 8)\n"
         "coef = torch.tensor([[0.5, 2.0, 0.0, 0.0, 0.0]])\n"
         "out = prefgrpo.ops.affine_step(x, x, coef, torch.zeros(2, dtype=torch.int64), noise=None)\n"
@@ -247,7 +247,7 @@ import sys, tempfile
 import torch
 from PIL import Image
 from prefgrpo import models
-from prefgrpo.embed import Embeddings
+from prefgrpo.rollout.embed import Embeddings
 from prefgrpo.tiny import pipelines
 source = Image.new("RGB", (64, 64), "red")
 for name in pipelines.FAMILIES:
@@ -285,7 +285,7 @@ def test_what_is_hidden_is_absent():
     "absent", [(), ("triton", "torchvision", "peft", "diffusers", "transformers", "prefgrpo._C")], ids=str
 )
 def test_doctor(absent):
-    code = HIDE.format(names=absent) + "from prefgrpo.doctor import doctor\nraise SystemExit(doctor())"
+    code = HIDE.format(names=absent) + "from prefgrpo.commands.doctor import doctor\nraise SystemExit(doctor())"
     out = run(sys.executable, "-c", code, cwd=ROOT, COLUMNS="160")
     rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.split()}
     assert rows["reference"][0] == rows["torch"][0] == "ok"
@@ -300,6 +300,6 @@ def test_doctor_finds_a_wrong_reference():
         "import prefgrpo.ops.reference as r\n"
         "right = r.affine_step\n"
         "r.affine_step = lambda x, v, rows, eps, dtype: right(x, v, rows, None, dtype)\n"
-        "from prefgrpo.doctor import doctor\nprint('code', doctor())"
+        "from prefgrpo.commands.doctor import doctor\nprint('code', doctor())"
     )
     assert run(sys.executable, "-c", code, cwd=ROOT).splitlines()[-1] == "code 1"

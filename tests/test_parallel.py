@@ -18,11 +18,11 @@ import pytest
 import torch
 from tiny_run import PROMPTS, ranks, recipe, rows, start, train, world
 
-from prefgrpo.noise import initial_latents
-from prefgrpo.parallel import World, pick_device
-from prefgrpo.recipe import ConfigError
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.parallel.world import World, pick_device
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.trainer import Trainer
+from prefgrpo.run.trainer import Trainer
+from prefgrpo.sde.noise import initial_latents
 
 pytestmark = pytest.mark.dist
 P, G = 4, 4
@@ -222,7 +222,7 @@ def test_ranks_may_change_on_resume_and_a_rank_may_have_nothing_to_evaluate(plac
 
 def collectives() -> None:
     """In the new process: every collective, with an answer that is known; a failure is the exit code."""
-    from prefgrpo import parallel
+    from prefgrpo.parallel import world as parallel
 
     world = parallel.start("cpu")
     rank, size = world.rank, world.size

@@ -20,14 +20,15 @@ import yaml
 from families import CASES, folder, load
 from torch.profiler import ProfilerActivity, profile
 
-from prefgrpo import models, plan
-from prefgrpo.activations import Weigh
-from prefgrpo.cli import main
-from prefgrpo.config import Memory, from_dict, to_dict
-from prefgrpo.config import load as load_recipe
-from prefgrpo.embed import Embeddings, collate
+from prefgrpo import models
+from prefgrpo.commands.cli import main
+from prefgrpo.config.schema import Memory, from_dict, to_dict
+from prefgrpo.config.schema import load as load_recipe
 from prefgrpo.models.guidance import NEGATIVE, attach
-from prefgrpo.session import trainable_adapter
+from prefgrpo.rollout.embed import Embeddings, collate
+from prefgrpo.run import memory as plan
+from prefgrpo.run.activations import Weigh
+from prefgrpo.run.session import trainable_adapter
 
 SIDE, BATCH = 64, 2
 LONG = "a very long prompt " * 60

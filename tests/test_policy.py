@@ -7,10 +7,10 @@ continue bit by bit; and a gradient that is not finite must leave every weight a
 import pytest
 import torch
 
-from prefgrpo.checkpoint import CheckpointError
-from prefgrpo.config import Train
-from prefgrpo.parallel import World
-from prefgrpo.policy import NonFiniteGradient, Policy
+from prefgrpo.config.schema import Train
+from prefgrpo.parallel.world import World
+from prefgrpo.run.checkpoint import CheckpointError
+from prefgrpo.run.policy import NonFiniteGradient, Policy
 
 ALONE = World(0, 1, torch.device("cpu"))
 TRAIN = Train(lr=0.1, beta1=0.8, beta2=0.95, weight_decay=0.2, max_grad_norm=0.7, warmup_steps=4, ema_decay=0.9)

@@ -21,13 +21,14 @@ from judge_server import JudgeServer, images
 from PIL import Image
 from tiny_run import rows, start, tree
 
-from prefgrpo import models, plan
-from prefgrpo.cli import main
-from prefgrpo.config import ConfigError, load, parse
-from prefgrpo.judging import makes_clips
+from prefgrpo import models
+from prefgrpo.commands.cli import main
+from prefgrpo.config.recipe import read_yaml
+from prefgrpo.config.schema import ConfigError, load, parse
 from prefgrpo.models import MODELS
-from prefgrpo.recipe import read_yaml
 from prefgrpo.rewards import load_class, parse_reward_spec
+from prefgrpo.run import memory as plan
+from prefgrpo.run.judging import makes_clips
 from prefgrpo.tiny import pipelines
 
 FOLDER = __import__("pathlib").Path(__file__).resolve().parent.parent / "scripts"

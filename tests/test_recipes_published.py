@@ -15,8 +15,8 @@ from types import ModuleType
 import peers
 import pytest
 
-from prefgrpo.config import load, to_dict
-from prefgrpo.recipe import flatten
+from prefgrpo.config.recipe import flatten
+from prefgrpo.config.schema import load, to_dict
 from prefgrpo.rewards import parse_reward_spec
 
 RECIPES = Path(__file__).parent.parent / "scripts"

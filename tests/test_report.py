@@ -154,7 +154,7 @@ def test_before_and_after_show_the_stored_pixels_and_prompts(page, run):
 
 def test_clips_play_and_edits_show_their_sources(tmp_path):
     """Noise clips, the largest that WebP makes of them: every frame is on the page, and the page stays small."""
-    from prefgrpo.render import preview
+    from prefgrpo.rollout.render import preview
 
     folder = make_run(tmp_path / "clips", steps=40, every=20)
     rng = np.random.default_rng(0)

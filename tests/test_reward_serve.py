@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from judge_server import free_port
 from reward_server import MOODY, TESTS, Moody, Process, brightness, picture
 
-from prefgrpo.media import Media
+from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.serve import RewardServer, main, read_options
 from prefgrpo.rewards.wire import WireError, media_json, read_request, read_scores, request_json, scores_json
@@ -329,7 +329,7 @@ def test_it_imports_only_light_libraries():
 
 
 def test_the_command_is_the_module(capsys):
-    from prefgrpo import cli
+    from prefgrpo.commands import cli
 
     port = free_port()
     assert cli.main(["reward", "serve", "jpg", "--port", str(port)]) == 2

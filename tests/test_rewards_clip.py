@@ -27,7 +27,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as vision
 from transformers import CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
 
-from prefgrpo.media import Media
+from prefgrpo.data.media import Media
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.grid import split

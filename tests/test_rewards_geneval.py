@@ -13,7 +13,7 @@ import pytest
 import torch
 from reward_cases_own import detr, image, mask2former, meta_of
 
-from prefgrpo.media import Media
+from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build
 from prefgrpo.rewards.base import RewardError, Sample
 from prefgrpo.rewards.detectors import Found, MMDet, Transformers, bounds

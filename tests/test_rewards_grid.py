@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_cases_clip import GRID
 
-from prefgrpo.media import Media
+from prefgrpo.data.media import Media
 from prefgrpo.rewards.grid import MOST, grid_of, split, sub_prompts
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefgrpo.media import Media
+from prefgrpo.data.media import Media
 from prefgrpo.ops import group_advantage
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.flight import LATE

@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
-from prefgrpo.media import Media
+from prefgrpo.data.media import Media
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import RewardError, Sample
 from prefgrpo.rewards.deqa import IMAGE, LEVELS, QUESTION, DeQA, graded, square

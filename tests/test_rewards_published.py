@@ -27,7 +27,7 @@ from reward_server import serving
 from torchvision import transforms
 from transformers import CLIPModel, CLIPProcessor
 
-from prefgrpo.media import Media
+from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.encoder import bilinear

@@ -19,12 +19,12 @@ import yaml
 from reward_cases import CASES, PARTS
 from reward_server import serving
 
-from prefgrpo.config import from_dict
-from prefgrpo.judging import specs
-from prefgrpo.media import Media
+from prefgrpo.config.schema import from_dict
+from prefgrpo.data.media import Media
 from prefgrpo.rewards import REWARDS, build, load_class
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward
 from prefgrpo.rewards.listing import show
+from prefgrpo.run.judging import specs
 
 ROOT = Path(__file__).resolve().parent.parent
 POINTWISE = [name for name in REWARDS if issubclass(load_class(name), PointwiseReward)]
@@ -203,8 +203,8 @@ class Blocked:
                                   "rapidocr_onnxruntime", "rapidfuzz", "paddleocr", "peft", "diffusers"}:
             raise ImportError(f"blocked: {name}")
 sys.meta_path.insert(0, Blocked())
-from prefgrpo.config import from_dict
-from prefgrpo.judging import specs
+from prefgrpo.config.schema import from_dict
+from prefgrpo.run.judging import specs
 from prefgrpo.rewards import REWARDS, load_class
 from prefgrpo.rewards.listing import show
 [load_class(name) for name in REWARDS]

@@ -14,7 +14,7 @@ from judge_server import JudgeServer, free_port
 from reward_server import MOODY, Moody, Process, Stub, brightness, picture
 from tiny_run import Hold, recipe, rows, start, train, weights, world
 
-from prefgrpo.media import Media
+from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample
 from prefgrpo.rewards.jpeg import jpeg_kilobytes
@@ -314,7 +314,7 @@ def test_a_run_whose_reward_dies_stops_and_goes_on(place):
     assert train(whole)[0] == 0
     server = Process("jpeg_incompressibility")
     file, folder = run(place, "killed", server.url)
-    held = Hold("prefgrpo.trainer:Trainer._evaluate")
+    held = Hold("prefgrpo.run.trainer:Trainer._evaluate")
     running = start(["train", str(file)], file.with_suffix(".log"), hold=held)
     running.until_held()
     server.kill()

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from judge_server import JudgeServer
 
+from prefgrpo.data.media import Media
 from prefgrpo.judge.client import HttpJudgeConfig
 from prefgrpo.judge.rate import Rating
 from prefgrpo.judge.verdict import JudgeError, PairJudge, Verdict
-from prefgrpo.media import Media
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Comparison, PointwiseReward, Sample, Score
 from prefgrpo.rewards.flight import LATE

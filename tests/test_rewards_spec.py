@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from prefgrpo.media import Media
+from prefgrpo.data.media import Media
 from prefgrpo.rewards import REWARDS, RewardSpecError, build, load_class, parse_reward_spec
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Sample, Score
 

@@ -12,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prefgrpo import models
-from prefgrpo.embed import Embeddings, collate, select
-from prefgrpo.replay import replay
-from prefgrpo.rollout import rollout, stack
-from prefgrpo.schedule import make_schedule
+from prefgrpo.rollout.embed import Embeddings, collate, select
+from prefgrpo.rollout.replay import replay
+from prefgrpo.rollout.rollout import rollout, stack
+from prefgrpo.sde.schedule import make_schedule
 from prefgrpo.tiny import pipelines
 
 H, W, T = 16, 32, 5

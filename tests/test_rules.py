@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefgrpo.rules import RULES, StepInfo, check
+from prefgrpo.sde.rules import RULES, StepInfo, check
 
 X, V, Z = np.array([0.5, -1.2]), np.array([-0.3, 0.8]), np.array([0.25, -0.6])
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefgrpo.rules import RULES, StepInfo
-from prefgrpo.schedule import make_schedule, sde_window, shifted_sigmas
+from prefgrpo.sde.rules import RULES, StepInfo
+from prefgrpo.sde.schedule import make_schedule, sde_window, shifted_sigmas
 
 
 def test_shift_three_of_dance():

@@ -16,9 +16,9 @@ from PIL import Image
 from reward_server import Process
 from tiny_run import start
 
-from prefgrpo import cli
-from prefgrpo.data import DataError, Prompt, read_prompts
-from prefgrpo.files import file_name, find, read_media
+from prefgrpo.commands import cli
+from prefgrpo.data.file_names import file_name, find, read_media
+from prefgrpo.data.prompts import DataError, Prompt, read_prompts
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from prefgrpo.shards import Shards
+from prefgrpo.rollout.shards import Shards
 
 NAMES = st.text("0123456789abcdef", min_size=4, max_size=8)
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from families import CASES, CPU, PROMPTS, folder, load, one_or_list, small_sources
 
-from prefgrpo.config import ConfigError, from_dict
-from prefgrpo.loading import misfits
-from prefgrpo.rules import RULES, StepInfo
-from prefgrpo.sampling import Schedules
+from prefgrpo.config.schema import ConfigError, from_dict
+from prefgrpo.rollout.sampling import Schedules
+from prefgrpo.run.loading import misfits
+from prefgrpo.sde.rules import RULES, StepInfo
 
 CONFIGS = json.loads((Path(__file__).parent / "data" / "schedulers.json").read_text())
 CASES = [case for case in CASES if case.family != "sd1"]

@@ -15,11 +15,11 @@ from families import CASES, folder, load
 from safetensors import safe_open
 from tiny_run import ranks, rows, settings, start, train, weights, world
 
-from prefgrpo.collect import plan, slot_prompts
-from prefgrpo.config import from_dict
-from prefgrpo.data import Prompt
-from prefgrpo.sampling import Schedules, applied, evaluation, of_prompt
-from prefgrpo.schedule import make_schedule, shifted_sigmas, truncated_times
+from prefgrpo.config.schema import from_dict
+from prefgrpo.data.prompts import Prompt
+from prefgrpo.rollout.sampling import Schedules, applied, evaluation, of_prompt
+from prefgrpo.run.collect import plan, slot_prompts
+from prefgrpo.sde.schedule import make_schedule, shifted_sigmas, truncated_times
 
 PUBLISHED = [1000, 976, 951, 923, 891, 857, 818, 774, 724, 666, 599, 521, 428, 315, 176]
 """Timesteps of the published trainers at 15 steps and shift 3."""

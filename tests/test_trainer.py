@@ -13,12 +13,12 @@ import pytest
 import torch
 from tiny_run import rows, settings, world
 
-from prefgrpo import noise
-from prefgrpo.collect import plan as batch_plan
-from prefgrpo.config import from_dict
-from prefgrpo.embed import collate
+from prefgrpo.config.schema import from_dict
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.trainer import Trainer, TrainingStopped
+from prefgrpo.rollout.embed import collate
+from prefgrpo.run.collect import plan as batch_plan
+from prefgrpo.run.trainer import Trainer, TrainingStopped
+from prefgrpo.sde import noise
 
 
 @pytest.fixture(scope="module")

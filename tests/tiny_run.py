@@ -23,12 +23,19 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
-from prefgrpo.parallel import World
+from prefgrpo.parallel.world import World
 from prefgrpo.tiny import pipelines
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["prefgrpo.trainer", "prefgrpo.models.flux", "prefgrpo.cli", "prefgrpo.report", "prefgrpo.judge.local", "peft"]
+    [
+        "prefgrpo.run.trainer",
+        "prefgrpo.models.flux",
+        "prefgrpo.commands.cli",
+        "prefgrpo.report",
+        "prefgrpo.judge.local",
+        "peft",
+    ]
 )
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -183,7 +190,7 @@ def _child(argv: list[str], log: str, env: dict[str, str], hook: Callable[[], No
     where, reached, go = hold
     if where is not None:
         where.install(reached, go)
-    from prefgrpo.cli import main
+    from prefgrpo.commands.cli import main
 
     sys.exit(main(argv))
 

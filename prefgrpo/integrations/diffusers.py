@@ -1,4 +1,4 @@
-"""A diffusers scheduler whose steps follow a rule of prefgrpo.rules and return their log-prob.
+"""A diffusers scheduler whose steps follow a rule of prefgrpo.sde.rules and return their log-prob.
 
     scheduler = SDEFlowMatchScheduler.from_config(pipe.scheduler.config, rule="flow", eta=0.7)
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from prefgrpo.integrations.steps import index_of, randn
 from prefgrpo.ops import NoiseAddress, affine_logp, affine_step
-from prefgrpo.schedule import Schedule, make_schedule
+from prefgrpo.sde.schedule import Schedule, make_schedule
 
 # A saved pipeline names this module, and diffusers looks for SchedulerMixin in it to know how to load the class.
 __all__ = ["SDEFlowMatchScheduler", "SDEFlowMatchSchedulerOutput", "SchedulerMixin"]
@@ -40,7 +40,7 @@ class SDEFlowMatchSchedulerOutput(BaseOutput):
 class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
     """FlowMatchEulerDiscreteScheduler with stochastic steps.
 
-    rule: a name of prefgrpo.rules.RULES. eta: η of the rule. sde_steps: which steps are stochastic (None: all). The
+    rule: a name of prefgrpo.sde.rules.RULES. eta: η of the rule. sde_steps: which steps are stochastic (None: all). The
     other arguments are diffusers'. Raises ValueError for an unknown rule, or, in `set_timesteps`, for η or steps out
     of range.
     """

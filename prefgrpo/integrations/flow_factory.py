@@ -3,8 +3,8 @@
     μ = a·x + b·v, x' = μ + s·ε, logp = w · mean_D (x' − μ)² + c      (Flow-SDE, Dance-SDE, CPS, ODE)
 
 There σ, σ' and η may be any tensors [B], so the coefficients are computed on the device, in fp64, by `rows`: the
-formulas of prefgrpo.rules once more, without a branch on a value. Invariant: same arguments, return order and random
-stream as X-GenGroup/Flow-Factory; where it returns a NaN log-prob (η = 0), this returns 0.
+formulas of prefgrpo.sde.rules once more, without a branch on a value. Invariant: same arguments, return order and
+random stream as X-GenGroup/Flow-Factory; where it returns a NaN log-prob (η = 0), this returns 0.
 """
 
 from __future__ import annotations

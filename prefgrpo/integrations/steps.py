@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from prefgrpo.ops import affine_logp, affine_step, affine_step_more
-from prefgrpo.schedule import make_schedule
+from prefgrpo.sde.schedule import make_schedule
 
 _HOST: Any = WeakTensorKeyDictionary()
 
@@ -48,7 +48,7 @@ def host(t: Tensor) -> tuple[float, ...]:
 def table(sigmas: Tensor, rule: str, eta: float, device: torch.device) -> Table:
     """Table of the schedule `sigmas` [T + 1] on `device`.
 
-    rule: a name of prefgrpo.rules.RULES, or `dance_mean_ode`: dance's noise around the ODE's mean. `cps` keeps the
+    rule: a name of prefgrpo.sde.rules.RULES, or `dance_mean_ode`: dance's noise around the ODE's mean. `cps` keeps the
     peers' w = −1 where s = 0. Raises ValueError for sigmas that do not fall within [0, 1] or η out of range.
     """
     return _table(host(sigmas), rule, float(eta), device)

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from prefgrpo.data.media import Media
 from prefgrpo.judge.template import SOURCE, Template
-from prefgrpo.media import Media
 
 
 def _png(media: Media) -> bytes:

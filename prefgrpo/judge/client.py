@@ -18,13 +18,13 @@ from dataclasses import dataclass, field, replace
 import aiohttp
 import numpy as np
 
+from prefgrpo.data.media import Media
 from prefgrpo.judge.endpoint import Endpoint, checkpoint_name, describe_error
 from prefgrpo.judge.http import HttpJudge, HttpJudgeConfig
 from prefgrpo.judge.information import compares, known_answers
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.template import load_template, shipped
 from prefgrpo.judge.verdict import JudgeError
-from prefgrpo.media import Media
 
 __all__ = ["EndpointHealth", "Health", "HttpJudge", "HttpJudgeConfig", "check", "reach"]
 

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+from prefgrpo.data.media import Media
 from prefgrpo.judge import answers
 from prefgrpo.judge.body import FORMATS, Encoded, encode, request_kind
 from prefgrpo.judge.cache import shared_cache
@@ -30,7 +31,6 @@ from prefgrpo.judge.send import SendConfig, Sender, SendError
 from prefgrpo.judge.template import Template, label_ids, load_template, shipped
 from prefgrpo.judge.traffic import TRAFFIC
 from prefgrpo.judge.verdict import Answer, Pair, PairJudge, Verdict, two_label_softmax
-from prefgrpo.media import Media
 
 _PATH = "/v1/chat/completions"
 _SMALL = 3 * 256 * 256

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from prefgrpo.data.media import Media
 from prefgrpo.judge.plans import Judged
 from prefgrpo.judge.template import Template
 from prefgrpo.judge.verdict import Pair, PairJudge
-from prefgrpo.media import Media
 
 FEW = 32
 """Verdicts that must exist, ties aside, before a side counts as constant; and ties before all count as ties."""

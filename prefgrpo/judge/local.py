@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer, DynamicCache
 
+from prefgrpo.data.media import Media
 from prefgrpo.judge.template import SOURCE, label_ids, load_template
 from prefgrpo.judge.verdict import JudgeError, Pair, PairJudge, Verdict, soft_verdict
-from prefgrpo.media import Media
 
 _FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 _SHARED_TOKENS = 64

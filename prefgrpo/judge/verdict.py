@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from prefgrpo.media import Media
+    from prefgrpo.data.media import Media
 
 Pair = tuple[int, int]
 """(first shown, second shown): indices into a group."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from prefgrpo.config import Train
+from prefgrpo.config.schema import Train
 from prefgrpo.ops import AffineLogp, PolicyLoss, policy_loss
 
 

@@ -17,14 +17,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 import prefgrpo
-from prefgrpo.checkpoint import write_atomic
-from prefgrpo.log import METRICS
 from prefgrpo.report.charts import draw
 from prefgrpo.report.curves import curves, other_curves
 from prefgrpo.report.headline import figures, sentence, table
 from prefgrpo.report.media import picture, still
 from prefgrpo.report.run import Run, Shown, read_run
 from prefgrpo.report.verdicts import draw_group
+from prefgrpo.run.checkpoint import write_atomic
+from prefgrpo.run.log import METRICS
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "numpy", "pillow")
 PAIR_PX, COURSE_PX = 384, 160

@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from prefgrpo.log import METRICS, read_metrics
+from prefgrpo.run.log import METRICS, read_metrics
 
 Floats = NDArray[np.float64]
 Images = NDArray[np.uint8]

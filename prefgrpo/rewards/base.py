@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from prefgrpo.data.media import Media
 from prefgrpo.judge.verdict import Verdict
-from prefgrpo.media import Media
 from prefgrpo.rewards.flight import Flight
 
 

@@ -17,8 +17,8 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
+from prefgrpo.data.media import Media
 from prefgrpo.judge.template import Template
-from prefgrpo.media import Media
 from prefgrpo.rewards.base import RewardError, Sample, Score
 from prefgrpo.rewards.grid import grid_of, split, sub_prompts
 from prefgrpo.rewards.vlm import VlmReward, both, missing

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from prefgrpo.media import Media
+from prefgrpo.data.media import Media
 from prefgrpo.rewards.checkpoints import library, loading
 from prefgrpo.rewards.encoder import Encoder, shared
 from prefgrpo.rewards.similarity import PartsReward, SubfigClipI

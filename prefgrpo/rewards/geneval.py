@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 from torch.nn import functional
 
-from prefgrpo.media import Media
+from prefgrpo.data.media import Media
 from prefgrpo.rewards import encoder
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.detectors import Detector, Found

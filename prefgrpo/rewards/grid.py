@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from prefgrpo.media import Media
+from prefgrpo.data.media import Media
 
 MOST = 16
 """Largest number of rows or columns; beyond it a "1920x1080" is a size."""

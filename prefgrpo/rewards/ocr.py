@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from prefgrpo.media import Media
+from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, library
 
 COLUMN = "text"

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from prefgrpo.data.media import Media
 from prefgrpo.judge.plans import Judged, get_plan
 from prefgrpo.judge.rate import Bias, Rate, Rating, VerdictKind, rate_groups
 from prefgrpo.judge.verdict import PairJudge, Verdict
-from prefgrpo.media import Media
 from prefgrpo.rewards.base import Comparison, GroupScores, GroupwiseReward, Sample, Score
 from prefgrpo.rewards.flight import LATE, Flight
 from prefgrpo.rewards.judges import open_judge

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from prefgrpo.media import Media
+from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, unusable
 
 _changed: WeakKeyDictionary[Media, dict[tuple[int, int], Media]] = WeakKeyDictionary()

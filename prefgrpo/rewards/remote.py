@@ -17,10 +17,10 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
+from prefgrpo.data.media import Media
 from prefgrpo.judge.endpoint import describe_error, read_body, redirect
 from prefgrpo.judge.send import SendConfig, Sender, SendError
 from prefgrpo.judge.verdict import JudgeError
-from prefgrpo.media import Media
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.wire import WireError, media_json, read_scores, request_json
 

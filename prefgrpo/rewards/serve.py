@@ -28,8 +28,8 @@ import yaml
 from aiohttp import web
 
 from prefgrpo import __version__
-from prefgrpo.media import Media
-from prefgrpo.recipe import ConfigError, read_yaml
+from prefgrpo.config.recipe import ConfigError, read_yaml
+from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build, load_class, parse_reward_spec
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.wire import WireError, read_request, scores_json

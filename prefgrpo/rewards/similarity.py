@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from prefgrpo.media import Media
+from prefgrpo.data.media import Media
 from prefgrpo.rewards import encoder
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score, unusable
 from prefgrpo.rewards.frames import score_of

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
+from prefgrpo.data.media import Media
 from prefgrpo.judge.template import Template, load_template
 from prefgrpo.judge.verdict import Answer
-from prefgrpo.media import Media
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.judges import open_client
 

@@ -22,7 +22,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from prefgrpo.config import MODEL_VALUES
+from prefgrpo.config.schema import MODEL_VALUES
 from prefgrpo.models import family as model_family
 from prefgrpo.tiny.parts import (
     CLIP_WIDTH,

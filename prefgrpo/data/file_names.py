@@ -1,0 +1,138 @@
+"""Generated files: their names, and which prompt each file of a folder shows.
+
+A table names its files in a `file` column; else names are those that `prefgrpo generate` gives; else the files, in
+natural order, are dealt out to the prompts in equal shares. Invariant: every file has exactly one prompt and every
+prompt a file, or DataError says which has none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from PIL import Image
+
+from prefgrpo.data.media import UNREADABLE, Media, rgb
+from prefgrpo.data.prompts import DataError, Prompt
+
+Naming = Literal["plain", "unigenbench", "vbench"]
+FILE = ("file", "file_name", "filename", "image_path", "video", "video_path")
+"""Columns that name a row's generated file, relative to the folder."""
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+CLIPS = (".mp4", ".webm", ".mov", ".mkv", ".avi", ".gif")
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One generated file."""
+
+    prompt: Prompt
+    """What it shows; prompts of one text and source are one group."""
+    file: Path
+    """Where it is."""
+
+
+def file_name(prompt: Prompt, sample: int, naming: Naming, ending: str) -> str:
+    """plain: 000012_0.png, by the position in the file. unigenbench: INDEX_0.png, by the table's `index` column, as its
+    scoring tools read it. vbench: PROMPT-0.mp4, at most 255 bytes.
+
+    Raises DataError for a file without that column.
+    """
+    if naming == "plain":
+        return f"{prompt.id:06d}_{sample}{ending}"
+    if naming == "unigenbench":
+        if "index" not in prompt.meta:
+            raise DataError(f"--naming unigenbench needs an 'index' column; prompt {prompt.id + 1} has none")
+        return f"{prompt.meta['index']}_{sample}{ending}"
+    tail = f"-{sample}{ending}"
+    stem = prompt.text.replace("/", "_").encode()[: 255 - len(tail)].decode(errors="ignore")
+    return stem + tail
+
+
+def find(folder: Path, prompts: Sequence[Prompt]) -> list[Generated]:
+    """Every image and clip of a folder with its prompt, ordered by prompt. Raises DataError (see above)."""
+    if not folder.is_dir():
+        raise DataError(f"folder not found: {folder}; expected one with images or clips")
+    if column := next((c for c in FILE if all(isinstance(p.meta.get(c), str) for p in prompts)), None):
+        found = [Generated(p, folder / p.meta[column]) for p in prompts]
+        _require([str(g.file) for g in found if not g.file.is_file()], f"files of column '{column}' are not there")
+        return found
+    files = sorted((f for f in folder.iterdir() if f.suffix.lower() in IMAGES + CLIPS), key=_natural)
+    if not files:
+        raise DataError(f"{folder} holds no image or clip ({', '.join(IMAGES + CLIPS)})")
+    named = [_by_name(files, prompts, naming) for naming in _namings(prompts)]
+    best = max(named, key=len)
+    if not best:
+        return _in_order(folder, files, prompts)
+    _require([f.name for f in files if f not in best], f"files of {folder} belong to no prompt")
+    shown = {(p.text, p.source) for p in best.values()}  # equal prompts may share their files
+    _require(
+        [repr(p.text[:60]) for p in prompts if (p.text, p.source) not in shown], f"prompts have no file in {folder}"
+    )
+    return sorted((Generated(p, f) for f, p in best.items()), key=lambda g: g.prompt.id)
+
+
+def _namings(prompts: Sequence[Prompt]) -> list[Naming]:
+    indexed: list[Naming] = ["unigenbench"] if all("index" in p.meta for p in prompts) else []
+    return [*indexed, "plain", "vbench"]
+
+
+def _by_name(files: Sequence[Path], prompts: Sequence[Prompt], naming: Naming) -> dict[Path, Prompt]:
+    """The files whose names `file_name` gives, with their prompts."""
+    tails = {(int(m[1]), f.suffix) for f in files if (m := re.search(r"[_-](\d{1,4})$", f.stem))}
+    names: dict[str, Prompt] = {}
+    for prompt in prompts:
+        for number, ending in tails:
+            names.setdefault(file_name(prompt, number, naming, ending), prompt)
+    return {f: names[f.name] for f in files if f.name in names}
+
+
+def _in_order(folder: Path, files: Sequence[Path], prompts: Sequence[Prompt]) -> list[Generated]:
+    each, rest = divmod(len(files), len(prompts))
+    if rest:
+        raise DataError(
+            f"{folder} holds {len(files)} files for {len(prompts)} prompts; expected names as `prefgrpo generate` "
+            f"gives them (000000_0.png), a column 'file' beside the prompts, or the same number of files per prompt"
+        )
+    return [Generated(prompts[k // each], file) for k, file in enumerate(files)]
+
+
+def _natural(file: Path) -> list[tuple[int, str]]:
+    """Sort key under which 10.png comes after 9.png."""
+    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", file.name)]
+
+
+def _require(lacking: Sequence[str], told: str) -> None:
+    if lacking:
+        raise DataError(f"{len(lacking)} {told}: " + ", ".join(lacking[:5]) + (" …" if len(lacking) > 5 else ""))
+
+
+def read_media(file: Path) -> Media:
+    """The pixels of an image or clip. Raises DataError for a file that has none."""
+    read: Callable[[Path], Media] = _read_clip if file.suffix.lower() in CLIPS else _read_image
+    try:
+        if not file.stat().st_size:
+            raise ValueError("it is empty: 0 bytes")
+        return read(file)
+    except UNREADABLE as error:
+        why = (str(error) or type(error).__name__).splitlines()[0]  # what ffmpeg says below has addresses in memory
+        raise DataError(f"{file.name} cannot be read ({why})") from error
+
+
+def _read_image(file: Path) -> Media:
+    with Image.open(file) as image:
+        return Media(np.array(rgb(image)))
+
+
+def _read_clip(file: Path) -> Media:
+    """All frames of a clip, uint8 [F, H, W, 3]."""
+    import imageio.v3 as imageio  # with imageio-ffmpeg, which the caller makes sure of
+
+    frames = [np.asarray(frame) for frame in imageio.imiter(file)]
+    if not frames:
+        raise DataError(f"{file.name} has no frames")
+    return Media(np.stack(frames)[..., :3].astype(np.uint8, copy=False))

@@ -1,0 +1,293 @@
+"""Prompts: reading them, and which ones a training step uses.
+
+The file's ending says its format: .txt, .csv, .tsv, .jsonl, .parquet. An edit has source images; (prompt, sources) is
+one group. Invariant: the prompts of step k depend on (seed, k) alone, so a resumed run and any world size see the same.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from prefgrpo.config.schema import Config
+from prefgrpo.data.media import UNREADABLE, rgb
+
+TEXT = ("instruction", "prompt", "prompt_en", "prompt_zh", "caption", "text")
+"""Columns that hold the prompt; the first that a file has is used."""
+SOURCE = ("source_image", "image")
+"""Columns that hold the path of an edit's source image, or a list of several: absolute, or relative to the file's
+folder or its images/."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt; its position in the file is its group id."""
+
+    id: int
+    text: str
+    meta: dict[str, Any] = field(default_factory=dict)
+    """The other columns of its line."""
+    source: tuple[str, ...] = ()
+    """Paths of the source images (editing)."""
+    line: int = 0
+    """Its line (or row) in the file."""
+
+    def __str__(self) -> str:
+        return f"line {self.line}, {self.text[:60]!r}"
+
+    def size(self) -> tuple[int, int] | None:
+        """(height, width) of its columns of these names; None without them. Raises DataError for odd ones."""
+        values = [str(self.meta.get(key) or "") for key in ("height", "width")]
+        if not any(values):
+            return None
+        if not all(value.isdecimal() for value in values):
+            raise DataError(f"{self}: expected whole numbers for both height and width, got {values}")
+        return int(values[0]), int(values[1])
+
+    def images(self) -> tuple[Image.Image, ...]:
+        """The source images as RGB, in order. Raises DataError for a file that is no image."""
+        return tuple(_open(path) for path in self.source)
+
+
+def _open(path: str) -> Image.Image:
+    """An image file as RGB."""
+    try:
+        with Image.open(path) as image:
+            return rgb(image)
+    except UNREADABLE as error:
+        raise DataError(f"source image {path} cannot be read: {error}") from error
+
+
+def _why_not(path: str) -> str:
+    """Why an image file cannot be decoded to its end; empty if it can."""
+    try:
+        with Image.open(path) as image:
+            image.draft("L", (1, 1))  # a JPEG need not be drawn for that
+            image.load()
+    except UNREADABLE as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def fingerprint(prompts: list[Prompt]) -> str:
+    """Hex digest of texts and sources in their order: what the prompts of every step follow from, beside the seed."""
+    rows = "".join("\0".join((p.text, *(p.source or ("",)))) + "\n" for p in prompts)
+    return hashlib.sha256(rows.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+class DataError(ValueError):
+    """A prompts file that cannot be used; the message says where and what to do."""
+
+
+@dataclass
+class _Found:
+    """What a file holds, line by line."""
+
+    rows: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    bad: dict[int, str] = field(default_factory=dict)
+
+
+def read_prompts(path: str | Path, *, unique: bool = True) -> list[Prompt]:
+    """Prompts of a file, one per line or row, blank lines skipped; duplicates keep their first place if `unique`.
+
+    Raises DataError for a missing or empty file, and for all lines that cannot be used at once, with their numbers:
+    no prompt in them, a source image that is missing or no image.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise DataError(f"prompts file not found: {file}; expected a text file with one prompt per line")
+    if file.suffix.lower() not in READERS:
+        raise DataError(f"{file}: expected a file that ends in {', '.join(filter(None, READERS))}")
+    found = _Found()
+    READERS[file.suffix.lower()](file, found)
+    prompts: dict[Any, Prompt] = {}
+    for number, row in found.rows:
+        try:
+            text, sources, meta = _parts(row, file.parent)
+        except ValueError as error:
+            found.bad[number] = str(error)
+        else:
+            key = (text, sources) if unique else number
+            prompts.setdefault(key, Prompt(len(prompts), text, meta, sources, number))
+    found.bad |= _broken(prompts.values())
+    _refuse(file, found.bad)
+    if not prompts:
+        raise DataError(f"{file} holds no prompt: every line is blank; expected one prompt per line")
+    return list(prompts.values())
+
+
+def _parts(row: dict[str, Any], folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any]]:
+    """(prompt, files of the sources, the rest) of a row. Raises ValueError for one that cannot be used."""
+    text = next((k for k in TEXT if isinstance(row.get(k), str) and row[k].strip()), None)
+    if text is None:
+        raise ValueError(f"no prompt (expected one of {', '.join(TEXT)})")
+    if not row[text].isascii():
+        row[text].encode()  # half a character (a lone surrogate) is a ValueError
+    source = next((k for k in SOURCE if _is_source(k, row.get(k))), None)
+    named = [] if source is None else [row[source]] if isinstance(row[source], str) else row[source]
+    places = {name: _place(folder, name) for name in named}
+    if absent := [name for name, place in places.items() if not place]:
+        raise ValueError(f"source image not found: {', '.join(absent)}")
+    return row[text].strip(), tuple(places[n] for n in named), {k: v for k, v in row.items() if k not in (text, source)}
+
+
+def _is_source(key: str, value: Any) -> bool:
+    """Whether a column's value is a path or a list of paths. Raises ValueError if it is neither and should be."""
+    several = value if isinstance(value, list) else [value] if value else []
+    if all(isinstance(one, str) and one for one in several):
+        return bool(several)
+    if key == SOURCE[0] or isinstance(value, list):
+        raise ValueError(f"{key}: expected a path or a list of paths, got {str(value)[:60]}")
+    return False
+
+
+def _place(folder: Path, source: str) -> str:
+    """The file that a source names; empty if there is none."""
+    return next((str(p) for p in (folder / source, folder / "images" / source) if p.is_file()), "")
+
+
+def _broken(prompts: Iterable[Prompt]) -> dict[int, str]:
+    """Lines with a source that is no image; each file is read once."""
+    lines = {path: p.line for p in reversed(list(prompts)) for path in p.source}
+    with ThreadPoolExecutor() as pool:
+        told = pool.map(_why_not, lines)
+        return {n: f"source image {path}: {why}" for (path, n), why in zip(lines.items(), told, strict=True) if why}
+
+
+def _refuse(file: Path, bad: dict[int, str]) -> None:
+    """Raise DataError if lines are bad."""
+    if not bad:
+        return
+    numbers = sorted(bad)
+    if set(bad.values()) == {NOT_UTF8}:
+        shown = ", ".join(map(str, numbers[:10])) + (" …" if len(bad) > 10 else "")
+        raise DataError(f"{file}: {len(bad)} line(s) are not valid UTF-8 (line {shown}); re-save the file as UTF-8")
+    shown = "\n".join(f"  line {n}: {bad[n]}" for n in numbers[:10]) + ("\n  …" if len(bad) > 10 else "")
+    raise DataError(f"{file}: {len(bad)} line(s) cannot be used; correct or remove them\n{shown}")
+
+
+NOT_UTF8 = "not valid UTF-8"
+
+
+def _lines(file: Path, found: _Found) -> Iterator[tuple[int, str]]:
+    """(number, text) of every line that is not blank; a line ends at a line break, not at a Unicode separator."""
+    for number, raw in enumerate(file.read_bytes().splitlines(), start=1):
+        try:
+            text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+        except UnicodeDecodeError:
+            found.bad[number] = NOT_UTF8
+            continue
+        if text:
+            yield number, text
+
+
+def _text(file: Path, found: _Found) -> None:
+    """One prompt per line."""
+    found.rows = [(number, {"prompt": text}) for number, text in _lines(file, found)]
+
+
+def _jsonl(file: Path, found: _Found) -> None:
+    """One JSON object per line."""
+    for number, text in _lines(file, found):
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            found.bad[number] = f"not JSON: {error}"
+            continue
+        if isinstance(row, dict):
+            found.rows.append((number, row))
+        else:
+            found.bad[number] = f"expected an object, got {type(row).__name__}"
+
+
+def _csv(file: Path, found: _Found) -> None:
+    """Separated by commas, semicolons or tabs, with a header that names a prompt column."""
+    try:
+        content = file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        list(_lines(file, found))
+        return
+    csv.field_size_limit(1 << 24)  # a prompt may be longer than the default of 128 KiB
+    first = content.splitlines()[:1]
+    separator = next((s for s in ",;\t" if set(next(csv.reader(first, delimiter=s), ())) & set(TEXT)), ",")
+    reader = csv.reader(io.StringIO(content, newline=""), delimiter=separator, strict=True)
+    header: list[str] | None = None
+    while True:
+        number = reader.line_num + 1
+        try:
+            cells = next(reader)
+        except StopIteration:
+            break
+        except csv.Error as error:
+            found.bad[number] = f"{error} (is a quote not closed?)"
+            continue
+        if header is None:
+            header = cells
+        elif len(cells) > len(header):
+            found.bad[number] = f"{len(cells)} cells, but {len(header)} columns; a cell with {separator!r} needs quotes"
+        elif any(cells):
+            found.rows.append((number, dict(zip(header, cells))))
+    if not set(header or ()) & set(TEXT):
+        raise DataError(f"{file}: no prompt column; expected one of {', '.join(TEXT)}, got {header}")
+    if twice := sorted({name for name in header or () if name and (header or []).count(name) > 1}):
+        raise DataError(f"{file}: column {', '.join(twice)} is there twice; give each column a name of its own")
+
+
+def _parquet(file: Path, found: _Found) -> None:
+    """A table with a prompt column (needs pyarrow)."""
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(f"{file}: reading parquet needs pyarrow (pip install pyarrow)") from error
+    try:
+        rows = pyarrow.parquet.read_table(file).to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of ValueError
+        raise DataError(f"{file} is no parquet file that can be read: {error}") from error
+    found.rows = list(enumerate(rows, start=1))
+
+
+READERS: dict[str, Callable[[Path, _Found], None]] = {
+    ".txt": _text, "": _text, ".csv": _csv, ".tsv": _csv, ".jsonl": _jsonl, ".parquet": _parquet,
+}  # fmt: skip
+"""File ending → reader."""
+
+
+FEWEST_TO_SPLIT, MOST_HELD_OUT = 20, 64
+
+
+def prompt_sets(config: Config) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
+    """(training prompts, those of each evaluation set: dev, test). Raises DataError as `read_prompts`.
+
+    Without evaluation files, dev is a share of data.prompts that training never sees; which, depends on the seed and
+    the file alone, so all ranks, a resumed run and `prefgrpo preprocess` agree.
+    """
+    prompts, e = read_prompts(config.data.prompts), config.eval
+    files = {name: file for name, file in (("dev", e.prompts), ("test", e.final_prompts)) if file}
+    count = min(round(e.holdout * len(prompts)), e.max_prompts or MOST_HELD_OUT)
+    if files or not (e.every and count) or len(prompts) < FEWEST_TO_SPLIT:
+        return prompts, {name: read_prompts(file) for name, file in files.items()}
+    generator = torch.Generator().manual_seed((config.seed * 1_000_003 - 1) % 2**63)  # epochs have the numbers from 0
+    held = set(torch.randperm(len(prompts), generator=generator)[:count].tolist())
+    return [p for k, p in enumerate(prompts) if k not in held], {"dev": [prompts[k] for k in sorted(held)]}
+
+
+def step_prompts(total: int, per_step: int, seed: int, step: int) -> list[int]:
+    """Indices of the prompts of training step `step`: consecutive slices of one seeded permutation per epoch."""
+    indices: list[int] = []
+    position = step * per_step
+    while len(indices) < per_step:
+        epoch, start = divmod(position + len(indices), total)
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+        order = torch.randperm(total, generator=generator)
+        indices += order[start : start + per_step - len(indices)].tolist()
+    return indices

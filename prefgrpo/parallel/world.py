@@ -1,0 +1,131 @@
+"""Data parallelism over torchrun processes: gloo on CPUs, nccl on GPUs, nothing at all for one process.
+
+Invariant: every rank calls every collective the same number of times, whatever its share of the data. Gradients
+are summed once per optimiser update, after local accumulation (no per-backward hooks), so a rank whose groups
+carry no signal takes part with zeros.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefgrpo.config.schema import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among the ranks."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        """Rank 0 writes files and speaks."""
+        return self.rank == 0
+
+    def slots(self, total: int) -> range:
+        """This rank's of `total` slots, dealt out one by one; total must be a multiple of the world size."""
+        return range(self.rank, total, self.size)
+
+    def share(self, limit: int) -> int:
+        """This rank's part of a limit for all ranks together; at least 1."""
+        return max(limit // self.size + (self.rank < limit % self.size), 1)
+
+    def gather_slots(self, local: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Rows [total / world, …] of this rank's `slots` → rows [total, …] of all, in slot order."""
+        parts = self.gather(local).reshape(self.size, *local.shape)
+        return np.swapaxes(parts, 0, 1).reshape(-1, *local.shape[1:])
+
+    def sum_gradients(self, parameters: list[Tensor]) -> None:
+        """Replace every .grad by its sum over ranks, in one flat all-reduce per dtype; missing ones count as 0."""
+        for p in parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        if self.size == 1:
+            return
+        for dtype in sorted({p.grad.dtype for p in parameters if p.grad is not None}, key=str):
+            grads = [p.grad for p in parameters if p.grad is not None and p.grad.dtype == dtype]
+            flat = torch.cat([g.flatten() for g in grads])
+            dist.all_reduce(flat)
+            for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                g.copy_(part.view_as(g))
+
+    def gather(self, local: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Rows of all ranks in rank order; every rank passes the same shape, fp64."""
+        if self.size == 1:
+            return local
+        mine = torch.from_numpy(np.ascontiguousarray(local, dtype=np.float64)).to(self.device)
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine)
+        return torch.cat(parts).cpu().numpy()
+
+    def any(self, flag: bool) -> bool:
+        """True on all ranks if `flag` is True on one."""
+        return bool(self.gather(np.array([float(flag)])).any())
+
+    def gather_items(self, mine: Iterable[T]) -> list[T]:
+        """Objects of all ranks in rank order; each rank has as many as it likes."""
+        found: list[list[T]] = [list(mine)] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, found[0])
+        return [item for part in found for item in part]
+
+    def union(self, names: Iterable[str]) -> list[str]:
+        """All names that any rank has, sorted: the same list on all ranks."""
+        return sorted(set(self.gather_items(names)))
+
+    def on_main(self, work: Callable[[], object], failure: type[Exception]) -> None:
+        """Do `work` on rank 0 while the others wait; if it raises `failure`, all ranks raise one."""
+        problem = None
+        if self.main:
+            try:
+                work()
+            except failure as error:
+                problem = error
+        if self.any(problem is not None):
+            raise problem or failure("rank 0 found a problem; see its message")
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            dist.barrier()
+
+
+def pick_device(name: str) -> torch.device:
+    """Device for 'auto', 'cpu' or 'cuda' on this rank. Raises ConfigError if cuda is asked for and absent."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ConfigError(["device: cuda was asked for, but torch sees no GPU; use cpu, or run `prefgrpo doctor`"])
+    if name == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def start(device_name: str) -> World:
+    """Join the torchrun group if there is one."""
+    device = pick_device(device_name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return World(int(os.environ.get("RANK", "0")), size, device)
+
+
+def stop() -> None:
+    """Leave the torchrun group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

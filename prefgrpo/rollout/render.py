@@ -1,0 +1,121 @@
+"""From prompts to pixels under one schedule: what training, evaluation and generation share.
+
+Source images are fitted to the output's size (cropped in the middle), so that any of them share a batch. Invariant: a
+sample depends on (weights, prompt, source, seed, sample id) alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from prefgrpo.config.schema import Rollout as Sizes
+from prefgrpo.data.media import Media
+from prefgrpo.data.prompts import Prompt
+from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.rewards.base import Sample
+from prefgrpo.rollout.embed import Embeddings, collate
+from prefgrpo.rollout.rollout import rollout
+from prefgrpo.rollout.sampling import applied
+from prefgrpo.sde.schedule import Schedule
+
+Images = NDArray[np.uint8]
+
+
+def sources(prompts: Sequence[Prompt], sizes: Sizes) -> list[tuple[Image.Image, ...]]:
+    """The source images of each prompt at the output's size; each list of files is read once."""
+    fitted: dict[tuple[str, ...], tuple[Image.Image, ...]] = {}
+    for prompt in prompts:
+        if prompt.source not in fitted:
+            fitted[prompt.source] = tuple(_fit(image, sizes.width, sizes.height) for image in prompt.images())
+    return [fitted[p.source] for p in prompts]
+
+
+def _fit(image: Image.Image, width: int, height: int) -> Image.Image:
+    return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
+
+
+@lru_cache(maxsize=256)
+def _source_media(text: str, source: tuple[str, ...], width: int, height: int) -> tuple[Media, ...]:
+    images = Prompt(0, text, source=source).images()
+    return tuple(Media(np.asarray(_fit(image, width, height))) for image in images)
+
+
+def sample(prompt: Prompt, pixels: Images, sizes: Sizes) -> Sample:
+    """What rewards are handed: the pixels [(F,) H, W, 3], with the sources as the model saw them (one per source)."""
+    source = _source_media(prompt.text, prompt.source, sizes.width, sizes.height)
+    return Sample(prompt.text, Media(pixels), source, prompt.meta)
+
+
+def conditions(embeddings: Embeddings, prompts: Sequence[Prompt], sizes: Sizes, device: torch.device) -> Condition:
+    """Batched condition [B, …] of prompts with their source images."""
+    unique = list({(p.text, p.source): p for p in prompts}.values())
+    found = embeddings([p.text for p in unique], sources(unique, sizes))
+    by = {(p.text, p.source): one for p, one in zip(unique, found, strict=True)}
+    return collate([by[p.text, p.source] for p in prompts], device)
+
+
+@torch.no_grad()
+def render(
+    adapter: Adapter,
+    schedule: Schedule,
+    embeddings: Embeddings,
+    prompts: Sequence[Prompt],
+    ids: Tensor,
+    sizes: Sizes,
+    seed: int,
+    at_once: int = 0,
+) -> Tensor:
+    """Images [B, 3, H, W] or clips [B, F, 3, H, W], fp32 in [0, 1], of B prompts; ids: int64 [B] noise addresses.
+
+    at_once: samples per call of the VAE; 0: all.
+    """
+    with applied(adapter, sizes):
+        condition = conditions(embeddings, prompts, sizes, ids.device)
+        done = rollout(adapter, schedule, condition, ids, seed=seed, height=sizes.height, width=sizes.width)
+        return decode(adapter, done.latents, sizes, at_once)
+
+
+@torch.no_grad()
+def decode(adapter: Adapter, latents: Tensor, sizes: Sizes, at_once: int = 0) -> Tensor:
+    """Images or clips of final latents [B, …], `at_once` per call of the VAE (0: all)."""
+    with adapter.parked.present("vae"):
+        parts = latents.split(at_once or len(latents))
+        return torch.cat([adapter.decode(part, sizes.height, sizes.width) for part in parts])
+
+
+def stills(media: Images, most: int = 4) -> Images:
+    """Images as they are; of clips [n, F, H, W, 3] up to `most` frames side by side, [n, H, k · W, 3], for a page."""
+    if media.ndim == 4:
+        return media
+    chosen = np.linspace(0, media.shape[1] - 1, min(most, media.shape[1]), dtype=int)
+    return np.concatenate([media[:, k] for k in chosen], axis=2)
+
+
+def preview(media: Images, frames: int = 16, side: int = 256) -> Images:
+    """Images as they are; of clips [n, F, H, W, 3] up to `frames` even ones, at most `side` pixels a side."""
+    if media.ndim == 4:
+        return media
+    n, count, height, width, _ = media.shape
+    chosen = media[:, np.linspace(0, count - 1, min(frames, count)).round().astype(int)]
+    if (longest := max(height, width)) <= side:
+        return chosen
+    size = (max(width * side // longest, 1), max(height * side // longest, 1))
+    flat = chosen.reshape(-1, height, width, 3)
+    small = [np.asarray(Image.fromarray(frame).resize(size, Image.Resampling.LANCZOS)) for frame in flat]
+    return np.stack(small).reshape(n, -1, size[1], size[0], 3) if small else np.zeros((0, 1, *size[::-1], 3), np.uint8)
+
+
+def to_uint8(media: Tensor) -> Images:
+    """[B, 3, H, W] or [B, F, 3, H, W] in [0, 1] → uint8 [B, (F,) H, W, 3], rounded as diffusers' processor rounds.
+
+    A clip of one frame is an image.
+    """
+    media = media[:, 0] if media.dim() == 5 and media.shape[1] == 1 else media
+    return (media.movedim(-3, -1) * 255).round().clamp(0, 255).to(torch.uint8).cpu().numpy()

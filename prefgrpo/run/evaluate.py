@@ -1,0 +1,257 @@
+"""Evaluation: the ODE rule on held-out prompts with fixed noise, against the starting policy.
+
+Before and after share their initial latents, so comparisons are paired: by the judge in both orders, and by
+measuring rewards (win 1, tie ½). Intervals are bootstrap percentiles over prompts. Invariant: nothing measured here
+reaches the training loss.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from torch import Tensor
+
+from prefgrpo.config.schema import Config
+from prefgrpo.data.prompts import Prompt
+from prefgrpo.models.base import Adapter
+from prefgrpo.models.lora import sort_header
+from prefgrpo.parallel.world import World
+from prefgrpo.rewards.base import GroupScores
+from prefgrpo.rewards.scorer import Scorer
+from prefgrpo.rollout.embed import Embeddings
+from prefgrpo.rollout.render import Images, render, sample, sources, to_uint8
+from prefgrpo.rollout.sampling import applied, evaluation
+from prefgrpo.run.checkpoint import CheckpointError
+from prefgrpo.sde.noise import initial_latents
+from prefgrpo.sde.schedule import Schedule
+
+__all__ = ["Evaluator", "Held", "Images", "held_out", "load_before", "save_images", "summarise", "to_uint8"]
+
+FIRST_ID = 2**62
+"""Sample ids of evaluation noise start here, far from those of training."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """One set of held-out prompts."""
+
+    name: str
+    items: list[Prompt]
+    """One entry per image: each prompt `samples_per_prompt` times."""
+    group: NDArray[np.int64]
+    """Prompt index of each image."""
+    first_id: int
+
+    @property
+    def prompts(self) -> list[str]:
+        """The text of each image."""
+        return [p.text for p in self.items]
+
+
+def held_out(name: str, prompts: list[Prompt], samples: int, number: int) -> Held:
+    """The `number`-th evaluation set, each prompt repeated `samples` times."""
+    items = [p for p in prompts for _ in range(samples)]
+    return Held(name, items, np.repeat(np.arange(len(prompts)), samples), FIRST_ID + number * 2**40)
+
+
+class Evaluator:
+    """Renders and compares one held-out set; every rank does every world-size-th image."""
+
+    def __init__(
+        self,
+        held: Held,
+        config: Config,
+        adapter: Adapter,
+        schedule: Schedule,
+        embeddings: Embeddings,
+        scorers: dict[str, Scorer],
+        world: World,
+    ) -> None:
+        self.held, self.config, self.adapter, self.schedule, self.embeddings = (
+            held,
+            config,
+            adapter,
+            schedule,
+            embeddings,
+        )
+        self.scorers, self.world, self.device = scorers, world, world.device
+        self.sizes = evaluation(config)
+
+    def ids(self, index: list[int]) -> Tensor:
+        """Noise addresses of the given images, int64."""
+        return torch.tensor([self.held.first_id + i for i in index], dtype=torch.int64, device=self.device)
+
+    @torch.no_grad()
+    def render(self, index: list[int]) -> Tensor:
+        """Images [n, 3, H, W], or clips [n, F, 3, H, W], fp32 in [0, 1] of the current policy under the ODE rule."""
+        r, parts = self.sizes, []
+        at_once, seed = self.config.memory.decode_batch, self.config.seed
+        for start in range(0, len(index), r.batch_size):
+            chunk = index[start : start + r.batch_size]
+            items, ids = [self.held.items[i] for i in chunk], self.ids(chunk)
+            parts.append(render(self.adapter, self.schedule, self.embeddings, items, ids, r, seed, at_once).cpu())
+        frames = () if self.adapter.frames is None else (r.frames or self.adapter.frames,)
+        return torch.cat(parts) if parts else torch.zeros(0, *frames, 3, r.height, r.width)
+
+    def mine(self) -> list[int]:
+        """This rank's images."""
+        each = -(-len(self.held.prompts) // self.world.size)
+        return list(range(self.world.rank * each, min((self.world.rank + 1) * each, len(self.held.prompts))))
+
+    def shown(self) -> list[int]:
+        """Images for the report: `eval.show`, evenly spread over the set, whoever renders them."""
+        count = len(self.held.prompts)
+        return np.linspace(0, count - 1, min(self.config.eval.show, count)).round().astype(int).tolist()
+
+    def shown_sources(self) -> Images | None:
+        """The source images of `shown`, uint8 [n, H, W, 3], several of a prompt side by side; None without any."""
+        items = [self.held.items[i] for i in self.shown()]
+        if not any(item.source for item in items):
+            return None
+        return np.stack([np.concatenate([np.array(s) for s in own], axis=1) for own in sources(items, self.sizes)])
+
+    def run(self, before: Images) -> tuple[Images, dict[str, float]]:
+        """(this rank's images now, metrics over all ranks) against `before`, this rank's images at the start."""
+        index, held = self.mine(), self.held
+        now = to_uint8(self.render(index))
+        table = self._table(index, now, before)
+        each = -(-len(self.held.prompts) // self.world.size)
+        names = self.world.union(table)
+        local = np.full((each, len(names) + 1), np.nan)
+        local[: len(index), 0] = held.group[index]
+        for k, name in enumerate(names):
+            local[: len(index), k + 1] = table.get(name, np.nan)
+        rows = self.world.gather(local)
+        rows = rows[~np.isnan(rows[:, 0])]
+        out: dict[str, float] = {}
+        for k, name in enumerate(names):
+            out.update(summarise(f"{held.name}/{name}", rows[:, 0].astype(int), rows[:, k + 1], name.startswith("win")))
+        return now, out
+
+    def save_proof(self, path: Path, index: list[int]) -> None:
+        """What a stock pipeline needs to reproduce `index`: prompts and call, initial latents, our float images.
+
+        Of edits also the source images, `source_PROMPT_NUMBER` uint8 [H, W, 3], as the model saw them. Where the
+        folder's own scheduler steps otherwise (published sigmas, truncated times, a multistep solver): an Euler
+        scheduler, and `sigmas` and `timesteps` [T] fp32 for it.
+        """
+        r, c, items = self.sizes, self.config, [self.held.items[i] for i in index]
+        prompts = [item.text for item in items]
+        with applied(self.adapter, r):
+            latents = initial_latents(c.seed, self.ids(index), self.adapter.latent_shape(r.height, r.width))
+            call = self.adapter.stock_call(prompts, c.data.max_length)
+            pipeline, edit = self.adapter.stock_edit(r.height, r.width)
+            scheduler = self.adapter.stock_scheduler()
+        call |= {"height": r.height, "width": r.width, "num_inference_steps": r.steps}
+        call.pop("prompt")
+        if not any(item.source for item in items):
+            pipeline = self.adapter.pipeline
+        stepping, pinned = {"class": type(scheduler).__name__, "config": dict(scheduler.config)}, {}
+        times = self.schedule.times.cpu()
+        exact = r.sigmas == "pipeline" and torch.equal(times, self.schedule.sigmas[:-1]) and scheduler.order == 1
+        if not self.adapter.whole_times and not exact:
+            stepping = {"class": "FlowMatchEulerDiscreteScheduler", "config": {}}
+            pinned = {"sigmas": self.schedule.sigmas[:-1].contiguous(), "timesteps": times * 1000}
+        facts = {"prompts": prompts, "call": call | edit, "scheduler": stepping, "source_area": r.source_area}
+        meta = {"model": c.model, "pipeline": pipeline} | {name: json.dumps(value) for name, value in facts.items()}
+        shown = {
+            f"source_{i}_{k}": torch.from_numpy(np.array(image))
+            for i, own in enumerate(sources(items, r))
+            for k, image in enumerate(own)
+        }
+        tensors = {"latents": latents.cpu().contiguous(), "images": self.render(index).cpu().contiguous()}
+        save_file(tensors | shown | pinned, path, metadata=meta)
+        sort_header(path)
+
+    def _table(self, index: list[int], now: Images, before: Images) -> dict[str, NDArray[np.float64]]:
+        """One column of values per measure, one row per image of this rank."""
+        table: dict[str, NDArray[np.float64]] = {}
+        if not index:
+            return table
+        for name, scorer in self.scorers.items():
+            scorer.begin(0, range(len(index)))
+            for row, i in enumerate(index):
+                for member, pixels in enumerate((now[row], before[row])):
+                    item = self.held.items[i]
+                    scorer.add(row, member, sample(item, pixels, self.sizes))
+            result = scorer.finish()
+            for reward, groups in result.groups.items():
+                table.update(_columns(name, reward, groups))
+        return table
+
+
+def _columns(kind: str, reward: str, groups: list[GroupScores]) -> dict[str, NDArray[np.float64]]:
+    """Columns of one reward over groups (now, before): the judge's verdicts, or values and paired wins."""
+    if kind == "judge":
+        return {
+            "win_judge": np.array([_ratio(g) for g in groups]),
+            "win_judge_first": _hard(np.array([g.shown(0, 1) for g in groups])),
+            "win_judge_second": 1.0 - _hard(np.array([g.shown(1, 0) for g in groups])),
+        }
+    values = np.array([[np.nan if s.value is None else s.value for s in g.scores] for g in groups])
+    out = {reward: values[:, 0], f"{reward}_before": values[:, 1], f"win_{reward}": _paired(values)}
+    for part in sorted({p for g in groups for s in g.scores for p in s.parts}):
+        column = np.array([[s.parts.get(part, np.nan) for s in g.scores] for g in groups])
+        out[f"{reward}.{part}"], out[f"{reward}.{part}_before"] = column[:, 0], column[:, 1]
+    return out
+
+
+def _ratio(group: GroupScores) -> float:
+    """Mean verdict that the first member beats the second, NaN if none exists."""
+    if group.wins is None or group.counts is None or group.counts[0, 1] == 0:
+        return float("nan")
+    return float(group.wins[0, 1] / group.counts[0, 1])
+
+
+def _hard(p: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Probabilities as won 1, tied ½, lost 0; NaN stays."""
+    return (np.sign(p - 0.5) + 1.0) / 2.0
+
+
+def _paired(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Win 1, tie ½, loss 0 of column 0 over column 1; NaN where either is missing."""
+    won = (values[:, 0] > values[:, 1]) + 0.5 * (values[:, 0] == values[:, 1])
+    return np.where(np.isnan(values).any(1), np.nan, won)
+
+
+def summarise(name: str, group: NDArray[np.int64], values: NDArray[np.float64], interval: bool) -> dict[str, float]:
+    """Mean over images, and for win rates a 95 % bootstrap interval over prompts (2000 draws, fixed seed)."""
+    ok = ~np.isnan(values)
+    out = {name: float(values[ok].mean()) if ok.any() else float("nan")}
+    if not ok.all():
+        out[f"{name}_missing"] = float((~ok).mean())
+    if interval and ok.any():
+        ids, inverse = np.unique(group[ok], return_inverse=True)
+        total, count = np.bincount(inverse, values[ok]), np.bincount(inverse)
+        draws = np.random.default_rng(0).integers(len(ids), size=(2000, len(ids)))
+        means = total[draws].sum(1) / count[draws].sum(1)
+        out[f"{name}_low"], out[f"{name}_high"] = (float(q) for q in np.quantile(means, (0.025, 0.975)))
+    return out
+
+
+def save_images(path: Path, **arrays: NDArray[Any]) -> None:
+    """Write arrays (npz, no pickle) in one step."""
+    temporary = path.with_name(f".{path.name}")
+    with temporary.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
+    temporary.replace(path)
+
+
+def load_before(folder: Path, name: str, size: int) -> Images:
+    """Images of the starting policy, the whole set, as `size` ranks wrote them, or else another number of ranks.
+
+    Raises CheckpointError if they are not all there.
+    """
+    sizes = {int(p.stem.rpartition("of")[2]) for p in folder.glob(f"{name}_before_*of*.npz")}
+    for n in sorted(sizes, key=lambda n: n != size):
+        files = [folder / f"{name}_before_{rank}of{n}.npz" for rank in range(n)]
+        if all(f.is_file() for f in files):
+            return np.concatenate([np.load(f, allow_pickle=False)["images"] for f in files])
+    raise CheckpointError(f"{folder} lacks images of the starting policy ({name}_before_*.npz); choose another --name")

@@ -1,0 +1,284 @@
+"""From the configuration to the scorers of a run: its rewards, and the judge that training and evaluation share.
+
+The shared judge is that of the spec's first pairwise reward; other judged rewards have the judge section overlaid
+with their own options. Invariant: what asks a judge is opened once per process, and checked before the first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from prefgrpo.config.schema import Config, ConfigError, Judge
+from prefgrpo.data.media import Media
+from prefgrpo.data.prompts import Prompt
+from prefgrpo.judge.information import compares, known_answers
+from prefgrpo.judge.plans import get_plan
+from prefgrpo.judge.template import load_template
+from prefgrpo.judge.verdict import JudgeError, PairJudge
+from prefgrpo.models import family
+from prefgrpo.parallel.world import World
+from prefgrpo.rewards import build, load_class, parse_reward_spec
+from prefgrpo.rewards.base import PointwiseReward, Reward
+from prefgrpo.rewards.pairwise import VlmPairwise
+from prefgrpo.rewards.scorer import Scorer
+
+if TYPE_CHECKING:
+    from prefgrpo.judge.http import HttpJudgeConfig
+    from prefgrpo.judge.local import LocalJudge
+
+PAIRWISE = "vlm_pairwise"
+CALIBRATION_PAIRS = 8
+"""Random pairs judged in both orders at the start, to see the judge's position bias."""
+PATIENCE_S = 600.0
+"""How long a server that is down is waited for if the configuration names no deadline."""
+
+
+def specs(config: Config) -> tuple[dict[str, float], dict[str, float]]:
+    """(training, measuring) reward weights. Raises ConfigError as `mistakes`."""
+    if found := mistakes(config):
+        raise ConfigError(found)
+    return parse_reward_spec(config.reward.spec), parse_reward_spec(config.eval.spec) if config.eval.spec else {}
+
+
+def mistakes(config: Config) -> list[str]:
+    """What is wrong with the reward specs, the pair plan and the pairwise judge's template."""
+    found: list[str] = []
+
+    def parsed(field: str, parse: Callable[[str], Any], value: str) -> Any:
+        try:
+            return parse(value)
+        except (ValueError, JudgeError) as error:
+            found.append(f"{field}: {error}")
+            return {}
+
+    trained = parsed("reward.spec", parse_reward_spec, config.reward.spec)
+    measured = parsed("eval.spec", parse_reward_spec, config.eval.spec) if config.eval.spec else {}
+    parsed("judge.plan", get_plan, config.judge.plan)
+    if PAIRWISE in trained:
+        parsed("judge.template", load_template, config.judge.template)
+    if PAIRWISE in measured:
+        found.append(f"eval.spec: {PAIRWISE} is what eval.judge does; name only measuring rewards here")
+    return found
+
+
+def shared(config: Config) -> str:
+    """Name of the reward whose judge evaluation asks too: the first pairwise one that trains, else vlm_pairwise."""
+    remote = {name for name, own in config.reward.options.items() if "url" in own}
+    names = [n for n in specs(config)[0] if n not in remote and issubclass(load_class(n), VlmPairwise)]
+    return names[0] if names else PAIRWISE
+
+
+def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str]]:
+    """(shared judge or None, what its health check found), if training or evaluation asks one.
+
+    Raises JudgeError in seconds if it cannot work: unreachable, wrong model, no verdict on a probe pair.
+    """
+    training, name = specs(config)[0], shared(config)
+    held_out = config.eval.every and (config.eval.prompts or config.eval.final_prompts)
+    if name not in training and not (config.eval.judge and held_out):
+        return None, []
+    judge = judge_section(config.judge, name, config.reward.options.get(name, {}))
+    if judge.backend == "local":
+        from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
+
+        local = LocalJudgeConfig(model=judge.model, template=judge.template, device=str(world.device))
+        return _answers(LocalJudge(local), judge), [f"judge in this process: {judge.model}"]
+    from prefgrpo.judge.client import HttpJudge, check
+
+    http = http_config(judge, world, cache_folder(config))
+    notes: list[str] = []
+
+    def look() -> None:
+        found = check(http, bias_pairs=CALIBRATION_PAIRS, known=True, clips=makes_clips(config))
+        notes.extend(found.summary().splitlines())
+
+    world.on_main(look, JudgeError)
+    return HttpJudge(http), [f"judge {note}" for note in notes]
+
+
+def judge_section(judge: Judge, name: str, options: Mapping[str, Any]) -> Judge:
+    """The judge section as reward `name` uses it: its own template, then what its options' `judge` names."""
+    own = dict(options.get("judge", {}))
+    known = [f.name for f in fields(Judge)]
+    if unknown := sorted(set(own) - set(known)):
+        raise ConfigError([f"reward.options.{name}.judge: unknown key(s) {unknown}; expected some of {known}"])
+    template = judge.template if name == PAIRWISE else load_class(name).template
+    own = {key: tuple(value) if isinstance(value, list) else value for key, value in own.items()}
+    changes: dict[str, Any] = {"template": template} | own
+    return replace(judge, **changes)
+
+
+def reward_options(
+    config: Config, spec: Mapping[str, float], given: Mapping[str, Any], judge: Any, world: World, cache: str = ""
+) -> dict[str, Any]:
+    """Options of every reward of a spec; a judged one gets its judge: `judge`, where it is the shared one's.
+
+    world: the ranks that ask together. cache: folder in which the others keep their answers.
+    """
+    options: dict[str, dict[str, Any]] = {name: dict(own) for name, own in given.items()}
+    for name in spec:
+        found, own = load_class(name), options.get(name, {})
+        if not found.judged or "url" in own:
+            continue
+        if issubclass(found, VlmPairwise):
+            own = {key: getattr(config.judge, key) for key in ("plan", "verdict", "rate", "bias")} | own
+        if name == shared(config) and judge is not None:
+            options[name] = own | {"judge": judge}
+            continue
+        section = judge_section(config.judge, name, own)
+        if section.backend == "local":
+            told = f"reward.options.{name}.judge: expected backend http, got local; only one judge is in this process"
+            raise ConfigError([f"{told} (that of {shared(config)})"])
+        options[name] = own | {"judge": asdict(http_config(section, world, cache))}
+    return options
+
+
+def _answers(judge: LocalJudge, config: Judge) -> LocalJudge:
+    """The judge, if it gives a verdict on a pair of plain pictures and the known ones; raises JudgeError otherwise."""
+    pictures = [Media(np.full((64, 64, 3), colour, np.uint8)) for colour in ((220, 30, 30), (30, 60, 220))]
+    verdict = judge.judge_group("a plain red picture", pictures, [(0, 1)])[0]
+    if verdict.first is None:
+        raise JudgeError(
+            f"the judge {config.model} gave no verdict on a probe pair: {verdict.reason}. Expected a model that "
+            f"answers the template '{config.template}'; correct judge.model or judge.template"
+        )
+    if problem := known_answers(judge, judge.template).problem if compares(judge.template) else "":
+        raise JudgeError(f"the judge {config.model} {problem}; correct judge.model or judge.template")
+    return judge
+
+
+def _known(judge: Mapping[str, Any], clips: bool) -> None:
+    """Raise JudgeError if a judge of pairs that is not the shared one does not know the known answers."""
+    from prefgrpo.judge.client import HttpJudgeConfig, check
+
+    check(HttpJudgeConfig(**judge), known=True, clips=clips)
+
+
+def cache_folder(config: Config) -> str:
+    """Where a run keeps the answers of its judges; '' for nowhere."""
+    return str(Path(config.output) / config.name / "verdicts") if config.judge.cache else ""
+
+
+def http_config(judge: Judge, world: World, cache: str = "") -> HttpJudgeConfig:
+    """The client's options from a run's configuration: this rank's share of the requests in flight.
+
+    A restarting server is waited for until the deadline, 600 s if none is set.
+    """
+    from prefgrpo.judge.http import HttpJudgeConfig
+
+    return HttpJudgeConfig(
+        endpoints=judge.endpoints,
+        model=judge.model,
+        template=judge.template,
+        tokenizer=judge.tokenizer,
+        concurrency=world.share(judge.concurrency),
+        timeout_s=judge.timeout_s,
+        patience_s=judge.deadline_s or PATIENCE_S,
+        image_format=judge.image_format,
+        api_key_env=judge.api_key_env,
+        hedge_s=judge.hedge_s,
+        max_pixels=judge.max_pixels,
+        cache=cache,
+    )
+
+
+def makes_clips(config: Config) -> bool:
+    """Whether samples are videos of more than one frame."""
+    frames = config.rollout.frames or family(config.family).default_frames
+    return frames is not None and frames > 1
+
+
+def check_inputs(config: Config, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError for rewards, or classes of rewards, that do not take what this run makes of these prompts."""
+    kind = "video" if makes_clips(config) else "image"
+    if mistakes := misfits(kind, f"{field}:", "this run makes", rewards, prompts):
+        raise ConfigError(mistakes)
+
+
+def misfits(kind: str, field: str, made: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[str]:
+    """Why rewards, or classes of them, cannot score images or clips of these prompts; `made`: "this run makes"."""
+    mistakes = []
+    for name, reward in rewards.items():
+        if kind not in reward.takes:
+            found = "clips" if kind == "video" else "images"
+            hint = "; a judge sees clips over http only" if reward.judged and kind == "video" else ""
+            mistakes.append(f"{field} {name} takes {' or '.join(reward.takes)}, but {made} {found}{hint}")
+        lacking = [p for p in prompts if reward.needs_source and not p.source]
+        if lacking:
+            mistakes.append(
+                f"{field} {name} scores edits, but {len(lacking)} prompt(s) have no source image, the first: "
+                f"{lacking[0].text[:60]!r}; expected a file with a source_image column"
+            )
+        for key in reward.meta_keys:
+            if lacking := [p for p in prompts if key not in p.meta]:
+                mistakes.append(
+                    f"{field} {name} needs the column '{key}', which {len(lacking)} prompt(s) lack, the first: "
+                    f"{lacking[0].text[:60]!r}"
+                )
+    return mistakes
+
+
+def _built(
+    config: Config,
+    field: str,
+    weights: Mapping[str, float],
+    given: Mapping[str, Any],
+    judge: PairJudge | None,
+    prompts: Sequence[Prompt],
+    world: World,
+) -> dict[str, Reward]:
+    """The rewards of a spec, checked against the run before they load, and again as they are."""
+    check_inputs(config, field, {name: load_class(name) for name in weights}, prompts)
+    options = reward_options(config, weights, given, judge, world, cache_folder(config))
+    for name in weights:
+        if issubclass(load_class(name), VlmPairwise) and isinstance(own := options[name]["judge"], Mapping):
+            world.on_main(partial(_known, own, makes_clips(config)), JudgeError)
+    rewards = build(weights, options)
+    check_inputs(config, field, rewards, prompts)
+    return rewards
+
+
+def training_scorer(
+    config: Config, judge: PairJudge | None, folder: Path | None, prompts: Sequence[Prompt], world: World
+) -> tuple[Scorer, dict[str, float]]:
+    """(scorer of training groups, weights). `folder`: where judgements.jsonl goes, None to write none."""
+    weights, _ = specs(config)
+    rewards = _built(config, "reward.spec", weights, config.reward.options, judge, prompts, world)
+    split = [name for name, reward in rewards.items() if reward.part_weights]
+    if split and config.reward.combine != "weighted_advantage_sum":
+        told = f"reward.combine: expected weighted_advantage_sum, got {config.reward.combine}, but {', '.join(split)}"
+        raise ConfigError([f"{told} normalises its parts one by one; change one of the two"])
+    judged = any(isinstance(r, VlmPairwise) for r in rewards.values())
+    log = folder / "judgements.jsonl" if folder and judged and config.judge.log else None
+    return Scorer(rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log), weights
+
+
+def evaluation_scorers(
+    config: Config, judge: PairJudge | None, prompts: Sequence[Prompt], training: Scorer, world: World
+) -> dict[str, Scorer]:
+    """Scorers of (now, before) pairs: 'judge' asks in both orders, 'measure' holds the rewards of eval.spec.
+
+    Where no evaluation is configured (prompts held out by default), measured are the pointwise rewards of training.
+    """
+    _, measured = specs(config)
+    scorers = {}
+    if config.eval.judge and judge is not None:
+        name = shared(config)
+        own = {**config.reward.options.get(name, {}), "judge": judge, "plan": "both_orders", "verdict": "hard"}
+        reward = build(name, {name: own})
+        check_inputs(config, "eval.judge", reward, prompts)
+        scorers["judge"] = Scorer(reward, 2, config.judge.deadline_s, config.seed)
+    if measured:
+        rewards = _built(config, "eval.spec", measured, config.eval.options, None, prompts, world)
+        scorers["measure"] = Scorer(rewards, 2, config.judge.deadline_s, config.seed)
+    elif not (config.eval.prompts or config.eval.final_prompts):
+        own = {name: reward for name, reward in training.rewards.items() if isinstance(reward, PointwiseReward)}
+        if own:
+            scorers["measure"] = Scorer(own, 2, config.judge.deadline_s, config.seed)
+    return scorers

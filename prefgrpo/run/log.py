@@ -1,0 +1,96 @@
+"""What a run says: metrics.jsonl, TensorBoard, a progress bar and one readable line per step.
+
+One JSON object per line, `kind` 'train' or 'eval'. Wall-clock numbers live under keys that start with 'time/', so
+that everything else can be compared bit by bit between runs. Invariant: a resumed run rewrites no earlier line and
+drops the lines of steps that it does again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from prefgrpo.run.checkpoint import write_atomic
+
+METRICS = "metrics.jsonl"
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """All whole rows of a run's metrics.jsonl (a torn last line is left out)."""
+    file = folder / METRICS
+    rows = []
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+class Log:
+    """The voice of rank 0; on other ranks every method does nothing."""
+
+    def __init__(self, folder: Path, total: int, start: int, *, tensorboard: bool, active: bool) -> None:
+        self.active = active
+        self.bar: Any = None
+        self.writer: Any = None
+        if not active:
+            return
+        rows = [r for r in read_metrics(folder) if r["step"] <= start] if start else []
+        self.have = {(r["kind"], r["step"], r.get("set")) for r in rows}
+        write_atomic(folder / METRICS, "".join(json.dumps(r) + "\n" for r in rows))
+        self.file = (folder / METRICS).open("a", encoding="utf-8")
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else 0)
+        self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None, smoothing=0.1)
+
+    def say(self, text: str) -> None:
+        """One line above the progress bar."""
+        if self.active:
+            _write(text)
+
+    def row(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Append one row, unless a resumed run has it already; numbers that are not finite are written as null."""
+        if not self.active or (kind, step, values.get("set")) in self.have:
+            return
+        clean = {k: _finite(v) for k, v in values.items()}
+        self.file.write(json.dumps({"kind": kind, "step": step, **clean}) + "\n")
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        if self.writer is not None:
+            for key, value in clean.items():
+                if isinstance(value, (int, float)):
+                    self.writer.add_scalar(f"{kind}/{key}", value, step)
+
+    def step(self, text: str) -> None:
+        """The summary line of a finished step."""
+        if self.active:
+            self.bar.update(1)
+            _write(text)
+
+    def close(self) -> None:
+        """Flush and close all outputs."""
+        if self.active:
+            self.bar.close()
+            self.file.close()
+            if self.writer is not None:
+                self.writer.close()
+
+
+def _write(text: str) -> None:
+    """A line above the bar, at once also where stdout is a file that somebody follows."""
+    tqdm.write(text)
+    sys.stdout.flush()
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

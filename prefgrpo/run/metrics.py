@@ -1,0 +1,160 @@
+"""Numbers that a step reports: reward statistics, policy metrics over all ranks, and the lines a person reads.
+
+Invariant: every function that combines ranks gathers arrays of the same shape on each, and returns the same values
+on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefgrpo.ops import METRICS
+from prefgrpo.parallel.world import World
+
+FACTS = ("update", "samples", "loss")
+"""Columns before METRICS in a row of `policy_metrics`."""
+
+
+WARN_MISSING = 0.05
+"""Share of missing rewards or comparisons from which a step warns."""
+
+
+class RewardsMissing(RuntimeError):
+    """Too large a share of a step's rewards or comparisons could not be had."""
+
+
+class NoInformation(RuntimeError):
+    """The judge's verdicts have said nothing about the pictures for several steps."""
+
+
+def reward_metrics(names: Sequence[str], rewards: NDArray[np.float64], group_size: int) -> dict[str, float]:
+    """Mean and mean within-group std per reward over [P · G, R] (NaN = missing)."""
+    out: dict[str, float] = {}
+    for name, column in zip(names, rewards.T, strict=True):
+        ok = ~np.isnan(column)
+        if not ok.any():
+            continue
+        out[f"reward/{name}"] = float(column[ok].mean())
+        groups = column.reshape(-1, group_size)
+        groups = groups[~np.isnan(groups).any(1)]
+        if len(groups):
+            out[f"reward/{name}_std"] = float(groups.std(1).mean())
+    return out
+
+
+def missing_shares(
+    rewards: NDArray[np.float64], weights: NDArray[np.float64], comparisons: NDArray[np.float64]
+) -> dict[str, float]:
+    """reward/missing: share of samples [P · G, R] that lack a reward of non-zero weight; judge/missing: largest share
+    of comparisons without a verdict under one such reward, from rows [R, (asked, missing)], if any was asked."""
+    used = weights != 0
+    found = {"reward/missing": float(np.isnan(rewards[:, used]).any(1).mean()) if used.any() else 0.0}
+    asked = comparisons[used & (comparisons[:, 0] > 0)]
+    return found | ({"judge/missing": float((asked[:, 1] / asked[:, 0]).max())} if len(asked) else {})
+
+
+def check_missing(shares: Mapping[str, float], limit: float, reasons: Sequence[str]) -> str:
+    """A warning if one of `missing_shares` is WARN_MISSING or more, else ''. Raises RewardsMissing above `limit`."""
+    kinds = {"reward/missing": "rewards", "judge/missing": "comparisons"}
+    worst = max(shares, key=lambda name: shares[name])
+    told = f"{shares[worst]:.0%} of the {kinds[worst]} are missing"
+    why = ("; ".join(dict.fromkeys(reasons)) or "none was given on this rank")[:600]
+    if shares[worst] > limit:
+        raise RewardsMissing(f"{told}, more than judge.max_missing = {limit:.0%}. Reasons: {why}")
+    return f"{told} ({worst}); above judge.max_missing = {limit:.0%} the run stops" * (shares[worst] >= WARN_MISSING)
+
+
+SUMS = ("requests", "retries", "failures", "cache_hits", "hedges", "queue_mean", "queue_max")
+"""judge/… figures that are summed: counts, and the questions without an answer at one time."""
+PEAKS = ("_s", "_p95")
+"""Endings of the figures of which the worst rank counts; all others are averaged."""
+CLOCKED = (
+    *("/busy_s", "/wait_s", "/latency_p50", "/latency_p95"),
+    *("judge/queue_mean", "judge/queue_max", "judge/wasted_share", "judge/retries", "judge/hedges", "judge/cache_hits"),
+)
+"""Endings of the figures that depend on clocks, servers or earlier attempts, not on the run; their keys get `time/`."""
+
+
+def over_ranks(local: Mapping[str, float], world: World) -> dict[str, float]:
+    """A step's judge and reward figures over all ranks: counts summed, times at their worst, rates averaged.
+
+    What is CLOCKED is under time/, so that two runs of the same configuration agree in everything else.
+    """
+    names = world.union(local)
+    table = world.gather(np.array([[local.get(n, np.nan) for n in names]]))
+    out: dict[str, float] = {}
+    for name, column in zip(names, table.T, strict=True):
+        found = column[~np.isnan(column)]
+        if len(found):
+            summed = name.removeprefix("judge/") in SUMS
+            out[name] = float(found.sum() if summed else found.max() if name.endswith(PEAKS) else found.mean())
+    return {f"time/{k}" if k.endswith(CLOCKED) else k: v for k, v in out.items()}
+
+
+def policy_metrics(rows: list[Tensor], world: World) -> dict[str, float]:
+    """Combine rows [update, samples, loss, *METRICS] of all ranks: sample-weighted means, extremes of the ratio."""
+    columns = (*FACTS, *METRICS)
+    table = torch.stack(rows).double().cpu().numpy() if rows else np.zeros((0, len(columns)))
+    at = {name: k for k, name in enumerate(columns)}
+    means = [name for name in METRICS if name not in ("ratio_min", "ratio_max")]
+    samples = table[:, at["samples"]]
+    sums = [samples.sum(), table[:, at["loss"]].sum(), *((samples * table[:, at[name]]).sum() for name in means)]
+    bounds = [-np.inf, -np.inf, 0.0]
+    if len(table):
+        ratio = table[:, [at["ratio_min"], at["ratio_max"]]]
+        first = ratio[table[:, at["update"]] == 0]
+        bounds = [-ratio[:, 0].min(), ratio[:, 1].max(), np.abs(first - 1.0).max() if len(first) else 0.0]
+    total = world.gather(np.array([sums])).sum(0)
+    top = world.gather(np.array([bounds])).max(0)
+    out = {"loss": total[1]} | {f"policy/{n}": total[2 + k] / max(total[0], 1.0) for k, n in enumerate(means)}
+    if np.isfinite(top[0]):
+        out |= {"policy/ratio_min": -top[0], "policy/ratio_max": top[1]}
+    return {k: float(v) for k, v in out.items()} | {"policy/on_policy_error": float(top[2])}
+
+
+def step_line(step: int, total: int, values: Mapping[str, float], seconds: Mapping[str, float]) -> str:
+    """The one readable line of a step."""
+    rewards = [k for k in values if k.startswith("reward/") and k.count("/") == 1]
+    rewards = [k for k in rewards if not k.endswith("_std") and k != "reward/missing"]
+    parts = [f"step {step:>{len(str(total))}}/{total}"]
+    parts += [f"{k[7:]} {values[k]:.3f}±{values.get(k + '_std', 0.0):.3f}" for k in rewards]
+    parts += [
+        f"clipped {values['policy/clip_fraction']:.0%}",
+        f"|Δratio| ≤ {max(1 - values.get('policy/ratio_min', 1.0), values.get('policy/ratio_max', 1.0) - 1):.1e}",
+        f"grad {values['grad_norm']:.1e}",
+    ]
+    if values.get("policy/kl"):
+        parts.append(f"kl {values['policy/kl']:.1e}")
+    if "judge/requests" in values:
+        lost, waited = values.get("judge/failures", 0.0), values.get("time/judge/wait_s", 0.0)
+        told = f"judged {values['judge/requests']:.0f}" + (f", {lost:.0f} failed" if lost else "")
+        busy = values.get("time/judge/busy_s")
+        overlap = f" in {busy:.2f} s, waited {waited:.2f}" if waited and busy is not None else ""
+        parts.append(told + overlap)
+    if values["reward/missing"]:
+        parts.append(f"missing {values['reward/missing']:.0%}")
+    phases = " ".join(f"{name} {s:.2f}" for name, s in seconds.items())
+    return " · ".join([*parts, f"{sum(seconds.values()):.2f} s ({phases})"])
+
+
+def eval_line(step: int, name: str, values: Mapping[str, float]) -> str:
+    """The line of an evaluation: measures now (and before), win rates against the start with their intervals."""
+    parts = []
+    for key, value in values.items():
+        short = key.split("/", 1)[1]
+        if short.endswith(("_before", "_low", "_high", "_missing", "_first", "_second")) or key.startswith("time/"):
+            continue
+        if short.startswith("win_"):
+            low, high = values.get(f"{key}_low"), values.get(f"{key}_high")
+            interval = f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else ""
+            orders = [values.get(f"{key}_first"), values.get(f"{key}_second")]
+            both = f" (orders {orders[0]:.3f} / {orders[1]:.3f})" if None not in orders else ""
+            parts.append(f"win rate by {short[4:]} {value:.3f}{interval}{both}")
+        elif f"{key}_before" in values:
+            parts.append(f"{short} {values[f'{key}_before']:.3f} → {value:.3f}")
+    return f"eval at step {step}, {name}: " + ", ".join(parts)

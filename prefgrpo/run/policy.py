@@ -1,0 +1,93 @@
+"""The trained weights with their optimiser and moving average.
+
+AdamW over fp32 masters; EMA by one fused lerp per update. Invariant: `tensors()` and `load()` carry everything that
+the next update depends on, so a resumed run continues bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from prefgrpo.config.schema import Train
+from prefgrpo.parallel.world import World
+from prefgrpo.run.checkpoint import load_into
+
+
+class NonFiniteGradient(RuntimeError):
+    """The gradient norm is NaN or infinite; no weight was changed."""
+
+
+class Policy:
+    """Trainable parameters, AdamW and EMA."""
+
+    def __init__(self, parameters: dict[str, Tensor], train: Train) -> None:
+        self.train = train
+        self.parameters = parameters
+        self.list = list(parameters.values())
+        self.optimizer = torch.optim.AdamW(
+            self.list, lr=train.lr, betas=(train.beta1, train.beta2), weight_decay=train.weight_decay
+        )
+        self.ema = {n: p.detach().clone() for n, p in parameters.items()} if train.ema_decay else {}
+        self.updates = 0
+
+    def update(self, world: World) -> float:
+        """Sum gradients over ranks, clip, step. Returns the gradient norm before clipping.
+
+        Raises NonFiniteGradient, on all ranks alike and before any weight is touched.
+        """
+        world.sum_gradients(self.list)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.list, self.train.max_grad_norm))
+        if norm != norm or norm == float("inf"):
+            self.optimizer.zero_grad()
+            raise NonFiniteGradient(f"gradient norm is {norm}")
+        warm = min(1.0, (self.updates + 1) / self.train.warmup_steps) if self.train.warmup_steps else 1.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.train.lr * warm
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.updates += 1
+        if self.ema:
+            with torch.no_grad():
+                torch._foreach_lerp_(list(self.ema.values()), self.list, 1.0 - self.train.ema_decay)
+        return norm
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the parameters hold their moving average (no-op without EMA)."""
+        if not self.ema:
+            yield
+            return
+        live = [p.detach().clone() for p in self.list]
+        with torch.no_grad():
+            torch._foreach_copy_(self.list, list(self.ema.values()))
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(self.list, live)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything a checkpoint keeps, by name."""
+        out = {f"param.{n}": p for n, p in self.parameters.items()} | {f"ema.{n}": t for n, t in self.ema.items()}
+        for name, p in self.parameters.items():
+            for key, value in self.optimizer.state.get(p, {}).items():
+                out[f"adamw.{key}.{name}"] = value
+        return out
+
+    def load(self, tensors: dict[str, Tensor], updates: int) -> None:
+        """Restore what `tensors()` gave after `updates` updates. Raises CheckpointError if the names do not fit."""
+        load_into(self.parameters, tensors, "param.")
+        load_into(self.ema, tensors, "ema.")
+        self.updates = updates
+        for name, p in self.parameters.items():
+            keys = [k for k in ("step", "exp_avg", "exp_avg_sq") if f"adamw.{k}.{name}" in tensors]
+            if keys:
+                self.optimizer.state[p] = {k: _like(tensors[f"adamw.{k}.{name}"], p, k) for k in keys}
+
+
+def _like(value: Tensor, parameter: Tensor, key: str) -> Tensor:
+    return value.clone() if key == "step" else value.clone().to(parameter.device)

@@ -1,0 +1,298 @@
+"""Everything a run needs before its first step, checked: folder, model, policy, prompts, judge, memory.
+
+Invariant: what can be found wrong without training is found here, with an error that says what to do, before
+anything in an existing run folder is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import yaml
+
+from prefgrpo.config.schema import Config, ConfigError, differences, load, to_dict
+from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt, fingerprint, prompt_sets
+from prefgrpo.judge.verdict import PairJudge
+from prefgrpo.models.base import Adapter
+from prefgrpo.parallel import world as parallel
+from prefgrpo.parallel.world import World
+from prefgrpo.rewards.log import drop_from
+from prefgrpo.rewards.scorer import Scorer
+from prefgrpo.rollout.embed import Embeddings
+from prefgrpo.rollout.sampling import Schedules, all_sizes, applied, evaluation
+from prefgrpo.run import checkpoint, judging
+from prefgrpo.run.evaluate import Evaluator, held_out
+from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
+from prefgrpo.run.loading import missing, names, open_adapter, trainable, uses
+from prefgrpo.run.memory import known_bytes
+from prefgrpo.run.policy import Policy
+
+FREE = (
+    *("train.steps", "train.max_minutes", "train.lr", "train.max_grad_norm", "checkpoint.every", "checkpoint.keep"),
+    *("output", "name", "device", "gpus", "tensorboard", "data.cache", "memory.offload"),
+    *("judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s"),
+    *("judge.max_missing", "judge.patience_steps", "judge.log", "judge.cache", "judge.hedge_s"),
+)
+"""What a resumed run may change: where and how it runs, and what mends a run that stopped."""
+FREE_OPTIONS = (".url", ".device", ".batch_size", ".judge.endpoints", ".judge.concurrency", ".judge.timeout_s")
+"""Likewise among a reward's options."""
+
+
+@dataclass
+class Clock:
+    """Seconds per phase of a step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to `name`."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+
+class Interrupt:
+    """Turns the first SIGINT or SIGTERM into a flag, so that a step ends and is saved; the second one kills."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def _note(self, number: int, frame: object) -> None:
+        self.seen = True
+        self.restore()
+
+    def restore(self) -> None:
+        """Give the signals back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class Session:
+    """The parts of a run."""
+
+    world: World
+    folder: Path
+    adapter: Adapter
+    policy: Policy
+    prompts: list[Prompt]
+    embeddings: Embeddings
+    schedules: Schedules
+    scorer: Scorer
+    weights: dict[str, float]
+    evaluators: dict[str, Evaluator]
+    judge: PairJudge | None
+    interrupt: Interrupt
+    start: int = 0
+    """Steps already done."""
+    trained_s: float = 0.0
+    """Seconds of training already spent."""
+    notes: list[str] = field(default_factory=list)
+    """What the start-up checks found, to be said."""
+    lock: int | None = None
+    """Descriptor that holds the run folder; rank 0's."""
+
+    def interrupted(self) -> bool:
+        """Whether a signal asked the run to stop."""
+        return self.interrupt.seen
+
+    def close(self) -> None:
+        """Stop the judge and leave the process group."""
+        self.interrupt.restore()
+        self.scorer.close()
+        if self.judge is not None:
+            self.judge.close()
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
+        parallel.stop()
+
+
+def open_session(config: Config, resume: bool) -> Session:
+    """Build and check everything. Raises ConfigError, DataError, CheckpointError, ModelError or JudgeError."""
+    world = parallel.start(config.device)
+    try:
+        return _open(config, resume, world)
+    except BaseException:
+        parallel.stop()
+        raise
+
+
+def _open(config: Config, resume: bool, world: World) -> Session:
+    folder = Path(config.output) / config.name
+    check_run(config, world.size)
+    lock = _check_folder(config, folder, resume, world)
+    prompts, sets = prompt_sets(config)
+    measured = sets if config.eval.every else {}
+    judge, judge_notes = open_judge(config, world)  # what is wrong with a reward is told before the model is loaded
+    scorer, weights = training_scorer(config, judge, folder if world.main else None, prompts, world)
+    scorers = {name: evaluation_scorers(config, judge, held, scorer, world) for name, held in measured.items()}
+    absent = len(missing(config, uses(config, prompts, (p for held in sets.values() for p in held))))
+    adapter = trainable_adapter(config, world.device, encoders=bool(absent))
+    policy = Policy(dict(adapter.trainable()), config.train)
+    schedules = open_schedules(config, adapter, world, prompts)
+    embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
+    ode = schedules.ode(evaluation(config))
+    evaluators = {}
+    for number, (name, held) in enumerate(measured.items()):
+        chosen = held_out(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
+        evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers[name], world)
+    session = Session(
+        world, folder, adapter, policy, prompts, embeddings, schedules, scorer, weights, evaluators, judge, Interrupt()
+    )
+    session.lock = lock
+    session.notes = [_describe(config, session), _evaluated(config, session)]
+    session.notes += [memory_estimate(config, session), *judge_notes]
+    if config.data.cache:
+        told = f"{absent} texts are not in it yet" if absent else "it has all prompts, no text encoder was loaded"
+        session.notes.append(f"embeddings in {config.data.cache}: {told}")
+    _start_folder(config, session, resume)
+    return session
+
+
+def mistakes(config: Config, processes: int) -> list[str]:
+    """What can be told of a run without its model: files, rewards, judge, and how the step's prompts deal out."""
+    r, e, found = config.rollout, config.eval, judging.mistakes(config)
+    if not found and not any(judging.specs(config)[0].values()):
+        found.append("reward.spec: every weight is 0, which leaves nothing to train on; measure with eval.spec")
+    files = {"data.prompts": config.data.prompts, "eval.prompts": e.prompts, "eval.final_prompts": e.final_prompts}
+    found += [f"{field}: prompts file not found: {f}" for field, f in files.items() if f and not Path(f).is_file()]
+    if r.prompts_per_step % processes:
+        told = f"{r.prompts_per_step} groups do not deal out over {processes} processes"
+        found.append(f"rollout.prompts_per_step: {told}; expected a multiple of {processes}")
+    if config.train.updates_per_rollout > r.prompts_per_step:
+        told = f"{config.train.updates_per_rollout} updates need as many prompts per step"
+        found.append(f"train.updates_per_rollout: {told}, got rollout.prompts_per_step = {r.prompts_per_step}")
+    return found
+
+
+def check_run(config: Config, processes: int) -> None:
+    """Raise ConfigError with all of `mistakes`."""
+    if found := mistakes(config, processes):
+        raise ConfigError(found)
+
+
+def _check_folder(config: Config, folder: Path, resume: bool, world: World) -> int | None:
+    """Claim the run folder (rank 0 gets the lock); a resumed run must be the same run."""
+    held: list[int] = []
+    world.on_main(lambda: held.append(checkpoint.claim(folder, resume)), checkpoint.CheckpointError)
+    if resume and (folder / "config.yaml").is_file():
+        changed = differences(load(folder / "config.yaml"), config)
+        free = [k for k in changed if k in FREE or (".options." in k and k.endswith(FREE_OPTIONS))]
+        wrong = {k: v for k, v in changed.items() if k not in free}
+        if wrong:
+            shown = "; ".join(f"{k}: was {a!r}, is {b!r}" for k, (a, b) in wrong.items())
+            raise checkpoint.CheckpointError(
+                f"{folder} was started with another configuration ({shown}); resume with the old values, "
+                f"or choose another --name"
+            )
+    return held[0] if held else None
+
+
+def open_schedules(config: Config, adapter: Adapter, world: World, prompts: list[Prompt]) -> Schedules:
+    """The schedules of a run, every size of its prompts checked. Raises ConfigError."""
+    schedules = Schedules(config, adapter, world.device)
+    with names("rollout, or a prompt's own size"):
+        for sizes in all_sizes(prompts, config.rollout, config.data.own_sizes):
+            adapter.latent_shape(sizes.height, sizes.width)
+            schedules.check(sizes)
+    shown = evaluation(config)
+    with names("eval.height/width/frames"), applied(adapter, shown):
+        adapter.latent_shape(shown.height, shown.width)
+    return schedules
+
+
+def trainable_adapter(config: Config, device: torch.device, encoders: bool) -> Adapter:
+    """The model with what trains switched on."""
+    return trainable(config, open_adapter(config, device, encoders))
+
+
+def _start_folder(config: Config, session: Session, resume: bool) -> None:
+    """Write the configuration of a new run, or load the newest checkpoint of an old one."""
+    folder, world = session.folder, session.world
+    path = checkpoint.latest(folder / "checkpoints") if resume else None
+    if path is not None:
+        tensors, meta = checkpoint.read(path)
+        if meta["prompts"] != fingerprint(session.prompts):
+            raise checkpoint.CheckpointError(
+                f"{config.data.prompts} holds other prompts than when {folder} was started; "
+                "resume with the old file, or choose another --name"
+            )
+        session.policy.load(tensors, meta["updates"])
+        session.start, session.trained_s = meta["step"], meta["trained_s"]
+        session.notes.append(f"resumed from {path}")
+    elif resume:
+        session.notes.append(f"no checkpoint in {folder} yet; starting from step 0")
+    if world.main:
+        text = yaml.safe_dump(to_dict(config), sort_keys=False)  # escapes: U+0085 would not survive otherwise
+        checkpoint.write_atomic(folder / "config.yaml", text)  # first: it makes the folder a run that can be resumed
+        (folder / "eval").mkdir(exist_ok=True)
+        (folder / "groups").mkdir(exist_ok=True)
+        drop_from(folder / "judgements.jsonl", session.start)
+    world.barrier()
+
+
+def _describe(config: Config, session: Session) -> str:
+    counts = session.adapter.parameter_counts()
+    r = config.rollout
+    media = f"clips of {session.adapter.frames} frames" if session.adapter.frames else "images"
+    return (
+        f"{config.family} from {config.model}: training {counts['trainable'] / 1e6:.2f} M parameters "
+        f"({'LoRA rank ' + str(config.train.lora_rank) if config.train.lora_rank else 'full'}, {config.dtype}) on "
+        f"{session.world.size} × {session.world.device}; {r.prompts_per_step} prompts × {r.group_size} {media} "
+        f"{r.width}×{r.height} per step from {len(session.prompts)} prompts"
+    )
+
+
+def _evaluated(config: Config, session: Session) -> str:
+    """What the policy is evaluated on."""
+    counts = {name: len(set(evaluator.held.group.tolist())) for name, evaluator in session.evaluators.items()}
+    if not counts:
+        few = f"{len(session.prompts)} prompts are too few to hold some out (fewer than {FEWEST_TO_SPLIT})"
+        why = "eval.every is 0" if not config.eval.every else few if config.eval.holdout else "eval.holdout is 0"
+        return f"no evaluation, hence no before/after: {why}, and eval.prompts names no file"
+    if config.eval.prompts or config.eval.final_prompts:
+        return "evaluated on " + ", ".join(f"{count} prompts ({name})" for name, count in counts.items())
+    total = len(session.prompts) + counts["dev"]
+    told = f"{counts['dev']} of {total} prompts are held out (eval.holdout {config.eval.holdout:g}): evaluated on"
+    return f"{told} every {config.eval.every} steps, never trained on"
+
+
+def memory_estimate(config: Config, session: Session) -> str:
+    """Bytes known before the first step, per process, and what the device has; activations come on top."""
+    r = config.rollout
+    parts = known_bytes(config, session.adapter, session.world.size)
+    total = sum(parts.values())
+    unit, name = (2**30, "GiB") if total >= 2**30 else (2**20, "MiB")
+    listed = " + ".join(f"{part} {size / unit:.3g}" for part, size in parts.items())
+    free = available_memory(session.world.device) / 2**30
+    return (
+        f"memory per process: {listed} = {total / unit:.3g} {name} of {free:.1f} GiB free, and the activations of "
+        f"{r.batch_size} images"
+    )
+
+
+def available_memory(device: torch.device) -> int:
+    """Free bytes on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes this process has held so far, on the device."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
