@@ -31,7 +31,6 @@ from prefgrpo.data.media import Media
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rewards.scorer import Scorer, StepScores
-from prefgrpo.run.collect import collect
 from prefgrpo.run.session import Session, open_session
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,7 +71,12 @@ def demo(url: str, folder: str, prompts: int, batch: int, side: int) -> Config:
 def step(config: Config, parts: Session, number: int) -> tuple[float, StepScores, Any]:
     """(seconds of one step's rollout with its rewards, the scores, the samples)."""
     start = time.perf_counter()
-    samples = collect(config, parts, number)[1]
+    samples = {}
+    parts.scorer.begin(number, parts.rollouts.groups(number))
+    for batch in parts.rollouts(number):
+        for group, member, sample in zip(batch.groups, batch.members, batch.samples, strict=True):
+            parts.scorer.add(group, member, sample)
+            samples[group % config.rollout.prompts_per_step, member] = sample
     scores = parts.scorer.finish()
     return time.perf_counter() - start, scores, samples
 

@@ -140,11 +140,11 @@ def test_a_run_takes_the_parts_of_its_rewards(tmp_path):
     place, spec = world(tmp_path), f"{__name__}.InParts"
     reward = {"spec": spec, "combine": "weighted_advantage_sum", "ddof": 1, "batch_norm": True}
     one = Trainer(from_dict(settings(place, "parts", reward=reward, eval={"every": 0})))
-    one._collect(0)
-    scores = one.parts.scorer.finish()
-    found, _ = one._advantage(scores)
+    one.collect(0)
+    scores = one.session.scorer.finish()
+    found, _ = one._advantage(1, scores)
     one.log.close()
-    one.parts.close()
+    one.session.close()
     table = np.array([[[s.parts[p] for s in g.scores] for g in scores.groups[spec]] for p in "ab"])
     each = (table - table.mean(-1, keepdims=True)) / (table.std(-1, ddof=1, keepdims=True) + 1e-4)
     blend = 0.25 * each[0] + 0.75 * each[1]

@@ -25,8 +25,8 @@ from prefgrpo.data.prompts import Prompt, prompt_sets
 from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
+from prefgrpo.rollout.batches import slot_prompts
 from prefgrpo.run.checkpoint import CheckpointError
-from prefgrpo.run.collect import slot_prompts
 from prefgrpo.run.evaluate import Held, held_out, load_before, save_images, summarise, to_uint8
 from prefgrpo.run.trainer import Trainer
 from prefgrpo.sde.noise import initial_latents
@@ -229,7 +229,7 @@ def test_before_and_after_differ_in_the_weights_only(run):
 
 
 def test_a_renderer_is_stock_sampling_at_the_sets_noise(run):
-    evaluator = run.parts.evaluators["dev"]
+    evaluator = run.session.evaluators["dev"]
     alone, together = evaluator.render([3]), evaluator.render([0, 1, 2, 3])
     assert torch.allclose(alone[0], together[3], atol=1e-5)
     latents = initial_latents(0, evaluator.ids([3]), run.adapter.latent_shape(16, 16))
@@ -246,7 +246,7 @@ def test_a_renderer_is_stock_sampling_at_the_sets_noise(run):
 
 
 def test_the_judges_win_rate_is_in_both_orders_and_without_lost_verdicts(run):
-    evaluator = run.parts.evaluators["dev"]
+    evaluator = run.session.evaluators["dev"]
     keep, evaluator.scorers = evaluator.scorers, {"judge": Scorer({"v": VlmPairwise(Bright())}, 2)}
     now = to_uint8(evaluator.render(evaluator.mine()))
     darker = (now * 0.5).astype(np.uint8)

@@ -54,19 +54,19 @@ HERE = f"{__name__}."
 
 def dump() -> None:
     """In the new process: every stored latent and every image goes into DUMP by (step, slot, member)."""
-    true_collect = Trainer._collect
+    true_collect = Trainer.collect
 
     def collect(self, step):
         batches = true_collect(self, step)
         out = {}
         for batch in batches:
-            for row, place in enumerate(zip(batch.slots, batch.members, strict=True)):
+            for row, (*place, sample) in enumerate(zip(batch.slots, batch.members, batch.samples, strict=True)):
                 latents = [t[row].clone() for s in batch.rollout.steps for t in (s.x, s.x_next, s.logp)]
-                out[place] = (latents, torch.from_numpy(self.samples[place].media.pixels), self.samples[place].prompt)
+                out[tuple(place)] = (latents, torch.from_numpy(sample.media.pixels), sample.prompt)
         torch.save(out, Path(os.environ["DUMP"]) / f"{step}_{self.world.rank}of{self.world.size}.pt")
         return batches
 
-    Trainer._collect = collect
+    Trainer.collect = collect
 
 
 def all_end(runs, code):

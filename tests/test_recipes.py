@@ -91,7 +91,8 @@ def test_a_recipe_dry_runs(place, recipe, monkeypatch, tmp_path, capsys):
     config = load(recipe)
     assert yaml.safe_load(told[: told.index("\nweights")])["family"] == config.family
     assert "max |ratio − 1| = 0.0e+00" in told and "nothing was written" in told
-    assert f"samples [{min(config.rollout.batch_size, 4 * config.rollout.group_size)}, " in told
+    first = -(-4 // config.train.updates_per_rollout) * config.rollout.group_size  # of the first update
+    assert f"samples [{min(config.rollout.batch_size, first)}, " in told
     assert "prefgrpo.yaml: " in said and "rollout.steps 2 (was" in said
     assert tree(tmp_path) == {}
 

@@ -17,8 +17,8 @@ from tiny_run import ranks, rows, settings, start, train, weights, world
 
 from prefgrpo.config.schema import from_dict
 from prefgrpo.data.prompts import Prompt
+from prefgrpo.rollout.batches import deal_batches, slot_prompts
 from prefgrpo.rollout.sampling import Schedules, applied, evaluation, of_prompt
-from prefgrpo.run.collect import plan, slot_prompts
 from prefgrpo.sde.schedule import make_schedule, shifted_sigmas, truncated_times
 
 PUBLISHED = [1000, 976, 951, 923, 891, 857, 818, 774, 724, 666, 599, 521, 428, 315, 176]
@@ -72,7 +72,7 @@ def test_batches_have_one_size_and_ranks_share_the_large_ones(size):
     prompts = [Prompt(k, f"{k}", {"height": 16 if k % 2 else 64, "width": "16"}) for k in range(8)]
     slots = slot_prompts(config, prompts, 3)
     sizes = [s for _, s in slots]
-    ranks = [plan(config, sizes, range(r, 8, size)) for r in range(size)]
+    ranks = [deal_batches(config, sizes, range(r, 8, size)) for r in range(size)]
     places = [place for batches in ranks for _, chunk in batches for place in chunk]
     assert sorted(places) == [(p, g) for p in range(8) for g in range(2)], "each sample once"
     pixels = []

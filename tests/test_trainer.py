@@ -15,8 +15,8 @@ from tiny_run import rows, settings, world
 
 from prefgrpo.config.schema import from_dict
 from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.rollout.batches import deal_batches
 from prefgrpo.rollout.embed import collate
-from prefgrpo.run.collect import plan as batch_plan
 from prefgrpo.run.trainer import Trainer, TrainingStopped
 from prefgrpo.sde import noise
 
@@ -39,7 +39,7 @@ def trainer(place, request):
     yield make
     for one in made:
         one.log.close()
-        one.parts.close()
+        one.session.close()
 
 
 class Brightness(PointwiseReward):
@@ -84,7 +84,7 @@ EXACT = {
     "dance": {"rollout": {"rule": "dance", "eta": 0.3}},
     "cps": {"rollout": {"rule": "cps", "eta": 0.8}},
     "wan": {"rollout": {"rule": "wan"}},
-    "shift": {"rollout": {"shift": 3.0, "guidance": 1.0}},
+    "shift": {"rollout": {"sigmas": "published", "shift": 3.0, "guidance": 1.0}},
     "checkpointing": {"train": {"gradient_checkpointing": True}},
     "full": {"train": {"lora_rank": 0, "lr": 1e-4}},
     "odd size": {"rollout": {"height": 24, "width": 8}},
@@ -134,9 +134,9 @@ def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
     one = trainer(reward={"spec": f"{HERE}Brightness"}, eval={"every": 0}, **PLAIN_FORMULA[case])
     c = one.config
     moved(one)
-    batches = one._collect(0)
+    batches = one.collect(0)
     schedule = batches[0].schedule
-    advantage, _ = one._advantage(one.parts.scorer.finish())
+    advantage, _ = one._advantage(1, one.scorer.finish())
     if case.startswith("off"):
         moved(one, 0.02)
     taken = []
@@ -180,7 +180,7 @@ def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
 def test_every_image_goes_to_its_own_prompt_and_group(trainer):
     """The samples handed to the rewards are those of stock sampling at the group's own noise address."""
     one = trainer(rollout={"prompts_per_step": 3, "group_size": 2, "batch_size": 4}, eval={"every": 0})
-    batches = one._collect(5)
+    batches = one.collect(5)
     assert [p for b in batches for p in zip(b.slots, b.members, strict=True)] == [
         (p, g) for p in range(3) for g in (0, 1)
     ]
@@ -189,16 +189,16 @@ def test_every_image_goes_to_its_own_prompt_and_group(trainer):
     shape = one.adapter.latent_shape(16, 16)
     assert torch.equal(first.x, noise.initial_latents(0, torch.tensor(ids), shape))
     for batch in batches:
-        for row, place in enumerate(zip(batch.slots, batch.members, strict=True)):
-            condition = collate(one.parts.embeddings([one.samples[place].prompt]))
+        for row, sample in enumerate(batch.samples):
+            condition = collate(one.rollouts.embeddings([sample.prompt]))
             for key, value in condition.items():
                 assert torch.equal(value[0], batch.condition[key][row])
-    one.parts.scorer.finish()
+    one.session.scorer.finish()
 
 
 def test_same_noise_is_the_groups_own(trainer):
     one = trainer(rollout={"same_noise": True, "batch_size": 8}, eval={"every": 0})
-    x = one._collect(0)[0].rollout.steps[0].x
+    x = one.collect(0)[0].rollout.steps[0].x
     assert all(torch.equal(x[0], x[k]) for k in range(4)) and all(torch.equal(x[4], x[k]) for k in range(4, 8))
     assert not torch.equal(x[0], x[4])
 
@@ -249,9 +249,9 @@ def test_the_log_says_why_a_ratio_is_not_exact(trainer, capsys):
 
 def test_a_missing_reward_is_left_out_of_its_group(trainer):
     one = trainer(reward={"spec": f"{HERE}OneMissing"}, judge={"max_missing": 0.2}, eval={"every": 0})
-    batches = one._collect(0)
+    batches = one.collect(0)
     assert len(batches) == 2
-    scores = one.parts.scorer.finish()
+    scores = one.session.scorer.finish()
     advantage, values = one._advantage(1, scores)
     assert values["reward/missing"] == 1 / 8 and advantage[0, 1] == 0
     rest = scores.values[f"{HERE}OneMissing"][0, [0, 2, 3]]
@@ -273,7 +273,7 @@ def test_updates_share_the_prompts_not_the_samples(trainer):
     """Update u trains the slots p with p·U // P = u; each sample exactly once."""
     over = {"rollout": {"prompts_per_step": 5, "group_size": 2, "batch_size": 3}, "train": {"updates_per_rollout": 2}}
     one = trainer(**over, eval={"every": 0})
-    plan = batch_plan(one.config, [one.config.rollout] * 5, range(5))
+    plan = deal_batches(one.config, [one.config.rollout] * 5, range(5))
     assert sorted(p for _, places in plan for p in places) == [(p, g) for p in range(5) for g in range(2)]
     for update, places in plan:
         assert {p * 2 // 5 for p, _ in places} == {update} and len(places) <= 3

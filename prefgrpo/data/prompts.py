@@ -10,7 +10,7 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +79,7 @@ def _why_not(path: str) -> str:
     return ""
 
 
-def fingerprint(prompts: list[Prompt]) -> str:
+def fingerprint(prompts: Sequence[Prompt]) -> str:
     """Hex digest of texts and sources in their order: what the prompts of every step follow from, beside the seed."""
     rows = "".join("\0".join((p.text, *(p.source or ("",)))) + "\n" for p in prompts)
     return hashlib.sha256(rows.encode("utf-8", "surrogatepass")).hexdigest()

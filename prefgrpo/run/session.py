@@ -26,6 +26,7 @@ from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.log import drop_from
 from prefgrpo.rewards.scorer import Scorer
+from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embed import Embeddings
 from prefgrpo.rollout.sampling import Schedules, all_sizes, applied, evaluation
 from prefgrpo.run import checkpoint, judging
@@ -87,9 +88,7 @@ class Session:
     folder: Path
     adapter: Adapter
     policy: Policy
-    prompts: list[Prompt]
-    embeddings: Embeddings
-    schedules: Schedules
+    rollouts: Rollouts
     scorer: Scorer
     weights: dict[str, float]
     evaluators: dict[str, Evaluator]
@@ -149,9 +148,8 @@ def _open(config: Config, resume: bool, world: World) -> Session:
     for number, (name, held) in enumerate(measured.items()):
         chosen = held_out(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
         evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers[name], world)
-    session = Session(
-        world, folder, adapter, policy, prompts, embeddings, schedules, scorer, weights, evaluators, judge, Interrupt()
-    )
+    rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world)
+    session = Session(world, folder, adapter, policy, rollouts, scorer, weights, evaluators, judge, Interrupt())
     session.lock = lock
     session.notes = [_describe(config, session), _evaluated(config, session)]
     session.notes += [memory_estimate(config, session), *judge_notes]
@@ -225,7 +223,7 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
     path = checkpoint.latest(folder / "checkpoints") if resume else None
     if path is not None:
         tensors, meta = checkpoint.read(path)
-        if meta["prompts"] != fingerprint(session.prompts):
+        if meta["prompts"] != fingerprint(session.rollouts.prompts):
             raise checkpoint.CheckpointError(
                 f"{config.data.prompts} holds other prompts than when {folder} was started; "
                 "resume with the old file, or choose another --name"
@@ -252,7 +250,7 @@ def _describe(config: Config, session: Session) -> str:
         f"{config.family} from {config.model}: training {counts['trainable'] / 1e6:.2f} M parameters "
         f"({'LoRA rank ' + str(config.train.lora_rank) if config.train.lora_rank else 'full'}, {config.dtype}) on "
         f"{session.world.size} × {session.world.device}; {r.prompts_per_step} prompts × {r.group_size} {media} "
-        f"{r.width}×{r.height} per step from {len(session.prompts)} prompts"
+        f"{r.width}×{r.height} per step from {len(session.rollouts.prompts)} prompts"
     )
 
 
@@ -260,12 +258,12 @@ def _evaluated(config: Config, session: Session) -> str:
     """What the policy is evaluated on."""
     counts = {name: len(set(evaluator.held.group.tolist())) for name, evaluator in session.evaluators.items()}
     if not counts:
-        few = f"{len(session.prompts)} prompts are too few to hold some out (fewer than {FEWEST_TO_SPLIT})"
+        few = f"{len(session.rollouts.prompts)} prompts are too few to hold some out (fewer than {FEWEST_TO_SPLIT})"
         why = "eval.every is 0" if not config.eval.every else few if config.eval.holdout else "eval.holdout is 0"
         return f"no evaluation, hence no before/after: {why}, and eval.prompts names no file"
     if config.eval.prompts or config.eval.final_prompts:
         return "evaluated on " + ", ".join(f"{count} prompts ({name})" for name, count in counts.items())
-    total = len(session.prompts) + counts["dev"]
+    total = len(session.rollouts.prompts) + counts["dev"]
     told = f"{counts['dev']} of {total} prompts are held out (eval.holdout {config.eval.holdout:g}): evaluated on"
     return f"{told} every {config.eval.every} steps, never trained on"
 

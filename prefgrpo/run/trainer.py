@@ -19,15 +19,14 @@ from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import fingerprint
 from prefgrpo.judge.information import Alarm, evidence
 from prefgrpo.objectives import objective
-from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.pairwise import VlmPairwise, judged
 from prefgrpo.rewards.scorer import StepScores
+from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.embed import select
 from prefgrpo.rollout.render import Images, preview, stills, to_uint8
 from prefgrpo.rollout.replay import replay
 from prefgrpo.run import checkpoint
 from prefgrpo.run.advantage import advantages, part_table
-from prefgrpo.run.collect import Batch, collect
 from prefgrpo.run.evaluate import load_before, save_images
 from prefgrpo.run.log import Log
 from prefgrpo.run.metrics import (
@@ -61,18 +60,16 @@ class Trainer:
 
     def __init__(self, config: Config, resume: bool = False) -> None:
         self.config = config
-        self.parts = open_session(config, resume)
-        self.world, self.adapter, self.policy = self.parts.world, self.parts.adapter, self.parts.policy
-        self.folder = self.parts.folder
+        self.session = open_session(config, resume)
+        self.world, self.adapter, self.policy = self.session.world, self.session.adapter, self.session.policy
+        self.folder, self.scorer, self.rollouts = self.session.folder, self.session.scorer, self.session.rollouts
         self.log = Log(
-            self.folder, config.train.steps, self.parts.start, tensorboard=config.tensorboard, active=self.world.main
+            self.folder, config.train.steps, self.session.start, tensorboard=config.tensorboard, active=self.world.main
         )
         self.loss = objective(config.train.objective)
         self.before: dict[str, Images] = {}
-        self.samples: dict[tuple[int, int], Sample] = {}
-        """This rank's samples of the present step by (slot, member)."""
         self._told: set[str] = set()
-        self._alarms = {name: Alarm() for name, weight in self.parts.weights.items() if weight}
+        self._alarms = {name: Alarm() for name, weight in self.session.weights.items() if weight}
         self.verdict = ""
         """The last line of a finished run: what became better, by how much."""
 
@@ -84,20 +81,20 @@ class Trainer:
         Raises TrainingStopped after saving when too many rewards are missing, the judge says nothing, or the gradient
         is not finite.
         """
-        done = self.parts.start
+        done = self.session.start
         try:
-            for line in self.parts.notes:
+            for line in self.session.notes:
                 self.log.say(line)
             self._evaluate_start(done)
             while done < self.config.train.steps and not self._out_of_time():
                 clock = Clock()
                 values = self._guarded_step(done, clock)
                 done += 1
-                self.parts.trained_s += sum(clock.seconds.values())
+                self.session.trained_s += sum(clock.seconds.values())
                 self._report(done, values, clock)
-                if self.config.eval.every and done % self.config.eval.every == 0 and "dev" in self.parts.evaluators:
+                if self.config.eval.every and done % self.config.eval.every == 0 and "dev" in self.session.evaluators:
                     self._evaluate(done, "dev")
-                interrupted = self.world.any(self.parts.interrupted())
+                interrupted = self.world.any(self.session.interrupted())
                 if done % self.config.checkpoint.every == 0 or interrupted:
                     self._save(done)
                 if interrupted:
@@ -105,7 +102,7 @@ class Trainer:
             self._finish(done)
         finally:
             self.log.close()
-            self.parts.close()
+            self.session.close()
         return self.folder
 
     def _guarded_step(self, step: int, clock: Clock) -> dict[str, float]:
@@ -126,20 +123,33 @@ class Trainer:
     def step(self, step: int, clock: Clock) -> dict[str, float]:
         """Training step number `step` (from 0): metrics over all ranks."""
         with clock.phase("rollout"):
-            batches = self._collect(step)
-            finite = all(bool(b.rollout.latents.isfinite().all()) for b in batches)
-            if self.world.any(not finite):
-                raise Diverged("the policy makes latents that are not finite (NaN or infinite)")
+            batches = self.collect(step)
         with clock.phase("judge_wait"):
-            scores = self.parts.scorer.finish()
-        self._tell_missing(step + 1, scores)
-        if self.world.main and self._pictured(step + 1):
-            self._save_groups(step + 1, scores)
+            scores = self.scorer.finish()
+        self._report_scores(step + 1, scores, batches)
         advantage, values = self._advantage(step + 1, scores)
         self._check_information(step + 1, scores)
         with clock.phase("update"):
             values |= self._update(batches, advantage)
         return values | over_ranks(scores.metrics, self.world)
+
+    def collect(self, step: int) -> list[Batch]:
+        """Roll out this rank's samples. Raises Diverged, on all ranks, if one has latents that are not finite."""
+        batches = []
+        self.scorer.begin(step, self.rollouts.groups(step))
+        for batch in self.rollouts(step):  # scored while the next one is made
+            for group, member, sample in zip(batch.groups, batch.members, batch.samples, strict=True):
+                self.scorer.add(group, member, sample)
+            batches.append(batch)
+        if self.world.any(not all(bool(b.rollout.latents.isfinite().all()) for b in batches)):
+            raise Diverged("the policy makes latents that are not finite (NaN or infinite)")
+        return batches
+
+    def _report_scores(self, step: int, scores: StepScores, batches: list[Batch]) -> None:
+        """Say why rewards are missing, and keep a few judged groups for the report."""
+        self._tell_missing(step, scores)
+        if self.world.main and self._pictured(step):
+            self._save_groups(step, scores, batches)
 
     def _tell_missing(self, step: int, scores: StepScores) -> None:
         """Say why rewards are missing, the commonest reasons of a step, each once in a run."""
@@ -152,7 +162,7 @@ class Trainer:
         """Warn of a judge whose verdicts say nothing. Raises NoInformation after `judge.patience_steps` such steps."""
         local = []
         for name in self._alarms:
-            reward = self.parts.scorer.rewards[name]
+            reward = self.scorer.rewards[name]
             rounded = isinstance(reward, VlmPairwise) and reward.rating.verdict == "hard"
             local.append(evidence([judged(g.comparisons) for g in scores.groups[name]], rounded))
         found = self.world.gather(np.stack(local)[None]).sum(0)
@@ -165,20 +175,15 @@ class Trainer:
                 raise NoInformation(f"{told}; {alarm.steps} steps in a row (judge.patience_steps)")
             self.log.say(f"WARNING: step {step}, {told}; {alarm.steps} of judge.patience_steps = {patience}")
 
-    def _collect(self, step: int) -> list[Batch]:
-        """Roll out all of this rank's samples."""
-        batches, self.samples = collect(self.config, self.parts, step)
-        return batches
-
     # ---- advantages ------------------------------------------------------------------------------------
 
     def _advantage(self, step: int, scores: StepScores) -> tuple[Tensor, dict[str, float]]:
         """(advantages [P, G] of all ranks' samples, on the CPU; metrics). Raises RewardsMissing."""
         c, r = self.config, self.config.rollout
-        names = list(self.parts.weights)
-        weights = np.array([self.parts.weights[n] for n in names])
+        names = list(self.session.weights)
+        weights = np.array([self.session.weights[n] for n in names])
         local = np.stack([scores.values[n] for n in names], axis=-1)  # [P / world, G, R]
-        parts = {n: w for n in names if (w := self.parts.scorer.rewards[n].part_weights)}
+        parts = {n: w for n in names if (w := self.scorer.rewards[n].part_weights)}
         if parts:
             local = np.concatenate([local, part_table(scores.groups, parts)], axis=-1)
         table = self.world.gather_slots(local).reshape(-1, local.shape[-1])
@@ -190,7 +195,7 @@ class Trainer:
         values |= shares
         if warning := check_missing(shares, c.judge.max_missing, list(scores.reasons)):
             self.log.say(f"WARNING: step {step}: {warning}")
-        advantage = advantages(rewards, self.parts.weights, r.group_size, c.reward, parts, sub_scores)
+        advantage = advantages(rewards, self.session.weights, r.group_size, c.reward, parts, sub_scores)
         values["advantage/zero_groups"] = float((advantage == 0).all(1).float().mean())
         values["advantage/max"] = float(advantage.abs().max())
         return advantage, values
@@ -247,11 +252,11 @@ class Trainer:
 
     def _out_of_time(self) -> bool:
         limit = self.config.train.max_minutes * 60
-        return limit > 0 and self.world.any(self.parts.trained_s >= limit)
+        return limit > 0 and self.world.any(self.session.trained_s >= limit)
 
     def _report(self, step: int, values: dict[str, float], clock: Clock) -> None:
         """The metrics row and the summary line of a finished step."""
-        first, trained = step == self.parts.start + 1, values["samples_trained"] > 0
+        first, trained = step == self.session.start + 1, values["samples_trained"] > 0
         times = {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
         self.log.row("train", step, values | times)
         self.log.step(step_line(step, self.config.train.steps, values, clock.seconds))
@@ -271,15 +276,16 @@ class Trainer:
         every = self.config.eval.every or 50
         return step in (1, self.config.train.steps) or step % every == 0
 
-    def _save_groups(self, step: int, scores: StepScores, most: int = 3) -> None:
+    def _save_groups(self, step: int, scores: StepScores, batches: list[Batch], most: int = 3) -> None:
         """groups/step_NNNNNN.npz: images, wins, counts, win rates and prompts of a few judged groups."""
         slots, size = self.world.slots(self.config.rollout.prompts_per_step), self.config.rollout.group_size
         judged = [(k, g) for found in scores.groups.values() for k, g in enumerate(found) if g.wins is not None]
         if not judged:
             return
-        shape = self.samples[slots[judged[0][0]], 0].media.pixels.shape
-        judged = [(k, g) for k, g in judged if self.samples[slots[k], 0].media.pixels.shape == shape][:most]
-        members = [[self.samples[slots[k], g] for g in range(size)] for k, _ in judged]
+        made = {(p, g): s for b in batches for p, g, s in zip(b.slots, b.members, b.samples, strict=True)}
+        shape = made[slots[judged[0][0]], 0].media.pixels.shape
+        judged = [(k, g) for k, g in judged if made[slots[k], 0].media.pixels.shape == shape][:most]
+        members = [[made[slots[k], g] for g in range(size)] for k, _ in judged]
         save_images(
             self.folder / "groups" / f"step_{step:06d}.npz",
             images=np.stack([stills(np.stack([m.media.pixels for m in group])) for group in members]),
@@ -291,7 +297,7 @@ class Trainer:
 
     def _evaluate_start(self, done: int) -> None:
         """Images of the starting policy: rendered once, kept in the run folder, reloaded by a resumed run."""
-        for name, evaluator in self.parts.evaluators.items():
+        for name, evaluator in self.session.evaluators.items():
             if done > 0:
                 self.before[name] = load_before(self.folder / "eval", name, self.world.size)[evaluator.mine()]
             else:
@@ -309,7 +315,7 @@ class Trainer:
         """Compare the current (averaged) policy with the start on one held-out set."""
         clock = Clock()
         with clock.phase("eval"), self.policy.averaged():
-            now, values = self.parts.evaluators[name].run(self.before[name])
+            now, values = self.session.evaluators[name].run(self.before[name])
         self._save_shown(self.folder / "eval" / f"{name}_{step:06d}.npz", name, now)
         self.log.row("eval", step, {"set": name} | values | {"time/eval": clock.seconds["eval"]})
         self.verdict = eval_line(step, name, values)
@@ -317,7 +323,7 @@ class Trainer:
 
     def _save_shown(self, file: Path, name: str, now: Images) -> None:
         """The report's images, before and now, from the ranks that have them; `now`: this rank's."""
-        evaluator = self.parts.evaluators[name]
+        evaluator = self.session.evaluators[name]
         wanted = set(evaluator.shown())
         rows = [k for k, i in enumerate(evaluator.mine()) if i in wanted]
         pairs = zip(preview(self.before[name][rows]), preview(now[rows]), strict=True) if rows else ()
@@ -332,8 +338,8 @@ class Trainer:
         if self.world.main:
             meta = {
                 "updates": self.policy.updates,
-                "trained_s": self.parts.trained_s,
-                "prompts": fingerprint(self.parts.prompts),
+                "trained_s": self.session.trained_s,
+                "prompts": fingerprint(self.rollouts.prompts),
             }
             path = checkpoint.save(
                 self.folder / "checkpoints",
@@ -358,9 +364,9 @@ class Trainer:
 
     def _finish(self, done: int) -> None:
         """Final evaluation and export: runs/NAME/lora (or pipeline) is the product."""
-        if self.config.eval.every and "dev" in self.parts.evaluators and done % self.config.eval.every:
+        if self.config.eval.every and "dev" in self.session.evaluators and done % self.config.eval.every:
             self._evaluate(done, "dev")
-        if "test" in self.parts.evaluators:
+        if "test" in self.session.evaluators:
             self._evaluate(done, "test")
         latest = checkpoint.latest(self.folder / "checkpoints")
         if latest is None or latest.name != f"step_{done:06d}":
@@ -373,10 +379,10 @@ class Trainer:
 
     def _proof(self) -> None:
         """proof.safetensors: prompts, initial latents and float images of the final policy, to check the export."""
-        name = next(reversed(self.parts.evaluators), None)
+        name = next(reversed(self.session.evaluators), None)
         if name is None:
             return
-        evaluator = self.parts.evaluators[name]
+        evaluator = self.session.evaluators[name]
         index = (evaluator.shown() or [0])[: min(4, self.config.rollout.batch_size)]
         with self.policy.averaged():
             evaluator.save_proof(self.folder / "proof.safetensors", index)
