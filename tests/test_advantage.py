@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiny_run import settings, world
 
-from prefgrpo.config.schema import ConfigError, Reward, from_dict
+from prefgrpo.config.schema import ConfigError, RewardConfig, from_dict
 from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig
 from prefgrpo.rewards.base import GroupScores, PointwiseReward, Score
 from prefgrpo.rewards.edits import EditImageQuality
@@ -37,7 +37,7 @@ PUBLISHED = {
     "two rewards, gdpo": [-20.125819, 28.323208, 12.766871, -18.758547, -2.884795, 11.076886],
 }
 """`projected` advantages of the six steps."""
-ORIGINAL = Reward(combine="weighted_advantage_sum", eps=1e-8, ddof=1)
+ORIGINAL = RewardConfig(combine="weighted_advantage_sum", eps=1e-8, ddof=1)
 
 
 def drawn(case):
@@ -103,7 +103,7 @@ NAN = float("nan")
 
 def test_constant_groups_stay_exactly_zero_under_batch_normalisation():
     values = np.array([[0.3]] * 4 + [[1.0], [2.0], [4.0], [8.0]] + [[5.0], [NAN], [6.0], [7.0]])
-    found = advantages(values, {"r": 1.0}, 4, Reward(batch_norm=True)).numpy()
+    found = advantages(values, {"r": 1.0}, 4, RewardConfig(batch_norm=True)).numpy()
     assert (found[0] == 0).all() and found[2, 1] == 0 and (found[1] != 0).all()
     known = np.delete(found.flatten(), 9)
     assert known.std() == pytest.approx(1.0, rel=1e-3), "over the samples that are not missing"

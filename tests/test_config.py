@@ -10,7 +10,7 @@ import inspect
 import math
 from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
-from typing import get_type_hints
+from typing import Literal, get_origin, get_type_hints
 
 import pytest
 import yaml
@@ -71,7 +71,7 @@ def _put(tree, name, value):
 def _like(name, value):
     """Values of the field's type, mostly sensible ones."""
     hint = _hint(name)
-    if getattr(hint, "__args__", None) and all(isinstance(a, str) for a in hint.__args__):
+    if get_origin(hint) is Literal:
         return st.sampled_from(hint.__args__)
     if name == "memory.offload":
         return st.lists(st.sampled_from(["text_encoder", "vae"]), unique=True)

@@ -61,7 +61,7 @@ def dump() -> None:
         out = {}
         for batch in batches:
             for row, (*place, sample) in enumerate(zip(batch.slots, batch.members, batch.samples, strict=True)):
-                latents = [t[row].clone() for s in batch.rollout.steps for t in (s.x, s.x_next, s.logp)]
+                latents = [t[row].clone() for s in batch.trajectory.steps for t in (s.x, s.x_next, s.logp)]
                 out[tuple(place)] = (latents, torch.from_numpy(sample.media.pixels), sample.prompt)
         torch.save(out, Path(os.environ["DUMP"]) / f"{step}_{self.world.rank}of{self.world.size}.pt")
         return batches

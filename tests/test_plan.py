@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from prefgrpo import models
 from prefgrpo.commands.cli import main
-from prefgrpo.config.schema import Memory, from_dict, to_dict
+from prefgrpo.config.schema import MemoryConfig, from_dict, to_dict
 from prefgrpo.config.schema import load as load_recipe
 from prefgrpo.models.guidance import NEGATIVE, attach
 from prefgrpo.rollout.embed import Embeddings, collate
@@ -124,10 +124,10 @@ def test_conditions_have_the_shapes_that_the_plan_knows(case):
 
 def test_what_the_hints_name_makes_the_estimate_smaller():
     c = config(FLUX)
-    plain, sliced = plan.estimate(c), plan.estimate(replace(c, memory=Memory(vae_slicing=True)))
+    plain, sliced = plan.estimate(c), plan.estimate(replace(c, memory=MemoryConfig(vae_slicing=True)))
     assert sliced.phases["decode"] < plain.phases["decode"] and sliced.phases["update"] == plain.phases["update"]
     texts = plain.parts["text encoders"]
-    parked = plan.estimate(replace(c, memory=Memory(offload=("text_encoder",))))
+    parked = plan.estimate(replace(c, memory=MemoryConfig(offload=("text_encoder",))))
     assert "text encoders" not in parked.parts and parked.phases["text encoders"] == texts > 0
     cached = plan.estimate(replace(c, data=replace(c.data, cache="x")))
     assert not {"text encoders"} & {*cached.parts, *cached.phases} and cached.total < plain.total

@@ -7,13 +7,13 @@ continue bit by bit; and a gradient that is not finite must leave every weight a
 import pytest
 import torch
 
-from prefgrpo.config.schema import Train
+from prefgrpo.config.schema import TrainConfig
 from prefgrpo.parallel.world import World
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.run.policy import NonFiniteGradient, Policy
 
 ALONE = World(0, 1, torch.device("cpu"))
-TRAIN = Train(lr=0.1, beta1=0.8, beta2=0.95, weight_decay=0.2, max_grad_norm=0.7, warmup_steps=4, ema_decay=0.9)
+TRAIN = TrainConfig(lr=0.1, beta1=0.8, beta2=0.95, weight_decay=0.2, max_grad_norm=0.7, warmup_steps=4, ema_decay=0.9)
 
 
 def parameters(dtype=torch.float32):
@@ -84,7 +84,7 @@ def test_what_is_stored_has_every_state():
     other = Policy({"x": torch.zeros(2, requires_grad=True)}, TRAIN)
     with pytest.raises(CheckpointError, match="do not fit this configuration"):
         other.load(policy.tensors(), 1)
-    without = Policy(parameters(), Train(ema_decay=0.0))
+    without = Policy(parameters(), TrainConfig(ema_decay=0.0))
     with pytest.raises(CheckpointError, match=r"under 'ema\.'"):
         without.load(policy.tensors(), 1)
 
@@ -113,6 +113,6 @@ def test_the_average_is_lent_and_given_back():
         assert not torch.equal(policy.list[0], live[0])
         raise KeyError
     assert all(torch.equal(a, b) for a, b in zip(live, policy.list, strict=True))
-    plain = Policy(parameters(), Train(ema_decay=0.0))
+    plain = Policy(parameters(), TrainConfig(ema_decay=0.0))
     with plain.averaged():
         assert torch.equal(plain.list[0], parameters()["a.weight"])

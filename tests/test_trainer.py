@@ -148,7 +148,7 @@ def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
     total, count, ratios = torch.zeros((), dtype=torch.float64), 0, []
     size = {"height": c.rollout.height, "width": c.rollout.width}
     for batch in batches:
-        for step in batch.rollout.steps:
+        for step in batch.trajectory.steps:
             k = int(step.index[0])
             a, b, s, w, const = schedule.coef[k].double()
             sigma = schedule.sigmas[k].expand(len(batch.slots))
@@ -165,7 +165,7 @@ def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
             total, count = total + loss.sum(), count + len(loss)
             ratios += ratio.detach().tolist()
     (total / count).backward()
-    assert count == c.rollout.prompts_per_step * c.rollout.group_size * len(batches[0].rollout.steps)
+    assert count == c.rollout.prompts_per_step * c.rollout.group_size * len(batches[0].trajectory.steps)
     assert values["loss"] == pytest.approx(float(total.detach() / count), rel=1e-3, abs=1e-6)
     if case.startswith("off"):
         assert min(ratios) < low and max(ratios) > high, "both sides of the clip must be met"
@@ -184,7 +184,7 @@ def test_every_image_goes_to_its_own_prompt_and_group(trainer):
     assert [p for b in batches for p in zip(b.slots, b.members, strict=True)] == [
         (p, g) for p in range(3) for g in (0, 1)
     ]
-    first = batches[0].rollout.steps[0]
+    first = batches[0].trajectory.steps[0]
     ids = [(5 * 3 + p) * 2 + g for p, g in zip(batches[0].slots, batches[0].members, strict=True)]
     shape = one.adapter.latent_shape(16, 16)
     assert torch.equal(first.x, noise.initial_latents(0, torch.tensor(ids), shape))
@@ -198,7 +198,7 @@ def test_every_image_goes_to_its_own_prompt_and_group(trainer):
 
 def test_same_noise_is_the_groups_own(trainer):
     one = trainer(rollout={"same_noise": True, "batch_size": 8}, eval={"every": 0})
-    x = one.collect(0)[0].rollout.steps[0].x
+    x = one.collect(0)[0].trajectory.steps[0].x
     assert all(torch.equal(x[0], x[k]) for k in range(4)) and all(torch.equal(x[4], x[k]) for k in range(4, 8))
     assert not torch.equal(x[0], x[4])
 

@@ -40,7 +40,7 @@ def dry_run(config: Config) -> int:
         begin = time.perf_counter()
         batch = next(Rollouts(config, adapter, embeddings, schedules, prompts, world)(0))
         print(f"first batch: {len(batch.samples)} samples of {batch.samples[0].prompt[:80]!r} …")
-        r, steps, middle = batch.sizes, batch.rollout.steps, time.perf_counter()
+        r, steps, middle = batch.sizes, batch.trajectory.steps, time.perf_counter()
         kl = config.train.kl_form if config.train.kl_coef else ""
         new = replay(adapter, batch.schedule, batch.condition, steps[0], height=r.height, width=r.width, kl=kl)
         new.logp.mean().backward()

@@ -18,8 +18,7 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from prefgrpo.config.schema import Config, ConfigError
-from prefgrpo.config.schema import Rollout as Sizes
+from prefgrpo.config.schema import Config, ConfigError, SamplingConfig
 from prefgrpo.data.file_names import Naming, file_name
 from prefgrpo.data.prompts import DataError, Prompt, read_prompts
 from prefgrpo.models.folder import ModelError
@@ -103,7 +102,7 @@ def _make(config: Config, adapter: Any, jobs: list[Job], world: World, fps: int)
     r, own, m = evaluation(config), config.data.own_sizes, config.memory
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     schedules = Schedules(config, adapter, world.device)
-    by_size: dict[Sizes, list[Job]] = {}
+    by_size: dict[SamplingConfig, list[Job]] = {}
     for job in jobs:
         by_size.setdefault(of_prompt(job.prompt, r, own), []).append(job)
     batches = [(s, js[k : k + r.batch_size]) for s, js in by_size.items() for k in range(0, len(js), r.batch_size)]

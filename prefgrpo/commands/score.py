@@ -27,8 +27,7 @@ import tyro
 from tqdm import tqdm
 
 from prefgrpo.config.recipe import read_yaml
-from prefgrpo.config.schema import Config, ConfigError
-from prefgrpo.config.schema import Reward as RewardSection
+from prefgrpo.config.schema import Config, ConfigError, RewardConfig
 from prefgrpo.data.file_names import CLIPS, Generated, find, read_media
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import DataError, read_prompts
@@ -106,7 +105,7 @@ def score(
     try:
         given = _read_options(options)
         given = _with_device(given, weights, device) if device != "auto" else given
-        config = Config(reward=RewardSection(spec=reward_spec, options=given), seed=seed)
+        config = Config(reward=RewardConfig(spec=reward_spec, options=given), seed=seed)
         rewards = build(weights, reward_options(config, weights, config.reward.options, None, world))
         _check_inputs(rewards, found)
         _check_sizes(rewards, found)

@@ -52,7 +52,7 @@ Options = Annotated[
 
 
 @dataclass(frozen=True)
-class Data:
+class DataConfig:
     """Prompts and their embeddings."""
 
     prompts: str = ""
@@ -66,7 +66,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Rollout:
+class SamplingConfig:
     """How training images are made."""
 
     height: int = 512
@@ -113,7 +113,7 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Judge:
+class JudgeConfig:
     """The pairwise vision-language judge."""
 
     backend: Literal["local", "http"] = "http"
@@ -161,7 +161,7 @@ class Judge:
 
 
 @dataclass(frozen=True)
-class Reward:
+class RewardConfig:
     """What is optimised."""
 
     spec: str = "vlm_pairwise"
@@ -181,7 +181,7 @@ class Reward:
 
 
 @dataclass(frozen=True)
-class Train:
+class TrainConfig:
     """The optimiser and the policy loss."""
 
     steps: int = 300
@@ -232,7 +232,7 @@ class Train:
 
 
 @dataclass(frozen=True)
-class Eval:
+class EvalConfig:
     """Evaluation with the ODE rule on held-out prompts, against the starting policy."""
 
     every: int = 50
@@ -271,7 +271,7 @@ class Eval:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryConfig:
     """What lies where, and how much is decoded at once. None of it changes what is computed, but for vae_tiling."""
 
     offload: tuple[Literal["text_encoder", "vae"], ...] = ()
@@ -285,7 +285,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointConfig:
     """Saving."""
 
     every: int = 20
@@ -316,17 +316,27 @@ class Config:
     """GPUs that a recipe is sized for: `prefgrpo plan` counts with as many. What a run has, torchrun decides."""
     tensorboard: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
-    data: Data = field(default_factory=Data)
-    rollout: Rollout = field(default_factory=Rollout)
-    judge: Judge = field(default_factory=Judge)
-    reward: Reward = field(default_factory=Reward)
-    train: Train = field(default_factory=Train)
-    eval: Eval = field(default_factory=Eval)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    memory: Memory = field(default_factory=Memory)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: SamplingConfig = field(default_factory=SamplingConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
 
 
-for _cls in (Data, Rollout, Judge, Reward, Train, Eval, Checkpoint, Memory, Config):
+for _cls in (
+    DataConfig,
+    SamplingConfig,
+    JudgeConfig,
+    RewardConfig,
+    TrainConfig,
+    EvalConfig,
+    CheckpointConfig,
+    MemoryConfig,
+    Config,
+):
     setattr(_cls, "__pydantic_config__", STRICT)  # noqa: B010  (a class attribute would become a field)
 
 

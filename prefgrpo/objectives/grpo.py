@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from prefgrpo.config.schema import Train
+from prefgrpo.config.schema import TrainConfig
 from prefgrpo.ops import AffineLogp, PolicyLoss, policy_loss
 
 
-def loss(train: Train, new: AffineLogp, logp_old: Tensor, advantage: Tensor, denominator: float) -> PolicyLoss:
+def loss(train: TrainConfig, new: AffineLogp, logp_old: Tensor, advantage: Tensor, denominator: float) -> PolicyLoss:
     """Loss of one replayed step of B samples; `denominator` is N·K."""
     return policy_loss(
         new.logp,

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 
 import torch
 
-from prefgrpo.config.schema import Config
-from prefgrpo.config.schema import Rollout as Sizes
+from prefgrpo.config.schema import Config, SamplingConfig
 from prefgrpo.data.prompts import Prompt, step_prompts
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rollout.embed import Embeddings
 from prefgrpo.rollout.render import conditions, decode, sample, to_uint8
-from prefgrpo.rollout.rollout import Rollout, rollout
+from prefgrpo.rollout.rollout import Trajectory, rollout
 from prefgrpo.rollout.sampling import Schedules, of_prompt
 from prefgrpo.sde.schedule import Schedule
 
@@ -38,17 +37,17 @@ class Batch:
     """Slot p (0 … P − 1) of each sample's prompt."""
     members: list[int]
     """Place g (0 … G − 1) of each sample in its group."""
-    sizes: Sizes
+    sizes: SamplingConfig
     schedule: Schedule
     condition: Condition
-    rollout: Rollout
+    trajectory: Trajectory
     groups: list[int]
     """Number of each sample's group in the run, step · P + slot."""
     samples: list[Sample]
     """The decoded media, as the rewards take them."""
 
 
-def slot_prompts(config: Config, prompts: Sequence[Prompt], step: int) -> list[tuple[Prompt, Sizes]]:
+def slot_prompts(config: Config, prompts: Sequence[Prompt], step: int) -> list[tuple[Prompt, SamplingConfig]]:
     """The prompt and the sizes of every slot of a step; within an update sorted by size, up and down in turn."""
     r, updates = config.rollout, config.train.updates_per_rollout
     chosen = [prompts[i] for i in step_prompts(len(prompts), r.prompts_per_step, config.seed, step)]
@@ -61,7 +60,7 @@ def slot_prompts(config: Config, prompts: Sequence[Prompt], step: int) -> list[t
     return [sized[p] for p in sorted(range(len(sized)), key=order)]
 
 
-def deal_batches(config: Config, sizes: Sequence[Sizes], mine: Sequence[int]) -> list[tuple[int, list[Place]]]:
+def deal_batches(config: Config, sizes: Sequence[SamplingConfig], mine: Sequence[int]) -> list[tuple[int, list[Place]]]:
     """The batches of a rank that has the slots `mine`, as (update, places); sizes: of every slot.
 
     Update u holds the slots p with p·U // P = u, so neither it nor the samples depend on the number of ranks.
@@ -104,7 +103,7 @@ class Rollouts:
                 conditions(self.embeddings, [slots[p][0] for p, _ in places], slots[places[0][0]][1], device)
                 for _, places in planned
             ]
-        schedules: dict[Sizes, Schedule] = {}
+        schedules: dict[SamplingConfig, Schedule] = {}
         for (update, places), condition in zip(planned, texts, strict=True):
             prompts, sizes = [slots[p][0] for p, _ in places], slots[places[0][0]][1]
             groups, members = [first + p for p, _ in places], [g for _, g in places]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from prefgrpo.config.schema import Rollout as Sizes
+from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter, Condition
@@ -28,7 +28,7 @@ from prefgrpo.sde.schedule import Schedule
 Images = NDArray[np.uint8]
 
 
-def sources(prompts: Sequence[Prompt], sizes: Sizes) -> list[tuple[Image.Image, ...]]:
+def sources(prompts: Sequence[Prompt], sizes: SamplingConfig) -> list[tuple[Image.Image, ...]]:
     """The source images of each prompt at the output's size; each list of files is read once."""
     fitted: dict[tuple[str, ...], tuple[Image.Image, ...]] = {}
     for prompt in prompts:
@@ -47,13 +47,15 @@ def _source_media(text: str, source: tuple[str, ...], width: int, height: int) -
     return tuple(Media(np.asarray(_fit(image, width, height))) for image in images)
 
 
-def sample(prompt: Prompt, pixels: Images, sizes: Sizes) -> Sample:
+def sample(prompt: Prompt, pixels: Images, sizes: SamplingConfig) -> Sample:
     """What rewards are handed: the pixels [(F,) H, W, 3], with the sources as the model saw them (one per source)."""
     source = _source_media(prompt.text, prompt.source, sizes.width, sizes.height)
     return Sample(prompt.text, Media(pixels), source, prompt.meta)
 
 
-def conditions(embeddings: Embeddings, prompts: Sequence[Prompt], sizes: Sizes, device: torch.device) -> Condition:
+def conditions(
+    embeddings: Embeddings, prompts: Sequence[Prompt], sizes: SamplingConfig, device: torch.device
+) -> Condition:
     """Batched condition [B, …] of prompts with their source images."""
     unique = list({(p.text, p.source): p for p in prompts}.values())
     found = embeddings([p.text for p in unique], sources(unique, sizes))
@@ -68,7 +70,7 @@ def render(
     embeddings: Embeddings,
     prompts: Sequence[Prompt],
     ids: Tensor,
-    sizes: Sizes,
+    sizes: SamplingConfig,
     seed: int,
     at_once: int = 0,
 ) -> Tensor:
@@ -83,7 +85,7 @@ def render(
 
 
 @torch.no_grad()
-def decode(adapter: Adapter, latents: Tensor, sizes: Sizes, at_once: int = 0) -> Tensor:
+def decode(adapter: Adapter, latents: Tensor, sizes: SamplingConfig, at_once: int = 0) -> Tensor:
     """Images or clips of final latents [B, …], `at_once` per call of the VAE (0: all)."""
     with adapter.parked.present("vae"):
         parts = latents.split(at_once or len(latents))

@@ -43,7 +43,7 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class Rollout:
+class Trajectory:
     """Result of `rollout`."""
 
     latents: Tensor
@@ -67,7 +67,7 @@ def rollout(
     latent_dtype: torch.dtype = torch.float32,
     initial: Tensor | None = None,
     initial_sample: Tensor | None = None,
-) -> Rollout:
+) -> Trajectory:
     """Denoise B samples along `schedule` (on the adapter's device) for a batched condition [B, …].
 
     sample: int64 [B], the noise address, unique per sample over the run. seed: key of the run's noise. latent_dtype:
@@ -92,7 +92,7 @@ def rollout(
         if noise is not None:
             stored.append(Step(index, x, step.x_next, step.logp, (k,)))
         x = step.x_next
-    return Rollout(adapter.final(x, condition), sample, tuple(stored))
+    return Trajectory(adapter.final(x, condition), sample, tuple(stored))
 
 
 def stack(steps: Sequence[Step]) -> Step:

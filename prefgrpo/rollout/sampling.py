@@ -1,6 +1,6 @@
 """How the samples of one call are made: sizes, steps and guidance of training, of evaluation, of one prompt.
 
-A `config.Rollout` says it all; evaluation and prompts with sizes of their own replace some of its fields. The time
+A `SamplingConfig` says it all; evaluation and prompts with sizes of their own replace some of its fields. The time
 shift may depend on the size, so a schedule belongs to one size. Invariant: the window of a training step is drawn from
 (seed, step) alone, so all sizes train the same steps.
 """
@@ -14,34 +14,33 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from prefgrpo.config.schema import Config, ConfigError
-from prefgrpo.config.schema import Rollout as Sizes
+from prefgrpo.config.schema import Config, ConfigError, SamplingConfig
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
 from prefgrpo.sde.schedule import Schedule, make_schedule, sde_window, shifted_sigmas, truncated_times
 
 
-def evaluation(config: Config) -> Sizes:
+def evaluation(config: Config) -> SamplingConfig:
     """How evaluation and `generate` make samples: as training does, but for the fields that `eval` sets."""
     keys = ("height", "width", "frames", "steps", "guidance", "guidance_2")
     given = {key: getattr(config.eval, key) for key in keys}
     return replace(config.rollout, **{key: value for key, value in given.items() if value is not None})
 
 
-def of_prompt(prompt: Prompt, sizes: Sizes, own_sizes: bool) -> Sizes:
+def of_prompt(prompt: Prompt, sizes: SamplingConfig, own_sizes: bool) -> SamplingConfig:
     """`sizes` at the prompt's own height and width, if it has them and `data.own_sizes` is on."""
     size = prompt.size() if own_sizes else None
     return sizes if size is None else replace(sizes, height=size[0], width=size[1])
 
 
-def all_sizes(prompts: Iterable[Prompt], sizes: Sizes, own_sizes: bool) -> list[Sizes]:
+def all_sizes(prompts: Iterable[Prompt], sizes: SamplingConfig, own_sizes: bool) -> list[SamplingConfig]:
     """The sizes that occur among prompts, each once."""
     found = (of_prompt(p, sizes, own_sizes) for p in prompts)
     return list({(s.height, s.width): s for s in found}.values()) if own_sizes else [sizes]
 
 
 @contextmanager
-def applied(adapter: Adapter, sizes: Sizes) -> Iterator[None]:
+def applied(adapter: Adapter, sizes: SamplingConfig) -> Iterator[None]:
     """Inside, the adapter has the guidance and the frames of `sizes` (where they are given)."""
     names = ("guidance", "guidance_2", "frames")
     before = {name: getattr(adapter, name) for name in names}
@@ -61,13 +60,13 @@ class Schedules:
     def __init__(self, config: Config, adapter: Adapter, device: torch.device) -> None:
         self.config, self.adapter, self.device = config, adapter, device
         self._truncate = config.rollout.truncate_timesteps and not adapter.whole_times
-        self._tables: dict[Sizes, tuple[Tensor, Tensor]] = {}
+        self._tables: dict[SamplingConfig, tuple[Tensor, Tensor]] = {}
 
-    def sigmas(self, sizes: Sizes) -> Tensor:
+    def sigmas(self, sizes: SamplingConfig) -> Tensor:
         """[T + 1] fp32."""
         return self._table(sizes)[0]
 
-    def _table(self, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    def _table(self, sizes: SamplingConfig) -> tuple[Tensor, Tensor]:
         """Sigmas [T + 1] and what the model is shown of them [T], both fp32."""
         if sizes not in self._tables:
             if sizes.sigmas == "published":
@@ -83,26 +82,26 @@ class Schedules:
             self._tables[sizes] = sigmas, times
         return self._tables[sizes]
 
-    def ode(self, sizes: Sizes) -> Schedule:
+    def ode(self, sizes: SamplingConfig) -> Schedule:
         """No noise at all."""
         sigmas, times = self._table(sizes)
         return make_schedule(sigmas, "ode", 0.0, times=times).to(self.device)
 
-    def step(self, sizes: Sizes, step: int) -> Schedule:
+    def step(self, sizes: SamplingConfig, step: int) -> Schedule:
         """With the stochastic window of training step `step`."""
         window = sde_window(sizes.steps, sizes.window_size, *_range(sizes), self.config.seed, step)
         return self._with(sizes, self.trained(sizes, window)).to(self.device)
 
-    def trained(self, sizes: Sizes, window: Iterable[int]) -> tuple[int, ...]:
+    def trained(self, sizes: SamplingConfig, window: Iterable[int]) -> tuple[int, ...]:
         """The steps of a window that go through a denoiser that trains; the others stay deterministic."""
         times = self._table(sizes)[1]
         return tuple(k for k in window if self.adapter.trains(float(times[k])))
 
-    def _with(self, sizes: Sizes, steps: tuple[int, ...]) -> Schedule:
+    def _with(self, sizes: SamplingConfig, steps: tuple[int, ...]) -> Schedule:
         sigmas, times = self._table(sizes)
         return make_schedule(sigmas, sizes.rule, sizes.eta, steps, times)
 
-    def check(self, sizes: Sizes) -> None:
+    def check(self, sizes: SamplingConfig) -> None:
         """Every window that may be drawn must hold a stochastic step of a denoiser that trains. Raises ConfigError."""
         low, high = _range(sizes)
         trained = self.trained(sizes, range(low, high))
@@ -120,6 +119,6 @@ class Schedules:
             )
 
 
-def _range(sizes: Sizes) -> tuple[int, int]:
+def _range(sizes: SamplingConfig) -> tuple[int, int]:
     """First step that may be stochastic, and one past the last."""
     return sizes.window_low, sizes.window_high or sizes.steps - 1

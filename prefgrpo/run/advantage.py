@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefgrpo.config.schema import Reward as Options
+from prefgrpo.config.schema import RewardConfig
 from prefgrpo.ops import group_advantage
 from prefgrpo.ops.args import Std
 from prefgrpo.rewards.base import GroupScores
@@ -39,7 +39,7 @@ def advantages(
     rewards: NDArray[np.float64],
     weights: Mapping[str, float],
     group_size: int,
-    options: Options,
+    options: RewardConfig,
     parts: Parts | None = None,
     sub_scores: NDArray[np.float64] | None = None,
 ) -> Tensor:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prefgrpo.config.schema import Config, ConfigError, Judge
+from prefgrpo.config.schema import Config, ConfigError, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.judge.information import compares, known_answers
@@ -102,10 +102,10 @@ def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str
     return HttpJudge(http), [f"judge {note}" for note in notes]
 
 
-def judge_section(judge: Judge, name: str, options: Mapping[str, Any]) -> Judge:
+def judge_section(judge: JudgeConfig, name: str, options: Mapping[str, Any]) -> JudgeConfig:
     """The judge section as reward `name` uses it: its own template, then what its options' `judge` names."""
     own = dict(options.get("judge", {}))
-    known = [f.name for f in fields(Judge)]
+    known = [f.name for f in fields(JudgeConfig)]
     if unknown := sorted(set(own) - set(known)):
         raise ConfigError([f"reward.options.{name}.judge: unknown key(s) {unknown}; expected some of {known}"])
     template = judge.template if name == PAIRWISE else load_class(name).template
@@ -139,7 +139,7 @@ def reward_options(
     return options
 
 
-def _answers(judge: LocalJudge, config: Judge) -> LocalJudge:
+def _answers(judge: LocalJudge, config: JudgeConfig) -> LocalJudge:
     """The judge, if it gives a verdict on a pair of plain pictures and the known ones; raises JudgeError otherwise."""
     pictures = [Media(np.full((64, 64, 3), colour, np.uint8)) for colour in ((220, 30, 30), (30, 60, 220))]
     verdict = judge.judge_group("a plain red picture", pictures, [(0, 1)])[0]
@@ -165,7 +165,7 @@ def cache_folder(config: Config) -> str:
     return str(Path(config.output) / config.name / "verdicts") if config.judge.cache else ""
 
 
-def http_config(judge: Judge, world: World, cache: str = "") -> HttpJudgeConfig:
+def http_config(judge: JudgeConfig, world: World, cache: str = "") -> HttpJudgeConfig:
     """The client's options from a run's configuration: this rank's share of the requests in flight.
 
     A restarting server is waited for until the deadline, 600 s if none is set.

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from prefgrpo.config.schema import Config, ConfigError
-from prefgrpo.config.schema import Rollout as Sizes
+from prefgrpo.config.schema import Config, ConfigError, SamplingConfig
 from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.models import family, folder
 from prefgrpo.models import load as load_model
@@ -144,7 +143,7 @@ def trainable(config: Config, adapter: Adapter) -> Adapter:
     return adapter
 
 
-Use = tuple[Prompt, Sizes]
+Use = tuple[Prompt, SamplingConfig]
 """A prompt and how a run makes samples of it."""
 
 
@@ -161,7 +160,7 @@ class Part:
     frames: int | None = None
     """As `embed.clip_frames`."""
 
-    def images(self, sizes: Sizes) -> tuple[Image.Image, ...]:
+    def images(self, sizes: SamplingConfig) -> tuple[Image.Image, ...]:
         """The source images at the output's size."""
         prompt = Prompt(0, self.text or "", source=self.source)
         return sources([prompt], replace(sizes, height=self.height, width=self.width))[0]

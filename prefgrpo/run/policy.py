@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from prefgrpo.config.schema import Train
+from prefgrpo.config.schema import TrainConfig
 from prefgrpo.parallel.world import World
 from prefgrpo.run.checkpoint import load_into
 
@@ -24,7 +24,7 @@ class NonFiniteGradient(RuntimeError):
 class Policy:
     """Trainable parameters, AdamW and EMA."""
 
-    def __init__(self, parameters: dict[str, Tensor], train: Train) -> None:
+    def __init__(self, parameters: dict[str, Tensor], train: TrainConfig) -> None:
         self.train = train
         self.parameters = parameters
         self.list = list(parameters.values())

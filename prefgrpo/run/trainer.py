@@ -141,7 +141,7 @@ class Trainer:
             for group, member, sample in zip(batch.groups, batch.members, batch.samples, strict=True):
                 self.scorer.add(group, member, sample)
             batches.append(batch)
-        if self.world.any(not all(bool(b.rollout.latents.isfinite().all()) for b in batches)):
+        if self.world.any(not all(bool(b.trajectory.latents.isfinite().all()) for b in batches)):
             raise Diverged("the policy makes latents that are not finite (NaN or infinite)")
         return batches
 
@@ -231,7 +231,7 @@ class Trainer:
         update, over all ranks.
         """
         r, keep = batch.sizes, [k for k, p in enumerate(batch.slots) if signal[p]]
-        condition, steps, device = batch.condition, batch.rollout.steps, self.world.device
+        condition, steps, device = batch.condition, batch.trajectory.steps, self.world.device
         if not keep:
             return []
         if len(keep) < len(batch.slots):
