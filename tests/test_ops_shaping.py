@@ -88,6 +88,23 @@ def test_strengths_are_those_of_twenty_thousand_iterations(kind):
     assert np.abs(found[0][0].numpy() - want).max() < 1e-9 and abs(float(found[1]) - bias) < 1e-9
 
 
+def test_a_nan_without_a_comparison_moves_nothing_and_a_nan_verdict_stays_in_its_group():
+    """One NaN ended the iteration of every group of the call after its first step."""
+    wins, counts = games(3, 2, 8, 0.5)
+    wins, counts = wins.double(), counts.double()
+    want = bradley_terry(wins, counts)
+    absent = torch.where(counts == 0, torch.nan, wins)
+    torch.testing.assert_close(bradley_terry(absent, counts), want, equal_nan=True)
+    ordered = bradley_terry_ordered(wins, counts)
+    for a, b in zip(bradley_terry_ordered(absent, counts), ordered, strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+    broken = wins.clone()
+    broken[0] = torch.where(counts[0] > 0, torch.nan, broken[0])
+    found = bradley_terry(broken, counts)
+    assert found[0].isnan().all()
+    torch.testing.assert_close(found[1], want[1], equal_nan=True)
+
+
 def test_both_orders_have_no_bias_and_then_the_order_changes_nothing():
     first = torch.rand(3, 7, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     first = torch.triu(first, 1) + torch.tril(1.0 - first.mT, -1)  # who wins does not depend on who is first

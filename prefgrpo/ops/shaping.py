@@ -27,7 +27,7 @@ def bradley_terry(wins: Tensor, counts: Tensor, *, prior: float = 1.0) -> Tensor
     a member of strength 1. A member without any comparison is NaN. Raises ValueError for other shapes or prior <= 0.
     """
     _check("wins and counts", wins, counts, prior)
-    theta = _maximise(wins.double().sum(-1), counts.double() / 2, None, prior)[0]
+    theta = _maximise(_where_met(wins, counts).sum(-1), counts.double() / 2, None, prior)[0]
     return theta.to(torch.float64 if wins.dtype == torch.float64 else torch.float32)
 
 
@@ -39,10 +39,15 @@ def bradley_terry_ordered(first: Tensor, shown: Tensor, *, prior: float = 1.0) -
     other shapes or prior <= 0.
     """
     _check("first and shown", first, shown, prior)
-    f, n = first.double(), shown.double()
+    f, n = _where_met(first, shown), shown.double()
     theta, bias = _maximise((f + (n - f).mT).sum(-1), n, f.sum((1, 2)), prior)
     dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
     return theta.to(dtype), bias.to(dtype)
+
+
+def _where_met(wins: Tensor, counts: Tensor) -> Tensor:
+    """Wins in fp64, 0 where there was no comparison: a NaN there moves nothing."""
+    return torch.where(counts > 0, wins.double(), 0.0)
 
 
 def _check(what: str, a: Tensor, b: Tensor, prior: float) -> None:
@@ -77,7 +82,7 @@ def _maximise(won: Tensor, shown: Tensor, firsts: Tensor | None, prior: float) -
         beta = (2 * step[:, :-1].abs().amax(1, keepdim=True) + step[:, -1:].abs()).clamp(min=1e-300)
         step = step * torch.log1p(beta) / beta
         theta, bias = theta + step[:, :-1], bias + step[:, -1:]
-        if not step.abs().max() > _STILL:
+        if not (step.abs() > _STILL).any():  # a NaN in one group does not stop the others
             break
     played = shown.sum(-1) + shown.sum(-2) > 0
     return torch.where(played, theta, torch.nan), bias[:, 0]
