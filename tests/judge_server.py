@@ -141,6 +141,7 @@ class JudgeServer:
             return _error(400, f"Cache miss for image at index {miss.args[0]} but data is not provided.")
         if self.answer is not None:
             return web.json_response(reply(self.answer(bright, text_of(body))) | {"model": self.model})
+        bright = bright[len(bright) % 2 :]  # an edit's source comes first
         half = len(bright) // 2  # a clip is several images
         gap = 8.0 * float(np.mean(bright[:half]) - np.mean(bright[half:]))
         gap = -gap if "plain black" in text_of(body) else gap

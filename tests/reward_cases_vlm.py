@@ -45,7 +45,7 @@ def speak(b: list[float], text: str) -> str | dict[str, float]:
     """The answer to any shipped template; `b`: brightness of each picture in [0, 1]."""
     half = len(b) // 2
     kind = "Video" if "Video 1" in text else "Image"
-    first = float(np.mean(b[:half] or [0])) > float(np.mean(b[half:]))
+    first = (float(np.mean(b[:half] or [0])) > float(np.mean(b[half:]))) != ("plain black" in text)
     winner = f"{kind} {1 if first else 2}"
     other = f"{kind} {2 if first else 1}"
     if "Alignment Score (1-5)" in text:

@@ -150,6 +150,9 @@ for line in sys.stdin:
     if a["experts"] > 1:
         pipe.load_lora_weights(a["lora"] + "/transformer_2", load_into_transformer_2=True)
     pipe.set_progress_bar_config(disable=True)
+    if "solver_order" in pipe.scheduler.config:  # sampling is first-order
+        first = {"solver_order": 1, "disable_corrector": list(range(a["call"]["num_inference_steps"]))}
+        pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **first)
     x = load_file(a["latents"])["x"]
     call = {"output_type": "pt", **a["call"]}
     if a["images"]:

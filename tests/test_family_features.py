@@ -72,8 +72,8 @@ def test_sources_of_real_size(family):
         patch.setattr("families.SOURCES", [SOURCES[0].resize((60, 40))] * 2)
         condition = conditions(adapter, case, ["red"])
         assert condition["source"].shape == (1, 52, 78, 16), "832 × 1248 pixels, 16 to a token"
-        got = draw(adapter, case, x0, SIZES[0], 1, ["red"])
-        assert (got - stock_image(pipe, case, x0, SIZES[0], 1, ["red"])).abs().max() <= 1e-5
+        got = draw(adapter, case, x0, SIZES[0], 2, ["red"])
+        assert (got - stock_image(pipe, case, x0, SIZES[0], 2, ["red"])).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("family", ["flux2_klein", "qwen_image_edit_plus"])
