@@ -100,6 +100,17 @@ def test_published_is_the_formula_whatever_the_folders_scheduler(case, config, s
         assert (Schedules(run, adapter, CPU).sigmas(run.rollout) - want).abs().max() <= 1.5e-7
 
 
+def test_a_shift_that_makes_sigmas_equal_is_refused_not_shortened(monkeypatch):
+    """A dynamic shift far beyond the model's sizes rounds the first sigmas to 1: the run had fewer steps than asked."""
+    case = next(case for case in CASES if case.family == "flux")
+    adapter = load(case, folder("flux"))
+    with_scheduler(CONFIGS["flux"], adapter.pipe)
+    monkeypatch.setattr(adapter, "mu", lambda height, width: 20.0)
+    run = run_of(case, 7)
+    with pytest.raises(ValueError, match="sigma"):
+        Schedules(run, adapter, CPU).ode(run.rollout)
+
+
 def test_a_first_sigma_of_unipc_is_a_first_step():
     """1 − 1e-6 keeps its logarithms finite; η·sqrt(σ / (1 − σ)) would be 700 there."""
     case = next(case for case in CASES if case.family == "wan")

@@ -304,8 +304,14 @@ class Adapter(Weights, ABC):
         return scheduler
 
     def sigmas(self, steps: int, height: int, width: int) -> Tensor:
-        """[steps + 1] fp32 sigmas of the stock pipeline's own scheduler for this size."""
-        return self.timed_scheduler(steps, height, width).sigmas.to(torch.float32).unique_consecutive()  # Heun's: pairs
+        """[steps + 1] fp32 sigmas of the stock pipeline's own scheduler for this size.
+
+        Heun's scheduler has each twice. Elsewhere equal ones stay: `make_schedule` refuses them, and fewer steps than
+        were asked for would go unnoticed.
+        """
+        scheduler = self.timed_scheduler(steps, height, width)
+        sigmas = scheduler.sigmas.to(torch.float32)
+        return sigmas.unique_consecutive() if scheduler.order > 1 else sigmas
 
     def times(self, steps: int, height: int, width: int) -> Tensor:
         """[steps] fp32, timesteps / 1000 of the stock pipeline: σ, or whole thousandths where a solver rounds them."""
