@@ -19,6 +19,7 @@ import torch
 import yaml
 from tiny_run import BASE, Hold, merged, recipe, rows, start, train, tree, weights, world
 
+import prefgrpo
 from prefgrpo.run import checkpoint
 from prefgrpo.run.checkpoint import (
     CheckpointError,
@@ -32,7 +33,7 @@ from prefgrpo.run.checkpoint import (
     write_folder,
 )
 
-JUDGE = Path(checkpoint.__file__).parent / "tiny" / "assets" / "judge"
+JUDGE = Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge"
 STATE = {"param.a": torch.arange(6.0).view(2, 3), "adamw.step.a": torch.tensor(3.0)}
 
 

@@ -148,7 +148,7 @@ def _choice(*top):
 
 def test_two_spellings_of_a_label_count_together():
     log = math.log
-    top = (" 1", log(0.2)), ("1", log(0.4)), ("2", log(0.3)), ("2\n", log(0.05)), ("x", log(0.05))
+    top = ("▁1", log(0.2)), ("1", log(0.4)), ("2", log(0.3)), ("Ġ2", log(0.03)), ("2\n", log(0.02)), ("x", log(0.05))
     for labels in (("1", "2"), (" 1", "2")):
         found = answers.label_logprobs(_choice(*top), labels)
         assert [math.exp(v) for v in found] == pytest.approx([0.6, 0.35])

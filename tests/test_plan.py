@@ -153,7 +153,7 @@ def test_every_hint_is_a_field_that_is_free_to_turn(tmp_path, monkeypatch, capsy
         argv += option.split()
     names = [option.split()[0] for option in turned]
     assert not {"--train.gradient-checkpointing", "--rollout.batch-size 0"} & {*turned}
-    assert {"--train.checkpointing-share", "--rollout.batch-size", "--memory.decode-batch", "--gpus"} <= {*names}
+    assert {"--train.checkpointing-share", "--rollout.batch-size", "--gpus"} <= {*names}
     assert {"--data.cache", "--memory.offload", "--train.lora-rank"} <= {*names}
 
 

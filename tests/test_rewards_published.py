@@ -388,9 +388,9 @@ def test_p_yes_of_random_answers_is_pacos(server, monkeypatch):
         top = [{"token": t, "logprob": math.log(x)} for t, x in zip(tokens, p, strict=True)]
         choice = {"logprobs": {"content": [{"top_logprobs": top}]}}
         completion = json.loads(json.dumps({"choices": [choice]}), object_hook=lambda value: SimpleNamespace(**value))
-        for every in (False, True):
+        for every in (None, True):
             first, second = label_logprobs(choice, ("Yes", "No"), every)
-            expected = utils.get_yes_cond_prob_from_completion(completion, canonicalize=every)
+            expected = utils.get_yes_cond_prob_from_completion(completion, canonicalize=bool(every))
             assert 1 / (1 + math.exp(second - first)) == pytest.approx(expected, rel=1e-9)
 
 

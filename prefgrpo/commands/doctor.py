@@ -87,7 +87,7 @@ def _why(error: BaseException) -> str:
 
 
 def _versions() -> Iterator[Row]:
-    yield Row("prefgrpo", True, f"{__version__}, {Path(__file__).parent}")
+    yield Row("prefgrpo", True, f"{__version__}, {Path(__file__).parents[1]}")
     yield Row("python", True, platform.python_version())
     for group, names in PACKAGES.items():
         for name in names:

@@ -294,11 +294,14 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def label_logprobs(choice: Mapping[str, Any], labels: tuple[str, str], variants: bool = False) -> tuple[float, float]:
+def label_logprobs(
+    choice: Mapping[str, Any], labels: tuple[str, str], variants: bool | None = False
+) -> tuple[float, float]:
     """Log-probabilities of the two labels at the first answered token of an OpenAI chat `choice`.
 
-    All listed tokens that are a label but for white space count for it, summed; variants: also those in other case.
-    A label that the server does not list gets an upper bound of its own, min(least listed, log(1 − Σ listed)). Raises
+    All listed tokens that are a label but for white space count for it, summed; variants: also those in other case
+    (None: the labels alone). A label that the server does not list gets an upper bound of its own,
+    min(least listed, log(1 − Σ listed)). Raises
     Unreadable if neither label is listed.
     """
     logprobs = choice.get("logprobs")
@@ -316,7 +319,7 @@ def label_logprobs(choice: Mapping[str, Any], labels: tuple[str, str], variants:
     return first, second
 
 
-def _label_logprob(label: str, listed: Mapping[str, float], variants: bool) -> float | None:
+def _label_logprob(label: str, listed: Mapping[str, float], variants: bool | None) -> float | None:
     """log Σ exp over the listed spellings of a label, None if there is none."""
     values = [v for token, v in listed.items() if spelled(token, variants) == spelled(label, variants)]
     most = max(values, default=-math.inf)

@@ -52,8 +52,9 @@ class Template:
     """How the answer is read."""
     max_tokens: int
     """Longest answer, in tokens (1 for soft)."""
-    variants: bool = False
-    """Tokens that differ from a label in case count for it, as those that differ in white space always do."""
+    variants: bool | None = False
+    """Which tokens count for a label: those that differ from it in white space (False), in case too (True), or none
+    (None, for a reward that reproduces a published number; no template file asks for it)."""
     scores: tuple[tuple[str, float, float], ...] = ()
     """(name, lowest, highest) of the numbers that the answer states, in order."""
     pattern: str = ""
@@ -187,13 +188,18 @@ def _scores(answer: str, raw: Any) -> tuple[tuple[str, float, float], ...]:
     return tuple((str(name), float(low), float(high)) for name, (low, high) in raw.items())
 
 
-def spelled(text: str, variants: bool) -> str:
+def spelled(text: str, variants: bool | None) -> str:
     """What is the same for all spellings of a label or token."""
-    return text.strip().casefold() if variants else text.strip()
+    if variants is None:
+        return text
+    bare = text.strip(" \t\r\n▁Ġ")  # tokenizers' own marks of a leading space, where a server lists raw tokens
+    return bare.casefold() if variants else bare
 
 
-def spellings(label: str, variants: bool) -> list[str]:
-    """A label, and what differs from it in a leading space, or (variants) in case."""
+def spellings(label: str, variants: bool | None) -> list[str]:
+    """A label, and what counts for it: what differs in a leading space, or (variants) in case."""
+    if variants is None:
+        return [label]
     bare = label.strip()
     cases = (bare, bare.lower(), bare.upper(), bare.title()) if variants else (bare,)
     return list(dict.fromkeys([label, *(space + text for text in cases for space in ("", " "))]))

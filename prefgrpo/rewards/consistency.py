@@ -46,7 +46,7 @@ class YesNo(VlmReward):
         """As VlmReward, without the labels' other spellings where they do not count."""
         question = super().load(name, needs)
         if self.exact:
-            question = replace(question, variants=False)
+            question = replace(question, variants=None)
             self.client.prepare(question)
         return question
 
