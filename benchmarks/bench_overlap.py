@@ -54,8 +54,17 @@ def demo(url: str, folder: str, prompts: int, batch: int, side: int) -> Config:
     config = load(ROOT / "recipes" / "demo.yaml")
     replace = dataclasses.replace
     assets = ROOT / "prefgrpo" / "tiny" / "assets"
+    templates = ROOT / "prefgrpo" / "judge" / "templates"
     judge = replace(
-        config.judge, backend="http", endpoints=(url,), model="", plan=PLAN, verdict="soft", concurrency=CONCURRENCY
+        config.judge,
+        backend="http",
+        endpoints=(url,),
+        model="",
+        template=str(templates / f"{config.judge.template}.yaml"),  # by path: wrong answers only warn
+        plan=PLAN,
+        verdict="soft",
+        concurrency=CONCURRENCY,
+        patience_steps=0,  # the echo server always answers the same
     )
     return replace(
         config,

@@ -384,7 +384,7 @@ def test_mistakes_are_told_at_once(place, tmp_path, capsys):
     )
     jpeg = ["--reward-spec", "jpeg_compressibility", *base]
     assert "threads of at least 1" in refused(capsys, *jpeg, "--threads", "0")
-    assert "positive deadline-s" in refused(capsys, *jpeg, "--deadline-s", "0")
+    assert "deadline-s of at least 0" in refused(capsys, *jpeg, "--deadline-s", "-1")
     for out in (tmp_path, tmp_path / "a.png" / "o.json", "/dev/null"):
         assert cli.main(["score", *map(str, jpeg), "--out", str(out)]) == 2
         assert f"--out {out}: " in capsys.readouterr().err
