@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ def measure(model: Path, work: Path, side: int, device: str, steps: int, peak_fl
     trained = [r for r in rows if r["kind"] == "train"][1:]
     phases = [k for k in trained[0] if k.startswith("time/") and k.count("/") == 1]
     seconds = {k: statistics.median(r[k] for r in trained) for k in phases}
-    r, counted, expected = config.rollout, flop(config), estimate(config, 1)
+    r, counted, expected = config.rollout, flop(config), estimate(replace(config, gpus=1))
     samples = r.prompts_per_step * r.group_size
     work_done = samples * (r.steps * counted["forward"] + r.window_size * counted["train"])
     whole = sum(seconds.values())

@@ -68,7 +68,7 @@ def test_a_video_model_with_two_experts(place):
     assert [r["step"] for r in rows(folder) if r["kind"] == "train"] == [1, 2, 3]
     assert (folder / "lora" / "transformer_2" / "pytorch_lora_weights.safetensors").is_file()
     shown = np.load(folder / "eval" / "dev_000002.npz")
-    assert shown["now"].shape == (2, 16, 4 * 16, 3), "four frames side by side in the report"
+    assert shown["now"].shape == (2, 5, 16, 16, 3), "all frames: clips play in the report"
     assert (folder / "report.html").is_file()
     groups = np.load(folder / "groups" / "step_000001.npz")["images"]
     assert groups.shape == (2, 2, 16, 4 * 16, 3)

@@ -185,6 +185,7 @@ def _child(argv: list[str], log: str, env: dict[str, str], hook: Callable[[], No
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.update(env)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
     if hook is not None:
         hook()
     where, reached, go = hold

@@ -326,6 +326,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = command(rest)
         else:
             result = tyro.cli(command, args=rest, prog=f"prefgrpo {name}", config=(tyro.conf.PositionalRequiredArgs,))
+        if isinstance(result, Path):
+            print(f"wrote {result}")
         sys.stdout.flush()
     except SystemExit as end:  # tyro's
         if end.code:
