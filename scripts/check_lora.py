@@ -124,8 +124,8 @@ def main() -> int:
     print(f"max |stock diffusers - trainer| = {difference:.2e} (allowed in {dtype}: {allowed:.0e}): {verdict}")
     if dtype == "bf16" and (args.run / "lora").is_dir():
         base = largest_difference(args.run, args.device, lora=False)
-        told = "" if base > allowed else ": this LoRA changes less than bf16 rounds, so the check says little about it"
-        print(f"max |stock diffusers without the LoRA - trainer| = {base:.2e}{told}")
+        note = "" if base > allowed else ": this LoRA changes less than bf16 rounds, so the check says little about it"
+        print(f"max |stock diffusers without the LoRA - trainer| = {base:.2e}{note}")
     return 0 if difference <= allowed else 1
 
 

@@ -34,8 +34,8 @@ def dry_run(config: Config) -> int:
         schedules = open_schedules(config, adapter, world, prompts)
         for name, value in known_bytes(config, adapter, world.size).items():
             print(f"{name:<10} {value / GIB:10.4g} GiB per process")
-        told = ", ".join(f"{len(held)} of the set {name}" for name, held in sets.items())
-        print(f"{len(prompts)} training prompts; to evaluate on: {told or 'none'}")
+        evaluated = ", ".join(f"{len(held)} of the set {name}" for name, held in sets.items())
+        print(f"{len(prompts)} training prompts; to evaluate on: {evaluated or 'none'}")
         embeddings = Embeddings(adapter, config.data.max_length, None if absent else config.data.cache or None)
         begin = time.perf_counter()
         batch = next(Rollouts(config, adapter, embeddings, schedules, prompts, world)(0))

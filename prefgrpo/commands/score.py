@@ -88,8 +88,8 @@ def score(
         deadline_s: Longest wait for a judge or a reward server, per batch, in seconds; 0: ten requests' time.
     """
     if batch < 0 or threads < 1 or not deadline_s >= 0:
-        told = "expected batch of at least 0, threads of at least 1 and deadline-s of at least 0"
-        raise ConfigError([f"{told}, got {batch}, {threads} and {deadline_s}"])
+        message = "expected batch of at least 0, threads of at least 1 and deadline-s of at least 0"
+        raise ConfigError([f"{message}, got {batch}, {threads} and {deadline_s}"])
     if out and str(out) != STDOUT:
         _check_writable(out)
     weights = parse_reward_spec(reward_spec)

@@ -164,10 +164,10 @@ def _model_problem(model: str, served: list[str]) -> str:
 
 def _check_roots(model: str, servers: list[EndpointHealth]) -> None:
     """JudgeError if servers of one judge say that they have different checkpoints."""
-    told = {checkpoint_name(root): f"{e.url} from {root}" for e in servers if (root := e.roots.get(model, ""))}
-    if len(told) > 1:
+    roots = {checkpoint_name(root): f"{e.url} from {root}" for e in servers if (root := e.roots.get(model, ""))}
+    if len(roots) > 1:
         raise JudgeError(
-            f"'{model}' is served by {', by '.join(told.values())}; expected one checkpoint on all servers of a judge: "
+            f"'{model}' is served by {', by '.join(roots.values())}; expected one checkpoint on all of them: "
             "correct the endpoints, or give the folders one name if they hold the same checkpoint"
         )
 

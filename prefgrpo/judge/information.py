@@ -89,16 +89,16 @@ def known_answers(judge: PairJudge, template: Template, clips: bool = False) -> 
 
 def _named(sides: NDArray[np.float64], right: int) -> str:
     """What is wrong with answers to pairs with known answers; '' if enough are right."""
-    told = f"{right} of {len(sides)} known answers are right"
+    count = f"{right} of {len(sides)} known answers are right"
     if right >= RIGHT * len(sides):
         return ""
     if not sides.any():
-        return f"always answers a tie ({told})"
+        return f"always answers a tie ({count})"
     if abs(sides.sum()) == len(sides):
-        return f"always prefers the picture shown {'first' if sides[0] > 0 else 'second'} ({told})"
+        return f"always prefers the picture shown {'first' if sides[0] > 0 else 'second'} ({count})"
     if right <= (1 - RIGHT) * len(sides):
-        return f"prefers the wrong picture ({told}); are the template's labels, or its pictures, in the wrong order?"
-    return f"mixes the pictures up or does not see them ({told})"
+        return f"prefers the wrong picture ({count}); are the template's labels, or its pictures, in the wrong order?"
+    return f"mixes the pictures up or does not see them ({count})"
 
 
 # ---- during a run -------------------------------------------------------------------------------------------------
@@ -127,8 +127,8 @@ def without_information(found: NDArray[np.float64]) -> str:
     if ties == count >= FEW:
         return f"all {count:.0f} verdicts are ties"
     if pairs >= FEW_PAIRS and swapped > CONTRADICTIONS * pairs:
-        told = f"{swapped:.0f} of {pairs:.0f} pairs with a winner in both orders have another one when swapped"
-        return f"{told}, more than {CONTRADICTIONS:.0%}"
+        message = f"{swapped:.0f} of {pairs:.0f} pairs with a winner in both orders have another one when swapped"
+        return f"{message}, more than {CONTRADICTIONS:.0%}"
     constant = not soft or squares / count - (total / count) ** 2 < (TIE if pairs else SPREAD) ** 2
     if first + second >= FEW and constant and (not first or not second):
         side = "first" if first else "second"

@@ -270,8 +270,8 @@ class Sender:
                 await self.pool.eject(session, endpoint, describe_error(error))
                 raise _Retry(f"{endpoint.url}: {describe_error(error)}") from error
             self.pool.suspect(session, endpoint)
-            told = f"{endpoint.url} did not answer within {job.timeout_s:g} s"
-            raise _Retry(told, slow=endpoint) from error
+            message = f"{endpoint.url} did not answer within {job.timeout_s:g} s"
+            raise _Retry(message, slow=endpoint) from error
         except TRANSPORT_ERRORS as error:
             await self.pool.eject(session, endpoint, describe_error(error))
             raise _Retry(f"{endpoint.url}: {describe_error(error)}") from error
@@ -322,8 +322,8 @@ class Sender:
         before = endpoint.root if root != endpoint.root else self.root
         if root and (root != endpoint.root or checkpoint_name(root) != checkpoint_name(self.root)):
             endpoint.forget()
-            told = f"{endpoint.url} serves '{self.model}' from {root}, where it was {before} at first"
-            self._refused(endpoint, f"{told}: expected one checkpoint throughout a run, on all servers of a judge")
+            message = f"{endpoint.url} serves '{self.model}' from {root}, where it was {before} at first"
+            self._refused(endpoint, f"{message}: expected one checkpoint throughout a run, on all servers of a judge")
 
     def _refused(self, endpoint: Endpoint, told: str) -> NoReturn:
         """What this server refuses another one may take, if there is one."""

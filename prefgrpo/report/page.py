@@ -119,8 +119,8 @@ def _pairs(run: Run) -> dict[str, object] | None:
     for k, prompt in enumerate(last.prompts):
         source = None if last.sources is None else last.sources[k]
         media = [("source", source), ("before", last.before[k]), (f"after {last.step} steps", last.now[k])]
-        shown = [(told, picture(m, f"{prompt}: {told}", PAIR_PX)) for told, m in media if m is not None]
-        pairs.append((prompt, [(told.split()[0], image) for told, image in shown]))
+        shown = [(label, picture(m, f"{prompt}: {label}", PAIR_PX)) for label, m in media if m is not None]
+        pairs.append((prompt, [(label.split()[0], image) for label, image in shown]))
     return {"step": last.step, "set": name, "pairs": pairs, "edits": last.sources is not None}
 
 
@@ -140,8 +140,8 @@ def _course(run: Run) -> dict[str, object] | None:
 
 
 def _small(shown: Shown, i: int, before: bool) -> Markup:
-    told = f"{shown.prompts[i]}: step {0 if before else shown.step}"
-    return picture(still((shown.before if before else shown.now)[i]), told, COURSE_PX)
+    caption = f"{shown.prompts[i]}: step {0 if before else shown.step}"
+    return picture(still((shown.before if before else shown.now)[i]), caption, COURSE_PX)
 
 
 def _spread(items: list, most: int) -> list:

@@ -224,8 +224,8 @@ def _checked(name: str, make: type[Reward], options: dict[str, Any], also: Itera
     for key, value in options.items():
         if key not in accepted:
             known = [*accepted, *also]
-            told = f"reward '{name}' has no option '{key}'{_near(key, known)}"
-            raise RewardSpecError(f"{told}: expected {', '.join(known) or 'none'}")
+            message = f"reward '{name}' has no option '{key}'{_near(key, known)}"
+            raise RewardSpecError(f"{message}: expected {', '.join(known) or 'none'}")
         wanted = getattr(accepted[key].annotation, "__name__", accepted[key].annotation)
         kinds = PLAIN.get(wanted, (object,))
         if not isinstance(value, kinds) or (isinstance(value, bool) and wanted in ("int", "float")):

@@ -252,8 +252,10 @@ def training_scorer(
     rewards = _built(config, "reward.spec", weights, config.reward.options, judge, prompts, world)
     split = [name for name, reward in rewards.items() if reward.part_weights]
     if split and config.reward.combine != "weighted_advantage_sum":
-        told = f"reward.combine: expected weighted_advantage_sum, got {config.reward.combine}, but {', '.join(split)}"
-        raise ConfigError([f"{told} normalises its parts one by one; change one of the two"])
+        message = (
+            f"reward.combine: expected weighted_advantage_sum, got {config.reward.combine}, but {', '.join(split)}"
+        )
+        raise ConfigError([f"{message} normalises its parts one by one; change one of the two"])
     judged = any(isinstance(r, VlmPairwise) for r in rewards.values())
     log = folder / "judgements.jsonl" if folder and judged and config.judge.log else None
     return Scorer(rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log), weights

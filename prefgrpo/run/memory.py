@@ -73,8 +73,8 @@ def plan(config: Config, memory_gib: float) -> int:
 def estimate(config: Config) -> Estimate:
     """What each of `config.gpus` processes holds. Raises ConfigError or ModelError."""
     if config.rollout.prompts_per_step % config.gpus:
-        told = f"expected a divisor of rollout.prompts_per_step = {config.rollout.prompts_per_step}"
-        raise ConfigError([f"gpus: {told}, got {config.gpus}"])
+        expected = f"expected a divisor of rollout.prompts_per_step = {config.rollout.prompts_per_step}"
+        raise ConfigError([f"gpus: {expected}, got {config.gpus}"])
     adapter, encoders = without_weights(config)
     parts, parameters = known_bytes(config, adapter, config.gpus), adapter.parameter_counts() | encoders
     texts = {} if config.data.cache else {"text encoders": DTYPES[config.dtype].itemsize * sum(encoders.values())}

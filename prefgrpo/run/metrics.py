@@ -62,11 +62,11 @@ def check_missing(shares: Mapping[str, float], limit: float, reasons: Sequence[s
     """A warning if one of `missing_shares` is WARN_MISSING or more, else ''. Raises RewardsMissing above `limit`."""
     kinds = {"reward/missing": "rewards", "judge/missing": "comparisons"}
     worst = max(shares, key=lambda name: shares[name])
-    told = f"{shares[worst]:.0%} of the {kinds[worst]} are missing"
+    message = f"{shares[worst]:.0%} of the {kinds[worst]} are missing"
     why = ("; ".join(dict.fromkeys(reasons)) or "none was given on this rank")[:600]
     if shares[worst] > limit:
-        raise RewardsMissing(f"{told}, more than judge.max_missing = {limit:.0%}. Reasons: {why}")
-    return f"{told} ({worst}); above judge.max_missing = {limit:.0%} the run stops" * (shares[worst] >= WARN_MISSING)
+        raise RewardsMissing(f"{message}, more than judge.max_missing = {limit:.0%}. Reasons: {why}")
+    return f"{message} ({worst}); above judge.max_missing = {limit:.0%} the run stops" * (shares[worst] >= WARN_MISSING)
 
 
 SUMS = ("requests", "retries", "failures", "cache_hits", "hedges", "queue_mean", "queue_max")

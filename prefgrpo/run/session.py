@@ -264,8 +264,8 @@ def _evaluated(config: Config, session: Session) -> str:
     if config.eval.prompts or config.eval.final_prompts:
         return "evaluated on " + ", ".join(f"{count} prompts ({name})" for name, count in counts.items())
     total = len(session.rollouts.prompts) + counts["dev"]
-    told = f"{counts['dev']} of {total} prompts are held out (eval.holdout {config.eval.holdout:g}): evaluated on"
-    return f"{told} every {config.eval.every} steps, never trained on"
+    note = f"{counts['dev']} of {total} prompts are held out (eval.holdout {config.eval.holdout:g}): evaluated on"
+    return f"{note} every {config.eval.every} steps, never trained on"
 
 
 def memory_estimate(config: Config, session: Session) -> str:

@@ -170,10 +170,10 @@ class Trainer:
         for (name, alarm), counts in zip(self._alarms.items(), found, strict=True):
             if not (wrong := alarm.add(counts)):
                 continue
-            told = f"{name}: the judge's verdicts carry no information: {wrong}"
+            message = f"{name}: the judge's verdicts carry no information: {wrong}"
             if patience and alarm.steps >= patience:
-                raise NoInformation(f"{told}; {alarm.steps} steps in a row (judge.patience_steps)")
-            self.log.say(f"WARNING: step {step}, {told}; {alarm.steps} of judge.patience_steps = {patience}")
+                raise NoInformation(f"{message}; {alarm.steps} steps in a row (judge.patience_steps)")
+            self.log.say(f"WARNING: step {step}, {message}; {alarm.steps} of judge.patience_steps = {patience}")
 
     # ---- advantages ------------------------------------------------------------------------------------
 
