@@ -23,7 +23,8 @@ from judge_server import MODEL, JudgeServer, free_port, images
 from test_judge_faults import ask, judge, media
 from test_judge_serve import gone, pids, vllm
 
-from prefgrpo.judge.client import HttpJudgeConfig, check
+from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.judge.client import check
 from prefgrpo.judge.engines import ServeConfig, address
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.route import route
@@ -125,9 +126,9 @@ def test_each_model_answers_through_the_same_port(front):
     assert {b["model"] for b in bright.requests} == {MODEL} and {b["model"] for b in first.requests} == {"dark-judge"}
     listed = json.loads(get(f"{url}/v1/models")[1])["data"]
     assert [row["id"] for row in listed] == [MODEL, "dark-judge"]
-    assert "ok, serves bright-judge, dark-judge" in check(HttpJudgeConfig((url,), MODEL)).summary()
+    assert "ok, serves bright-judge, dark-judge" in check(JudgeConfig((url,), MODEL)).summary()
     with pytest.raises(JudgeError, match="serves several models"):
-        check(HttpJudgeConfig((url,)))
+        check(JudgeConfig((url,)))
 
 
 def test_media_travel_once_through_the_router_too(front):

@@ -17,9 +17,10 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge.endpoint import describe_error, read_body, redirect
-from prefgrpo.judge.send import SendConfig, Sender, SendError
+from prefgrpo.judge.endpoint import describe_error, redirect
+from prefgrpo.judge.send import Sender, SendError
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.wire import WireError, media_json, read_scores, request_json
@@ -68,7 +69,7 @@ class RemoteReward(PointwiseReward):
             "concurrency": concurrency,
         }
         try:
-            self._sender = Sender(SendConfig(endpoints=urls, api_key_env=api_key_env, **options), openai=False)
+            self._sender = Sender(JudgeConfig(endpoints=urls, api_key_env=api_key_env, **options), openai=False)
         except JudgeError as error:
             raise RewardError(f"url of reward '{name}': {str(error).removeprefix('judge: ')}") from error
         self._encodings: WeakKeyDictionary[Media, asyncio.Future[bytes]] = WeakKeyDictionary()
@@ -122,7 +123,7 @@ class RemoteReward(PointwiseReward):
         try:
             session = self._sender.thread.session()
             async with session.get(f"{url}/v1/info", headers=headers, timeout=timeout, allow_redirects=False) as reply:
-                told: Any = json.loads(await read_body(reply) or b"null")
+                told: Any = json.loads(await reply.read() or b"null")
                 to = redirect(reply)
         except asyncio.TimeoutError:
             return f"no answer within {CHECK_S:g} s; is the server stuck?"
