@@ -112,8 +112,8 @@ def test_a_server_killed_in_the_middle_of_a_group_and_restarted_loses_nothing(mo
 
 def test_the_command_serves_until_it_is_told_to_stop(model):
     options = {"template": "caption_match", "cpu": True, "vision_tokens": 4, "max_model_len": 2048, "name": "tiny"}
-    code = "import sys; from prefgrpo.judge.serve import serve; sys.exit(serve("
-    code += f"({model!r},), port={free_port()}, **{options}))"
+    code = "import sys; from prefgrpo.judge.engines import ServeConfig; from prefgrpo.judge.serve import serve; "
+    code += f"sys.exit(serve(({model!r},), options=ServeConfig(port={free_port()}, **{options!r})))"
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     lines = [child.stdout.readline()]

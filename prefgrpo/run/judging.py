@@ -64,7 +64,8 @@ def mistakes(config: Config) -> list[str]:
 def shared(config: Config) -> str:
     """Name of the reward whose judge evaluation asks too: the first pairwise one that trains, else vlm_pairwise."""
     remote = {name for name, own in config.reward.options.items() if "url" in own}
-    names = [n for n in specs(config)[0] if n not in remote and issubclass(load_class(n), VlmPairwise)]
+    trained = [n for n in specs(config)[0] if n not in remote]
+    names = [n for n in trained if issubclass(load_class(n), VlmPairwise) and load_class(n).judged]
     return names[0] if names else PAIRWISE
 
 
@@ -208,7 +209,8 @@ def _built(
     check_inputs(config, field, {name: load_class(name) for name in weights}, prompts)
     options = reward_options(config, weights, given, judge, world, _folder(config))
     for name in weights:
-        if issubclass(load_class(name), VlmPairwise) and isinstance(own := options[name].get("judge"), JudgeConfig):
+        own = options.get(name, {}).get("judge")
+        if issubclass(load_class(name), VlmPairwise) and isinstance(own, JudgeConfig):
             from prefgrpo.judge.client import check
 
             world.on_main(partial(check, own, known=True, clips=makes_clips(config)), JudgeError)
