@@ -131,8 +131,8 @@ CHECKS = {
     "loading": ("loading", {"patience_s": 0.5}, "/v1/models answered 503"),
     "overloaded": ("503", {"retries": 1}, "answered 503: overloaded"),
     "no server": ("listing", {}, "lists no model"),
-    "key missing": ("key", {}, r"answered 401; give the name of the .* variable .* api_key_env$"),
-    "key wrong": ("key", {"api_key_env": "WRONG_KEY"}, r"api_key_env \(now WRONG_KEY\)$"),
+    "key missing": ("key", {}, r"answered 401; give the name of the .* variable .* api_key_env\)"),
+    "key wrong": ("key", {"api_key_env": "WRONG_KEY"}, r"api_key_env \(now WRONG_KEY\)\)"),
     "key unset": ("", {"api_key_env": "NO_KEY"}, r"variable NO_KEY \(api_key_env\) is not set"),
     "no address": ("", {"endpoints": ("here:80",)}, "endpoints must be http:// or https://"),
 }
@@ -220,7 +220,7 @@ def test_a_key_is_sent(monkeypatch):
     monkeypatch.setenv("RIGHT_KEY", "secret")
     with JudgeServer() as server:
         server.key = "secret"
-        missing(ask(judge(server.url, model=MODEL)), "refused with 401: Unauthorized")
+        missing(ask(judge(server.url, model=MODEL)), "lists no model (/v1/models answered 401; give the name")
         assert ask(judge(server.url, api_key_env="RIGHT_KEY"))[1].first > 0.9
 
 
@@ -294,10 +294,10 @@ class Other(JudgeServer):
 def test_two_servers_of_different_models_are_never_mixed():
     with JudgeServer() as mine, Other() as other:
         summary = check(JudgeConfig((mine.url, other.url), MODEL)).summary()
-        assert f"{other.url}: serves another, not '{MODEL}'; set the model of the judge" in summary
+        assert f"{other.url}: serves another, not '{MODEL}'; set the judge's model" in summary
         seen = len(other.requests)
         assert all(right(judge(mine.url, other.url, model=MODEL, retries=5))) and len(other.requests) == seen
-        missing(ask(judge(mine.url, model="third")), f"serves {MODEL}, not 'third'; correct the model or the endpoint")
+        missing(ask(judge(mine.url, model="third")), f"serves {MODEL}, not 'third'; set the judge's model")
 
 
 @pytest.mark.parametrize("noticed", ["restart", "pause"])

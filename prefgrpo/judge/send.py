@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge.endpoint import Endpoint, NoEndpoint, Pool, checkpoint_name, describe_error, redirect
+from prefgrpo.judge.endpoint import Endpoint, Pool, SendError, checkpoint_name, describe_error, redirect
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.traffic import TRAFFIC
 from prefgrpo.judge.verdict import JudgeError
@@ -90,14 +90,6 @@ class Failure(Exception):
         self.endpoint: Endpoint | None = None
 
 
-class SendError(RuntimeError):
-    """A request that no repetition got answered; the message says why."""
-
-    def __init__(self, reason: str, retries: int) -> None:
-        super().__init__(reason)
-        self.retries = retries
-
-
 @dataclass(frozen=True)
 class Reply:
     """What a server answered with status 200."""
@@ -153,15 +145,15 @@ class Sender:
         for retries in itertools.count():
             try:
                 return replace(await self._attempt(turn, job, slow), retries=retries)
-            except NoEndpoint as error:
-                raise SendError(str(error), retries) from error
+            except SendError as error:  # no server is reachable
+                error.retries = retries
+                raise
             except Failure as failure:
                 outcome = failure.outcome
                 ended[outcome] += 1
                 slow = failure.endpoint if outcome is SLOW else slow
-                most = (
-                    outcome.most if self.pool.well(besides=failure.endpoint) else min(outcome.most, outcome.most_alone)
-                )
+                others = self.pool.well(besides=failure.endpoint)
+                most = outcome.most if others else min(outcome.most, outcome.most_alone)
                 if ended[outcome] >= most or retries >= self.config.retries:
                     given_up = f"gave up after {retries + 1} requests; the last one: " if retries else ""
                     raise SendError(f"{given_up}{failure}", retries) from failure
@@ -275,12 +267,8 @@ class Sender:
         self.model = self.model or (endpoint.models or [""])[0]
         root = endpoint.roots.get(self.model, "")
         endpoint.root, self.root = endpoint.root or root, self.root or root
-        problem = ""
-        if not self.model:
-            problem = f"lists no model ({endpoint.refusal or '/v1/models is empty'})"
-        elif endpoint.models and self.model not in endpoint.models:
-            problem = f"serves {', '.join(endpoint.models)}, not '{self.model}'; correct the model or the endpoint"
-        elif root and (root != endpoint.root or checkpoint_name(root) != checkpoint_name(self.root)):
+        problem = endpoint.model_problem(self.model)
+        if not problem and root and (root != endpoint.root or checkpoint_name(root) != checkpoint_name(self.root)):
             before = endpoint.root if root != endpoint.root else self.root
             problem = (
                 f"serves '{self.model}' from {root}, where it was {before} at first: expected one checkpoint "
