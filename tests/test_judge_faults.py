@@ -397,16 +397,3 @@ def test_among_all_faults_at_once_no_verdict_is_wrong_and_everything_ends(tmp_pa
     nobody = judge(f"http://127.0.0.1:{free_port()}", model=MODEL, cache=str(tmp_path), patience_s=0.2)
     kept = dict(zip(pairs, nobody.judge_group("p", group, pairs), strict=True))
     assert all(kept[pair].first == v.first for pair, v in found if v.first is not None), "what the cache holds is right"
-
-
-def test_hedged_answers_are_right_while_a_server_dies_and_pairs_are_cancelled():
-    port, group = free_port(), media(LEVELS)
-    with JudgeServer(delay_s=0.03) as alive, process(port, "--delay", "0.1") as child:
-        j = judge(alive.url, f"http://127.0.0.1:{port}", hedge_s=0.05, concurrency=3, retries=4, patience_s=20)
-        answers = [j.submit("p", group[a], group[b]) for a, b in PAIRS]
-        threading.Timer(0.3, child.kill).start()
-        for answer in answers[::3]:
-            answer.cancel()
-        for (a, b), answer in zip(PAIRS, answers, strict=True):
-            assert answer.cancelled() or (answer.result(20).first > 0.5) == (a > b)
-        until(lambda: not any(e.load for e in j.client.sender.endpoints))

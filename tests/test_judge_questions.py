@@ -194,6 +194,24 @@ def test_every_format_names_the_same_winner(server, image_format):
     assert judge(server.url, image_format=image_format).submit("p", *media(40, 200)).result(30).first < 0.1
 
 
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (TEXT.replace("{prompt}", "{prompt}{colour}"), "nothing fills in {colour}"),
+        (TEXT.replace("{prompt}", "{prompt}{source}{source}"), "{source} once"),
+        (TEXT.replace("text", "scores\nscores: {a: [1, 5]}"), "pattern"),
+        (TEXT.replace("text", "json"), "needs scores"),
+        (TEXT.replace("text", "json\nscores: {a: [5, 1]}"), "low, high"),
+        (TEXT.replace("text", "json\nscores: {a: [x, 1]}"), "could not convert"),
+        (TEXT + "\nmax_tokens: [1]", "int"),
+        (TEXT + "\n3: 4", "unknown key"),
+    ],
+)
+def test_a_bad_question_is_refused_by_name(template, text, complaint):
+    with pytest.raises(JudgeError, match=complaint):
+        template(text)
+
+
 def test_a_pair_needs_an_answer_that_is_a_verdict(tmp_path):
     path = tmp_path / "t.yaml"
     path.write_text(TEXT.replace("{media_1}", "{media_1}{media_2}"))
