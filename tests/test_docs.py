@@ -21,7 +21,6 @@ NOT_RUN = {
     "CUDA_VISIBLE_DEVICES=": "needs GPUs",
     "prefgrpo judge serve ": "needs a GPU (test_judge_serve.py runs it with a small model)",
     "prefgrpo judge check ": "needs the judge that the line above serves (test_judge_endpoints.py)",
-    "prefgrpo judge route ": "needs running judges, and does not end (test_judge_router.py)",
     "prefgrpo reward serve ": "needs the reward's weights, and does not end (test_reward_serve.py)",
     "curl ": "needs the server of the line above",
     "torchrun ": "abbreviated (test_score.py runs it on two ranks)",

@@ -117,7 +117,8 @@ def serving(*models, port, **options):
     """`judge serve MODELS` as a process that is ready, and the pids of the servers that it started."""
     options = {"template": "caption_match", "cpu": True, "vision_tokens": 4, "max_model_len": 2048, **options}
     code = (
-        f"import sys; from prefgrpo.judge.serve import serve; sys.exit(serve({models!r}, port={port}, **{options!r}))"
+        "import sys; from prefgrpo.judge.engines import ServeConfig; from prefgrpo.judge.serve import serve; "
+        f"sys.exit(serve({models!r}, options=ServeConfig(port={port}, **{options!r})))"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
@@ -136,7 +137,7 @@ def test_the_command_serves_until_it_is_told_to_stop(model):
         os.killpg(pid, 0)
 
 
-def test_two_models_behind_one_port(model):
+def test_two_models_on_two_ports(model):
     """Needs about 7 GB: two servers at once."""
     caption, media = group(6)
     pairs = both_orders(6, 0)
@@ -144,15 +145,15 @@ def test_two_models_behind_one_port(model):
     local = LocalJudge(LocalJudgeConfig(model, template="caption_match")).judge_group(caption, media, pairs)
     child, servers = serving(f"one={model}", f"two={model}", port=port, dtype="float32")
     try:
-        for name in ("one", "two"):
-            served = judge(model, port, model=name).judge_group(caption, media, pairs)
+        for k, name in enumerate(("one", "two")):
+            served = judge(model, port + k, model=name).judge_group(caption, media, pairs)
             assert all(v.retries == 0 for v in served)
             assert np.abs(np.array([v.first for v in local]) - [v.first for v in served]).max() < 2e-3
         stuck = judge(model, port, model="one", patience_s=2.0, retries=2)
         os.killpg(servers[0], signal.SIGKILL)
         verdicts = stuck.judge_group(caption, media, pairs[:4])
         assert all("no server was reachable" in v.reason for v in verdicts), verdicts
-        going_on = judge(model, port, model="two").judge_group(caption, media, pairs)
+        going_on = judge(model, port + 1, model="two").judge_group(caption, media, pairs)
         assert [v.first for v in going_on] == [v.first for v in served]
     finally:
         child.send_signal(signal.SIGTERM)

@@ -46,10 +46,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "reward list": ("prefgrpo.rewards.listing:show", "every reward: what it takes, what it is, where it runs"),
     "reward serve": ("prefgrpo.rewards.serve:main", "serve one reward over HTTP, from an environment of its own"),
     "report": ("prefgrpo.commands.cli:report", "write report.html of a run, finished or not"),
-    "judge serve": ("prefgrpo.judge.serve:serve", "start one or several judges with the right flags, behind one port"),
-    "judge route": ("prefgrpo.judge.route:route", "put running judge servers behind one port"),
-    "judge check": ("prefgrpo.judge.check:check", "is the judge there, does it serve the model, does it answer"),
-    "judge plan": ("prefgrpo.judge.plan:plan", "pair plans: calls against rank correlation, the best one for a budget"),
+    "judge serve": ("prefgrpo.judge.serve:serve", "start judges with vLLM or SGLang, one port per model"),
+    "judge check": ("prefgrpo.judge.check:check", "test a judge: reachable, right model, known answers right"),
+    "judge plan": ("prefgrpo.judge.simulate:plan", "compare pair plans: calls against rank correlation"),
     "tiny": ("prefgrpo.tiny.pipelines:make", "write a tiny random pipeline of a family: prefgrpo tiny flux DIR"),
     "doctor": ("prefgrpo.commands.doctor:doctor", "what is installed, which backends really run, which GPU"),
 }
@@ -294,9 +293,10 @@ def _mendable() -> tuple[type[Exception], ...]:
     return ConfigError, CheckpointError, DataError, JudgeError, ModelError, RewardError, RewardSpecError
 
 
-def _usage() -> str:
+def _usage(group: str = "") -> str:
+    """All commands, or those whose names start with `group`."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items() if name.startswith(group)]
     return "\n".join(["usage: prefgrpo COMMAND [--help] …", "", *lines, "", "  --version"])
 
 
@@ -320,9 +320,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # those of transformers too
     found = _find(argv)
     if found is None:
-        asked = not argv or argv[0] in ("-h", "--help")
+        words = " ".join(argv).replace("--help", "-h")
+        group = words.removesuffix("-h") if any(f"{name.split()[0]} -h" == words for name in COMMANDS) else ""
+        asked = not argv or bool(group) or words.startswith("-h")
         print(
-            _usage() if asked else f"error: unknown command '{' '.join(argv[:2])}'\n{_usage()}",
+            _usage(group) if asked else f"error: unknown command '{' '.join(argv[:2])}'\n{_usage()}",
             file=sys.stderr if not asked else sys.stdout,
         )
         return 0 if asked else 2

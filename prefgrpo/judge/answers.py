@@ -36,26 +36,19 @@ _STATED = re.compile(
     rf"{_LEAD}{_WHO}\s*([12]){_IS}better(?:\s+than\s+(?:the\s+)?{_WHO}\s*(?!\1)[12]\b)?(?:\s+overall)?{_WHY}",
     re.I | re.A,
 )
-_VALUES = {"1": 1.0, "2": 0.0}
-_RESOLUTION = 2.0**-23
-"""Probability that the listed ones can miss in their sum: servers compute them in fp32."""
-_SENTENCE = re.compile(r"[^.!?;]+[.!?;]?")
-_TURN = re.compile(
+_IN_TERMS = re.compile(
+    rf"{_GROUNDS}\s*,?\s+(?:the\s+)?{_WHO}\s*([12]){_IS}better(?:\s+than\s+(?:the\s+)?{_WHO}\s*(?!\1)[12]\b)?"
+    r"(?:\s+overall)?,?\s+in terms of\s+(?P<of>[^\d\"'“”‘:?]+)",
+    re.I | re.A,
+)
+_HEDGED = re.compile(
     r"\b(?:wait|actually|instead|rather|but|however|though|although|yet|correction|mistake|mistaken|mixed|wrong|false"
-    r"|second thought|sorry|unless|if|not)\b|n['’]t\b",
+    r"|second thought|sorry|unless|if|not|only|alone|solely|merely|just|least|no|none|nothing|neither|nor|never|hardly"
+    r"|would|could|might|or|while|whereas|image|video|better|worse|than|one|some|few)\b|n['’]t\b",
     re.I | re.A,
 )
-_CONCLUDED = re.compile(
-    rf"{_LEAD}{_WHO}\s*([12]){_IS}better(?:\s+than\s+(?:the\s+)?{_WHO}\s*(?!\1)[12]\b)?(?:\s+overall)?"
-    r",?\s+in terms of\s+(?P<of>[^\d\"'“”‘:?]+)",
-    re.I | re.A,
-)
-_IN_PART = re.compile(
-    r"\b(?:only|alone|solely|merely|just|least|no|none|nothing|neither|nor|never|hardly|would|could|might|or|while"
-    r"|whereas|image|video|better|worse|than|one|some|few)\b",
-    re.I | re.A,
-)
-_PRAISED = re.compile(rf"{_WHO}\s*([12]){_IS}better\b", re.I | re.A)
+_PREFERRED = re.compile(rf"{_WHO}\s*([12]){_IS}better\b", re.I | re.A)
+_SENTENCE = re.compile(r"[^.!?;]+[.!?;]?")
 _TIE = re.compile(
     r"(?:(?:it\s+is\s+|it's\s+)?a\s+)?(?:tie|draw|equal|neither|both|both\s+(?:are\s+)?equal(?:ly\s+good)?)"
     r"|(?:both\s+)?(?:images?|videos?)\s*(?:1\s+and\s+(?:image\s+|video\s+)?2\s+)?(?:are\s+)?(?:equal|tied|equally\s+good)",
@@ -65,6 +58,7 @@ _THOUGHTS = re.compile(r".*</think(?:ing)?>", re.I | re.S | re.A)
 _THINKS = re.compile(r"<think(?:ing)?>", re.I | re.A)
 _TAG = re.compile(r"</?answer>", re.I | re.A)
 _MARKUP = re.compile(r"(?<!\d)[*`_]+|[*`_]+(?!\d)", re.A)
+_BULLET = re.compile(r"^(?:[#>•\s\"'“”]|-(?!\d))+")
 _EDGE = " \"'“”"
 _COMMA = re.compile(r",(?=\s*[}\]])")
 _GIVEN = (
@@ -89,30 +83,23 @@ def read(template: Template, text: str, cut: bool = False) -> tuple[float | None
     cut: the judge was stopped before it had ended its answer; only what is closed counts then.
     """
     try:
-        said = after_thoughts(text)
-        return _read(template, _closed(template, said) if cut else said)
+        text = after_thoughts(text)
+        if cut:
+            text = _closed(template, text)
+        match template.answer:
+            case "flex":
+                return flex(text)
+            case "scores":
+                return None, scores(text, template.scores, template.pattern)
+            case "json":
+                return None, json_scores(text, template.scores)
+            case "text":
+                return None, {}
+            case kind:
+                return {"plain": plain, "think": think, "edit": edit}[kind](text), {}
     except Unreadable as error:
         hint = f"; it was cut off (max_tokens is {template.max_tokens}: give the template more)" if cut else ""
         raise Unreadable(f"{error}{hint}") from error
-
-
-def _read(template: Template, text: str) -> tuple[float | None, dict[str, float]]:
-    match template.answer:
-        case "plain":
-            return plain(text), {}
-        case "think":
-            return think(text), {}
-        case "edit":
-            return edit(text), {}
-        case "flex":
-            return flex(text)
-        case "scores":
-            return None, scores(text, template.scores, template.pattern)
-        case "json":
-            return None, json_scores(text, template.scores)
-        case "text":
-            return None, {}
-    raise Unreadable(f"a '{template.answer}' answer is no text")
 
 
 def after_thoughts(text: str) -> str:
@@ -134,42 +121,32 @@ def _closed(template: Template, text: str) -> str:
 
 
 def _bare(line: str) -> str:
-    """A line without markup, quotes and double spaces around and in it."""
-    return " ".join(_MARKUP.sub("", line).split()).lstrip("#>-•" + _EDGE).rstrip(_EDGE)
+    """A line without markup, quotes, bullets and double spaces; a minus before a digit stays."""
+    return _BULLET.sub("", " ".join(_MARKUP.sub("", line).split())).rstrip(_EDGE)
 
 
 def plain(text: str) -> float:
     """'Image 1', 'Video 2 is better', '1', 'tie' … -> 1.0, 0.0 or 0.5.
 
-    A longer answer must end, or begin, with a sentence that says which is better and nothing else. One that
-    contradicts it anywhere, or a turn after the beginning, makes it no verdict. "Better in terms of …" is a part of the
-    judgement, unless the answer ends with it, "based on the above", and never calls the other one better.
+    A longer answer must end with a sentence that says which is better and nothing else, and contradict it nowhere.
+    "Better in terms of …" is a part of the judgement, unless the answer ends with it, begins that sentence with "based
+    on the above", and never calls the other one better.
     """
     whole = _bare(text).rstrip(".! ").strip(_EDGE)
     if match := _ONLY.fullmatch(whole):
-        return _VALUES[match[1]]
+        return 2.0 - int(match[1])
     if _TIE.fullmatch(whole):
         return 0.5
     parts = [part.strip(_EDGE).rstrip(".!; ") for line in text.splitlines() for part in _SENTENCE.findall(_bare(line))]
     sentences = [part for part in parts if part]
-    found = [match[1] if (match := _STATED.fullmatch(s)) else "" for s in sentences]
-    ends = [*found[:-1], found[-1] or _concluded(sentences)] if found else []
-    said, turns = set(ends) - {""}, (s for s in sentences[1:] if _TURN.search(s) or _ONLY.fullmatch(s))
-    if len(said) == 1 and (ends[-1] or (found[0] and not any(turns))):
-        return _VALUES[said.pop()]
-    raise Unreadable(f"expected 'Image 1', 'Image 2' or 'tie', got {text[-80:]!r}")
-
-
-def _concluded(sentences: list[str]) -> str:
-    """'1' or '2' if the last sentence is "based on the above, image k is better in terms of …", else ''.
-
-    The reasons must take nothing back, and nothing may be said to be better about the other one.
-    """
-    match = _CONCLUDED.fullmatch(sentences[-1])
-    if not match or not re.search(_GROUNDS, match[0][: match.start("of")], re.I | re.A) or _IN_PART.search(match["of"]):
-        return ""
-    alone = set(_PRAISED.findall(" ".join(sentences))) == {match[1]}
-    return match[1] if alone and not _TURN.search(match["of"]) else ""
+    stated = [match[1] for s in sentences if (match := _STATED.fullmatch(s))]
+    if sentences and (match := _IN_TERMS.fullmatch(sentences[-1])) and not _HEDGED.search(match["of"]):
+        stated += _PREFERRED.findall(" ".join(sentences))
+    elif not sentences or not _STATED.fullmatch(sentences[-1]):
+        stated = []
+    if len(set(stated)) != 1:
+        raise Unreadable(f"expected 'Image 1', 'Image 2' or 'tie', got {text[-80:]!r}")
+    return 2.0 - int(stated[0])
 
 
 def think(text: str) -> float:
@@ -300,9 +277,8 @@ def label_logprobs(
     """Log-probabilities of the two labels at the first answered token of an OpenAI chat `choice`.
 
     All listed tokens that are a label but for white space count for it, summed; variants: also those in other case
-    (None: the labels alone). A label that the server does not list gets an upper bound of its own,
-    min(least listed, log(1 − Σ listed)). Raises
-    Unreadable if neither label is listed.
+    (None: the labels alone). A label that the server does not list gets the upper bound min(least listed,
+    log(1 − Σ listed)). Raises Unreadable if neither label is listed.
     """
     logprobs = choice.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
@@ -312,19 +288,19 @@ def label_logprobs(
         listed = {str(t["token"]): float(t["logprob"]) for t in content[0]["top_logprobs"]}
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise Unreadable(f"the server's logprobs have no readable top_logprobs ({error!r})") from error
-    found = [_label_logprob(label, listed, variants) for label in labels]
-    if found[0] is None and found[1] is None:
+    first, second = (
+        [v for token, v in listed.items() if spelled(token, variants) == spelled(label, variants)] for label in labels
+    )
+    if not first and not second:
         raise Unreadable(f"neither label {labels} is among the judge's {len(listed)} likeliest tokens")
-    first, second = (_unlisted(listed) if value is None else value for value in found)
-    return first, second
+    return _log_sum(first or [_unlisted(listed)]), _log_sum(second or [_unlisted(listed)])
 
 
-def _label_logprob(label: str, listed: Mapping[str, float], variants: bool | None) -> float | None:
-    """log Σ exp over the listed spellings of a label, None if there is none."""
-    values = [v for token, v in listed.items() if spelled(token, variants) == spelled(label, variants)]
-    most = max(values, default=-math.inf)
+def _log_sum(values: list[float]) -> float:
+    """log Σ exp."""
+    most = max(values)
     if len(values) < 2 or not math.isfinite(most):
-        return most if values else None
+        return most
     return most + math.log(sum(math.exp(v - most) for v in values))
 
 
@@ -332,4 +308,5 @@ def _unlisted(listed: Mapping[str, float]) -> float:
     """Largest log-probability that a token outside the server's list can have."""
     rest = 1.0 - math.fsum(math.exp(min(v, 0.0)) for v in listed.values())
     least = min(listed.values())
-    return math.nan if math.isnan(rest) else min(least, math.log(max(rest, _RESOLUTION)))
+    # servers compute probabilities in fp32
+    return math.nan if math.isnan(rest) else min(least, math.log(max(rest, 2.0**-23)))
