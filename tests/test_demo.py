@@ -1,7 +1,7 @@
-"""The demo in small: its own recipe, assets and command, few steps.
+"""The demo in small: its own recipe, assets and command, few steps, in an empty folder.
 
-Why these cases: `make demo` is what a stranger sees first, so the real command runs in a real process; the last line
-must hold the numbers that the README talks about, and the judge must be the only thing that is trained on.
+Why these cases: `prefgrpo demo` is what a stranger sees first, so the real command runs in a real process; the last
+line must hold the numbers that the README talks about, and the judge must be the only thing that is trained on.
 """
 
 import json
@@ -11,7 +11,8 @@ import subprocess
 import sys
 
 import pytest
-import yaml
+
+from prefgrpo.config.schema import load
 
 STEPS = [
     "--train.steps", "3", "--eval.every", "2", "--eval.max-prompts", "3", "--rollout.prompts-per-step", "2",
@@ -22,11 +23,11 @@ STEPS = [
 @pytest.fixture(scope="module")
 def demo(root, tmp_path_factory):
     """(process, run folder) of the demo's command with few steps."""
-    output = tmp_path_factory.mktemp("runs")
-    command = [sys.executable, "-m", "prefgrpo", "train", "recipes/demo.yaml", "--output", str(output), *STEPS]
+    folder = tmp_path_factory.mktemp("anywhere")
+    command = [sys.executable, "-m", "prefgrpo", "demo", *STEPS]
     env = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=root, env=env)
-    return done, output / "demo"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=folder, env=env)
+    return done, folder / "runs" / "demo"
 
 
 def test_it_ends_well_and_its_last_line_says_what_became_better(demo):
@@ -41,7 +42,8 @@ def test_it_ends_well_and_its_last_line_says_what_became_better(demo):
         rf"scenes\.all {rate} → {rate}",
     ):
         assert re.search(part, last), f"{part} is not in: {last}"
-    assert f"report: {folder / 'report.html'}" in done.stdout
+    assert "report: runs/demo/report.html" in done.stdout
+    assert [p.name for p in folder.parent.parent.iterdir()] == ["runs"], "nothing else is written"
 
 
 def test_what_it_leaves(demo):
@@ -64,11 +66,9 @@ def test_what_it_leaves(demo):
 
 def test_the_scorer_of_the_scenes_is_never_the_reward(demo, root):
     _, folder = demo
-    for file in (folder / "config.yaml", *sorted((root / "recipes").glob("demo*.yaml"))):
-        config = yaml.safe_load(file.read_text())
-        assert (
-            "scenes" not in config.get("reward", {}).get("spec", "vlm_pairwise") and config["eval"]["spec"] == "scenes"
-        )
+    for file in (folder / "config.yaml", *sorted((root / "scripts" / "demo").glob("*.yaml"))):
+        config = load(file)
+        assert "scenes" not in config.reward.spec and config.eval.spec == "scenes"
     rows = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
     assert not any("scenes" in key for r in rows if r["kind"] == "train" for key in r)
 

@@ -17,12 +17,13 @@ import yaml
 from judge_server import JudgeServer, images, reply, text_of
 from PIL import Image
 from safetensors.torch import load_file
+from tiny_rewards import MAKERS
 from tiny_run import merged, rows, train
 
+from prefgrpo.config.recipe import read_yaml
 from prefgrpo.data.media import Media
 from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.tiny.rewards import MAKERS
 
 ROOT = __import__("pathlib").Path(__file__).resolve().parent.parent
 ASSETS = ROOT / "prefgrpo" / "tiny" / "assets"
@@ -64,7 +65,7 @@ class FlexServer(JudgeServer):
 
 
 def recipe(place, url, **over):
-    base = yaml.safe_load((ROOT / "recipes" / "demo.yaml").read_text(encoding="utf-8"))
+    base = read_yaml(ROOT / "scripts" / "demo" / "demo.yaml")
     clip = MAKERS["clip"](place / "clip")
     mixed = {
         "model": str(ASSETS / "base"),

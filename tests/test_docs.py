@@ -24,8 +24,8 @@ NOT_RUN = {
     "prefgrpo reward serve ": "needs the reward's weights, and does not end (test_reward_serve.py)",
     "curl ": "needs the server of the line above",
     "torchrun ": "abbreviated (test_score.py runs it on two ranks)",
-    """prefgrpo score --reward-spec '["clip","aesthetic","pickscore"]' --images images --prompts bench.csv$""": (
-        "downloads three checkpoints; docs/rewards.md has the same command with tiny ones, which is run"
+    """prefgrpo score --reward-spec '["clip","aesthetic","pickscore"]'""": (
+        "downloads three checkpoints; docs/rewards.md has the same command with another reward, which is run"
     ),
 }
 """How commands begin that are not run (or, with $, all of them), and why."""
@@ -59,11 +59,11 @@ def _enter():
 def place(tmp_path_factory):
     """A checkout's recipes, assets and docs, a finished run and a table of prompts."""
     folder = tmp_path_factory.mktemp("clean")
-    for name in ("scripts", "recipes", "prefgrpo", "docs"):
+    for name in ("scripts", "prefgrpo", "docs"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "bench.csv").write_text("index,prompt\n0,a red circle on the left\n1,a blue square on the right\n")
     short = "--train.steps 1 --train.updates-per-rollout 1 --rollout.prompts-per-step 2 --eval.max-prompts 2"
-    prefgrpo(folder, ["train", "recipes/demo.yaml", "--name", "NAME", "--judge.log", "true", *short.split()])
+    prefgrpo(folder, ["train", "scripts/demo/demo.yaml", "--name", "NAME", "--judge.log", "true", *short.split()])
     return folder
 
 

@@ -133,10 +133,10 @@ def picture(group: int, member: int) -> Media:
     return Media(np.random.default_rng(100 * group + member).integers(0, 256, (16, 16, 3), dtype=np.uint8))
 
 
-@pytest.mark.parametrize(("recipe", "rate"), [("lora_ur_think_flux", 2800), ("lora_ur_flex_flux2_klein", 4700)])
+@pytest.mark.parametrize(("recipe", "rate"), [("lora_think_flux", 2800), ("lora_flex_flux2_klein", 4700)])
 def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
     """All questions of a step at once, as after a rollout that takes no time, with the recipe's own values."""
-    config = load(f"scripts/{recipe}.yaml")
+    config = load(f"scripts/unifiedreward/{recipe}.yaml")
     name, rollout = config.reward.spec.split(":")[0], config.rollout
     section = judge_section(config.judge, name, {})
     thread, scorers = loop.loop_thread(), []

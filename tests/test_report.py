@@ -16,7 +16,7 @@ from PIL import Image
 from report_html import parse
 from report_run import MEASURES, eval_row, groups, make_run, shown, train_row, write_rows
 
-from prefgrpo.report import write_report, write_strip
+from prefgrpo.report import write_report
 from prefgrpo.report.charts import LEFT, RIGHT, WIDTH
 from prefgrpo.report.run import read_run
 
@@ -375,34 +375,3 @@ def test_large_images_and_long_runs_stay_small(tmp_path):
     image = page.all("figure", "pair")[0].all("img")[0]
     assert "smooth" in image.attributes["class"] and max(decoded(image.attributes["src"]).shape) == 384
     assert "Each point stands for 8 steps" in charts(page)["Gradient norm"].text
-
-
-# ---- the picture for a README --------------------------------------------------------------------------------------
-
-
-def test_strip_holds_the_pixels_in_whole_multiples(run, tmp_path):
-    path = write_strip(run, tmp_path / "strip.png", columns=4)
-    assert path.stat().st_size < 150_000
-    canvas = np.asarray(Image.open(path).convert("RGB")).astype(int)
-    with np.load(run / "eval" / f"test_{STEPS:06d}.npz") as stored:
-        now = stored["now"]
-    first = np.kron(now[0], np.ones((4, 4, 1))).astype(int)
-    starts = np.argwhere((canvas[:-127, :-127] == first[0, 0]).all(-1))
-    assert any((canvas[y : y + 128, x : x + 128] == first).all() for y, x in starts)
-
-
-def test_strip_of_large_images_stays_below_the_limit(tmp_path):
-    folder = small_run(tmp_path / "r", [eval_row(3, 3, "dev")])
-    noise = np.random.default_rng(0).integers(0, 256, (6, 256, 256, 3)).astype(np.uint8)
-    (folder / "eval").mkdir()
-    np.savez(folder / "eval" / "dev_000003.npz", before=noise, now=noise)
-    (folder / "eval" / "dev_prompts.json").write_text(json.dumps(["a word " * 60] * 6))
-    assert write_strip(folder, tmp_path / "s.png").stat().st_size < 150_000
-    with pytest.raises(ValueError, match="ask for fewer"):
-        write_strip(folder, tmp_path / "t.png", limit=5_000)
-    assert not (tmp_path / "t.png").exists()
-
-
-def test_strip_needs_an_evaluation(tmp_path):
-    with pytest.raises(FileNotFoundError, match="let the run evaluate first"):
-        write_strip(small_run(tmp_path / "r", [mean_row(1)]), tmp_path / "s.png")

@@ -32,7 +32,7 @@ def pipe():
 
 @pytest.fixture(scope="module")
 def judge():
-    from prefgrpo.tiny.judge_model import PairJudge
+    from scripts.demo_world.judge_model import PairJudge
 
     return PairJudge(ASSETS / "judge").eval()
 
@@ -128,7 +128,7 @@ def test_base_draws_scenes_but_often_the_wrong_ones(pipe):
 
 @pytest.mark.parametrize("split", list(scenes.SPLITS))
 def test_judge_is_right_on_clean_pairs_in_both_orders(judge, split):
-    from prefgrpo.tiny.judge_data import scene_pairs
+    from scripts.demo_world.judge_data import scene_pairs
 
     torch.manual_seed(0)
     pairs = scene_pairs(400, torch.tensor(scenes.SPLITS[split]), spoilt=0.0)
@@ -146,7 +146,7 @@ def test_judge_equals_the_stock_path(judge):
     """Chat template + image processor + stock forward give the verdict of the batched forward."""
     from PIL import Image
 
-    from prefgrpo.tiny.judge_model import IMAGE_TOKENS, messages, pixel_patches
+    from scripts.demo_world.judge_model import IMAGE_TOKENS, messages, pixel_patches
 
     folder = ASSETS / "judge"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -173,7 +173,7 @@ def test_judge_equals_the_stock_path(judge):
 
 def test_template_file_is_what_the_judge_learnt():
     yaml = pytest.importorskip("yaml")
-    from prefgrpo.tiny.judge_model import PREFILL, USER_PARTS
+    from scripts.demo_world.judge_model import PREFILL, USER_PARTS
 
     template = yaml.safe_load((ROOT.parent / "judge" / "templates" / "caption_match.yaml").read_text())
     before, between, after = USER_PARTS

@@ -1,4 +1,4 @@
-"""The command line: `prefgrpo train | plan | preprocess | generate | report | judge … | tiny … | doctor`.
+"""The command line: `prefgrpo train | plan | preprocess | generate | report | judge … | tiny | demo | doctor`.
 
 A command is a function; its arguments are its options, so `--help` is complete by construction. `train`, `preprocess`
 and `generate` take a recipe, whose values are the defaults that overrides change. Exit codes: 2 for a mistake that
@@ -28,6 +28,7 @@ from prefgrpo.config.schema import MODEL_VALUES, Config, ConfigError, check, dif
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("prefgrpo.commands.cli:train", "train a model from a recipe; any field can be overridden"),
+    "demo": ("prefgrpo.commands.cli:demo", "train the tiny demo in runs/demo of this folder; options as for train"),
     "preprocess": (
         "prefgrpo.commands.cli:preprocess",
         "encode all prompts of a recipe once, into data.cache (also under torchrun)",
@@ -49,10 +50,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "judge check": ("prefgrpo.judge.check:check", "test a judge: reachable, right model, known answers right"),
     "judge plan": ("prefgrpo.judge.simulate:plan", "compare pair plans: calls against rank correlation"),
     "tiny": ("prefgrpo.tiny.pipelines:make", "write a tiny random pipeline of a family: prefgrpo tiny flux DIR"),
-    "tiny reward": ("prefgrpo.tiny.rewards:make", "write tiny checkpoints: prefgrpo tiny reward clip,aesthetic DIR"),
-    "tiny vae": ("prefgrpo.tiny.vae:train", "train the demo world's VAE"),
-    "tiny base": ("prefgrpo.tiny.base:train", "train the demo world's FLUX pipeline"),
-    "tiny judge": ("prefgrpo.tiny.judge:train", "train the demo world's judge"),
     "doctor": ("prefgrpo.commands.doctor:doctor", "what is installed, which backends really run, which GPU"),
 }
 
@@ -62,7 +59,7 @@ class Train:
     """Train a model from a recipe."""
 
     recipe: tyro.conf.Positional[Path]
-    """YAML file of the run, e.g. recipes/demo.yaml."""
+    """YAML file of the run, e.g. scripts/prefgrpo/lora_flux.yaml."""
     resume: bool = False
     """Continue the run in output/name from its newest checkpoint (from the start if it has none yet)."""
     dry_run: bool = False
@@ -75,7 +72,7 @@ class Plan:
     """Parameters and memory per GPU, from the model's config alone."""
 
     recipe: tyro.conf.Positional[Path]
-    """YAML file of the run, e.g. scripts/lora_prefgrpo_flux.yaml."""
+    """YAML file of the run, e.g. scripts/prefgrpo/lora_flux.yaml."""
     memory_gib: float = 80.0
     """Memory of one GPU."""
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
@@ -86,7 +83,7 @@ class Preprocess:
     """Encode all prompts of a recipe once, into data.cache."""
 
     recipe: tyro.conf.Positional[Path]
-    """YAML file of the run, e.g. scripts/lora_prefgrpo_flux.yaml."""
+    """YAML file of the run, e.g. scripts/prefgrpo/lora_flux.yaml."""
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -213,6 +210,13 @@ def train(argv: Sequence[str]) -> int:
 
         return dry_run(args.config)
     return _run(args.config, args.resume)
+
+
+def demo(argv: Sequence[str]) -> int:
+    """`prefgrpo demo [--override …] [--resume]`: the recipe of the demo with the files of the installed package."""
+    from prefgrpo.tiny import demo_options
+
+    return train([*demo_options(), *argv])
 
 
 def plan(argv: Sequence[str]) -> int:

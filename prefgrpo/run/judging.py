@@ -70,7 +70,8 @@ def mistakes(config: Config) -> list[str]:
 def shared(config: Config) -> str:
     """Name of the reward whose judge evaluation asks too: the first pairwise one that trains, else vlm_pairwise."""
     remote = {name for name, own in config.reward.options.items() if "url" in own}
-    names = [n for n in specs(config)[0] if n not in remote and issubclass(load_class(n), VlmPairwise)]
+    trained = [n for n in specs(config)[0] if n not in remote]
+    names = [n for n in trained if issubclass(load_class(n), VlmPairwise) and load_class(n).judged]
     return names[0] if names else PAIRWISE
 
 
@@ -237,7 +238,8 @@ def _built(
     check_inputs(config, field, {name: load_class(name) for name in weights}, prompts)
     options = reward_options(config, weights, given, judge, world, cache_folder(config))
     for name in weights:
-        if issubclass(load_class(name), VlmPairwise) and isinstance(own := options[name]["judge"], Mapping):
+        own = options.get(name, {}).get("judge")
+        if issubclass(load_class(name), VlmPairwise) and isinstance(own, Mapping):
             world.on_main(partial(_known, own, makes_clips(config)), JudgeError)
     rewards = build(weights, options)
     check_inputs(config, field, rewards, prompts)
