@@ -142,7 +142,8 @@ class Sender:
         """
         turn, job = next(self._turns), _Job(path, write, read, frozenset(media), self.config.timeout_s or timeout_s)
         ended, slow, longest = Counter[Outcome](), None, min(_LONGEST_PAUSE_S, job.timeout_s)
-        for retries in itertools.count():
+        retries = 0
+        while True:
             try:
                 return replace(await self._attempt(turn, job, slow), retries=retries)
             except SendError as error:  # no server is reachable
@@ -159,8 +160,8 @@ class Sender:
                     raise SendError(f"{given_up}{failure}", retries) from failure
                 backoff = min(_BACKOFF_S * 2**retries, longest) * random.uniform(0.5, 1.0)
                 pause_s = max(backoff, min(failure.pause_s, longest))
+            retries += 1
             await asyncio.sleep(pause_s)
-        raise AssertionError
 
     async def named(self) -> str:
         """The model that every request asks: the configured one, else the first that is listed; '' if none is."""
@@ -240,15 +241,17 @@ class Sender:
 
     async def _ask(self, endpoint: Endpoint, job: _Job) -> Any:
         """What the server says; Failure if it does not answer 200 with something that can be read."""
+        asked, limit_s = "/v1/models", min(job.timeout_s, _CONNECT_S)
         try:
             if self.openai:
-                await endpoint.describe(self.thread.session(), min(job.timeout_s, _CONNECT_S))
+                await endpoint.describe(self.thread.session(), limit_s)
                 self._check_model(endpoint)
+            asked, limit_s = "", job.timeout_s
             reply, payload = await self._deliver(endpoint, job)
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             outcome = next(outcome for kind, outcome in ERRORS if isinstance(error, kind))
             if outcome is SLOW:
-                raise Failure(f"{endpoint.url} did not answer within {job.timeout_s:g} s", SLOW) from error
+                raise Failure(f"{endpoint.url}{asked} did not answer within {limit_s:g} s", SLOW) from error
             raise Failure(f"{endpoint.url}: {describe_error(error)}", outcome) from error
         if reply.status != 200:
             outcome = STATUSES.get(reply.status, UNSUITABLE)
