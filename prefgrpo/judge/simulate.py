@@ -138,9 +138,7 @@ def resembling(groups: Groups) -> JudgeModel:
     logit = np.log(p / (1.0 - p))
     odd = (logit - logit.transpose(0, 2, 1)) / 2
     quality = np.nansum(odd, 2) / groups.size
-    bias = position_bias(
-        [[(int(i), int(j), float(v[i, j])) for i, j in np.argwhere(~np.isnan(v))] for v in groups.verdicts]
-    )
+    bias = position_bias(play(FULL, groups, 0)[0])
     fitted = quality[:, :, None] - quality[:, None, :] + bias
     exists = ~np.isnan(p)
     ties, failed = np.mean(p[exists] == 0.5), 1.0 - exists.mean() - 1.0 / groups.size
