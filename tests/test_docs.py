@@ -2,8 +2,8 @@
 
 Why these cases: a command that nobody runs rots. The table is read from the Markdown itself, so a new command is run
 or named in NOT_RUN with what it needs; an entry there that no command has any more fails too. What one command makes
-for another (tiny/wan22, images, …) is made in the order of the files, as a reader would; the run and the table of
-prompts that they call runs/NAME and bench.csv are made beforehand.
+for another (tiny/wan22, images, …) is made in the order of the files, as a reader would (so they are one test); the run
+and the table of prompts that they call runs/NAME and bench.csv are made beforehand.
 """
 
 import os
@@ -81,9 +81,11 @@ def test_every_exception_is_still_there_and_every_other_command_is_ours():
     assert {file for file, _, _ in RUN} >= {"README.md", "docs/training.md", "docs/judging.md", "docs/rewards.md"}
 
 
-@pytest.mark.parametrize(("file", "text", "words"), RUN, ids=[f"{file}: {text[:60]}" for file, text, _ in RUN])
-def test_a_command_of_the_docs_runs(place, file, text, words):
-    assert prefgrpo(place, words[1:]).strip(), "it says what it did"
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_the_commands_of_the_docs_run(place):
+    for file, text, words in RUN:
+        assert prefgrpo(place, words[1:]).strip(), f"{file}: {text} says nothing"
 
 
 @pytest.mark.parametrize("file", SNIPPETS)

@@ -16,8 +16,9 @@ from aiohttp import web
 from judge_server import MODEL, JudgeServer, text_of
 from tiny_run import merged, ranks, recipe, rows, train, world
 
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge import check as command
-from prefgrpo.judge.client import HttpJudgeConfig, check
+from prefgrpo.judge.client import check
 from prefgrpo.judge.information import Alarm, evidence, without_information
 from prefgrpo.judge.plans import get_plan
 from prefgrpo.judge.template import PAIR_ANSWERS, load_template, shipped
@@ -189,7 +190,7 @@ def test_a_bad_server_of_two_is_named_and_a_template_of_ones_own_is_warned_about
     good, bad = (Server("compare", decide) for decide in (lambda wins, rng: wins, FAULTS["always answers a tie"]))
     with good, bad:
         with pytest.raises(JudgeError, match=f"{bad.url}: '{MODEL}' always answers a tie"):
-            check(HttpJudgeConfig((good.url, bad.url)), known=True)
+            check(JudgeConfig((good.url, bad.url)), known=True)
         file = tmp_path / "own.yaml"
         file.write_text(
             "user: '{prompt} {media_1} {media_2} which has more cats?'\nprefill: 'Image '\nlabels: ['1', '2']\n"
@@ -197,7 +198,7 @@ def test_a_bad_server_of_two_is_named_and_a_template_of_ones_own_is_warned_about
         assert command.check((bad.url,), template=str(file), bias_pairs=0) == 1
         assert "WARNING" in capsys.readouterr().out
         bad.answer = lambda bright, text: {"Yes": 0.9, "No": 0.1}
-        assert check(HttpJudgeConfig((bad.url,), template="consistency"), known=True).known == "", "no comparison"
+        assert check(JudgeConfig((bad.url,), template="consistency"), known=True).known == "", "no comparison"
 
 
 # ---- a run ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefgrpo.judge import answers
-from prefgrpo.judge.body import RequestKind
+from prefgrpo.judge.body import chat_body
 from prefgrpo.judge.template import PAIR_ANSWERS, SOURCE, load_template, shipped
 from prefgrpo.judge.verdict import JudgeError, soft_verdict
 
@@ -28,9 +28,8 @@ NASTY = ["{media_1}", 'a "quoted" {prompt} {0} {', "🙂 \\u0041 \n\t\x00", "%s 
 @pytest.mark.parametrize("prompt", NASTY, ids=range(len(NASTY)))
 def test_the_prompt_arrives_untouched_in_valid_json(name, prompt):
     template = load_template(name, (), TEXTS + MEDIA, KINDS)
-    kind = RequestKind("m", template, 0, (16, 17), True)
-    texts = dict.fromkeys(TEXTS[1:], "")
-    body = json.loads(kind.body(prompt, (b'{"medium":1}', b'{"medium":2}'), (b'{"medium":0}',), texts))
+    texts = dict.fromkeys(TEXTS[1:], "") | {"prompt": prompt}
+    body = json.loads(chat_body("m", template, texts, (b'{"medium":1}', b'{"medium":2}'), (b'{"medium":0}',), (16, 17)))
     content = body["messages"][0]["content"]
     shown = [MEDIA.index(m[1:-1]) for m in template.pieces if m[1:-1] in MEDIA]
     assert [p["medium"] for p in content if "medium" in p] == shown == sorted(shown)

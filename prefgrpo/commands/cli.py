@@ -204,19 +204,23 @@ def _read(command: Any, argv: Sequence[str], name: str, config: Config) -> Any:
 
 def train(argv: Sequence[str]) -> int:
     """`prefgrpo train RECIPE [--override …] [--resume | --dry-run]`."""
-    args = _with_recipe(Train, argv, "train")
+    return _train(argv, "train")
+
+
+def demo(argv: Sequence[str]) -> int:
+    """`prefgrpo demo [--override …] [--resume | --dry-run]`: train the demo with the files of the installed package."""
+    from prefgrpo.tiny import demo_options
+
+    return _train([*demo_options(), *argv], "demo")
+
+
+def _train(argv: Sequence[str], name: str) -> int:
+    args = _with_recipe(Train, argv, name)
     if args.dry_run:
         from prefgrpo.commands.dry_run import dry_run
 
         return dry_run(args.config)
     return _run(args.config, args.resume)
-
-
-def demo(argv: Sequence[str]) -> int:
-    """`prefgrpo demo [--override …] [--resume]`: the recipe of the demo with the files of the installed package."""
-    from prefgrpo.tiny import demo_options
-
-    return train([*demo_options(), *argv])
 
 
 def plan(argv: Sequence[str]) -> int:

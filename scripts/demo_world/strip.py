@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from prefgrpo.report.media import SMALL, still
-from prefgrpo.report.run import Shown, read_run
+from prefgrpo.report.run import EvalImages, read_run
 
 SIDES = (128, 96, 64)
 INK, SOFT, GROUND = (28, 30, 33), (92, 99, 112), (255, 255, 255)
@@ -27,7 +27,7 @@ def write_strip(folder: Path, target: Path, columns: int = 6, limit: int = 150_0
     Raises FileNotFoundError if the run has no images of an evaluation after step 0.
     """
     run = read_run(Path(folder))
-    found = [s for s in run.shown.get(run.best_set or "", []) if s.step > 0]
+    found = [s for s in run.images.get(run.best_set or "", []) if s.step > 0]
     if not found:
         raise FileNotFoundError(
             f"{folder}: no images of an evaluation after step 0 in eval/; let the run evaluate first"
@@ -67,10 +67,10 @@ def _wrap(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: 
     return lines if len(lines) <= most else [*lines[: most - 1], lines[most - 1] + " …"]
 
 
-def _draw(shown: Shown, columns: int, side: int) -> Image.Image:
+def _draw(shown: EvalImages, columns: int, side: int) -> Image.Image:
     font = ImageFont.load_default(14)
-    picks = np.unique(np.linspace(0, len(shown.now) - 1, min(columns, len(shown.now))).round().astype(int))
-    rows = [[_fit(still(images[k]), side) for k in picks] for images in (shown.before, shown.now)]
+    picks = np.unique(np.linspace(0, len(shown.after) - 1, min(columns, len(shown.after))).round().astype(int))
+    rows = [[_fit(still(images[k]), side) for k in picks] for images in (shown.before, shown.after)]
     width, height = rows[0][0].size
     labels = ["before", f"after {shown.step} steps"]
     margin = EDGE + int(max(font.getlength(t) for t in labels)) + GAP
