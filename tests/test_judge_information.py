@@ -15,8 +15,9 @@ from aiohttp import web
 from judge_server import MODEL, JudgeServer, text_of
 from tiny_run import merged, ranks, recipe, rows, train, world
 
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge import check as command
-from prefgrpo.judge.client import HttpJudgeConfig, check
+from prefgrpo.judge.client import check
 from prefgrpo.judge.information import Alarm, evidence, without_information
 from prefgrpo.judge.plans import get_plan
 from prefgrpo.judge.template import PAIR_ANSWERS, load_template, shipped
@@ -192,7 +193,7 @@ def test_judge_check_fails_by_name(template, fault):
 def test_one_bad_server_of_two_is_named():
     good, bad = (Server("compare", decide) for decide in (lambda wins, rng: wins, FAULTS["always answers a tie"]))
     with good, bad, pytest.raises(JudgeError, match=f"{bad.url}: '{MODEL}' always answers a tie"):
-        check(HttpJudgeConfig((good.url, bad.url)), known=True)
+        check(JudgeConfig((good.url, bad.url)), known=True)
 
 
 def test_a_template_of_ones_own_is_warned_about(tmp_path, capsys):
@@ -203,13 +204,13 @@ def test_a_template_of_ones_own_is_warned_about(tmp_path, capsys):
     with Server("compare", FAULTS["always answers a tie"]) as server:
         assert command.check((server.url,), template=str(file), bias_pairs=0) == 1
         assert "WARNING" in capsys.readouterr().out
-        assert "always answers a tie" in check(HttpJudgeConfig((server.url,), template=str(file)), known=True).alarm
+        assert "always answers a tie" in check(JudgeConfig((server.url,), template=str(file)), known=True).alarm
 
 
 def test_a_question_that_is_no_comparison_is_not_asked():
     with Server("compare", FAULTS["always answers a tie"]) as server:
         server.answer = lambda bright, text: {"Yes": 0.9, "No": 0.1}
-        assert check(HttpJudgeConfig((server.url,), template="consistency"), known=True).known == ""
+        assert check(JudgeConfig((server.url,), template="consistency"), known=True).known == ""
 
 
 # ---- a run ----------------------------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ import yaml
 from judge_server import JudgeServer, free_port
 
 from prefgrpo.commands.doctor import _engines
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge import keeper
-from prefgrpo.judge.client import HttpJudgeConfig, check
+from prefgrpo.judge.client import check
 from prefgrpo.judge.engines import PRESETS, ServeConfig, command, environment, find_engine, for_models
 from prefgrpo.judge.serve import Server, serve
 from prefgrpo.judge.template import load_template
@@ -179,7 +180,7 @@ def test_several_models_get_a_port_each_and_one_that_dies_leaves_the_others(vllm
     ]
     os.kill(pids(vllm)[0], signal.SIGKILL)
     assert "'unifiedreward-2b' ended with code 137; the other models go on" in child.stdout.readline()
-    assert "ok, serves mine" in check(HttpJudgeConfig((urls[1],), "mine")).summary()
+    assert "ok, serves mine" in check(JudgeConfig((urls[1],), "mine")).summary()
     child.terminate()
     assert child.wait(60) == 0 and all(gone(pid) for pid in pids(vllm))
 

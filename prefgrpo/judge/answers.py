@@ -65,11 +65,10 @@ _GIVEN = (
     r"i (?:will |now )?(?:give|assign)(?: (?:it|(?:this|the) (?:image|picture|video)))? (?:an? |the )?"
     r"|here (?:you go|it is|they are|(?:is|are) (?:the|my) (?:scores?|ratings?|answer|evaluation))\s*:\s*"
 )
-_NUMBER = r"(?P<value>[-+]?(?:0|[1-9]\d*)(?:\.\d+)?)(?!\w|[.,]\d)"
-_REST = re.compile(
-    r"\s*(?:points?|stars?)?(?:\s+overall)?\s*[.!]?\s*"
-    r"(?:(?:[-–—(:;,]|(?<=\.)\s)\s*(?!\W*(?:or|to|and|maybe|perhaps|possibly|out|of|if|but|not|would)\b)[^\d?½¼¾]*)?",
-    re.I,
+_NUMBER = r"[-+]?(?:0|[1-9]\d*)(?:\.\d+)?"
+_REST = (  # what may follow a score: an aside without numbers, "or", "but" …
+    r"(?u:\s*(?:points?|stars?)?(?:\s+overall)?\s*[.!]?\s*(?:(?:[-–—(:;,]|(?<=\.)\s)\s*"
+    r"(?!\W*(?:or|to|and|maybe|perhaps|possibly|out|of|if|but|not|would)\b)[^\d?½¼¾]*)?)"
 )
 
 
@@ -188,49 +187,38 @@ def _winner(value: Any) -> float:
 
 def scores(text: str, names: tuple[tuple[str, float, float], ...], pattern: str) -> dict[str, float]:
     """Named numbers from lines that are like `pattern`; out of range, or stated twice and differently, is missing."""
-    item, lead = _item(tuple(name for name, *_ in names), pattern)
-    tail = re.compile(rf"\s*(?:/|out of)\s*{max(high for *_, high in names):g}(?!\w|\.\d)", re.I | re.A)
-    stated: set[tuple[str, float]] = set()
+    item, whole_line = _score_patterns(names, pattern)
     seen: set[tuple[str, float]] = set()
+    stated: set[tuple[str, float]] = set()
     for line in map(_bare, text.splitlines()):
-        seen |= {_score(match) for match in item.finditer(line)}
-        found, start = [], match.end() if (match := lead.match(line)) else 0
-        end = start
-        while match := item.match(line, start):
-            found.append(_score(match))
-            end = of.end() if (of := tail.match(line, match.end())) else match.end()
-            start = next((k for k in range(end, len(line)) if line[k] not in " ,;|."), end)
-        stated |= set(found) if _REST.fullmatch(line, end) else set()
+        found = {((m.groupdict().get("name") or "").casefold(), float(m["value"])) for m in item.finditer(line)}
+        seen |= found
+        stated |= found if whole_line.fullmatch(line) else set()
     values: dict[str, float] = {}
     for name, low, high in names:
-        said = {value for told, value in seen if told in ("", name.casefold())}
-        if (
-            len(said) == 1
-            and low <= min(said) <= high
-            and said == {v for told, v in stated if told in ("", name.casefold())}
-        ):
+        said, sure = ({v for key, v in pairs if key in ("", name.casefold())} for pairs in (seen, stated))
+        if len(said) == 1 and said == sure and low <= min(said) <= high:
             values[name] = said.pop()
     if not values:
         raise Unreadable(f"expected a line {pattern!r} with a number in its range, got {text[-80:]!r}")
     return values
 
 
-def _score(match: re.Match[str]) -> tuple[str, float]:
-    """(name, '' if the pattern has none; value)."""
-    return match.groupdict().get("name", "").casefold(), float(match["value"])
-
-
 @lru_cache(maxsize=256)
-def _item(names: tuple[str, ...], pattern: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """`pattern` with one of the names and a number in it; and what may stand before it in its line."""
-    parts = {"{name}": f"(?P<name>{'|'.join(map(re.escape, names))})", "{value}": _NUMBER}
-    pieces = [
-        parts.get(p) or r"\s*".join(map(re.escape, p.split()))
-        for p in re.split(r"(\{name\}|\{value\})", pattern)
-        if p.strip()
-    ]
-    line = r"(?<!\w)" + r"\s*".join(pieces)
-    return re.compile(line, re.I | re.A), re.compile(rf"(?:\d+[.)]\s+)?{_LEAD}(?:{_GIVEN})?", re.I | re.A)
+def _score_patterns(
+    names: tuple[tuple[str, float, float], ...], pattern: str
+) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """`pattern` with one of the names and a number in it; and a line that states such scores and nothing else."""
+    parts = {
+        "{name}": f"(?P<name>{'|'.join(re.escape(name) for name, *_ in names)})",
+        "{value}": rf"(?P<value>{_NUMBER})(?!\w|[.,]\d)",
+    }
+    pieces = [piece for piece in re.split(r"(\{name\}|\{value\})", pattern) if piece.strip()]
+    item = r"(?<!\w)" + r"\s*".join(parts.get(p) or r"\s*".join(map(re.escape, p.split())) for p in pieces)
+    score = item.replace("?P<name>", "?:").replace("?P<value>", "?:")
+    score += rf"(?:\s*(?:/|out of)\s*{max(high for *_, high in names):g}(?!\w|\.\d))?"
+    line = rf"(?:\d+[.)]\s+)?{_LEAD}(?:{_GIVEN})?{score}(?:[ ,;|.]*{score})*{_REST}"
+    return re.compile(item, re.I | re.A), re.compile(line, re.I | re.A)
 
 
 def json_scores(text: str, names: tuple[tuple[str, float, float], ...]) -> dict[str, float]:

@@ -66,10 +66,11 @@ class Server:
             if time.monotonic() > deadline:
                 raise JudgeError(f"{engine} was not ready after {self.config.startup_s:g} s:\n{self.tail()}")
             time.sleep(0.25)
-        from prefgrpo.judge.client import HttpJudgeConfig, check  # imports aiohttp
+        from prefgrpo.config.schema import JudgeConfig
+        from prefgrpo.judge.client import check  # imports aiohttp
 
         template = self.config.template or self.config.preset.template
-        probe = HttpJudgeConfig((self.config.url,), self.config.served_name, template, min_label_mass=0.0)
+        probe = JudgeConfig((self.config.url,), self.config.served_name, template, min_label_mass=0.0)
         return check(probe, timeout_s=120.0).summary()
 
     def tail(self, lines: int = 40) -> str:
