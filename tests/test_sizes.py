@@ -92,7 +92,7 @@ def test_the_columns_are_read_only_where_asked(place):
     sized = of_prompt(prompt, config.rollout, True)
     assert (sized.height, sized.width) == (64, 32)
     assert of_prompt(Prompt(0, "x"), config.rollout, True) == config.rollout
-    with pytest.raises(ValueError, match=r"'x': expected whole numbers for both height and width"):
+    with pytest.raises(ValueError, match=r"'x': expected whole numbers above 0 for both height and width"):
         of_prompt(Prompt(0, "x", {"height": 64}), config.rollout, True)
     (place / "odd.jsonl").write_text(json.dumps({"prompt": "x", "height": 18, "width": 16}))
     code, output = train(written(place, "odd", data={"prompts": str(place / "odd.jsonl"), "own_sizes": True}))

@@ -50,8 +50,8 @@ class Prompt:
         values = [str(self.meta.get(key) or "") for key in ("height", "width")]
         if not any(values):
             return None
-        if not all(value.isdecimal() for value in values):
-            raise DataError(f"{self}: expected whole numbers for both height and width, got {values}")
+        if not all(value.isdecimal() and int(value) for value in values):
+            raise DataError(f"{self}: expected whole numbers above 0 for both height and width, got {values}")
         return int(values[0]), int(values[1])
 
     def images(self) -> tuple[Image.Image, ...]:
