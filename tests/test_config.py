@@ -171,7 +171,7 @@ def test_files(tmp_path, root):
     assert parse(file) == (Config(), [])
     file.write_text("model: m\ndata: {prompts: p}\ntensorboard: off\ntrain: {lr: 1e-4}\n")
     assert not load(file).tensorboard and load(file).train.lr == 1e-4, "YAML 1.1 alone reads 1e-4 as text"
-    for recipe in (root / "recipes").glob("*.yaml"):
+    for recipe in (root / "scripts" / "demo").glob("*.yaml"):
         load(recipe)
 
 

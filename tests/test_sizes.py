@@ -171,7 +171,7 @@ def test_what_an_evaluation_cannot_be(place):
         ({"frames": 5}, "eval.frames: flux makes images"),
         ({"guidance_2": 3.0}, "eval.guidance_2: flux has one denoiser"),
         ({"height": 18}, "eval.height/width/frames: height and width must be multiples of 4"),
-        ({"steps": 0}, "eval.steps: expected a number above 0 or none, got 0"),
+        ({"steps": 0}, "eval.steps: expected a value above 0, got 0"),
     ):
         code, output = train(written(place, "wrong", eval=over))
         assert code == 2 and told in output, output

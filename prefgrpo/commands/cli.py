@@ -1,4 +1,4 @@
-"""The command line: `prefgrpo train | plan | preprocess | generate | report | judge … | tiny … | doctor`.
+"""The command line: `prefgrpo train | plan | preprocess | generate | report | judge … | tiny | demo | doctor`.
 
 A command is a function; its arguments are its options, so `--help` is complete by construction. One with an argument
 `config` takes a recipe and `--section.field value` overrides, which are checked together. Exit codes: 2 for a mistake
@@ -32,6 +32,7 @@ from prefgrpo.config.schema import MODEL_VALUES, Config, check, differences, lea
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("prefgrpo.commands.cli:train", "train a model from a recipe; any field can be overridden"),
+    "demo": ("prefgrpo.commands.cli:demo", "train the tiny demo in runs/demo of this folder; options as for train"),
     "preprocess": ("prefgrpo.commands.cli:preprocess", "encode all prompts of a recipe once, into data.cache"),
     "launch": ("prefgrpo.commands.launch:launch", "torchrun with the run's exit code: --nproc_per_node 8 train RECIPE"),
     "plan": ("prefgrpo.commands.cli:plan", "parameters and memory per GPU, from the model's config alone"),
@@ -40,18 +41,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "reward list": ("prefgrpo.rewards.listing:show", "every reward: what it takes, what it is, where it runs"),
     "reward serve": ("prefgrpo.rewards.serve:main", "serve one reward over HTTP, from an environment of its own"),
     "report": ("prefgrpo.commands.cli:report", "write report.html of a run, finished or not"),
-    "judge serve": ("prefgrpo.judge.serve:serve", "start one or several judges with the right flags, behind one port"),
-    "judge route": ("prefgrpo.judge.route:route", "put running judge servers behind one port"),
-    "judge check": ("prefgrpo.judge.check:check", "is the judge there, does it serve the model, does it answer"),
-    "judge plan": ("prefgrpo.judge.plan:plan", "pair plans: calls against rank correlation, the best one for a budget"),
+    "judge serve": ("prefgrpo.judge.serve:serve", "start judges with vLLM or SGLang, one port per model"),
+    "judge check": ("prefgrpo.judge.check:check", "test a judge: reachable, right model, known answers right"),
+    "judge plan": ("prefgrpo.judge.simulate:plan", "compare pair plans: calls against rank correlation"),
     "tiny": ("prefgrpo.tiny.pipelines:make", "write a tiny random pipeline of a family: prefgrpo tiny flux DIR"),
-    "tiny reward": ("prefgrpo.tiny.rewards:make", "write tiny checkpoints: prefgrpo tiny reward clip,aesthetic DIR"),
-    "tiny vae": ("prefgrpo.tiny.vae:train", "train the demo world's VAE"),
-    "tiny base": ("prefgrpo.tiny.base:train", "train the demo world's FLUX pipeline"),
-    "tiny judge": ("prefgrpo.tiny.judge:train", "train the demo world's judge"),
     "doctor": ("prefgrpo.commands.doctor:doctor", "what is installed, which backends really run, which GPU"),
 }
-
 
 FIELDS = {
     "train": "model name output seed data.prompts rollout.height rollout.width rollout.steps rollout.guidance "
@@ -103,6 +98,14 @@ def train(config: Config, resume: bool = False, dry_run: bool = False) -> int:
     return 0
 
 
+def demo(argv: Sequence[str]) -> int:
+    """`prefgrpo demo [--override …] [--resume | --dry-run]`: train the demo with the files of the installed package."""
+    from prefgrpo.tiny import demo_options
+
+    recipe, *paths = demo_options()
+    return _with_recipe(train, "demo", [*paths, *argv], Path(recipe))
+
+
 def plan(config: Config, memory_gib: float = 80.0) -> int:
     """Parameters and memory per GPU, from the model's config alone.
 
@@ -149,13 +152,14 @@ def generate(
     return run(config, lora, prompts, out, samples, naming, fps)
 
 
-def _with_recipe(command: Any, name: str, argv: Sequence[str]) -> int:
-    """Run a command on its recipe, overridden and checked. Raises ConfigError with every mistake."""
+def _with_recipe(command: Any, name: str, argv: Sequence[str], recipe: Path | None = None) -> int:
+    """Run a command on its recipe (the first argument without one), overridden and checked. Raises ConfigError."""
     own = {k: p.replace(kind=Parameter.KEYWORD_ONLY) for k, p in signature(command, eval_str=True).parameters.items()}
     del own["config"]
-    parameters = [Parameter("recipe", Parameter.POSITIONAL_OR_KEYWORD, annotation=RECIPE), *own.values()]
+    path = [] if recipe else [Parameter("recipe", Parameter.POSITIONAL_OR_KEYWORD, annotation=RECIPE)]
+    parameters = [*path, *own.values()]
     if wanted := {"-h", "--help", "--help-all"} & set(argv):
-        section = _section(Config, ["*"] if wanted == {"--help-all"} else FIELDS[name].split())
+        section = _section(Config, ["*"] if wanted == {"--help-all"} else FIELDS[command.__name__].split())
         whole: Any = Annotated[section, tyro.conf.arg(name="")]
         parameters.append(Parameter("config", Parameter.KEYWORD_ONLY, annotation=whole, default=section()))
         argv = ["--help"]
@@ -169,10 +173,12 @@ def _with_recipe(command: Any, name: str, argv: Sequence[str]) -> int:
     arguments.__annotations__ = {p.name: p.annotation for p in parameters}
     with nullcontext() if speaks() else redirect_stderr(StringIO()):
         given = tyro.cli(arguments, args=words, prog=f"prefgrpo {name}")
-    return command(_read(given.pop("recipe"), values, name == "train"), **given)
+    return command(_read(recipe or given.pop("recipe"), values, command.__name__ == "train"), **given)
 
 
-RECIPE = Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="YAML file of the run, e.g. recipes/demo.yaml.")]
+RECIPE = Annotated[
+    tyro.conf.Positional[Path], tyro.conf.arg(help="YAML file of the run, e.g. scripts/prefgrpo/lora_flux.yaml.")
+]
 
 
 def _section(cls: Any, shown: Sequence[str], prefix: str = "") -> Any:

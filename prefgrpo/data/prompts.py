@@ -105,7 +105,7 @@ def read_prompts(path: str | Path, *, unique: bool = True) -> list[Prompt]:
     """
     file = Path(path)
     if not file.is_file():
-        raise DataError(f"prompts file not found: {file}; expected a text file with one prompt per line")
+        raise DataError(f"prompts file not found: {file}; expected a txt, csv, tsv, jsonl or parquet file")
     if file.suffix.lower() not in READERS:
         raise DataError(f"{file}: expected a file that ends in {', '.join(filter(None, READERS))}")
     found = _Found()
