@@ -30,7 +30,7 @@ from transformers import CLIPModel, CLIPProcessor
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.encoder import bilinear
+from prefgrpo.rewards.clip import bilinear
 from prefgrpo.tiny.rewards import clip_folder
 
 SIZE = "jpeg_compressibility"
