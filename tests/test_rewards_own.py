@@ -94,7 +94,7 @@ def test_imagereward_against_its_formula_in_float64(blip):
     tensors = torch.load(Path(blip["model"]) / "ImageReward.pt")
     samples = [Sample(p, own.image(k, 40 + 20 * k, 56)) for k, p in enumerate([*PROMPTS, "long " * 60])]
     for sample, score in zip(samples, reward.score(samples), strict=True):
-        words = reward.tokenizer(
+        words = reward.tokenize(
             sample.prompt, padding="max_length", truncation=True, max_length=35, return_tensors="pt"
         )
         ids, mask = words["input_ids"][0], words["attention_mask"][0]

@@ -18,10 +18,21 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from prefgrpo.rewards.base import RewardError, Sample
-from prefgrpo.rewards.hpsv3 import PIXELS, HPSv3, frame
-from prefgrpo.rewards.qwen2vl import chat, constants, fit, patches
-from prefgrpo.rewards.tensors import merge_lora
-from prefgrpo.rewards.videoalign import VideoAlign, frame_count, normalised, resized, training_text
+from prefgrpo.rewards.checkpoints import merge_lora
+from prefgrpo.rewards.qwen2vl import (
+    PIXELS,
+    HPSv3,
+    VideoAlign,
+    chat,
+    constants,
+    fit,
+    frame,
+    frame_count,
+    normalised,
+    patches,
+    resized,
+    training_text,
+)  # fmt: skip
 
 PROMPTS = ("a red cat", 'two dogs, or {x} "quoted" ünd 猫', "")
 

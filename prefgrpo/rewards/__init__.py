@@ -58,8 +58,8 @@ REWARDS: dict[str, str] = {
     "grid_layout": "consistency:GridLayout",
     "genrm_ocr": "vlm:GenrmOcr",
     "imagereward": "imagereward:ImageReward",
-    "hpsv3": "hpsv3:HPSv3",
-    "videoalign": "videoalign:VideoAlign",
+    "hpsv3": "qwen2vl:HPSv3",
+    "videoalign": "qwen2vl:VideoAlign",
     "deqa": "deqa:DeQA",
     "geneval": "geneval:GenEval",
 }

@@ -165,7 +165,7 @@ class EditImageQuality(VlmReward):
     """
 
     template = "edit_quality"
-    needs = ("media_1",)
+    needs: ClassVar[tuple[str, ...]] = ("media_1",)
     may = ("prompt", "source")
     kinds = ("json",)
 
