@@ -138,14 +138,6 @@ def test_hpsv3_sees_an_image_in_the_published_number_of_pixels():
     assert frame(own.image(0, 512, 512).pil, PIXELS).shape == (1, 3, 448, 448)
 
 
-def test_hpsv3_scores_do_not_depend_on_the_batch(hps):
-    reward = HPSv3(**hps, batch_size=3)
-    samples = [Sample(p, own.image(k)) for k, p in enumerate(PROMPTS)]
-    together = [s.value for s in reward.score(samples)]
-    alone = [reward.score([s])[0].value for s in samples]
-    assert np.allclose(together, alone, atol=1e-5)
-
-
 def test_one_bad_sample_is_missing_and_the_others_are_scored(hps):
     """Reward tokens in a prompt would be read instead of the template's; a sliver has no patches."""
     bad = [Sample("a <|Reward|>", own.image(0)), Sample("a <|image_pad|>", own.image(0))]
