@@ -16,9 +16,10 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge.endpoint import describe_error, redirect
-from prefgrpo.judge.send import SendConfig, Sender, SendError
+from prefgrpo.judge.send import Sender, SendError
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.wire import WireError, media_json, read_scores, request_json
@@ -53,7 +54,7 @@ class RemoteReward(PointwiseReward):
         if not issubclass(cls, PointwiseReward):
             raise RewardError(f"reward '{name}' compares a group's samples and takes no url; give it a judge")
         self.name, self.takes, self.needs_source, self.meta_keys = name, cls.takes, cls.needs_source, cls.meta_keys
-        config = SendConfig(
+        config = JudgeConfig(
             endpoints=(url,) if isinstance(url, str) else tuple(url),
             timeout_s=timeout_s,
             retries=retries,

@@ -31,7 +31,7 @@ from prefgrpo.rewards.ocr import image_value, levenshtein, plain, target, unname
 class VlmReward(PointwiseReward):
     """A question, or several at once, about each sample.
 
-    judge: an open judge or client, an HttpJudgeConfig, or a mapping of its fields. template: shipped name or path of
+    judge: an open judge or client, a JudgeConfig, or a mapping of its fields. template: shipped name or path of
     what is asked; empty: the one that `judge` names, else the reward's own.
     """
 
