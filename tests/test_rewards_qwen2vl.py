@@ -131,13 +131,6 @@ def test_hpsv3_is_the_head_at_the_reward_token(hps):
     assert got[:, 0].std() > 0.05  # the images and prompts show in the score
 
 
-def test_hpsv3_sees_an_image_in_the_published_number_of_pixels():
-    for high, wide in ((40, 56), (512, 512), (1080, 1920)):
-        shape = frame(own.image(0, high, wide).pil, PIXELS).shape
-        assert shape[2] % 28 == shape[3] % 28 == 0 and abs(shape[2] * shape[3] / PIXELS - 1) < 0.12
-    assert frame(own.image(0, 512, 512).pil, PIXELS).shape == (1, 3, 448, 448)
-
-
 def test_one_bad_sample_is_missing_and_the_others_are_scored(hps):
     """Reward tokens in a prompt would be read instead of the template's; a sliver has no patches."""
     bad = [Sample("a <|Reward|>", own.image(0)), Sample("a <|image_pad|>", own.image(0))]
@@ -172,11 +165,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused(hps, tmp_path, change, why):
     change(tensors)
     save_file(tensors, tmp_path / "HPSv3.safetensors")
     with pytest.raises(RewardError, match=why):
-        HPSv3(**{**hps, "model": str(tmp_path)})
-
-
-def test_a_folder_without_weights_is_refused(hps, tmp_path):
-    with pytest.raises(RewardError, match="found none"):
         HPSv3(**{**hps, "model": str(tmp_path)})
 
 
