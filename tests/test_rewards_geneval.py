@@ -270,24 +270,17 @@ class Result:
         return key in self.__dict__
 
 
-def test_mmdet_results_of_both_versions(monkeypatch):
+def test_mmdet(monkeypatch):
     """Through a stand-in of its API: MMDetection itself takes a compiled mmcv (scripts/setup_reward.sh)."""
-    shown = []
-    mask = np.zeros((40, 56), bool)
+    shown, mask = [], np.zeros((40, 56), bool)
     mask[3:9, 4:8] = True
     kept = {"labels": [1], "scores": [0.75], "bboxes": [[4.0, 3, 8, 9]], "masks": mask[None]}
-    three = Result(pred_instances=Result(**{k: torch.tensor(v) for k, v in kept.items()}))
-    two = ([np.zeros((0, 5)), np.array([[4.0, 3, 8, 9, 0.75]])], [[], [mask]])
-
-    def answer(result):
-        return type("Apis", (), {
-            "init_detector": staticmethod(lambda *_, **__: Result(dataset_meta={"classes": ("person", "mouse")})),
-            "inference_detector": staticmethod(lambda _, images: shown.extend(images) or [result for _ in images]),
-        })  # fmt: skip
-
-    for result in (three, two):
-        monkeypatch.setattr("prefgrpo.rewards.detectors.library", lambda *_, r=result: answer(r))
-        found = MMDet("c.py", "m.pth", "cpu")([image(0)])[0]
-        assert [(f.name, f.score, f.box.tolist()) for f in found] == [("computer mouse", 0.75, [4, 3, 8, 9])]
-        assert np.array_equal(found[0].mask, mask)
-    assert np.array_equal(shown[0], image(0).pixels[..., ::-1])  # BGR
+    result = Result(pred_instances=Result(**{k: torch.tensor(v) for k, v in kept.items()}))
+    apis = Result(
+        init_detector=lambda *_, **__: Result(dataset_meta={"classes": ("person", "mouse")}),
+        inference_detector=lambda _, images: shown.extend(images) or [result for _ in images],
+    )
+    monkeypatch.setattr("prefgrpo.rewards.detectors.library", lambda *_: apis)
+    (found,) = MMDet("c.py", "m.pth", "cpu")([image(0)])[0]
+    assert (found.name, found.score, found.box.tolist()) == ("computer mouse", 0.75, [4, 3, 8, 9])
+    assert np.array_equal(found.mask, mask) and np.array_equal(shown[0], image(0).pixels[..., ::-1])  # BGR
