@@ -21,14 +21,15 @@ from tqdm import tqdm
 from prefgrpo.config.schema import Config, ConfigError, SamplingConfig
 from prefgrpo.data.file_names import Naming, file_name
 from prefgrpo.data.prompts import DataError, Prompt, read_prompts
+from prefgrpo.models import family
 from prefgrpo.models.folder import ModelError
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.embed import Embeddings
+from prefgrpo.rollout.embeddings import Embeddings, check_sources, jobs_of, uncached
 from prefgrpo.rollout.render import Images, render, to_uint8
-from prefgrpo.rollout.sampling import Schedules, all_sizes, applied, evaluation, of_prompt
+from prefgrpo.rollout.sampling import Schedules, all_sizes, evaluation, of_prompt
 from prefgrpo.run.judging import makes_clips
-from prefgrpo.run.loading import check_sources, missing, names, open_adapter
+from prefgrpo.run.loading import names, open_adapter
 
 FIRST_ID = 2**61
 """Sample ids of generated noise start here, far from those of training and evaluation."""
@@ -63,10 +64,12 @@ def generate(
     try:
         shown = evaluation(config)
         used = [(prompt, of_prompt(prompt, shown, config.data.own_sizes)) for prompt in held]
-        adapter = open_adapter(config, world.device, encoders=bool(missing(config, used)))
-        with names("eval, or a prompt's own size"), applied(adapter, shown):
+        adapter = open_adapter(
+            config, world.device, encoders=bool(uncached(config, jobs_of(family(config.family), used)))
+        )
+        with names("eval, or a prompt's own size"):
             for sizes in all_sizes(held, shown, config.data.own_sizes):
-                adapter.latent_shape(sizes.height, sizes.width)
+                adapter.latent_shape(sizes)
         if lora is not None:
             try:
                 adapter.load_lora(str(lora / "lora" if (lora / "lora").is_dir() else lora))
