@@ -29,7 +29,7 @@ def load(folder, **options):
 def test_a_missing_folder_never_goes_to_the_hub(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "made").mkdir()
-    monkeypatch.setattr("prefgrpo.models.folder._fetch", lambda model: pytest.fail(f"asked the hub for {model}"))
+    monkeypatch.setattr("prefgrpo.models.folder._from_hub", lambda model, _: pytest.fail(f"asked the hub for {model}"))
     with pytest.raises(ModelError, match=r"model folder not found.*model_index\.json"):
         models.load("flux", name, torch.float32, CPU)
 

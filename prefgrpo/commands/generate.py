@@ -8,7 +8,7 @@ j), not on the world size or on what was there.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,10 @@ from tqdm import tqdm
 from prefgrpo.config.schema import Config, ConfigError, SamplingConfig
 from prefgrpo.data.file_names import Naming, file_name
 from prefgrpo.data.prompts import DataError, Prompt, read_prompts
-from prefgrpo.models import family
 from prefgrpo.models.folder import ModelError
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.embeddings import Embeddings, check_sources, jobs_of, uncached
+from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.render import Images, render, to_uint8
 from prefgrpo.rollout.sampling import Schedules, all_sizes, evaluation, of_prompt
 from prefgrpo.run.judging import makes_clips
@@ -59,14 +58,11 @@ def generate(
     except OSError as error:
         raise ConfigError([f"--out: expected a folder that can be written: {error}"]) from error
     held = read_prompts(prompts or config.eval.prompts or config.data.prompts, unique=False)
-    check_sources(config, held)
     world = parallel.start(config.device)
     try:
         shown = evaluation(config)
-        used = [(prompt, of_prompt(prompt, shown, config.data.own_sizes)) for prompt in held]
-        adapter = open_adapter(
-            config, world.device, encoders=bool(uncached(config, jobs_of(family(config.family), used)))
-        )
+        absent = uncached(config, encoding_jobs(replace(config, rollout=shown), held))
+        adapter = open_adapter(config, world.device, encoders=bool(absent))
         with names("eval, or a prompt's own size"):
             for sizes in all_sizes(held, shown, config.data.own_sizes):
                 adapter.latent_shape(sizes)

@@ -84,16 +84,16 @@ class Weights:
         A second expert's is in a folder of its name: `load_lora_weights(f"{folder}/transformer_2",
         load_into_transformer_2=True)`.
         """
-        for name in self.trained:
-            lora.save(self.pipe, self._place(folder, name), name)
-
-    def _place(self, folder: str, component: str) -> str:
-        return folder if component == self.denoisers[0] else f"{folder}/{component}"
+        for name, place in self._lora_folders(folder):
+            lora.save(self.pipe, place, name)
 
     def load_lora(self, folder: str) -> None:
         """Put a LoRA saved by `save_lora` into the model, bit for bit; injects one of its shape if there is none."""
-        for name in self.trained:
-            lora.load(self.pipe, self._place(folder, name), name)
+        for name, place in self._lora_folders(folder):
+            lora.load(self.pipe, place, name)
+
+    def _lora_folders(self, folder: str) -> list[tuple[str, str]]:
+        return [(name, folder if name == self.denoisers[0] else f"{folder}/{name}") for name in self.trained]
 
     def save_full(self, folder: str) -> None:
         """Write a whole pipeline folder for the stock `from_pretrained`."""

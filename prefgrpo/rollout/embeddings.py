@@ -14,7 +14,7 @@ import logging
 import os
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -294,15 +294,10 @@ def encoding_jobs(config: Config, trained: Sequence[Prompt], evaluated: Sequence
     """
     check_sources(config, trained)
     check_sources(config, evaluated)
-    own_sizes, shown = config.data.own_sizes, evaluation(config)
-    used = [(prompt, of_prompt(prompt, config.rollout, own_sizes)) for prompt in trained]
-    return jobs_of(family(config.family), [*used, *((prompt, shown) for prompt in evaluated)])
-
-
-def jobs_of(cls: type[Adapter], used: Iterable[tuple[Prompt, SamplingConfig]]) -> list[EncodeJob]:
-    """`encoding_jobs` of prompts and how samples are made of them."""
+    cls, shown = family(config.family), evaluation(config)
+    used = [(prompt, of_prompt(prompt, config.rollout, config.data.own_sizes)) for prompt in trained]
     jobs: dict[EncodeJob, None] = {}
-    for prompt, sizes in used:
+    for prompt, sizes in [*used, *((prompt, shown) for prompt in evaluated)]:
         place = (prompt.source, sizes.height, sizes.width) if prompt.source else ()
         texts = [cls.cfg.negative] if cls.cfg is not None and cls.cfg.active(sizes.guidance) else []
         for text in [*texts, prompt.text]:
