@@ -22,9 +22,9 @@ def open_judge(judge: JudgeConfig | Mapping[str, Any], template: str = "", devic
     """
     config = _config(judge, template)
     if config.backend == "local":
-        from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig  # imports transformers
+        from prefgrpo.judge.local import LocalJudge  # imports transformers
 
-        return LocalJudge(LocalJudgeConfig(config.model, config.template, device))
+        return LocalJudge(config.model, config.template, device)
     from prefgrpo.judge import client  # imports aiohttp
 
     client.check(config)

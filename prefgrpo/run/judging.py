@@ -111,9 +111,9 @@ def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str
 
 def _local_judge(config: JudgeConfig, device: str) -> PairJudge:
     """A judge in this process that gives a verdict on a pair of plain pictures and the known ones, else JudgeError."""
-    from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
+    from prefgrpo.judge.local import LocalJudge
 
-    judge = LocalJudge(LocalJudgeConfig(config.model, config.template, device))
+    judge = LocalJudge(config.model, config.template, device)
     pictures = [Media(np.full((64, 64, 3), colour, np.uint8)) for colour in ((220, 30, 30), (30, 60, 220))]
     verdict = judge.judge_group("a plain red picture", pictures, [(0, 1)])[0]
     problem = f"gave no verdict on a probe pair: {verdict.reason}" if verdict.first is None else ""
