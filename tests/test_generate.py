@@ -20,8 +20,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_run import PROMPTS, Hold, ranks, settings, start, train, tree, world
 
-from prefgrpo.commands.generate import file_name
-from prefgrpo.data.prompts import Prompt
 from prefgrpo.rollout import embed
 from prefgrpo.tiny import pipelines
 
@@ -242,11 +240,3 @@ def test_generate_with_a_lora(place):
     (place / "twice.txt").write_text(f"{PROMPTS[0]}\n{PROMPTS[0]}\n")
     argv = ["--samples", 1, "--naming", "vbench", "--prompts", place / "twice.txt", "--out", place / "twice"]
     assert "1 files are in" in command("generate", recipe, *argv)[1] and len(tree(place / "twice")) == 1
-
-
-def test_names():
-    assert file_name(Prompt(12, "a"), 3, "plain", ".png") == "000012_3.png"
-    assert file_name(Prompt(0, "a/b" + "ü" * 300), 0, "vbench", ".mp4").startswith("a_bü")
-    assert len(file_name(Prompt(0, "ü" * 300), 0, "vbench", ".mp4").encode()) <= 255
-    with pytest.raises(ValueError, match="needs an 'index' column"):
-        file_name(Prompt(0, "a"), 0, "unigenbench", ".png")
