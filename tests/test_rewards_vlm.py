@@ -345,7 +345,7 @@ def test_a_judge_that_is_not_there_is_an_error_in_seconds():
 def test_what_does_not_fit_is_refused(server, tmp_path):
     with pytest.raises(JudgeError, match="judge over http"):
         build("qwenvl", {"qwenvl": {"judge": {"backend": "local", "model": "x"}}})
-    with pytest.raises(JudgeError, match="unknown option"):
+    with pytest.raises(JudgeError, match="unknown key"):
         build("qwenvl", {"qwenvl": {"judge": judge(server, modl="x")}})
     with pytest.raises(JudgeError, match=r"nothing fills in \{source\}"):
         one(server, "qwenvl", template="edit_done")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.config.schema import ConfigError, JudgeConfig
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 
 if TYPE_CHECKING:
@@ -52,5 +52,8 @@ def open_client(judge: Any, template: str) -> tuple[Client, str]:
 
 
 def _config(judge: JudgeConfig | Mapping[str, Any], template: str) -> JudgeConfig:
-    config = judge if isinstance(judge, JudgeConfig) else JudgeConfig().override(judge)
+    try:
+        config = judge if isinstance(judge, JudgeConfig) else JudgeConfig().override(judge)
+    except ConfigError as error:
+        raise JudgeError("; ".join(error.mistakes)) from error
     return replace(config, template=config.template or template)
