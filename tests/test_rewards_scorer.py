@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from judge_server import JudgeServer
 
-from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.config.schema import ConfigError, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge.rate import Rating
-from prefgrpo.judge.verdict import JudgeError, PairJudge, Verdict
+from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Comparison, PointwiseReward, Sample, Score
 from prefgrpo.rewards.flight import LATE
@@ -228,7 +228,7 @@ def test_misuse_is_refused():
         s.begin(1, [5, 5])
     with pytest.raises(ValueError, match="soft, hard"):
         VlmPairwise(StubJudge(True), verdict="loud")
-    with pytest.raises(JudgeError, match="url: unknown key"):
+    with pytest.raises(ConfigError, match="url"):
         open_judge({"backend": "http", "url": "x"})
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from prefgrpo.config.schema import ConfigError, JudgeConfig
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge.verdict import JudgeError, PairJudge
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def open_judge(judge: JudgeConfig | Mapping[str, Any], template: str = "", device: str = "cpu") -> PairJudge:
-    """An open judge of pairs. Raises JudgeError with what to do if it gives no verdicts.
+    """An open judge of pairs. Raises JudgeError with what to do if it gives no verdicts, ConfigError for bad fields.
 
     template: what it asks with if `judge` names none. device: of a judge in this process.
     """
@@ -52,8 +52,5 @@ def open_client(judge: Any, template: str) -> tuple[Client, str]:
 
 
 def _config(judge: JudgeConfig | Mapping[str, Any], template: str) -> JudgeConfig:
-    try:
-        config = judge if isinstance(judge, JudgeConfig) else JudgeConfig().override(judge)
-    except ConfigError as error:
-        raise JudgeError("; ".join(error.mistakes)) from error
+    config = judge if isinstance(judge, JudgeConfig) else JudgeConfig().override(judge)
     return replace(config, template=config.template or template)

@@ -11,14 +11,14 @@ import asyncio
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import aiohttp
 
-from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.config.schema import ConfigError, JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge.endpoint import SendError, describe_error
+from prefgrpo.judge.endpoint import SendError, describe_error, redirect
 from prefgrpo.judge.send import Sender
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
@@ -54,16 +54,19 @@ class RemoteReward(PointwiseReward):
         if not issubclass(cls, PointwiseReward):
             raise RewardError(f"reward '{name}' compares a group's samples and takes no url; give it a judge")
         self.name, self.takes, self.needs_source, self.meta_keys = name, cls.takes, cls.needs_source, cls.meta_keys
-        config = JudgeConfig(
-            endpoints=(url,) if isinstance(url, str) else tuple(url),
-            timeout_s=timeout_s,
-            retries=retries,
-            patience_s=patience_s,
-            concurrency=concurrency,
-            api_key_env=api_key_env,
-        )
+        options = {
+            "endpoints": [url] if isinstance(url, str) else list(url),
+            "timeout_s": timeout_s,
+            "retries": retries,
+            "patience_s": patience_s,
+            "concurrency": concurrency,
+            "api_key_env": api_key_env,
+        }
         try:
-            self._sender = Sender(config, openai=False)
+            self._sender = Sender(JudgeConfig().override(options), openai=False)
+        except ConfigError as error:
+            message = "; ".join(mistake.removeprefix("judge.") for mistake in error.mistakes)
+            raise RewardError(f"options of reward '{name}': {message}") from error
         except JudgeError as error:
             raise RewardError(f"url of reward '{name}': {str(error).removeprefix('judge: ')}") from error
         self._encodings: WeakKeyDictionary[Media, asyncio.Future[bytes]] = WeakKeyDictionary()
@@ -110,19 +113,20 @@ class RemoteReward(PointwiseReward):
     async def _problem(self, url: str, headers: dict[str, str]) -> str:
         """What keeps a server from being asked; '' if nothing does."""
         start = f"'prefgrpo reward serve {self.name}'"
-        timeout = aiohttp.ClientTimeout(total=CHECK_S)
+        timeout, info, to = aiohttp.ClientTimeout(total=CHECK_S), None, ""
         try:
             session = self._sender.thread.session()
             async with session.get(f"{url}/v1/info", headers=headers, timeout=timeout, allow_redirects=False) as reply:
-                info: Any = await reply.json(content_type=None)
+                to = redirect(reply)
+                info = await reply.json(content_type=None)
         except asyncio.TimeoutError:
             return f"no answer within {CHECK_S:g} s; is the server stuck?"
         except (aiohttp.ClientError, OSError) as error:
             return f"not reachable ({describe_error(error)}); start it with {start}, or correct the url"
         except ValueError:
-            info = None
+            info = None  # no JSON
         if not isinstance(info, dict) or "name" not in info:
-            return f"answers, but is no reward server; start one with {start}, or correct the url"
+            return f"answers, but is no reward server{to}; start one with {start}, or correct the url"
         if info["name"] != self.name:
             return f"serves '{info['name']}', not '{self.name}'; start {start} on another port, or correct the url"
         status = info.get("status")
