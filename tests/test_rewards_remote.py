@@ -170,6 +170,9 @@ def test_cancelled_samples_free_the_server(tmp_path):
         server.wait_for("queued", 1)
         for answer in answers:
             answer.cancel()
+        while reward._sender.endpoints[0].load:
+            time.sleep(0.01)
+        assert server.health() == server.health() == 200  # round trips: it has seen the connections end
         (tmp_path / "go").touch()
         assert reward.score(samples(51))[0].value == 0.2
         assert server.counts()["samples"] < 30, "what was given up is not scored"

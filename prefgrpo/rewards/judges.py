@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def open_judge(judge: JudgeConfig | Mapping[str, Any], template: str = "", device: str = "cpu") -> PairJudge:
-    """An open judge of pairs. Raises JudgeError with what to do if it gives no verdicts.
+    """An open judge of pairs. Raises JudgeError with what to do if it gives no verdicts, ConfigError for bad fields.
 
     template: what it asks with if `judge` names none. device: of a judge in this process.
     """

@@ -35,20 +35,20 @@ CALIBRATION_PAIRS = 8
 
 def specs(config: Config) -> tuple[dict[str, float], dict[str, float]]:
     """(training, measuring) reward weights. Raises ConfigError as `mistakes`."""
-    if found := mistakes(config):
-        raise ConfigError(found)
+    if wrong := mistakes(config):
+        raise ConfigError(wrong)
     return parse_reward_spec(config.reward.spec), parse_reward_spec(config.eval.spec) if config.eval.spec else {}
 
 
 def mistakes(config: Config) -> list[str]:
     """What is wrong with the reward specs, the pair plan and the pairwise judge's template."""
-    found: list[str] = []
+    wrong: list[str] = []
 
     def parsed(field: str, parse: Callable[[str], Any], value: str) -> Any:
         try:
             return parse(value)
         except (ValueError, JudgeError) as error:
-            found.append(f"{field}: {error}")
+            wrong.append(f"{field}: {error}")
             return {}
 
     trained = parsed("reward.spec", parse_reward_spec, config.reward.spec)
@@ -57,8 +57,8 @@ def mistakes(config: Config) -> list[str]:
     if PAIRWISE in trained:
         parsed("judge.template", load_template, config.judge.template or "compare")
     if PAIRWISE in measured:
-        found.append(f"eval.spec: {PAIRWISE} is what eval.judge does; name only measuring rewards here")
-    return found
+        wrong.append(f"eval.spec: {PAIRWISE} is what eval.judge does; name only measuring rewards here")
+    return wrong
 
 
 def shared(config: Config) -> str:
@@ -178,9 +178,9 @@ def misfits(kind: str, field: str, made: str, rewards: Mapping[str, Any], prompt
     mistakes = []
     for name, reward in rewards.items():
         if kind not in reward.takes:
-            found = "clips" if kind == "video" else "images"
+            media = "clips" if kind == "video" else "images"
             hint = "; a judge sees clips over http only" if reward.judged and kind == "video" else ""
-            mistakes.append(f"{field} {name} takes {' or '.join(reward.takes)}, but {made} {found}{hint}")
+            mistakes.append(f"{field} {name} takes {' or '.join(reward.takes)}, but {made} {media}{hint}")
         lacking = [p for p in prompts if reward.needs_source and not p.source]
         if lacking:
             mistakes.append(
