@@ -24,7 +24,6 @@ from prefgrpo.rewards.qwen2vl import (
     HPSv3,
     VideoAlign,
     chat,
-    constants,
     fit,
     frame,
     frame_count,
@@ -142,11 +141,6 @@ def test_one_bad_sample_is_missing_and_the_others_are_scored(hps):
 def test_hpsv3_says_what_to_do_without_its_text(hps):
     with pytest.raises(RewardError, match=r"pip install --no-deps hpsv3==1\.0\.0.*setup_reward\.sh hpsv3"):
         HPSv3(**{**hps, "template": ""})
-
-
-def test_constants_are_read_without_running_the_file(tmp_path):
-    file = own.write(tmp_path / "words.py", "import nothing_here\nA = 'one'\nB = '''two\n{text_prompt}'''\nC = 3\n")
-    assert constants(file) == {"A": "one", "B": "two\n{text_prompt}"}
 
 
 @pytest.mark.parametrize(
