@@ -18,8 +18,8 @@ import aiohttp
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge.endpoint import describe_error, redirect
-from prefgrpo.judge.send import Sender, SendError
+from prefgrpo.judge.endpoint import SendError, describe_error, redirect
+from prefgrpo.judge.send import Sender
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.wire import WireError, media_json, read_scores, request_json
