@@ -229,6 +229,7 @@ def run(place, name, url=""):
     return recipe(place, name, reward=reward, judge={"deadline_s": 3.0}, train={"steps": 3}), place / "runs" / name
 
 
+@pytest.mark.full
 def test_a_run_with_its_reward_behind_http_is_the_same_also_if_the_server_dies(place, jpeg):
     """Every metric but the clocks, and the trained weights, bit for bit. Killed after the first step, the run stops
     within seconds with a checkpoint and says why; with the server back, --resume ends it as if nothing had happened."""
