@@ -22,9 +22,8 @@ from prefgrpo.objectives import objective
 from prefgrpo.rewards.pairwise import VlmPairwise, judged
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batches import Batch
-from prefgrpo.rollout.embed import select
 from prefgrpo.rollout.render import Images, preview, stills, to_uint8
-from prefgrpo.rollout.replay import replay
+from prefgrpo.rollout.replay import replay, stacked
 from prefgrpo.run import checkpoint
 from prefgrpo.run.advantage import advantages, part_table
 from prefgrpo.run.evaluate import load_before, save_images
@@ -38,7 +37,6 @@ from prefgrpo.run.metrics import (
     over_ranks,
     policy_metrics,
     reward_metrics,
-    step_line,
 )
 from prefgrpo.run.policy import NonFiniteGradient
 from prefgrpo.run.session import Clock, open_session, peak_memory
@@ -124,8 +122,9 @@ class Trainer:
         """Training step number `step` (from 0): metrics over all ranks."""
         with clock.phase("rollout"):
             batches = self.collect(step)
-        with clock.phase("judge_wait"):
-            scores = self.scorer.finish()
+        streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(self.rollouts.groups(step))
+        with clock.phase("judge_wait"), self.log.bar("judging", "group", streamed) as bar:
+            scores = self.scorer.finish(bar.update)
         self._report_scores(step + 1, scores, batches)
         advantage, values = self._advantage(step + 1, scores)
         self._check_information(step + 1, scores)
@@ -135,12 +134,14 @@ class Trainer:
 
     def collect(self, step: int) -> list[Batch]:
         """Roll out this rank's samples. Raises Diverged, on all ranks, if one has latents that are not finite."""
-        batches = []
-        self.scorer.begin(step, self.rollouts.groups(step))
-        for batch in self.rollouts(step):  # scored while the next one is made
-            for group, member, sample in zip(batch.groups, batch.members, batch.samples, strict=True):
-                self.scorer.add(group, member, sample)
-            batches.append(batch)
+        batches, groups = [], self.rollouts.groups(step)
+        self.scorer.begin(step, groups)
+        with self.log.bar("rollout", "sample", len(groups) * self.config.rollout.group_size) as bar:
+            for batch in self.rollouts(step):  # scored while the next one is made
+                for group, member, sample in zip(batch.groups, batch.members, batch.samples, strict=True):
+                    self.scorer.add(group, member, sample)
+                batches.append(batch)
+                bar.update(len(batch.samples))
         if self.world.any(not all(bool(b.trajectory.latents.isfinite().all()) for b in batches)):
             raise Diverged("the policy makes latents that are not finite (NaN or infinite)")
         return batches
@@ -224,7 +225,8 @@ class Trainer:
         }
 
     def _accumulate(self, batch: Batch, advantage: Tensor, signal: Tensor, samples: int) -> list[Tensor]:
-        """Gradient of one batch, step by step; rows [update, samples, loss, *METRICS] for `policy_metrics`.
+        """Gradient of one batch, step by step (or several at once: `train.replay_batch`); rows [update, samples, loss,
+        *METRICS] for `policy_metrics`.
 
         Groups without signal are left out: they cost no forward. A batch that loses some of its samples is a forward
         of another shape than the rollout's, so its first ratio is 1 within rounding only. `samples`: of the whole
@@ -236,15 +238,16 @@ class Trainer:
             return []
         if len(keep) < len(batch.slots):
             rows = torch.tensor(keep, device=device)
-            condition, steps = select(condition, rows), tuple(s.select(rows) for s in steps)
+            condition, steps = condition.select(rows), tuple(s.select(rows) for s in steps)
         adv = advantage[[batch.slots[k] for k in keep], [batch.members[k] for k in keep]].to(device)
         table = []
-        for step in steps:
-            kl = self.config.train.kl_form if self.config.train.kl_coef else ""
-            new = replay(self.adapter, batch.schedule, condition, step, height=r.height, width=r.width, kl=kl)
-            out = self.loss(self.config.train, new, step.logp, adv, float(samples * len(steps)))
+        train, kl = self.config.train, self.config.train.kl_form if self.config.train.kl_coef else ""
+        for step in stacked(self.adapter, batch.schedule, steps, r, train.replay_batch):
+            new = replay(self.adapter, batch.schedule, condition, step, r, kl)
+            together = len(step.step_indices)
+            out = self.loss(train, new, step.logp, adv.repeat(together), float(samples * len(steps)))
             out.loss.backward()
-            facts = out.metrics.new_tensor([batch.update, len(keep)])
+            facts = out.metrics.new_tensor([batch.update, together * len(keep)])
             table.append(torch.cat([facts, out.loss.detach()[None], out.metrics]))
         return table
 
@@ -259,7 +262,7 @@ class Trainer:
         first, trained = step == self.session.start + 1, values["samples_trained"] > 0
         times = {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
         self.log.row("train", step, values | times)
-        self.log.step(step_line(step, self.config.train.steps, values, clock.seconds))
+        self.log.step(step, values, clock.seconds)
         error, limit = values["policy/on_policy_error"], self.config.train.clip_range / 10
         if trained and (first or error > limit):
             verdict = "exact" if error == 0 else "fine" if error <= limit else f"above clip_range / 10 = {limit:.1e}"
