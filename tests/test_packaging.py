@@ -122,7 +122,9 @@ def test_sdist_and_wheel(tmp_path):
     venv.create(tmp_path / "venv", symlinks=True)
     own = tmp_path / "venv" / "bin" / "python"
     site = Path(run(own, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])", cwd=tmp_path).strip())
-    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")  # after its own packages
+    dependencies = Path(sysconfig.get_paths()["purelib"])  # found after the environment's own packages
+    lines = [str(dependencies), *["import torchvision_cpu"] * (dependencies / "torchvision_cpu.py").is_file()]
+    (site / "dependencies.pth").write_text("\n".join(lines) + "\n")
     run(sys.executable, "-m", "pip", "--python", own, "install", *offline, wheel, cwd=tmp_path)
     for cwd in (empty, ROOT):  # -I: the working directory is not on the path, so the wheel is what is imported
         seen = check(run(own, *(["-I"] if cwd == ROOT else []), "-c", PROBE, cwd=cwd))

@@ -180,7 +180,9 @@ def stored(config):
     return r.prompts_per_step * r.group_size * (steps + 1) / config.gpus
 
 
-ALIKE = {key: [p for p in RECIPES if activations(p) == key] for key in map(activations, RECIPES)}
+ALIKE: dict[tuple, list] = {}
+for _recipe in RECIPES:
+    ALIKE.setdefault(activations(_recipe), []).append(_recipe)
 
 
 @pytest.mark.full
