@@ -147,7 +147,6 @@ __global__ void __launch_bounds__(kThreads) step_kernel(const __grid_constant__ 
       acc += d * d;
     }
     store(p.out, i, k, n, x);
-    if (p.copy.data) store(p.copy, i, k, n, x);
   }
   Sums sums{{acc, 0, 0}};
   if (reduce<1>(p, i, chunk, chunks, sums)) p.logp[i] = finish_logp(r, sums.v[0], p.dim);

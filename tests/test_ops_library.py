@@ -54,10 +54,10 @@ def arguments():
     wins = torch.rand(2, 4, 4, device=DEVICE)
     return {
         "philox_normal": (-5, ids, ids, 9, 3, torch.float32),
-        "affine_step": (c.x, c.v, c.coef, c.index, *plain, c.eps, 0, None, None, 0, torch.float32, False, None, None),
+        "affine_step": (c.x, c.v, c.coef, c.index, *plain, c.eps, 0, None, None, 0, torch.float32, False, None),
         "affine_step more": (
             *(c.x, c.v, c.coef, c.index, c.u, 2.0, False, True, None, 7, ids, ids, 2),
-            *(torch.bfloat16, True, sigma, torch.float16),
+            *(torch.bfloat16, True, sigma),
         ),
         "affine_logp": (c.x, v, c.eps, c.coef, c.index, *plain, None, None),
         "affine_logp more": (c.x, v, c.eps, c.coef, c.index, u, 2.0, True, False, c.v_ref, c.v_old),
@@ -87,7 +87,6 @@ def arguments():
             "group",
             1e-4,
             0,
-            False,
             True,
         ),
         "winrate_advantage": (wins, torch.ones_like(wins), "group", 1e-4, 0),
@@ -136,19 +135,18 @@ def table(layout, x_dtype, v_dtype, out_dtype):
         coef, sigma = torch.rand(4, 5, device=DEVICE), torch.rand(4, device=DEVICE)
     given, addressed = (eps, 0, None, None, 0), (None, 7, index, index, 2)
     yield "philox_normal", (-5, index, index, 9, 3, out_dtype)
-    for pair, noise, more, copy in (
-        ((None, 0.0, False, False), given, True, out_dtype),
-        ((u, 2.0, False, True), addressed, True, F32),
-        ((u, 2.0, True, False), (None, 0, None, None, 0), False, None),
+    for pair, noise, more in (
+        ((None, 0.0, False, False), given, True),
+        ((u, 2.0, False, True), addressed, True),
+        ((u, 2.0, True, False), (None, 0, None, None, 0), False),
     ):
-        more = (out_dtype, more, sigma if more else None, copy)
-        yield "affine_step", (x, v, coef, index, *pair, *noise, *more)
-        yield "affine_logp", (x, v, eps, coef, index, *pair, *((ref, old) if copy else (None, None)))
-        yield "affine_grad", (x, v, eps, coef, index, *pair, ref, old, column, column if copy else None, None)
+        yield "affine_step", (x, v, coef, index, *pair, *noise, out_dtype, more, sigma if more else None)
+        yield "affine_logp", (x, v, eps, coef, index, *pair, *((ref, old) if more else (None, None)))
+        yield "affine_grad", (x, v, eps, coef, index, *pair, ref, old, column, column if more else None, None)
     yield "policy_loss", (column, column, column.float(), 0.1, 0.2, 5.0, None, None, None, 0.0, None, None)
     more = (column.float(), column > 0.5, column, 0.1, column, 7.0)
     yield "policy_loss", (column.float(), column.float(), column.float(), 0.1, 0.2, 5.0, *more)
-    options = ("weighted_sum", "group", 1e-4, 0, True, True), ("weighted_advantage_sum", "global", 0.0, 1, False, False)
+    options = ("weighted_sum", "group", 1e-4, 0, True), ("weighted_advantage_sum", "global", 0.0, 1, False)
     for option in options:
         yield "group_advantage", (torch.stack((column, column)), index, torch.ones(2, device=DEVICE), *option)
     yield "winrate_advantage", (wins.to(x_dtype), wins.to(v_dtype), "group", 1e-4, 0)
@@ -196,15 +194,13 @@ def test_the_gradient_of_a_compiled_loss_with_an_fp64_advantage(backend):
 def training_step(x, v, u, ref, old, coef, index, ids):
     """A rollout step, its replay, and the loss, as a foreign loop would write it."""
     pair = Guidance(u, 2.5, rescale=True)
-    step = affine_step_more(
-        x, v, coef, index, noise=NoiseAddress(5, ids), guidance=pair, want_mean=True, copy_dtype=torch.bfloat16
-    )
+    step = affine_step_more(x, v, coef, index, noise=NoiseAddress(5, ids), guidance=pair, want_mean=True)
     new = affine_logp(x, v, step.x_next, coef, index, v_ref=ref, v_old=old, guidance=pair)
     rewards = philox_normal(9, ids[:1], index[:1], x.shape[0])
     adv = group_advantage(rewards, ids // 2)
     rate, _ = winrate_advantage((rewards.T @ rewards).abs()[None], torch.ones_like(rewards.T @ rewards)[None])
     out = policy_loss(new.logp, step.logp, adv, clip_low=1e-4, kl=new.kl, kl_coef=0.1, log_ratio=new.log_ratio)
-    return out.loss + rate.sum(), step.x_next, step.copy, step.mean, new.logp, out.metrics
+    return out.loss + rate.sum(), step.x_next, step.mean, new.logp, out.metrics
 
 
 @kernels
