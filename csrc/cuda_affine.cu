@@ -113,7 +113,7 @@ __device__ bool reduce(const AffineParams& p, int64_t i, int64_t chunk, int64_t 
   return threadIdx.x == 0;
 }
 
-__global__ void __launch_bounds__(kThreads) step_kernel(const __grid_constant__ AffineParams p, int64_t chunks) {
+__global__ void __launch_bounds__(kThreads, 4) step_kernel(const __grid_constant__ AffineParams p, int64_t chunks) {
   const int64_t i = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
   const Row r = row_of(p, i);
   float acc = 0.f;
