@@ -7,7 +7,7 @@ Invariant: loss, metrics and dv are those of `affine_logp` and `policy_loss` fol
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,37 +42,19 @@ def replay_policy_grad(
     logp_old: Tensor,
     advantage: Tensor,
     *,
-    clip_low: float,
-    clip_high: float | None = None,
-    adv_clip: float = 5.0,
-    weight: Tensor | None = None,
-    mask: Tensor | None = None,
     v_ref: Tensor | None = None,
-    kl_coef: float = 0.0,
     v_old: Tensor | None = None,
     guidance: Guidance | None = None,
-    denominator: float | None = None,
+    **loss: Any,
 ) -> ReplayGrad:
     """(loss, dv, metrics) of a replayed step; then `v.backward(dv)` trains the model.
 
-    Arguments as in `affine_logp` and `policy_loss`. v_ref turns the KL term on, v_old GRPO-Guard's log-ratio.
+    Arguments as in `affine_logp`; `loss`: the options of `policy_loss`, of which clip_low is required. v_ref turns the
+    KL term on, v_old GRPO-Guard's log-ratio.
     """
     with torch.no_grad():
         new = affine_logp(x, v, x_next, coef, index, v_ref=v_ref, v_old=v_old, guidance=guidance)
-        out = policy_loss_grad(
-            new.logp,
-            logp_old,
-            advantage,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            adv_clip=adv_clip,
-            weight=weight,
-            mask=mask,
-            kl=new.kl,
-            kl_coef=kl_coef,
-            log_ratio=new.log_ratio,
-            denominator=denominator,
-        )
+        out = policy_loss_grad(new.logp, logp_old, advantage, kl=new.kl, log_ratio=new.log_ratio, **loss)
         g_logp, g_guard = (out.d_log_ratio, None) if v_old is None else (None, out.d_log_ratio)
         a = Replay(x, v, x_next, coef, index, *unpack_guidance(guidance), v_ref, v_old, g_logp, out.d_kl, g_guard)
         dv, du = library.affine_grad(a)
