@@ -169,17 +169,6 @@ def block(language):
     return re.search(rf"```{language}\n(.*?)```", (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8"), re.S)[1]
 
 
-def test_the_pages_own_reward_works(tmp_path, monkeypatch):
-    (tmp_path / "ownreward.py").write_text(block("python"))
-    monkeypatch.syspath_prepend(tmp_path)
-    name = "ownreward:Saturation"
-    samples = CASES["jpeg_compressibility"].samples()
-    values = [s.value for s in build({name: 0.5}, {name: {"power": 2.0}})[name].score(samples)]
-    assert values == [((s.media.pixels.max(-1) - s.media.pixels.min(-1)).mean() / 255) ** 2 for s in samples]
-    with serving(name, {"power": 2.0}) as url:
-        assert [s.value for s in build([name], {name: {"url": url}})[name].score(samples)] == values
-
-
 def test_the_pages_recipe_is_one():
     rest = {"model": "black-forest-labs/FLUX.1-dev", "data": {"prompts": "prompts.txt"}}
     config = from_dict(rest | yaml.safe_load(block("yaml")))

@@ -162,6 +162,8 @@ class Part:
 
     def images(self, sizes: SamplingConfig) -> tuple[Image.Image, ...]:
         """The source images at the output's size."""
+        if not self.source:
+            return ()
         prompt = Prompt(0, self.text or "", source=self.source)
         return sources([prompt], replace(sizes, height=self.height, width=self.width))[0]
 

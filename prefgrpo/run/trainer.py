@@ -38,7 +38,6 @@ from prefgrpo.run.metrics import (
     over_ranks,
     policy_metrics,
     reward_metrics,
-    step_line,
 )
 from prefgrpo.run.policy import NonFiniteGradient
 from prefgrpo.run.session import Clock, open_session, peak_memory
@@ -124,8 +123,9 @@ class Trainer:
         """Training step number `step` (from 0): metrics over all ranks."""
         with clock.phase("rollout"):
             batches = self.collect(step)
-        with clock.phase("judge_wait"):
-            scores = self.scorer.finish()
+        streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(self.rollouts.groups(step))
+        with clock.phase("judge_wait"), self.log.bar("judging", "group", streamed) as bar:
+            scores = self.scorer.finish(bar.update)
         self._report_scores(step + 1, scores, batches)
         advantage, values = self._advantage(step + 1, scores)
         self._check_information(step + 1, scores)
@@ -135,12 +135,14 @@ class Trainer:
 
     def collect(self, step: int) -> list[Batch]:
         """Roll out this rank's samples. Raises Diverged, on all ranks, if one has latents that are not finite."""
-        batches = []
-        self.scorer.begin(step, self.rollouts.groups(step))
-        for batch in self.rollouts(step):  # scored while the next one is made
-            for group, member, sample in zip(batch.groups, batch.members, batch.samples, strict=True):
-                self.scorer.add(group, member, sample)
-            batches.append(batch)
+        batches, groups = [], self.rollouts.groups(step)
+        self.scorer.begin(step, groups)
+        with self.log.bar("rollout", "sample", len(groups) * self.config.rollout.group_size) as bar:
+            for batch in self.rollouts(step):  # scored while the next one is made
+                for group, member, sample in zip(batch.groups, batch.members, batch.samples, strict=True):
+                    self.scorer.add(group, member, sample)
+                batches.append(batch)
+                bar.update(len(batch.samples))
         if self.world.any(not all(bool(b.trajectory.latents.isfinite().all()) for b in batches)):
             raise Diverged("the policy makes latents that are not finite (NaN or infinite)")
         return batches
@@ -260,7 +262,7 @@ class Trainer:
         first, trained = step == self.session.start + 1, values["samples_trained"] > 0
         times = {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
         self.log.row("train", step, values | times)
-        self.log.step(step_line(step, self.config.train.steps, values, clock.seconds))
+        self.log.step(step, values, clock.seconds)
         error, limit = values["policy/on_policy_error"], self.config.train.clip_range / 10
         if trained and (first or error > limit):
             verdict = "exact" if error == 0 else "fine" if error <= limit else f"above clip_range / 10 = {limit:.1e}"

@@ -1,0 +1,160 @@
+"""Python functions as rewards.
+
+    def redness(images, prompts, **columns) -> list[float | None]    one value per sample, None: it has none
+    def closer(prompt, image_a, image_b) -> float | None             P(image_a is better); the reward is the win rate
+
+An image is a PIL image, a clip the list of its frames. A column of the prompt file arrives as a list under its name,
+the source images of edits as `sources`, a list of images per sample. A parameter with a default is an option of the
+reward, one without is a column that every prompt must have. Invariant: what the function returns is the value, and
+what it fails on is missing with a reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from inspect import Parameter
+from typing import Any, cast
+
+from PIL import Image
+
+from prefgrpo.data.media import Media
+from prefgrpo.judge.rate import Bias, Rate, VerdictKind
+from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
+from prefgrpo.rewards.base import PointwiseReward, Reward, RewardError, Sample, Score
+from prefgrpo.rewards.pairwise import VlmPairwise
+
+Function = Callable[..., Any]
+POINTWISE, PAIRWISE = ("images", "prompts"), ("prompt", "image_a", "image_b")
+"""What the first parameters of the two kinds of functions are called."""
+
+
+class FunctionReward(PointwiseReward):
+    """A function of images and prompts."""
+
+    takes = ("image", "video")
+
+    def __init__(self, function: Function, **options: Any) -> None:
+        """function: (images, prompts, **columns) -> a number or None per sample, see above. options: its parameters
+        with a default."""
+        self.function, self.options, self.name = function, options, _name(function)
+        own = _parameters(function, POINTWISE)
+        self.needs_source = "sources" in own
+        self.meta_keys = tuple(key for key in own if key != "sources" and own[key].default is Parameter.empty)
+        self._any_column = any(p.kind is Parameter.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """The function's values, in one call. RewardError if it does not return one number or None per sample."""
+        return self.in_batches(samples, max(1, len(samples)), self._scores)
+
+    def _scores(self, samples: list[Sample]) -> list[Score]:
+        columns = {key for s in samples for key in s.meta} if self._any_column else self.meta_keys
+        given = {key: [s.meta.get(key) for s in samples] for key in columns if key not in (*POINTWISE, "sources")}
+        if self.needs_source:
+            given["sources"] = [[_shown(m) for m in s.source] for s in samples]
+        values = self.function([_shown(s.media) for s in samples], [s.prompt for s in samples], **given | self.options)
+        try:
+            found = [None if v is None else float(v) for v in values]
+        except (TypeError, ValueError) as error:
+            raise RewardError(f"{self.name} must return one number or None per sample: {error}") from error
+        if len(found) != len(samples):
+            raise RewardError(f"{self.name} must return one value per sample: {len(samples)}, got {len(found)}")
+        return [Score(v, f"{self.name} returned None" if v is None else "") for v in found]
+
+
+class FunctionPairwise(VlmPairwise):
+    """The win rate under a function that compares two images."""
+
+    judged = False
+
+    def __init__(
+        self,
+        function: Function,
+        plan: str = "both_orders",
+        verdict: VerdictKind = "soft",
+        rate: Rate = "win_rate",
+        bias: Bias = 0.0,
+    ) -> None:
+        """function: (prompt, image_a, image_b) -> P(image_a is better) in [0, 1], or None. The rest as VlmPairwise."""
+        _parameters(function, PAIRWISE)
+        super().__init__(FunctionJudge(function), plan, verdict, rate, bias)
+
+
+class FunctionJudge(PairJudge):
+    """A function as a judge of pairs, on the calling thread."""
+
+    streams, clips = False, True
+
+    def __init__(self, function: Function) -> None:
+        self.function, self.name = function, _name(function)
+
+    def judge_group(
+        self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
+    ) -> list[Verdict]:
+        """The function's answer to each pair; missing with a reason where it raises or gives no probability."""
+        images = [_shown(m) for m in media]
+        return [self._verdict(prompt, images[a], images[b]) for a, b in pairs]
+
+    def _verdict(self, prompt: str, image_a: Any, image_b: Any) -> Verdict:
+        start = time.perf_counter()
+        try:
+            value = self.function(prompt, image_a, image_b)
+            probability = None if value is None else float(value)
+        except Exception as error:  # noqa: BLE001  (whatever a user's function raises)
+            return Verdict(None, f"{self.name} raised {type(error).__name__}: {str(error)[:200]}")
+        if probability is None:
+            return Verdict(None, f"{self.name} returned None")
+        if not 0 <= probability <= 1:
+            return Verdict(None, f"{self.name} must return a probability in [0, 1], got {probability}")
+        return Verdict(probability, latency_s=time.perf_counter() - start)
+
+
+def as_reward(value: Any, **options: Any) -> Reward:
+    """A reward as it is, or made of its class or of a function with these options. RewardError for anything else."""
+    if isinstance(value, Reward):
+        return value
+    if isinstance(value, type) and issubclass(value, Reward):
+        return value(**options)
+    if not callable(value):
+        raise RewardError(f"expected a reward, its class or a function, got {type(value).__name__}")
+    return function_class(value)(**options)
+
+
+@cache
+def function_class(function: Function) -> type[Reward]:
+    """The class of a function's reward: its constructor takes the function's options. RewardError for a function of
+    other parameters."""
+    first = next(iter(inspect.signature(function).parameters), "")
+    kind: type[Reward] = FunctionPairwise if first == PAIRWISE[0] else FunctionReward
+    members: dict[str, Any] = {"__doc__": inspect.getdoc(function), "__module__": function.__module__}
+    if kind is FunctionReward:
+        own = _parameters(function, POINTWISE)
+        options = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own.values() if p.default is not Parameter.empty]
+        members |= {"needs_source": "sources" in own, "meta_keys": FunctionReward(function).meta_keys}
+    else:
+        options = list(inspect.signature(FunctionPairwise).parameters.values())[1:]
+    members["__signature__"] = inspect.Signature(options)
+    members["__init__"] = lambda self, **given: kind.__init__(self, function, **given)  # type: ignore[call-arg]
+    return cast("type[Reward]", type(_name(function), (kind,), members))
+
+
+def _parameters(function: Function, first: tuple[str, ...]) -> dict[str, Parameter]:
+    """The parameters after the given first ones; RewardError if it does not begin with these."""
+    parameters = inspect.signature(function).parameters
+    if tuple(parameters)[: len(first)] != first:
+        raise RewardError(
+            f"a reward function takes ({', '.join(POINTWISE)}, …) or ({', '.join(PAIRWISE)}); {_name(function)} takes "
+            f"({', '.join(parameters)})"
+        )
+    rest = {name: p for name, p in parameters.items() if name not in first}
+    return {name: p for name, p in rest.items() if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)}
+
+
+def _name(function: Function) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _shown(media: Media) -> Image.Image | list[Image.Image]:
+    return [frame.pil for frame in media.frames()] if media.clip else media.pil

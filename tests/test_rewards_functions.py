@@ -1,0 +1,127 @@
+"""Rewards that a user writes: functions of images, functions of pairs, the examples of docs/rewards.md."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reward_server import serving
+
+from prefgrpo.data.media import Media
+from prefgrpo.rewards import RewardSpecError, build, load_class
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample
+from prefgrpo.rewards.functions import FunctionPairwise, FunctionReward, as_reward
+from prefgrpo.rewards.jpeg import JpegCompressibility
+from prefgrpo.rewards.scorer import Scorer
+
+
+def grey(level, prompt="p", source=(), clip=False, **meta):
+    return Sample(prompt, Media(np.full((2, 8, 8, 3) if clip else (8, 8, 3), level, np.uint8)), source, meta)
+
+
+def level(image):
+    return image.getpixel((0, 0))[0]
+
+
+def bright(images, prompts, **columns):
+    return [None if prompt == "none" else level(image) for image, prompt in zip(images, prompts, strict=True)]
+
+
+def first(prompt, image_a, image_b):
+    if "raise" in prompt:
+        raise ZeroDivisionError("on purpose")
+    return {"none": None, "two": 2.0}.get(prompt, level(image_a) / (level(image_a) + level(image_b)))
+
+
+def test_a_function_of_images_is_a_pointwise_reward():
+    reward = as_reward(bright)
+    assert isinstance(reward, FunctionReward) and isinstance(reward, PointwiseReward)
+    scores = reward.score([grey(10), grey(20, "none"), grey(30), Sample("p", Media(np.zeros((0, 8, 3), np.uint8)))])
+    assert [s.value for s in scores] == [10.0, None, 30.0, None]
+    assert scores[1].reason == "bright returned None" and "no pixels" in scores[3].reason
+
+
+def test_columns_sources_options_and_clips_reach_the_function():
+    calls = []
+
+    def reward(images, prompts, tag, sources, scale: float = 1.0, **columns):
+        calls.append((prompts, tag, [[level(s) for s in row] for row in sources], columns, [len(i) for i in images]))
+        return [scale] * len(images)
+
+    made = as_reward(reward, scale=2.5)
+    assert made.needs_source and made.meta_keys == ("tag",)
+    given = [grey(k, f"p{k}", (grey(100 + k).media,), clip=True, tag=f"t{k}", n=k) for k in (1, 2)]
+    assert [s.value for s in made.score(given)] == [2.5, 2.5]
+    assert calls == [(["p1", "p2"], ["t1", "t2"], [[101], [102]], {"n": [1, 2]}, [2, 2])]
+
+
+def test_a_function_of_pairs_is_a_win_rate():
+    reward = as_reward(first, plan="round_robin")
+    assert isinstance(reward, FunctionPairwise) and not reward.judged
+    levels = [10, 20, 40]
+    found = reward.score_group([grey(v) for v in levels], 0)
+    hand = [np.mean([a / (a + b) for k, b in enumerate(levels) if k != i]) for i, a in enumerate(levels)]
+    assert [s.value for s in found.scores] == pytest.approx(hand)
+    for prompt, reason in (("raise", "first raised ZeroDivisionError: on purpose"), ("none", "first returned None"),
+                           ("two", "first must return a probability in [0, 1], got 2.0")):  # fmt: skip
+        assert {s.reason for s in reward.score_group([grey(v, prompt) for v in levels], 0).scores} == {reason}
+
+
+def test_the_scorer_takes_both_and_a_failing_function_is_missing():
+    def fails(images, prompts):
+        if 20 in map(level, images):
+            raise RuntimeError("no score")
+        return [1.0] * len(images)
+
+    with Scorer({"fails": as_reward(fails), "first": as_reward(first)}, 2) as scorer:
+        scorer.begin(0, [0])
+        for member, value in enumerate((10, 20)):
+            scorer.add(0, member, grey(value))
+        found = scorer.finish()
+    np.testing.assert_array_equal(found.values["fails"], [[1.0, np.nan]])
+    np.testing.assert_allclose(found.values["first"], [[1 / 3, 2 / 3]])
+    assert found.reasons == {"fails: the reward raised RuntimeError: no score": 1}
+
+
+def test_what_is_no_reward_is_refused(tmp_path):
+    assert isinstance(as_reward(JpegCompressibility, divisor=2.0), JpegCompressibility)
+    reward = JpegCompressibility()
+    assert as_reward(reward) is reward
+    for wrong in (3, lambda image: 1.0):
+        with pytest.raises(RewardError, match=r"expected a reward|a reward function takes"):
+            as_reward(wrong)
+    for values in ([1.0, 2.0], ["x"], 3):
+        with pytest.raises(RewardError, match="must return one"):
+            as_reward(lambda images, prompts, values=values: values).score([grey(1)])
+    (tmp_path / "own.py").write_text("def f(image): return 1\nx = 3\n")
+    for name, reason in (("f", "a reward function takes"), ("x", "is no PointwiseReward"), ("g", "cannot load")):
+        with pytest.raises(RewardSpecError, match=reason):
+            load_class(f"{tmp_path / 'own.py'}:{name}")
+    with pytest.raises(RewardSpecError, match=r"cannot load reward .*No such file"):
+        load_class(f"{tmp_path / 'no.py'}:f")
+
+
+def test_the_examples_of_the_page(tmp_path, monkeypatch):
+    """docs/rewards.md alone is enough for a reward of one's own, in a file or a module, in process and served."""
+    page = (Path(__file__).parent.parent / "docs" / "rewards.md").read_text(encoding="utf-8")
+    example = re.search(r"```python\n(.*?)```", page, re.S)[1]
+    assert len(example.splitlines()) < 40
+    (tmp_path / "ownreward.py").write_text(example)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    samples = [Sample("p", Media(rng.integers(0, 128 * k, (16, 16, 3), np.uint8))) for k in (1, 2)]
+    pixels = [s.media.pixels / 255 for s in samples]
+    expected = {
+        "ownreward.py:redness": [(p[..., 0].mean() - p[..., 1:].mean()) ** 2 for p in pixels],
+        "ownreward:Saturation": [np.mean(p.max(-1) - p.min(-1)) ** 2 for p in pixels],
+    }
+    for name, values in expected.items():
+        with pytest.raises(RewardSpecError, match=r"no option 'powr'.*did you mean 'power'"):
+            build([name], {name: {"powr": 2.0}})
+        found = build(f"{name}:0.5", {name: {"power": 2.0}})[name].score(samples)
+        assert [s.value for s in found] == pytest.approx(values)
+        with serving(name, {"power": 2.0}) as url:
+            assert build([name], {name: {"url": url}})[name].score(samples) == found
+    wins = build("ownreward.py:brighter:1", {"ownreward.py:brighter": {"plan": "round_robin"}})
+    assert [s.value for s in wins["ownreward.py:brighter"].score_group(samples, 0).scores] == [0.0, 1.0]
