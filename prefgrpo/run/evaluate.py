@@ -25,9 +25,9 @@ from prefgrpo.models.lora import sort_header
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import GroupScores
 from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.rollout.embed import Embeddings
-from prefgrpo.rollout.render import Images, render, sample, sources, to_uint8
-from prefgrpo.rollout.sampling import applied, evaluation
+from prefgrpo.rollout.embeddings import Embeddings, fitted_sources
+from prefgrpo.rollout.render import Images, render, sample, to_uint8
+from prefgrpo.rollout.sampling import evaluation
 from prefgrpo.run.checkpoint import CheckpointError
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.sde.schedule import Schedule
@@ -97,7 +97,8 @@ class Evaluator:
             chunk = index[start : start + r.batch_size]
             items, ids = [self.held.items[i] for i in chunk], self.ids(chunk)
             parts.append(render(self.adapter, self.schedule, self.embeddings, items, ids, r, seed, at_once).cpu())
-        frames = () if self.adapter.frames is None else (r.frames or self.adapter.frames,)
+        clip = self.adapter.frames(r)
+        frames = () if clip is None else (clip,)
         return torch.cat(parts) if parts else torch.zeros(0, *frames, 3, r.height, r.width)
 
     def mine(self) -> list[int]:
@@ -112,10 +113,12 @@ class Evaluator:
 
     def shown_sources(self) -> Images | None:
         """The source images of `shown`, uint8 [n, H, W, 3], several of a prompt side by side; None without any."""
-        items = [self.held.items[i] for i in self.shown()]
+        r, items = self.sizes, [self.held.items[i] for i in self.shown()]
         if not any(item.source for item in items):
             return None
-        return np.stack([np.concatenate([np.array(s) for s in own], axis=1) for own in sources(items, self.sizes)])
+        return np.stack(
+            [np.concatenate([np.array(s) for s in own], axis=1) for own in fitted_sources(items, r.height, r.width)]
+        )
 
     def run(self, before: Images) -> tuple[Images, dict[str, float]]:
         """(this rank's images now, metrics over all ranks) against `before`, this rank's images at the start."""
@@ -144,11 +147,10 @@ class Evaluator:
         """
         r, c, items = self.sizes, self.config, [self.held.items[i] for i in index]
         prompts = [item.text for item in items]
-        with applied(self.adapter, r):
-            latents = initial_latents(c.seed, self.ids(index), self.adapter.latent_shape(r.height, r.width))
-            call = self.adapter.stock_call(prompts, c.data.max_length)
-            pipeline, edit = self.adapter.stock_edit(r.height, r.width)
-            scheduler = self.adapter.stock_scheduler()
+        latents = initial_latents(c.seed, self.ids(index), self.adapter.latent_shape(r))
+        call = self.adapter.stock_call(prompts, c.data.max_length, r)
+        pipeline, edit = self.adapter.stock_edit(r)
+        scheduler = self.adapter.stock_scheduler()
         call |= {"height": r.height, "width": r.width, "num_inference_steps": r.steps}
         call.pop("prompt")
         if not any(item.source for item in items):
@@ -163,7 +165,7 @@ class Evaluator:
         meta = {"model": c.model, "pipeline": pipeline} | {name: json.dumps(value) for name, value in facts.items()}
         shown = {
             f"source_{i}_{k}": torch.from_numpy(np.array(image))
-            for i, own in enumerate(sources(items, r))
+            for i, own in enumerate(fitted_sources(items, r.height, r.width))
             for k, image in enumerate(own)
         }
         tensors = {"latents": latents.cpu().contiguous(), "images": self.render(index).cpu().contiguous()}

@@ -23,12 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from prefgrpo.config.schema import Config, ConfigError
 from prefgrpo.data.prompts import read_prompts
-from prefgrpo.models import family
+from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter, Condition
-from prefgrpo.models.guidance import attach
 from prefgrpo.models.parking import KINDS
 from prefgrpo.run.activations import Weigh, fake, forget
-from prefgrpo.run.loading import DTYPES, model_options, names, trainable
+from prefgrpo.run.loading import model_options, names, trainable
 
 GIB = 2**30
 Batch = tuple[Tensor, Tensor, Condition]
@@ -165,7 +164,7 @@ def traced_bytes(config: Config, adapter: Adapter, world: int, sources: int = 0)
         phases = {n: _phase(n, config, adapter, batch, known) for n in ("rollout", "decode", "update")}
     forget("prefgrpo.models")
     samples = r.prompts_per_step // world * r.group_size
-    held = sum(value.nbytes for value in batch[2].values())
+    held = sum(value.nbytes for value in batch[2].all_tensors())
     return samples * held // r.batch_size, phases
 
 
@@ -176,45 +175,40 @@ def stand_ins(config: Config, adapter: Adapter, sources: int = 0) -> tuple[FakeT
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     known, sigma = fake(modules, mode), torch.full((r.batch_size,), 0.9)
     shapes = adapter.condition_shapes(config.data.max_length)
-    lengths = {key: torch.tensor(shapes["prompt_embeds"][0]) for key in shapes if key.endswith("length")}
+    length = torch.tensor(shapes["prompt_embeds"][0]) if "text_length" in shapes else None
     with mode:
         with Weigh([]):
-            one = _condition(config, adapter, lengths, sources)
-            batch = {key: _batched(value, r.batch_size) for key, value in one.items()}
-        x = torch.empty(r.batch_size, *adapter.latent_shape(r.height, r.width))
-    return mode, [*known, x, *batch.values()], (x, sigma, batch)
+            one = _condition(config, adapter, length, sources)
+            batch = one.map(lambda value: value.expand(r.batch_size, *value.shape).contiguous())
+        x = torch.empty(r.batch_size, *adapter.latent_shape(r))
+    return mode, [*known, x, *batch.all_tensors()], (x, sigma, batch)
 
 
 def _phase(name: str, config: Config, adapter: Adapter, batch: Batch, known: list[Tensor]) -> int:
     """Most bytes that one forward of the rollout, one decode, or one trained step holds."""
     x, sigma, condition = batch
-    r, size = config.rollout, (config.rollout.height, config.rollout.width)
+    r = config.rollout
     parked = 0
     with ExitStack() as stack:
         scale = stack.enter_context(Weigh(known))
         stack.enter_context(torch.set_grad_enabled(name == "update"))
         if name == "decode":
-            adapter.decode(x[: config.memory.decode_batch or r.batch_size], *size)
+            adapter.decode(x[: config.memory.decode_batch or r.batch_size], r)
             parked = _weights(adapter, "vae") if "vae" in config.memory.offload else 0
         else:
-            v = adapter.velocity(x, sigma, condition, *size)
+            v = adapter.velocity(x, sigma, condition, r)
             if name == "update":
                 v.float().square().mean().backward()
     return scale.most + parked
 
 
-def _condition(config: Config, adapter: Adapter, lengths: Condition, sources: int) -> Condition:
+def _condition(config: Config, adapter: Adapter, length: Tensor | None, sources: int) -> Condition:
     """The condition of a longest prompt, the negative one as long, without content but for its lengths."""
     r, shapes = config.rollout, adapter.condition_shapes(config.data.max_length)
-    text = {key: lengths.get(key, torch.empty(shape, dtype=adapter.dtype)) for key, shape in shapes.items()}
-    image = Image.new("RGB", (r.width, r.height))
-    condition = text | (adapter.encode_sources((image,) * sources) if sources else {})
-    return attach(condition, dict(text)) if adapter.guided else condition
-
-
-def _batched(value: Tensor, size: int) -> Tensor:
-    """`size` equal rows; numbers keep their content."""
-    return value.expand(size, *value.shape).contiguous()
+    empty = {key: torch.empty(shape, dtype=adapter.dtype) for key, shape in shapes.items()}
+    image, text = Image.new("RGB", (r.width, r.height)), replace(Condition.of_text(empty), text_length=length)
+    latents = adapter.encode_sources((image,) * sources, r.frames) if sources else ()
+    return replace(text, sources=latents, negative=text if adapter.guided(r) else None)
 
 
 def _weights(adapter: Adapter, *kinds: str) -> int:
@@ -232,12 +226,12 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
     trained = sum(p.numel() for _, p in adapter.trainable())
     window = r.window_size or (r.window_high or r.steps - 1) - r.window_low
     samples = r.prompts_per_step // world * r.group_size
-    latent = 4 * math.prod(adapter.latent_shape(r.height, r.width))
+    latent = 4 * math.prod(adapter.latent_shape(r))
     return {
         "weights": sum(p.numel() * p.element_size() for m in modules for p in m.parameters()) - waiting,
         "optimiser": trained * 4 * (3 + bool(config.train.ema_decay)),  # gradient, two moments, average
         "latents": samples * latent * (window + 1),
-        "images": samples * r.height * r.width * 3 * (adapter.frames or 1),
+        "images": samples * r.height * r.width * 3 * (adapter.frames(r) or 1),
     }
 
 

@@ -27,12 +27,12 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rewards.log import drop_from
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.batches import Rollouts
-from prefgrpo.rollout.embed import Embeddings
-from prefgrpo.rollout.sampling import Schedules, all_sizes, applied, evaluation
+from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
+from prefgrpo.rollout.sampling import Schedules, all_sizes, evaluation
 from prefgrpo.run import checkpoint, judging
 from prefgrpo.run.evaluate import Evaluator, held_out
 from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
-from prefgrpo.run.loading import missing, names, open_adapter, trainable, uses
+from prefgrpo.run.loading import names, open_adapter, trainable
 from prefgrpo.run.memory import known_bytes
 from prefgrpo.run.policy import Policy
 
@@ -139,7 +139,7 @@ def _open(config: Config, resume: bool, world: World) -> Session:
     judge, judge_notes = open_judge(config, world)  # what is wrong with a reward is told before the model is loaded
     scorer, weights = training_scorer(config, judge, folder if world.main else None, prompts, world)
     scorers = {name: evaluation_scorers(config, judge, held, scorer, world) for name, held in measured.items()}
-    absent = len(missing(config, uses(config, prompts, (p for held in sets.values() for p in held))))
+    absent = len(uncached(config, encoding_jobs(config, prompts, [p for held in sets.values() for p in held])))
     adapter = trainable_adapter(config, world.device, encoders=bool(absent))
     policy = Policy(dict(adapter.trainable()), config.train)
     schedules = open_schedules(config, adapter, world, prompts)
@@ -205,11 +205,11 @@ def open_schedules(config: Config, adapter: Adapter, world: World, prompts: list
     schedules = Schedules(config, adapter, world.device)
     with names("rollout, or a prompt's own size"):
         for sizes in all_sizes(prompts, config.rollout, config.data.own_sizes):
-            adapter.latent_shape(sizes.height, sizes.width)
+            adapter.latent_shape(sizes)
             schedules.check(sizes)
     shown = evaluation(config)
-    with names("eval.height/width/frames"), applied(adapter, shown):
-        adapter.latent_shape(shown.height, shown.width)
+    with names("eval.height/width/frames"):
+        adapter.latent_shape(shown)
     return schedules
 
 
@@ -246,7 +246,8 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
 def _describe(config: Config, session: Session) -> str:
     counts = session.adapter.parameter_counts()
     r = config.rollout
-    media = f"clips of {session.adapter.frames} frames" if session.adapter.frames else "images"
+    frames = session.adapter.frames(r)
+    media = f"clips of {frames} frames" if frames else "images"
     return (
         f"{config.family} from {config.model}: training {counts['trainable'] / 1e6:.2f} M parameters "
         f"({'LoRA rank ' + str(config.train.lora_rank) if config.train.lora_rank else 'full'}, {config.dtype}) on "
