@@ -27,6 +27,7 @@ from prefgrpo.rewards import build, load_class, parse_reward_spec
 from prefgrpo.rewards.base import PointwiseReward, Reward
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
+from prefgrpo.run.advantage import load_function
 
 PAIRWISE = "vlm_pairwise"
 CALIBRATION_PAIRS = 8
@@ -226,11 +227,12 @@ def training_scorer(
     weights, _ = specs(config)
     rewards = _built(config, "reward.spec", weights, config.reward.options, judge, prompts, world)
     split = [name for name, reward in rewards.items() if reward.part_weights]
-    if split and config.reward.combine != "weighted_advantage_sum":
-        message = (
-            f"reward.combine: expected weighted_advantage_sum, got {config.reward.combine}, but {', '.join(split)}"
-        )
+    combine = config.reward.function or config.reward.combine
+    if split and combine != "weighted_advantage_sum":
+        message = f"reward.combine: expected weighted_advantage_sum, got {combine}, but {', '.join(split)}"
         raise ConfigError([f"{message} normalises its parts one by one; change one of the two"])
+    if config.reward.function:
+        load_function(config.reward.function)
     judged = any(isinstance(r, VlmPairwise) for r in rewards.values())
     log = folder / "judgements.jsonl" if folder and judged and config.judge.log else None
     return Scorer(rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log), weights
