@@ -26,6 +26,7 @@ from prefgrpo.run.metrics import (
     reward_metrics,
     step_line,
 )
+from prefgrpo.run.run_folder import RunFolder
 
 ALONE = World(0, 1, torch.device("cpu"))
 NAN = float("nan")
@@ -127,7 +128,7 @@ def test_lines_for_a_person():
 
 
 def log(folder, start=0, active=True):
-    return Log(folder, 10, start, tensorboard=False, active=active)
+    return Log(RunFolder(folder), 10, start, tensorboard=False, active=active)
 
 
 def test_rows_are_whole_lines_and_not_finite_is_null(tmp_path):
@@ -158,7 +159,7 @@ def test_a_resumed_log_drops_what_is_done_again_and_repeats_nothing(tmp_path):
     ]  # fmt: skip
     assert found[-1]["loss"] == 33.0
     log(tmp_path, start=0).close()
-    assert read_metrics(tmp_path) == [] == read_metrics(tmp_path / "nowhere")
+    assert read_metrics(tmp_path / "metrics.jsonl") == [] == read_metrics(tmp_path / "nowhere")
 
 
 def test_other_ranks_are_silent(tmp_path, capsys):
@@ -175,7 +176,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        one = Log(tmp_path, 10, start, tensorboard=True, active=True)
+        one = Log(RunFolder(tmp_path), 10, start, tensorboard=True, active=True)
         for step in steps:
             one.row("train", step, {"loss": float(step), "set": "text"})
         one.close()

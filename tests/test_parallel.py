@@ -21,7 +21,7 @@ from tiny_run import PROMPTS, ranks, recipe, rows, start, train, world
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.parallel.world import World, pick_device
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.run.trainer import Trainer
+from prefgrpo.run.loop import TrainingLoop
 from prefgrpo.sde.noise import initial_latents
 
 pytestmark = pytest.mark.dist
@@ -54,19 +54,19 @@ HERE = f"{__name__}."
 
 def dump() -> None:
     """In the new process: every stored latent and every image goes into DUMP by (step, slot, member)."""
-    true_collect = Trainer.collect
+    true_update = TrainingLoop.update
 
-    def collect(self, step):
-        batches = true_collect(self, step)
+    def update(self, batches, advantage):
         out = {}
         for batch in batches:
             for row, (*place, sample) in enumerate(zip(batch.slots, batch.members, batch.samples, strict=True)):
                 latents = [t[row].clone() for s in batch.trajectory.steps for t in (s.x, s.x_next, s.logp)]
                 out[tuple(place)] = (latents, torch.from_numpy(sample.media.pixels), sample.prompt)
+        step = batches[0].groups[0] // P
         torch.save(out, Path(os.environ["DUMP"]) / f"{step}_{self.world.rank}of{self.world.size}.pt")
-        return batches
+        return true_update(self, batches, advantage)
 
-    Trainer.collect = collect
+    TrainingLoop.update = update
 
 
 def all_end(runs, code):

@@ -314,7 +314,7 @@ def test_a_run_whose_reward_dies_stops_and_goes_on(place):
     assert train(whole)[0] == 0
     server = Process("jpeg_incompressibility")
     file, folder = run(place, "killed", server.url)
-    held = Hold("prefgrpo.run.trainer:Trainer._evaluate")
+    held = Hold("prefgrpo.run.loop:TrainingLoop._evaluate")
     running = start(["train", str(file)], file.with_suffix(".log"), hold=held)
     running.until_held()
     server.kill()

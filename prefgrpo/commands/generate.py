@@ -28,7 +28,7 @@ from prefgrpo.rollout.embed import Embeddings
 from prefgrpo.rollout.render import Images, render, to_uint8
 from prefgrpo.rollout.sampling import Schedules, all_sizes, applied, evaluation, of_prompt
 from prefgrpo.run.judging import makes_clips
-from prefgrpo.run.loading import check_sources, missing, names, open_adapter
+from prefgrpo.run.loading import check_sources, config_errors_as, missing, open_adapter
 
 FIRST_ID = 2**61
 """Sample ids of generated noise start here, far from those of training and evaluation."""
@@ -64,7 +64,7 @@ def generate(
         shown = evaluation(config)
         used = [(prompt, of_prompt(prompt, shown, config.data.own_sizes)) for prompt in held]
         adapter = open_adapter(config, world.device, encoders=bool(missing(config, used)))
-        with names("eval, or a prompt's own size"), applied(adapter, shown):
+        with config_errors_as("eval, or a prompt's own size"), applied(adapter, shown):
             for sizes in all_sizes(held, shown, config.data.own_sizes):
                 adapter.latent_shape(sizes.height, sizes.width)
         if lora is not None:

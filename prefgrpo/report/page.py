@@ -24,7 +24,7 @@ from prefgrpo.report.media import picture, still
 from prefgrpo.report.run import Run, Shown, read_run
 from prefgrpo.report.verdicts import draw_group
 from prefgrpo.run.checkpoint import write_atomic
-from prefgrpo.run.log import METRICS
+from prefgrpo.run.run_folder import RunFolder
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "numpy", "pillow")
 PAIR_PX, COURSE_PX = 384, 160
@@ -69,7 +69,7 @@ def status(run: Run) -> str:
     if run.finished:
         return ""
     of = f" of {run.planned}" if run.planned else ""
-    file = run.folder / METRICS
+    file = RunFolder(run.folder).metrics
     last = (
         f"; last entry {datetime.fromtimestamp(file.stat().st_mtime, timezone.utc):%Y-%m-%d %H:%M UTC}"
         if file.is_file()

@@ -17,7 +17,8 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from prefgrpo.run.log import METRICS, read_metrics
+from prefgrpo.run.log import read_metrics
+from prefgrpo.run.run_folder import PRODUCTS, RunFolder, step_of
 
 Floats = NDArray[np.float64]
 Images = NDArray[np.uint8]
@@ -102,7 +103,7 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether the run came to its end: all steps, or the time limit (then its product lies in the folder)."""
-        exported = any((self.folder / name).exists() for name in ("lora", "pipeline"))
+        exported = any((self.folder / name).exists() for name in PRODUCTS)
         return 0 < self.planned <= self.step or (exported and bool(self._train.get("max_minutes")))
 
     @property
@@ -122,18 +123,20 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """The run in `folder`. Raises FileNotFoundError if it holds neither a configuration nor metrics."""
-    source = folder / "config.yaml"
-    if not source.is_file() and not (folder / METRICS).is_file():
-        raise FileNotFoundError(f"{folder} is no run: expected config.yaml or {METRICS} in it; pass a folder runs/NAME")
+    files = RunFolder(folder)
+    source = files.config
+    if not source.is_file() and not files.metrics.is_file():
+        expected = f"{source.name} or {files.metrics.name}"
+        raise FileNotFoundError(f"{folder} is no run: expected {expected} in it; pass a folder runs/NAME")
     problems: list[str] = []
     text = source.read_text(encoding="utf-8", errors="replace") if source.is_file() else ""
     config = _guard(source, problems, lambda path: yaml.safe_load(text))
-    rows = [r for r in read_metrics(folder) if isinstance(r, dict) and isinstance(r.get("step"), int)]
+    rows = [r for r in read_metrics(files.metrics) if isinstance(r, dict) and isinstance(r.get("step"), int)]
     sets = sorted({str(r["set"]) for r in rows if r.get("kind") == "eval" and r.get("set")})
     evals = {name: columns([_unprefixed(r, name) for r in rows if r.get("set") == name]) for name in sets}
-    shown = {name: found for name in sets if (found := _shown(folder / "eval", name, problems))}
+    shown = {name: found for name in sets if (found := _shown(files, name, problems))}
     train = columns([r for r in rows if r.get("kind") == "train"])
-    groups = _groups(folder / "groups", problems)
+    groups = _groups(files, problems)
     return Run(folder, config if isinstance(config, dict) else {}, text, train, evals, shown, groups, problems)
 
 
@@ -158,11 +161,11 @@ def _unprefixed(row: dict[str, Any], name: str) -> dict[str, Any]:
     return {k.removeprefix(f"{name}/"): v for k, v in row.items()}
 
 
-def _shown(folder: Path, name: str, problems: list[str]) -> list[Shown]:
-    listing = folder / f"{name}_prompts.json"
+def _shown(run: RunFolder, name: str, problems: list[str]) -> list[Shown]:
+    listing = run.prompts(name)
     texts = _guard(listing, problems, lambda path: json.loads(path.read_text(encoding="utf-8"))) or []
     prompts = [str(t) for t in texts] if isinstance(texts, list) else []
-    origin = folder / f"{name}_sources.npz"
+    origin = run.sources(name)
     sources = _guard(origin, problems, lambda path: np.load(path)["sources"]) if origin.is_file() else None
 
     def load(path: Path) -> Shown:
@@ -172,14 +175,13 @@ def _shown(folder: Path, name: str, problems: list[str]) -> list[Shown]:
             raise ValueError(f"expected before and now as uint8 [n, (F,) H, W, 3], got {before.shape} and {now.shape}")
         names = (prompts + [""] * len(now))[: len(now)]
         shown = sources if sources is not None and sources.ndim == 4 and len(sources) == len(now) else None
-        return Shown(_step(path), names, before, now, shown)
+        return Shown(step_of(path), names, before, now, shown)
 
-    files = sorted(folder.glob(f"{name}_{'[0-9]' * 6}.npz"))
-    found = [_guard(path, problems, load) for path in files]
+    found = [_guard(path, problems, load) for path in run.all_shown(name)]
     return [s for s in found if s is not None and len(s.now)]
 
 
-def _groups(folder: Path, problems: list[str]) -> list[Group]:
+def _groups(run: RunFolder, problems: list[str]) -> list[Group]:
     def load(path: Path) -> list[Group]:
         with np.load(path, allow_pickle=False) as file:
             parts = [file[key] for key in ("prompts", "images", "wins", "counts", "rates")]
@@ -187,14 +189,9 @@ def _groups(folder: Path, problems: list[str]) -> list[Group]:
         k, size = rates
         if len(images) != 5 or images[:2] != (k, size) or wins != (k, size, size) or counts != wins:
             raise ValueError(f"expected k groups of G images, got shapes {[p.shape for p in parts]}")
-        return [Group(_step(path), str(p), i, w, c, r) for p, i, w, c, r in zip(*parts, strict=True)]
+        return [Group(step_of(path), str(p), i, w, c, r) for p, i, w, c, r in zip(*parts, strict=True)]
 
-    files = sorted(folder.glob(f"step_{'[0-9]' * 6}.npz"))
-    return [group for path in files for group in _guard(path, problems, load) or []]
-
-
-def _step(path: Path) -> int:
-    return int(path.stem.rsplit("_", 1)[1])
+    return [group for path in run.all_groups() for group in _guard(path, problems, load) or []]
 
 
 def _guard(path: Path, problems: list[str], load: Callable[[Path], T]) -> T | None:

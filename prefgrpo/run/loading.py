@@ -6,9 +6,7 @@ Invariant: a value that the model refuses is a ConfigError that names its field.
 from __future__ import annotations
 
 import json
-import logging
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,43 +27,14 @@ from prefgrpo.rollout.render import sources
 from prefgrpo.rollout.sampling import evaluation, of_prompt
 from prefgrpo.rollout.shards import Shards
 from prefgrpo.run.checkpoint import write_atomic
+from prefgrpo.run.log import quiet_libraries
 
 NOTES = "models.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class _TruncatedOnce(logging.Filter):
-    """Lets diffusers say once per encoder that a prompt was cut, not once per prompt."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is to be shown."""
-        head, _, cut = record.getMessage().partition(":")
-        if "truncated" not in head or not cut:
-            return True
-        first = head not in self.said
-        self.said.add(head)
-        record.msg, record.args = f"{head} (said once; data.max_length is the limit of the long encoder):{cut}", ()
-        return first
-
-
-def _calm() -> None:
-    """Say a cut prompt once; draw the libraries' progress bars on a terminal only."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
-
-    for handler in logging.getLogger("diffusers").handlers:
-        handler.addFilter(_TruncatedOnce())
-    if not sys.stderr.isatty():
-        diffusers_logging.disable_progress_bar()
-        transformers_logging.disable_progress_bar()
-
-
 @contextmanager
-def names(field_name: str) -> Iterator[None]:
+def config_errors_as(field_name: str) -> Iterator[None]:
     """Inside, a value that the model refuses is a mistake of this field."""
     try:
         yield
@@ -100,10 +69,10 @@ def misfits(config: Config) -> list[str]:
 def open_adapter(config: Config, device: torch.device, encoders: bool = True) -> Adapter:
     """The model of a run, frozen, its size and frames checked. Raises ConfigError or ModelError."""
     m = config.memory
-    _calm()
+    quiet_libraries()
     if found := misfits(config):
         raise ConfigError(found)
-    with names("rollout.frames or rollout.source_area"):
+    with config_errors_as("rollout.frames or rollout.source_area"):
         adapter = load_model(
             config.family,
             config.model,
@@ -112,9 +81,9 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True) ->
             encoders=encoders,
             **model_options(config),
         )
-    with names("rollout.height/width/frames"):
+    with config_errors_as("rollout.height/width/frames"):
         adapter.latent_shape(config.rollout.height, config.rollout.width)
-    with names("memory"):
+    with config_errors_as("memory"):
         adapter.vae_options(m.vae_slicing, m.vae_tiling)
     if m.offload:
         adapter.park(m.offload, device)
@@ -134,7 +103,7 @@ def trainable(config: Config, adapter: Adapter) -> Adapter:
     """The adapter with what trains switched on. Raises ConfigError."""
     t = config.train
     if t.lora_rank:
-        with names("train.lora_targets"):
+        with config_errors_as("train.lora_targets"):
             adapter.add_lora(t.lora_rank, t.lora_alpha, t.lora_targets or None, seed=config.seed)
     else:
         adapter.enable_full()
@@ -177,7 +146,7 @@ def uses(config: Config, prompts: Iterable[Prompt], held: Iterable[Prompt] = ())
 
 def check_sources(config: Config, prompts: list[Prompt]) -> None:
     """All prompts of a file must have as many source images, and as many as the family takes. Raises DataError."""
-    with names("family"):
+    with config_errors_as("family"):
         cls = family(config.family)
     least, most = int(cls.needs_source), cls.most_sources
     if wrong := [p for p in prompts if not least <= len(p.source) <= most]:
@@ -194,7 +163,7 @@ def to_encode(config: Config, used: Iterable[Use]) -> list[Part]:
 
     Where the text encoder sees the source images, a prompt and the negative prompt are one per source.
     """
-    with names("family"):
+    with config_errors_as("family"):
         cls = family(config.family)
     found: dict[Part, None] = {}
     for prompt, sizes in used:

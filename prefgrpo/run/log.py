@@ -8,6 +8,7 @@ drops the lines of steps that it does again.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import sys
@@ -18,13 +19,11 @@ from typing import Any
 from tqdm import tqdm
 
 from prefgrpo.run.checkpoint import write_atomic
+from prefgrpo.run.run_folder import RunFolder
 
-METRICS = "metrics.jsonl"
 
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
+def read_metrics(file: Path) -> list[dict[str, Any]]:
     """All whole rows of a run's metrics.jsonl (a torn last line is left out)."""
-    file = folder / METRICS
     rows = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
         try:
@@ -35,22 +34,22 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 class Log:
-    """The voice of rank 0; on other ranks every method does nothing."""
+    """The output of rank 0; on other ranks every method does nothing."""
 
-    def __init__(self, folder: Path, total: int, start: int, *, tensorboard: bool, active: bool) -> None:
+    def __init__(self, folder: RunFolder, total: int, start: int, *, tensorboard: bool, active: bool) -> None:
         self.active = active
         self.bar: Any = None
         self.writer: Any = None
         if not active:
             return
-        rows = [r for r in read_metrics(folder) if r["step"] <= start] if start else []
+        rows = [r for r in read_metrics(folder.metrics) if r["step"] <= start] if start else []
         self.have = {(r["kind"], r["step"], r.get("set")) for r in rows}
-        write_atomic(folder / METRICS, "".join(json.dumps(r) + "\n" for r in rows))
-        self.file = (folder / METRICS).open("a", encoding="utf-8")
+        write_atomic(folder.metrics, "".join(json.dumps(r) + "\n" for r in rows))
+        self.file = folder.metrics.open("a", encoding="utf-8")
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else 0)
+            self.writer = SummaryWriter(str(folder.tensorboard), purge_step=start + 1 if start else 0)
         self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None, smoothing=0.1)
 
     def say(self, text: str) -> None:
@@ -94,3 +93,34 @@ def _write(text: str) -> None:
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class _TruncatedOnce(logging.Filter):
+    """Shows diffusers' warning of a cut prompt once per encoder, not once per prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is to be shown."""
+        head, _, cut = record.getMessage().partition(":")
+        if "truncated" not in head or not cut:
+            return True
+        first = head not in self.shown
+        self.shown.add(head)
+        record.msg, record.args = f"{head} (said once; data.max_length is the limit of the long encoder):{cut}", ()
+        return first
+
+
+def quiet_libraries() -> None:
+    """Warn of a cut prompt once; draw the libraries' progress bars on a terminal only."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
+    for handler in logging.getLogger("diffusers").handlers:
+        if not any(isinstance(f, _TruncatedOnce) for f in handler.filters):
+            handler.addFilter(_TruncatedOnce())
+    if not sys.stderr.isatty():
+        diffusers_logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()

@@ -28,7 +28,7 @@ from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.guidance import attach
 from prefgrpo.models.parking import KINDS
 from prefgrpo.run.activations import Weigh, fake, forget
-from prefgrpo.run.loading import DTYPES, model_options, names, trainable
+from prefgrpo.run.loading import DTYPES, config_errors_as, model_options, trainable
 
 GIB = 2**30
 Batch = tuple[Tensor, Tensor, Condition]
@@ -86,14 +86,14 @@ def estimate(config: Config) -> Estimate:
 
 def without_weights(config: Config) -> tuple[Adapter, dict[str, int]]:
     """(the run's adapter over a pipeline on the meta device, ready to train; parameters per text encoder)."""
-    with names("family"):
+    with config_errors_as("family"):
         cls = family(config.family)
     path = cls.find(config.model, configs_only=True)
     diffusers_logging.set_verbosity_error()  # it warns of casts that only matter for weights
     pipe, encoders = meta_pipeline(path, cls.pipeline, DTYPES[config.dtype])
-    with names("rollout or train"):
+    with config_errors_as("rollout or train"):
         adapter = trainable(config, cls(pipe, **model_options(config)))
-    with names("memory"):
+    with config_errors_as("memory"):
         adapter.vae_options(config.memory.vae_slicing, config.memory.vae_tiling)
     return adapter, encoders
 
