@@ -6,6 +6,7 @@ said in the recipe's words before anything starts; and it must work where users 
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -181,3 +182,16 @@ def test_the_import_is_cheap():
     code = "import sys, prefgrpo; print(prefgrpo.__version__, 'torch' in sys.modules, 'Trainer' in dir(prefgrpo))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split()[1:] == ["False", "True"]
+
+
+def test_the_documentations_examples_run(root, tmp_path, monkeypatch):
+    """docs/python.md from its first block to its last, in a folder that holds the demo's assets."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prefgrpo").symlink_to(root / "prefgrpo")
+    blocks = re.findall(r"^```python\n(.*?)^```", (root / "docs" / "python.md").read_text(), re.S | re.M)
+    assert len(blocks) == 4
+    names = {"__name__": "__main__"}
+    for block in blocks:
+        exec(compile(block, "docs/python.md", "exec"), names)
+    assert len(names["metrics"]) == 1 and names["result"].summary == "" and names["result"].report.is_file()
+    assert [row["step"] for row in rows(tmp_path / "runs" / "brighter")] == [1, 2]

@@ -122,6 +122,9 @@ class Trainer:
         elif eval_prompts is not None:
             given["eval"] = {"prompts": _prompts_file("eval_prompts", eval_prompts, output, files)}
         values = merged(merged(values, given), reward_values)
+        if rewards is not None:  # a recipe's objects are replaced too
+            options = values["reward"]["options"]
+            values["reward"]["options"] = {n: own for n, own in options.items() if n in objects or PYTHON not in own}
         if values.get("model") and "family" not in values:
             try:
                 values["family"] = family_of(str(values["model"]))
