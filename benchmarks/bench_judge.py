@@ -29,8 +29,9 @@ from PIL import Image, ImageFilter
 
 from benchmarks import original_client
 from benchmarks.blocks import replace_block, rounded, write_json
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig
+from prefgrpo.judge.client import HttpJudge
 from prefgrpo.judge.plans import round_robin
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,7 +91,7 @@ def counts(url: str) -> dict[str, int]:
 
 def judge_at(url: str, **changes: Any) -> HttpJudge:
     """Our client."""
-    return HttpJudge(HttpJudgeConfig((url,), template=TEMPLATE, **changes))
+    return HttpJudge(JudgeConfig((url,), template=TEMPLATE, **changes))
 
 
 def skeleton(model: str) -> dict[str, Any]:

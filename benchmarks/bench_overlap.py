@@ -1,6 +1,6 @@
 """`python -m benchmarks.bench_overlap`: what a judge costs a rollout that it overlaps with.
 
-The demo's rollout (recipes/demo.yaml) with its groups judged by a server in a process of its own, which holds back
+The demo's rollout (scripts/demo/demo.yaml) with its groups judged by a server in a process of its own, which holds back
 every answer so that judging a step alone, with all samples there, takes as long as making them. Each round times the
 rollout without a judge, with the judge, and the judge alone; ratios are medians over the rounds. Writes
 results/judge_overlap.json and the block in docs/judging.md.
@@ -51,7 +51,7 @@ class Nothing(PointwiseReward):
 
 def demo(url: str, folder: str, prompts: int, batch: int, side: int) -> Config:
     """The demo's configuration, judged over HTTP."""
-    config = load(ROOT / "recipes" / "demo.yaml")
+    config = load(ROOT / "scripts" / "demo" / "demo.yaml")
     replace = dataclasses.replace
     assets = ROOT / "prefgrpo" / "tiny" / "assets"
     templates = ROOT / "prefgrpo" / "judge" / "templates"

@@ -2,7 +2,7 @@
 
 The transformer and the VAE have the published configuration and random weights, which cost the same time as trained
 ones; the text encoders have the published widths and two layers, since training reads an embedding cache. Per picture
-size a process of its own trains `scripts/lora_prefgrpo_flux.yaml` on one process with small groups, rewarded by the
+size a process of its own trains `scripts/prefgrpo/lora_flux.yaml` on one process with small groups, rewarded by the
 pictures' JPEG size, so that no judge is waited for. Written to results/train_DEVICE.json: seconds per phase, images per
 second, the peak of the allocator beside what `prefgrpo plan` estimates, and MFU.
 
@@ -35,7 +35,7 @@ from prefgrpo.config.schema import Config, load
 from prefgrpo.run.memory import GIB, estimate, stand_ins, without_weights
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPE, RESULTS = ROOT / "scripts" / "lora_prefgrpo_flux.yaml", ROOT / "benchmarks" / "results"
+RECIPE, RESULTS = ROOT / "scripts" / "prefgrpo/lora_flux.yaml", ROOT / "benchmarks" / "results"
 PROMPTS = ("a red cube left of a blue ball", "a street in the rain at night", "two cats asleep on a piano")
 
 
@@ -43,7 +43,7 @@ def flux_dev(device: str) -> Any:
     """FLUX.1-dev's pipeline with random weights in bf16; text encoders of two layers."""
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
-    from prefgrpo.tiny.parts import clip_text, clip_tokenizer, t5_text, t5_tokenizer
+    from prefgrpo.tiny.pipelines import clip_text, clip_tokenizer, t5_text, t5_tokenizer
 
     clip, t5 = clip_tokenizer(), t5_tokenizer()
     torch.manual_seed(0)

@@ -19,9 +19,8 @@ import torch
 
 from benchmarks.blocks import replace_block, rounded, write_json
 from prefgrpo.data.media import Media
-from prefgrpo.judge.plan import GOAL, SHARE, usual_plans
 from prefgrpo.judge.plans import both_orders
-from prefgrpo.judge.simulate import Groups, JudgeModel, measure, resembling, simulated
+from prefgrpo.judge.simulate import GOAL, SHARE, Groups, JudgeModel, measure, resembling, simulated, usual_plans
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "judge_plans.json", "judging_plans.svg"

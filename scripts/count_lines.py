@@ -14,7 +14,7 @@ from statistics import median
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = {".py", ".h", ".cpp", ".cu", ".cuh", ".yaml", ".j2", ".css", ".js", ".sh"}
 PRODUCT = ("csrc", "kernels", "prefgrpo")
-BESIDE = ("tests", "benchmarks", "scripts", "recipes")
+BESIDE = ("tests", "benchmarks", "scripts")
 MARKS = ("<!-- lines: begin -->", "<!-- lines: end -->")
 
 

@@ -17,4 +17,4 @@ until "$prefgrpo" judge check --endpoint "http://127.0.0.1:$port" --template cap
     kill -0 "$server" 2>/dev/null || { cat "$log" >&2; echo "error: the judge server did not start" >&2; exit 1; }
     sleep 1
 done
-"$prefgrpo" train recipes/demo_vllm.yaml --judge.endpoints "http://127.0.0.1:$port" --resume
+"$prefgrpo" train scripts/demo/vllm.yaml --judge.endpoints "http://127.0.0.1:$port" --resume

@@ -26,14 +26,15 @@ import torch
 # The same examples in every run: a test that fails does so for everybody. HYPOTHESIS_PROFILE=default draws new ones.
 hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
-ROOT = Path(__file__).resolve().parent.parent
 torch.set_num_threads(1)
-_LOCAL = ("127.", "::1", "localhost", "0.0.0.0")
 
 
 def _guarded(connect: Callable[..., Any]) -> Callable[..., Any]:
     def guard(self: socket.socket, address: Any) -> Any:
-        if self.family in (socket.AF_INET, socket.AF_INET6) and not str(address[0]).startswith(_LOCAL):
+        local = self.family not in (socket.AF_INET, socket.AF_INET6) or str(address[0]).startswith(
+            ("127.", "::1", "localhost", "0.0.0.0")
+        )
+        if not local:
             raise OSError(f"a test tried to reach {address}: only this machine is allowed")
         return connect(self, address)
 
@@ -48,9 +49,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped where torch sees no GPU."""
-    if torch.cuda.is_available():
-        return
-    for item in items:
+    for item in items if not torch.cuda.is_available() else ():
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
@@ -58,4 +57,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The checkout."""
-    return ROOT
+    return Path(__file__).resolve().parent.parent

@@ -25,6 +25,8 @@ from aiohttp import web
 from PIL import Image
 
 MODEL = "bright-judge"
+STATUSES = {"400": "At most 1 image(s) may be provided in one prompt.", "403": "not for you", "404": "no such path",
+            "500": "engine trouble", "503": "overloaded", "504": "no answer from behind"}  # fmt: skip
 
 
 class JudgeServer:
@@ -172,53 +174,54 @@ class JudgeServer:
         return self.fault
 
     async def _misbehave(self, fault: str, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        kind, _, detail = fault.partition(" ")
         good = self._says(0.0)
-        match fault:
-            case "hang" | "hang chat" | "mute":
+        choice = good["choices"][0]
+        match kind:
+            case "hang" | "mute":
                 await asyncio.sleep(3600)
             case "429":
-                return _error(429, "slow down", {"Retry-After": "1"})
-            case "503":
-                return _error(503, "overloaded")
-            case "500" | "sick" | "loading":
+                return _error(429, "slow down", {"Retry-After": detail or "1"})
+            case "307":
+                return web.Response(status=307, headers={"Location": "/elsewhere"})
+            case "sick" | "loading":
                 return _error(500, "engine trouble")
-            case "400":
-                return _error(400, "At most 1 image(s) may be provided in one prompt.")
+            case _ if kind.isdigit():
+                return _error(int(kind), STATUSES[kind])
             case "no_choices":
                 good["choices"] = []
             case "no_logprobs":
-                good["choices"][0]["logprobs"] = None
+                choice["logprobs"] = None
             case "garbage":
                 good = self._says(0.0, ("cat", "dog"))
             case "nan":
-                for top in good["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
+                for top in choice["logprobs"]["content"][0]["top_logprobs"]:
                     top["logprob"] = self.logprob
             case "not_json":
                 return web.Response(body=json.dumps(good)[:40], content_type="application/json")
             case "html":
                 return web.Response(text="<html>It works!</html>", content_type="text/html")
-            case "drop":
-                assert request.transport is not None
-                request.transport.close()
-            case "truncated" | "drip":
-                return await self._slowly(fault, request, json.dumps(good).encode())
+            case "named":
+                good["model"] = detail
             case "contradict":
-                return web.json_response(self._says(3.0))  # always the first, whatever is shown
+                good = self._says(3.0)  # always the first, whatever is shown
+            case "drop" | "truncated" | "drip":
+                return await self._cut(kind, request, json.dumps(good).encode())
             case other:
                 raise AssertionError(other)
         return web.json_response(good)
 
-    async def _slowly(self, fault: str, request: web.Request, data: bytes) -> web.StreamResponse:
+    async def _cut(self, fault: str, request: web.Request, data: bytes) -> web.StreamResponse:
         reply = web.StreamResponse(headers={"Content-Length": str(len(data)), "Content-Type": "application/json"})
-        await reply.prepare(request)
+        if fault != "drop":
+            await reply.prepare(request)
         if fault == "truncated":
             await reply.write(data[:40])
-            assert request.transport is not None
-            request.transport.close()
-            return reply
-        for k in range(len(data)):
+        for k in range(len(data)) if fault == "drip" else ():
             await reply.write(data[k : k + 1])
             await asyncio.sleep(0.5)
+        assert request.transport is not None
+        request.transport.close()
         return reply
 
 

@@ -23,29 +23,23 @@ class Node:
     @property
     def text(self):
         """All text below, whitespace collapsed."""
-        parts = [c if isinstance(c, str) else c.text for c in self.children]
-        return " ".join(" ".join(parts).split())
+        return " ".join(" ".join(c if isinstance(c, str) else c.text for c in self.children).split())
 
 
 class _Parser(HTMLParser):
     def __init__(self):
         super().__init__(convert_charrefs=True)
-        self.root = Node("", {})
-        self.open = [self.root]
+        self.open = [Node("", {})]
 
     def handle_starttag(self, tag, attrs):
         assert len({name for name, _ in attrs}) == len(attrs), f"<{tag}> has an attribute twice"
-        node = Node(tag, attrs)
-        self.open[-1].children.append(node)
-        if tag not in VOID:
-            self.open.append(node)
-
-    def handle_startendtag(self, tag, attrs):
         self.open[-1].children.append(Node(tag, attrs))
+        if tag not in VOID:
+            self.open.append(self.open[-1].children[-1])
 
     def handle_endtag(self, tag):
-        assert self.open[-1].tag == tag, f"</{tag}> closes <{self.open[-1].tag}>"
-        self.open.pop()
+        if tag not in VOID:
+            assert self.open.pop().tag == tag, f"</{tag}> closes another element"
 
     def handle_data(self, data):
         self.open[-1].children.append(data)
@@ -56,5 +50,5 @@ def parse(text):
     parser = _Parser()
     parser.feed(text)
     parser.close()
-    assert len(parser.open) == 1, f"<{parser.open[-1].tag}> is never closed"
-    return parser.root
+    (root,) = parser.open
+    return root

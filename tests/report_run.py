@@ -46,19 +46,13 @@ def train_row(step, total, rng):
 
 def eval_row(step, total, name):
     """One evaluation row: win rates with intervals, measures before and now."""
-    gain = 1 - np.exp(-4 * step / total)
-    win, low = 0.5 + 0.42 * gain, 0.06 * (step > 0)
-    row = {"kind": "eval", "step": step, "set": name, "time/eval": 2.0}
-    row |= {f"{name}/win_judge": win, f"{name}/win_judge_low": win - low, f"{name}/win_judge_high": win + low}
-    row |= {f"{name}/win_judge_first": win + 0.01, f"{name}/win_judge_second": win - 0.01}
-    soft = 0.5 + 0.24 * gain
-    row |= {f"{name}/win_scenes": soft, f"{name}/win_scenes_low": soft - low, f"{name}/win_scenes_high": soft + low}
+    gain, margin = 1 - np.exp(-4 * step / total), 0.06 * (step > 0)
+    row = {"win_judge_first": 0.51 + 0.42 * gain, "win_judge_second": 0.49 + 0.42 * gain}
+    for win, rate in (("win_judge", 0.5 + 0.42 * gain), ("win_scenes", 0.5 + 0.24 * gain)):
+        row |= {win: rate, f"{win}_low": rate - margin, f"{win}_high": rate + margin}
     for k, measure in enumerate(MEASURES):
-        row |= {
-            f"{name}/{measure}_before": 0.4 + 0.08 * k,
-            f"{name}/{measure}": 0.4 + 0.08 * k + (0.6 - 0.08 * k) * 0.8 * gain,
-        }
-    return row
+        row |= {f"{measure}_before": 0.4 + 0.08 * k, measure: 0.4 + 0.08 * k + (0.6 - 0.08 * k) * 0.8 * gain}
+    return {"kind": "eval", "step": step, "set": name} | {f"{name}/{key}": value for key, value in row.items()}
 
 
 def shown(folder, name, step, total, count=12):
@@ -87,14 +81,8 @@ def groups(folder, step, k=2, size=8, missing=True):
     wins = p * counts
     rates = wins.sum(2) / counts.sum(2)
     prompts = np.array([caption(c) for c in combos])
-    np.savez_compressed(
-        folder / "groups" / f"step_{step:06d}.npz",
-        images=images,
-        wins=wins,
-        counts=counts,
-        rates=rates,
-        prompts=prompts,
-    )
+    data = {"images": images, "wins": wins, "counts": counts, "rates": rates, "prompts": prompts}
+    np.savez_compressed(folder / "groups" / f"step_{step:06d}.npz", **data)
 
 
 def make_run(folder, steps=320, every=40, planned=None):

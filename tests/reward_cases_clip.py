@@ -1,11 +1,11 @@
-"""What the rewards of the CLIP family score in the registry test; prefgrpo/tiny/rewards.py makes their checkpoints."""
+"""What the rewards of the CLIP family score in the registry test; tiny_rewards.py makes their checkpoints."""
 
 import numpy as np
 from reward_case import Case
+from tiny_rewards import MAKERS
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import Sample
-from prefgrpo.tiny.rewards import MAKERS
 
 GRID = 'Two cats, a 1x2 grid. Warm light. [LEFT]: a cat that says "hi." [RIGHT]: another cat sleeps.'
 

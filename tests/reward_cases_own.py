@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from reward_case import Case
 from safetensors.torch import load_file, save_file
+from tiny_rewards import clip_folder, spread
 from tokenizers import pre_tokenizers
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.deqa import IMAGE, QUESTION
-from prefgrpo.tiny.rewards import clip_folder, spread
 
 QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
         "<|image_pad|>", "<|video_pad|>")  # fmt: skip

@@ -111,16 +111,15 @@ class Process:
         except OSError:
             return 0
 
-    def metrics(self) -> dict[str, float]:
-        """The numbers of /metrics by their short names."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as reply:
-            rows = [line.split() for line in reply.read().decode().splitlines()]
-        return {k.removeprefix("prefgrpo_reward_").removesuffix("_total"): float(v) for k, v in rows}
+    def counts(self) -> dict[str, Any]:
+        """What /health says: queued, batches, samples."""
+        with urllib.request.urlopen(f"{self.url}/health", timeout=30) as reply:
+            return dict(json.loads(reply.read()))
 
-    def wait_for(self, key: str, value: float, seconds: float = 60.0) -> None:
-        """Wait until a number of `metrics` is at least `value`."""
+    def wait_for(self, key: str, value: int, seconds: float = 60.0) -> None:
+        """Wait until a number of `counts` is at least `value`."""
         end = time.monotonic() + seconds
-        while (now := self.metrics()[key]) < value:
+        while (now := self.counts()[key]) < value:
             assert time.monotonic() < end, f"{key} is still {now}"
             time.sleep(0.01)
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from tiny_run import collect, settings, world
 
-from prefgrpo.config.schema import ConfigError, RewardConfig, from_dict
-from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig
+from prefgrpo.config.schema import ConfigError, JudgeConfig, RewardConfig, from_dict
+from prefgrpo.judge.client import HttpJudge
 from prefgrpo.rewards.base import GroupScores, PointwiseReward, Score
 from prefgrpo.rewards.edits import EditImageQuality
 from prefgrpo.rewards.unifiedreward_pairs import UnifiedRewardFlex
@@ -154,7 +154,7 @@ def test_a_run_takes_the_parts_of_its_rewards(tmp_path):
 
 @pytest.mark.parametrize("make", [UnifiedRewardFlex, EditImageQuality])
 def test_a_reward_says_which_parts_are_normalised(make):
-    judge = HttpJudge(HttpJudgeConfig(endpoints=("http://127.0.0.1:9",), template="flex"))
+    judge = HttpJudge(JudgeConfig(endpoints=("http://127.0.0.1:9",), template="flex"))
     names = {"overall", "categories"} if make is UnifiedRewardFlex else {"naturalness", "artifacts"}
     assert set(make(judge, normalise_parts=True).part_weights) == names and not make(judge).part_weights
     judge.close()

@@ -226,8 +226,8 @@ def test_numbers_that_are_not_finite_do_not_come_in_here(capsys, place, value):
 def test_no_recipe_at_all(capsys):
     code, text = shown(capsys, "train")
     assert code == 2 and "PATH" in text
-    code, text = shown(capsys, "train", "recipes/none.yaml")
-    assert code == 2 and "recipe not found: recipes/none.yaml" in text
+    code, text = shown(capsys, "train", "scripts/none.yaml")
+    assert code == 2 and "recipe not found: scripts/none.yaml" in text
 
 
 def test_errors_that_a_user_can_mend_have_no_traceback():

@@ -262,7 +262,7 @@ def test_missing_and_unreadable_files(tmp_path):
 
 
 def test_the_shipped_recipes_are_valid(root):
-    found = sorted((root / "recipes").glob("*.yaml"))
+    found = sorted((root / "scripts" / "demo").glob("*.yaml"))
     assert found
     for recipe in found:
         load(recipe)

@@ -1,60 +1,52 @@
-"""The demo in small: its own recipe, assets and command, few steps.
+"""The demo in small: its own recipe, assets and command, few steps, in an empty folder.
 
-Why these cases: `make demo` is what a stranger sees first, so the real command runs in a real process; the last line
-must hold the numbers that the README talks about, and the judge must be the only thing that is trained on.
+Why these cases: `prefgrpo demo` is what a stranger sees first, so the real command runs in a real process; the last
+line must hold the numbers that the README talks about, and the judge must be the only thing that is trained on.
 """
 
-import json
 import os
 import re
 import subprocess
 import sys
 
 import pytest
-import yaml
+from tiny_run import rows
+
+from prefgrpo.config.schema import load
+from prefgrpo.tiny import ASSETS
 
 STEPS = [
     "--train.steps", "3", "--eval.every", "2", "--eval.max-prompts", "3", "--rollout.prompts-per-step", "2",
     "--checkpoint.every", "2", "--eval.samples-per-prompt", "2", "--rollout.batch-size", "16",
 ]  # fmt: skip
+LEFT = ("report.html", "config.yaml", "metrics.jsonl", "proof.safetensors", "lora/pytorch_lora_weights.safetensors")
 
 
 @pytest.fixture(scope="module")
 def demo(root, tmp_path_factory):
     """(process, run folder) of the demo's command with few steps."""
-    output = tmp_path_factory.mktemp("runs")
-    command = [sys.executable, "-m", "prefgrpo", "train", "recipes/demo.yaml", "--output", str(output), *STEPS]
+    folder = tmp_path_factory.mktemp("anywhere")
+    command = [sys.executable, "-m", "prefgrpo", "demo", *STEPS]
     env = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=root, env=env)
-    return done, output / "demo"
-
-
-def test_it_ends_well_and_its_last_line_says_what_became_better(demo):
-    done, folder = demo
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=folder, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
-    last = done.stdout.strip().splitlines()[-1]
+    return done, folder / "runs" / "demo"
+
+
+def test_its_last_line_says_what_became_better(demo):
+    last = demo[0].stdout.strip().splitlines()[-1]
     rate, interval = r"[01]\.\d{3}", r"\[[01]\.\d{3}, [01]\.\d{3}\]"
-    for part in (
-        r"eval at step 3, test: ",
-        rf"win rate by judge {rate} {interval} \(orders {rate} / {rate}\)",
-        rf"win rate by scenes {rate} {interval}",
-        rf"scenes\.all {rate} → {rate}",
-    ):
-        assert re.search(part, last), f"{part} is not in: {last}"
-    assert f"report: {folder / 'report.html'}" in done.stdout
+    assert last.startswith("eval at step 3, test: ") and "report: runs/demo/report.html" in demo[0].stdout
+    assert re.search(rf"win rate by judge {rate} {interval} \(orders {rate} / {rate}\)", last), last
+    assert re.search(rf"win rate by scenes {rate} {interval}", last), last
+    assert re.search(rf"scenes\.all {rate} → {rate}", last), last
 
 
 def test_what_it_leaves(demo):
     _, folder = demo
-    for name in (
-        "report.html",
-        "config.yaml",
-        "metrics.jsonl",
-        "proof.safetensors",
-        "lora/pytorch_lora_weights.safetensors",
-    ):
-        assert (folder / name).stat().st_size > 0, name
-    found = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [p.name for p in folder.parent.parent.iterdir()] == ["runs"] and [*folder.parent.iterdir()] == [folder]
+    assert all((folder / name).stat().st_size > 0 for name in LEFT)
+    found = rows(folder)
     sets = [(r["step"], r["set"]) for r in found if r["kind"] == "eval"]
     assert sets == [(0, "dev"), (0, "test"), (2, "dev"), (3, "dev"), (3, "test")]
     steps = [r for r in found if r["kind"] == "train"]
@@ -63,18 +55,12 @@ def test_what_it_leaves(demo):
 
 
 def test_the_scorer_of_the_scenes_is_never_the_reward(demo, root):
-    _, folder = demo
-    for file in (folder / "config.yaml", *sorted((root / "recipes").glob("demo*.yaml"))):
-        config = yaml.safe_load(file.read_text())
-        assert (
-            "scenes" not in config.get("reward", {}).get("spec", "vlm_pairwise") and config["eval"]["spec"] == "scenes"
-        )
-    rows = [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert not any("scenes" in key for r in rows if r["kind"] == "train" for key in r)
+    for file in (demo[1] / "config.yaml", *sorted((root / "scripts" / "demo").glob("*.yaml"))):
+        config = load(file)
+        assert "scenes" not in config.reward.spec and config.eval.spec == "scenes"
+    assert not any("scenes" in key for r in rows(demo[1]) if r["kind"] == "train" for key in r)
 
 
-def test_the_three_prompt_sets_share_nothing(root):
-    sets = [
-        set((root / f"prefgrpo/tiny/assets/prompts/{n}.txt").read_text().splitlines()) for n in ("train", "dev", "test")
-    ]
-    assert all(sets) and not (sets[0] & sets[1] or sets[0] & sets[2] or sets[1] & sets[2])
+def test_the_three_prompt_sets_share_nothing():
+    sets = [set((ASSETS / "prompts" / f"{name}.txt").read_text().splitlines()) for name in ("train", "dev", "test")]
+    assert all(sets) and len(set.union(*sets)) == sum(map(len, sets))

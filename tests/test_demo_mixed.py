@@ -12,20 +12,19 @@ import re
 import threading
 
 import numpy as np
-import pytest
+import tiny_rewards
 import yaml
+from aiohttp import web
 from judge_server import JudgeServer, images, reply, text_of
 from PIL import Image
 from safetensors.torch import load_file
 from tiny_run import merged, rows, train
 
+from prefgrpo.config.recipe import read_yaml
 from prefgrpo.data.media import Media
 from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.tiny.rewards import MAKERS
-
-ROOT = __import__("pathlib").Path(__file__).resolve().parent.parent
-ASSETS = ROOT / "prefgrpo" / "tiny" / "assets"
+from prefgrpo.tiny import ASSETS, FOLDER
 
 
 class Never(PointwiseReward):
@@ -45,8 +44,6 @@ class FlexServer(JudgeServer):
         self._one = threading.Lock()
 
     def _answer(self, body):
-        from aiohttp import web
-
         first, second = (self._picture(part) for part in images(body))
         caption = re.search(r"Caption: (.*)\n", text_of(body))[1]
         with self._one:
@@ -63,40 +60,35 @@ class FlexServer(JudgeServer):
         return self.pixels[part["uuid"]]
 
 
-def recipe(place, url, **over):
-    base = yaml.safe_load((ROOT / "recipes" / "demo.yaml").read_text(encoding="utf-8"))
-    clip = MAKERS["clip"](place / "clip")
+def recipe(place, url):
     mixed = {
         "model": str(ASSETS / "base"),
         "output": str(place / "runs"),
         "tensorboard": False,
+        "data": {"prompts": str(ASSETS / "prompts/train.txt")},
         "judge": {"backend": "http", "model": "", "endpoints": [url], "plan": "round_robin", "log": True},
+        "rollout": {"prompts_per_step": 2, "group_size": 4, "batch_size": 8},
+        "train": {"steps": 3},
+        "eval": {"every": 0, "prompts": "", "final_prompts": str(ASSETS / "prompts/test.txt"), "max_prompts": 4},
         "reward": {
             "spec": "unifiedreward_flex:0.7,clip:0.3,jpeg_compressibility:0,test_demo_mixed:Never:0",
             "combine": "weighted_advantage_sum",
-            "options": {"clip": clip, "unifiedreward_flex": {"category_weights": [1.0, 0.7, 0.7]}},
+            "options": {
+                "clip": tiny_rewards.MAKERS["clip"](place / "clip"),
+                "unifiedreward_flex": {"category_weights": [1.0, 0.7, 0.7]},
+            },
         },
     }
-    for section, names in (("data", ("prompts",)), ("eval", ("prompts", "final_prompts"))):
-        mixed[section] = {name: str(ASSETS / "prompts" / base[section][name].rsplit("/", 1)[1]) for name in names}
     file = place / "mixed.yaml"
-    file.write_text(yaml.safe_dump(merged(merged(base, mixed), over)), encoding="utf-8")
+    file.write_text(yaml.safe_dump(merged(read_yaml(FOLDER / "demo.yaml"), mixed)), encoding="utf-8")
     return file
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    place = tmp_path_factory.mktemp("mixed")
+def test_all_rewards_are_scored_and_reported_and_the_policy_moves(tmp_path):
     with FlexServer() as server:
-        small = {"prompts_per_step": 2, "group_size": 4, "batch_size": 8}
-        over = {"rollout": small, "train": {"steps": 3, "max_minutes": 0}, "eval": {"every": 0}}
-        code, output = train(recipe(place, server.url, **over))
+        code, output = train(recipe(tmp_path, server.url))
     assert code == 0, output
-    return place / "runs" / "demo", output
-
-
-def test_all_rewards_are_scored_and_reported(run):
-    folder, output = run
+    folder = tmp_path / "runs" / "demo"
     steps = [row for row in rows(folder, timeless=False) if row["kind"] == "train"]
     assert len(steps) == 3
     for row in steps:
@@ -109,10 +101,6 @@ def test_all_rewards_are_scored_and_reported(run):
     assert output.count("missing in step 1: 8 × test_demo_mixed:Never: no idea") == output.count("no idea") == 1
     asked = (folder / "judgements.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(asked) == 36 and {"Alignment", "Quality", "Aesthetics"} <= set(json.loads(asked[0])["parts"])
-
-
-def test_the_policy_moved(run):
-    lora = load_file(next((run[0] / "lora").glob("*.safetensors")))
-    changed = [float(w.abs().max()) for name, w in lora.items() if "lora_B" in name or "lora.up" in name]
-    assert changed and max(changed) > 0
-    assert (run[0] / "report.html").is_file()
+    (lora,) = (folder / "lora").glob("*.safetensors")
+    assert any(w.abs().max() > 0 for name, w in load_file(lora).items() if "lora_B" in name)
+    assert (folder / "report.html").is_file()

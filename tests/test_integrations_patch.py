@@ -82,7 +82,7 @@ def codebase(tmp_path, monkeypatch):
         return tmp_path
 
     yield install
-    for name in list(patching._ACTIVE):
+    for name in list(patching._PATCHED):
         integrations.unpatch(name)
     for name in set(sys.modules) - before:
         if name.split(".")[0] in (

@@ -1,29 +1,36 @@
-"""Each fault of a judge server, injected for real over HTTP.
+"""Every fault of a judge server that the project promises to survive, injected for real over HTTP: FAULTS, CHECKS.
 
-In every case: bounded time, the pair is missing (never 0.5), the reason names the fault, and what may mend is asked
-again. The server decodes the pictures and prefers the brighter, so a verdict of the wrong pair would show.
+In each: bounded time, a missing pair (never 0.5) with a reason that names the fault, another request where that may
+help, and the other server goes on. The servers decode the pictures and prefer the brighter one, so a verdict on the
+wrong pair would show. Log-probabilities that are no numbers and other odd answers: test_judge_payload_fuzz.py.
 """
 
 import contextlib
 import os
+import random
+import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
-from judge_server import MODEL, JudgeServer, free_port, images
+from judge_server import MODEL, JudgeServer, free_port
 
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig, check
+from prefgrpo.judge.client import HttpJudge, check
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.verdict import JudgeError
 
-FAST = {"timeout_s": 1.0, "retries": 2, "backoff_s": 0.05, "patience_s": 2.0}
+FAST = {"timeout_s": 1.0, "retries": 2, "patience_s": 2.0}
+LEVELS = (20, 60, 100, 140, 180, 220)
+PAIRS = both_orders(len(LEVELS), 0)
 
 
 def media(levels):
@@ -31,146 +38,190 @@ def media(levels):
 
 
 def judge(*urls, **changes):
-    return HttpJudge(HttpJudgeConfig(endpoints=urls, **{**FAST, **changes}))
+    return HttpJudge(JudgeConfig(endpoints=urls, **{**FAST, **changes}))
 
 
 def ask(j, count=1):
-    dark, bright = media([40, 200])
-    return j.judge_group("p", [dark, bright], [(0, 1), (1, 0)] * count)
+    """Verdicts on (dark, bright) and (bright, dark)."""
+    return j.judge_group("p", media([40, 200]), [(0, 1), (1, 0)] * count)
 
 
-MISSING = {
-    "hang": "did not answer within 1 s",
-    "500": "answered 500: engine trouble",
-    "400": "refused with 400: At most 1 image",
-    "drop": "gave up after 3 requests",
-    "truncated": "gave up after 3 requests",
-    "drip": "did not answer within 1 s",
-    "no_choices": "without choices",
-    "no_logprobs": "no logprobs",
-    "garbage": "neither label",
-    "nan": "probability",
-    "not_json": "no readable chat completion",
-    "html": "no readable chat completion",
-    "sick": "no server was reachable for 2 s",
+def right(j, levels=LEVELS, pairs=PAIRS):
+    """Whether the judge's verdicts on all pairs are there and right."""
+    verdicts = j.judge_group("p", media(levels), pairs)
+    return [v.first is not None and (v.first > 0.5) == (a > b) for v, (a, b) in zip(verdicts, pairs, strict=True)]
+
+
+def missing(verdicts, reason):
+    assert [v.first for v in verdicts] == [None] * len(verdicts)
+    assert all(reason in v.reason for v in verdicts), verdicts[0].reason
+
+
+def until(done, seconds=30):
+    """Wait until `done()`."""
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+# fault -> (requests per pair of a server that stays so, whether another server helps, reason)
+FAULTS = {
+    "hang": (2, True, "did not answer within 1 s"),
+    "drip": (2, True, "did not answer within 1 s"),
+    "504": (2, True, "answered 504: no answer from behind"),
+    "429 0.1": (3, True, "answered 429: slow down"),
+    "429 Fri, 31 Dec 9999 23:59:59 GMT": (3, True, "answered 429: slow down"),
+    "500": (3, True, "gave up after 3 requests; the last one: http://127.0.0.1"),
+    "503": (3, True, "answered 503: overloaded"),
+    "drop": (3, True, "gave up after 3 requests"),
+    "truncated": (3, True, "gave up after 3 requests"),
+    "sick": (None, True, "no server was reachable for 2 s"),
+    "html": (2, True, "no readable chat completion"),
+    "not_json": (2, True, "no readable chat completion"),
+    "no_choices": (2, True, "without choices"),
+    "307": (1, True, "refused with 307, a redirect to /elsewhere; correct the address"),
+    "403": (1, True, "refused with 403: not for you"),
+    "404": (1, True, "refused with 404: no such path"),
+    "400": (1, False, "refused with 400: At most 1 image"),
+    "no_logprobs": (1, False, "no logprobs"),
+    "garbage": (1, False, "neither label"),
+    "nan": (1, False, "probability"),
 }
 
 
-@pytest.mark.parametrize("fault", MISSING)
-def test_a_fault_that_stays_is_missing_with_its_reason(fault):
-    with JudgeServer(fault) as server:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault(fault):
+    requests, mends, reason = FAULTS[fault]
+    with JudgeServer(fault) as bad, JudgeServer(delay_s=0.02) as good:
+        missing(ask(judge(bad.url)), reason)
+        assert requests in (None, len(bad.requests) / 2)
+        if requests not in (1, None):  # the fault passes
+            bad.count = 1
+            dark_first, bright_first = ask(judge(bad.url, retries=5, patience_s=10))
+            assert dark_first.first < 0.1 and bright_first.first > 0.9
+        if mends:  # one of two servers stays so, and does not draw the requests to itself
+            bad.count, seen = -1, len(bad.requests)
+            assert all(right(judge(bad.url, good.url, concurrency=4, retries=5)))
+            assert len(bad.requests) - seen < len(PAIRS)
+
+
+def test_retry_after_is_waited_for():
+    with JudgeServer("429 1.5", count=1) as server:
         start = time.monotonic()
-        verdicts = ask(judge(server.url))
-        assert time.monotonic() - start < 30
-    assert [v.first for v in verdicts] == [None, None]
-    assert all(MISSING[fault] in v.reason for v in verdicts), verdicts[0].reason
-    if fault in ("400", "no_logprobs", "garbage", "nan"):
-        assert len(server.requests) == 2  # asking again would not help
-    if fault in ("no_choices", "not_json", "html"):
-        assert len(server.requests) == 4  # once more: a body may be broken on its way
+        assert ask(judge(server.url, timeout_s=5.0))[1].first > 0.9 and time.monotonic() - start >= 1.5
 
 
-@pytest.mark.parametrize("fault", ["500", "drop", "truncated", "hang", "429", "not_json", "html"])
-def test_a_fault_that_passes_is_asked_again(fault):
-    with JudgeServer(fault, count=1) as server:
-        start = time.monotonic()
-        dark_first, bright_first = ask(judge(server.url, retries=5, patience_s=10))
-        took = time.monotonic() - start
-    assert dark_first.first < 0.1 and bright_first.first > 0.9
-    assert took < 30
-    if fault == "429":
-        assert took >= 1.0  # Retry-After: 1
+# ---- the check at the start ------------------------------------------------------------------------------------------
+
+# name -> (fault, options of the configuration, message)
+CHECKS = {
+    "down": ("", {"endpoints": "down"}, r"127.0.0.1.*not reachable.*prefgrpo judge serve"),
+    "no name": (
+        "",
+        {"endpoints": ("http://judge.invalid:8000",)},
+        "'judge.invalid' does not resolve .*correct",
+    ),
+    "no TLS": ("", {"endpoints": "https"}, r"does not speak TLS .*is it an http:// address"),
+    "another model": ("", {"model": "bright-juge"}, f"serves {MODEL}, not 'bright-juge'; did you mean '{MODEL}'"),
+    "no verdict": ("garbage", {}, "no verdict on a probe pair: .*neither label"),
+    "refuses": ("400", {}, "At most 1 image"),
+    "hangs": ("hang", {"timeout_s": 0.5}, "no verdict.*did not answer within 1 s"),
+    "mute": ("mute", {}, r"no answer from /v1/models within 1 s"),
+    "loading": ("loading", {"patience_s": 0.5}, "/v1/models answered 503"),
+    "overloaded": ("503", {"retries": 1}, "answered 503: overloaded"),
+    "no server": ("listing", {}, "lists no model"),
+    "key missing": ("key", {}, r"answered 401; give the name of the .* variable .* api_key_env$"),
+    "key wrong": ("key", {"api_key_env": "WRONG_KEY"}, r"api_key_env \(now WRONG_KEY\)$"),
+    "key unset": ("", {"api_key_env": "NO_KEY"}, r"variable NO_KEY \(api_key_env\) is not set"),
+    "no address": ("", {"endpoints": ("here:80",)}, "endpoints must be http:// or https://"),
+}
 
 
-def test_down_at_start_is_an_error_in_seconds():
-    start = time.monotonic()
-    with pytest.raises(JudgeError, match=r"127.0.0.1.*not reachable.*prefgrpo judge serve"):
-        check(HttpJudgeConfig(endpoints=(f"http://127.0.0.1:{free_port()}",)))
-    assert time.monotonic() - start < 30
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_check_says_what_is_wrong(name, monkeypatch):
+    monkeypatch.setenv("WRONG_KEY", "hunter2")
+    fault, options, message = CHECKS[name]
+    with JudgeServer(fault if fault not in ("listing", "key") else "") as server:
+        server.key, server.listing = "secret" * (fault == "key"), "<html>welcome</html>" * (fault == "listing")
+        urls = {"down": f"http://127.0.0.1:{free_port()}", "https": server.url.replace("http:", "https:")}
+        endpoints = options.get("endpoints", (server.url,))
+        endpoints = (urls[endpoints],) if isinstance(endpoints, str) else endpoints
+        with pytest.raises(JudgeError, match=f"(?s){message}") as error:
+            check(JudgeConfig(**{**options, "endpoints": endpoints}), timeout_s=1.0)
+        assert "hunter2" not in str(error.value)
 
 
-@pytest.mark.parametrize("where", ["list of models", "chat"])
-def test_the_check_waits_out_a_burst_of_503(where):
-    with JudgeServer("loading" if where == "list of models" else "503", count=5) as server:
-        recover = threading.Timer(1.0, setattr, (server, "fault", ""))
-        if where == "list of models":
-            recover.start()
-        found = check(HttpJudgeConfig((server.url,)), bias_pairs=0)
-        assert found.probe_p_first is not None and not found.endpoints[0].problem
-        server.fault, server.count = "503", -1
-        with pytest.raises(JudgeError, match="answered 503: overloaded"):
-            check(HttpJudgeConfig((server.url,), patience_s=1.0))
+def test_the_check_waits_out_a_burst_of_503():
+    with JudgeServer("loading") as server:
+        threading.Timer(1.0, setattr, (server, "fault", "")).start()
+        assert check(JudgeConfig((server.url,))).probe_p_first is not None
+        server.fault, server.count = "503", 3
+        assert check(JudgeConfig((server.url,))).probe_p_first is not None
 
 
-def test_a_name_that_does_not_resolve_is_an_error_in_seconds():
-    with pytest.raises(JudgeError, match="not reachable"):
-        check(HttpJudgeConfig(endpoints=("http://judge.invalid:8000",)))
+def test_the_check_asks_every_server_and_measures_position_bias(tmp_path):
+    text = tmp_path / "text.yaml"
+    text.write_text("user: '{prompt} {media_1} {media_2}'\nanswer: plain\n")
+    with JudgeServer("404") as bad, JudgeServer("contradict") as good:
+        health = check(JudgeConfig((bad.url, good.url)), bias_pairs=4)
+        assert f"{bad.url}: '{MODEL}' gave no verdict on a probe pair: " in health.summary()
+        assert f"{good.url}: ok, serves {MODEL}" in health.summary()
+        assert health.position_bias == pytest.approx(1 / (1 + np.exp(-3)))
+        good.fault, good.delay_s = "", 1.0
+        text_judge = check(JudgeConfig((good.url,), template=str(text)), timeout_s=0.4)
+        assert text_judge.probe_p_first == 0.0, "text takes its time"
 
 
-def test_the_wrong_model_lists_what_is_served_and_suggests():
-    with JudgeServer() as server:
-        with pytest.raises(JudgeError, match=f"serves {MODEL}, not 'bright-juge'; did you mean '{MODEL}'"):
-            check(HttpJudgeConfig(endpoints=(server.url,), model="bright-juge"))
-        verdicts = ask(judge(server.url, model="other"))
-    assert [v.first for v in verdicts] == [None, None]
-    assert f"serves {MODEL}, not 'other'; correct the model" in verdicts[0].reason and not server.requests
+# ---- addresses and connections ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("fault", "complaint"), [("garbage", "neither label"), ("400", "At most 1 image")])
-def test_a_server_that_gives_no_verdict_fails_the_check(fault, complaint):
-    with JudgeServer(fault) as server, pytest.raises(JudgeError, match=complaint):
-        check(HttpJudgeConfig(endpoints=(server.url,)))
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A self-signed certificate for 127.0.0.1, made now: (its file, its key's file)."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl here to make a certificate with")
+    folder = tmp_path_factory.mktemp("tls")
+    files = folder / "cert.pem", folder / "key.pem"
+    line = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    line += ["-days", "2", "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*line, "-out", files[0], "-keyout", files[1]], check=True, capture_output=True)
+    return files
 
 
-def test_the_check_reports_a_hanging_server_within_its_time():
-    with JudgeServer("hang") as server:
-        start = time.monotonic()
-        with pytest.raises(JudgeError, match="no verdict"):
-            check(HttpJudgeConfig(endpoints=(server.url,)), timeout_s=1.0)
-        assert time.monotonic() - start < 30
+def python(code, *arguments, **environment):
+    """Run code of this file in another process."""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])} | environment
+    line = [sys.executable, "-c", f"import sys\nfrom test_judge_faults import *\n{code}", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, env=env, timeout=60)
 
 
-def test_a_judge_that_writes_text_may_take_its_own_time(tmp_path):
-    path = tmp_path / "text.yaml"
-    path.write_text("user: '{prompt} {media_1} {media_2}'\nanswer: plain\n")
-    with JudgeServer(delay_s=1.0) as server:
-        soft = HttpJudgeConfig(endpoints=(server.url,), timeout_s=20)
-        with pytest.raises(JudgeError, match="no verdict"):
-            check(soft, timeout_s=0.4)
-        assert check(replace(soft, template=str(path)), timeout_s=0.4).probe_p_first == 0.0
+def test_a_certificate_that_is_not_trusted_is_named_with_what_to_do(certificate):
+    server = JudgeServer()
+    server.tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    server.tls.load_cert_chain(*certificate)
+    with server:
+        with pytest.raises(JudgeError, match=r"its TLS certificate is not trusted .*self-signed.*set SSL_CERT_FILE"):
+            check(JudgeConfig((server.url,)))
+        missing(ask(judge(server.url)), "its TLS certificate is not trusted")
+        done = python("print(right(judge(sys.argv[1]))[:2])", server.url, SSL_CERT_FILE=str(certificate[0]))
+    assert done.stdout == "[True, True]\n", "what the message says to do helps: " + done.stderr
 
 
-def test_the_check_measures_position_bias():
-    with JudgeServer("contradict") as server:
-        biased = check(HttpJudgeConfig(endpoints=(server.url,)), bias_pairs=4)
+def test_a_server_that_cannot_say_yet_what_it_serves_is_asked_again():
+    with JudgeServer("loading") as server:
+        answer = judge(server.url, retries=6, patience_s=10).submit("p", *media([40, 200]))
+        time.sleep(0.3)
         server.fault = ""
-        fair = check(HttpJudgeConfig(endpoints=(server.url,)), bias_pairs=4)
-    assert biased.position_bias == pytest.approx(1 / (1 + np.exp(-3)))
-    assert fair.position_bias == pytest.approx(0.5, abs=1e-6)
+        assert answer.result(20).first < 0.1 and server.requests[-1]["model"] == server.model
 
 
-def test_one_of_two_endpoints_dead_costs_nothing():
-    with JudgeServer() as alive:
-        j = judge(f"http://127.0.0.1:{free_port()}", alive.url, retries=3)
-        start = time.monotonic()
-        verdicts = ask(j, 20)
-        assert time.monotonic() - start < 20
-        assert all(v.first is not None for v in verdicts)
-        health = check(j.config)
-    assert [bool(e.problem) for e in health.endpoints] == [True, False]
-
-
-def test_an_endpoint_that_comes_back_is_used_again():
-    port = free_port()
-    with JudgeServer() as other:
-        j = judge(f"http://127.0.0.1:{port}", other.url, concurrency=2)
-        assert all(v.first is not None for v in ask(j, 4))
-        with JudgeServer(port=port, delay_s=0.01) as back:
-            deadline = time.monotonic() + 30
-            while not back.requests and time.monotonic() < deadline:
-                assert all(v.first is not None for v in ask(j, 8))
-                time.sleep(0.1)
-            assert back.requests
+def test_a_key_is_sent(monkeypatch):
+    monkeypatch.setenv("RIGHT_KEY", "secret")
+    with JudgeServer() as server:
+        server.key = "secret"
+        missing(ask(judge(server.url, model=MODEL)), "refused with 401: Unauthorized")
+        assert ask(judge(server.url, api_key_env="RIGHT_KEY"))[1].first > 0.9
 
 
 @contextlib.contextmanager
@@ -183,126 +234,179 @@ def process(port, *options):
         assert child.stdout is not None and "serving" in child.stdout.readline()
         yield child
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child.pid, signal.SIGKILL)
+        child.kill()
         child.wait(10)
 
 
 def test_a_server_killed_in_the_middle_of_a_group_and_restarted_loses_nothing():
-    port, levels = free_port(), list(range(20, 230, 25))
-    group, pairs = media(levels), both_orders(len(levels), 0)
+    port, group = free_port(), media(LEVELS)
     j = judge(f"http://127.0.0.1:{port}", concurrency=4, retries=4, patience_s=120, timeout_s=60)
-    with process(port, "--answers", "12") as child:  # one of them is the probe's
-        answers = [j.submit("p", group[a], group[b]) for a, b in pairs]
-        while sum(a.done() for a in answers) < 10:
-            time.sleep(0.01)
+    with process(port, "--answers", "12") as child:
+        answers = [j.submit("p", group[a], group[b]) for a, b in PAIRS]
+        until(lambda: sum(a.done() for a in answers) >= 10)
         child.send_signal(signal.SIGKILL)
         child.wait(10)
-        assert sum(a.done() for a in answers) < len(pairs)
+        assert sum(a.done() for a in answers) < len(PAIRS)
     with process(port):
         verdicts = [a.result(60) for a in answers]
-    assert all((v.first > 0.5) == (levels[a] > levels[b]) for v, (a, b) in zip(verdicts, pairs, strict=True))
+    assert all((v.first > 0.5) == (a > b) for v, (a, b) in zip(verdicts, PAIRS, strict=True))
 
 
-def test_a_server_that_never_comes_back_ends_all_pairs_together():
-    j = judge(f"http://127.0.0.1:{free_port()}", concurrency=4)
-    start = time.monotonic()
-    verdicts = ask(j, 100)
-    assert time.monotonic() - start < 30
-    assert all(v.first is None and "reachable" in v.reason for v in verdicts)
-
-
-def test_each_medium_travels_once_then_its_id():
-    group = media(range(10, 100, 10))
-    with JudgeServer() as server:
-        verdicts = judge(server.url).judge_group("p", group, both_orders(9, 0))
-        sent = [p for r in server.requests for p in images(r)]
-    assert all(v.first is not None and v.retries == 0 for v in verdicts)
-    assert len(sent) == 144 and sum(p["image_url"] is not None for p in sent) == 9
-    assert all(p["uuid"].startswith("sha256-") for p in sent)
-
-
-def test_a_server_that_evicts_media_gets_them_again():
-    group, pairs = media(range(10, 100, 10)), both_orders(9, 0)
-    with JudgeServer() as server:
-        j = judge(server.url, concurrency=1)
-        server.capacity = 3
-        verdicts = j.judge_group("p", group, pairs)
-        full = sum(p["image_url"] is not None for r in server.requests[-10:] for p in images(r))
-    assert all((v.first > 0.5) == (a > b) for v, (a, b) in zip(verdicts, pairs, strict=True))
-    assert full == 20  # after repeated misses ids are not relied on any more
-
-
-def test_other_servers_get_plain_openai_parts():
-    with JudgeServer(vllm=False) as server:
-        verdicts = ask(judge(server.url))
-        bodies = server.requests
-    assert verdicts[0].first < 0.1
-    assert all("uuid" not in p and p["image_url"] for b in bodies for p in images(b))
-    assert all("logprob_token_ids" not in b for b in bodies)
-
-
-def test_concurrency_is_bounded():
-    with JudgeServer(delay_s=0.02) as server:
-        ask(judge(server.url, concurrency=3), 20)
-        assert server.peak == 3
-
-
-def test_an_image_that_cannot_be_encoded_is_missing():
-    with JudgeServer() as server:
-        j = judge(server.url)
-        empty, fine = Media(np.zeros((0, 0, 3), np.uint8)), media([200])[0]
-        verdicts = j.judge_group("p", [empty, fine, fine], [(0, 1), (1, 2)])
-    assert verdicts[0].first is None and "could not be encoded" in verdicts[0].reason
-    assert verdicts[1].first == pytest.approx(0.5)
-
-
-def test_a_server_that_is_no_judge_is_named_in_the_check():
-    with JudgeServer() as server:
-        server.listing = "<html>welcome</html>"
-        with pytest.raises(JudgeError, match="lists no model"):
-            check(HttpJudgeConfig(endpoints=(server.url,)))
+def test_servers_that_are_dead_and_come_back():
+    port = free_port()
+    missing(ask(judge(f"http://127.0.0.1:{port}", concurrency=4), 50), "no server was reachable for 2 s (http://127")
+    with JudgeServer() as other:
+        j = judge(f"http://127.0.0.1:{port}", other.url, concurrency=2)
+        assert all(right(j)) and [bool(e.problem) for e in check(j.config).endpoints] == [True, False]
+        with JudgeServer(port=port, delay_s=0.01) as back:
+            until(lambda: all(right(j)) and back.requests)
 
 
 def test_a_process_that_ends_with_requests_in_flight_ends_quietly():
-    program = (
-        "import sys, time; sys.path[:0] = sys.argv[2:]; from test_judge_faults import *\n"
-        "j = judge(sys.argv[1]); [j.submit('p', *media([40, 200])) for _ in range(5)]; time.sleep(0.3)"
-    )
     with JudgeServer("hang") as server:
-        line = [sys.executable, "-c", program, server.url, str(Path(__file__).parent), *sys.path]
-        start = time.monotonic()
-        ended = subprocess.run(line, capture_output=True, text=True, timeout=30)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert time.monotonic() - start < 20
+        code = "j = judge(sys.argv[1]); [j.submit('p', *media([40, 200])) for _ in range(5)]; time.sleep(0.3)"
+        done = python(code, server.url)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_cancelled_pair_frees_its_slot():
     with JudgeServer("hang", count=1) as server:
-        j = judge(server.url, concurrency=1, timeout_s=30.0)
-        dark, bright = media([40, 200])
+        j, (dark, bright) = judge(server.url, concurrency=1, timeout_s=30.0), media([40, 200])
         stuck = j.submit("p", dark, bright)
-        while not server.requests:
-            time.sleep(0.01)
+        until(lambda: server.requests)
         waiting = j.submit("p", bright, dark)
         stuck.cancel()
         assert waiting.result(30).first > 0.9
 
 
-def test_lossless_and_lossy_formats_name_the_same_winner():
-    with JudgeServer() as server:
-        for image_format in ("jpeg", "webp", "png"):
-            assert ask(judge(server.url, image_format=image_format))[0].first < 0.1
-    with pytest.raises(JudgeError, match="image_format"):
-        judge("http://127.0.0.1:1", image_format="bmp")
+# ---- another model ---------------------------------------------------------------------------------------------------
 
 
-def test_text_answers_are_parsed_over_http(tmp_path):
-    path = tmp_path / "text.yaml"
-    path.write_text("user: '{prompt} {media_1} {media_2}'\nanswer: plain\n")
-    with JudgeServer() as server:
-        verdicts = ask(judge(server.url, template=str(path)))
-        assert [v.first for v in verdicts] == [0.0, 1.0]
-        assert server.requests[0]["max_tokens"] == 32 and "logprobs" not in server.requests[0]
-        server.fault = "garbage"
-        assert [v.first for v in ask(judge(server.url, template=str(path)))] == [None, None]
+class Other(JudgeServer):
+    """Ignores the name that it is asked for, like some servers; always prefers the first."""
+
+    model = "another"
+
+    def __init__(self, **more):
+        super().__init__("contradict", **more)
+
+
+def test_two_servers_of_different_models_are_never_mixed():
+    with JudgeServer() as mine, Other() as other:
+        summary = check(JudgeConfig((mine.url, other.url), MODEL)).summary()
+        assert f"{other.url}: serves another, not '{MODEL}'; set the model of the judge" in summary
+        seen = len(other.requests)
+        assert all(right(judge(mine.url, other.url, model=MODEL, retries=5))) and len(other.requests) == seen
+        missing(ask(judge(mine.url, model="third")), f"serves {MODEL}, not 'third'; correct the model or the endpoint")
+
+
+@pytest.mark.parametrize("noticed", ["restart", "pause"])
+@pytest.mark.parametrize("back", ["another model", "another checkpoint", "the same"])
+def test_a_server_that_comes_back_with_another_model_gives_no_verdict(noticed, back, monkeypatch):
+    """A restart fails a request, so the server is asked what it serves; a pause of some seconds has the same effect."""
+    port = free_port()
+    with JudgeServer(port=port) as server:
+        server.root = "/runs/step-100/judge"
+        j = judge(server.url, retries=6, patience_s=20.0)
+        assert ask(j)[1].first > 0.9
+    answers, pair = [], media([200, 40])
+    if noticed == "restart":
+        answers = [j.submit("p", *pair)]
+        until(lambda: not j.client.sender.endpoints[0].alive)
+    else:
+        monkeypatch.setattr("prefgrpo.judge.endpoint._IDLE_S", 0.0)
+    server = Other(port=port) if back == "another model" else JudgeServer(port=port)
+    server.root = "/runs/step-200/judge" if back == "another checkpoint" else "/runs/step-100/judge"
+    with server:
+        verdicts = [a.result(30) for a in answers] or [j.submit("p", *pair).result(30)]
+    if back == "the same":
+        assert verdicts[0].first > 0.9
+    elif back == "another model":
+        missing(verdicts, f"serves another, not '{MODEL}'")
+    else:
+        missing(verdicts, "from /runs/step-200/judge, where it was /runs/step-100/judge")
+    assert bool(server.requests) == (back == "the same")
+
+
+@pytest.mark.parametrize(
+    ("roots", "same"),
+    [
+        (("/a/judge-8b", "/b/judge-8b/"), True),
+        (("org/judge-8b", "/hub/models--org--judge-8b/snapshots/0123abc"), True),
+        (("org/judge-8b", ""), True),
+        (("org/judge-8b", "org/judge-2b"), False),
+    ],
+)
+def test_two_servers_of_different_checkpoints_are_never_mixed(roots, same):
+    with JudgeServer() as mine, JudgeServer(delay_s=0.05) as other:
+        mine.root, other.root = roots
+        message = rf"'{MODEL}' is served by {mine.url} from {roots[0]}, by {other.url} from {roots[1]}; expected one"
+        with contextlib.nullcontext() if same else pytest.raises(JudgeError, match=message):
+            check(JudgeConfig((mine.url, other.url)))
+        seen = [len(s.requests) for s in (mine, other)]
+        assert all(right(judge(mine.url, other.url, retries=5, concurrency=2)))
+        asked = [len(s.requests) > n for s, n in zip((mine, other), seen, strict=True)]
+        assert asked == [True, True] if same else sum(asked) == 1
+
+
+@pytest.mark.parametrize("name", [MODEL, f"org/{MODEL}", ""])
+def test_one_model_answers_throughout(name):
+    """A proxy may have its own name for the judge; but not two."""
+    with JudgeServer(f"named {name}") as server:
+        j = judge(server.url)
+        assert all(v.first is not None for v in ask(j) + ask(j))
+        server.fault = "named changed"
+        missing(ask(j), "'changed' answered, not") if name else ask(j)
+
+
+# ---- everything at once ----------------------------------------------------------------------------------------------
+
+
+KINDS = ("500", "429", "drop", "truncated", "hang", "no_choices", "no_logprobs", "garbage", "nan", "not_json", "html",
+         "400")  # fmt: skip
+
+
+class Chaos(JudgeServer):
+    """Every third chat request ends in a fault drawn by lot, and media are forgotten now and then."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.rng, self.capacity, self.met = random.Random(seed), 12, Counter()
+
+    def next_fault(self):
+        fault = self.rng.choice(KINDS) if self.rng.random() < 1 / 3 else ""
+        self.met[fault] += 1
+        return fault
+
+
+def test_among_all_faults_at_once_no_verdict_is_wrong_and_everything_ends(tmp_path):
+    levels = list(range(10, 250, 15))
+    group, pairs = media(levels), both_orders(len(levels), 0)
+    with Chaos(0) as one, Chaos(1) as two:
+        options = {"retries": 4, "concurrency": 8, "timeout_s": 0.5, "patience_s": 10, "hedge_s": 0.2}
+        j = judge(one.url, two.url, cache=str(tmp_path), **options)
+        answers = [j.submit("p", group[a], group[b]) for a, b in pairs]
+        for answer in answers[::10]:
+            answer.cancel()
+        found = [(pair, a.result(90)) for pair, a in zip(pairs, answers, strict=True) if not a.cancelled()]
+        assert all((v.first > 0.5) == (levels[a] > levels[b]) for (a, b), v in found if v.first is not None)
+        assert all(v.reason for _, v in found if v.first is None)
+        assert sum(v.first is not None for _, v in found) > 0.6 * len(found)
+        assert len(one.met + two.met) == 13, "every fault happened"
+        until(lambda: not any(e.load for e in j.client.sender.endpoints))
+    nobody = judge(f"http://127.0.0.1:{free_port()}", model=MODEL, cache=str(tmp_path), patience_s=0.2)
+    kept = dict(zip(pairs, nobody.judge_group("p", group, pairs), strict=True))
+    assert all(kept[pair].first == v.first for pair, v in found if v.first is not None), "what the cache holds is right"
+
+
+def test_hedged_answers_are_right_while_a_server_dies_and_pairs_are_cancelled():
+    port, group = free_port(), media(LEVELS)
+    with JudgeServer(delay_s=0.03) as alive, process(port, "--delay", "0.1") as child:
+        j = judge(alive.url, f"http://127.0.0.1:{port}", hedge_s=0.05, concurrency=3, retries=4, patience_s=20)
+        answers = [j.submit("p", group[a], group[b]) for a, b in PAIRS]
+        threading.Timer(0.3, child.kill).start()
+        for answer in answers[::3]:
+            answer.cancel()
+        for (a, b), answer in zip(PAIRS, answers, strict=True):
+            assert answer.cancelled() or (answer.result(20).first > 0.5) == (a > b)
+        until(lambda: not any(e.load for e in j.client.sender.endpoints))

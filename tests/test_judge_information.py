@@ -15,8 +15,9 @@ from aiohttp import web
 from judge_server import MODEL, JudgeServer, text_of
 from tiny_run import merged, ranks, recipe, rows, train, world
 
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge import check as command
-from prefgrpo.judge.client import HttpJudgeConfig, check
+from prefgrpo.judge.client import check
 from prefgrpo.judge.information import Alarm, evidence, without_information
 from prefgrpo.judge.plans import get_plan
 from prefgrpo.judge.template import PAIR_ANSWERS, load_template, shipped
@@ -39,13 +40,13 @@ def logistic(x):
 
 MEANINGLESS = [
     (lambda gap, rng: 0.5, "are ties"),
-    (lambda gap, rng: 1.0, "first|another one"),
-    (lambda gap, rng: 0.0, "second|another one"),
+    (lambda gap, rng: 1.0, "first|changes with the order"),
+    (lambda gap, rng: 0.0, "second|changes with the order"),
     (lambda gap, rng: 0.97, "first"),
-    (lambda gap, rng: logistic(3 + 0.3 * rng.normal()), "first|another one"),
-    (lambda gap, rng: float(rng.choice([0.0, 1.0])), "another one"),
-    (lambda gap, rng: float(rng.choice([0.0, 0.5, 1.0], p=[0.4, 0.2, 0.4])), "another one"),
-    (lambda gap, rng: logistic(rng.normal()), "another one"),
+    (lambda gap, rng: logistic(3 + 0.3 * rng.normal()), "first|changes with the order"),
+    (lambda gap, rng: float(rng.choice([0.0, 1.0])), "changes with the order"),
+    (lambda gap, rng: float(rng.choice([0.0, 0.5, 1.0], p=[0.4, 0.2, 0.4])), "changes with the order"),
+    (lambda gap, rng: logistic(rng.normal()), "changes with the order"),
 ]
 GOOD = [
     lambda gap, rng: logistic(gap),
@@ -73,7 +74,7 @@ def test_a_working_judge_raises_no_alarm(judge, plan):
 @pytest.mark.parametrize(("answer", "side"), [(1.0, "first"), (0.0, "second"), (0.97, "first")])
 def test_plans_of_one_order_see_ties_and_a_constant_side(answer, side):
     found = evidence(verdicts(lambda gap, rng: answer, "round_robin"), False)
-    assert without_information(found) == f"all 336 verdicts that are no ties are for the one shown {side}"
+    assert without_information(found) == f"all 336 verdicts, ties aside, prefer the one shown {side}"
     assert "are ties" in without_information(evidence(verdicts(lambda gap, rng: 0.5, "round_robin"), False))
     mixed = evidence(verdicts(lambda gap, rng: float(rng.choice([0.0, 1.0])), "round_robin"), False)
     assert without_information(mixed) == "", "one order cannot show a contradiction"
@@ -83,7 +84,7 @@ def test_rounded_verdicts_keep_their_bias():
     """What a bias hides is there in the probabilities, and not in the win rates if they round them."""
     groups = verdicts(lambda gap, rng: logistic(0.3 * gap + 2.0))
     assert without_information(evidence(groups, False)) == ""
-    assert "another one" in without_information(evidence(groups, True))
+    assert "changes with the order" in without_information(evidence(groups, True))
 
 
 def test_evidence_adds_up_over_ranks():
@@ -165,7 +166,7 @@ FAULTS = {
     "always prefers the picture shown first": lambda wins, rng: 1,
     "always prefers the picture shown second": lambda wins, rng: 2,
     "prefers the wrong picture": lambda wins, rng: 3 - wins,
-    "mixes the pictures up": lambda wins, rng: int(rng.integers(1, 3)),
+    "does not see the pictures, or confuses them": lambda wins, rng: int(rng.integers(1, 3)),
 }
 
 
@@ -192,7 +193,7 @@ def test_judge_check_fails_by_name(template, fault):
 def test_one_bad_server_of_two_is_named():
     good, bad = (Server("compare", decide) for decide in (lambda wins, rng: wins, FAULTS["always answers a tie"]))
     with good, bad, pytest.raises(JudgeError, match=f"{bad.url}: '{MODEL}' always answers a tie"):
-        check(HttpJudgeConfig((good.url, bad.url)), known=True)
+        check(JudgeConfig((good.url, bad.url)), known=True)
 
 
 def test_a_template_of_ones_own_is_warned_about(tmp_path, capsys):
@@ -203,13 +204,13 @@ def test_a_template_of_ones_own_is_warned_about(tmp_path, capsys):
     with Server("compare", FAULTS["always answers a tie"]) as server:
         assert command.check((server.url,), template=str(file), bias_pairs=0) == 1
         assert "WARNING" in capsys.readouterr().out
-        assert "always answers a tie" in check(HttpJudgeConfig((server.url,), template=str(file)), known=True).alarm
+        assert "always answers a tie" in check(JudgeConfig((server.url,), template=str(file)), known=True).alarm
 
 
 def test_a_question_that_is_no_comparison_is_not_asked():
     with Server("compare", FAULTS["always answers a tie"]) as server:
         server.answer = lambda bright, text: {"Yes": 0.9, "No": 0.1}
-        assert check(HttpJudgeConfig((server.url,), template="consistency"), known=True).known == ""
+        assert check(JudgeConfig((server.url,), template="consistency"), known=True).known == ""
 
 
 # ---- a run ----------------------------------------------------------------------------------------------------------

@@ -19,16 +19,16 @@ import torch
 from aiohttp import web
 from judge_server import JudgeServer, reply
 
-from prefgrpo.config.schema import load
+from prefgrpo.config.schema import JudgeConfig, load
 from prefgrpo.data.media import Media
 from prefgrpo.judge import http, loop, traffic
-from prefgrpo.judge.http import HttpJudge, HttpJudgeConfig
+from prefgrpo.judge.http import HttpJudge
 from prefgrpo.judge.traffic import TRAFFIC
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards import build
+from prefgrpo.rewards import build, load_class
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.run.judging import http_config, judge_section
+from prefgrpo.run.judging import judge_config
 
 RANKS, TOKENS = 8, 1500
 CATEGORIES = [
@@ -133,17 +133,19 @@ def picture(group: int, member: int) -> Media:
     return Media(np.random.default_rng(100 * group + member).integers(0, 256, (16, 16, 3), dtype=np.uint8))
 
 
-@pytest.mark.parametrize(("recipe", "rate"), [("lora_ur_think_flux", 2800), ("lora_ur_flex_flux2_klein", 4700)])
+@pytest.mark.parametrize(("recipe", "rate"), [("lora_think_flux", 2800), ("lora_flex_flux2_klein", 4700)])
 def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
     """All questions of a step at once, as after a rollout that takes no time, with the recipe's own values."""
-    config = load(f"scripts/{recipe}.yaml")
+    config = load(f"scripts/unifiedreward/{recipe}.yaml")
     name, rollout = config.reward.spec.split(":")[0], config.rollout
-    section = judge_section(config.judge, name, {})
+    section = config.judge
     thread, scorers = loop.loop_thread(), []
-    server = LoadedServer(rate, SAYS[section.template], thread.loop)
+    template = load_class(name).template
+    server = LoadedServer(rate, SAYS[template], thread.loop)
     thread.submit(server.start()).result(10)
     for rank in range(RANKS):
-        own = http_config(section, World(rank, RANKS, torch.device("cpu")))
+        own = judge_config(config, name, {}, World(rank, RANKS, torch.device("cpu")))
+        assert own.template == template and not own.cache
         own = replace(own, endpoints=(server.url,), model=server.model)
         http._clients.clear()  # ranks are processes, and share no client
         reward = build(name, {name: {"judge": HttpJudge(own), "plan": section.plan}})
@@ -176,7 +178,7 @@ def test_a_timeout_is_retried_once_and_elsewhere(clock):
     slow, quick = (LoadedServer(rate, SAYS["think"], thread.loop) for rate in (1.0, 2800.0))
     for server in (slow, quick):
         thread.submit(server.start()).result(10)
-    config = HttpJudgeConfig((slow.url, quick.url), quick.model, "think")
+    config = JudgeConfig((slow.url, quick.url), quick.model, "think")
     with closing(HttpJudge(config)) as both, closing(HttpJudge(replace(config, endpoints=(slow.url,)))) as one:
         clock.runs = True
         found = both.judge_group("a red circle", [picture(0, 0), picture(0, 1)], [(0, 1)])[0]
@@ -187,10 +189,3 @@ def test_a_timeout_is_retried_once_and_elsewhere(clock):
         assert found.first is None and "did not answer within 600 s" in found.reason
         assert slow.asked == 3, "twice, not six times"
         assert traffic.metrics(before)["judge/wasted_share"] == 1.0
-
-
-@pytest.mark.parametrize(("limit", "ranks"), [(64, 8), (10, 4), (3, 8)])
-def test_ranks_share_the_limit(limit, ranks):
-    shares = [World(rank, ranks, torch.device("cpu")).share(limit) for rank in range(ranks)]
-    assert min(shares) >= 1 and max(shares) - min(shares) <= 1
-    assert sum(shares) == max(limit, ranks)

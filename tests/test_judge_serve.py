@@ -15,12 +15,14 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from judge_server import JudgeServer, free_port
 
 from prefgrpo.commands.doctor import _engines
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge import keeper
-from prefgrpo.judge.engines import ServeConfig, command, environment, find_engine, named, several
-from prefgrpo.judge.presets import PRESETS
+from prefgrpo.judge.client import check
+from prefgrpo.judge.engines import PRESETS, ServeConfig, command, environment, find_engine, for_models
 from prefgrpo.judge.serve import Server, serve
 from prefgrpo.judge.template import load_template
 from prefgrpo.judge.verdict import JudgeError
@@ -32,14 +34,14 @@ import judge_server
 if "--fail" in sys.argv:
     sys.exit("ValueError: this checkpoint is broken")
 worker = subprocess.Popen(["sleep", "600"])
-open({pids!r}, "w").write(f"{{os.getpid()}} {{worker.pid}}")
+open({pids!r}, "a").write(f"{{os.getpid()}} {{worker.pid}} ")
 judge_server.main()
 """
 
 
 @pytest.fixture
 def vllm(tmp_path):
-    """An environment folder with bin/vllm and bin/sglang; `pids` beside it holds the pids of server and worker."""
+    """An environment folder with bin/vllm and bin/sglang; `pids` beside it holds the pids of servers and workers."""
     for engine in ("vllm", "sglang"):
         path = tmp_path / "venv" / "bin" / engine
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +60,7 @@ def pids(vllm):
     return [int(word) for word in (vllm.parent / "pids").read_text().split()]
 
 
-def gone(pid, seconds=10.0):
+def gone(pid, seconds=30.0):
     """Wait until a process has ended (a zombie has)."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -76,8 +78,8 @@ def gone(pid, seconds=10.0):
 def test_ready_means_a_probe_got_a_verdict_and_stop_ends_the_whole_group(vllm, engine):
     bystander = subprocess.Popen(["sleep", "600"])
     with Server(config(vllm, engine=engine)) as server:
-        assert "ok, serves unifiedreward" in server.wait_ready()
-        assert "probe pair" in server.wait_ready()
+        summary = server.wait_ready()
+        assert "ok, serves unifiedreward" in summary and "probe pair" in summary
     assert all(gone(pid) for pid in pids(vllm))
     assert bystander.poll() is None
     bystander.kill()
@@ -85,16 +87,31 @@ def test_ready_means_a_probe_got_a_verdict_and_stop_ends_the_whole_group(vllm, e
 
 
 def test_a_start_that_fails_shows_the_end_of_the_log(vllm):
-    with (
-        Server(config(vllm, extra=("--fail",))) as server,
-        pytest.raises(JudgeError, match="this checkpoint is broken"),
-    ):
+    with Server(config(vllm, extra="--fail")) as server, pytest.raises(JudgeError, match="this checkpoint is broken"):
         server.wait_ready()
 
 
-def test_a_port_that_is_taken_and_a_missing_vllm_are_refused(vllm, monkeypatch, tmp_path):
+def test_what_cannot_be_served_is_refused(vllm, monkeypatch, tmp_path):
     with JudgeServer() as other, pytest.raises(JudgeError, match=f"{other.port}.*choose another --port"):
         Server(config(vllm, port=other.port))
+    for port, message in ((0, "from 1 to 65535"), (70000, "cannot listen on .*70000"), (-1, "cannot listen on")):
+        with pytest.raises(JudgeError, match=message):
+            serve(("qwen3-vl",), options=config(vllm, port=port))
+    for model, message in (
+        ("./nothing-here", "checkpoint folder not found"),
+        ("unifiedreward-flx", r"no preset.*did you mean 'unifiedreward-flex'"),
+    ):
+        with pytest.raises(JudgeError, match=message):
+            command(config(vllm, model=model))
+    for models, options, message in (
+        ((), {}, "name a model to serve: unifiedreward"),
+        (("paco-reward",), {"gpus": ("0", "1")}, "joined by commas"),
+        (("paco-reward", "qwen3-vl"), {"gpus": ("0",)}, "one entry per model"),
+        (("paco-reward", "qwen3-vl"), {"options": ServeConfig(name="x")}, "NAME=MODEL for each"),
+        (("paco-reward", "paco-reward"), {}, "two models would be served as 'paco-reward'"),
+    ):
+        with pytest.raises(JudgeError, match=message):
+            serve(models, **options)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("PREFGRPO_VLLM", raising=False)
     with pytest.raises(JudgeError, match=r"setup_vllm_cpu\.sh"):
@@ -103,16 +120,6 @@ def test_a_port_that_is_taken_and_a_missing_vllm_are_refused(vllm, monkeypatch, 
         find_engine("sglang", "")
     monkeypatch.setenv("PREFGRPO_VLLM", str(vllm))
     assert find_engine("vllm", "") == str(vllm / "bin" / "vllm")
-    with pytest.raises(JudgeError, match="checkpoint folder not found"):
-        command(config(vllm, model="./nothing-here"))
-    with pytest.raises(JudgeError, match=r"no preset.*did you mean 'unifiedreward-flex'"):
-        command(config(vllm, model="unifiedreward-flx"))
-    with pytest.raises(JudgeError, match="name a model to serve: unifiedreward"):
-        serve(())
-    with pytest.raises(JudgeError, match="joined by commas, 0,1"):
-        serve(("paco-reward",), gpus=("0", "1"))
-    with pytest.raises(JudgeError, match="NAME=MODEL for each"):
-        serve(("paco-reward", "qwen3-vl"), name="x")
 
 
 OLD = {"0.17.1": True, "0.9.2+cpu": True, "0.18.0": False, "0.18.0rc1": False, "0.32.0+cpu": False, "1.0.0": False,
@@ -132,28 +139,50 @@ def test_a_vllm_that_lacks_the_flags_is_refused_and_shown(vllm, version, name, m
         assert command(config(vllm))[1] == "serve"
         return
     with pytest.raises(JudgeError, match=rf"vLLM {re.escape(version)} is too old: expected 0\.18 or newer.*--vllm"):
-        serve(("qwen3-vl",), vllm=str(vllm), port=free_port())
+        serve(("qwen3-vl",), options=config(vllm))
     assert command(config(vllm, engine="sglang"))
+
+
+def started(vllm, *models, port, **env):
+    """`judge serve MODELS` as a process, and all that it wrote until its last line of YAML."""
+    line = [sys.executable, "-m", "prefgrpo", "judge", "serve", *models, "--vllm", str(vllm), "--port", str(port)]
+    child = subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | env, start_new_session=True
+    )
+    lines = []
+    while sum("endpoints:" in text for text in lines) < len(models):
+        lines.append(child.stdout.readline())
+        assert lines[-1], "".join(lines)
+    return child, "".join(lines)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_the_command_ends_its_server_however_it_ends_and_leaves_no_file(vllm, number, tmp_path):
-    program = f"from prefgrpo.judge.serve import serve; serve(('qwen3-vl',), vllm={str(vllm)!r}, port={free_port()})"
-    line = [sys.executable, "-c", program]
     (folder := tmp_path / "temporary").mkdir()
-    child = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=os.environ | {"TMPDIR": str(folder)})
-    assert child.stdout is not None
-    while "ready: judge 'qwen3-vl'" not in (said := child.stdout.readline()):
-        assert said
-        if ", log /proc/" in said:
-            log = Path(said.split(", log ")[1].strip())
-    assert "serving on http" in log.read_text()
+    port = free_port()
+    child, text = started(vllm, "qwen3-vl", port=port, TMPDIR=str(folder))
+    assert f"ready: judge 'qwen3-vl' at http://127.0.0.1:{port}" in text
+    assert "serving on http" in Path(re.search(r"log (/proc/\S+)", text)[1]).read_text()
     os.kill(child.pid, number)
     child.wait(30)
-    server, worker = pids(vllm)
-    assert gone(server) and gone(worker, 30.0)
+    assert all(gone(pid) for pid in pids(vllm))
     assert number == signal.SIGKILL or child.returncode == 0
     assert not list(folder.iterdir())
+
+
+def test_several_models_get_a_port_each_and_one_that_dies_leaves_the_others(vllm):
+    child, text = started(vllm, "unifiedreward-2b", "mine=qwen3-vl", port=(port := free_port()))
+    rewards = yaml.safe_load(text[text.index("reward:") :])["reward"]["options"]
+    judges = [reward["judge"] for reward in rewards.values()]
+    urls = [f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"]
+    assert judges == [
+        {"endpoints": [url], "model": name} for url, name in zip(urls, ("unifiedreward-2b", "mine"), strict=True)
+    ]
+    os.kill(pids(vllm)[0], signal.SIGKILL)
+    assert "'unifiedreward-2b' ended with code 137; the other models go on" in child.stdout.readline()
+    assert "ok, serves mine" in check(JudgeConfig((urls[1],), "mine")).summary()
+    child.terminate()
+    assert child.wait(60) == 0 and all(gone(pid) for pid in pids(vllm))
 
 
 STUBBORN = """
@@ -178,13 +207,13 @@ subprocess.Popen(line, start_new_session=True).wait()
     assert group == os.getpgid(worker) != os.getpgid(child.pid)
     child.kill()
     child.wait()
-    assert gone(engine, 30) and gone(worker, 30) and gone(group, 30)
+    assert gone(engine) and gone(worker) and gone(group)
 
 
-@pytest.mark.parametrize(("code", "told"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
-def test_the_keeper_ends_as_its_engine_does(code, told):
+@pytest.mark.parametrize(("code", "expected"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
+def test_the_keeper_ends_as_its_engine_does(code, expected):
     line = [sys.executable, keeper.__file__, str(os.getpid()), "1", sys.executable, "-c", f"import os, sys; {code}"]
-    assert subprocess.run(line, start_new_session=True).returncode == told
+    assert subprocess.run(line, start_new_session=True).returncode == expected
 
 
 def flags(words):
@@ -207,13 +236,13 @@ def test_sglang_gets_the_flags_of_its_documentation(vllm):
     judge = config(vllm, model="unifiedreward-1.5", media_in_flight=24, max_model_len=4096, gpus="2,3")
     words = command(judge)
     assert words[:2] == [str(vllm / "bin" / "sglang"), "serve"]
-    found = flags(words)
-    assert found["--model-path"] == "CodeGoat24/UnifiedReward-7b-v1.5" and found["--chat-template"] == "chatml-llava"
-    assert found["--served-model-name"] == "unifiedreward-1.5" and found["--port"] == str(judge.port)
-    assert found["--context-length"] == "4096" and found["--tensor-parallel-size"] == "2"
-    assert (
-        found["--mem-fraction-static"] == "0.9" and found["--limit-mm-data-per-request"] == '{"image": 2, "video": 0}'
-    )
+    expected = {
+        "--model-path": "CodeGoat24/UnifiedReward-7b-v1.5", "--chat-template": "chatml-llava",
+        "--served-model-name": "unifiedreward-1.5", "--port": str(judge.port), "--context-length": "4096",
+        "--tensor-parallel-size": "2", "--mem-fraction-static": "0.9",
+        "--limit-mm-data-per-request": '{"image": 2, "video": 0}',
+    }  # fmt: skip
+    assert flags(words).items() >= expected.items()
     assert environment(judge)["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert environment(judge)["SGLANG_VLM_CACHE_SIZE_MB"] == str(24 * 1024 * 4096 * 8 // 2**20)
     cpu = flags(command(config(vllm, engine="sglang", cpu=True)))
@@ -231,17 +260,16 @@ def test_presets_are_the_sizes_that_were_published():
 
 
 def test_several_models_get_ports_names_and_their_share_of_the_memory(vllm):
-    base = config(vllm, model="")
-    a, b = several(("unifiedreward-flex", "mine=paco-reward"), [1, 2], (), base)
-    assert [(c.served_name, c.port, c.gpu_memory, c.host) for c in (a, b)] == [
-        ("unifiedreward-flex", 1, 0.45, "127.0.0.1"), ("mine", 2, 0.45, "127.0.0.1")
+    base = config(vllm, port=80)
+    a, b = for_models(("unifiedreward-flex", "mine=paco-reward"), (), base)
+    assert [(c.served_name, c.port, c.gpu_memory, c.gpus) for c in (a, b)] == [
+        ("unifiedreward-flex", 80, 0.45, ""), ("mine", 81, 0.45, "")
     ]  # fmt: skip
-    a, b = several(("unifiedreward-flex", "paco-reward"), [1, 2], ("0,1", "2"), base)
+    a, b = for_models(("unifiedreward-flex", "paco-reward"), ("0,1", "2"), base)
     assert [(flags(command(c))["--tensor-parallel-size"], c.gpus, c.gpu_memory) for c in (a, b)] == [
         ("2", "0,1", 0.9), ("1", "2", 0.9)
     ]  # fmt: skip
-    with pytest.raises(JudgeError, match="two models would be served as 'paco-reward'"):
-        several(("paco-reward", "paco-reward"), [1, 2], (), base)
-    with pytest.raises(JudgeError, match="one entry per model"):
-        several(("paco-reward", "qwen3-vl"), [1, 2], ("0",), base)
-    assert named(base, "./a=b/c").served_name == "c"  # a path may hold an equals sign
+    assert for_models(("./a=b/c",), (), base)[0].served_name == "c"  # a path may hold an equals sign
+    hosts = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "localhost": "localhost", "::": "[::1]", "::1": "[::1]"}
+    for host, expected in hosts.items():
+        assert ServeConfig("m", host=host).url == f"http://{expected}:8000", "the address shown is one that answers"

@@ -1,116 +1,120 @@
-"""Slots of a judge server: bounded, never idle while somebody could use one, first come first served.
+"""Media ids and slots of a judge server: each picture travels once, slots are bounded, never idle while a request could
+use one, and first come first served.
 
-Cases: requests that wait for a picture that another one carries (a real server that answers slowly); pictures that are
-named before their carrier is answered, too soon or not; cancellations at random moments, which must neither leak a slot
-nor lose a wake-up; an endpoint that dies and comes back.
+Cases: requests that wait for a picture that another one carries; pictures that are named before their carrier is
+answered, too soon or not; a server that evicts pictures; cancellations at random moments, which must neither leak a
+slot nor lose a turn; an endpoint that dies and comes back.
 """
 
 import asyncio
 import json
 import random
-import time
 
 import numpy as np
 import pytest
 from judge_server import JudgeServer, images
+from test_judge_faults import ask, judge, media
 
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig
 from prefgrpo.judge.endpoint import Endpoint, NoEndpoint, Pool
 from prefgrpo.judge.loop import loop_thread
+from prefgrpo.judge.plans import both_orders
+
+NINE = both_orders(9, 0)
 
 
-def pictures(count):
-    return [Media(np.full((8, 8, 3), 20 * k, np.uint8)) for k in range(count)]
+def test_each_medium_travels_once_then_its_id():
+    with JudgeServer() as server:
+        verdicts = judge(server.url).judge_group("p", media(range(10, 100, 10)), NINE)
+        sent = [p for r in server.requests for p in images(r)]
+    assert all(v.first is not None and v.retries == 0 for v in verdicts)
+    assert len(sent) == 144 and sum(p["image_url"] is not None for p in sent) == 9
+    assert all(p["uuid"].startswith("sha256-") for p in sent)
 
 
-def shown(server):
-    """Which pictures each request showed, in the order of their arrival (by the grey that the server saw)."""
-    grey = {uuid: round(value * 255 / 20) for uuid, value in server.media.items()}
-    parts = [[p for p in r["messages"][0]["content"] if p["type"] == "image_url"] for r in server.requests]
-    return [{grey[p["uuid"]] for p in pair} for pair in parts]
+def test_a_server_that_evicts_media_gets_them_again():
+    with JudgeServer() as server:
+        server.capacity = 3
+        verdicts = judge(server.url, concurrency=1).judge_group("p", media(range(10, 100, 10)), NINE)
+        full = sum(p["image_url"] is not None for r in server.requests[-10:] for p in images(r))
+    assert all((v.first > 0.5) == (a > b) for v, (a, b) in zip(verdicts, NINE, strict=True))
+    assert full == 20, "after repeated misses ids are not relied on any more"
 
 
-def test_who_waits_for_a_picture_holds_no_slot_and_comes_next():
-    with JudgeServer(delay_s=0.3) as server:
-        judge = HttpJudge(HttpJudgeConfig((server.url,), template="compare", concurrency=2, image_format="png"))
-        media = pictures(9)
-        judge.judge_group("p", media[7:], [(0, 1)])  # the server is known
-        for picture in media:  # encoded beforehand: which one is ready first shall not be what is seen here
-            loop_thread().submit(judge.client._encoded(picture)).result(10)
-        pairs = [(0, 1), (0, 2), (0, 3), (1, 2), (4, 5), (5, 6)]
-        verdicts = judge.judge_group("p", media[:7], pairs)
-        judge.close()
-    assert all(v.first is not None for v in verdicts) and server.peak == 2
-    order = shown(server)[1:]
-    assert {frozenset(s) for s in order[:2]} == {frozenset({0, 1}), frozenset({4, 5})}
-    assert order[-1] == {5, 6}  # asked last
+def test_other_servers_get_plain_openai_parts():
+    with JudgeServer(vllm=False) as server:
+        assert ask(judge(server.url))[0].first < 0.1
+    assert all("uuid" not in p and p["image_url"] for b in server.requests for p in images(b))
+    assert all("logprob_token_ids" not in b for b in server.requests)
 
 
 class Reader(JudgeServer):
     """Has a picture when it has read the request, as vLLM does; answers nobody before `needed` requests are there."""
 
-    needed, too_soon = 0, False
-    refused = 0
+    needed, too_soon, refused = 0, False, 0
 
     async def _chat(self, request):
         body = json.loads(await request.read())
         self.requests.append(body)
-        parts = images(body)
-        if self.too_soon and any(p["image_url"] is None and p["uuid"] not in self.media for p in parts):
+        if self.too_soon and any(p["image_url"] is None and p["uuid"] not in self.media for p in images(body)):
             self.refused += 1
             return self._answer(body)
-        if not self.too_soon:
-            answer = self._answer(body)
+        answer = None if self.too_soon else self._answer(body)
         while len(self.requests) < self.needed:
             await asyncio.sleep(0.01)
-        return self._answer(body) if self.too_soon else answer
+        return answer or self._answer(body)
 
 
-def chain(server):
-    """Verdicts on neighbours among 4 pictures, and the endpoint."""
-    judge = HttpJudge(HttpJudgeConfig((server.url,), template="compare", retries=0, timeout_s=30))
-    judge.judge_group("p", pictures(6)[4:], [(0, 1)])  # the server is known
-    server.needed, server.requests = 3, []
-    verdicts = judge.judge_group("p", pictures(4), [(0, 1), (1, 2), (2, 3)])
-    judge.close()
-    assert all(v.first is not None and v.first < 0.5 for v in verdicts), verdicts
-    return judge.client.sender.endpoints[0]
-
-
-def test_a_picture_is_named_while_its_carrier_is_being_answered():
-    with Reader() as server:  # would wait for ever if each neighbour waited for the answer of the one before
-        assert chain(server).grace_s == 0.1
-    carried = [p["uuid"] for r in server.requests for p in images(r) if p["image_url"] is not None]
-    assert len(carried) == len(set(carried)) == 4
-
-
-def test_a_picture_named_too_soon_is_sent_and_waited_for_longer():
+@pytest.mark.parametrize("too_soon", [False, True])
+def test_a_picture_is_named_while_its_carrier_is_being_answered(too_soon):
+    """Neighbours among four pictures would wait for ever if each waited for the answer of the one before."""
     with Reader() as server:
-        server.too_soon = True
-        endpoint = chain(server)
-    assert server.refused and endpoint.grace_s >= 0.2
-    assert endpoint.uses_ids and endpoint._misses == 0  # the server lost nothing
+        j = judge(server.url, retries=0, timeout_s=30)
+        j.judge_group("p", media([200, 220]), [(0, 1)])  # the server is known
+        server.needed, server.requests, server.too_soon = 3, [], too_soon
+        verdicts = j.judge_group("p", media([20, 40, 60, 80]), [(0, 1), (1, 2), (2, 3)])
+    ids = j.client.sender.endpoints[0].ids
+    assert all(v.first is not None and v.first < 0.5 for v in verdicts), verdicts
+    if too_soon:
+        assert server.refused and ids.grace_s >= 0.2 and ids.misses == 0 and ids.used(True), "the server lost nothing"
+    else:
+        carried = [p["uuid"] for r in server.requests for p in images(r) if p["image_url"] is not None]
+        assert ids.grace_s == 0.1 and len(carried) == len(set(carried)) == 4
 
 
-def endpoints(count):
-    return [Endpoint(f"http://127.0.0.1:{k}", "off", {}) for k in range(count)]
+def test_a_request_that_waits_for_a_picture_holds_no_slot_and_comes_next():
+    with JudgeServer(delay_s=0.3) as server:
+        j = judge(server.url, concurrency=2, image_format="png", timeout_s=30)
+        pictures = [Media(np.full((8, 8, 3), 20 * k, np.uint8)) for k in range(9)]
+        j.judge_group("p", pictures[7:], [(0, 1)])  # the server is known
+        for picture in pictures:  # encoded beforehand: which one is ready first shall not be what is seen here
+            loop_thread().submit(j.client._encoded(picture)).result(10)
+        verdicts = j.judge_group("p", pictures[:7], [(0, 1), (0, 2), (0, 3), (1, 2), (4, 5), (5, 6)])
+        grey = {uuid: round(value * 255 / 20) for uuid, value in server.media.items()}
+    assert all(v.first is not None for v in verdicts) and server.peak == 2, "and no more than two at a time"
+    order = [{grey[p["uuid"]] for p in images(r)} for r in server.requests[1:]]
+    assert {frozenset(s) for s in order[:2]} == {frozenset({0, 1}), frozenset({4, 5})}
+    assert order[-1] == {5, 6}, "asked last"
+
+
+def pool(count, **options):
+    return Pool([Endpoint(f"http://127.0.0.1:{k}", JudgeConfig()) for k in range(count)], **options)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_turn_comes_whatever_is_cancelled(seed):
-    rng = random.Random(seed)
-    pool = Pool(endpoints(2), concurrency=3, patience_s=5.0)
-    peak, done = [0], []
+    rng, peak, done = random.Random(seed), [0], []
+    slots = pool(2, concurrency=3, patience_s=5.0)
 
     async def work(turn):
-        endpoint = await pool.acquire(turn)
+        endpoint = await slots.acquire(turn)
         try:
-            peak[0] = max(peak[0], sum(e.load for e in pool.endpoints))
+            peak[0] = max(peak[0], sum(e.load for e in slots.endpoints))
             await asyncio.sleep(rng.choice([0.0, 0.001]))
             done.append(turn)
         finally:
-            pool.release(endpoint)
+            slots.release(endpoint)
 
     async def everything():
         tasks = [asyncio.create_task(work(rng.randrange(100))) for _ in range(200)]
@@ -121,17 +125,17 @@ def test_every_turn_comes_whatever_is_cancelled(seed):
         return sum(r is None for r in results)
 
     assert asyncio.run(everything()) == len(done) >= 120
-    assert peak[0] == 6 and [e.load for e in pool.endpoints] == [0, 0]
+    assert peak[0] == 6 and [e.load for e in slots.endpoints] == [0, 0]
 
 
 def test_low_turns_go_first():
-    pool, order = Pool(endpoints(1), concurrency=1, patience_s=5.0), []
+    slots, order = pool(1, concurrency=1, patience_s=5.0), []
 
     async def work(turn):
-        endpoint = await pool.acquire(turn)
+        endpoint = await slots.acquire(turn)
         order.append(turn)
         await asyncio.sleep(0)
-        pool.release(endpoint)
+        slots.release(endpoint)
 
     async def everything():
         await asyncio.gather(*(work(turn) for turn in (0, 5, 3, 9, 1)))
@@ -140,21 +144,25 @@ def test_low_turns_go_first():
     assert order == [0, 1, 3, 5, 9]
 
 
-def test_patience_ends_and_a_return_wakes_everybody():
-    async def dead():
-        pool = Pool(endpoints(1), concurrency=1, patience_s=0.2)
-        pool.endpoints[0].alive, pool._dead_since = False, time.monotonic()
-        with pytest.raises(NoEndpoint, match=r"no server was reachable for 0\.2 s"):
-            await asyncio.wait_for(pool.acquire(0), 5)
+def test_patience_ends_and_a_return_serves_everybody(monkeypatch):
+    problem = ["no connection"]
 
-    async def back():
-        pool = Pool(endpoints(1), concurrency=2, patience_s=5.0)
-        pool.endpoints[0].alive = False
-        waiting = [asyncio.create_task(pool.acquire(turn)) for turn in range(2)]
-        await asyncio.sleep(0.05)
-        pool.endpoints[0].alive = True
-        pool._wake_all()
-        await asyncio.wait_for(asyncio.gather(*waiting), 5)
+    async def health(session, endpoint):
+        return problem[0]
 
-    asyncio.run(dead())
-    asyncio.run(back())
+    monkeypatch.setattr("prefgrpo.judge.endpoint._health", health)
+
+    async def everything():
+        slots = pool(1, concurrency=2, patience_s=0.3)
+        slots.eject(None, slots.endpoints[0], "no connection")
+        for _ in range(2):  # while it waits, and at once afterwards
+            with pytest.raises(NoEndpoint, match=r"no server was reachable for 0\.3 s .*no connection"):
+                await asyncio.wait_for(slots.acquire(0), 5)
+        slots.patience_s = 5.0
+        problem[0] = ""
+        while not slots.endpoints[0].alive:
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(asyncio.gather(slots.acquire(0), slots.acquire(1)), 5)
+        slots.close()
+
+    asyncio.run(everything())

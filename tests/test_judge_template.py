@@ -1,7 +1,7 @@
-"""Templates and answer parsers.
+"""Templates, and verdicts from the log-probabilities of their labels.
 
-Cases: prompts that look like markers, JSON or format strings (they must arrive untouched); answers from a fuzzer
-(nothing but an unambiguous answer may become a verdict).
+Cases: prompts that look like markers, JSON or format strings (they must arrive untouched); lists of tokens that lack a
+label, whose verdict the exact softmax bounds. Answers in words: test_judge_answers.py.
 """
 
 import json
@@ -9,11 +9,11 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prefgrpo.judge import answers
-from prefgrpo.judge.body import RequestKind
+from prefgrpo.judge.body import chat_body
 from prefgrpo.judge.template import PAIR_ANSWERS, SOURCE, load_template, shipped
 from prefgrpo.judge.verdict import JudgeError, soft_verdict
 
@@ -28,9 +28,8 @@ NASTY = ["{media_1}", 'a "quoted" {prompt} {0} {', "🙂 \\u0041 \n\t\x00", "%s 
 @pytest.mark.parametrize("prompt", NASTY, ids=range(len(NASTY)))
 def test_the_prompt_arrives_untouched_in_valid_json(name, prompt):
     template = load_template(name, (), TEXTS + MEDIA, KINDS)
-    kind = RequestKind("m", template, 0, (16, 17), True)
-    texts = dict.fromkeys(TEXTS[1:], "")
-    body = json.loads(kind.body(prompt, (b'{"medium":1}', b'{"medium":2}'), (b'{"medium":0}',), texts))
+    texts = dict.fromkeys(TEXTS[1:], "") | {"prompt": prompt}
+    body = json.loads(chat_body("m", template, texts, (b'{"medium":1}', b'{"medium":2}'), (b'{"medium":0}',), (16, 17)))
     content = body["messages"][0]["content"]
     shown = [MEDIA.index(m[1:-1]) for m in template.pieces if m[1:-1] in MEDIA]
     assert [p["medium"] for p in content if "medium" in p] == shown == sorted(shown)
@@ -75,70 +74,8 @@ def test_a_bad_template_is_refused_by_name(tmp_path, text, complaint):
     path.write_text(text)
     with pytest.raises(JudgeError, match=complaint):
         load_template(str(path))
-
-
-def test_an_unknown_template_suggests_the_nearest():
     with pytest.raises(JudgeError, match="did you mean 'compare'"):
         load_template("compar")
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("Image 1", 1.0),
-        ("image 2.", 0.0),
-        ("**Image 1 is better**", 1.0),
-        ("Video 2 is better", 0.0),
-        ("Edited image 1 is better", 1.0),
-        ("1", 1.0),
-        ("tie", 0.5),
-        ("Both are equally good.", 0.5),
-        ("Image 2 is better than Image 1", 0.0),
-    ],
-)
-def test_plain_answers(text, value):
-    assert answers.plain(text) == value
-    assert answers.think(f"Image 1 looks good.\n<answer>\n{text}\n</answer>") == value
-    assert answers.flex(f"```json\n{json.dumps({'winner': text})}\n```") == (value, {})
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "Image",
-        "Image 3",
-        "12",
-        "Image 1 is better. Image 2 is better.",
-        "Image 1 or Image 2",
-        "neither nor",
-        "<answer>",
-    ],
-)
-def test_ambiguous_answers_are_missing(text):
-    with pytest.raises(answers.Unreadable):
-        answers.plain(text)
-    with pytest.raises(answers.Unreadable):
-        answers.think(text)
-
-
-def test_flex_reads_categories():
-    value = {"categories": [{"name": "style", "cat_winner": "Image 2"}, {"cat_winner": "tie"}], "winner": "Image 1"}
-    assert answers.flex(json.dumps(value)) == (1.0, {"style": 0.0, "1": 0.5})
-    with pytest.raises(answers.Unreadable):
-        answers.flex(json.dumps({"categories": []}))
-
-
-@given(st.text() | st.from_regex(r"(<answer>)?(image|video|edited)? ?[0-9a-z ]{0,12}(</answer>)?", fullmatch=True))
-@settings(max_examples=2000, deadline=None)
-def test_no_answer_crashes_a_parser(text):
-    for parse in (answers.plain, answers.think, lambda t: answers.flex(t)[0]):
-        try:
-            value = parse(text)
-        except answers.Unreadable:
-            continue
-        assert value in (0.0, 0.5, 1.0)
-        assert value == 0.5 or any(digit in text for digit in "12")
 
 
 def _choice(*top):
@@ -159,6 +96,9 @@ def test_two_spellings_of_a_label_count_together():
     )
     with pytest.raises(answers.Unreadable, match="neither label"):
         answers.label_logprobs(_choice(("cat", -0.1)), ("1", "2"))
+    for bad in ({}, {"logprobs": None}, {"logprobs": {"content": [{"top_logprobs": [{"token": "1"}]}]}}):
+        with pytest.raises(answers.Unreadable, match="logprobs"):
+            answers.label_logprobs(bad, ("1", "2"))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -204,13 +144,8 @@ def test_one_certain_entry_is_a_certain_verdict():
 
 
 @given(st.floats(-50, 0), st.floats(-50, 0))
-def test_soft_verdict_is_the_two_label_softmax(first, second):
-    verdict = soft_verdict(first, second, 0.0, 0.0)
-    total = math.exp(first) + math.exp(second)
-    assert verdict.first == pytest.approx(math.exp(first) / total, rel=1e-9)
-
-
-def test_soft_verdict_is_missing_where_the_labels_have_no_probability():
-    assert soft_verdict(-9.0, -9.5, 0.01, 0.0).first is None
-    assert soft_verdict(math.nan, -1.0, 0.01, 0.0).first is None
-    assert soft_verdict(-9999.0, -9999.0, 0.01, 0.0).first is None
+def test_soft_verdict_is_the_two_label_softmax_and_missing_without_probability(first, second):
+    a, b = math.exp(first), math.exp(second)
+    assert soft_verdict(first, second, 0.0, 0.0).first == pytest.approx(a / (a + b), rel=1e-9)
+    assert (soft_verdict(first, second, 0.01, 0.0).first is None) == (not a + b >= 0.01)
+    assert soft_verdict(math.nan, second, 0.01, 0.0).first is soft_verdict(-9999.0, -9999.0, 0.01, 0.0).first is None

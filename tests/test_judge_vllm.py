@@ -1,8 +1,8 @@
-"""The client and `judge serve` against a real vLLM with the demo world's judge.
+"""The client and `judge serve` against a real vLLM with the demo world's judge, and every kind of question to it.
 
 Needs a vLLM environment, named by PREFGRPO_VLLM (scripts/setup_vllm_cpu.sh VENV makes one; PREFGRPO_VLLM=VENV); it
-is skipped elsewhere, because vLLM needs 2.5 GB and 40 s to start. Oracle: the in-process judge, which is another
-implementation of the same model. Served in fp32, so that equality is tight.
+is skipped elsewhere, because vLLM needs 2.5 GB and 40 s to start. Oracles: the in-process judge, and transformers'
+forward on the whole question, which has none of our client in it. Served in fp32, so that equality is tight.
 """
 
 import os
@@ -10,29 +10,38 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from judge_server import free_port
+from test_judge_faults import until
 
 import prefgrpo
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge.client import HttpJudge, HttpJudgeConfig
+from prefgrpo.judge.client import HttpJudge
 from prefgrpo.judge.engines import ServeConfig
+from prefgrpo.judge.http import Client
 from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.serve import Server
+from prefgrpo.judge.template import load_template, spellings
+from prefgrpo.rewards import build
+from prefgrpo.rewards.base import Sample
 from prefgrpo.tiny import scenes
 
 MODEL = str(Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge")
 VLLM = os.environ.get("PREFGRPO_VLLM", "")
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.skipif(not VLLM, reason="PREFGRPO_VLLM names no vLLM environment (scripts/setup_vllm_cpu.sh)"),
     pytest.mark.skipif(not Path(MODEL).is_dir(), reason="the demo world's judge is not in this checkout"),
 ]
+PAD = "<|image_pad|>"
+PAIRS = both_orders(8, 0)
 
 
 @pytest.fixture(scope="module")
@@ -41,122 +50,170 @@ def model(tmp_path_factory):
     return shutil.copytree(MODEL, tmp_path_factory.mktemp("judge") / "tiny").as_posix()
 
 
-def config(model, port):
-    return ServeConfig(
+def serving(model, port):
+    return Server(ServeConfig(
         model, VLLM, port=port, name="tiny", template="caption_match", cpu=True, dtype="float32",
         vision_tokens=4, max_model_len=2048, startup_s=240,
-    )  # fmt: skip
+    ))  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def port(model):
+    port = free_port()
+    with serving(model, port) as server:
+        assert "ok, serves tiny" in server.wait_ready()
+        yield port
 
 
 def judge(folder, port, **changes):
     base = {"endpoints": (f"http://127.0.0.1:{port}",), "template": "caption_match", "tokenizer": folder}
-    return HttpJudge(HttpJudgeConfig(**{**base, "image_format": "webp", **changes}))
+    return HttpJudge(JudgeConfig(**{**base, "image_format": "webp", **changes}))
 
 
-def group(size):
+def group(size=8):
     """A caption and `size` scenes that fit it more or less."""
-    torch = pytest.importorskip("torch")
     generator = torch.Generator().manual_seed(0)
     combos = [scenes.COMBOS[k] for k in torch.randint(len(scenes.COMBOS), (size,), generator=generator).tolist()]
     pictures = (scenes.render(combos, generator) * 255).round().byte().permute(0, 2, 3, 1).numpy()
     return scenes.caption(combos[0]), [Media(p) for p in pictures]
 
 
-@pytest.fixture(scope="module")
-def port(model):
-    port = free_port()
-    with Server(config(model, port)) as server:
-        assert "ok, serves tiny" in server.wait_ready()
-        yield port
-
-
 def test_soft_verdicts_equal_the_in_process_judge(model, port):
-    caption, media = group(8)
-    pairs = both_orders(8, 0)
-    local = LocalJudge(LocalJudgeConfig(model, template="caption_match")).judge_group(caption, media, pairs)
+    caption, media = group()
+    local = LocalJudge(LocalJudgeConfig(model, template="caption_match")).judge_group(caption, media, PAIRS)
     p = np.array([v.first for v in local])
-    assert np.ptp(p) > 0.5  # the pictures differ in how well they fit
+    assert np.ptp(p) > 0.5, "the pictures differ in how well they fit"
     for changes in ({}, {"tokenizer": ""}, {"media_ids": "off"}):
-        served = judge(model, port, **changes).judge_group(caption, media, pairs)
-        assert all(v.retries == 0 for v in served)
-        assert np.abs(p - [v.first for v in served]).max() < 2e-3
-    assert np.abs(p - [v.first for v in judge(model, port).judge_group(caption, media, pairs)]).mean() < 2e-4
-
-
-def test_ids_alone_are_enough_the_second_time(model, port):
-    caption, media = group(6)
-    j, pairs = judge(model, port), both_orders(6, 0)
-    first = [v.first for v in j.judge_group(caption, media, pairs)]
-    again = [v.first for v in j.judge_group(caption, media, pairs)]
-    endpoint = j.client.sender.endpoints[0]
-    assert endpoint.uses_ids and endpoint._misses == 0 and len(endpoint._known) == 6
-    np.testing.assert_allclose(first, again, atol=1e-5)
+        j = judge(model, port, **changes)
+        for _ in range(2):  # with data, then by id alone
+            served = j.judge_group(caption, media, PAIRS)
+            assert all(v.retries == 0 for v in served)
+            assert np.abs(p - [v.first for v in served]).max() < 2e-3
+        endpoint = j.client.sender.endpoints[0]
+        assert endpoint.uses_ids == ("media_ids" not in changes) and endpoint.ids.misses == 0
 
 
 def test_a_server_killed_in_the_middle_of_a_group_and_restarted_loses_nothing(model):
-    port = free_port()
-    caption, media = group(8)
-    pairs = both_orders(8, 0)
-    with Server(config(model, port)) as server:
+    port, (caption, media) = free_port(), group()
+    with serving(model, port) as server:
         server.wait_ready()
         j = judge(model, port, concurrency=4, patience_s=300.0)
-        expected = [v.first for v in j.judge_group(caption, media, pairs)]
-        answers = [j.submit(caption, media[a], media[b]) for a, b in pairs * 4]
-        while sum(a.done() for a in answers) < 8:
-            time.sleep(0.005)
+        expected = [v.first for v in j.judge_group(caption, media, PAIRS)]
+        answers = [j.submit(caption, media[a], media[b]) for a, b in PAIRS * 4]
+        until(lambda: sum(a.done() for a in answers) >= 8)
         os.killpg(server.pid, signal.SIGKILL)  # its own group: API server, engine and worker at once
         server.wait()
         assert not all(a.done() for a in answers)
-    with Server(config(model, port)) as server:
+    with serving(model, port) as server:
         server.wait_ready()
         found = [a.result(120).first for a in answers]
     np.testing.assert_allclose(found, expected * 4, atol=1e-5)
 
 
-def serving(*models, port, **options):
-    """`judge serve MODELS` as a process that is ready, and the pids of the servers that it started."""
-    options = {"template": "caption_match", "cpu": True, "vision_tokens": 4, "max_model_len": 2048, **options}
-    code = (
-        f"import sys; from prefgrpo.judge.serve import serve; sys.exit(serve({models!r}, port={port}, **{options!r}))"
-    )
+def test_the_command_serves_until_it_is_told_to_stop(model):
+    options = {"template": "caption_match", "cpu": True, "vision_tokens": 4, "max_model_len": 2048, "name": "tiny"}
+    code = "import sys; from prefgrpo.judge.engines import ServeConfig; from prefgrpo.judge.serve import serve; "
+    code += f"sys.exit(serve(({model!r},), options=ServeConfig(port={free_port()}, **{options!r})))"
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     lines = [child.stdout.readline()]
     while not lines[-1].startswith("ready: judge"):
         lines.append(child.stdout.readline())
         assert lines[-1], lines
-    return child, [int(line.split("pid ")[1].split(",")[0]) for line in lines if line.startswith("starting")]
-
-
-def test_the_command_serves_until_it_is_told_to_stop(model):
-    child, (pid,) = serving(model, port=free_port(), name="tiny")
+    (pid,) = (int(line.split("pid ")[1].split(",")[0]) for line in lines if line.startswith("starting"))
     child.send_signal(signal.SIGTERM)
     assert child.wait(60) == 0
     with pytest.raises(ProcessLookupError):
         os.killpg(pid, 0)
 
 
-def test_two_models_behind_one_port(model):
-    """Needs about 7 GB: two servers at once."""
-    caption, media = group(6)
-    pairs = both_orders(6, 0)
-    port = free_port()
-    local = LocalJudge(LocalJudgeConfig(model, template="caption_match")).judge_group(caption, media, pairs)
-    child, servers = serving(f"one={model}", f"two={model}", port=port, dtype="float32")
-    try:
-        for name in ("one", "two"):
-            served = judge(model, port, model=name).judge_group(caption, media, pairs)
-            assert all(v.retries == 0 for v in served)
-            assert np.abs(np.array([v.first for v in local]) - [v.first for v in served]).max() < 2e-3
-        stuck = judge(model, port, model="one", patience_s=2.0, retries=2)
-        os.killpg(servers[0], signal.SIGKILL)
-        verdicts = stuck.judge_group(caption, media, pairs[:4])
-        assert all("no server was reachable" in v.reason for v in verdicts), verdicts
-        going_on = judge(model, port, model="two").judge_group(caption, media, pairs)
-        assert [v.first for v in going_on] == [v.first for v in served]
-    finally:
-        child.send_signal(signal.SIGTERM)
-    assert child.wait(60) == 0
-    for pid in servers:
-        with pytest.raises(ProcessLookupError):
-            os.killpg(pid, 0)
+# ---- every kind of question ------------------------------------------------------------------------------------------
+
+
+def stock(template, prompt, shown):
+    """Probability of texts as the next token, by transformers alone; `shown`: images of each place in the user turn."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    processor = transformers.AutoImageProcessor.from_pretrained(MODEL)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(MODEL, dtype=torch.float32).eval()
+    places, content = iter(shown), []
+    for part in template.parts(prompt):
+        text = [{"type": "text", "text": part}] if isinstance(part, str) else []
+        content += text or [{"type": "image"} for _ in next(places)]
+    turns = [{"role": "user", "content": content}]
+    how = {"add_generation_prompt": True}
+    if template.prefill:
+        turns.append({"role": "assistant", "content": [{"type": "text", "text": template.prefill}]})
+        how = {"continue_final_message": True}
+    text = tokenizer.apply_chat_template(turns, tokenize=False, **how)
+    inputs = processor(images=[m.pil for place in shown for m in place], return_tensors="pt")
+    merge = model.config.vision_config.spatial_merge_size**2
+    pads = [PAD * int(g.prod() // merge) for g in inputs["image_grid_thw"]] + [""]
+    text = "".join(a + b for a, b in zip(text.split(PAD), pads, strict=True))
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    kinds = (ids["input_ids"] == model.config.image_token_id).int()
+    with torch.no_grad():
+        p = model(**ids, **inputs, mm_token_type_ids=kinds).logits[0, -1].double().softmax(-1)
+
+    def mass(texts):
+        tokens = {tuple(tokenizer(s, add_special_tokens=False)["input_ids"]) for s in texts}
+        return sum(float(p[t[0]]) for t in tokens if len(t) == 1)
+
+    return mass
+
+
+def pictures(count, seed=0):
+    noise = np.random.default_rng(seed).integers(0, 256, (count, 4, 4, 3), dtype=np.uint8)
+    return [Media(n.repeat(16, 0).repeat(16, 1)) for n in noise]
+
+
+def clips():
+    return [Media(np.stack([p.pixels for p in pictures(33, seed)])) for seed in (1, 2)]
+
+
+def frames(clip):
+    return [Media(clip.pixels[k]) for k in np.linspace(0, 32, 8, dtype=int)]
+
+
+PAIR = "prefill: 'Image '\nlabels: ['1', '2']\n"
+QUESTIONS = {  # template, media, sources, images by place as stock code shows them
+    "every spelling of yes and no": (
+        "user: '{prompt} {source} then {media_1}?'\nlabels: ['y', 'n']\nvariants: true\n",
+        lambda: (pictures(1), pictures(1, 3), [pictures(1, 3), pictures(1)]),
+    ),
+    "a pair with two source images": (
+        "user: 'Instruction: {prompt} {source} 1: {media_1} 2: {media_2}'\n" + PAIR,
+        lambda: (pictures(2), pictures(2, 3), [pictures(2, 3), pictures(2)[:1], pictures(2)[1:]]),
+    ),
+    "two clips as sixteen frames in order": (
+        "user: '{prompt} 1: {media_1} 2: {media_2}'\n" + PAIR,
+        lambda: (clips(), [], [frames(c) for c in clips()]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("tokenizer", [MODEL, ""])
+def test_a_question_equals_stock_code(tmp_path, port, name, tokenizer):
+    text, make = QUESTIONS[name]
+    media, source, shown = make()
+    (tmp_path / "question.yaml").write_text(text)
+    needs = [key for key in ("prompt", "source", "media_1", "media_2") if f"{{{key}}}" in text]
+    asked = load_template(str(tmp_path / "question.yaml"), tuple(needs))
+    mass = stock(asked, "less red", shown)
+    first, second = (mass(spellings(label, True) if asked.variants else [label]) for label in asked.labels)
+    url = f"http://127.0.0.1:{port}"
+    client = Client(JudgeConfig((url,), image_format="webp", min_label_mass=0.0, tokenizer=tokenizer))
+    for _ in range(2):  # with data, then by id alone
+        answer = client.ask(asked, {"prompt": "less red"}, media, source).result(60)
+        assert answer.value == pytest.approx(first / (first + second), abs=2e-3), answer
+    assert client.sender.endpoints[0].uses_ids and client.sender.endpoints[0].ids.misses == 0
+
+
+def test_a_model_that_writes_something_else_gives_missing_scores(port):
+    """The demo's judge only knows how to compare, so nothing that it writes is a score."""
+    options = {"judge": {"endpoints": [f"http://127.0.0.1:{port}"], "image_format": "webp"}}
+    names = ["unifiedreward_alignment", "unifiedreward_style", "qwenvl", "edit_score", "grid_layout"]
+    sample = Sample("a 2x2 grid", pictures(1)[0], tuple(pictures(1, 3)))
+    for name, reward in build(names, dict.fromkeys(names, options)).items():
+        score = reward.score([sample])[0]
+        assert score.value is None and ("expected" in score.reason or "label" in score.reason), (name, score)

@@ -4,26 +4,21 @@ Why these cases: with several judged rewards the wrong template or server would 
 cannot score what the run makes must be refused before the first image.
 """
 
-from dataclasses import asdict
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from tiny_run import ALONE, settings, world
 
-from prefgrpo.config.schema import ConfigError, differences, from_dict
+from prefgrpo.config.schema import ConfigError, JudgeConfig, differences, from_dict
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.judge.verdict import PairJudge, Verdict
+from prefgrpo.parallel.world import World
 from prefgrpo.rewards import RewardSpecError, build
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rewards.pairwise import VlmPairwise
-from prefgrpo.run.judging import (
-    check_inputs,
-    http_config,
-    judge_section,
-    reward_options,
-    shared,
-    specs,
-    training_scorer,
-)
+from prefgrpo.run.judging import check_inputs, judge_config, reward_options, shared, specs, training_scorer
 
 OTHER = f"{__name__}.Other"
 EDIT = f"{__name__}.EditScore"
@@ -60,38 +55,45 @@ def config(place, **over):
 
 def test_each_judged_reward_asks_its_own_server_with_its_own_template(place):
     own = {"judge": {"endpoints": ["http://127.0.0.1:2"], "model": "b"}, "plan": "swiss(2)"}
-    c = config(
-        place,
-        judge={"endpoints": ["http://127.0.0.1:1"], "model": "a", "template": "caption_match", "timeout_s": 9.0},
-        reward={"spec": f'{{"vlm_pairwise": 1, "{OTHER}": 0.5}}', "options": {OTHER: own}},
-    )
-    judge = Constant()
-    options = reward_options(c, specs(c)[0], c.reward.options, judge, ALONE)
+    section = {"endpoints": ["http://127.0.0.1:1"], "model": "a", "template": "caption_match", "timeout_s": 9.0}
+    spec = {"spec": f'{{"vlm_pairwise": 1, "{OTHER}": 0.5}}', "options": {OTHER: own}}
+    c, judge = config(place, judge=section, reward=spec), Constant()
+    options = reward_options(c, specs(c)[0], c.reward.options, judge, ALONE, Path("run"))
     assert shared(c) == "vlm_pairwise" and options["vlm_pairwise"]["judge"] is judge
     assert options["vlm_pairwise"]["plan"] == "both_orders" and options[OTHER]["plan"] == "swiss(2)"
-    asked = options[OTHER]["judge"]
-    assert (asked["endpoints"], asked["model"], asked["template"], asked["timeout_s"]) == (
-        ("http://127.0.0.1:2",),
-        "b",
-        "think",
-        9.0,
-    )
-    alone = config(place, reward={"spec": OTHER})
+    asked = {"endpoints": ("http://127.0.0.1:2",), "model": "b", "template": "think", "cache": "run/verdicts"}
+    assert options[OTHER]["judge"] == replace(c.judge, **asked), "whole, but for what its options change"
+    assert judge_config(c, "vlm_pairwise", {}, ALONE) == replace(c.judge, cache="")
+    alone = config(place, reward={"spec": OTHER}, judge={"cache": str(place)})
     assert shared(alone) == OTHER
-    assert http_config(judge_section(alone.judge, OTHER, {}), ALONE).template == "think"
-    assert asdict(http_config(judge_section(c.judge, "vlm_pairwise", {}), ALONE))["template"] == "caption_match"
+    assert judge_config(alone, OTHER, {}, ALONE) == replace(alone.judge, template="think", cache=str(place))
+    assert judge_config(alone, "vlm_pairwise", {}, ALONE).template == "compare"
 
 
-def test_options_are_checked_by_name(place):
-    c = config(place, reward={"spec": OTHER, "options": {OTHER: {"judge": {"modle": "b"}}}})
-    with pytest.raises(ConfigError, match=r"judge: unknown key\(s\) \['modle'\]"):
-        reward_options(c, specs(c)[0], c.reward.options, None, ALONE)
+@pytest.mark.parametrize(("limit", "ranks"), [(64, 8), (10, 4), (3, 8)])
+def test_ranks_share_the_limit(place, limit, ranks):
+    c = config(place, judge={"concurrency": limit})
+    judges = [judge_config(c, "vlm_pairwise", {}, World(k, ranks, torch.device("cpu"))) for k in range(ranks)]
+    shares = [judge.concurrency for judge in judges]
+    assert min(shares) >= 1 and max(shares) - min(shares) <= 1 and sum(shares) == max(limit, ranks)
+
+
+def test_options_are_checked_by_name_and_type(place):
+    for own, message in (
+        ({"modle": "b"}, rf"reward\.options\.{OTHER}\.judge\.modle: unknown key; did you mean 'judge\.model'"),
+        ({"endpoints": "http://h"}, rf"reward\.options\.{OTHER}\.judge\.endpoints: Input should be a valid list"),
+        ({"backend": "local"}, "expected backend http, got local"),
+    ):
+        c = config(place, reward={"spec": OTHER, "options": {OTHER: {"judge": own}}})
+        with pytest.raises(ConfigError, match=message):
+            reward_options(c, specs(c)[0], c.reward.options, None, ALONE)
+    with pytest.raises(ConfigError, match=r"judge\.modle: unknown key"):
+        build("vlm_pairwise", {"vlm_pairwise": {"judge": {"modle": "b"}}})["vlm_pairwise"]
     with pytest.raises(RewardSpecError, match=r"unknown reward 'jpeg_compresibility'.*did you mean"):
         build("jpeg_compressibility", {"jpeg_compresibility": {}})
-    with pytest.raises(ConfigError, match=r"reward\.options\.clip"):
-        config(place, reward={"options": {"clip": 3}})
     changed = differences(config(place), config(place, reward={"options": {"clip": {"device": "cpu"}}}))
     assert changed == {"reward.options.clip.device": (None, "cpu")}
+    assert JudgeConfig().override({}) == JudgeConfig()
 
 
 def test_a_reward_that_does_not_fit_the_run_is_refused_with_all_reasons(place):

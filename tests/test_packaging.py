@@ -76,30 +76,27 @@ def run(*command: str | Path, cwd: Path, **env: str) -> str:
     return done.stdout
 
 
+def python(code: str, *argv: str | Path, **env: str) -> str:
+    """Output of a program in this environment, run from the checkout."""
+    return run(sys.executable, "-c", code, *argv, cwd=ROOT, **env)
+
+
+def pip(*argv: str | Path, cwd: Path) -> None:
+    """pip with no network and no build environment of its own."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    head, *rest = argv
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "-q")
+    before = () if head == "wheel" else ("--python", cwd / "python")
+    run(sys.executable, "-m", "pip", *before, head, *options, *rest, cwd=cwd, PREFGRPO_CUDA="0", PATH=path)
+
+
 def environment(folder: Path) -> Path:
-    """A virtual environment that sees this one's packages, but not the checkout this one has installed."""
+    """Python of a virtual environment that sees this one's packages, but not the checkout this one has installed."""
     venv.create(folder, symlinks=True)
-    python = folder / "bin" / "python"
-    site = run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])", cwd=folder).strip()
+    own = folder / "bin" / "python"
+    site = run(own, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])", cwd=folder).strip()
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")  # after its own packages
-    return python
-
-
-def install(python: Path, *what: str | Path) -> None:
-    """pip install, with no network and no build environment of its own."""
-    pip = (
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "-q",
-    )
-    run(*pip, *what, cwd=python.parent, PREFGRPO_CUDA="0", PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    return own
 
 
 @pytest.fixture(scope="module")
@@ -107,35 +104,7 @@ def source(tmp_path_factory) -> Path:
     """A copy of the checkout without anything built."""
     copy = tmp_path_factory.mktemp("source") / "prefgrpo"
     shutil.copytree(ROOT, copy, symlinks=True, ignore=LEFT_OUT)
-    (copy / "README.md").touch()
     return copy
-
-
-@pytest.fixture(scope="module")
-def sdist(source, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("sdist")
-    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", out, source, cwd=out)
-    return next(out.glob("*.tar.gz"))
-
-
-@pytest.fixture(scope="module")
-def wheel(sdist, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
-    pip = (
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "-q",
-        "-w",
-        out,
-        sdist,
-    )
-    run(*pip, cwd=out, PREFGRPO_CUDA="0", PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    return next(out.glob("*.whl"))
 
 
 def check(probe: str) -> dict:
@@ -147,55 +116,57 @@ def check(probe: str) -> dict:
 
 def test_checkout_with_the_root_as_working_directory():
     """`python -c` and `python -m` put the working directory first on the path."""
-    seen = check(run(sys.executable, "-c", PROBE, cwd=ROOT))
-    assert Path(seen["package"]) == ROOT / "prefgrpo"
+    assert Path(check(python(PROBE))["package"]) == ROOT / "prefgrpo"
 
 
-def test_sdist_holds_what_a_build_needs(sdist):
+@pytest.mark.full
+def test_sdist_and_wheel(source, tmp_path):
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, source, cwd=tmp_path)
+    (sdist,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"setup.py", "CMakeLists.txt", "LICENSE", "csrc/bindings.cpp", "csrc/math.h", "prefgrpo/py.typed"} <= names
     assert {f"prefgrpo/kernels/{name}.py" for name in CODE} <= names
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
 
-
-def test_wheel(source, wheel, tmp_path):
+    pip("wheel", "-w", tmp_path, sdist, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert [name for name in names if name.startswith("prefgrpo/_C.")], "the compiled module is not in the wheel"
     assert not [name for name in names if name.split("/")[0] in ("kernels", "tests", "csrc", "scripts", "benchmarks")]
-    python = environment(tmp_path / "venv")
-    install(python, wheel)
-    for cwd in (tmp_path, ROOT):  # -I: the working directory is not on the path, so the wheel is what is imported
-        seen = check(run(python, *(["-I"] if cwd == ROOT else []), "-c", PROBE, cwd=cwd))
-        assert Path(seen["package"]).is_relative_to(tmp_path)
+    own = environment(tmp_path / "venv")
+    pip("install", wheel, cwd=own.parent)
+    (empty := tmp_path / "empty").mkdir()
+    for cwd in (empty, ROOT):  # -I: the working directory is not on the path, so the wheel is what is imported
+        seen = check(run(own, *(["-I"] if cwd == ROOT else []), "-c", PROBE, cwd=cwd))
+        assert Path(seen["package"]).is_relative_to(tmp_path) and Path(seen["native"]).is_relative_to(tmp_path)
         assert files(Path(seen["package"])) == files(source / "prefgrpo"), "a data file was left behind"
-        assert Path(seen["native"]).is_relative_to(tmp_path)
-    command = python.parent / "prefgrpo"
+    command = own.parent / "prefgrpo"
     assert run(command, "--version", cwd=ROOT).split() == ["prefgrpo", seen["version"]]
-    assert "train" in run(python, "-m", "prefgrpo", "--help", cwd=tmp_path)
+    assert "train" in run(own, "-m", "prefgrpo", "--help", cwd=empty)
+    assert "nothing was written" in run(command, "demo", "--dry-run", cwd=empty) and not list(empty.iterdir())
 
 
+@pytest.mark.full
 def test_editable_install(source, tmp_path):
-    python = environment(tmp_path / "venv")
-    install(python, "-e", source)
+    own = environment(tmp_path / "venv")
+    pip("install", "-e", source, cwd=own.parent)
     for cwd in (tmp_path, source):
-        seen = check(run(python, "-c", PROBE, cwd=cwd))
-        assert Path(seen["package"]) == source / "prefgrpo"
-        assert Path(seen["native"]).is_relative_to(source)
+        seen = check(run(own, "-c", PROBE, cwd=cwd))
+        assert Path(seen["package"]) == source / "prefgrpo" and Path(seen["native"]).is_relative_to(source)
 
 
-@pytest.mark.parametrize("python", ["old", "none"])
-def test_make_refuses_a_python_that_will_not_do(python, tmp_path):
+@pytest.mark.parametrize("version", ["old", "none"])
+def test_make_refuses_a_python_that_will_not_do(version, tmp_path):
     """In one line that says what is needed, before anything is made."""
     old = tmp_path / "old"
     old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.18\n[ "$1" = --version ]\n')
     old.chmod(0o755)
-    command = ["make", "--no-print-directory", "venv", f"VENV={tmp_path / 'venv'}", f"PYTHON={tmp_path / python}"]
+    command = ["make", "--no-print-directory", "venv", f"VENV={tmp_path / 'venv'}", f"PYTHON={tmp_path / version}"]
     outside = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=outside)
-    assert done.returncode == 2
-    error = [line for line in done.stderr.splitlines() if not line.startswith("make:")]
-    assert len(error) == 1 and "3.10-3.13" in error[0] and ("3.9.18" in error[0]) is (python == "old")
+    (error,) = [line for line in done.stderr.splitlines() if not line.startswith("make:")]
+    assert done.returncode == 2 and "3.10-3.13" in error and ("3.9.18" in error) is (version == "old")
     assert not (tmp_path / "venv").exists()
 
 
@@ -210,7 +181,7 @@ def test_every_module_imports_without_the_optional_packages():
         "        importlib.import_module(name)\n"
         "print(len(names))"
     )
-    assert int(run(sys.executable, "-c", walk, cwd=ROOT)) > 40
+    assert int(python(walk)) > 40
 
 
 def test_ops_need_torch_and_numpy_only():
@@ -221,7 +192,7 @@ def test_ops_need_torch_and_numpy_only():
         "out = prefgrpo.ops.affine_step(x, x, coef, torch.zeros(2, dtype=torch.int64), noise=None)\n"
         "print(float(out.x_next.sum()))"
     )
-    assert float(run(sys.executable, "-c", step, cwd=ROOT)) == 2 * 8 * 2.5
+    assert float(python(step)) == 2 * 8 * 2.5
 
 
 def needed(*extras: str) -> set[str]:
@@ -262,38 +233,37 @@ for name in pipelines.FAMILIES:
 """
 
 
+@pytest.mark.full
 def test_every_family_encodes_with_the_train_extra_alone(tmp_path):
     """All other packages of this environment are hidden; stock Wan image-to-video, say, calls ftfy unasked."""
     there, wanted = metadata.packages_distributions(), needed("train")
     others = {name for name, dists in there.items() if not {canonicalize_name(d) for d in dists} & wanted}
     assert {"open_clip", "dreamsim", "pytest"} <= others and not {"torch", "diffusers"} & others
-    code = HIDE.format(names=sorted(others - {"prefgrpo"})) + ENCODE
-    families = run(sys.executable, "-c", code, tmp_path, cwd=ROOT).split()
+    families = python(HIDE.format(names=sorted(others - {"prefgrpo"})) + ENCODE, tmp_path).split()
     assert {"wan_i2v", "wan22_i2v", "flux", "qwen_image_edit"} <= set(families)
 
 
 def test_what_is_hidden_is_absent():
     """The import block of the tests above hides a package that is there."""
     code = "import importlib.util as u\nprint(bool(u.find_spec('yaml')), bool(u.find_spec('prefgrpo.ops')))"
-    assert run(sys.executable, "-c", code, cwd=ROOT).split() == ["True", "True"]
-    assert (
-        run(sys.executable, "-c", HIDE.format(names=("yaml", "prefgrpo.ops")) + code, cwd=ROOT).split() == ["False"] * 2
-    )
+    assert python(code).split() == ["True", "True"]
+    assert python(HIDE.format(names=("yaml", "prefgrpo.ops")) + code).split() == ["False"] * 2
 
 
-@pytest.mark.parametrize(
-    "absent", [(), ("triton", "torchvision", "peft", "diffusers", "transformers", "prefgrpo._C")], ids=str
-)
+LACKING = ("triton", "torchvision", "peft", "diffusers", "transformers", "prefgrpo._C")
+
+
+@pytest.mark.parametrize("absent", [(), pytest.param(LACKING, marks=pytest.mark.full)], ids=["all", "lacking"])
 def test_doctor(absent):
     code = HIDE.format(names=absent) + "from prefgrpo.commands.doctor import doctor\nraise SystemExit(doctor())"
-    out = run(sys.executable, "-c", code, cwd=ROOT, COLUMNS="160")
-    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.split()}
+    rows = {line.split()[0]: line.split()[1:] for line in python(code, COLUMNS="160").splitlines() if line.split()}
     assert rows["reference"][0] == rows["torch"][0] == "ok"
     assert ("native" in rows) is ("diffusers" not in absent)
     if not absent:
         assert rows["native"][0] == "ok" and rows["_native_cudnn"][0] != "ok"
 
 
+@pytest.mark.full
 def test_doctor_finds_a_wrong_reference():
     """The exit code is the reference's: a step that forgets the noise is found."""
     code = (
@@ -302,4 +272,4 @@ def test_doctor_finds_a_wrong_reference():
         "r.affine_step = lambda x, v, rows, eps, dtype: right(x, v, rows, None, dtype)\n"
         "from prefgrpo.commands.doctor import doctor\nprint('code', doctor())"
     )
-    assert run(sys.executable, "-c", code, cwd=ROOT).splitlines()[-1] == "code 1"
+    assert python(code).splitlines()[-1] == "code 1"

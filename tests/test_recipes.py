@@ -1,4 +1,4 @@
-"""Every recipe of scripts/, dry-run on a tiny pipeline of its family with only the model and the prompts changed; three
+"""The recipes of scripts/METHOD/, dry-run on a tiny pipeline of their family with only model and prompts changed; three
 steps of training per family with a judge over http; and `prefgrpo plan`.
 
 Why these cases: a recipe rots when a field is renamed or a value stops fitting its family (frames, a second guidance
@@ -19,7 +19,7 @@ import torch
 import yaml
 from judge_server import JudgeServer, images
 from PIL import Image
-from tiny_run import rows, start, tree
+from tiny_run import rows, tree
 
 from prefgrpo import models
 from prefgrpo.commands.cli import main
@@ -32,9 +32,20 @@ from prefgrpo.run.judging import makes_clips
 from prefgrpo.tiny import pipelines
 
 FOLDER = __import__("pathlib").Path(__file__).resolve().parent.parent / "scripts"
-RECIPES = sorted(p for p in FOLDER.glob("*.yaml") if not p.stem.startswith("_"))
-PLAIN = [p for p in RECIPES if p.stem.startswith("lora_prefgrpo_")]
+RECIPES = sorted(p for p in FOLDER.glob("*/*.yaml") if p.stem.startswith(("lora_", "full_")))
+PLAIN = [p for p in RECIPES if p.parent.name == "prefgrpo"]
 """One per family and use: any pairwise judge and nothing else."""
+
+
+def name_of(recipe):
+    """The run's name: lora_METHOD_REST of scripts/METHOD/lora_REST.yaml."""
+    kind, _, rest = recipe.stem.partition("_")
+    return f"{kind}_{recipe.parent.name}_{rest}"
+
+
+def cases(recipes, quick):
+    """Recipes as parameters; all but `quick` are left to the full tier."""
+    return [pytest.param(p, id=name_of(p), marks=() if p in quick else pytest.mark.full) for p in recipes]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +76,7 @@ def test_every_family_has_a_recipe_of_its_name():
     assert {load(p).family for p in PLAIN} == set(MODELS)
     for recipe in RECIPES:
         config = load(recipe)
-        assert config.name == recipe.stem and config.family in recipe.stem
+        assert config.name == name_of(recipe) and config.family in recipe.stem
         assert recipe.stem.startswith("lora_" if config.train.lora_rank else "full_")
         kind = "video" if makes_clips(config) else "image"
         for name in parse_reward_spec(config.reward.spec):
@@ -74,7 +85,10 @@ def test_every_family_has_a_recipe_of_its_name():
 
 def test_the_tables_first_words_are_in_the_recipes():
     """A few of the published values, from the research's table."""
-    think, flex = load(FOLDER / "full_ur_think_flux.yaml"), load(FOLDER / "lora_ur_flex_wan22.yaml")
+    think, flex = (
+        load(FOLDER / "unifiedreward/full_think_flux.yaml"),
+        load(FOLDER / "unifiedreward/lora_flex_wan22.yaml"),
+    )
     r, t = think.rollout, think.train
     assert (r.steps, r.window_size, r.group_size, r.eta, r.shift, r.height) == (25, 14, 8, 0.7, 3.0, 720)
     assert (t.lr, t.lora_rank, t.updates_per_rollout, t.clip_range) == (1e-5, 0, 2, 1e-4)
@@ -83,7 +97,7 @@ def test_the_tables_first_words_are_in_the_recipes():
     assert (r.guidance, r.guidance_2, t.lr, t.lora_rank, t.lora_alpha, t.kl_coef) == (4.0, 3.0, 4e-5, 64, 128, 0.004)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
+@pytest.mark.parametrize("recipe", cases(RECIPES, [next(p for p in PLAIN if p.stem == f"lora_{f}") for f in MODELS]))
 def test_a_recipe_dry_runs(place, recipe, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", str(recipe), "--dry-run", *options(place, recipe)]) == 0
@@ -97,7 +111,7 @@ def test_a_recipe_dry_runs(place, recipe, monkeypatch, tmp_path, capsys):
     assert tree(tmp_path) == {}
 
 
-@pytest.mark.parametrize("recipe", PLAIN, ids=lambda p: p.stem)
+@pytest.mark.parametrize("recipe", cases(PLAIN, [FOLDER / "prefgrpo" / f"lora_{f}.yaml" for f in ("flux", "wan_i2v")]))
 def test_a_family_trains_with_model_and_prompts_alone(place, recipe, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     config = load(recipe)
@@ -107,7 +121,7 @@ def test_a_family_trains_with_model_and_prompts_alone(place, recipe, monkeypatch
         asked = [body for body in server.requests if images(body)]
     size = config.rollout.group_size
     assert len(asked) >= 3 * 4 * size * (size - 1) // 2, "three steps, four groups, every pair"
-    folder = tmp_path / "runs" / recipe.stem
+    folder = tmp_path / "runs" / name_of(recipe)
     trained = [r for r in rows(folder) if r["kind"] == "train"]
     assert [r["step"] for r in trained] == [1, 2, 3] and all(r["reward/missing"] == 0 for r in trained)
     assert any(r["grad_norm"] > 0 for r in trained) and trained[0]["policy/on_policy_error"] < 1e-2
@@ -118,29 +132,29 @@ def test_a_published_mix_of_rewards_trains(place, monkeypatch, tmp_path):
     """UnifiedReward-Think at 0.4 and CLIP at 0.6, from a tiny checkpoint: the real one needs a download."""
     pytest.importorskip("open_clip")
     monkeypatch.chdir(tmp_path)
-    recipe = FOLDER / "lora_ur_think_flux.yaml"
+    recipe = FOLDER / "unifiedreward/lora_think_flux.yaml"
     (tmp_path / "tiny").mkdir()
     clip = {"clip": reward_cases_clip.CASES["clip"].options(tmp_path / "tiny")}
     with JudgeServer() as server:
         server.answer = reward_cases_vlm.speak
         free = ["--judge.endpoints", server.url, "--train.steps", "1", "--reward.options", json.dumps(clip)]
         assert main(["train", str(recipe), *options(place, recipe), *free]) == 0
-    (trained,) = [r for r in rows(tmp_path / "runs" / recipe.stem) if r["kind"] == "train"]
+    (trained,) = [r for r in rows(tmp_path / "runs" / name_of(recipe)) if r["kind"] == "train"]
     assert trained["reward/missing"] == 0 and trained["grad_norm"] > 0
     assert {"reward/unifiedreward_think", "reward/clip"} <= trained.keys()
 
 
-def test_the_plan_is_that_of_the_run(place, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("recipe", cases(PLAIN[::3], PLAIN[:1]))
+def test_the_plan_is_that_of_the_run(place, recipe, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    for recipe in PLAIN[::3]:
-        assert main(["train", str(recipe), "--dry-run", *options(place, recipe)]) == 0
-        told = capsys.readouterr().out
-        assert main(["plan", str(recipe), "--gpus", "1", *options(place, recipe)]) == 0
-        planned = capsys.readouterr().out
-        for name in ("optimiser", "latents", "images"):
-            run, plan = (re.search(rf"{name}\s+(\S+) GiB", text)[1] for text in (told, planned))
-            assert run == plan and float(run) > 0, f"{name}: the plan is the run"
-        assert "fits" in planned
+    assert main(["train", str(recipe), "--dry-run", *options(place, recipe)]) == 0
+    ran = capsys.readouterr().out
+    assert main(["plan", str(recipe), "--gpus", "1", *options(place, recipe)]) == 0
+    planned = capsys.readouterr().out
+    for name in ("optimiser", "latents", "images"):
+        measured, estimate = (re.search(rf"{name}\s+(\S+) GiB", text)[1] for text in (ran, planned))
+        assert measured == estimate and float(measured) > 0, name
+    assert "fits" in planned
 
 
 def test_the_plan_counts_parameters_without_weights(place, capsys, tmp_path):
@@ -150,7 +164,7 @@ def test_the_plan_counts_parameters_without_weights(place, capsys, tmp_path):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(file, target)
     shutil.copy(place / "wan22" / "prefgrpo.yaml", tmp_path / "configs")
-    recipe = FOLDER / "lora_prefgrpo_wan22.yaml"
+    recipe = FOLDER / "prefgrpo/lora_wan22.yaml"
     argv = [*options(place, recipe), "--train.lora-rank", "4"]
     argv[1] = str(tmp_path / "configs")
     assert main(["plan", str(recipe), "--gpus", "2", *argv]) == 0
@@ -192,7 +206,8 @@ def stored(config):
 ALIKE = {key: [p for p in RECIPES if activations(p) == key] for key in map(activations, RECIPES)}
 
 
-@pytest.mark.parametrize("recipes", ALIKE.values(), ids=lambda found: found[0].stem)
+@pytest.mark.full
+@pytest.mark.parametrize("recipes", ALIKE.values(), ids=lambda found: name_of(found[0]))
 def test_recipes_fit_their_gpus_or_say_that_they_wait_for_sharding(recipes, tmp_path, monkeypatch):
     """GPUs of 80 GB, the true config of the model; of recipes with equal activations the one that stores most."""
     monkeypatch.chdir(tmp_path)
@@ -205,9 +220,10 @@ def test_recipes_fit_their_gpus_or_say_that_they_wait_for_sharding(recipes, tmp_
         assert (trained > 80e9) if waits else (found.total <= 80e9), shown
 
 
+@pytest.mark.full
 def test_models_of_few_blocks_say_what_the_whole_one_holds(tmp_path):
     """What the test above extrapolates, against the whole trace of a model with two kinds of blocks."""
-    config = load(FOLDER / "lora_ur_flex_flux2_klein.yaml")
+    config = load(FOLDER / "unifiedreward/lora_flex_flux2_klein.yaml")
     found = model_configs.estimate(config, tmp_path)
     whole = plan.estimate(replace(config, model=str(model_configs.folder(config.model, tmp_path / "whole"))))
     for name in ("rollout", "decode", "update"):
@@ -217,10 +233,10 @@ def test_models_of_few_blocks_say_what_the_whole_one_holds(tmp_path):
     }
 
 
-def test_a_dry_run_says_what_is_wrong(place):
-    recipe = FOLDER / "lora_prefgrpo_wan22.yaml"
-    run = start(["train", str(recipe), "--dry-run", *options(place, recipe), "--rollout.frames", "6"], place / "log")
-    assert run.wait() == 2 and "frames must be a multiple of 2, plus 1" in run.output
+def test_a_dry_run_says_what_is_wrong(place, capsys):
+    recipe = FOLDER / "prefgrpo/lora_wan22.yaml"
+    assert main(["train", str(recipe), "--dry-run", *options(place, recipe), "--rollout.frames", "6"]) == 2
+    assert "frames must be a multiple of 2, plus 1" in capsys.readouterr().err
 
 
 def test_a_recipe_extends_another(tmp_path):
@@ -243,7 +259,7 @@ def test_a_recipe_extends_another(tmp_path):
 
 
 def test_a_models_own_values_replace_those_of_another_model(place, tmp_path):
-    recipe = FOLDER / "lora_prefgrpo_flux.yaml"
+    recipe = FOLDER / "prefgrpo/lora_flux.yaml"
     own, _ = parse(recipe, str(place / "flux"))
     assert own.rollout.height == 32 and own.rollout.group_size == load(recipe).rollout.group_size
     (tmp_path / "r.yaml").write_text(yaml.safe_dump({"model": str(place / "flux"), "rollout": {"height": 16}}))

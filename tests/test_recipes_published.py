@@ -21,36 +21,36 @@ from prefgrpo.rewards import parse_reward_spec
 
 RECIPES = Path(__file__).parent.parent / "scripts"
 PREF = {
-    "full_train/unifiedreward_flux": "full_unifiedreward_flux",
-    "full_train/unifiedreward_qwenimage": "full_unifiedreward_qwen_image",
-    "full_train/ur_edit_prefgrpo_qwen_image_edit": "full_ur_edit_qwen_image_edit",
-    "full_train/ur_flex_prefgrpo_flux": "full_ur_flex_flux",
-    "full_train/ur_flex_prefgrpo_zimage": "full_ur_flex_z_image",
-    "full_train/ur_think_prefgrpo_flux": "full_ur_think_flux",
-    "full_train/ur_think_prefgrpo_qwenimage": "full_ur_think_qwen_image",
-    "full_train/ur_think_prefgrpo_wan21": "full_ur_think_wan",
-    "lora/lora_unifiedreward_flux": "lora_unifiedreward_flux",
-    "lora/lora_unifiedreward_qwenimage": "lora_unifiedreward_qwen_image",
-    "lora/lora_ur_edit_point_flux2_klein_edit": "lora_ur_edit_point_flux2_klein_edit",
-    "lora/lora_ur_edit_prefgrpo_flux1_kontext_edit": "lora_ur_edit_flux_kontext",
-    "lora/lora_ur_edit_prefgrpo_flux2_klein_edit": "lora_ur_edit_flux2_klein_edit",
-    "lora/lora_ur_flex_prefgrpo_flux2_klein": "lora_ur_flex_flux2_klein",
-    "lora/lora_ur_flex_prefgrpo_wan21": "lora_ur_flex_wan",
-    "lora/lora_ur_flex_prefgrpo_wan22": "lora_ur_flex_wan22",
-    "lora/lora_ur_flex_prefgrpo_zimage": "lora_ur_flex_z_image",
-    "lora/lora_ur_think_prefgrpo_flux": "lora_ur_think_flux",
-    "lora/lora_ur_think_prefgrpo_qwenimage": "lora_ur_think_qwen_image",
-    "lora/lora_ur_think_prefgrpo_wan21": "lora_ur_think_wan",
+    "full_train/unifiedreward_flux": "unifiedreward/full_flux",
+    "full_train/unifiedreward_qwenimage": "unifiedreward/full_qwen_image",
+    "full_train/ur_edit_prefgrpo_qwen_image_edit": "unifiedreward/full_edit_qwen_image_edit",
+    "full_train/ur_flex_prefgrpo_flux": "unifiedreward/full_flex_flux",
+    "full_train/ur_flex_prefgrpo_zimage": "unifiedreward/full_flex_z_image",
+    "full_train/ur_think_prefgrpo_flux": "unifiedreward/full_think_flux",
+    "full_train/ur_think_prefgrpo_qwenimage": "unifiedreward/full_think_qwen_image",
+    "full_train/ur_think_prefgrpo_wan21": "unifiedreward/full_think_wan",
+    "lora/lora_unifiedreward_flux": "unifiedreward/lora_flux",
+    "lora/lora_unifiedreward_qwenimage": "unifiedreward/lora_qwen_image",
+    "lora/lora_ur_edit_point_flux2_klein_edit": "unifiedreward/lora_edit_point_flux2_klein_edit",
+    "lora/lora_ur_edit_prefgrpo_flux1_kontext_edit": "unifiedreward/lora_edit_flux_kontext",
+    "lora/lora_ur_edit_prefgrpo_flux2_klein_edit": "unifiedreward/lora_edit_flux2_klein_edit",
+    "lora/lora_ur_flex_prefgrpo_flux2_klein": "unifiedreward/lora_flex_flux2_klein",
+    "lora/lora_ur_flex_prefgrpo_wan21": "unifiedreward/lora_flex_wan",
+    "lora/lora_ur_flex_prefgrpo_wan22": "unifiedreward/lora_flex_wan22",
+    "lora/lora_ur_flex_prefgrpo_zimage": "unifiedreward/lora_flex_z_image",
+    "lora/lora_ur_think_prefgrpo_flux": "unifiedreward/lora_think_flux",
+    "lora/lora_ur_think_prefgrpo_qwenimage": "unifiedreward/lora_think_qwen_image",
+    "lora/lora_ur_think_prefgrpo_wan21": "unifiedreward/lora_think_wan",
 }
 DANCE = {
-    "finetune_flux_grpo": "full_dancegrpo_flux",
-    "finetune_flux_grpo_8gpus_lora": "lora_dancegrpo_flux",
-    "finetune_hunyuan_grpo": "full_dancegrpo_hunyuan_video",
-    "finetune_qwenimage_grpo": "full_dancegrpo_qwen_image",
-    "finetune_qwenimage_edit_grpo": "full_dancegrpo_qwen_image_edit",
-    "finetune_wan_2_1_grpo": "full_dancegrpo_wan",
+    "finetune_flux_grpo": "dancegrpo/full_flux",
+    "finetune_flux_grpo_8gpus_lora": "dancegrpo/lora_flux",
+    "finetune_hunyuan_grpo": "dancegrpo/full_hunyuan_video",
+    "finetune_qwenimage_grpo": "dancegrpo/full_qwen_image",
+    "finetune_qwenimage_edit_grpo": "dancegrpo/full_qwen_image_edit",
+    "finetune_wan_2_1_grpo": "dancegrpo/full_wan",
 }
-OTHERWISE = {"full_ur_think_wan": {"train.kl_coef"}}
+OTHERWISE = {"unifiedreward/full_think_wan": {"train.kl_coef"}}
 """Recipe → fields that are not the script's, as its first lines say."""
 FLAGS = {
     "rollout.steps": "sampling_steps", "rollout.eta": "eta", "rollout.group_size": "num_generations",
@@ -201,7 +201,7 @@ def test_the_values_of_a_flow_grpo_configuration(name, monkeypatch):
     if s.get("sde_window_size") and "sde_window_range" in source:
         high = s.sde_window_range[1]
         published |= {"rollout.window_size": s.sde_window_size, "rollout.window_high": high}
-    equal(f"lora_flowgrpo_{FLOW[name]}", published)
+    equal(f"flowgrpo/lora_{FLOW[name]}", published)
 
 
 @pytest.mark.parametrize("name", PACO)
@@ -210,7 +210,7 @@ def test_the_values_of_a_paco_grpo_configuration(name, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")
     config, _ = configuration("paco", name, monkeypatch)
     s = config.sample
-    equal(f"lora_pacogrpo_{PACO[name]}", common(config, 64) | {
+    equal(f"pacogrpo/lora_{PACO[name]}", common(config, 64) | {
         "rollout.group_size": s.num_images_per_prompt, "rollout.prompts_per_step": s.unique_sample_num_per_epoch,
         "rollout.height": config.train.resolution, "rollout.width": config.train.resolution, "gpus": 7,
         "rollout.eta": s.noise_level, "rollout.window_low": s.noise_steps[0],

@@ -16,11 +16,14 @@ from PIL import Image
 from report_html import parse
 from report_run import MEASURES, eval_row, groups, make_run, shown, train_row, write_rows
 
-from prefgrpo.report import write_report, write_strip
+from prefgrpo.report import page as report_page
+from prefgrpo.report import write_report
 from prefgrpo.report.charts import LEFT, RIGHT, WIDTH
 from prefgrpo.report.run import read_run
+from prefgrpo.rollout.render import preview
 
 STEPS = 80
+NO_RESULT = "No evaluation has finished since training started"
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +33,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def page(run):
-    return parse(write_report(run).read_text(encoding="utf-8"))
+    return report(run)
 
 
 def report(folder):
@@ -44,21 +47,25 @@ def charts(page):
 
 def curve(figure, name):
     """(x, y) of a series by its legend name, as the page's script gets them."""
-    names = [s.text.rsplit(" ", 1)[0] for s in figure.all("div", "legend")[0].all("span")]
-    at = next(k for k, n in enumerate(names) if n.startswith(name))
-    return json.loads(figure.attributes["data-chart"])["s"][at]
+    names = [span.text for span in figure.all("div", "legend")[0].all("span")]
+    return json.loads(figure.attributes["data-chart"])["s"][next(k for k, n in enumerate(names) if n.startswith(name))]
 
 
-def decoded(uri):
-    """Pixels of a data: address."""
-    head, body = uri.split(",", 1)
-    assert re.fullmatch(r"data:image/(png|webp);base64", head)
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(body))).convert("RGB"))
+def image(uri):
+    return Image.open(io.BytesIO(base64.b64decode(uri.split(",", 1)[1])))
 
 
-def mean_row(step, **changes):
-    row = train_row(step, STEPS, np.random.default_rng(step)) | changes
-    return {k: v for k, v in row.items() if v != "absent"}
+def pixels(element):
+    return np.asarray(image(element.attributes["src" if element.tag == "img" else "href"]).convert("RGB"))
+
+
+def arrays(file):
+    with np.load(file) as stored:
+        return dict(stored)
+
+
+def row_of(step, **changes):
+    return train_row(step, STEPS, np.random.default_rng(step)) | changes
 
 
 def small_run(folder, rows, config="train: {steps: 10}\n"):
@@ -68,69 +75,39 @@ def small_run(folder, rows, config="train: {steps: 10}\n"):
     return folder
 
 
-# ---- one page, whole in itself -------------------------------------------------------------------------------------
-
-
 def test_page_refers_to_nothing_outside_itself(page, run):
     text = (run / "report.html").read_text(encoding="utf-8")
-    assert len(text.encode()) < 3e6
-    assert not page.all("link") and not page.all("iframe")
+    assert len(text.encode()) < 3e6 and not page.all("link") and not page.all("iframe")
     assert len(page.all("script")) == 1 and "src" not in page.all("script")[0].attributes
     nodes = page.all()
     targets = [n.attributes[k] for n in nodes for k in ("src", "href", "xlink:href", "srcset") if k in n.attributes]
     assert targets and all(t.startswith(("data:image/", "#")) for t in targets)
-    inside = re.findall(r"url\(([^)]*)\)", text)
-    assert set(inside) == {"#hatch"} and "@import" not in text
+    assert set(re.findall(r"url\(([^)]*)\)", text)) == {"#hatch"} and "@import" not in text
     assert not re.search(r"(?:https?:)?//[a-z]", re.sub(r"base64,[^\"]*", "", text))
-
-
-def test_identifiers_are_unique_and_every_reference_resolves(page):
-    ids = [n.attributes["id"] for n in page.all() if "id" in n.attributes]
-    assert len(ids) == len(set(ids))
-    used = {n.attributes["href"][1:] for n in page.all("use")} | {"hatch"}
-    assert used <= set(ids)
-
-
-def test_both_colour_schemes_and_print_define_every_colour_that_is_used():
-    from prefgrpo.report import page as module
-
-    css = (module.Path(module.__file__).parent / "page.css").read_text()
-    used = set(re.findall(r"var\((--\w+)\)", css))
-    blocks = [set(re.findall(r"(--\w+):", block)) for block in re.findall(r":root \{(.*?)\}", css, re.S)]
-    assert len(blocks) == 3 and all(b == used for b in blocks)
-
-
-def test_page_can_be_written_again_and_leaves_no_other_file(run):
+    ids = [n.attributes["id"] for n in nodes if "id" in n.attributes]
+    assert len(ids) == len(set(ids)) and {n.attributes["href"][1:] for n in page.all("use")} | {"hatch"} <= set(ids)
     before = {p.name for p in run.iterdir()}
-    assert write_report(run) == run / "report.html"
-    assert {p.name for p in run.iterdir()} == before | {"report.html"}
+    assert write_report(run) == run / "report.html" and {p.name for p in run.iterdir()} == before
 
 
-# ---- what it says is what was measured -----------------------------------------------------------------------------
+def test_light_and_dark_define_every_colour_that_is_used():
+    css = (report_page.Path(report_page.__file__).parent / "page.css").read_text()
+    used = set(re.findall(r"var\((--\w+)\)", css))
+    light, dark, printed = (set(re.findall(r"(--\w+):", block)) for block in re.findall(r":root \{(.*?)\}", css, re.S))
+    assert light == dark == used and printed < used
 
 
-def test_a_run_without_an_evaluation_set_says_so(tmp_path):
-    rows = [mean_row(s) for s in range(1, 11)]
-    assert "had no evaluation set" in report(small_run(tmp_path / "r", rows)).all("p", "result")[0].text
-    assert "no result to tell" in report(small_run(tmp_path / "s", rows[:3])).all("p", "result")[0].text
-
-
-def test_headline_is_the_last_test_evaluation(page):
+def test_the_headline_and_the_table_hold_the_last_evaluations(page):
     row = eval_row(STEPS, STEPS, "test")
-    told = {f.all("h2")[0].text: f.all("p", "value")[0].text for f in page.all("div", "figure")}
-    assert told["Win rate by the judge"] == f"{100 * row['test/win_judge']:.0f} %"
-    assert told["Win rate by scenes"] == f"{100 * row['test/win_scenes']:.0f} %"
-    for measure in MEASURES:
-        before, after = row[f"test/{measure}_before"], row[f"test/{measure}"]
-        assert told[measure.replace(".", " · ")] == f"{before:.2f} → {after:.2f}"
+    shown = {f.all("h2")[0].text: f.all("p", "value")[0].text for f in page.all("div", "figure")}
+    assert shown.pop("Win rate by the judge") == f"{100 * row['test/win_judge']:.0f} %"
+    assert shown.pop("Win rate by scenes") == f"{100 * row['test/win_scenes']:.0f} %"
+    moved = {m.replace(".", " · "): f"{row[f'test/{m}_before']:.2f} → {row[f'test/{m}']:.2f}" for m in MEASURES}
+    assert shown == moved
     sentence = page.all("p", "result")[0].text
     low, high = row["test/win_judge_low"], row["test/win_judge_high"]
     assert f"95 % interval {100 * low:.0f}–{100 * high:.0f} %" in sentence and f"After {STEPS} steps" in sentence
-    assert f"shown first {100 * row['test/win_judge_first']:.0f} %" in sentence
-    assert not page.all("p", "status")
-
-
-def test_table_holds_every_number_of_both_sets(page):
+    assert f"shown first {100 * row['test/win_judge_first']:.0f} %" in sentence and not page.all("p", "status")
     cells = [tuple(c.text for c in r.all("td")) for r in page.all("details", "numbers")[0].all("tr")[1:]]
     for name in ("dev", "test"):
         row = eval_row(STEPS, STEPS, name)
@@ -139,81 +116,65 @@ def test_table_holds_every_number_of_both_sets(page):
         assert ("scenes · all", f"{row[f'{name}/scenes.all_before']:.3f}", f"{row[f'{name}/scenes.all']:.3f}") in values
 
 
-def test_before_and_after_show_the_stored_pixels_and_prompts(page, run):
-    with np.load(run / "eval" / f"test_{STEPS:06d}.npz") as stored:
-        before, now = stored["before"], stored["now"]
-    prompts = json.loads((run / "eval" / "test_prompts.json").read_text())
+def test_images_are_the_stored_pixels_and_prompts(page, run):
+    last = arrays(run / "eval" / f"test_{STEPS:06d}.npz")
     pairs = page.all("figure", "pair")
-    assert [p.all("figcaption")[0].text for p in pairs] == prompts
+    assert [p.all("figcaption")[0].text for p in pairs] == json.loads((run / "eval" / "test_prompts.json").read_text())
     for k, pair in enumerate(pairs):
         left, right = pair.all("img")
         assert "sharp" in left.attributes["class"]
-        np.testing.assert_array_equal(decoded(left.attributes["src"]), before[k])
-        np.testing.assert_array_equal(decoded(right.attributes["src"]), now[k])
+        np.testing.assert_array_equal(pixels(left), last["before"][k])
+        np.testing.assert_array_equal(pixels(right), last["now"][k])
+    table = page.all("table", "course")[0]
+    assert [th.text for th in table.all("thead")[0].all("th")] == ["", "start", "20", "40", "60", "80"]
+    first = table.all("tbody")[0].all("tr")[0].all("img")
+    np.testing.assert_array_equal(pixels(first[2]), arrays(run / "eval" / "dev_000040.npz")["now"][0])
 
 
 def test_clips_play_and_edits_show_their_sources(tmp_path):
     """Noise clips, the largest that WebP makes of them: every frame is on the page, and the page stays small."""
-    from prefgrpo.rollout.render import preview
-
     folder = make_run(tmp_path / "clips", steps=40, every=20)
     rng = np.random.default_rng(0)
-    clips = rng.integers(0, 256, (12, 33, 240, 416, 3), dtype=np.uint8)
-    kept = preview(clips)
-    assert kept.shape == (12, 16, 147, 256, 3)
-    sources = rng.integers(0, 256, (12, 64, 64, 3), dtype=np.uint8)
+    kept = preview(rng.integers(0, 256, (4, 33, 240, 416, 3), dtype=np.uint8))
+    assert kept.shape == (4, 16, 147, 256, 3)
+    sources = rng.integers(0, 256, (4, 64, 64, 3), dtype=np.uint8)
     np.savez(folder / "eval" / "test_sources.npz", sources=sources)
     for file in (folder / "eval").glob("*_0*.npz"):
         np.savez_compressed(file, before=kept, now=kept[::-1])
-    text = write_report(folder).read_text(encoding="utf-8")
-    assert len(text.encode()) < 8e6
-    pairs = parse(text).all("figure", "pair")
-    assert len(pairs) == 12 and [s.text for s in pairs[0].all("small")] == ["source", "before", "after"]
-    source, before, now = (img.attributes["src"] for img in pairs[0].all("img"))
-    np.testing.assert_array_equal(decoded(source), sources[0])
-    for uri in (before, now):
-        clip = Image.open(io.BytesIO(base64.b64decode(uri.split(",", 1)[1])))
+    page = report(folder)
+    assert (folder / "report.html").stat().st_size < 3e6
+    pairs = page.all("figure", "pair")
+    assert len(pairs) == 4 and [s.text for s in pairs[0].all("small")] == ["source", "before", "after"]
+    source, *clips = pairs[0].all("img")
+    np.testing.assert_array_equal(pixels(source), sources[0])
+    for clip in (image(c.attributes["src"]) for c in clips):
         assert clip.n_frames == 16 and clip.info["loop"] == 0
-    course = parse(text).all("table", "course")[0].all("img")[0].attributes["src"]
-    assert getattr(Image.open(io.BytesIO(base64.b64decode(course.split(",", 1)[1]))), "n_frames", 1) == 1
-
-
-def test_course_shows_the_same_prompts_at_every_evaluation(page, run):
-    table = page.all("table", "course")[0]
-    assert [th.text for th in table.all("thead")[0].all("th")] == ["", "start", "20", "40", "60", "80"]
-    with np.load(run / "eval" / "dev_000040.npz") as stored:
-        now = stored["now"]
-    first = table.all("tbody")[0].all("tr")[0].all("img")
-    np.testing.assert_array_equal(decoded(first[2].attributes["src"]), now[0])
+    course = page.all("table", "course")[0].all("img")[0].attributes["src"]
+    assert getattr(image(course), "n_frames", 1) == 1
 
 
 def test_curves_carry_the_logged_values(page):
     found = charts(page)
+    assert list(found)[:14] == [
+        "Win rate against the start", "Measured: scenes", "Reward: std within a group", "Groups without signal",
+        "Policy ratio − 1", "Clipped", "KL divergence", "Gradient norm", "Judge: latency", "Judge: failures",
+        "Judge: consistency", "Time per step", "Judge overlap", "advantage · max",
+    ]  # fmt: skip
+    assert "to the start" not in found["KL divergence"].text  # kl_coef 0: the KL was never computed
     x, y = curve(found["Win rate against the start"], "by judge")
-    assert x == [0, 20, 40, 60, 80]
-    expected = [100 * eval_row(s, STEPS, "dev")["dev/win_judge"] for s in x]
-    np.testing.assert_allclose(y, expected, rtol=1e-3)
-    assert found["Win rate against the start"].all("path", "band")
+    assert x == [0, 20, 40, 60, 80] and found["Win rate against the start"].all("path", "band")
+    np.testing.assert_allclose(y, [100 * eval_row(s, STEPS, "dev")["dev/win_judge"] for s in x], rtol=1e-3)
     rng = np.random.default_rng(0)
     rows = [train_row(s, STEPS, rng) for s in range(1, STEPS + 1)]
     x, y = curve(found["Gradient norm"], "before clipping")
     assert x == list(range(1, STEPS + 1))
     np.testing.assert_allclose(y, [r["grad_norm"] for r in rows], rtol=1e-3)
-    _, y = curve(found["Clipped"], "above")
+    y = curve(found["Clipped"], "above")[1]
     np.testing.assert_allclose(y, [100 * r["policy/clip_fraction_high"] for r in rows], rtol=1e-3)
 
 
-def test_every_asked_for_curve_is_there_and_unmeasured_ones_are_not(page):
-    assert list(charts(page))[:14] == [
-        "Win rate against the start", "Measured: scenes", "Reward: std within a group", "Groups without signal",
-        "Policy ratio − 1", "Clipped", "KL divergence", "Gradient norm", "Judge: latency", "Judge: failures",
-        "Judge: consistency", "Time per step", "Judge overlap", "advantage · max",
-    ]  # fmt: skip
-    assert "to the start" not in charts(page)["KL divergence"].text  # kl_coef 0: the KL was never computed
-
-
 def test_win_rates_inside_a_group_give_no_mean_curve_but_other_rewards_do(tmp_path):
-    rows = [mean_row(s, **{"reward/clip": 20.0 + s, "reward/clip_std": 1.5}) for s in range(1, 5)]
+    rows = [row_of(s, **{"reward/clip": 20.0 + s, "reward/clip_std": 1.5}) for s in range(1, 5)]
     found = charts(report(small_run(tmp_path / "r", rows)))
     assert "Reward: vlm pairwise" not in found
     assert curve(found["Reward: clip"], "mean")[1] == [21, 22, 23, 24]
@@ -221,64 +182,53 @@ def test_win_rates_inside_a_group_give_no_mean_curve_but_other_rewards_do(tmp_pa
 
 
 def test_verdict_matrix_is_sorted_and_complete(page, run):
-    group = read_run(run).groups[0]
-    figure = page.all("figure", "group")[0]
-    size = len(group.rates)
+    group, figure = read_run(run).groups[0], page.all("figure", "group")[0]
     assert figure.all("figcaption")[0].text.startswith(group.prompt)
-    images = {i.attributes["id"]: i.attributes["href"] for i in figure.all("image")}
-    assert len(images) == size
+    images = {i.attributes["id"]: i for i in figure.all("image")}
     order = np.argsort(-group.rates, kind="stable")
     rows = sorted((u for u in figure.all("use") if u.attributes["x"] == "0"), key=lambda u: float(u.attributes["y"]))
-    for place, use in enumerate(rows):
-        np.testing.assert_array_equal(decoded(images[use.attributes["href"][1:]]), group.images[order[place]])
+    assert len(images) == len(rows) == len(order)
+    for place, use in zip(order, rows):
+        np.testing.assert_array_equal(pixels(images[use.attributes["href"][1:]]), group.images[place])
     assert len(figure.all("rect", "missing")) == 2
-    written = [float(t.text) for t in figure.all("text", "number")]
     p = (group.wins / np.where(group.counts > 0, group.counts, np.nan))[np.ix_(order, order)]
-    np.testing.assert_allclose(written, p[~np.isnan(p)], atol=0.005)
-    strong = {"win": p[p > 0.5], "lose": p[p < 0.5]}
-    for kind, values in strong.items():
+    np.testing.assert_allclose([float(t.text) for t in figure.all("text", "number")], p[~np.isnan(p)], atol=0.005)
+    for kind, values in {"win": p[p > 0.5], "lose": p[p < 0.5]}.items():
         opacity = [float(r.attributes["fill-opacity"]) for r in figure.all("rect", kind)]
         np.testing.assert_allclose(opacity, np.abs(values - 0.5) * 2, atol=1e-4)
 
 
 def test_a_member_without_any_verdict_is_missing_and_last(tmp_path):
-    folder = small_run(tmp_path / "r", [mean_row(1)])
+    folder = small_run(tmp_path / "r", [row_of(1)])
     groups(folder, 1, k=1, size=4, missing=False)
-    with np.load(folder / "groups" / "step_000001.npz") as stored:
-        data = dict(stored)
+    data = arrays(folder / "groups" / "step_000001.npz")
     data["counts"][0, 2, :] = data["counts"][0, :, 2] = data["wins"][0, 2, :] = data["wins"][0, :, 2] = 0
     data["rates"][0, 2] = np.nan
     np.savez(folder / "groups" / "step_000001.npz", **data)
     figure = report(folder).all("figure", "group")[0]
     assert len(figure.all("rect", "missing")) == 6
-    texts = [t for t in figure.all("text") if t.text == "missing"]
-    assert len(texts) == 1 and float(texts[0].attributes["y"]) > 4 * 40
+    (text,) = [t for t in figure.all("text") if t.text == "missing"]
+    assert float(text.attributes["y"]) > 4 * 40
 
 
-# ---- any stage, any damage -----------------------------------------------------------------------------------------
-
-
-def test_a_run_without_evaluations_and_groups_says_so(tmp_path):
-    page = report(small_run(tmp_path / "r", [mean_row(s) for s in range(1, 4)]))
-    assert "3 of 10 steps so far" in page.all("p", "status")[0].text
-    assert "no result to tell" in page.all("p", "result")[0].text
-    assert not page.all("div", "figure") and not page.all("figure", "pair") and not page.all("figure", "group")
-    assert "Win rate against the start" not in charts(page) and "Gradient norm" in charts(page)
-
-
-def test_the_evaluation_of_the_start_alone_is_no_result(tmp_path):
-    folder = small_run(tmp_path / "r", [eval_row(0, 10, "dev")])
-    shown(folder, "dev", 0, 10)
-    page = report(folder)
-    assert "no result to tell" in page.text and not page.all("div", "figure") and not page.all("figure", "pair")
-    assert "0 of 10 steps so far" in page.all("p", "status")[0].text
+def test_a_run_without_a_result_says_so(tmp_path):
+    rows = [row_of(s) for s in range(1, 11)]
+    whole = report(small_run(tmp_path / "whole", rows))
+    assert "had no evaluation set" in whole.all("p", "result")[0].text and not whole.all("p", "status")
+    first = small_run(tmp_path / "first", [eval_row(0, 10, "dev")])
+    shown(first, "dev", 0, 10)
+    for steps, folder in ((3, small_run(tmp_path / "begun", rows[:3])), (0, first)):
+        page = report(folder)
+        assert f"{steps} of 10 steps so far" in page.all("p", "status")[0].text
+        assert page.all("p", "result")[0].text.startswith(NO_RESULT)
+        assert not page.all("div", "figure") and not page.all("figure", "pair") and not page.all("figure", "group")
+        assert ("Gradient norm" in charts(page)) is (steps > 0)
 
 
 def test_a_single_step_shows_as_points(tmp_path):
-    found = charts(report(small_run(tmp_path / "r", [mean_row(1)])))
-    assert curve(found["Judge: latency"], "median")[1][0] == pytest.approx(
-        1000 * mean_row(1)["time/judge/latency_p50"], rel=1e-3
-    )
+    found = charts(report(small_run(tmp_path / "r", [row_of(1)])))
+    (delay,) = curve(found["Judge: latency"], "median")[1]
+    assert delay == pytest.approx(1000 * row_of(1)["time/judge/latency_p50"], rel=1e-3)
     for title in ("Gradient norm", "Policy ratio − 1", "Judge: latency"):
         circles = found[title].all("circle")
         assert circles and all(LEFT <= float(c.attributes["cx"]) <= WIDTH - RIGHT for c in circles), title
@@ -290,13 +240,12 @@ def test_a_single_step_shows_as_points(tmp_path):
 
 
 def test_missing_keys_nulls_and_text_in_numbers_are_gaps(tmp_path):
-    rows = [mean_row(s) for s in range(1, 6)]
+    rows = [row_of(s, **{"policy/approx_kl": None}) for s in range(1, 6)]
     rows[2]["grad_norm"] = None
     del rows[3]["policy/ratio_min"]
     rows[1]["time/judge/latency_p95"] = "slow"
     for row in rows:
         del row["advantage/zero_groups"]
-        row["policy/approx_kl"] = None
     found = charts(report(small_run(tmp_path / "r", [*rows, {"kind": "train", "step": None}, {"kind": "train"}, [1]])))
     assert curve(found["Gradient norm"], "before")[1][2] is None
     assert curve(found["Judge: latency"], "95")[1][1] is None
@@ -316,7 +265,7 @@ def test_a_torn_last_line_and_an_unfinished_run(tmp_path):
 
 
 def test_the_time_limit_is_an_end_once_the_product_is_there(tmp_path):
-    folder = small_run(tmp_path / "r", [mean_row(4)], "train: {steps: 10, max_minutes: 2.0}\n")
+    folder = small_run(tmp_path / "r", [row_of(4)], "train: {steps: 10, max_minutes: 2.0}\n")
     assert report(folder).all("p", "status")
     (folder / "lora").mkdir()
     assert not report(folder).all("p", "status")
@@ -330,23 +279,23 @@ def test_damaged_files_are_left_out_and_named(tmp_path):
     (folder / "eval" / "test_prompts.json").unlink()
     (folder / "config.yaml").write_text("train: {steps: [\n")
     page = report(folder)
-    told = page.all("p", "problems")[0].text
     for name in ("dev_000020.npz", "step_000020.npz", "step_000040.npz", "test_prompts.json", "config.yaml"):
-        assert name in told
+        assert name in page.all("p", "problems")[0].text
     assert len(page.all("figure", "pair")) == 12 and not page.all("figure", "group")
+    with pytest.raises(FileNotFoundError, match=r"is no run: expected config.yaml or metrics.jsonl"):
+        write_report(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["r"]
 
 
 def test_hostile_text_is_shown_and_not_run(tmp_path):
     evil = "<script>alert(1)</script> & \"quotes' </svg></figure> ü 猫"
     folder = make_run(tmp_path / "r", steps=20, every=20)
-    count = len(json.loads((folder / "eval" / "test_prompts.json").read_text()))
-    (folder / "eval" / "test_prompts.json").write_text(json.dumps([evil] * count))
-    with np.load(folder / "groups" / "step_000020.npz") as stored:
-        data = dict(stored) | {"prompts": np.array([evil, "fine"])}
-    np.savez(folder / "groups" / "step_000020.npz", **data)
+    (folder / "eval" / "test_prompts.json").write_text(json.dumps([evil] * 12))
+    file = folder / "groups" / "step_000020.npz"
+    np.savez(file, **arrays(file) | {"prompts": np.array([evil, "fine"])})
     (folder / "config.yaml").write_text(f"name: {json.dumps(evil)}\nmodel: '</pre><img src=x onerror=y>'\n")
     row = {"reward/<b>x": 1.0, "reward/<b>x_std": 1.0, "odd/<i>": 2.0}
-    write_rows(folder, [mean_row(1, **row), eval_row(20, 20, "test")])
+    write_rows(folder, [row_of(1, **row), eval_row(20, 20, "test")])
     page = report(folder)
     assert len(page.all("script")) == 1 and all("onerror" not in n.attributes for n in page.all())
     assert page.all("h1")[0].text == evil and page.all("figure", "pair")[0].all("figcaption")[0].text == evil
@@ -355,54 +304,16 @@ def test_hostile_text_is_shown_and_not_run(tmp_path):
     assert "Reward: <b>x" in charts(page) and "odd · <i>" in charts(page)
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"is no run: expected config.yaml or metrics.jsonl"):
-        write_report(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 def test_large_images_and_long_runs_stay_small(tmp_path):
-    folder = small_run(tmp_path / "r", [mean_row(s) for s in range(1, 3001)], "train: {steps: 3000}\n")
+    rows = [*map(row_of, range(1, 3001)), eval_row(3000, 3000, "dev")]
+    folder = small_run(tmp_path / "r", rows, "train: {steps: 3000}\n")
     rng = np.random.default_rng(0)
     noise = np.kron(rng.integers(0, 256, (8, 64, 64, 3)), np.ones((1, 8, 8, 1))).astype(np.uint8)  # 512 × 512
     (folder / "eval").mkdir()
     np.savez(folder / "eval" / "dev_003000.npz", before=noise, now=noise[::-1])
     (folder / "eval" / "dev_prompts.json").write_text(json.dumps([f"prompt {k}" for k in range(8)]))
-    write_rows(folder, [*(mean_row(s) for s in range(1, 3001)), eval_row(3000, 3000, "dev")])
-    path = write_report(folder)
-    page = parse(path.read_text())
-    assert path.stat().st_size < 3e6
-    image = page.all("figure", "pair")[0].all("img")[0]
-    assert "smooth" in image.attributes["class"] and max(decoded(image.attributes["src"]).shape) == 384
+    page = report(folder)
+    assert (folder / "report.html").stat().st_size < 3e6
+    large = page.all("figure", "pair")[0].all("img")[0]
+    assert "smooth" in large.attributes["class"] and max(pixels(large).shape) == 384
     assert "Each point stands for 8 steps" in charts(page)["Gradient norm"].text
-
-
-# ---- the picture for a README --------------------------------------------------------------------------------------
-
-
-def test_strip_holds_the_pixels_in_whole_multiples(run, tmp_path):
-    path = write_strip(run, tmp_path / "strip.png", columns=4)
-    assert path.stat().st_size < 150_000
-    canvas = np.asarray(Image.open(path).convert("RGB")).astype(int)
-    with np.load(run / "eval" / f"test_{STEPS:06d}.npz") as stored:
-        now = stored["now"]
-    first = np.kron(now[0], np.ones((4, 4, 1))).astype(int)
-    starts = np.argwhere((canvas[:-127, :-127] == first[0, 0]).all(-1))
-    assert any((canvas[y : y + 128, x : x + 128] == first).all() for y, x in starts)
-
-
-def test_strip_of_large_images_stays_below_the_limit(tmp_path):
-    folder = small_run(tmp_path / "r", [eval_row(3, 3, "dev")])
-    noise = np.random.default_rng(0).integers(0, 256, (6, 256, 256, 3)).astype(np.uint8)
-    (folder / "eval").mkdir()
-    np.savez(folder / "eval" / "dev_000003.npz", before=noise, now=noise)
-    (folder / "eval" / "dev_prompts.json").write_text(json.dumps(["a word " * 60] * 6))
-    assert write_strip(folder, tmp_path / "s.png").stat().st_size < 150_000
-    with pytest.raises(ValueError, match="ask for fewer"):
-        write_strip(folder, tmp_path / "t.png", limit=5_000)
-    assert not (tmp_path / "t.png").exists()
-
-
-def test_strip_needs_an_evaluation(tmp_path):
-    with pytest.raises(FileNotFoundError, match="let the run evaluate first"):
-        write_strip(small_run(tmp_path / "r", [mean_row(1)]), tmp_path / "s.png")

@@ -15,10 +15,10 @@ import pytest
 import torch
 from reward_cases_clip import pictures
 from safetensors.torch import load_file, save_file
+from tiny_rewards import aesthetic_head, architecture, clip_folder, hps_folder, open_clip_folder
 
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import RewardError
-from prefgrpo.tiny.rewards import aesthetic_head, architecture, clip_folder, hps_folder, open_clip_folder
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from reward_cases_clip import (
     pictures,
 )
 from safetensors.torch import load_file, save_file
+from tiny_rewards import SIZE, clip_folder
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as vision
 from transformers import CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
@@ -31,7 +32,6 @@ from prefgrpo.data.media import Media
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.grid import split
-from prefgrpo.tiny.rewards import SIZE, clip_folder
 
 PUBLIC_HEAD = "PREFGRPO_AESTHETIC_HEAD"
 

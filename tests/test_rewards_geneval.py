@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 from reward_cases_own import detr, image, mask2former, meta_of
+from tiny_rewards import clip_folder
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build
 from prefgrpo.rewards.base import RewardError, Sample
 from prefgrpo.rewards.detectors import Found, MMDet, Transformers, bounds
 from prefgrpo.rewards.geneval import COLOURS, GROUND, GenEval, crop, judge, kept, refusal, relations
-from prefgrpo.tiny.rewards import clip_folder
 
 NAMES = frozenset({"dog", "cat", "cup", "bench"})
 

@@ -24,6 +24,7 @@ from judge_server import JudgeServer, images, text_of
 from PIL import Image
 from reward_cases_vlm import judge
 from reward_server import serving
+from tiny_rewards import clip_folder
 from torchvision import transforms
 from transformers import CLIPModel, CLIPProcessor
 
@@ -31,7 +32,6 @@ from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.encoder import bilinear
-from prefgrpo.tiny.rewards import clip_folder
 
 SIZE = "jpeg_compressibility"
 PACO = {"spellings": "exact", "jpeg": 75}

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from judge_server import JudgeServer
 
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge.client import HttpJudgeConfig
 from prefgrpo.judge.rate import Rating
 from prefgrpo.judge.verdict import JudgeError, PairJudge, Verdict
 from prefgrpo.rewards import build
@@ -245,9 +245,7 @@ def test_the_log_has_one_line_per_comparison_and_no_pixels(tmp_path):
 def test_judging_overlaps_the_making_of_samples():
     """All pairs of the members that exist are asked before the last member does."""
     with JudgeServer() as server:
-        rewards = build(
-            "vlm_pairwise,jpeg_compressibility", {"vlm_pairwise": {"judge": HttpJudgeConfig((server.url,))}}
-        )
+        rewards = build("vlm_pairwise,jpeg_compressibility", {"vlm_pairwise": {"judge": JudgeConfig((server.url,))}})
         asked = len(server.requests)
         with Scorer(rewards, 6, deadline_s=20) as s:
             s.begin(0, [0])

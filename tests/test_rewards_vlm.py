@@ -14,7 +14,8 @@ import pytest
 from judge_server import JudgeServer, free_port, images, text_of
 from reward_cases_vlm import clip, flat, grid, judge, pictures, speak, words
 
-from prefgrpo.judge.http import HttpJudge, HttpJudgeConfig
+from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.judge.http import HttpJudge
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import RewardError, Sample
@@ -272,7 +273,7 @@ def test_flex_categories_by_name_whatever_their_numbering(server):
         f'{{"winner": "tie", "categories": [{{"name": "{next(said)}", "cat_winner": "Image {1 if b[0] > b[1] else 2}"}}'
         ', {"name": "x", "cat_winner": 7}]}'
     )
-    reward = build("unifiedreward_flex", {"unifiedreward_flex": {"judge": HttpJudge(HttpJudgeConfig(
+    reward = build("unifiedreward_flex", {"unifiedreward_flex": {"judge": HttpJudge(JudgeConfig(
         endpoints=(server.url,), template="flex", image_format="png"))}})["unifiedreward_flex"]  # fmt: skip
     found = reward.score_group([Sample("a cat", flat(level)) for level in (40, 130, 200)], 0)
     assert [s.parts for s in found.scores] == [

@@ -11,6 +11,7 @@ import sys
 
 import numpy as np
 import pytest
+import tiny_rewards
 from judge_server import JudgeServer
 from PIL import Image
 from reward_server import Process
@@ -44,7 +45,7 @@ def prompts(folder, header="prompt", rows=TEXTS):
 def place(tmp_path_factory):
     """Five prompts with three images each, and tiny checkpoints of three rewards."""
     folder = tmp_path_factory.mktemp("score")
-    assert cli.main(["tiny", "reward", "clip,aesthetic,pickscore", str(folder / "tiny")]) == 0
+    tiny_rewards.make("clip,aesthetic,pickscore", folder / "tiny")
     (folder / "images").mkdir()
     for p in range(5):
         for j in range(3):
@@ -301,7 +302,7 @@ def test_a_clip_without_frames_is_missing(tmp_path):
 
 def test_edits_with_their_sources(place, tmp_path):
     """Sources from a column, and from a folder; the reward sees each edit beside its own."""
-    assert cli.main(["tiny", "reward", "image_similarity", str(tmp_path / "tiny")]) == 0
+    tiny_rewards.make("image_similarity", tmp_path / "tiny")
     for name in ("sources", "edits"):
         (tmp_path / name).mkdir()
     for k in range(3):
@@ -401,10 +402,5 @@ def test_mistakes_are_told_at_once(place, tmp_path, capsys):
 
 
 def tiny_similarity(folder):
-    assert cli.main(["tiny", "reward", "image_similarity", str(folder / "tiny")]) == 0
+    tiny_rewards.make("image_similarity", folder / "tiny")
     return folder / "tiny/options.yaml"
-
-
-def test_tiny_reward_says_what_it_can_make(capsys, tmp_path):
-    assert cli.main(["tiny", "reward", "hpsv3", str(tmp_path)]) == 2
-    assert "no tiny checkpoint of hpsv3: expected some of aesthetic, clip" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The command line: `prefgrpo train | plan | preprocess | generate | report | judge … | tiny … | doctor`.
+"""The command line: `prefgrpo train | plan | preprocess | generate | report | judge … | tiny | demo | doctor`.
 
 A command is a function; its arguments are its options, so `--help` is complete by construction. `train`, `preprocess`
 and `generate` take a recipe, whose values are the defaults that overrides change. Exit codes: 2 for a mistake that
@@ -28,6 +28,7 @@ from prefgrpo.config.schema import MODEL_VALUES, Config, ConfigError, check, dif
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("prefgrpo.commands.cli:train", "train a model from a recipe; any field can be overridden"),
+    "demo": ("prefgrpo.commands.cli:demo", "train the tiny demo in runs/demo of this folder; options as for train"),
     "preprocess": (
         "prefgrpo.commands.cli:preprocess",
         "encode all prompts of a recipe once, into data.cache (also under torchrun)",
@@ -45,15 +46,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "reward list": ("prefgrpo.rewards.listing:show", "every reward: what it takes, what it is, where it runs"),
     "reward serve": ("prefgrpo.rewards.serve:main", "serve one reward over HTTP, from an environment of its own"),
     "report": ("prefgrpo.commands.cli:report", "write report.html of a run, finished or not"),
-    "judge serve": ("prefgrpo.judge.serve:serve", "start one or several judges with the right flags, behind one port"),
-    "judge route": ("prefgrpo.judge.route:route", "put running judge servers behind one port"),
-    "judge check": ("prefgrpo.judge.check:check", "is the judge there, does it serve the model, does it answer"),
-    "judge plan": ("prefgrpo.judge.plan:plan", "pair plans: calls against rank correlation, the best one for a budget"),
+    "judge serve": ("prefgrpo.judge.serve:serve", "start judges with vLLM or SGLang, one port per model"),
+    "judge check": ("prefgrpo.judge.check:check", "test a judge: reachable, right model, known answers right"),
+    "judge plan": ("prefgrpo.judge.simulate:plan", "compare pair plans: calls against rank correlation"),
     "tiny": ("prefgrpo.tiny.pipelines:make", "write a tiny random pipeline of a family: prefgrpo tiny flux DIR"),
-    "tiny reward": ("prefgrpo.tiny.rewards:make", "write tiny checkpoints: prefgrpo tiny reward clip,aesthetic DIR"),
-    "tiny vae": ("prefgrpo.tiny.vae:train", "train the demo world's VAE"),
-    "tiny base": ("prefgrpo.tiny.base:train", "train the demo world's FLUX pipeline"),
-    "tiny judge": ("prefgrpo.tiny.judge:train", "train the demo world's judge"),
     "doctor": ("prefgrpo.commands.doctor:doctor", "what is installed, which backends really run, which GPU"),
 }
 
@@ -63,7 +59,7 @@ class Train:
     """Train a model from a recipe."""
 
     recipe: tyro.conf.Positional[Path]
-    """YAML file of the run, e.g. recipes/demo.yaml."""
+    """YAML file of the run, e.g. scripts/prefgrpo/lora_flux.yaml."""
     resume: bool = False
     """Continue the run in output/name from its newest checkpoint (from the start if it has none yet)."""
     dry_run: bool = False
@@ -76,7 +72,7 @@ class Plan:
     """Parameters and memory per GPU, from the model's config alone."""
 
     recipe: tyro.conf.Positional[Path]
-    """YAML file of the run, e.g. scripts/lora_prefgrpo_flux.yaml."""
+    """YAML file of the run, e.g. scripts/prefgrpo/lora_flux.yaml."""
     memory_gib: float = 80.0
     """Memory of one GPU."""
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
@@ -87,7 +83,7 @@ class Preprocess:
     """Encode all prompts of a recipe once, into data.cache."""
 
     recipe: tyro.conf.Positional[Path]
-    """YAML file of the run, e.g. scripts/lora_prefgrpo_flux.yaml."""
+    """YAML file of the run, e.g. scripts/prefgrpo/lora_flux.yaml."""
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
@@ -208,7 +204,18 @@ def _read(command: Any, argv: Sequence[str], name: str, config: Config) -> Any:
 
 def train(argv: Sequence[str]) -> int:
     """`prefgrpo train RECIPE [--override …] [--resume | --dry-run]`."""
-    args = _with_recipe(Train, argv, "train")
+    return _train(argv, "train")
+
+
+def demo(argv: Sequence[str]) -> int:
+    """`prefgrpo demo [--override …] [--resume | --dry-run]`: train the demo with the files of the installed package."""
+    from prefgrpo.tiny import demo_options
+
+    return _train([*demo_options(), *argv], "demo")
+
+
+def _train(argv: Sequence[str], name: str) -> int:
+    args = _with_recipe(Train, argv, name)
     if args.dry_run:
         from prefgrpo.commands.dry_run import dry_run
 
@@ -285,9 +292,10 @@ def _mendable() -> tuple[type[Exception], ...]:
     return ConfigError, CheckpointError, DataError, JudgeError, ModelError, RewardError, RewardSpecError
 
 
-def _usage() -> str:
+def _usage(group: str = "") -> str:
+    """All commands, or those whose names start with `group`."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items() if name.startswith(group)]
     return "\n".join(["usage: prefgrpo COMMAND [--help] …", "", *lines, "", "  --version"])
 
 
@@ -311,9 +319,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # those of transformers too
     found = _find(argv)
     if found is None:
-        asked = not argv or argv[0] in ("-h", "--help")
+        words = " ".join(argv).replace("--help", "-h")
+        group = words.removesuffix("-h") if any(f"{name.split()[0]} -h" == words for name in COMMANDS) else ""
+        asked = not argv or bool(group) or words.startswith("-h")
         print(
-            _usage() if asked else f"error: unknown command '{' '.join(argv[:2])}'\n{_usage()}",
+            _usage(group) if asked else f"error: unknown command '{' '.join(argv[:2])}'\n{_usage()}",
             file=sys.stderr if not asked else sys.stdout,
         )
         return 0 if asked else 2

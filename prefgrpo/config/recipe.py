@@ -55,7 +55,7 @@ def _extended(path: Path, by: tuple[Path, ...]) -> dict[str, Any]:
 def _read(path: Path, by: tuple[Path, ...]) -> dict[str, Any]:
     """One file."""
     if not path.is_file():
-        told = f"{by[-1]} extends it" if by else "expected a YAML file, e.g. recipes/demo.yaml"
+        told = f"{by[-1]} extends it" if by else "expected a YAML file, e.g. scripts/prefgrpo/lora_flux.yaml"
         raise ConfigError([f"recipe not found: {path}; {told}"])
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)

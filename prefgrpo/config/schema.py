@@ -114,18 +114,19 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    """The pairwise vision-language judge."""
+    """The vision-language judge, how it is asked, and what its answers are used for."""
 
-    backend: Literal["local", "http"] = "http"
-    """local: transformers in this process; http: an OpenAI-compatible server (vLLM, SGLang)."""
-    model: str = ""
-    """local: folder or hub id of the checkpoint; http: the served model's name (empty: the only one served)."""
     endpoints: tuple[str, ...] = ("http://127.0.0.1:8000",)
-    """Base URLs of the servers; requests go to the least loaded living one."""
+    """Base URLs of servers of the same model, with or without /v1; requests go to the least loaded living one."""
+    model: str = ""
+    """http: the served model's name (empty: the only one served); local: folder or hub id of the checkpoint."""
+    template: str = ""
+    """Prompt template and how its answer is read: a shipped name (compare, caption_match, …) or a YAML file's path;
+    empty: compare. Rewards other than vlm_pairwise have templates of their own (reward.options.NAME.judge.template)."""
     tokenizer: str = ""
     """Folder or hub id of the judge's tokenizer, for exact label ids over http; empty: labels by token text."""
-    template: str = "compare"
-    """Prompt template and how its answer is read: a shipped name (compare, caption_match, …) or a YAML file's path."""
+    backend: Literal["local", "http"] = "http"
+    """local: transformers in this process; http: an OpenAI-compatible server (vLLM, SGLang)."""
     plan: str = "both_orders"
     """Which pairs are asked: both_orders, round_robin, k_regular(n), budget(n), swiss(n) or tournament."""
     verdict: Literal["soft", "hard"] = "soft"
@@ -134,30 +135,46 @@ class JudgeConfig:
     """Mean over the comparisons that were made, or the estimate of it from all of them (plans that skip pairs)."""
     bias: float | Literal["fit"] = 0.0
     """Position bias in logits that is taken out of verdicts, or fit: estimated in each group (one-order plans)."""
+    min_label_mass: float = 0.01
+    """A soft verdict is missing if the two labels together have less probability than this."""
     concurrency: int = 64
     """Most requests in flight per endpoint, of all processes together (each has its share, at least 1)."""
     api_key_env: str = ""
     """Environment variable that holds the API key, if the server wants one."""
     image_format: Literal["jpeg", "png", "webp"] = "jpeg"
     """Encoding of images on the wire; jpeg is quality 95."""
+    max_pixels: int = 2048 * 2048
+    """Larger images are made smaller before a judge over http sees them; 0: never."""
+    media_ids: Literal["auto", "on", "off"] = "auto"
+    """Send each image once and then its id: on vLLM servers (auto), always or never."""
     timeout_s: float | None = None
     """Time limit of one request; none: the template's, 60 s where one token is the answer, 600 s where text is."""
     deadline_s: float | None = None
     """Time limit of one step's judging, retries and a restarting server included; none: ten requests' time."""
-    log: bool = True
-    """Write every comparison of training to judgements.jsonl (about 250 bytes each, no pixels)."""
-    cache: bool = True
-    """Keep answers in the run folder (verdicts/, at most 32 MiB per rank): a resumed step does not ask again."""
+    patience_s: float | None = None
+    """How long requests wait for a server while none is reachable; none: deadline_s, or 600 s without one."""
+    retries: int = 5
+    """Repetitions of a failed request."""
     hedge_s: float = 0.0
     """Send a request that takes longer than this to a second server too; the first answer counts. 0: never."""
-    max_pixels: int = 2048 * 2048
-    """Larger images are made smaller before a judge over http sees them; 0: never."""
+    log: bool = True
+    """Write every comparison of training to judgements.jsonl (about 250 bytes each, no pixels)."""
+    cache: bool | str = True
+    """Keep answers, so that a resumed step does not ask again: true for the run folder (verdicts/, at most 32 MiB per
+    rank), or the path of another folder."""
     max_missing: float = 0.1
     """Largest share of missing rewards, and of comparisons without a verdict, in a step; above it the run stops with a
     checkpoint."""
     patience_steps: int = 3
     """Steps in a row without information (all ties, always the same side, contradictions when swapped) after which the
     run stops with a checkpoint; 0: only warn."""
+
+    def override(self, own: Mapping[str, Any]) -> JudgeConfig:
+        """This section with other values of some fields. Raises ConfigError for unknown fields and wrong types."""
+        try:
+            return TypeAdapter(JudgeConfig).validate_python(asdict(self) | dict(own))
+        except ValidationError as error:
+            raise ConfigError([_explain(("judge", *map(str, item["loc"])), item) for item in error.errors()]) from error
 
 
 @dataclass(frozen=True)

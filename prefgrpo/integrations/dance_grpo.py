@@ -1,9 +1,7 @@
-"""DanceGRPO's `flux_step`, over the fused ops.
+"""DanceGRPO's `flux_step`: Pref-GRPO's `dance_grpo_step` without its statistics.
 
-    μ = x + Δ·v − ½η²·score·Δ, x' = μ + η·√−Δ·ε      (rule `dance`; without sde_solver μ = x + Δ·v)
-
-Invariant: same arguments, return order and random stream as XueZeyue/DanceGRPO (torch's own stream, no generator);
-Pref-GRPO's `dance_grpo_step` is the same step and can return more. Source of the formulas: arXiv 2505.07818 eq. 8.
+Invariant: same arguments, return order and random stream as XueZeyue/DanceGRPO (torch's own stream, no generator).
+Source of the formulas: arXiv 2505.07818 eq. 8 (rule `dance`; without sde_solver μ = x + Δ·v).
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ def flux_step(
 ) -> tuple[Tensor, ...]:
     """(x', x0 prediction, logp [B]), or (μ, x0 prediction) without `grpo`, in the latents' dtype.
 
-    sigmas: the schedule [T + 1]; index: step, a number or a 0-d tensor. prev_sample: score this x' instead of
-    sampling. Raises ValueError for sigmas that do not fall within [0, 1] or a negative η, IndexError for the index.
+    Arguments and errors as of `pref_grpo.flow_grpo_step`; with `grpo`, prev_sample is scored instead of sampling.
     """
     return dance_grpo_step(model_output, latents, eta, sigmas, index, prev_sample, grpo, sde_solver)

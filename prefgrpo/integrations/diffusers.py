@@ -17,9 +17,10 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SchedulerMixin
 from diffusers.configuration_utils import register_to_config
 from diffusers.utils import BaseOutput
+from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from prefgrpo.integrations.steps import index_of, randn
+from prefgrpo.integrations.steps import index_of
 from prefgrpo.ops import NoiseAddress, affine_logp, affine_step
 from prefgrpo.sde.schedule import Schedule, make_schedule
 
@@ -120,7 +121,7 @@ class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
         else:
             schedule = self._on(sample.device)
             if noise is None:
-                noise = randn(sample.shape, generator, sample.device, torch.float32)
+                noise = randn_tensor(sample.shape, generator, sample.device, torch.float32)
             index = torch.full((sample.shape[0],), k, dtype=torch.int64, device=sample.device)
             x_next, logp = affine_step(
                 sample, model_output, schedule.coef, index, noise=noise, out_dtype=model_output.dtype

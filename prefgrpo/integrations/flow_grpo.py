@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from prefgrpo.integrations.steps import Table, index_of, randn, spread, table, transition
+from prefgrpo.integrations.steps import column, index_of, table, transition
 
 _RULES = {"sde": "flow", "cps": "cps"}
 
@@ -36,9 +36,8 @@ def sde_step_with_logprob(
     """
     if sde_type not in _RULES:
         raise ValueError(f"sde_type: expected one of {', '.join(_RULES)}, got '{sde_type}'")
-    t = table(self.sigmas, _RULES[sde_type], noise_level, sample.device)
-    index = index_of(self.timesteps, timestep, sample.device)
-    *step, s, sqrt_dt = _step(t, index, model_output, sample, prev_sample, generator)
+    rule = _RULES[sde_type]
+    *step, s, sqrt_dt = _step(self, rule, noise_level, model_output, timestep, sample, prev_sample, generator)
     std = s if sde_type == "cps" else s / sqrt_dt
     return (*step, std, sqrt_dt) if return_sqrt_dt else (*step, std)
 
@@ -61,24 +60,31 @@ def wan_sde_step_with_logprob(
     """
     if prev_sample is not None and generator is not None:
         raise ValueError("expected a generator or a prev_sample, got both: a given sample needs no noise")
-    t = table(self.sigmas, "wan", 1.0, sample.device)
-    index = index_of(self.timesteps, timestep, sample.device)
-    if determistic:
-        if prev_sample is None:  # the peer draws and discards: the stream must move on
-            randn(model_output.shape, generator, model_output.device, torch.float32)
-        dt = spread(t.dt.index_select(0, index), sample.dim())
-        prev_sample = sample.float() + dt * model_output.float()
-    *step, s, sqrt_dt = _step(t, index, model_output, sample, prev_sample, generator)
+    *step, s, sqrt_dt = _step(self, "wan", 1.0, model_output, timestep, sample, prev_sample, generator, determistic)
     return (*step, s / sqrt_dt, sqrt_dt) if return_dt_and_std_dev_t else (*step, s)
 
 
 def _step(
-    t: Table, index: Tensor, model_output: Tensor, sample: Tensor, prev_sample: Tensor | None, generator: Any
+    scheduler: Any,
+    rule: str,
+    eta: float,
+    model_output: Tensor,
+    timestep: Any,
+    sample: Tensor,
+    prev_sample: Tensor | None,
+    generator: Any,
+    ode: bool = False,
 ) -> tuple[Tensor, ...]:
     """(x', logp, μ, s, √(σ − σ')), the last two [n, 1, …]."""
-    x, v = sample.float(), model_output.float()
+    x, v, noise = sample.float(), model_output.float(), None
+    t = table(scheduler.sigmas, rule, eta, x.device)
+    index = index_of(scheduler.timesteps, timestep, x.device)
+    s, dt = (column(c, index, x.dim()) for c in (t.coef[:, 2], t.dt))
+    if prev_sample is None:
+        noise = randn_tensor(v.shape, generator, v.device, v.dtype)
+    if ode:  # the peer draws the noise and discards it: the stream must move on
+        prev_sample = x + dt * v
     x_next = None if prev_sample is None else prev_sample.float()
-    noise = randn(v.shape, generator, v.device, v.dtype) if x_next is None else None
     step = transition(x, v, t.coef, index.expand(x.shape[0]).contiguous(), x_next=x_next, noise=noise)
-    s, sqrt_dt = (spread(c.index_select(0, index), x.dim()) for c in (t.coef[:, 2], t.sqrt_dt))
-    return step.x_next, step.logp, step.mean, s, sqrt_dt
+    assert step.mean is not None
+    return step.x_next, step.logp, step.mean, s, (-dt).sqrt()

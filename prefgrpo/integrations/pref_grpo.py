@@ -11,29 +11,37 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from prefgrpo.integrations.steps import Table, randn, table, transition
-
-
-def _rows(index: int | Tensor, t: Table, x: Tensor) -> Tensor:
-    """A step number or 0-d tensor as int64 [B] on x's device; a tensor is not read back, so not checked here."""
-    if isinstance(index, Tensor):
-        return index.reshape(1).to(x.device, torch.int64).expand(x.shape[0]).contiguous()
-    if not 0 <= index < t.dt.numel():
-        raise IndexError(f"index: expected a step in 0 … {t.dt.numel() - 1} of this schedule, got {index}")
-    return torch.full((x.shape[0],), index, dtype=torch.int64, device=x.device)
+from prefgrpo.integrations.steps import table, transition
 
 
 def _step(
-    v: Tensor, x: Tensor, t: Table, index: int | Tensor, x_next: Tensor | None, noise: Tensor | None
-) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """((x', x0 prediction, logp), (μ, s, Δ)); s and Δ are 0-d."""
-    rows, dtype = _rows(index, t, x), torch.promote_types(x.dtype, v.dtype)
-    step = transition(x, v, t.coef, rows, x_next=x_next, noise=noise, out_dtype=dtype, x0_sigma=t.sigma)
-    assert step.x0 is not None
+    rule: str,
+    model_output: Tensor,
+    latents: Tensor,
+    eta: float,
+    sigmas: Tensor,
+    index: int | Tensor,
+    x_next: Tensor | None,
+    noise: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """(x', x0 prediction, logp, μ, s, Δ); s and Δ are 0-d. A tensor index is not read back, so not checked here."""
+    t, batch = table(sigmas, rule, eta, latents.device), latents.shape[0]
+    if isinstance(index, Tensor):
+        rows = index.reshape(1).to(latents.device, torch.int64).expand(batch).contiguous()
+    elif 0 <= index < t.dt.numel():
+        rows = torch.full((batch,), index, dtype=torch.int64, device=latents.device)
+    else:
+        raise IndexError(f"index: expected a step in 0 … {t.dt.numel() - 1} of this schedule, got {index}")
+    dtype = torch.promote_types(latents.dtype, model_output.dtype)
+    step = transition(
+        latents, model_output, t.coef, rows, x_next=x_next, noise=noise, out_dtype=dtype, x0_sigma=t.sigma
+    )
+    assert step.x0 is not None and step.mean is not None
     s, dt = (c.index_select(0, rows[:1])[0] for c in (t.coef[:, 2], t.dt))
-    return (step.x_next, step.x0, step.logp), (step.mean.to(dtype), s, dt)
+    return step.x_next, step.x0, step.logp, step.mean.to(dtype), s, dt
 
 
 def flow_grpo_step(
@@ -53,10 +61,9 @@ def flow_grpo_step(
     """
     noise = None
     if prev_sample is None:
-        noise = randn(model_output.shape, generator, model_output.device, model_output.dtype)
-    t = table(sigmas, "flow", eta, latents.device)
-    out, stats = _step(model_output, latents, t, index, prev_sample, noise)
-    return (*out, *stats) if return_stats else out
+        noise = randn_tensor(model_output.shape, generator, model_output.device, model_output.dtype)
+    out = _step("flow", model_output, latents, eta, sigmas, index, prev_sample, noise)
+    return out if return_stats else out[:3]
 
 
 def dance_grpo_step(
@@ -71,11 +78,11 @@ def dance_grpo_step(
     return_stats: bool = False,
 ) -> tuple[Tensor, ...]:
     """`dance_grpo.flux_step` which, with `return_stats`, also returns (μ, s, −Δ); −Δ > 0, unlike `flow_grpo_step`."""
-    t = table(sigmas, "dance" if sde_solver else "dance_mean_ode", eta, latents.device)
-    given = prev_sample if grpo else None
+    x_next = prev_sample if grpo else None
     dtype = torch.promote_types(latents.dtype, model_output.dtype)
-    noise = torch.randn_like(latents, dtype=dtype) if grpo and given is None else None
-    out, (mean, s, dt) = _step(model_output, latents, t, index, given, noise)
+    noise = torch.randn_like(latents, dtype=dtype) if grpo and x_next is None else None
+    rule = "dance" if sde_solver else "dance_mean_ode"
+    *out, mean, s, dt = _step(rule, model_output, latents, eta, sigmas, index, x_next, noise)
     if not grpo:
         return mean, out[1]
-    return (*out, mean, s, -dt) if return_stats else out
+    return (*out, mean, s, -dt) if return_stats else tuple(out)

@@ -1,4 +1,4 @@
-"""What the drop-in step functions share: coefficient tables, step lookup, torch's noise, and one transition.
+"""What the drop-in step functions share: coefficient tables, the look-up of steps, and one transition.
 
     x' = μ + s·ε,  μ = a·x + b·v          logp = w · mean_D (x' − μ)² + c
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from prefgrpo.ops import affine_logp, affine_step, affine_step_more
+from prefgrpo.ops import AffineStepMore, affine_logp, affine_step, affine_step_more
 from prefgrpo.sde.schedule import make_schedule
 
 _HOST: Any = WeakTensorKeyDictionary()
@@ -30,8 +30,6 @@ class Table(NamedTuple):
     """[T + 1]."""
     dt: Tensor
     """[T] σ' − σ < 0."""
-    sqrt_dt: Tensor
-    """[T] √(σ − σ')."""
 
 
 def host(t: Tensor) -> tuple[float, ...]:
@@ -63,17 +61,17 @@ def _table(values: tuple[float, ...], rule: str, eta: float, device: torch.devic
         if rule == "dance_mean_ode":
             coef[:, 0], coef[:, 1] = 1.0, dt
         if rule == "cps":
-            coef[:, 3], coef[:, 4] = -1.0, 0.0
-        return Table(*(t.to(device, torch.float32) for t in (coef, sigmas, dt, (-dt).sqrt())))
+            coef[:, 3] = -1.0
+        return Table(*(t.to(device, torch.float32) for t in (coef, sigmas, dt)))
 
 
 @lru_cache(maxsize=256)
 def _keys(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Timesteps to look up; of equal ones the second counts, as in diffusers."""
-    keys = [
-        float("nan") if values.count(t) > 1 and [j for j, u in enumerate(values) if u == t][1] != i else t
-        for i, t in enumerate(values)
-    ]
+    places: dict[float, list[int]] = {}
+    for i, t in enumerate(values):
+        places.setdefault(t, []).append(i)
+    keys = [t if i == places[t][:2][-1] else float("nan") for i, t in enumerate(values)]
     with torch.inference_mode(False):
         return torch.tensor(keys, dtype=torch.float32, device=device)
 
@@ -100,39 +98,9 @@ def index_of(timesteps: Tensor, timestep: Any, device: torch.device) -> Tensor:
     return hit.int().argmax(1)
 
 
-def spread(column: Tensor, ndim: int) -> Tensor:
-    """[n] → [n, 1, …] with `ndim` dimensions."""
-    return column.reshape(-1, *([1] * (ndim - 1)))
-
-
-def randn(shape: torch.Size, generator: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """N(0, 1) from torch's stream, drawn as diffusers' randn_tensor draws it.
-
-    generator: None (torch's own), a generator, or a list of one per sample; a CPU generator draws on the CPU. Raises
-    ValueError for a generator of another device.
-    """
-    generators = generator if isinstance(generator, list) else [generator]
-    kind = device.type if generators[0] is None else generators[0].device.type
-    if kind not in ("cpu", device.type):
-        raise ValueError(f"generator: expected one on the CPU or on {device}, got one on {kind}")
-    where = torch.device("cpu") if kind == "cpu" else device
-    if len(generators) == 1:
-        return torch.randn(shape, generator=generators[0], device=where, dtype=dtype).to(device)
-    each = [torch.randn((1, *shape[1:]), generator=g, device=where, dtype=dtype) for g in generators[: shape[0]]]
-    return torch.cat(each).to(device)
-
-
-class Transition(NamedTuple):
-    """Result of `transition`."""
-
-    x_next: Tensor
-    """[B, …] x' as stored."""
-    logp: Tensor
-    """[B] fp32, of x' as stored; 0 where w = 0."""
-    mean: Tensor
-    """[B, …] μ in fp32."""
-    x0: Tensor | None = None
-    """[B, …] x − σ·v, if σ was given."""
+def column(values: Tensor, index: Tensor, ndim: int) -> Tensor:
+    """values[index], [n, 1, …] with `ndim` dimensions."""
+    return values.index_select(0, index).view(-1, *([1] * (ndim - 1)))
 
 
 class _Mean(torch.autograd.Function):
@@ -148,7 +116,7 @@ class _Mean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         coef, index = ctx.saved_tensors
-        a, b = (spread(coef.index_select(0, index)[:, k], grads[0].dim()) for k in (0, 1))
+        a, b = (column(coef[:, k], index, grads[0].dim()) for k in (0, 1))
         dx, dv = ((k * grads[0]).to(dtype) for k, dtype in zip((a, b), ctx.dtypes, strict=True))
         return (dx if ctx.needs_input_grad[0] else None), dv, None, None
 
@@ -163,35 +131,26 @@ def transition(
     noise: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     x0_sigma: Tensor | None = None,
-) -> Transition:
-    """One step: sampled from `noise` ([B, …], rounded to `out_dtype`, default x's), or the scoring of a given x'.
+) -> AffineStepMore:
+    """One step with its mean: sampled from `noise` (rounded to `out_dtype`, default x's), or the scoring of a given x'.
 
     x, v: [B, …]; coef [T, 5] and index int64 [B]. x0_sigma: σ, [T] or more, read at `index`. Under grad mode μ and
     logp are differentiable in x and v; the log-prob sees x' as a constant.
     """
-    differentiable = torch.is_grad_enabled() and (x.requires_grad or v.requires_grad)
     out_dtype = out_dtype or x.dtype
-    if x_next is None and not differentiable:
-        more = affine_step_more(x, v, coef, index, noise=noise, out_dtype=out_dtype, want_mean=True, x0_sigma=x0_sigma)
-        assert more.mean is not None
-        return Transition(more.x_next, more.logp, more.mean, more.x0)
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or v.requires_grad)
+    if x_next is None and not needs_grad:
+        return affine_step_more(x, v, coef, index, noise=noise, out_dtype=out_dtype, want_mean=True, x0_sigma=x0_sigma)
     mean = _Mean.apply(x, v, coef, index)
     if x_next is None:
-        s = spread(coef.index_select(0, index)[:, 2], x.dim())
-        x_next = (mean if noise is None else mean + s * noise).to(out_dtype)
-    return Transition(x_next, _logp(x, v, mean, x_next.detach(), coef, index), mean, _x0(x, v, x0_sigma, index))
-
-
-def _logp(x: Tensor, v: Tensor, mean: Tensor, x_next: Tensor, coef: Tensor, index: Tensor) -> Tensor:
-    """The log-prob; where x needs a gradient too, it is scored on μ, as a step with a = 0 and b = 1."""
-    if not (torch.is_grad_enabled() and x.requires_grad):
-        return affine_logp(x, v, x_next, coef, index).logp
-    through = coef.clone()
-    through[:, 0], through[:, 1] = 0.0, 1.0
-    return affine_logp(x.detach(), mean, x_next, through, index).logp
-
-
-def _x0(x: Tensor, v: Tensor, sigma: Tensor | None, index: Tensor) -> Tensor | None:
-    if sigma is None:
-        return None
-    return x - spread(sigma.index_select(0, index), x.dim()) * v.to(torch.promote_types(x.dtype, torch.float32))
+        x_next = (mean if noise is None else mean + column(coef[:, 2], index, x.dim()) * noise).to(out_dtype)
+    if needs_grad and x.requires_grad:  # scored on μ, as a step with a = 0 and b = 1
+        on_mean = coef.clone()
+        on_mean[:, 0], on_mean[:, 1] = 0.0, 1.0
+        logp = affine_logp(x.detach(), mean, x_next.detach(), on_mean, index).logp
+    else:
+        logp = affine_logp(x, v, x_next.detach(), coef, index).logp
+    x0 = None
+    if x0_sigma is not None:
+        x0 = x - column(x0_sigma, index, x.dim()) * v.to(torch.promote_types(x.dtype, torch.float32))
+    return AffineStepMore(x_next, logp, mean, x0)

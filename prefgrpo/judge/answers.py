@@ -36,26 +36,19 @@ _STATED = re.compile(
     rf"{_LEAD}{_WHO}\s*([12]){_IS}better(?:\s+than\s+(?:the\s+)?{_WHO}\s*(?!\1)[12]\b)?(?:\s+overall)?{_WHY}",
     re.I | re.A,
 )
-_VALUES = {"1": 1.0, "2": 0.0}
-_RESOLUTION = 2.0**-23
-"""Probability that the listed ones can miss in their sum: servers compute them in fp32."""
-_SENTENCE = re.compile(r"[^.!?;]+[.!?;]?")
-_TURN = re.compile(
+_IN_TERMS = re.compile(
+    rf"{_GROUNDS}\s*,?\s+(?:the\s+)?{_WHO}\s*([12]){_IS}better(?:\s+than\s+(?:the\s+)?{_WHO}\s*(?!\1)[12]\b)?"
+    r"(?:\s+overall)?,?\s+in terms of\s+(?P<of>[^\d\"'“”‘:?]+)",
+    re.I | re.A,
+)
+_HEDGED = re.compile(
     r"\b(?:wait|actually|instead|rather|but|however|though|although|yet|correction|mistake|mistaken|mixed|wrong|false"
-    r"|second thought|sorry|unless|if|not)\b|n['’]t\b",
+    r"|second thought|sorry|unless|if|not|only|alone|solely|merely|just|least|no|none|nothing|neither|nor|never|hardly"
+    r"|would|could|might|or|while|whereas|image|video|better|worse|than|one|some|few)\b|n['’]t\b",
     re.I | re.A,
 )
-_CONCLUDED = re.compile(
-    rf"{_LEAD}{_WHO}\s*([12]){_IS}better(?:\s+than\s+(?:the\s+)?{_WHO}\s*(?!\1)[12]\b)?(?:\s+overall)?"
-    r",?\s+in terms of\s+(?P<of>[^\d\"'“”‘:?]+)",
-    re.I | re.A,
-)
-_IN_PART = re.compile(
-    r"\b(?:only|alone|solely|merely|just|least|no|none|nothing|neither|nor|never|hardly|would|could|might|or|while"
-    r"|whereas|image|video|better|worse|than|one|some|few)\b",
-    re.I | re.A,
-)
-_PRAISED = re.compile(rf"{_WHO}\s*([12]){_IS}better\b", re.I | re.A)
+_PREFERRED = re.compile(rf"{_WHO}\s*([12]){_IS}better\b", re.I | re.A)
+_SENTENCE = re.compile(r"[^.!?;]+[.!?;]?")
 _TIE = re.compile(
     r"(?:(?:it\s+is\s+|it's\s+)?a\s+)?(?:tie|draw|equal|neither|both|both\s+(?:are\s+)?equal(?:ly\s+good)?)"
     r"|(?:both\s+)?(?:images?|videos?)\s*(?:1\s+and\s+(?:image\s+|video\s+)?2\s+)?(?:are\s+)?(?:equal|tied|equally\s+good)",
@@ -65,17 +58,17 @@ _THOUGHTS = re.compile(r".*</think(?:ing)?>", re.I | re.S | re.A)
 _THINKS = re.compile(r"<think(?:ing)?>", re.I | re.A)
 _TAG = re.compile(r"</?answer>", re.I | re.A)
 _MARKUP = re.compile(r"(?<!\d)[*`_]+|[*`_]+(?!\d)", re.A)
+_BULLET = re.compile(r"^(?:[#>•\s\"'“”]|-(?!\d))+")
 _EDGE = " \"'“”"
 _COMMA = re.compile(r",(?=\s*[}\]])")
 _GIVEN = (
     r"i (?:will |now )?(?:give|assign)(?: (?:it|(?:this|the) (?:image|picture|video)))? (?:an? |the )?"
     r"|here (?:you go|it is|they are|(?:is|are) (?:the|my) (?:scores?|ratings?|answer|evaluation))\s*:\s*"
 )
-_NUMBER = r"(?P<value>[-+]?(?:0|[1-9]\d*)(?:\.\d+)?)(?!\w|[.,]\d)"
-_REST = re.compile(
-    r"\s*(?:points?|stars?)?(?:\s+overall)?\s*[.!]?\s*"
-    r"(?:(?:[-–—(:;,]|(?<=\.)\s)\s*(?!\W*(?:or|to|and|maybe|perhaps|possibly|out|of|if|but|not|would)\b)[^\d?½¼¾]*)?",
-    re.I,
+_NUMBER = r"[-+]?(?:0|[1-9]\d*)(?:\.\d+)?"
+_REST = (  # what may follow a score: an aside without numbers, "or", "but" …
+    r"(?u:\s*(?:points?|stars?)?(?:\s+overall)?\s*[.!]?\s*(?:(?:[-–—(:;,]|(?<=\.)\s)\s*"
+    r"(?!\W*(?:or|to|and|maybe|perhaps|possibly|out|of|if|but|not|would)\b)[^\d?½¼¾]*)?)"
 )
 
 
@@ -89,30 +82,23 @@ def read(template: Template, text: str, cut: bool = False) -> tuple[float | None
     cut: the judge was stopped before it had ended its answer; only what is closed counts then.
     """
     try:
-        said = after_thoughts(text)
-        return _read(template, _closed(template, said) if cut else said)
+        text = after_thoughts(text)
+        if cut:
+            text = _closed(template, text)
+        match template.answer:
+            case "flex":
+                return flex(text)
+            case "scores":
+                return None, scores(text, template.scores, template.pattern)
+            case "json":
+                return None, json_scores(text, template.scores)
+            case "text":
+                return None, {}
+            case kind:
+                return {"plain": plain, "think": think, "edit": edit}[kind](text), {}
     except Unreadable as error:
         hint = f"; it was cut off (max_tokens is {template.max_tokens}: give the template more)" if cut else ""
         raise Unreadable(f"{error}{hint}") from error
-
-
-def _read(template: Template, text: str) -> tuple[float | None, dict[str, float]]:
-    match template.answer:
-        case "plain":
-            return plain(text), {}
-        case "think":
-            return think(text), {}
-        case "edit":
-            return edit(text), {}
-        case "flex":
-            return flex(text)
-        case "scores":
-            return None, scores(text, template.scores, template.pattern)
-        case "json":
-            return None, json_scores(text, template.scores)
-        case "text":
-            return None, {}
-    raise Unreadable(f"a '{template.answer}' answer is no text")
 
 
 def after_thoughts(text: str) -> str:
@@ -134,42 +120,32 @@ def _closed(template: Template, text: str) -> str:
 
 
 def _bare(line: str) -> str:
-    """A line without markup, quotes and double spaces around and in it."""
-    return " ".join(_MARKUP.sub("", line).split()).lstrip("#>-•" + _EDGE).rstrip(_EDGE)
+    """A line without markup, quotes, bullets and double spaces; a minus before a digit stays."""
+    return _BULLET.sub("", " ".join(_MARKUP.sub("", line).split())).rstrip(_EDGE)
 
 
 def plain(text: str) -> float:
     """'Image 1', 'Video 2 is better', '1', 'tie' … -> 1.0, 0.0 or 0.5.
 
-    A longer answer must end, or begin, with a sentence that says which is better and nothing else. One that
-    contradicts it anywhere, or a turn after the beginning, makes it no verdict. "Better in terms of …" is a part of the
-    judgement, unless the answer ends with it, "based on the above", and never calls the other one better.
+    A longer answer must end with a sentence that says which is better and nothing else, and contradict it nowhere.
+    "Better in terms of …" is a part of the judgement, unless the answer ends with it, begins that sentence with "based
+    on the above", and never calls the other one better.
     """
     whole = _bare(text).rstrip(".! ").strip(_EDGE)
     if match := _ONLY.fullmatch(whole):
-        return _VALUES[match[1]]
+        return 2.0 - int(match[1])
     if _TIE.fullmatch(whole):
         return 0.5
     parts = [part.strip(_EDGE).rstrip(".!; ") for line in text.splitlines() for part in _SENTENCE.findall(_bare(line))]
     sentences = [part for part in parts if part]
-    found = [match[1] if (match := _STATED.fullmatch(s)) else "" for s in sentences]
-    ends = [*found[:-1], found[-1] or _concluded(sentences)] if found else []
-    said, turns = set(ends) - {""}, (s for s in sentences[1:] if _TURN.search(s) or _ONLY.fullmatch(s))
-    if len(said) == 1 and (ends[-1] or (found[0] and not any(turns))):
-        return _VALUES[said.pop()]
-    raise Unreadable(f"expected 'Image 1', 'Image 2' or 'tie', got {text[-80:]!r}")
-
-
-def _concluded(sentences: list[str]) -> str:
-    """'1' or '2' if the last sentence is "based on the above, image k is better in terms of …", else ''.
-
-    The reasons must take nothing back, and nothing may be said to be better about the other one.
-    """
-    match = _CONCLUDED.fullmatch(sentences[-1])
-    if not match or not re.search(_GROUNDS, match[0][: match.start("of")], re.I | re.A) or _IN_PART.search(match["of"]):
-        return ""
-    alone = set(_PRAISED.findall(" ".join(sentences))) == {match[1]}
-    return match[1] if alone and not _TURN.search(match["of"]) else ""
+    stated = [match[1] for s in sentences if (match := _STATED.fullmatch(s))]
+    if sentences and (match := _IN_TERMS.fullmatch(sentences[-1])) and not _HEDGED.search(match["of"]):
+        stated += _PREFERRED.findall(" ".join(sentences))
+    elif not sentences or not _STATED.fullmatch(sentences[-1]):
+        stated = []
+    if len(set(stated)) != 1:
+        raise Unreadable(f"expected 'Image 1', 'Image 2' or 'tie', got {text[-80:]!r}")
+    return 2.0 - int(stated[0])
 
 
 def think(text: str) -> float:
@@ -211,49 +187,38 @@ def _winner(value: Any) -> float:
 
 def scores(text: str, names: tuple[tuple[str, float, float], ...], pattern: str) -> dict[str, float]:
     """Named numbers from lines that are like `pattern`; out of range, or stated twice and differently, is missing."""
-    item, lead = _item(tuple(name for name, *_ in names), pattern)
-    tail = re.compile(rf"\s*(?:/|out of)\s*{max(high for *_, high in names):g}(?!\w|\.\d)", re.I | re.A)
-    stated: set[tuple[str, float]] = set()
+    item, whole_line = _score_patterns(names, pattern)
     seen: set[tuple[str, float]] = set()
+    stated: set[tuple[str, float]] = set()
     for line in map(_bare, text.splitlines()):
-        seen |= {_score(match) for match in item.finditer(line)}
-        found, start = [], match.end() if (match := lead.match(line)) else 0
-        end = start
-        while match := item.match(line, start):
-            found.append(_score(match))
-            end = of.end() if (of := tail.match(line, match.end())) else match.end()
-            start = next((k for k in range(end, len(line)) if line[k] not in " ,;|."), end)
-        stated |= set(found) if _REST.fullmatch(line, end) else set()
+        found = {((m.groupdict().get("name") or "").casefold(), float(m["value"])) for m in item.finditer(line)}
+        seen |= found
+        stated |= found if whole_line.fullmatch(line) else set()
     values: dict[str, float] = {}
     for name, low, high in names:
-        said = {value for told, value in seen if told in ("", name.casefold())}
-        if (
-            len(said) == 1
-            and low <= min(said) <= high
-            and said == {v for told, v in stated if told in ("", name.casefold())}
-        ):
+        said, sure = ({v for key, v in pairs if key in ("", name.casefold())} for pairs in (seen, stated))
+        if len(said) == 1 and said == sure and low <= min(said) <= high:
             values[name] = said.pop()
     if not values:
         raise Unreadable(f"expected a line {pattern!r} with a number in its range, got {text[-80:]!r}")
     return values
 
 
-def _score(match: re.Match[str]) -> tuple[str, float]:
-    """(name, '' if the pattern has none; value)."""
-    return match.groupdict().get("name", "").casefold(), float(match["value"])
-
-
 @lru_cache(maxsize=256)
-def _item(names: tuple[str, ...], pattern: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """`pattern` with one of the names and a number in it; and what may stand before it in its line."""
-    parts = {"{name}": f"(?P<name>{'|'.join(map(re.escape, names))})", "{value}": _NUMBER}
-    pieces = [
-        parts.get(p) or r"\s*".join(map(re.escape, p.split()))
-        for p in re.split(r"(\{name\}|\{value\})", pattern)
-        if p.strip()
-    ]
-    line = r"(?<!\w)" + r"\s*".join(pieces)
-    return re.compile(line, re.I | re.A), re.compile(rf"(?:\d+[.)]\s+)?{_LEAD}(?:{_GIVEN})?", re.I | re.A)
+def _score_patterns(
+    names: tuple[tuple[str, float, float], ...], pattern: str
+) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """`pattern` with one of the names and a number in it; and a line that states such scores and nothing else."""
+    parts = {
+        "{name}": f"(?P<name>{'|'.join(re.escape(name) for name, *_ in names)})",
+        "{value}": rf"(?P<value>{_NUMBER})(?!\w|[.,]\d)",
+    }
+    pieces = [piece for piece in re.split(r"(\{name\}|\{value\})", pattern) if piece.strip()]
+    item = r"(?<!\w)" + r"\s*".join(parts.get(p) or r"\s*".join(map(re.escape, p.split())) for p in pieces)
+    score = item.replace("?P<name>", "?:").replace("?P<value>", "?:")
+    score += rf"(?:\s*(?:/|out of)\s*{max(high for *_, high in names):g}(?!\w|\.\d))?"
+    line = rf"(?:\d+[.)]\s+)?{_LEAD}(?:{_GIVEN})?{score}(?:[ ,;|.]*{score})*{_REST}"
+    return re.compile(item, re.I | re.A), re.compile(line, re.I | re.A)
 
 
 def json_scores(text: str, names: tuple[tuple[str, float, float], ...]) -> dict[str, float]:
@@ -300,9 +265,8 @@ def label_logprobs(
     """Log-probabilities of the two labels at the first answered token of an OpenAI chat `choice`.
 
     All listed tokens that are a label but for white space count for it, summed; variants: also those in other case
-    (None: the labels alone). A label that the server does not list gets an upper bound of its own,
-    min(least listed, log(1 − Σ listed)). Raises
-    Unreadable if neither label is listed.
+    (None: the labels alone). A label that the server does not list gets the upper bound min(least listed,
+    log(1 − Σ listed)). Raises Unreadable if neither label is listed.
     """
     logprobs = choice.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
@@ -312,19 +276,19 @@ def label_logprobs(
         listed = {str(t["token"]): float(t["logprob"]) for t in content[0]["top_logprobs"]}
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise Unreadable(f"the server's logprobs have no readable top_logprobs ({error!r})") from error
-    found = [_label_logprob(label, listed, variants) for label in labels]
-    if found[0] is None and found[1] is None:
+    first, second = (
+        [v for token, v in listed.items() if spelled(token, variants) == spelled(label, variants)] for label in labels
+    )
+    if not first and not second:
         raise Unreadable(f"neither label {labels} is among the judge's {len(listed)} likeliest tokens")
-    first, second = (_unlisted(listed) if value is None else value for value in found)
-    return first, second
+    return _log_sum(first or [_unlisted(listed)]), _log_sum(second or [_unlisted(listed)])
 
 
-def _label_logprob(label: str, listed: Mapping[str, float], variants: bool | None) -> float | None:
-    """log Σ exp over the listed spellings of a label, None if there is none."""
-    values = [v for token, v in listed.items() if spelled(token, variants) == spelled(label, variants)]
-    most = max(values, default=-math.inf)
+def _log_sum(values: list[float]) -> float:
+    """log Σ exp."""
+    most = max(values)
     if len(values) < 2 or not math.isfinite(most):
-        return most if values else None
+        return most
     return most + math.log(sum(math.exp(v - most) for v in values))
 
 
@@ -332,4 +296,5 @@ def _unlisted(listed: Mapping[str, float]) -> float:
     """Largest log-probability that a token outside the server's list can have."""
     rest = 1.0 - math.fsum(math.exp(min(v, 0.0)) for v in listed.values())
     least = min(listed.values())
-    return math.nan if math.isnan(rest) else min(least, math.log(max(rest, _RESOLUTION)))
+    # servers compute probabilities in fp32
+    return math.nan if math.isnan(rest) else min(least, math.log(max(rest, 2.0**-23)))

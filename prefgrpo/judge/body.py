@@ -1,18 +1,22 @@
-"""Request bytes of an OpenAI chat completion with images, joined from parts that are made once.
+"""Request bodies of an OpenAI chat completion with images, and which images a server already holds.
 
-Each medium is encoded and base64-ed once and its id is the hash of the encoded bytes, so an id never names other
-pixels. Invariant: joining the parts gives valid JSON for any prompt.
+Each medium is encoded and base64-encoded once, and its id is the hash of the encoded bytes, so an id never names other
+pixels. The rubric stands before the images and labels are asked for by prefill, so that servers reuse their prefixes.
+Invariants: the joined parts are valid JSON for any prompt; a medium's first request to a server carries its data and
+the others name it; nobody waits for a request that started later, so waits cannot form a ring.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,11 +25,16 @@ from PIL import Image
 from prefgrpo.data.media import Media
 from prefgrpo.judge.template import SOURCE, Template
 
+FRAMES = 8
+"""Frames of a clip that a judge sees, evenly spread from the first to the last."""
+_KNOWN_MEDIA = 8192
+_MIN_MISSES = 16
+_GRACE_S = 0.1
+
 
 def _png(media: Media) -> bytes:
-    """PNG at the fastest level: the default level costs ten times a lossless WebP."""
     buffer = io.BytesIO()
-    media.pil.save(buffer, "PNG", compress_level=1)
+    media.pil.save(buffer, "PNG", compress_level=1)  # the default level costs ten times a lossless WebP
     return buffer.getvalue()
 
 
@@ -34,20 +43,20 @@ FORMATS: dict[str, Callable[[Media], bytes]] = {"jpeg": lambda m: m.jpeg, "webp"
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """One medium, ready to be sent."""
+    """An image, or the frames of a clip, ready to be sent."""
 
     uuid: str
     """'sha256-…' of the encoded bytes."""
-    with_data: bytes
-    """Content part that carries data and id."""
-    id_only: bytes
-    """Content part for a server that knows the id."""
-    plain: bytes
-    """Content part without an id, for servers that have none."""
+    images: tuple[tuple[str, bytes], ...]
+    """(id, content part with its data and an open end) of the image or of each frame."""
 
-
-FRAMES = 8
-"""Frames of a clip that a judge sees, evenly spread from the first to the last."""
+    def part(self, carried: Collection[str] | None) -> bytes:
+        """The content parts: without ids if `carried` is None, else with data if it holds the uuid, else by id."""
+        if carried is None:
+            return b",".join(data + b"}" for _, data in self.images)
+        by_id = b'{"type":"image_url","image_url":null'
+        shown = [(uuid, data if self.uuid in carried else by_id) for uuid, data in self.images]
+        return b",".join(b'%s,"uuid":"%s"}' % (data, uuid.encode()) for uuid, data in shown)
 
 
 def encode(media: Media, image_format: str, max_pixels: int = 0) -> Encoded:
@@ -57,95 +66,139 @@ def encode(media: Media, image_format: str, max_pixels: int = 0) -> Encoded:
     """
     if 0 in media.pixels.shape:
         raise ValueError(f"it has no {'frames or ' if media.clip else ''}pixels: its shape is {media.pixels.shape}")
-    if not media.clip:
-        return _encode_image(_shrunk(media, max_pixels), image_format)
-    parts = [_encode_image(_shrunk(frame, max_pixels), image_format) for frame in media.frames(FRAMES)]
-    uuid = "sha256-" + hashlib.sha256(b"".join(part.uuid.encode() for part in parts)).hexdigest()
-    joined = (b",".join(getattr(part, name) for part in parts) for name in ("with_data", "id_only", "plain"))
-    return Encoded(uuid, *joined)
+    images = []
+    for frame in media.frames(FRAMES):
+        data = FORMATS[image_format](_shrunk(frame, max_pixels))
+        url = b'{"type":"image_url","image_url":{"url":"data:image/%s;base64,%s"}'
+        images.append((_uuid(data), url % (image_format.encode(), base64.b64encode(data))))
+    uuid = _uuid(b"".join(uuid.encode() for uuid, _ in images)) if media.clip else images[0][0]
+    return Encoded(uuid, tuple(images))
 
 
-def _shrunk(media: Media, max_pixels: int) -> Media:
-    """The image with at most `max_pixels` pixels and the same sides' ratio."""
-    height, width = media.pixels.shape[:2]
+def _uuid(data: bytes) -> str:
+    return "sha256-" + hashlib.sha256(data).hexdigest()
+
+
+def _shrunk(image: Media, max_pixels: int) -> Media:
+    """The image with at most `max_pixels` pixels and the same aspect ratio."""
+    height, width = image.pixels.shape[:2]
     if not max_pixels or height * width <= max_pixels:
-        return media
+        return image
     scale = (max_pixels / (height * width)) ** 0.5
     size = max(int(width * scale), 1), max(int(height * scale), 1)
-    small = Image.fromarray(media.pixels).resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
-    return Media(np.asarray(small))
+    return Media(np.asarray(image.pil.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)))
 
 
-def _encode_image(media: Media, image_format: str) -> Encoded:
-    data = FORMATS[image_format](media)
-    uuid = "sha256-" + hashlib.sha256(data).hexdigest()
-    url = b'{"type":"image_url","image_url":{"url":"data:image/%s;base64,%s"}' % (
-        image_format.encode(),
-        base64.b64encode(data),
-    )
-    tag = b',"uuid":"%s"}' % uuid.encode()
-    return Encoded(uuid, url + tag, b'{"type":"image_url","image_url":null' + tag, url + b"}")
+def chat_body(
+    model: str,
+    template: Template,
+    texts: Mapping[str, str],
+    media: Sequence[bytes],
+    source: Sequence[bytes] = (),
+    label_ids: tuple[int, ...] | None = None,
+) -> bytes:
+    """The request for a template's texts by name and the content parts of media and source images.
+
+    label_ids: the labels' token ids, where they are known and the server takes `logprob_token_ids` (vLLM).
+    """
+    parts: list[bytes] = []
+    for part in template.parts(texts.get("prompt", ""), texts):
+        if part == SOURCE:
+            parts += source
+        else:
+            parts.append(media[part] if isinstance(part, int) else _text(part))
+    head = b'{"model":' + _json(model) + b',"messages":[{"role":"user","content":['
+    return head + b",".join(parts) + b"]" + _tail(template, label_ids)
 
 
-@dataclass(frozen=True)
-class RequestKind:
-    """What all requests of a judge have in common."""
-
-    model: str
-    template: Template
-    seed: int
-    label_ids: tuple[int, ...] | None
-    """Token ids of the labels, where the judge's tokenizer is known."""
-    vllm: bool
-    """The server is vLLM: it takes `logprob_token_ids`."""
-
-    @cached_property
-    def tail(self) -> bytes:
-        """Everything after the user's content: prefill, sampling, logprobs."""
-        t = self.template
-        fields: dict[str, Any] = {"max_tokens": t.max_tokens, "temperature": 0, "seed": self.seed}
-        turn = b"}]"
-        if t.prefill:
-            turn = b"}," + _json({"role": "assistant", "content": t.prefill}) + b"]"
-            fields |= {"continue_final_message": True, "add_generation_prompt": False}
-        if t.answer == "soft":
-            fields |= {"logprobs": True, "top_logprobs": 20}
-            if self.label_ids and self.vllm:
-                fields["logprob_token_ids"] = list(self.label_ids)
-        return turn + b"," + _json(fields)[1:]
-
-    def body(
-        self,
-        prompt: str,
-        media: Sequence[bytes],
-        source: Sequence[bytes] = (),
-        values: Mapping[str, str] | None = None,
-    ) -> bytes:
-        """The request for a prompt, other texts by name, and the content parts of media and source images."""
-        head = b'{"model":' + _json(self.model) + b',"messages":[{"role":"user","content":['
-        parts: list[bytes] = []
-        for part in self.template.parts(prompt, values):
-            if part == SOURCE:
-                parts += source
-            else:
-                parts.append(media[part] if isinstance(part, int) else _text(part))
-        return head + b",".join(parts) + b"]" + self.tail
-
-
-request_kind = lru_cache(maxsize=32)(RequestKind)
-"""A RequestKind, made once."""
+@lru_cache(maxsize=32)
+def _tail(template: Template, label_ids: tuple[int, ...] | None) -> bytes:
+    """Everything after the user's content: prefill, sampling, logprobs."""
+    fields: dict[str, Any] = {"max_tokens": template.max_tokens, "temperature": 0, "seed": 0}
+    turn = b"}]"
+    if template.prefill:
+        turn = b"}," + _json({"role": "assistant", "content": template.prefill}) + b"]"
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
+    if template.answer == "soft":
+        fields |= {"logprobs": True, "top_logprobs": 20}
+        if label_ids:
+            fields["logprob_token_ids"] = list(label_ids)
+    return turn + b"," + _json(fields)[1:]
 
 
 @lru_cache(maxsize=32)
 def _text(text: str) -> bytes:
-    """A text as a content part; those of a group's pairs are the same."""
-    return _json({"type": "text", "text": _whole(text)})
+    """A text as a content part; those of a group's pairs are the same. Lone surrogates, which no tokenizer takes,
+    become U+FFFD."""
+    valid = text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return _json({"type": "text", "text": valid})
 
 
 def _json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=True, separators=(",", ":")).encode()
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _whole(text: str) -> str:
-    """The text with surrogate pairs as one character, and halves of pairs, which no tokenizer takes, as U+FFFD."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+class MediaIds:
+    """Which media one server holds, so that a request names them instead of carrying them again.
+
+    A server has a medium once it has read the request that carries it, long before it answers. So requests that show
+    it go `grace_s` after that one, or after its answer if that is sooner, and are repeated with data if the server did
+    not know it yet.
+    """
+
+    def __init__(self, mode: str) -> None:
+        """`mode`: JudgeConfig.media_ids."""
+        self.mode = mode
+        self.grace_s = _GRACE_S
+        self.known: OrderedDict[str, None] = OrderedDict()
+        self.requests = self.misses = 0
+        self._carried: dict[str, asyncio.Event] = {}
+
+    def used(self, vllm: bool) -> bool:
+        """Whether ids replace data: not at a server that loses media (several API processes behind one port)."""
+        unreliable = self.misses >= _MIN_MISSES and self.misses > 0.2 * self.requests
+        return self.mode == "on" or (self.mode == "auto" and vllm and not unreliable)
+
+    def on_the_way(self, uuids: Collection[str]) -> dict[str, asyncio.Event]:
+        """Which of the media another request is carrying just now, and the event after which they may be named."""
+        return {u: event for u in uuids if (event := self._carried.get(u)) and not event.is_set()}
+
+    async def claim(self, uuids: Collection[str]) -> set[str]:
+        """Which of the media this request must carry; waits until the others may be named. `settle` must follow."""
+        earlier = self.on_the_way(uuids)
+        mine = {u for u in uuids if u not in self.known and u not in self._carried}
+        events = {u: asyncio.Event() for u in mine}
+        self._carried |= events
+        try:
+            for event in earlier.values():
+                await event.wait()
+        except asyncio.CancelledError:
+            self.settle(mine, False)
+            raise
+        for event in events.values():
+            asyncio.get_running_loop().call_later(self.grace_s, event.set)
+        # whose carrier failed is not waited for again
+        return mine | {u for u in earlier if u not in self.known and u not in self._carried}
+
+    def grace(self, uuids: Collection[str], mine: set[str]) -> float:
+        """Seconds of grace that a request gives media which others are still carrying; 0 if there are none."""
+        return self.grace_s if any(u in self._carried and u not in mine for u in uuids) else 0.0
+
+    def settle(self, mine: set[str], success: bool) -> None:
+        """The request that carried `mine` has ended; those that wait for it go on."""
+        for uuid in mine:
+            if success:
+                self.known[uuid] = None
+                self.known.move_to_end(uuid)
+            if event := self._carried.pop(uuid, None):
+                event.set()
+        while len(self.known) > _KNOWN_MEDIA:
+            self.known.popitem(last=False)
+
+    def count(self, missed: bool, grace_s: float) -> None:
+        """Count a request that named media; a miss after too short a grace lengthens it and is no loss."""
+        if missed and grace_s:
+            self.grace_s = max(self.grace_s, 2 * grace_s)
+        else:
+            self.requests += 1
+            self.misses += missed

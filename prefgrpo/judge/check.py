@@ -5,6 +5,7 @@ The work is `judge.client.check`; this prints its summary and lets its JudgeErro
 
 from __future__ import annotations
 
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge import client
 
 
@@ -31,7 +32,7 @@ def check(
         bias_pairs: Random pairs to judge in both orders for the position bias; 0 for none.
         timeout_s: Longest wait for one answer, in seconds.
     """
-    config = client.HttpJudgeConfig(endpoint, model, template, tokenizer, api_key_env=api_key_env)
+    config = JudgeConfig(endpoint, model, template, tokenizer, api_key_env=api_key_env)
     health = client.check(config, timeout_s=timeout_s, bias_pairs=bias_pairs, known=True)
     print(health.summary())
     return 1 if health.alarm else 0

@@ -1,7 +1,7 @@
-"""How vLLM and SGLang are started: the executable, its arguments, its environment.
+"""Known judge models, and how vLLM and SGLang are started for them: executable, arguments, environment.
 
 Both serve the OpenAI API from an environment of their own. The vLLM flags were measured with a real server; SGLang's
-are those of its documentation (docs.sglang.io, Server Arguments). Invariant: nothing here starts or ends a process.
+are those of its documentation (docs.sglang.io, Server Arguments). Nothing here starts or ends a process.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ import difflib
 import json
 import os
 import re
+import shlex
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Literal
 
-from prefgrpo.judge.presets import PRESETS, Engine, Preset
+import tyro
+
 from prefgrpo.judge.verdict import JudgeError
 
+Engine = Literal["vllm", "sglang"]
 DRAIN_S = 20
-"""Seconds that a server which is told to stop may take for what is in flight."""
+"""Seconds that a server may take for the requests in flight after SIGTERM."""
 VLLM_FLOOR = (0, 18)
 """First vLLM that knows all the flags below: --shutdown-timeout came last (vllm-project/vllm#36666)."""
 _BYTES_PER_VISION_TOKEN = 4096 * 2 * 4
@@ -30,45 +34,84 @@ _INSTALL = {
 
 
 @dataclass(frozen=True)
+class Preset:
+    """A judge model with a short name."""
+
+    model: str
+    """Hub id."""
+    template: str
+    """Template of two media in the model's own answer format; the probe at the start uses it."""
+    max_model_len: int = 16384
+    """Longest prompt with answer, in tokens."""
+    images: int = 16
+    """Most images per request: two clips of 8 frames."""
+    engine: Engine = "vllm"
+    """Engine that serves it by default."""
+    chat_template: str = ""
+    """Name of SGLang's own chat template, for a checkpoint without one."""
+
+
+def _sizes(name: str, hub: str, template: str, *sizes: str) -> dict[str, Preset]:
+    """`name` for the 8b and `name`-SIZE for each size."""
+    presets = {f"{name}-{size}": Preset(hub.format(size), template) for size in sizes}
+    return {name: presets[f"{name}-8b"], **presets}
+
+
+_QWEN3_VL = ("2b", "4b", "8b", "32b")
+PRESETS: dict[str, Preset] = {
+    **_sizes("unifiedreward", "CodeGoat24/UnifiedReward-2.0-qwen3vl-{}", "compare", *_QWEN3_VL),
+    **_sizes("unifiedreward-think", "CodeGoat24/UnifiedReward-Think-qwen3vl-{}", "think", *_QWEN3_VL),
+    **_sizes("unifiedreward-flex", "CodeGoat24/UnifiedReward-Flex-qwen3vl-{}", "flex", "8b"),
+    **_sizes("unifiedreward-edit", "CodeGoat24/UnifiedReward-Edit-qwen3vl-{}", "edit_pairwise", *_QWEN3_VL),
+    "unifiedreward-1.5": Preset(
+        "CodeGoat24/UnifiedReward-7b-v1.5", "compare", 8192, 2, engine="sglang", chat_template="chatml-llava"
+    ),
+    "paco-reward": Preset("X-GenGroup/PaCo-Reward-7B", "consistency"),
+    "qwen3-vl": Preset("Qwen/Qwen3-VL-8B-Instruct", "compare"),
+    "qwen2.5-vl": Preset("Qwen/Qwen2.5-VL-7B-Instruct", "compare"),
+}
+
+
+@dataclass(frozen=True)
 class ServeConfig:
     """How one judge server is started."""
 
-    model: str
+    model: Annotated[str, tyro.conf.Suppress] = ""
     """Preset name, checkpoint folder or hub id."""
     vllm: str = ""
-    """vllm executable or its environment's folder; empty: $PREFGRPO_VLLM, then `vllm` on the PATH."""
+    """vllm executable or its environment's folder; empty: $PREFGRPO_VLLM, then the PATH."""
     sglang: str = ""
-    """sglang executable or its environment's folder; empty: $PREFGRPO_SGLANG, then `sglang` on the PATH."""
+    """sglang executable or its environment's folder; empty: $PREFGRPO_SGLANG, then the PATH."""
     engine: Engine | None = None
     """vllm or sglang; none: the preset's, else vllm."""
     host: str = "127.0.0.1"
     """Address to listen on; anything but loopback lets others use the server."""
     port: int = 8000
-    """Port to listen on."""
+    """Port to listen on; several models take the ports that follow."""
     name: str = ""
-    """Served model name; empty: the preset's or folder's name."""
+    """Served model name (of a single model); empty: the preset's or folder's name."""
     template: str = ""
     """Template of the probe; empty: the preset's, else compare."""
     media_in_flight: int = 64
-    """Different images that are judged at the same time (groups in flight × group size)."""
+    """Different images judged at the same time (groups in flight × group size)."""
     vision_tokens: int = 1024
     """Tokens of one image for the judge: height × width / 1024 for Qwen3-VL."""
     max_model_len: int = 0
     """Longest prompt with answer, in tokens; 0: the preset's, else 8192."""
-    gpus: str = ""
+    gpus: Annotated[str, tyro.conf.Suppress] = ""
     """CUDA_VISIBLE_DEVICES of the server, e.g. '0,1'; empty: this process's."""
     tensor_parallel: int = 0
-    """GPUs per model; 0: as many as `gpus` names, else 1."""
+    """GPUs per model; 0: as many as its entry of gpus lists, else 1."""
     gpu_memory: float = 0.9
-    """Share of each GPU's memory that the server may take."""
+    """Share of each GPU's memory to use; models that share GPUs share it evenly."""
     cpu: bool = False
-    """Serve on the CPU (vLLM: scripts/setup_vllm_cpu.sh): eager, without compilation."""
+    """Serve on the CPU, eagerly (scripts/setup_vllm_cpu.sh)."""
     dtype: str = "auto"
     """Weights' dtype: auto, bfloat16, float16 or float32."""
     startup_s: float = 1200.0
-    """Longest time until the server is ready, in seconds."""
-    extra: tuple[str, ...] = ()
-    """More arguments for the engine."""
+    """Longest time until a model is ready, in seconds."""
+    extra: str = ""
+    """More arguments for the engine, as one text: --extra="--seed 1"."""
 
     @property
     def preset(self) -> Preset:
@@ -88,13 +131,36 @@ class ServeConfig:
     @property
     def url(self) -> str:
         """Address of the server for clients on this machine."""
-        return address(self.host, self.port)
+        host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
-def address(host: str, port: int) -> str:
-    """Where clients on this machine find a server that listens on `host`."""
-    here = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://{f'[{here}]' if ':' in here else here}:{port}"
+def for_models(models: tuple[str, ...], gpus: tuple[str, ...], base: ServeConfig) -> list[ServeConfig]:
+    """One configuration per model, written MODEL or NAME=MODEL, on consecutive ports.
+
+    gpus: CUDA_VISIBLE_DEVICES of each; without them the models share the GPUs and their memory. Raises JudgeError for
+    no model, two of one name, or GPUs that do not match.
+    """
+    if not models:
+        raise JudgeError(f"name a model to serve: {', '.join(PRESETS)}, a checkpoint folder or a hub id")
+    if gpus and len(gpus) != len(models):
+        raise JudgeError(
+            f"--gpus: expected one entry per model ({len(models)}), its GPUs joined by commas (0,1 2); got {len(gpus)}"
+        )
+    if base.name and len(models) > 1:
+        raise JudgeError("--name is for a single model; write NAME=MODEL for each of several")
+    share = base.gpu_memory if gpus else round(base.gpu_memory / len(models), 3)
+    configs = []
+    for k, text in enumerate(models):
+        name, equals, model = text.partition("=")
+        if not equals or "/" in name:  # a path may hold an equals sign
+            name, model = base.name, text
+        own = gpus[k] if gpus else ""
+        configs.append(replace(base, model=model, name=name, port=base.port + k, gpus=own, gpu_memory=share))
+    names = [c.served_name for c in configs]
+    if twice := sorted({n for n in names if names.count(n) > 1}):
+        raise JudgeError(f"two models would be served as '{twice[0]}'; give them names: NAME=MODEL")
+    return configs
 
 
 def find_engine(engine: Engine, given: str) -> str:
@@ -129,68 +195,54 @@ def too_old(version: str) -> str:
 def command(config: ServeConfig) -> list[str]:
     """The engine's executable and arguments. Raises JudgeError for a model or engine that is not there or too old."""
     _check_model(config.model)
+    preset = config.preset
+    images = json.dumps({"image": preset.images, "video": 0})
+    options = {
+        "--served-model-name": config.served_name,
+        "--host": config.host,
+        "--port": config.port,
+        "--dtype": config.dtype,
+        "--tensor-parallel-size": config.tensor_parallel or len(config.gpus.split(",")),
+    }
     if config.runs_on == "sglang":
-        return [find_engine("sglang", config.sglang), *_sglang(config), *config.extra]
-    vllm = find_engine("vllm", config.vllm)
-    if why := too_old(vllm_version(vllm)):
-        raise JudgeError(f"{why} ({vllm}); `pip install -U vllm` in its environment, or name another one with --vllm")
-    return [vllm, *_vllm(config), *config.extra]
+        start = [find_engine("sglang", config.sglang), "serve", "--enable-multimodal", "--enable-metrics"]
+        options |= {
+            "--model-path": preset.model,
+            "--context-length": config.max_model_len or preset.max_model_len,
+            "--limit-mm-data-per-request": images,
+            "--log-level-http": "warning",  # the log stays small
+        }
+        options |= {"--chat-template": preset.chat_template} if preset.chat_template else {}
+        options |= {"--device": "cpu"} if config.cpu else {"--mem-fraction-static": config.gpu_memory}
+    else:
+        vllm = find_engine("vllm", config.vllm)
+        if reason := too_old(vllm_version(vllm)):
+            raise JudgeError(
+                f"{reason} ({vllm}); `pip install -U vllm` in its environment, or name another one with --vllm"
+            )
+        start = [vllm, "serve", preset.model, "--disable-uvicorn-access-log"]  # the log stays small
+        start += ["--enforce-eager"] if config.cpu else []
+        options |= {
+            "--max-model-len": config.max_model_len or preset.max_model_len,
+            "--limit-mm-per-prompt": images,
+            # the encoder cache must hold all images in flight
+            "--max-num-batched-tokens": max(8192, config.media_in_flight * config.vision_tokens),
+            "--shutdown-timeout": DRAIN_S,
+        }
+        options |= {} if config.cpu else {"--gpu-memory-utilization": config.gpu_memory}
+    return [*start, *(str(word) for option in options.items() for word in option), *shlex.split(config.extra)]
 
 
 def _check_model(model: str) -> None:
     if model in PRESETS or Path(model).is_dir():
         return
+    presets = ", ".join(PRESETS)
     if model.startswith(("/", ".")):
-        raise JudgeError(f"checkpoint folder not found: {model} (presets: {', '.join(PRESETS)})")
+        raise JudgeError(f"checkpoint folder not found: {model} (presets: {presets})")
     if "/" not in model:
         near = difflib.get_close_matches(model, PRESETS, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise JudgeError(
-            f"'{model}' is no preset, no folder and no hub id (OWNER/NAME){hint} Presets: {', '.join(PRESETS)}"
-        )
-
-
-def _vllm(config: ServeConfig) -> list[str]:
-    preset = config.preset
-    tokens = max(8192, config.media_in_flight * config.vision_tokens)  # the encoder cache must hold them all
-    options = {
-        "--served-model-name": config.served_name,
-        "--host": config.host,
-        "--port": str(config.port),
-        "--max-model-len": str(config.max_model_len or preset.max_model_len),
-        "--limit-mm-per-prompt": json.dumps({"image": preset.images, "video": 0}),
-        "--max-num-batched-tokens": str(tokens),
-        "--shutdown-timeout": str(DRAIN_S),
-        "--dtype": config.dtype,
-        "--tensor-parallel-size": str(_gpu_count(config)),
-    }
-    if not config.cpu:
-        options["--gpu-memory-utilization"] = str(config.gpu_memory)
-    flags = ["--disable-uvicorn-access-log", *(["--enforce-eager"] if config.cpu else [])]  # the log stays small
-    return ["serve", preset.model, *(word for pair in options.items() for word in pair), *flags]
-
-
-def _sglang(config: ServeConfig) -> list[str]:
-    preset = config.preset
-    options = {
-        "--model-path": preset.model,
-        "--served-model-name": config.served_name,
-        "--host": config.host,
-        "--port": str(config.port),
-        "--context-length": str(config.max_model_len or preset.max_model_len),
-        "--limit-mm-data-per-request": json.dumps({"image": preset.images, "video": 0}),
-        "--dtype": config.dtype,
-        "--tensor-parallel-size": str(_gpu_count(config)),
-        "--log-level-http": "warning",  # the log stays small
-    }
-    if preset.chat_template:
-        options["--chat-template"] = preset.chat_template
-    options |= {"--device": "cpu"} if config.cpu else {"--mem-fraction-static": str(config.gpu_memory)}
-    return ["serve", *(word for pair in options.items() for word in pair), "--enable-multimodal", "--enable-metrics"]
-
-
-def _gpu_count(config: ServeConfig) -> int:
-    return config.tensor_parallel or (len(config.gpus.split(",")) if config.gpus else 1)
+        raise JudgeError(f"'{model}' is no preset, no folder and no hub id (OWNER/NAME){hint} Presets: {presets}")
 
 
 def environment(config: ServeConfig) -> dict[str, str]:
@@ -209,27 +261,3 @@ def environment(config: ServeConfig) -> dict[str, str]:
     if Path(config.preset.model).is_dir():
         own |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     return os.environ | own
-
-
-def several(models: tuple[str, ...], ports: list[int], gpus: tuple[str, ...], base: ServeConfig) -> list[ServeConfig]:
-    """One configuration per model, each on its own loopback port; models without GPUs of their own share the memory.
-
-    A model may be written NAME=MODEL. Raises JudgeError for two models of one name.
-    """
-    if gpus and len(gpus) != len(models):
-        raise JudgeError(f"--gpus: expected one entry per model ({len(models)}), e.g. 0 1,2; got {len(gpus)}")
-    share = base.gpu_memory if gpus else round(base.gpu_memory / len(models), 3)
-    made = []
-    for k, (text, port) in enumerate(zip(models, ports, strict=True)):
-        config = replace(named(base, text), host="127.0.0.1", port=port, gpu_memory=share)
-        made.append(replace(config, gpus=gpus[k]) if gpus else config)
-    names = [c.served_name for c in made]
-    if twice := sorted({n for n in names if names.count(n) > 1}):
-        raise JudgeError(f"two models would be served as '{twice[0]}'; give them names: NAME=MODEL")
-    return made
-
-
-def named(base: ServeConfig, text: str) -> ServeConfig:
-    """`base` for a model written MODEL or NAME=MODEL."""
-    name, equals, model = text.partition("=")
-    return replace(base, model=model, name=name) if equals and "/" not in name else replace(base, model=text)

@@ -11,80 +11,48 @@ import asyncio
 import hashlib
 import json
 import os
-import re
 import threading
 import time
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge import answers
-from prefgrpo.judge.body import FORMATS, Encoded, encode, request_kind
+from prefgrpo.judge.body import Encoded, chat_body, encode
 from prefgrpo.judge.cache import shared_cache
 from prefgrpo.judge.endpoint import Endpoint, describe_error
 from prefgrpo.judge.loop import loop_thread
-from prefgrpo.judge.send import SendConfig, Sender, SendError
+from prefgrpo.judge.send import Sender, SendError
 from prefgrpo.judge.template import Template, label_ids, load_template, shipped
 from prefgrpo.judge.traffic import TRAFFIC
 from prefgrpo.judge.verdict import Answer, Pair, PairJudge, Verdict, two_label_softmax
 
 _PATH = "/v1/chat/completions"
 _SMALL = 3 * 256 * 256
-"""Numbers of a medium up to which handing it to another thread takes longer than encoding it."""
+"""Size of a medium up to which handing it to another thread takes longer than encoding it."""
 _CUT = ("length", "abort", "content_filter", "error")
-"""Reasons for which an answer has no end."""
+"""Finish reasons of an answer that has no end."""
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class HttpJudgeConfig(SendConfig):
-    """The judge behind HTTP."""
-
-    endpoints: tuple[str, ...] = ("http://127.0.0.1:8000",)
-    """OpenAI-compatible servers of the same model, with or without /v1; the least loaded one is asked."""
-    model: str = ""
-    """Served model name; empty: the only model that the server has."""
-    template: str = ""
-    """Name of a shipped template or path to one, '' for that of whatever asks (a pair: compare); clips are shown by
-    its sibling NAME_video if that is shipped."""
-    tokenizer: str = ""
-    """Folder or hub id of the judge's tokenizer: asks for the labels' own ids instead of the 20 likeliest tokens."""
-    image_format: str = "jpeg"
-    """jpeg (quality 95), webp or png (lossless)."""
-    min_label_mass: float = 0.01
-    """A soft verdict is missing if the two labels together have less probability than this."""
-    seed: int = 0
-    """Sampling seed sent with every request."""
-    max_pixels: int = 2048 * 2048
-    """Larger images are made smaller before they are sent; 0: never."""
-    cache: str = ""
-    """Folder of answers kept for a resumed run, which are not asked again; empty: none."""
-
-    def mistakes(self) -> list[str]:
-        """What is out of range, in words."""
-        bad = super().mistakes()
-        if self.image_format not in FORMATS:
-            bad.append(f"image_format must be one of {', '.join(FORMATS)}, got {self.image_format!r}")
-        if self.max_pixels < 0:
-            bad.append(f"max_pixels must be 0 or more, got {self.max_pixels}")
-        return bad
+_Key = tuple[Template, tuple[tuple[str, str], ...], tuple[str, ...], tuple[str, ...]]
+"""(template, texts, media ids, source ids) of a question."""
 
 
 class Client:
     """Asks one or several servers of one model; questions may come from any thread."""
 
-    def __init__(self, config: HttpJudgeConfig) -> None:
+    def __init__(self, config: JudgeConfig) -> None:
         self.config = config
         self.sender = Sender(config)
-        self._cache = shared_cache(config.cache) if config.cache else None
         self.users = 0
+        self._cache = shared_cache(config.cache) if isinstance(config.cache, str) and config.cache else None
         self._thread = loop_thread()
         self._tokenizer: Any = None
-        self._answers_as = ""
+        self._first_model = ""
         self._label_ids: dict[Template, tuple[int, ...] | None] = {}
         self._encodings: WeakKeyDictionary[Media, asyncio.Future[Encoded]] = WeakKeyDictionary()
         self._asked: WeakKeyDictionary[Media, dict[_Key, _Shared]] = WeakKeyDictionary()
@@ -111,24 +79,23 @@ class Client:
 
     def prepare(self, template: Template) -> None:
         """Find the labels' token ids where the judge's tokenizer is known; JudgeError if they have none."""
-        if template not in self._label_ids:
-            self._label_ids[template] = self._ids(template)
+        if template in self._label_ids:
+            return
+        ids = None
+        if self.config.tokenizer and template.labels is not None and template.answer == "soft":
+            if self._tokenizer is None:
+                from transformers import AutoTokenizer  # only where it is asked for
+
+                self._tokenizer = AutoTokenizer.from_pretrained(self.config.tokenizer)
+            first, second = label_ids(self._tokenizer, template)
+            ids = first + second
+        self._label_ids[template] = ids
 
     def close(self) -> None:
         """One user less; stops probing after the last (the process's connection pool stays for others)."""
         self.users -= 1
         if self.users <= 0:
             self.sender.close()
-
-    def _ids(self, template: Template) -> tuple[int, ...] | None:
-        if not self.config.tokenizer or template.labels is None or template.answer != "soft":
-            return None
-        if self._tokenizer is None:
-            from transformers import AutoTokenizer  # only where it is asked for
-
-            self._tokenizer = AutoTokenizer.from_pretrained(self.config.tokenizer)
-        first, second = label_ids(self._tokenizer, template)
-        return first + second
 
     async def answer(
         self,
@@ -138,7 +105,7 @@ class Client:
         source: Sequence[Media] = (),
         once: bool = False,
     ) -> Answer:
-        """`ask` for those who are on the loop (see `run`) and have prepared the template."""
+        """`ask` for coroutines on the loop (see `run`), after `prepare`."""
         start = time.monotonic()
         if template.takes_source and not source:
             return Answer(None, f"template '{template.name}' shows the source image, and the sample has none")
@@ -164,23 +131,22 @@ class Client:
             if media.pixels.size > _SMALL:
                 self._encodings[media] = loop.run_in_executor(None, work)
             else:
-                found = loop.create_future()
-                found.set_result(work())
-                self._encodings[media] = found
+                encoded = work()
+                self._encodings[media] = loop.create_future()
+                self._encodings[media].set_result(encoded)
         return await asyncio.shield(self._encodings[media])
 
     async def _request(
         self, template: Template, values: Mapping[str, str], media: list[Encoded], source: list[Encoded]
     ) -> Answer:
-        """The kept answer to a question; else send it, read what comes, and keep that."""
-        start, texts = time.monotonic(), dict(values)
+        """The kept answer to a question; else send it, read the answer, and keep that."""
+        start = time.monotonic()
         TRAFFIC["questions"] += 1
-        prompt = texts.pop("prompt", "")
 
         def body(model: str, vllm: bool, carried: Collection[str] | None) -> bytes:
-            kind = request_kind(model, template, self.config.seed, self._label_ids[template], vllm)
-            shown, before = ([_part(e, carried) for e in group] for group in (media, source))
-            return kind.body(prompt, shown, before, texts)
+            ids = self._label_ids[template] if vllm else None
+            shown, before = ([e.part(carried) for e in group] for group in (media, source))
+            return chat_body(model, template, values, shown, before, ids)
 
         def write(endpoint: Endpoint, carried: Collection[str] | None) -> bytes:
             return body(self.sender.model, endpoint.vllm, carried)
@@ -198,32 +164,28 @@ class Client:
             reply = await self.sender.send(_PATH, write, self._choice, uuids, template.timeout_s)
         except SendError as error:
             return Answer(None, str(error), time.monotonic() - start, retries=error.retries)
-        found = Answer(None, "", time.monotonic() - start, retries=reply.retries)
+        answer = Answer(None, "", time.monotonic() - start, retries=reply.retries)
         try:
-            found = read(template, reply.value, found, self.config.min_label_mass)
+            answer = read(template, reply.value, answer, self.config.min_label_mass)
         except answers.Unreadable as error:
-            found = replace(found, reason=str(error))
+            answer = replace(answer, reason=str(error))
         if self._cache is not None and key:
-            self._cache.put(key, found)
-        if found.reason:
+            self._cache.put(key, answer)
+        if answer.reason:
             TRAFFIC.update(unread=1, wasted_us=reply.spent_us)
-        return found
+        return answer
 
     def _choice(self, url: str, payload: bytes) -> dict[str, Any]:
-        """The first choice; Unreadable if it is neither of the model that was asked nor of the one, under whatever
-        name (a proxy may have its own), that answered first."""
-        found, told = first_choice(url, payload)
-        self._answers_as = self._answers_as or told
-        if told not in ("", self._answers_as) and not _same_model(self.sender.model, told):
+        """The first choice; Unreadable if another model answered than the one that was asked or answered first (a
+        proxy may have a name of its own)."""
+        choice, model = first_choice(url, payload)
+        self._first_model = self._first_model or model
+        if model not in ("", self._first_model, self.sender.model):
             raise answers.Unreadable(
-                f"{url} was asked for the model '{self.sender.model}', and '{told[:80]}' answered, not "
-                f"'{self._answers_as[:80]}' as before: expected one model throughout a run"
+                f"{url} was asked for the model '{self.sender.model}', and '{model[:80]}' answered, not "
+                f"'{self._first_model[:80]}' as before: expected one model throughout a run"
             )
-        return found
-
-
-_Key = tuple[Template, tuple[tuple[str, str], ...], tuple[str, ...], tuple[str, ...]]
-"""(template, texts, media ids, source ids) of a question."""
+        return choice
 
 
 class _Shared:
@@ -244,16 +206,19 @@ class _Shared:
         finally:
             self.waiting -= 1
             if not self.waiting and not self.task.done():
-                self.given_up = self.task.cancel()  # who asks a moment later asks anew
+                self.given_up = self.task.cancel()
 
 
 class HttpJudge(PairJudge):
-    """Asks one or several servers which of two media is better; pairs may be submitted from any thread."""
+    """Asks one or several servers which of two media is better; pairs may be submitted from any thread.
+
+    Clips are shown by the template NAME_video if that is shipped.
+    """
 
     streams = True
     clips = True
 
-    def __init__(self, config: HttpJudgeConfig) -> None:
+    def __init__(self, config: JudgeConfig) -> None:
         name = config.template or "compare"
         self.config, self.template, video = config, load_template(name), f"{name}_video"
         self.clip_template = load_template(video) if video in shipped() else self.template
@@ -265,7 +230,7 @@ class HttpJudge(PairJudge):
     def submit(self, prompt: str, first: Media, second: Media, source: Sequence[Media] = ()) -> Future[Verdict]:
         """Send one pair; the future always ends with a Verdict unless it is cancelled."""
         template = self.clip_template if first.clip or second.clip else self.template
-        return loop_thread().submit(self._judge(template, prompt, (first, second), tuple(source)))
+        return self.client.run(self._judge(template, prompt, (first, second), tuple(source)))
 
     def judge_group(
         self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
@@ -286,11 +251,11 @@ class HttpJudge(PairJudge):
         return Verdict(a.value, reason, a.latency_s, a.raw, a.retries, a.parts, a.cached)
 
 
-_clients: WeakValueDictionary[tuple[int, HttpJudgeConfig], Client] = WeakValueDictionary()
+_clients: WeakValueDictionary[tuple[int, JudgeConfig], Client] = WeakValueDictionary()
 _lock = threading.Lock()
 
 
-def shared_client(config: HttpJudgeConfig) -> Client:
+def shared_client(config: JudgeConfig) -> Client:
     """This process's client for a config's servers and options, whatever its template; `close` it when done."""
     key = replace(config, endpoints=tuple(config.endpoints), template="")
     with _lock:
@@ -299,13 +264,6 @@ def shared_client(config: HttpJudgeConfig) -> Client:
             client = _clients[os.getpid(), key] = Client(key)
         client.users += 1
         return client
-
-
-def _part(medium: Encoded, carried: Collection[str] | None) -> bytes:
-    """A medium's content part: plain where no ids are used, with data or by its id."""
-    if carried is None:
-        return medium.plain
-    return medium.with_data if medium.uuid in carried else medium.id_only
 
 
 def first_choice(url: str, payload: bytes) -> tuple[dict[str, Any], str]:
@@ -319,32 +277,24 @@ def first_choice(url: str, payload: bytes) -> tuple[dict[str, Any], str]:
         ) from error
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise answers.Unreadable(f"{url} sent a chat completion without choices")
-    told = value.get("model")
-    return choices[0], told if isinstance(told, str) else ""
+    model = value.get("model")
+    return choices[0], model if isinstance(model, str) else ""
 
 
-def _same_model(asked: str, told: str) -> bool:
-    """Whether a name is the one asked for, up to its folder and a date after it (gpt-4o, gpt-4o-2024-08-06)."""
-    asked, told = (name.rstrip("/").rpartition("/")[2].casefold() for name in (asked, told))
-    rest = told.removeprefix(asked)
-    return told == asked or (rest != told and re.fullmatch(r"[-@:](latest|\d[\d.-]*)", rest) is not None)
-
-
-def read(template: Template, choice: Mapping[str, Any], found: Answer, min_label_mass: float) -> Answer:
-    """`found` with what a choice says under the template; Unreadable if there is nothing to read."""
+def read(template: Template, choice: Mapping[str, Any], answer: Answer, min_label_mass: float) -> Answer:
+    """`answer` with what a choice says under the template; Unreadable if there is nothing to read."""
     if template.answer == "soft" and template.labels:
         first, second = answers.label_logprobs(choice, template.labels, template.variants)
         value, reason = two_label_softmax(first, second, min_label_mass)
-        return replace(found, value=value, reason=reason, raw=f"logp {first:.4f} {second:.4f}")
+        return replace(answer, value=value, reason=reason, raw=f"logp {first:.4f} {second:.4f}")
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else None
     if not isinstance(text, str):
         raise answers.Unreadable("the server's answer has no text")
-    text = text.encode("utf-8", "replace").decode()  # half of a surrogate pair cannot be written to a log
+    text = text.encode("utf-8", "replace").decode()  # a lone surrogate cannot be written to a log
     try:
         value, parts = answers.read(template, text, choice.get("finish_reason") in _CUT)
     except answers.Unreadable as error:
-        return replace(found, reason=str(error), raw=text)
-    return replace(
-        found, value=value, parts=parts, raw=answers.after_thoughts(text) if template.answer == "text" else text
-    )
+        return replace(answer, reason=str(error), raw=text)
+    raw = answers.after_thoughts(text) if template.answer == "text" else text
+    return replace(answer, value=value, parts=parts, raw=raw)

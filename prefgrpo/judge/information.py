@@ -1,10 +1,8 @@
 """Whether verdicts depend on what the judge was shown: known answers before a run, counts during it.
 
-A judge can be valid and say nothing: always a tie, always the same side, or pictures mixed up. Verdicts are
-(shown first, shown second, P(first) or None). A soft verdict's position bias is taken out before its side is read,
-because the two orders of a pair cancel it; a verdict of exactly 0, ½ or 1 is a statement and is taken as it is (and so
-is every verdict where the win rates round them). Invariant: less evidence than `FEW` verdicts or `FEW_PAIRS` swapped
-pairs never raises an alarm.
+The position bias of soft verdicts is removed before their side is read, because the two orders of a pair cancel it; a
+verdict of exactly 0, ½ or 1 is a statement and is taken as it is (and so is every verdict where the win rates round
+them). Fewer than `FEW` verdicts or `FEW_PAIRS` swapped pairs never raise an alarm.
 """
 
 from __future__ import annotations
@@ -38,17 +36,12 @@ PROBES = {"yellow": ("blue", "red", "noise"), "white": ("black", "green"), "blac
 """Colour that is asked for → what stands beside it. Neither the lighter nor the darker one is always right."""
 
 
-# ---- before a run -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Known:
     """How a judge answered pairs with known answers, each in both orders."""
 
     asked: int
     """Questions."""
-    answered: int
-    """Verdicts."""
     right: int
     """Verdicts for the picture that shows what the caption says."""
     problem: str
@@ -70,38 +63,39 @@ def known_answers(judge: PairJudge, template: Template, clips: bool = False) -> 
     clips = clips or template.name.endswith("_video")
     shown = {name: Media(np.stack([p, p]) if clips else p) for name, p in pixels.items()}
     source = [Media(np.full((64, 64, 3), 128, np.uint8))]
-    judged: list[Judged] = []
+    answers: list[tuple[bool, float]] = []
     reasons: list[str] = []
     for colour, others in PROBES.items():
         task = f"Make the whole picture plain {colour}" if template.takes_source else f"a plain {colour} picture"
         pairs: list[Pair] = [pair for k in range(len(others)) for pair in ((0, k + 1), (k + 1, 0))]
         verdicts = judge.judge_group(task, [shown[name] for name in (colour, *others)], pairs, source)
-        judged += [(i, j, v.first) for (i, j), v in zip(pairs, verdicts, strict=True)]
+        answers += [(i == 0, v.first) for (i, _), v in zip(pairs, verdicts, strict=True) if v.first is not None]
         reasons += [v.reason for v in verdicts if v.first is None]
-    found = np.array([(i == 0, p) for i, _, p in judged if p is not None], np.float64).reshape(-1, 2)
-    sides = _unbiased(found[:, 1], False)
-    right = int((sides == np.where(found[:, 0], 1, -1)).sum())
-    problem = _named(_side(found[:, 1]), right)
-    if len(found) < RIGHT * len(judged):
-        problem = f"gave no verdict on {len(judged) - len(found)} of {len(judged)} plain pictures: {reasons[0]}"
-    return Known(len(judged), len(found), right, problem)
+    asked = len(answers) + len(reasons)
+    first, p = np.array(answers, np.float64).reshape(-1, 2).T
+    right = int((_unbiased(p, False) == np.where(first, 1, -1)).sum())
+    problem = _problem(_side(p), right)
+    if len(answers) < RIGHT * asked:
+        problem = f"gave no verdict on {len(reasons)} of {asked} plain pictures: {reasons[0]}"
+    return Known(asked, right, problem)
 
 
-def _named(sides: NDArray[np.float64], right: int) -> str:
+def _problem(sides: NDArray[np.float64], right: int) -> str:
     """What is wrong with answers to pairs with known answers; '' if enough are right."""
     count = f"{right} of {len(sides)} known answers are right"
-    if right >= RIGHT * len(sides):
+    enough = RIGHT * len(sides)
+    if right >= enough:
         return ""
     if not sides.any():
         return f"always answers a tie ({count})"
-    if abs(sides.sum()) == len(sides):
-        return f"always prefers the picture shown {'first' if sides[0] > 0 else 'second'} ({count})"
-    if right <= (1 - RIGHT) * len(sides):
+    for side, chosen in (("first", int((sides > 0).sum())), ("second", int((sides < 0).sum()))):
+        if chosen == len(sides):
+            return f"always prefers the picture shown {side} ({count})"
+        if chosen >= enough:
+            return f"has a position bias: it prefers the picture shown {side} {chosen} of {len(sides)} times ({count})"
+    if right <= len(sides) - enough:
         return f"prefers the wrong picture ({count}); are the template's labels, or its pictures, in the wrong order?"
-    return f"mixes the pictures up or does not see them ({count})"
-
-
-# ---- during a run -------------------------------------------------------------------------------------------------
+    return f"does not see the pictures, or confuses them ({count})"
 
 
 def evidence(groups: Iterable[Sequence[Judged]], rounded: bool) -> NDArray[np.float64]:
@@ -127,12 +121,13 @@ def without_information(found: NDArray[np.float64]) -> str:
     if ties == count >= FEW:
         return f"all {count:.0f} verdicts are ties"
     if pairs >= FEW_PAIRS and swapped > CONTRADICTIONS * pairs:
-        message = f"{swapped:.0f} of {pairs:.0f} pairs with a winner in both orders have another one when swapped"
-        return f"{message}, more than {CONTRADICTIONS:.0%}"
+        return (
+            f"the winner changes with the order in {swapped:.0f} of {pairs:.0f} pairs, more than {CONTRADICTIONS:.0%}"
+        )
     constant = not soft or squares / count - (total / count) ** 2 < (TIE if pairs else SPREAD) ** 2
     if first + second >= FEW and constant and (not first or not second):
         side = "first" if first else "second"
-        return f"all {first + second:.0f} verdicts that are no ties are for the one shown {side}"
+        return f"all {first + second:.0f} verdicts, ties aside, prefer the one shown {side}"
     return ""
 
 
@@ -141,14 +136,11 @@ class Alarm:
 
     def __init__(self) -> None:
         self.steps = 0
-        """Steps in a row without information; those with little evidence are put together and count as one."""
+        """Steps in a row without information; those with little evidence are pooled and count as one."""
         self._found = evidence([], False)
 
     def add(self, found: NDArray[np.float64]) -> str:
-        """Take a step's evidence; what is wrong with it (and the steps before it that had too little), '' if nothing.
-
-        `steps` says for how long that has been so.
-        """
+        """Add a step's evidence; what is wrong with it and the steps before it that had too little, '' if nothing."""
         self._found = self._found + found
         count, ties, *_, pairs, _ = self._found.tolist()
         if count < FEW or (ties < count and (count - ties < FEW or 0 < pairs < FEW_PAIRS)):

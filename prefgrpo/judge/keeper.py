@@ -1,8 +1,7 @@
-"""Keeps one engine: python keeper.py PARENT SECONDS COMMAND … runs the command, and ends it when PARENT has died.
+"""python keeper.py PARENT SECONDS COMMAND …: runs an engine, and ends it when PARENT dies.
 
-It leads the engine's process group and imports nothing of this package, so it starts at once. SIGTERM is passed on to
-the engine alone, which ends its workers itself; a group that is still there SECONDS later is killed. Invariant: no
-process of the group outlives the parent by more than that, even one that hangs while it starts.
+It leads the engine's process group and imports nothing of this package, so it starts at once. SIGTERM goes on to the
+engine alone, which ends its own workers; a group that is still there SECONDS later is killed.
 """
 
 from __future__ import annotations
@@ -14,35 +13,34 @@ import subprocess
 import sys
 import time
 
-_LAST_S = 5.0
-"""What workers get to follow their engine, once the parent has died."""
+_WORKERS_S = 5.0
+"""How long workers may take to follow their engine, once the parent has died."""
 
 
 def main(parent: int, seconds: float, command: list[str]) -> int:
-    """The engine's exit code, as a shell gives it."""
-    told: list[float] = []
-    signal.signal(signal.SIGTERM, lambda *_: told.append(time.monotonic()))
-    engine = subprocess.Popen(command, preexec_fn=_follow)
-    passed_on = False
-    while (code := engine.poll()) is None:
-        if os.getppid() != parent and not told:
-            told.append(time.monotonic())
-        if told and not passed_on:
-            passed_on = True
-            engine.terminate()
-        if told and time.monotonic() > told[0] + seconds:
-            os.killpg(0, signal.SIGKILL)  # this process too
-        time.sleep(0.1)
+    """The engine's exit code, as a shell reports it."""
+    engine = subprocess.Popen(command, preexec_fn=_end_with_keeper)
+    try:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
+        while engine.poll() is None and os.getppid() == parent:
+            time.sleep(0.1)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    engine.terminate()
+    try:
+        code = engine.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(0, signal.SIGKILL)  # this process too
     if os.getppid() != parent:
-        time.sleep(_LAST_S)
+        time.sleep(_WORKERS_S)
         os.killpg(0, signal.SIGKILL)
     return code if code >= 0 else 128 - code
 
 
-def _follow() -> None:
-    """Ask Linux to end the engine should its keeper be killed."""
+def _end_with_keeper() -> None:
+    """Linux: the engine gets SIGTERM if its keeper is killed."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The process's one event loop for judging, in its own daemon thread, with one connection pool.
+"""The process's one event loop for judging, in a daemon thread of its own, with one connection pool.
 
 Connections are kept 2 s, less than a server's 5 s: a server that closes an idle connection while a request is being
-written into it is what drops requests. Invariant: one loop and one pool per process, a forked child gets its own.
+written into it drops that request. Invariant: one loop and one pool per process; a forked child gets its own.
 """
 
 from __future__ import annotations
@@ -27,12 +27,8 @@ class LoopThread:
         self.loop = asyncio.new_event_loop()
         self.loop.set_default_executor(ThreadPoolExecutor(2, thread_name_prefix="judge-encode"))
         self._session: aiohttp.ClientSession | None = None
-        threading.Thread(target=self._run, name="judge-loop", daemon=True).start()
+        threading.Thread(target=self.loop.run_forever, name="judge-loop", daemon=True).start()
         atexit.register(self.close)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
 
     def session(self) -> aiohttp.ClientSession:
         """The connection pool; call on the loop."""

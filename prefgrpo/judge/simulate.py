@@ -1,16 +1,16 @@
-"""How well a pair plan orders a group for its calls: on simulated verdicts, or on those of a run's log.
+"""`prefgrpo judge plan`: how well each pair plan orders a group for its calls, simulated or on a run's log.
 
     logit P(i better, i shown first) = q_i − q_j + bias + noise · ε_ij,   q ~ N(0, spread²),  ε ~ N(0, 1)
 
 A judge at temperature 0 answers one question always alike, so ε belongs to the ordered pair: it is drawn once, and
-both_orders averages two of them. Invariant: all plans and rates see the same verdicts of the same groups.
+both_orders averages two of them. All plans and rates see the same verdicts of the same groups.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +23,10 @@ from prefgrpo.judge.verdict import JudgeError
 Floats = NDArray[np.float64]
 FULL = "both_orders"
 RATES: tuple[Rate, ...] = ("win_rate", "bradley_terry")
-_ROUND = 6
-"""Decimals of a rate that count: equal members differ by rounding."""
-_EXTREME = 1e-6
-"""Probabilities closer to 0 or 1 than this have no useful logit."""
+GOAL = 0.95
+"""Rank correlation with the full plan that counts as the same order."""
+SHARE = 0.4
+"""Budget where none is given, as a share of round_robin's calls."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,6 @@ class Correlation:
     mean: float
     half: float
 
-    @property
-    def low(self) -> float:
-        """Lower end of the interval."""
-        return self.mean - self.half
-
     def __str__(self) -> str:
         return f"{self.mean:.3f} ± {self.half:.3f}"
 
@@ -86,11 +81,9 @@ class Row:
     rounds: int
     """How often it waits for answers before it asks on."""
     spearman: Correlation
-    """Rank correlation with the win rates of the full both_orders plan."""
-    kendall: Correlation
+    """Rank correlation with the win rates of the full plan."""
     true_spearman: Correlation | None
     """Rank correlation with the true qualities."""
-    true_kendall: Correlation | None
 
 
 def simulated(judge: JudgeModel, size: int, repeats: int, seed: int) -> Groups:
@@ -112,55 +105,47 @@ def simulated(judge: JudgeModel, size: int, repeats: int, seed: int) -> Groups:
 
 
 def replayed(path: Path) -> Groups:
-    """Groups of a run's judgements.jsonl that were judged in both orders. Raises JudgeError if there is none.
+    """The largest groups of a run's judgements.jsonl that were judged in both orders. Raises JudgeError without two.
 
-    A last line without its end, as a killed run leaves it, is left out.
+    An unfinished last line, as a killed run leaves it, is ignored.
     """
-    found: dict[tuple[str, int, int], dict[tuple[int, int], float]] = {}
+    groups: dict[tuple[str, int, int], dict[tuple[int, int], float]] = {}
     try:
-        for line in path.read_bytes().splitlines(keepends=True):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                if line.endswith(b"\n"):
-                    raise
-                break
+        for line in path.read_bytes().rpartition(b"\n")[0].splitlines():
+            row = json.loads(line)
             value = np.nan if row["p_first"] is None else row["p_first"]
-            found.setdefault((row["reward"], row["step"], row["group"]), {})[row["first"], row["second"]] = value
+            groups.setdefault((row["reward"], row["step"], row["group"]), {})[row["first"], row["second"]] = value
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise JudgeError(f"{path}: expected the judgements.jsonl of a run ({error})") from error
-    sizes = [1 + max(max(pair) for pair in pairs) for pairs in found.values()]
-    full = [(n, pairs) for n, pairs in zip(sizes, found.values(), strict=True) if len(pairs) == n * (n - 1)]
-    size = max((n for n, _ in full), default=0)
-    full = [(n, pairs) for n, pairs in full if n == size]
+    sizes = {key: 1 + max(map(max, pairs)) for key, pairs in groups.items()}
+    full = [key for key, n in sizes.items() if len(groups[key]) == n * (n - 1)]
+    size = max((sizes[key] for key in full), default=0)
+    full = [key for key in full if sizes[key] == size]
     if len(full) < 2:
         raise JudgeError(f"{path} has {len(full)} groups that were judged in both orders; expected at least 2")
-    if all(np.isnan(p) for _, pairs in full for p in pairs.values()):
-        raise JudgeError(f"{path}: all comparisons of its {len(full)} groups failed; expected verdicts")
     verdicts = np.full((len(full), size, size), np.nan)
-    for k, (_, pairs) in enumerate(full):
-        for (i, j), p in pairs.items():
-            verdicts[k, i, j] = p
+    for k, key in enumerate(full):
+        for pair, p in groups[key].items():
+            verdicts[k][pair] = p
+    if np.isnan(verdicts).all():
+        raise JudgeError(f"{path}: all comparisons of its {len(full)} groups failed; expected verdicts")
     return Groups(verdicts)
 
 
 def resembling(groups: Groups) -> JudgeModel:
     """The simulated judge that fits these verdicts by least squares in logits."""
-    p = np.clip(groups.verdicts, _EXTREME, 1.0 - _EXTREME)
+    p = np.clip(groups.verdicts, 1e-6, 1.0 - 1e-6)
     logit = np.log(p / (1.0 - p))
     odd = (logit - logit.transpose(0, 2, 1)) / 2
     quality = np.nansum(odd, 2) / groups.size
-    bias = position_bias([_all(v) for v in groups.verdicts])
+    bias = position_bias(
+        [[(int(i), int(j), float(v[i, j])) for i, j in np.argwhere(~np.isnan(v))] for v in groups.verdicts]
+    )
     fitted = quality[:, :, None] - quality[:, None, :] + bias
-    there = ~np.isnan(p)
-    ties, failed = np.mean(p[there] == 0.5), 1.0 - there.mean() - 1.0 / groups.size
-    band = float(np.quantile(np.abs(fitted[there]), ties)) if ties else 0.0
+    exists = ~np.isnan(p)
+    ties, failed = np.mean(p[exists] == 0.5), 1.0 - exists.mean() - 1.0 / groups.size
+    band = float(np.quantile(np.abs(fitted[exists]), ties)) if ties else 0.0
     return JudgeModel(float(np.nanstd(logit - fitted)), float(quality.std()), bias, band, max(float(failed), 0.0))
-
-
-def _all(verdicts: Floats) -> list[Judged]:
-    """Everything that is known of a group."""
-    return [(int(i), int(j), float(verdicts[i, j])) for i, j in np.argwhere(~np.isnan(verdicts))]
 
 
 def play(plan: str, groups: Groups, seed: int) -> tuple[list[list[Judged]], int]:
@@ -188,31 +173,22 @@ def measure(
         played, rounds = play(plan, groups, seed)
         for rate in RATES:
             values = rate_groups(groups.size, played, Rating(rate, verdict, bias)).values
-            true = None if groups.truth is None else correlations(values, groups.truth)
-            rows.append(Row(plan, rate, len(played[0]), rounds, *correlations(values, full), *(true or (None, None))))
+            true = None if groups.truth is None else spearman(values, groups.truth)
+            rows.append(Row(plan, rate, len(played[0]), rounds, spearman(values, full), true))
     return rows
 
 
-def correlations(a: Floats, b: Floats) -> tuple[Correlation, Correlation]:
-    """(Spearman, Kendall τ-b) of the rows of a and b [N, G], over the members that both have."""
+def spearman(a: Floats, b: Floats) -> Correlation:
+    """Of the rows of a and b [N, G], over the members that both have; constant rows do not count."""
     both = ~np.isnan(a) & ~np.isnan(b)
-    kept = [np.round(np.where(both, x, 0.0), _ROUND) for x in (a, b)]
     pairs = both[:, :, None] & both[:, None, :]
-    order = [np.sign(x[:, :, None] - x[:, None, :]) * pairs for x in kept]
-    ranks = [o.sum(2) for o in order]  # twice the centred average rank
-    return _mean(_cosine(*ranks)), _mean(_cosine(*(o.reshape(len(o), -1) for o in order)))
-
-
-def _cosine(a: Floats, b: Floats) -> Floats:
-    size = np.sqrt((a * a).sum(1) * (b * b).sum(1))
-    return np.divide((a * b).sum(1), size, out=np.full(len(a), np.nan), where=size > 0)
-
-
-def _mean(values: Floats) -> Correlation:
-    values = values[~np.isnan(values)]
-    if not len(values):
+    values = [np.round(np.where(both, x, 0.0), 6) for x in (a, b)]  # equal members differ by rounding
+    x, y = ((np.sign(v[:, :, None] - v[:, None, :]) * pairs).sum(2) for v in values)  # twice the centred ranks
+    norm = np.sqrt((x * x).sum(1) * (y * y).sum(1))
+    found = (x * y).sum(1)[norm > 0] / norm[norm > 0]
+    if not len(found):
         return Correlation(float("nan"), float("nan"))
-    return Correlation(float(values.mean()), 1.96 * float(values.std(ddof=1)) / len(values) ** 0.5)
+    return Correlation(float(found.mean()), 1.96 * float(found.std(ddof=1)) / len(found) ** 0.5)
 
 
 def best(rows: Sequence[Row], budget: int) -> Row | None:
@@ -222,6 +198,100 @@ def best(rows: Sequence[Row], budget: int) -> Row | None:
 
 
 def cheapest(rows: Sequence[Row], least: float) -> Row | None:
-    """The plan and rate with the fewest calls whose correlation with the full plan is surely at least `least`."""
-    good = [row for row in rows if row.spearman.low >= least]
+    """The plan and rate with the fewest calls whose whole interval is at least `least`."""
+    good = [row for row in rows if row.spearman.mean - row.spearman.half >= least]
     return min(good, key=lambda row: (row.calls, -row.spearman.mean), default=None)
+
+
+def usual_plans(size: int, budget: int) -> list[str]:
+    """Plans that fit a group of `size`, with the budget's own."""
+    numbered = [f"{name}({n})" for name in ("k_regular", "swiss") for n in (2, 3, 4, 5, 6, 8, 9, 12) if n < size]
+    fitting = []
+    for name in ["tournament", *numbered, f"budget({budget})", "round_robin", FULL]:
+        try:
+            get_plan(name)(size, 0, ())
+        except ValueError:
+            continue
+        fitting.append(name)
+    return fitting
+
+
+def report(rows: Sequence[Row], budget: int, size: int) -> str:
+    """A table by calls, with a star where the whole interval reaches the goal; and which plan to take."""
+    every = size * (size - 1) // 2
+    truth = "with the true qualities" if rows[0].true_spearman else ""
+    lines = [f"{'plan':<14}{'rate':<15}{'calls':>5} {'of round_robin':>14} {'rounds':>6}     with {FULL}  {truth}"]
+    for row in sorted(rows, key=lambda r: (r.calls, r.plan, r.rate)):
+        star = "*" if cheapest([row], GOAL) else " "
+        lines.append(
+            f"{row.plan:<14}{row.rate:<15}{row.calls:>5} {row.calls / every:>13.0%} {row.rounds:>7}   {star} "
+            f"{row.spearman!s:<16}  {row.true_spearman or ''}"
+        )
+    if all(np.isnan(row.spearman.mean) for row in rows):
+        lines.append(f"{FULL} gives no group an order (its verdicts are ties), so no plan can be compared")
+    else:
+        for goal, none, good in (
+            (f"best for {budget} calls", f"no plan fits {budget} calls", best(rows, budget)),
+            (f"fewest calls for {GOAL} with {FULL}", f"no plan reaches {GOAL} with {FULL}", cheapest(rows, GOAL)),
+        ):
+            share = f"{good.calls} calls ({good.calls / every:.0%} of round_robin)" if good else ""
+            lines.append(f"{goal}: {good.plan} with {good.rate}, {share}: {good.spearman}" if good else none)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def plan(
+    group_size: int = 24,
+    judge_noise: float = 1.0,
+    spread: float = 2.0,
+    position_bias: float = 0.5,
+    ties: float = 0.0,
+    missing: float = 0.0,
+    verdict: VerdictKind = "soft",
+    bias: Bias = 0.0,
+    budget: int = 0,
+    plans: Sequence[str] = (),
+    repeats: int = 200,
+    seed: int = 0,
+    judgements: Path | None = None,
+    out: Path | None = None,
+) -> int:
+    """Calls against rank correlation of every pair plan, and the best one for a budget.
+
+    Args:
+        group_size: Members of a group (G).
+        judge_noise: Noise of one verdict, in logits (simulation: see docs/judging.md).
+        spread: Spread of the members' qualities, in logits.
+        position_bias: What being shown first adds, in logits.
+        ties: Verdicts nearer to even than this, in logits, are ties.
+        missing: Share of verdicts that fail.
+        verdict: soft: probabilities; hard: each verdict rounded, as of a judge that writes its answer.
+        bias: Position bias that the rates take out, in logits, or fit.
+        budget: Calls that may be spent on a group; 0: 40 % of round_robin's.
+        plans: Plans to compare; none: all that fit the group.
+        repeats: Simulated groups.
+        seed: Seed of the groups and the plans.
+        judgements: A run's judgements.jsonl with plan both_orders: compare on its verdicts and simulate nothing.
+        out: JSON file of the rows.
+    """
+    if budget < 0:
+        raise JudgeError(f"--budget: expected 0 (40 % of round_robin's calls) or more calls, got {budget}")
+    if judgements is None:
+        judge = JudgeModel(judge_noise, spread, position_bias, ties, missing)
+        groups, kind = simulated(judge, group_size, repeats, seed), "simulated "
+    else:
+        groups, kind = replayed(judgements), ""
+        judge = resembling(groups)
+    budget = budget or max(round(SHARE * groups.size * (groups.size - 1) / 2), groups.size // 2)
+    try:
+        rows = measure(groups, plans or usual_plans(groups.size, budget), verdict, bias, seed)
+    except ValueError as error:
+        raise JudgeError(str(error)) from error
+    print(
+        f"{kind}{len(groups.verdicts)} groups of {groups.size}, as with --judge-noise {judge.noise:.2f} --spread "
+        f"{judge.spread:.2f} --position-bias {judge.bias:.2f} --ties {judge.ties:.2f} --missing {judge.missing:.3f}; "
+        f"{verdict} verdicts; Spearman correlations ± half of their 95 % interval"
+    )
+    print(report(rows, budget, groups.size))
+    if out is not None:
+        out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    return 0

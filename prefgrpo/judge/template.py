@@ -89,10 +89,10 @@ class Template:
         """Messages for transformers' chat templates, image parts left open; ends with the prefill if there is one."""
         content: list[dict[str, Any]] = []
         for part in self.parts(prompt):
-            text = isinstance(part, str)
-            content += [{"type": "text", "text": part} if text else {"type": "image"}] * (
-                sources if part == SOURCE else 1
-            )
+            if isinstance(part, str):
+                content.append({"type": "text", "text": part})
+            else:
+                content += [{"type": "image"}] * (sources if part == SOURCE else 1)
         turns: list[dict[str, Any]] = [{"role": "user", "content": content}]
         if self.prefill:
             turns.append({"role": "assistant", "content": [{"type": "text", "text": self.prefill}]})
@@ -140,25 +140,37 @@ def _parse(name: str, raw: Any, needs: tuple[str, ...], may: tuple[str, ...], ki
         raise ValueError(f"unknown key(s) {unknown}; expected {', '.join(_KEYS)}")
     pieces = tuple(p for p in _MARKER.split(raw["user"]) if p)
     _check_markers(pieces, needs, may)
-    labels = raw.get("labels")
+    labels, variants = raw.get("labels"), bool(raw.get("variants", False))
     answer = raw.get("answer", "soft" if labels else "plain")
     if answer not in kinds:
         raise ValueError(f"expected answer to be one of {', '.join(kinds)}, got {answer!r}")
-    variants = bool(raw.get("variants", False))
     two = isinstance(labels, list) and len({spelled(str(label), variants) for label in labels}) == len(labels) == 2
     if answer == "soft" and not two:
         hint = "white space and case" if variants else "white space"
         raise ValueError(f"a soft answer needs two labels that differ by more than {hint}, got {labels!r}")
-    texts = (str(labels[0]), str(labels[1])) if labels else None
-    scores, pattern = _scores(answer, raw.get("scores")), str(raw.get("pattern") or "")
+    scores, pattern = raw.get("scores") if answer in ("scores", "json") else {}, str(raw.get("pattern") or "")
+    if not isinstance(scores, dict) or (answer in ("scores", "json") and not scores):
+        raise ValueError(f"a '{answer}' answer needs scores: {{name: [low, high]}}, got {scores!r}")
+    for score, limits in scores.items():
+        if not (isinstance(limits, list) and len(limits) == 2 and float(limits[0]) < float(limits[1])):
+            raise ValueError(f"score '{score}' needs [low, high], got {limits!r}")
     if answer == "scores" and ("{value}" not in pattern or (len(scores) > 1 and "{name}" not in pattern)):
         raise ValueError(f"a 'scores' answer needs a pattern with {{name}} and {{value}}, got {pattern!r}")
-    tokens = int(raw.get("max_tokens", _TOKENS[answer]))
-    seconds = float(raw.get("timeout_s", _SECONDS["soft" if answer == "soft" else "text"]))
-    if not 0 < seconds < float("inf"):
+    timeout_s = float(raw.get("timeout_s", _SECONDS["soft" if answer == "soft" else "text"]))
+    if not 0 < timeout_s < float("inf"):
         raise ValueError(f"expected timeout_s to be positive seconds, got {raw['timeout_s']!r}")
-    prefill = str(raw.get("prefill") or "")
-    return Template(name, pieces, prefill, texts, answer, tokens, variants, scores, pattern, seconds)
+    return Template(
+        name,
+        pieces,
+        prefill=str(raw.get("prefill") or ""),
+        labels=(str(labels[0]), str(labels[1])) if labels else None,
+        answer=answer,
+        max_tokens=int(raw.get("max_tokens", _TOKENS[answer])),
+        variants=variants,
+        scores=tuple((str(score), float(low), float(high)) for score, (low, high) in scores.items()),
+        pattern=pattern,
+        timeout_s=timeout_s,
+    )
 
 
 def _check_markers(pieces: tuple[str, ...], needs: tuple[str, ...], may: tuple[str, ...]) -> None:
@@ -166,26 +178,13 @@ def _check_markers(pieces: tuple[str, ...], needs: tuple[str, ...], may: tuple[s
     found = [p[1:-1] for p in pieces if _MARKER.fullmatch(p)]
     if unknown := sorted(set(found) - set(needs) - set(may)):
         raise ValueError(f"nothing fills in {{{unknown[0]}}}; expected {', '.join(f'{{{m}}}' for m in needs + may)}")
-    pictures = [m for m in (*needs, *may) if m.startswith("media_") or m == "source"]
     for marker in (*needs, *may):
-        n = found.count(marker)
-        if (n != 1 and marker in needs and not (marker not in pictures and n > 1)) or (n > 1 and marker in pictures):
+        n, is_medium = found.count(marker), marker.startswith("media_") or marker == "source"
+        if (n == 0 and marker in needs) or (n > 1 and is_medium):
             raise ValueError(f"expected {{{marker}}} once in 'user', found it {n} times")
     media = [m for m in found if m.startswith("media_")]
-    if media != sorted(media, key=lambda m: int(m[6:])):
-        raise ValueError(f"{{{sorted(media)[0]}}} must come before {{{media[0]}}}")
-
-
-def _scores(answer: str, raw: Any) -> tuple[tuple[str, float, float], ...]:
-    """The named numbers of a 'scores' or 'json' answer."""
-    if answer not in ("scores", "json"):
-        return ()
-    if not isinstance(raw, dict) or not raw:
-        raise ValueError(f"a '{answer}' answer needs scores: {{name: [low, high]}}, got {raw!r}")
-    for name, limits in raw.items():
-        if not (isinstance(limits, list) and len(limits) == 2 and float(limits[0]) < float(limits[1])):
-            raise ValueError(f"score '{name}' needs [low, high], got {limits!r}")
-    return tuple((str(name), float(low), float(high)) for name, (low, high) in raw.items())
+    if media != (ordered := sorted(media, key=lambda m: int(m[6:]))):
+        raise ValueError(f"{{{ordered[0]}}} must come before {{{media[0]}}}")
 
 
 def spelled(text: str, variants: bool | None) -> str:
@@ -210,24 +209,18 @@ def label_ids(tokenizer: Any, template: Template) -> tuple[tuple[int, ...], tupl
 
     Raises JudgeError unless each label is one token that leaves the prefill's tokens intact.
     """
-    first, second = (_ids_of(tokenizer, template, label) for label in template.labels or ("", ""))
-    return first, second
 
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(template.prefill + text, add_special_tokens=False)["input_ids"])
 
-def _ids_of(tokenizer: Any, template: Template, label: str) -> tuple[int, ...]:
-    before, joined, own = _single(tokenizer, template.prefill, label)
-    if own is None:
-        raise JudgeError(
-            f"the judge's tokenizer does not read the label {label!r} after the prefill {template.prefill!r} as one "
-            f"more token ({before} becomes {joined}); end the prefill without a space and start the labels with one, "
-            "or the other way round"
-        )
-    found = [_single(tokenizer, template.prefill, s)[2] for s in spellings(label, template.variants)]
-    return tuple(dict.fromkeys(token for token in found if token is not None))
-
-
-def _single(tokenizer: Any, prefill: str, label: str) -> tuple[list[int], list[int], int | None]:
-    """(ids of the prefill, of both together, the label's id if it is one token that leaves the prefill intact)."""
-    before = tokenizer(prefill, add_special_tokens=False)["input_ids"]
-    joined = tokenizer(prefill + label, add_special_tokens=False)["input_ids"]
-    return before, joined, int(joined[-1]) if joined[:-1] == before else None
+    before, found = ids(""), []
+    for label in template.labels or ():
+        joined = [ids(text) for text in spellings(label, template.variants)]  # the first is the label itself
+        if joined[0][:-1] != before:
+            raise JudgeError(
+                f"the judge's tokenizer does not read the label {label!r} after the prefill {template.prefill!r} as "
+                f"one more token ({before} becomes {joined[0]}); end the prefill without a space and start the labels "
+                "with one, or the other way round"
+            )
+        found.append(tuple(dict.fromkeys(i[-1] for i in joined if i[:-1] == before)))
+    return found[0], found[1]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
@@ -60,13 +61,13 @@ class Chart:
 
 def tag(name: str, *content: str, **attributes: object) -> Markup:
     """An element; `class_` and `stroke_width` become class and stroke-width; text is escaped unless Markup."""
-    told = Markup("").join(
+    pairs = Markup("").join(
         Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), f"{v:.5g}" if isinstance(v, float) else v)
         for key, v in attributes.items()
     )
     if name == "img":
-        return Markup("<img{}>").format(told)
-    return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), told, Markup("").join(content))
+        return Markup("<img{}>").format(pairs)
+    return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), pairs, Markup("").join(content))
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Axes:
     y0: float
     y1: float
     log: bool = False
-    scale: float = field(default=1.0)
+    scale: float = 1.0
     """Factor from stored values to those of the unit: 100 for %, 1000 for ms."""
     power: int = 0
     """The tick labels are multiples of 10 to this power."""
@@ -106,7 +107,11 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 
 def label(value: float) -> str:
     """A tick's text: short, with a true minus sign."""
-    return f"{value + 0.0:.10g}".replace("-", "−") if abs(value) < 1e5 else f"{value:.3g}".replace("-", "−")
+    return f"{value + 0.0:{'.10g' if abs(value) < 1e5 else '.3g'}}".replace("-", "−")
+
+
+def _power(exponent: int) -> str:
+    return f"10{str(exponent).translate(SUPERSCRIPT)}"
 
 
 def number(value: float) -> str:
@@ -114,7 +119,7 @@ def number(value: float) -> str:
     rounded = float(f"{value:.3g}")
     plain = rounded == 0 or 1e-4 <= abs(rounded) < 1e5
     digits, _, power = (f"{rounded:.10g}" if plain else f"{rounded:.3g}").partition("e")
-    return digits.replace("-", "−") + (f"×10{str(int(power)).translate(SUPERSCRIPT)}" if power else "")
+    return digits.replace("-", "−") + (f"×{_power(int(power))}" if power else "")
 
 
 def draw(chart: Chart, steps: tuple[float, float]) -> Markup:
@@ -122,43 +127,29 @@ def draw(chart: Chart, steps: tuple[float, float]) -> Markup:
     series = [s for s in chart.series if not np.isnan(s.y).all()]
     if not series:
         return Markup("")
-    series = [replace(s, name=s.name or chart.title, colour=s.colour % COLOURS) for s in series]
-    bins = 150 if chart.stacked else MAX_POINTS
-    note, original = chart.note, [_shrink(s, bins) for s in series]
-    if max(len(s.x) for s in series) > bins:
-        note += f" Each point stands for {max(-(-len(s.x) // bins) for s in series)} steps."
-    shrunk = _stack(original) if chart.stacked else original
-    axes, unit = _axes(chart, shrunk, steps)
+    most = 150 if chart.stacked else MAX_POINTS
+    longest, note = max(len(s.x) for s in series), chart.note
+    if longest > most:
+        note += f" Each point stands for {-(-longest // most)} steps."
+    series = [_shrink(replace(s, name=s.name or chart.title, colour=s.colour % COLOURS), most) for s in series]
+    drawn = _stack(series) if chart.stacked else series
+    axes, unit = _axes(chart, drawn, steps)
     suffix = f" {unit}" if unit else ""
-    body = [_grid(axes, unit, chart), *(_area(axes, s) if chart.stacked else _curve(axes, s) for s in shrunk)]
-    svg = tag(
-        "svg", *body, tag("line", class_="cursor", y1=TOP, y2=HEIGHT - BOTTOM), viewBox=f"0 0 {WIDTH} {HEIGHT}",
-        role="img", aria_label=f"{chart.title} over training steps",
-    )  # fmt: skip
-    legend = _legend(original, axes.scale, suffix)
-    parts = [tag("figcaption", tag("h3", chart.title), legend), svg, tag("p", note.strip(), class_="note")]
-    data = {
-        "box": [LEFT, WIDTH - RIGHT, axes.x0, axes.x1],
-        "w": WIDTH,
-        "u": suffix,
-        "s": [_points(s, axes.scale) for s in original],
-    }
-    return tag("figure", *parts, class_="chart", data_chart=json.dumps(data, separators=(",", ":")))
-
-
-def _points(s: Series, scale: float) -> list[list[float | None]]:
-    y = [None if math.isnan(v) else float(f"{v * scale:.4g}") for v in s.y.tolist()]
-    return [[float(f"{v:.6g}") for v in s.x.tolist()], y]
-
-
-def _legend(series: Sequence[Series], scale: float, suffix: str) -> Markup:
-    """Colour, name and last value of every series; the page's script puts other values in on hover."""
-    items = []
-    for s in series:
-        value = s.y[~np.isnan(s.y)][-1] * scale
+    body = [_grid(axes, unit, chart), *(_area(axes, s) if chart.stacked else _curve(axes, s) for s in drawn)]
+    cursor = tag("line", class_="cursor", y1=TOP, y2=HEIGHT - BOTTOM)
+    name, box = f"{chart.title} over training steps", f"0 0 {WIDTH} {HEIGHT}"
+    svg = tag("svg", *body, cursor, viewBox=box, role="img", aria_label=name)
+    legend, points = [], []
+    for s in series:  # the page's script puts other values into the legend on hover
         mark = tag("i", class_=f"c{s.colour} round" if s.marks else f"c{s.colour}")
-        items.append(tag("span", mark, s.name, " ", tag("b", number(value) + suffix)))
-    return tag("div", *items, class_="legend")
+        last = number(s.y[~np.isnan(s.y)][-1] * axes.scale) + suffix
+        legend.append(tag("span", mark, s.name, " ", tag("b", last)))
+        y = [None if math.isnan(v) else float(f"{v * axes.scale:.4g}") for v in s.y.tolist()]
+        points.append([[float(f"{v:.6g}") for v in s.x.tolist()], y])
+    title = tag("figcaption", tag("h3", chart.title), tag("div", *legend, class_="legend"))
+    data = {"box": [LEFT, WIDTH - RIGHT, axes.x0, axes.x1], "w": WIDTH, "u": suffix, "s": points}
+    described = json.dumps(data, separators=(",", ":"))
+    return tag("figure", title, svg, tag("p", note.strip(), class_="note"), class_="chart", data_chart=described)
 
 
 def _shrink(s: Series, most: int) -> Series:
@@ -166,15 +157,16 @@ def _shrink(s: Series, most: int) -> Series:
     size = -(-len(s.x) // most)
     if size <= 1:
         return s
-    edges = range(0, len(s.x), size)
 
-    def pooled(values: Floats, pool: object) -> Floats:
-        parts = [values[k : k + size] for k in edges]
-        return np.array([np.nan if np.isnan(p).all() else pool(p) for p in parts])  # type: ignore[operator]
+    def pooled(values: Floats | None, pool: Callable[[Floats], Any]) -> Floats | None:
+        if values is None:
+            return None
+        parts = [values[k : k + size] for k in range(0, len(values), size)]
+        return np.array([np.nan if np.isnan(p).all() else pool(p) for p in parts])
 
-    low = None if s.low is None else pooled(s.low, np.nanmin)
-    high = None if s.high is None else pooled(s.high, np.nanmax)
-    return replace(s, x=pooled(s.x, np.nanmean), y=pooled(s.y, np.nanmean), low=low, high=high)
+    x, y, low, high = pooled(s.x, np.mean), pooled(s.y, np.nanmean), pooled(s.low, np.nanmin), pooled(s.high, np.nanmax)
+    assert x is not None and y is not None
+    return replace(s, x=x, y=y, low=low, high=high)
 
 
 def _stack(series: list[Series]) -> list[Series]:
@@ -193,7 +185,7 @@ def _stack(series: list[Series]) -> list[Series]:
 def _axes(chart: Chart, series: list[Series], steps: tuple[float, float]) -> tuple[Axes, str]:
     """Coordinates that hold all the data, and the unit of their labels and of the legend."""
     values = np.concatenate(
-        [v for s in series for v in (s.y, s.low, s.high) if v is not None] + [np.array(chart.include)]
+        [np.array(chart.include), *(v for s in series for v in (s.y, s.low, s.high) if v is not None)]
     )
     values = values[~np.isnan(values)]
     values[np.abs(values) < TINY] = 0.0
@@ -221,32 +213,32 @@ def _axes(chart: Chart, series: list[Series], steps: tuple[float, float]) -> tup
 
 def _grid(axes: Axes, unit: str, chart: Chart) -> Markup:
     """Grid lines, tick labels, the x title and the chart's own lines."""
-    out = []
+    right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     if axes.log:
         powers = range(math.ceil(math.log10(axes.y0)), math.floor(math.log10(axes.y1)) + 1)
-        rows = [(10.0**p, f"10{str(p).translate(SUPERSCRIPT)}") for p in powers]
-        rows = rows[:: -(-len(rows) // 5)] if rows else []
+        rows = [(10.0**p, _power(p)) for p in powers][:: -(-len(powers) // 5) or 1]
     else:
         shown = axes.scale * 10.0**-axes.power
         rows = [(t / shown, label(t)) for t in ticks(axes.y0 * shown, axes.y1 * shown, 5)]
+    out = []
     for value, text in rows:
         y = float(axes.y(value))
-        out.append(tag("line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
+        out.append(tag("line", class_="grid", x1=LEFT, x2=right, y1=y, y2=y))
         out.append(tag("text", text, x=LEFT - 6, y=y + 4, text_anchor="end"))
     for step in ticks(axes.x0, axes.x1, 6):
         if step == round(step):
             x = float(axes.x(step))
-            out.append(tag("line", class_="tick", x1=x, x2=x, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM + 4))
-            out.append(tag("text", label(step), x=x, y=HEIGHT - BOTTOM + 16, text_anchor="middle"))
-    out.append(tag("line", class_="axis", x1=LEFT, x2=WIDTH - RIGHT, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM))
-    if unit := (f"×10{str(axes.power).translate(SUPERSCRIPT)} " if axes.power else "") + unit:
+            out.append(tag("line", class_="tick", x1=x, x2=x, y1=bottom, y2=bottom + 4))
+            out.append(tag("text", label(step), x=x, y=bottom + 16, text_anchor="middle"))
+    out.append(tag("line", class_="axis", x1=LEFT, x2=right, y1=bottom, y2=bottom))
+    if unit := (f"×{_power(axes.power)} " if axes.power else "") + unit:
         out.append(tag("text", unit.strip(), class_="unit", x=4, y=11))
-    out.append(tag("text", "training step", class_="x", x=WIDTH - RIGHT, y=HEIGHT - 4, text_anchor="end"))
+    out.append(tag("text", "training step", class_="x", x=right, y=HEIGHT - 4, text_anchor="end"))
     for value, text in chart.lines:
         if axes.y0 <= value <= axes.y1:
             y = float(axes.y(value))
-            out.append(tag("line", class_="rule", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y))
-            out.append(tag("text", text, class_="rule", x=WIDTH - RIGHT, y=y - 4, text_anchor="end"))
+            out.append(tag("line", class_="rule", x1=LEFT, x2=right, y1=y, y2=y))
+            out.append(tag("text", text, class_="rule", x=right, y=y - 4, text_anchor="end"))
     return tag("g", *out)
 
 
@@ -260,55 +252,47 @@ def _path(x: Floats, y: Floats) -> str:
     return "M" + "L".join(f"{a:.1f},{b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
 
 
-def _curve(axes: Axes, s: Series) -> Markup:
-    """Band, line (faint under its running mean when noisy), and dots where points are few or alone."""
-    out, ok = [], ~np.isnan(s.y)
-    x, y = axes.x(s.x), axes.y(s.y)
-    if s.low is not None and s.high is not None:
-        known = ~np.isnan(s.low) & ~np.isnan(s.high)
-        low, high = axes.y(s.low), axes.y(s.high)
-        for part in _runs(known):
-            bars = s.marks or part.stop - part.start == 1
-            for k in range(part.start, part.stop) if bars else ():
-                out.append(tag("path", class_=f"bar s{s.colour}", d=_path(x[[k, k]], np.array([low[k], high[k]]))))
-            if not bars:
-                around = _path(np.concatenate([x[part], x[part][::-1]]), np.concatenate([low[part], high[part][::-1]]))
-                out.append(tag("path", class_=f"band f{s.colour}", d=around + "Z"))
-    smooth = _smoothed(s)
-    for part in _runs(ok):
-        if part.stop - part.start > 1 and not s.marks:
-            out.append(
-                tag(
-                    "path",
-                    class_=f"line s{s.colour}" + (" faint" if smooth is not None else ""),
-                    d=_path(x[part], y[part]),
-                )
-            )
-            if smooth is not None:
-                out.append(tag("path", class_=f"line s{s.colour}", d=_path(x[part], axes.y(smooth[part]))))
-    alone = ok.sum() <= 30
-    for part in _runs(ok):
-        if alone or s.marks or part.stop - part.start == 1:
-            look = {"class_": f"mark f{s.colour}", "r": 3.5} if s.marks else {"class_": f"f{s.colour}", "r": 2.5}
-            out += [tag("circle", cx=float(x[k]), cy=float(y[k]), **look) for k in range(part.start, part.stop)]
-    return tag("g", *out)
+def _between(x: Floats, low: Floats, high: Floats) -> str:
+    """The outline of the surface between two curves."""
+    return _path(np.concatenate([x, x[::-1]]), np.concatenate([low, high[::-1]])) + "Z"
 
 
 def _area(axes: Axes, s: Series) -> Markup:
     assert s.low is not None
-    x = axes.x(s.x)
-    around = _path(np.concatenate([x, x[::-1]]), np.concatenate([axes.y(s.y), axes.y(s.low)[::-1]]))
-    return tag("path", class_=f"area f{s.colour}", d=around + "Z")
+    return tag("path", class_=f"area f{s.colour}", d=_between(axes.x(s.x), axes.y(s.y), axes.y(s.low)))
 
 
-def _window(count: int) -> int:
-    return max(5, count // 25) | 1
+def _curve(axes: Axes, s: Series) -> Markup:
+    """Band, line (faint under its running mean when noisy), and dots where points are few or alone."""
+    out, known = [], ~np.isnan(s.y)
+    x, y = axes.x(s.x), axes.y(s.y)
+    if s.low is not None and s.high is not None:
+        low, high = axes.y(s.low), axes.y(s.high)
+        for part in _runs(~np.isnan(s.low) & ~np.isnan(s.high)):
+            if s.marks or part.stop - part.start == 1:
+                for k in range(part.start, part.stop):
+                    ends = np.array([low[k], high[k]])
+                    out.append(tag("path", class_=f"bar s{s.colour}", d=_path(x[[k, k]], ends)))
+            else:
+                out.append(tag("path", class_=f"band f{s.colour}", d=_between(x[part], low[part], high[part])))
+    smooth = _smoothed(s)
+    for part in _runs(known):
+        if part.stop - part.start > 1 and not s.marks:
+            faint = "" if smooth is None else " faint"
+            out.append(tag("path", class_=f"line s{s.colour}{faint}", d=_path(x[part], y[part])))
+            if smooth is not None:
+                out.append(tag("path", class_=f"line s{s.colour}", d=_path(x[part], axes.y(smooth[part]))))
+    look = {"class_": f"mark f{s.colour}", "r": 3.5} if s.marks else {"class_": f"f{s.colour}", "r": 2.5}
+    for part in _runs(known):
+        if known.sum() <= 30 or s.marks or part.stop - part.start == 1:
+            out += [tag("circle", cx=float(x[k]), cy=float(y[k]), **look) for k in range(part.start, part.stop)]
+    return tag("g", *out)
 
 
 def _smoothed(s: Series) -> Floats | None:
     """Centred running mean over the points that exist; None for short or banded series."""
     if len(s.x) < SMOOTH_FROM or s.low is not None:
         return None
-    ok, kernel = ~np.isnan(s.y), np.ones(_window(len(s.x)))
+    known, kernel = ~np.isnan(s.y), np.ones(max(5, len(s.x) // 25) | 1)
     total = np.convolve(np.nan_to_num(s.y), kernel, "same")
-    return np.where(ok, total / np.maximum(np.convolve(ok.astype(np.float64), kernel, "same"), 1.0), np.nan)
+    return np.where(known, total / np.maximum(np.convolve(known.astype(np.float64), kernel, "same"), 1.0), np.nan)

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from prefgrpo.report import charts
 from prefgrpo.report.curves import measure_names, readable, win_names
 from prefgrpo.report.run import Rows, Run
 
 LARGE = 8
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One large figure: what it is, its value (with the value before, if it has one), and a line below."""
-
-    name: str
-    value: str
-    before: str = ""
-    detail: str = ""
 
 
 def percent(value: float) -> str:
@@ -39,88 +28,64 @@ def _three_decimals(value: float) -> str:
     return f"{value:.3f}" if abs(value) >= 0.1 or value == 0 or math.isnan(value) else charts.number(value)
 
 
-def _interval(rows: Rows, win: str) -> str:
-    low, high = rows.last(f"{win}_low"), rows.last(f"{win}_high")
-    return "" if math.isnan(low + high) else f"95\u00a0% interval {100 * low:.0f}–{percent(high)}"
+def _wins(rows: Rows) -> list[tuple[str, str, list[str]]]:
+    """(who judged, win rate, interval and orders where they are known) of the last row."""
+    wins = []
+    for win in win_names(rows):
+        rate, low, high, first, second = (rows.last(win + end) for end in ("", "_low", "_high", "_first", "_second"))
+        details = [] if math.isnan(low + high) else [f"95\u00a0% interval {100 * low:.0f}–{percent(high)}"]
+        if not math.isnan(first + second):
+            details.append(f"shown first {percent(first)}, shown second {percent(second)}")
+        if not math.isnan(rate):
+            wins.append(("the judge" if win == "win_judge" else readable(win[4:]), percent(rate), details))
+    return wins
 
 
-def _orders(rows: Rows, win: str) -> str:
-    first, second = rows.last(f"{win}_first"), rows.last(f"{win}_second")
-    return "" if math.isnan(first + second) else f"shown first {percent(first)}, shown second {percent(second)}"
-
-
-def figures(run: Run) -> list[Figure]:
-    """Win rates with their intervals, then measures before and after, of the run's best evaluation."""
+def figures(run: Run) -> list[tuple[str, str, str, str]]:
+    """(name, before, value, line below) of the last evaluation of the run's best set: win rates, then measures."""
     if run.best_set is None:
         return []
     rows = run.evals[run.best_set]
-    out = []
-    for win in win_names(rows):
-        if not math.isnan(rows.last(win)):
-            detail = "; ".join(t for t in (_interval(rows, win), _orders(rows, win)) if t)
-            out.append(
-                Figure(
-                    f"Win rate by {'the judge' if win == 'win_judge' else readable(win[4:])}",
-                    percent(rows.last(win)),
-                    detail=detail,
-                )
-            )
-    for name in measure_names(rows):
-        if not math.isnan(rows.last(name)):
-            out.append(Figure(readable(name), number(rows.last(name)), number(rows.last(f"{name}_before"))))
-    return out[:LARGE]
+    wins = [(f"Win rate by {judge}", "", rate, "; ".join(details)) for judge, rate, details in _wins(rows)]
+    measures = [
+        (readable(name), number(rows.last(f"{name}_before")), number(rows.last(name)), "")
+        for name in measure_names(rows)
+        if not math.isnan(rows.last(name))
+    ]
+    return (wins + measures)[:LARGE]
 
 
 def sentence(run: Run) -> str:
     """The result in one sentence; says so when there is none yet."""
     if run.best_set is None:
         if run.evals or not run.finished:
-            return "No evaluation after the first training step yet, so there is no result to tell."
+            return "No evaluation has finished since training started, so there is no result yet."
         return "This run had no evaluation set (eval.prompts, eval.holdout), so there is no before/after result."
-    rows, name = run.evals[run.best_set], run.best_set
-    step = int(rows.steps[-1])
-    parts = []
-    for win in win_names(rows):
-        if not math.isnan(rows.last(win)):
-            within = ", ".join(t for t in (_interval(rows, win), _orders(rows, win)) if t)
-            judge = "the judge" if win == "win_judge" else readable(win[4:])
-            parts.append(f"{percent(rows.last(win))} by {judge}" + (f" ({within})" if within else ""))
-    told = f"After {step} steps, on the held-out prompts ({name}), the policy "
-    told += f"wins {' and '.join(parts)} against its own start from the same noise" if parts else "was measured"
-    measures = [n for n in measure_names(rows) if "." not in n or n.endswith(".all")]
-    moves = [f"{readable(n)} {number(rows.last(f'{n}_before'))} → {number(rows.last(n))}" for n in measures]
-    return told + (f"; {', '.join(moves)}." if moves else ".")
+    rows = run.evals[run.best_set]
+    wins = [
+        f"{rate} by {judge}" + (f" ({', '.join(details)})" if details else "") for judge, rate, details in _wins(rows)
+    ]
+    result = f"wins {' and '.join(wins)} against its own start from the same noise" if wins else "was measured"
+    names = [n for n in measure_names(rows) if "." not in n or n.endswith(".all")]
+    moves = [f"{readable(n)} {number(rows.last(f'{n}_before'))} → {number(rows.last(n))}" for n in names]
+    where = f"After {int(rows.steps[-1])} steps, on the held-out prompts ({run.best_set}), the policy"
+    return f"{where} {result}" + (f"; {', '.join(moves)}." if moves else ".")
 
 
-@dataclass(frozen=True)
-class Line:
-    """A row of the table: measure, set, step, before, after, interval."""
-
-    name: str
-    set: str
-    step: int
-    before: str
-    after: str
-    interval: str
-
-
-def table(run: Run) -> list[Line]:
-    """The last evaluation of every set, all numbers."""
+def table(run: Run) -> list[tuple[str, str, int, str, str, str]]:
+    """(measure, set, step, before, after, interval) of all numbers of the last evaluation of every set."""
     lines = []
     for name, rows in run.evals.items():
         step = int(rows.steps[-1])
         for win in win_names(rows):
             low, high = rows.last(f"{win}_low"), rows.last(f"{win}_high")
-            told = "" if math.isnan(low + high) else f"{low:.3f}–{high:.3f}"
-            lines.append(Line(f"win rate by {readable(win[4:])}", name, step, "", f"{rows.last(win):.3f}", told))
-            orders = [("shown first", f"{win}_first"), ("shown second", f"{win}_second")]
-            lines += [
-                Line(f"win rate by {readable(win[4:])}, {told}", name, step, "", f"{rows.last(key):.3f}", "")
-                for told, key in orders
-                if key in rows
-            ]
-        lines += [
-            Line(readable(m), name, step, _three_decimals(rows.last(f"{m}_before")), _three_decimals(rows.last(m)), "")
-            for m in measure_names(rows)
-        ]
-    return [line for line in lines if line.after != "nan"]
+            interval = "" if math.isnan(low + high) else f"{low:.3f}–{high:.3f}"
+            for label, end in (("", ""), (", shown first", "_first"), (", shown second", "_second")):
+                if win + end in rows:
+                    rate = f"{rows.last(win + end):.3f}"
+                    lines.append((f"win rate by {readable(win[4:])}{label}", name, step, "", rate, interval))
+                interval = ""
+        for measure in measure_names(rows):
+            before, after = (_three_decimals(rows.last(measure + end)) for end in ("_before", ""))
+            lines.append((readable(measure), name, step, before, after, ""))
+    return [line for line in lines if line[4] != "nan"]

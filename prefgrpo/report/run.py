@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,11 +35,9 @@ class Rows:
     columns: dict[str, Floats]
 
     def __contains__(self, name: str) -> bool:
-        """Whether `name` was ever measured."""
         return name in self.columns
 
     def __getitem__(self, name: str) -> Floats:
-        """Values [n] of a metric, NaN where it is missing."""
         return self.columns.get(name, np.full(len(self.steps), np.nan))
 
     def last(self, name: str) -> float:
@@ -46,14 +46,14 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Shown:
-    """Images of one evaluation: prompts [n], before and now uint8 [n, H, W, 3] from the same initial noise, or of clips
-    [n, F, H, W, 3]; the source images of edits, uint8 [n, H, W, 3], or None."""
+class EvalImages:
+    """Images of one evaluation: prompts [n]; before and after uint8 [n, H, W, 3] (clips [n, F, H, W, 3]) from the same
+    initial noise; the source images of edits, uint8 [n, H, W, 3], or None."""
 
     step: int
     prompts: list[str]
     before: Images
-    now: Images
+    after: Images
     sources: Images | None = None
 
 
@@ -79,40 +79,51 @@ class Run:
     train: Rows
     evals: dict[str, Rows]
     """Set name → rows; metric names without the set's prefix."""
-    shown: dict[str, list[Shown]]
+    images: dict[str, list[EvalImages]]
     groups: list[Group]
-    problems: list[str] = field(default_factory=list)
+    problems: list[str]
 
     @property
     def step(self) -> int:
         """The last step that was logged."""
-        ends = [rows.steps[-1] for rows in (self.train, *self.evals.values()) if len(rows.steps)]
-        return int(max(ends, default=0))
+        return int(max((rows.steps[-1] for rows in (self.train, *self.evals.values()) if len(rows.steps)), default=0))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The section `train` of the configuration."""
+        section = self.config.get("train")
+        return section if isinstance(section, dict) else {}
 
     @property
     def planned(self) -> int:
         """Steps in the configuration, 0 if unknown."""
-        steps = self._train.get("steps")
+        steps = self.settings.get("steps")
         return steps if isinstance(steps, int) else 0
-
-    @property
-    def _train(self) -> dict[str, Any]:
-        section = self.config.get("train")
-        return section if isinstance(section, dict) else {}
 
     @property
     def finished(self) -> bool:
         """Whether the run came to its end: all steps, or the time limit (then its product lies in the folder)."""
         exported = any((self.folder / name).exists() for name in PRODUCTS)
-        return 0 < self.planned <= self.step or (exported and bool(self._train.get("max_minutes")))
+        return 0 < self.planned <= self.step or (exported and bool(self.settings.get("max_minutes")))
+
+    @property
+    def status(self) -> str:
+        """Empty for a finished run; else how far it came and when it last wrote a row."""
+        if self.finished:
+            return ""
+        file, steps = (
+            RunFolder(self.folder).metrics,
+            f"{self.step} of {self.planned}" if self.planned else f"{self.step}",
+        )
+        written = datetime.fromtimestamp(file.stat().st_mtime, timezone.utc) if file.is_file() else None
+        last = f"; last entry {written:%Y-%m-%d %H:%M UTC}" if written else ""
+        return f"This run is not finished: {steps} steps so far (still running, or stopped{last})."
 
     @property
     def clip_range(self) -> tuple[float, float] | None:
         """How far below and above 1 the ratio may go, None if unknown."""
-        low = _number(self._train.get("clip_range"))
-        high = _number(self._train.get("clip_range_high", low))
-        high = low if np.isnan(high) else high
-        return None if np.isnan(low) else (low, high)
+        low, high = (_number(self.settings.get(key)) for key in ("clip_range", "clip_range_high"))
+        return None if np.isnan(low) else (low, low if np.isnan(high) else high)
 
     @property
     def best_set(self) -> str | None:
@@ -128,78 +139,74 @@ def read_run(folder: Path) -> Run:
     if not source.is_file() and not files.metrics.is_file():
         expected = f"{source.name} or {files.metrics.name}"
         raise FileNotFoundError(f"{folder} is no run: expected {expected} in it; pass a folder runs/NAME")
-    problems: list[str] = []
     text = source.read_text(encoding="utf-8", errors="replace") if source.is_file() else ""
-    config = _guard(source, problems, lambda path: yaml.safe_load(text))
     rows = [r for r in read_metrics(files.metrics) if isinstance(r, dict) and isinstance(r.get("step"), int)]
     sets = sorted({str(r["set"]) for r in rows if r.get("kind") == "eval" and r.get("set")})
-    evals = {name: columns([_unprefixed(r, name) for r in rows if r.get("set") == name]) for name in sets}
-    shown = {name: found for name in sets if (found := _shown(files, name, problems))}
-    train = columns([r for r in rows if r.get("kind") == "train"])
-    groups = _groups(files, problems)
-    return Run(folder, config if isinstance(config, dict) else {}, text, train, evals, shown, groups, problems)
+    evals = {
+        name: _columns([{k.removeprefix(f"{name}/"): v for k, v in r.items()} for r in rows if r.get("set") == name])
+        for name in sets
+    }
+    problems: list[str] = []
+
+    def read(path: Path, load: Callable[[Path], list[T]]) -> list[T]:
+        """`load(path)`; a missing or damaged file gives nothing and an entry in `problems`."""
+        try:
+            return load(path)
+        except FileNotFoundError:
+            problems.append(f"{path.name} is missing")
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, yaml.YAMLError) as error:
+            problems.append(f"{path.name} could not be read: {error}")
+        return []
+
+    config = next(iter(read(source, lambda _: [yaml.safe_load(text)])), None)
+    train = _columns([r for r in rows if r.get("kind") == "train"])
+    images = {}
+    for name in sets:
+        prompts = read(files.prompts(name), _prompts)
+        origin = files.sources(name)
+        sources = read(origin, lambda path: [np.load(path)["sources"]]) if origin.is_file() else []
+        load = partial(_eval_images, prompts=prompts, sources=sources)
+        if found := [one for path in files.all_shown(name) for one in read(path, load)]:
+            images[name] = found
+    groups = [group for path in files.all_groups() for group in read(path, _groups)]
+    return Run(folder, config if isinstance(config, dict) else {}, text, train, evals, images, groups, problems)
 
 
-def columns(rows: list[dict[str, Any]]) -> Rows:
+def _columns(rows: list[dict[str, Any]]) -> Rows:
     """Rows as columns; the last row of a step counts; metrics without a single number are dropped."""
     by_step = {row["step"]: row for row in rows}
     steps = sorted(by_step)
-    names = dict.fromkeys(k for row in rows for k, v in row.items() if k != "step" and _is_number(v))
+    names = dict.fromkeys(name for row in rows for name in row if name != "step")
     table = {name: np.array([_number(by_step[s].get(name)) for s in steps], dtype=np.float64) for name in names}
     return Rows(np.array(steps, dtype=np.float64), {k: v for k, v in table.items() if not np.isnan(v).all()})
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _number(value: Any) -> float:
-    return float(value) if _is_number(value) and np.isfinite(value) else float("nan")
+    """A finite number, NaN for anything else."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and np.isfinite(value) else float("nan")
 
 
-def _unprefixed(row: dict[str, Any], name: str) -> dict[str, Any]:
-    return {k.removeprefix(f"{name}/"): v for k, v in row.items()}
+def _prompts(path: Path) -> list[str]:
+    texts = json.loads(path.read_text(encoding="utf-8"))
+    return [str(text) for text in texts] if isinstance(texts, list) else []
 
 
-def _shown(run: RunFolder, name: str, problems: list[str]) -> list[Shown]:
-    listing = run.prompts(name)
-    texts = _guard(listing, problems, lambda path: json.loads(path.read_text(encoding="utf-8"))) or []
-    prompts = [str(t) for t in texts] if isinstance(texts, list) else []
-    origin = run.sources(name)
-    sources = _guard(origin, problems, lambda path: np.load(path)["sources"]) if origin.is_file() else None
-
-    def load(path: Path) -> Shown:
-        with np.load(path, allow_pickle=False) as file:
-            before, now = file["before"], file["now"]
-        if before.shape != now.shape or before.ndim not in (4, 5) or before.dtype != np.uint8:
-            raise ValueError(f"expected before and now as uint8 [n, (F,) H, W, 3], got {before.shape} and {now.shape}")
-        names = (prompts + [""] * len(now))[: len(now)]
-        shown = sources if sources is not None and sources.ndim == 4 and len(sources) == len(now) else None
-        return Shown(step_of(path), names, before, now, shown)
-
-    found = [_guard(path, problems, load) for path in run.all_shown(name)]
-    return [s for s in found if s is not None and len(s.now)]
+def _eval_images(path: Path, prompts: list[str], sources: list[Images]) -> list[EvalImages]:
+    with np.load(path, allow_pickle=False) as file:
+        before, after = file["before"], file["now"]
+    if before.shape != after.shape or before.ndim not in (4, 5) or before.dtype != np.uint8:
+        raise ValueError(f"expected before and now as uint8 [n, (F,) H, W, 3], got {before.shape} and {after.shape}")
+    source = next((s for s in sources if s.ndim == 4 and len(s) == len(after)), None)
+    texts = (prompts + [""] * len(after))[: len(after)]
+    return [EvalImages(step_of(path), texts, before, after, source)] if len(after) else []
 
 
-def _groups(run: RunFolder, problems: list[str]) -> list[Group]:
-    def load(path: Path) -> list[Group]:
-        with np.load(path, allow_pickle=False) as file:
-            parts = [file[key] for key in ("prompts", "images", "wins", "counts", "rates")]
-        _, images, wins, counts, rates = (p.shape for p in parts)
-        k, size = rates
-        if len(images) != 5 or images[:2] != (k, size) or wins != (k, size, size) or counts != wins:
-            raise ValueError(f"expected k groups of G images, got shapes {[p.shape for p in parts]}")
-        return [Group(step_of(path), str(p), i, w, c, r) for p, i, w, c, r in zip(*parts, strict=True)]
-
-    return [group for path in run.all_groups() for group in _guard(path, problems, load) or []]
-
-
-def _guard(path: Path, problems: list[str], load: Callable[[Path], T]) -> T | None:
-    """`load(path)`; a missing or damaged file gives None and an entry in `problems`."""
-    try:
-        return load(path)
-    except FileNotFoundError:
-        problems.append(f"{path.name} is missing")
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, yaml.YAMLError) as error:
-        problems.append(f"{path.name} could not be read: {error}")
-    return None
+def _groups(path: Path) -> list[Group]:
+    with np.load(path, allow_pickle=False) as file:
+        parts = [file[key] for key in ("prompts", "images", "wins", "counts", "rates")]
+    _, images, wins, counts, rates = (p.shape for p in parts)
+    k, size = rates
+    if len(images) != 5 or images[:2] != (k, size) or wins != (k, size, size) or counts != wins:
+        raise ValueError(f"expected k groups of G images, got shapes {[p.shape for p in parts]}")
+    return [Group(step_of(path), str(p), i, w, c, r) for p, i, w, c, r in zip(*parts, strict=True)]

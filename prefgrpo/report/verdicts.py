@@ -12,71 +12,63 @@ import numpy as np
 from markupsafe import Markup
 
 from prefgrpo.report.charts import tag
-from prefgrpo.report.media import SMALL, data_uri
+from prefgrpo.report.media import data_uri, is_small
 from prefgrpo.report.run import Group
 
 CELL, GAP, BAR = 40, 2, 84
+SIDE = CELL - GAP
 
 
 def draw_group(group: Group, ident: str) -> Markup:
     """The figure of one group; `ident` is unique on the page."""
-    rates = np.nan_to_num(group.rates, nan=-1.0)
-    order = np.argsort(-rates, kind="stable").tolist()
+    order = np.argsort(-np.nan_to_num(group.rates, nan=-1.0), kind="stable").tolist()
     size = len(order)
-    width, height = (size + 1) * CELL + BAR, (size + 1) * CELL
     body = [_images(group, order, ident)]
-    for row, i in enumerate(order):
-        y = (row + 1) * CELL
-        body += [_cell(group, i, j, (column + 1) * CELL, y, size <= 12) for column, j in enumerate(order) if i != j]
-        body += [tag("rect", class_="self", x=y, y=y, width=CELL - GAP, height=CELL - GAP), _rate(group, i, size, y)]
-    svg = tag("svg", *body, viewBox=f"0 0 {width} {height}", role="img", aria_label=f"verdicts on {group.prompt}")
-    caption = tag(
-        "figcaption", tag("div", group.prompt, class_="clamp", title=group.prompt), tag("span", f"step {group.step}")
-    )
+    for row, i in enumerate(order, 1):
+        y = row * CELL
+        body += [_cell(group, i, j, column * CELL, y, size <= 12) for column, j in enumerate(order, 1) if i != j]
+        body += [tag("rect", class_="self", x=y, y=y, width=SIDE, height=SIDE), _rate(group, i, size, y)]
+    box = f"0 0 {(size + 1) * CELL + BAR} {(size + 1) * CELL}"
+    svg = tag("svg", *body, viewBox=box, role="img", aria_label=f"verdicts on {group.prompt}")
+    prompt = tag("div", group.prompt, class_="clamp", title=group.prompt)
+    caption = tag("figcaption", prompt, tag("span", f"step {group.step}"))
     return tag("figure", caption, svg, class_="group wide" if size > 12 else "group")
 
 
 def _images(group: Group, order: list[int], ident: str) -> Markup:
     """Every image once in <defs>, used along both axes."""
-    side, out, defs = CELL - GAP, [], []
-    sharp = "sharp" if max(group.images.shape[1:3]) <= SMALL else "smooth"
-    for place, i in enumerate(order):
+    uses, defs = [], []
+    look = "sharp" if is_small(group.images[0]) else "smooth"
+    for place, i in enumerate(order, 1):
         name = f"{ident}-{i}"
-        picture = tag("image", href=data_uri(group.images[i], 96), width=side, height=side, id=name, class_=sharp)
-        defs.append(picture)
-        told = tag("title", f"image {i + 1} of {len(order)}, in the order of generation")
-        at = (place + 1) * CELL
-        out += [tag("use", told, href=f"#{name}", x=0, y=at), tag("use", told, href=f"#{name}", x=at, y=0)]
-    return tag("g", tag("defs", *defs), *out)
+        defs.append(tag("image", href=data_uri(group.images[i], 96), width=SIDE, height=SIDE, id=name, class_=look))
+        title = tag("title", f"image {i + 1} of {len(order)}, in the order of generation")
+        uses += [tag("use", title, href=f"#{name}", x=x, y=y) for x, y in ((0, place * CELL), (place * CELL, 0))]
+    return tag("g", tag("defs", *defs), *uses)
 
 
 def _cell(group: Group, i: int, j: int, x: int, y: int, written: bool) -> Markup:
     """Probability that image i beats image j, as colour and (in small groups) as a number."""
-    count, side = float(group.counts[i, j]), CELL - GAP
+    count, place = float(group.counts[i, j]), {"x": x, "y": y, "width": SIDE, "height": SIDE}
     if not count > 0 or math.isnan(group.wins[i, j]):
-        told = tag("title", f"image {i + 1} over image {j + 1}: no verdict")
-        return tag("rect", told, class_="missing", x=x, y=y, width=side, height=side, fill="url(#hatch)")
+        title = tag("title", f"image {i + 1} over image {j + 1}: no verdict")
+        return tag("rect", title, class_="missing", **place, fill="url(#hatch)")
     p = float(group.wins[i, j]) / count
-    told = tag("title", f"image {i + 1} over image {j + 1}: {p:.3f}, mean of {count:g}")
+    title = tag("title", f"image {i + 1} over image {j + 1}: {p:.3f}, mean of {count:g}")
     strength = abs(p - 0.5) * 2
-    out = [tag("rect", class_="neutral", x=x, y=y, width=side, height=side)]
-    out.append(
-        tag("rect", told, class_="win" if p > 0.5 else "lose", x=x, y=y, width=side, height=side, fill_opacity=strength)
-    )
+    out = tag("rect", class_="neutral", **place)
+    out += tag("rect", title, class_="win" if p > 0.5 else "lose", **place, fill_opacity=strength)
     if written:
-        inside = "number strong" if strength > 0.55 else "number"
-        out.append(tag("text", f"{p:.2f}", class_=inside, x=x + side / 2, y=y + side / 2 + 4, text_anchor="middle"))
-    return Markup("").join(out)
+        look = "number strong" if strength > 0.55 else "number"
+        out += tag("text", f"{p:.2f}", class_=look, x=x + SIDE / 2, y=y + SIDE / 2 + 4, text_anchor="middle")
+    return out
 
 
 def _rate(group: Group, i: int, size: int, y: int) -> Markup:
     """Win rate at the row's end, as a bar and a number."""
-    rate, x, middle = float(group.rates[i]), (size + 1) * CELL + 4, y + CELL / 2 - 1
+    rate, x, middle, long = float(group.rates[i]), (size + 1) * CELL + 4, y + CELL / 2 - 1, BAR - 44
     if math.isnan(rate):
         return tag("text", "missing", x=x, y=middle + 4)
-    long = BAR - 44
-    bars = [
-        tag("rect", class_=kind, x=x, y=middle - 5, width=w, height=10)
-        for kind, w in (("rest", long), ("rate", rate * long))
-    ]
+    widths = (("rest", long), ("rate", rate * long))
+    bars = [tag("rect", class_=kind, x=x, y=middle - 5, width=width, height=10) for kind, width in widths]
     return tag("g", *bars, tag("text", f"{rate:.2f}", x=x + long + 6, y=middle + 4))

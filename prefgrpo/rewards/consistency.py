@@ -33,7 +33,7 @@ class YesNo(VlmReward):
         """As VlmReward.
 
         Args:
-            judge: An open judge or client, an HttpJudgeConfig, or a mapping of its fields.
+            judge: An open judge or client, a JudgeConfig, or a mapping of its fields.
             template: Shipped name or path; empty: the one that `judge` names, else the reward's own.
             spellings: all counts " yes", "YES" … for Yes as the template says; exact the labels alone, as PaCo-RL.
         """
@@ -103,7 +103,7 @@ class ConsistencyForEditing(YesNo):
         """As YesNo.
 
         Args:
-            judge: An open judge or client, an HttpJudgeConfig, or a mapping of its fields.
+            judge: An open judge or client, a JudgeConfig, or a mapping of its fields.
             template: Template that asks whether the rest is consistent with the source.
             following_template: Template that asks whether the instruction was carried out.
             spellings: all or exact.
@@ -131,7 +131,7 @@ class GridLayout(YesNo):
         """As YesNo.
 
         Args:
-            judge: An open judge or client, an HttpJudgeConfig, or a mapping of its fields.
+            judge: An open judge or client, a JudgeConfig, or a mapping of its fields.
             template: Shipped name or path; empty: the one that `judge` names, else the reward's own.
             spellings: all or exact.
             verdict: soft, P(Yes), or hard, 1 where Yes is likelier than No and else 0, as in PaCo-RL.

@@ -41,7 +41,7 @@ class EditImageQuality(VlmReward):
         """As VlmReward.
 
         Args:
-            judge: An open judge or client, an HttpJudgeConfig, or a mapping of its fields.
+            judge: An open judge or client, a JudgeConfig, or a mapping of its fields.
             template: Shipped name or path; empty: the one that `judge` names, else the reward's own.
             weights: Weight of each number by name; 1 each by default.
             normalise_parts: Normalise each number over the group, and weigh the advantages (Pref-GRPO) instead of the
@@ -81,7 +81,7 @@ class EditScore(VlmReward):
         """As VlmReward.
 
         Args:
-            judge: An open judge or client, an HttpJudgeConfig, or a mapping of its fields.
+            judge: An open judge or client, a JudgeConfig, or a mapping of its fields.
             template: Template that asks how well the instruction was followed.
             quality_template: Template that asks how good the picture is.
             reduce: mean of a rating's two numbers, as in PaCo-RL, or min, as EditScore's own evaluation.

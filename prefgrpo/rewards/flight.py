@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -22,8 +21,7 @@ class Flight:
         self._lock = threading.Lock()
         self.first_sent: float | None = None
         self.last_done: float | None = None
-        self.depth = 0
-        self.peak = 0
+        self.depth = self.peak = 0
         self.waited_s = 0.0
         """Seconds of all requests together, so far."""
         self._at = 0.0
@@ -32,24 +30,22 @@ class Flight:
     def sent(self) -> None:
         """One request was submitted."""
         with self._lock:
-            self._count()
+            self._count(1)
             self.first_sent = self.first_sent or self._at
-            self.depth += 1
             self.peak = max(self.peak, self.depth)
 
     def done(self, seconds: float | None = None) -> None:
         """One request was answered, failed or was cancelled, `seconds` after it was submitted."""
         with self._lock:
-            self._count()
+            self._count(-1)
             self.last_done = self._at
-            self.depth -= 1
             if seconds is not None:
                 self.seconds.append(seconds)
 
-    def _count(self) -> None:
+    def _count(self, change: int) -> None:
         now = time.monotonic()
         self.waited_s += self.depth * (now - self._at)
-        self._at = now
+        self._at, self.depth = now, self.depth + change
 
     def latency(self, prefix: str) -> dict[str, float]:
         """p50 and p95 of the seconds per request (an in-process reward: of its one call for the step)."""
@@ -59,10 +55,3 @@ class Flight:
             return {}
         p50, p95 = np.percentile(seconds, [50, 95]).tolist()
         return {f"{prefix}latency_p50": p50, f"{prefix}latency_p95": p95}
-
-
-def busy_s(flights: Sequence[Flight]) -> float:
-    """Seconds from the first submission to the last answer so far, 0 before one."""
-    first = [f.first_sent for f in flights if f.first_sent]
-    last = [f.last_done for f in flights if f.last_done]
-    return max(last) - min(first) if first and last else 0.0

@@ -27,7 +27,7 @@ class GenrmOcr(VlmReward):
         """As VlmReward; RewardError if rapidfuzz is not installed.
 
         Args:
-            judge: An open judge or client, an HttpJudgeConfig, or a mapping of its fields.
+            judge: An open judge or client, a JudgeConfig, or a mapping of its fields.
             template: Shipped name or path; empty: the one that `judge` names, else the reward's own.
         """
         self._distance = levenshtein()

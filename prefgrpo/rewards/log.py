@@ -11,9 +11,6 @@ from typing import IO
 
 from prefgrpo.rewards.base import Comparison
 
-_RAW_CHARACTERS = 500
-_PROMPT_CHARACTERS = 2000
-
 
 class JudgementLog:
     """Appends judgements to a JSONL file."""
@@ -32,7 +29,7 @@ class JudgementLog:
             line = {"step": step, "reward": reward, "group": group, "first": c.first, "second": c.second}
             line |= {"p_first": v.first, "reason": v.reason, "latency_s": round(v.latency_s, 6), "retries": v.retries}
             line |= {"cached": True} if v.cached else {}
-            line |= {"parts": v.parts, "raw": v.raw[:_RAW_CHARACTERS], "prompt": prompt[:_PROMPT_CHARACTERS]}
+            line |= {"parts": v.parts, "raw": v.raw[:500], "prompt": prompt[:2000]}
             self._file.write(json.dumps(line) + "\n")  # ASCII: U+2028 would end a line for some readers
         self._file.flush()
 

@@ -8,18 +8,18 @@ number or with a reason.
 from __future__ import annotations
 
 import asyncio
-import json
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import aiohttp
 
+from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge.endpoint import describe_error, read_body, redirect
-from prefgrpo.judge.send import SendConfig, Sender, SendError
+from prefgrpo.judge.endpoint import describe_error
+from prefgrpo.judge.send import Sender, SendError
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.wire import WireError, media_json, read_scores, request_json
@@ -46,29 +46,24 @@ class RemoteReward(PointwiseReward):
     ) -> None:
         """Raises RewardError, within seconds, if no server of `url` is ready to score `name`.
 
-        Args:
-            name: Registry name or dotted path, as it was served.
-            cls: Its class, for what it takes.
-            url: Address of the server, or of several that serve the same.
-            timeout_s: Longest that one request may take, the wait for its batch included.
-            retries: Repetitions of a failed request.
-            patience_s: How long samples wait for a server to come back while none is reachable.
-            concurrency: Most requests in flight per server.
-            api_key_env: Environment variable that holds a key for a proxy in front of the server.
+        name, cls: registry name or path, as it was served, and its class. url: address of the server, or of several
+        that serve the same. timeout_s: longest that one request may take, the wait for its batch included. retries:
+        repetitions of a failed request. patience_s: how long samples wait while no server is reachable. concurrency:
+        most requests in flight per server. api_key_env: environment variable with a key for a proxy.
         """
         if not issubclass(cls, PointwiseReward):
             raise RewardError(f"reward '{name}' compares a group's samples and takes no url; give it a judge")
-        urls = (url,) if isinstance(url, str) else tuple(url)
-        self.name = name
-        self.takes, self.needs_source, self.meta_keys = cls.takes, cls.needs_source, cls.meta_keys
-        options: dict[str, Any] = {
-            "timeout_s": timeout_s,
-            "retries": retries,
-            "patience_s": patience_s,
-            "concurrency": concurrency,
-        }
+        self.name, self.takes, self.needs_source, self.meta_keys = name, cls.takes, cls.needs_source, cls.meta_keys
+        config = JudgeConfig(
+            endpoints=(url,) if isinstance(url, str) else tuple(url),
+            timeout_s=timeout_s,
+            retries=retries,
+            patience_s=patience_s,
+            concurrency=concurrency,
+            api_key_env=api_key_env,
+        )
         try:
-            self._sender = Sender(SendConfig(endpoints=urls, api_key_env=api_key_env, **options), openai=False)
+            self._sender = Sender(config, openai=False)
         except JudgeError as error:
             raise RewardError(f"url of reward '{name}': {str(error).removeprefix('judge: ')}") from error
         self._encodings: WeakKeyDictionary[Media, asyncio.Future[bytes]] = WeakKeyDictionary()
@@ -93,11 +88,9 @@ class RemoteReward(PointwiseReward):
             return Score(None, f"an image could not be encoded ({describe_error(error)})")
         body = request_json(self.name, sample, media, source)
         try:
-            reply = await self._sender.send("/score", lambda *_: body, _read_score)
+            return cast(Score, (await self._sender.send("/score", lambda *_: body, _read_score)).value)
         except SendError as error:
             return Score(None, str(error))
-        score: Score = reply.value
-        return score
 
     async def _encoded(self, media: Media) -> bytes:
         """The medium as JSON, encoded once, off the loop."""
@@ -107,34 +100,32 @@ class RemoteReward(PointwiseReward):
 
     def _check(self) -> None:
         endpoints = self._sender.endpoints
-        looks = [self._sender.thread.submit(self._look(e.url, e.headers)) for e in endpoints]
-        found = [look.result(CHECK_S + 5.0) for look in looks]
-        bad = [f"{e.url}: {problem}" for e, problem in zip(endpoints, found, strict=True) if problem]
+        problems = [self._sender.thread.submit(self._problem(e.url, e.headers)) for e in endpoints]
+        bad = [f"{e.url}: {p.result()}" for e, p in zip(endpoints, problems, strict=True) if p.result()]
         if len(bad) == len(endpoints):
             raise RewardError(f"reward '{self.name}' cannot be asked. " + " | ".join(bad))
         if bad:
             warnings.warn(f"reward '{self.name}': left out for now: " + " | ".join(bad), stacklevel=4)
 
-    async def _look(self, url: str, headers: dict[str, str]) -> str:
+    async def _problem(self, url: str, headers: dict[str, str]) -> str:
         """What keeps a server from being asked; '' if nothing does."""
         start = f"'prefgrpo reward serve {self.name}'"
         timeout = aiohttp.ClientTimeout(total=CHECK_S)
         try:
             session = self._sender.thread.session()
             async with session.get(f"{url}/v1/info", headers=headers, timeout=timeout, allow_redirects=False) as reply:
-                told: Any = json.loads(await read_body(reply) or b"null")
-                to = redirect(reply)
+                info: Any = await reply.json(content_type=None)
         except asyncio.TimeoutError:
             return f"no answer within {CHECK_S:g} s; is the server stuck?"
         except (aiohttp.ClientError, OSError) as error:
             return f"not reachable ({describe_error(error)}); start it with {start}, or correct the url"
         except ValueError:
+            info = None
+        if not isinstance(info, dict) or "name" not in info:
             return f"answers, but is no reward server; start one with {start}, or correct the url"
-        if not isinstance(told, dict) or "name" not in told:
-            return f"answers, but is no reward server{to}; start one with {start}, or correct the url"
-        if told["name"] != self.name:
-            return f"serves '{told['name']}', not '{self.name}'; start {start} on another port, or correct the url"
-        status = told.get("status")
+        if info["name"] != self.name:
+            return f"serves '{info['name']}', not '{self.name}'; start {start} on another port, or correct the url"
+        status = info.get("status")
         return "" if status == "ready" else f"is {status}, not ready; try again when {url}/health says ready"
 
 

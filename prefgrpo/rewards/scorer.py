@@ -3,7 +3,7 @@
 `add` hands over a sample and never waits: streaming rewards get it at once (a judge gets a pair as soon as both its
 members exist). `finish` runs the in-process rewards on the calling thread while those answers are in flight, then
 waits for them, no longer than the deadline. Invariant: values depend on (seed, step, group, samples) alone, not on
-the order of arrival.
+the order of arrival; a metric that does not exist (latency without an answer) is left out, never 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,11 +33,11 @@ from prefgrpo.rewards.base import (
     Sample,
     Score,
 )
-from prefgrpo.rewards.figures import judge_metrics
 from prefgrpo.rewards.flight import LATE, Flight
 from prefgrpo.rewards.log import JudgementLog
 
 _DEADLINE_S = 600.0
+_ABSENT = Score(None, "the sample was never generated")
 
 
 @dataclass
@@ -50,7 +49,7 @@ class StepScores:
     groups: dict[str, list[GroupScores]]
     """Per reward and group: sub-scores, wins, counts, every judgement."""
     metrics: dict[str, float]
-    """judge/… and reward/… figures of this step."""
+    """judge/… and reward/… of this step."""
     reasons: dict[str, int]
     """Why values or comparisons of which reward are missing, and how many, commonest first."""
 
@@ -81,10 +80,9 @@ class Scorer:
         self._log = JudgementLog(log_path) if log_path else None
         self._samples: dict[int, dict[int, Sample]] = {}
         self._sessions: dict[str, dict[int, GroupSession]] = {}
-        self._answers: dict[str, dict[tuple[int, int], Future[Score]]] = {}
+        self._flights: dict[str, Flight] = {}
         self._before = TRAFFIC.copy()
         self._step = -1
-        self._flights: dict[str, Flight] = {}
 
     def begin(self, step: int, groups: Sequence[int]) -> None:
         """Start a step with these group ids; what an unfinished step left behind is cancelled."""
@@ -93,12 +91,11 @@ class Scorer:
             raise ValueError(f"group ids of a step must be different, got {list(groups)}")
         self._step, self._flights = step, {name: Flight() for name in self.rewards}
         self._samples, self._before = {g: {} for g in groups}, TRAFFIC.copy()
-        for name, reward in self.rewards.items():
-            if reward.streams and isinstance(reward, GroupwiseReward):
-                flight = self._flights[name]
-                self._sessions[name] = {g: reward.session(self.group_size, self._seed(g), flight) for g in groups}
-            elif reward.streams:
-                self._answers[name] = {}
+        self._sessions = {
+            name: {g: self._session(name, reward, g) for g in groups}
+            for name, reward in self.rewards.items()
+            if reward.streams
+        }
 
     def add(self, group: int, member: int, sample: Sample) -> None:
         """Hand over member 0 … G − 1 of a group; returns at once."""
@@ -109,22 +106,14 @@ class Scorer:
         self._samples[group][member] = sample
         for sessions in self._sessions.values():
             sessions[group].add(member, sample)
-        for name, answers in self._answers.items():
-            answers[group, member] = self._submit(name, sample)
 
     def finish(self) -> StepScores:
         """All scores of the step; takes at most the in-process rewards' time plus `deadline_s`."""
-        groups: dict[str, list[GroupScores]] = {}
-        for name, reward in self.rewards.items():
-            if not reward.streams:
-                groups[name] = self._in_process(name, reward)
+        groups = {name: self._in_process(name, r) for name, r in self.rewards.items() if not r.streams}
         started = time.monotonic()
-        end = started + self.deadline_s
         for name, sessions in self._sessions.items():
-            groups[name] = [sessions[g].result(end) for g in self._samples]
-        for name, answers in self._answers.items():
-            groups[name] = self._members({key: _answer(answer, end) for key, answer in answers.items()})
-        wait_s = time.monotonic() - started if self._sessions or self._answers else 0.0
+            groups[name] = [session.result(started + self.deadline_s) for session in sessions.values()]
+        wait_s = time.monotonic() - started if self._sessions else 0.0
         self._cancel()
         return self._collect({name: groups[name] for name in self.rewards}, wait_s)
 
@@ -139,9 +128,7 @@ class Scorer:
     def __enter__(self) -> Scorer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _seed(self, group: int) -> int:
@@ -149,34 +136,29 @@ class Scorer:
         words = [self.seed & 0xFFFFFFFF, self._step & 0xFFFFFFFF, group & 0xFFFFFFFF]
         return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
 
+    def _session(self, name: str, reward: Reward, group: int) -> GroupSession:
+        if isinstance(reward, GroupwiseReward):
+            return reward.session(self.group_size, self._seed(group), self._flights[name])
+        assert isinstance(reward, PointwiseReward)
+        return _PointwiseSession(reward, self.group_size, self._flights[name])
+
     def _cancel(self) -> None:
         for sessions in self._sessions.values():
             for session in sessions.values():
                 session.cancel()
-        for answers in self._answers.values():
-            for answer in answers.values():
-                answer.cancel()
-        self._sessions, self._answers = {}, {}
-
-    def _submit(self, name: str, sample: Sample) -> Future[Score]:
-        reward, flight, sent = self.rewards[name], self._flights[name], time.monotonic()
-        assert isinstance(reward, PointwiseReward)
-        flight.sent()
-        answer = reward.submit(sample)
-        answer.add_done_callback(lambda _: flight.done(time.monotonic() - sent))
-        return answer
+        self._sessions = {}
 
     def _in_process(self, name: str, reward: Reward) -> list[GroupScores]:
         """Scores of a reward that runs on this thread."""
         flight, started = self._flights[name], time.monotonic()
         flight.sent()
         if isinstance(reward, PointwiseReward):
-            found = self._pointwise(name, reward)
+            scores = self._pointwise(name, reward)
         else:
             assert isinstance(reward, GroupwiseReward)
-            found = [self._groupwise(reward, g) for g in self._samples]
+            scores = [self._groupwise(reward, g) for g in self._samples]
         flight.done(time.monotonic() - started)
-        return found
+        return scores
 
     def _pointwise(self, name: str, reward: PointwiseReward) -> list[GroupScores]:
         """One call for the whole step, in the order of groups and members; one for each if that one raises."""
@@ -188,60 +170,113 @@ class Scorer:
             traceback.print_exc()
             scores = [_alone(reward, sample) for sample in samples]
         if len(scores) != len(samples) or not all(isinstance(s, Score) for s in scores):
-            kinds = ", ".join(sorted({type(s).__name__ for s in scores}))
-            told = f"expected one Score for each of {len(samples)} samples, got {len(scores)} of {kinds or 'nothing'}"
-            raise RewardError(f"reward '{name}': {told}")
-        return self._members(dict(zip(keys, scores, strict=True)))
-
-    def _members(self, found: dict[tuple[int, int], Score]) -> list[GroupScores]:
-        """Scores by (group, member), as groups; who is not there is missing."""
-        absent = Score(None, "the sample was never generated")
-        return [GroupScores([found.get((g, m), absent) for m in range(self.group_size)]) for g in self._samples]
+            kinds = ", ".join(sorted({type(s).__name__ for s in scores})) or "nothing"
+            got = f"expected one Score for each of {len(samples)} samples, got {len(scores)} of {kinds}"
+            raise RewardError(f"reward '{name}': {got}")
+        scored = dict(zip(keys, scores, strict=True))
+        return [GroupScores([scored.get((g, m), _ABSENT) for m in range(self.group_size)]) for g in self._samples]
 
     def _groupwise(self, reward: GroupwiseReward, group: int) -> GroupScores:
         """A groupwise reward in process, on the members that exist."""
-        here = sorted(self._samples[group])
-        if len(here) < 2:
+        members = sorted(self._samples[group])
+        if len(members) < 2:
             return GroupScores([Score(None, "fewer than two samples of the group exist")] * self.group_size)
         try:
-            part = reward.score_group([self._samples[group][m] for m in here], self._seed(group))
+            part = reward.score_group([self._samples[group][m] for m in members], self._seed(group))
         except Exception as error:  # noqa: BLE001
             traceback.print_exc()
             return GroupScores([_raised(error)] * self.group_size)
-        return part if len(here) == self.group_size else _spread(part, here, self.group_size)
+        return part if len(members) == self.group_size else _spread(part, members, self.group_size)
 
     def _collect(self, groups: dict[str, list[GroupScores]], wait_s: float) -> StepScores:
         reasons: Counter[str] = Counter()
         values: dict[str, NDArray[np.float64]] = {}
         metrics: dict[str, float] = {}
-        for name, found in groups.items():
-            told: Counter[str] = Counter()
-            values[name] = np.array([[_finite(s, told) for s in g.scores] for g in found], dtype=np.float64)
-            told.update(c.verdict.reason for g in found for c in g.comparisons if c.verdict.first is None)
-            reasons.update({f"{name}: {reason}": count for reason, count in told.items()})
+        for name, scored in groups.items():
+            own: Counter[str] = Counter()
+            values[name] = np.array([[_finite(s, own) for s in g.scores] for g in scored], dtype=np.float64)
+            own.update(c.verdict.reason for g in scored for c in g.comparisons if c.verdict.first is None)
+            reasons.update({f"{name}: {reason}": count for reason, count in own.items()})
             metrics[f"reward/{name}/missing_rate"] = float(np.isnan(values[name]).mean()) if values[name].size else 0.0
             metrics |= self._flights[name].latency(f"reward/{name}/")
-        judged = [name for name, found in groups.items() if any(g.comparisons for g in found)]
+        judged = [name for name, scored in groups.items() if any(g.comparisons for g in scored)]
         if judged:
             comparisons = [g.comparisons for name in judged for g in groups[name] if g.comparisons]
             metrics |= judge_metrics(comparisons, [self._flights[name] for name in judged], wait_s)
         metrics |= traffic.metrics(self._before)
         if self._log:
-            for name, found in groups.items():
-                for group, scores in zip(self._samples, found, strict=True):
+            for name, scored in groups.items():
+                for group, scores in zip(self._samples, scored, strict=True):
                     prompt = next((s.prompt for s in self._samples[group].values()), "")
                     self._log.write(name, self._step, group, prompt, scores.comparisons)
         return StepScores(values, groups, metrics, dict(reasons.most_common()))
 
 
-def _answer(answer: Future[Score], deadline: float) -> Score:
-    try:
-        return answer.result(max(deadline - time.monotonic(), 0.0))
-    except (FutureTimeout, CancelledError):
-        answer.cancel()
-        return Score(None, LATE)
-    except Exception as error:  # noqa: BLE001
-        return _raised(error)
+class _PointwiseSession:
+    """A group on its way at a streaming pointwise reward."""
+
+    def __init__(self, reward: PointwiseReward, size: int, flight: Flight) -> None:
+        self.reward, self.size, self.flight = reward, size, flight
+        self.answers: dict[int, Future[Score]] = {}
+
+    def add(self, member: int, sample: Sample) -> None:
+        sent = time.monotonic()
+        self.flight.sent()
+        self.answers[member] = self.reward.submit(sample)
+        self.answers[member].add_done_callback(lambda _: self.flight.done(time.monotonic() - sent))
+
+    def result(self, deadline: float) -> GroupScores:
+        return GroupScores([self._score(member, deadline) for member in range(self.size)])
+
+    def _score(self, member: int, deadline: float) -> Score:
+        if member not in self.answers:
+            return _ABSENT
+        try:
+            return self.answers[member].result(max(deadline - time.monotonic(), 0.0))
+        except (FutureTimeout, CancelledError):
+            self.answers[member].cancel()
+            return Score(None, LATE)
+        except Exception as error:  # noqa: BLE001
+            return _raised(error)
+
+    def cancel(self) -> None:
+        for answer in self.answers.values():
+            answer.cancel()
+
+
+def judge_metrics(groups: list[list[Comparison]], flights: Sequence[Flight], wait_s: float) -> dict[str, float]:
+    """judge/… metrics of a step from every comparison of every group that was planned."""
+    every = [c for group in groups for c in group]
+    answered = [c for c in every if c.verdict.first is not None]
+    sent, done = [f.first_sent for f in flights if f.first_sent], [f.last_done for f in flights if f.last_done]
+    busy = max(done) - min(sent) if sent and done else 0.0
+    metrics = {
+        "judge/requests": float(len(every)),
+        "judge/retries": float(sum(c.verdict.retries for c in every)),
+        "judge/failures": float(len(every) - len(answered)),
+        "judge/busy_s": busy,
+        "judge/wait_s": wait_s,
+        "judge/queue_max": float(sum(f.peak for f in flights)),
+        "judge/queue_mean": sum(f.waited_s for f in flights) / busy if busy else 0.0,
+    }
+    if answered:
+        latencies = [c.verdict.latency_s for c in answered]
+        signs = np.sign([float(c.verdict.value or 0.0) - 0.5 for c in answered])
+        metrics["judge/latency_p50"], metrics["judge/latency_p95"] = np.percentile(latencies, [50, 95]).tolist()
+        metrics["judge/tie_rate"] = float(np.mean(signs == 0))
+        metrics["judge/position_bias"] = float(np.mean((signs + 1) / 2))
+    contradicts = [c for group in groups for c in _contradictions(group)]
+    if contradicts:
+        metrics["judge/order_inconsistency"] = float(np.mean(contradicts))
+    return metrics
+
+
+def _contradictions(group: list[Comparison]) -> list[bool]:
+    """For every pair judged in both orders: do the two orders name different winners?"""
+    answers = {(c.first, c.second): p for c in group if (p := c.verdict.first) is not None}
+    return [
+        np.sign(p - 0.5) != np.sign(0.5 - answers[j, i]) for (i, j), p in answers.items() if i < j and (j, i) in answers
+    ]
 
 
 def _alone(reward: PointwiseReward, sample: Sample) -> Score:
@@ -264,17 +299,13 @@ def _finite(score: Score, reasons: Counter[str]) -> float:
     return float("nan")
 
 
-def _spread(part: GroupScores, here: list[int], size: int) -> GroupScores:
-    """Scores of the members `here` put back into a group of `size`; the others are missing."""
-    scores = [Score(None, "the sample was never generated")] * size
-    for member, score in zip(here, part.scores, strict=True):
-        scores[member] = score
-    grid = np.ix_(here, here)
-    matrices = []
-    for small in (part.wins, part.counts):
-        full = None if small is None else np.zeros((size, size))
-        if full is not None:
-            full[grid] = small
-        matrices.append(full)
-    comparisons = [Comparison(here[c.first], here[c.second], c.verdict) for c in part.comparisons]
-    return GroupScores(scores, matrices[0], matrices[1], comparisons)
+def _spread(part: GroupScores, members: list[int], size: int) -> GroupScores:
+    """Scores of some members put back into a group of `size`; the others are missing."""
+    whole = GroupScores([_ABSENT] * size)
+    for member, score in zip(members, part.scores, strict=True):
+        whole.scores[member] = score
+    if part.wins is not None and part.counts is not None:
+        whole.wins, whole.counts = np.zeros((2, size, size))
+        whole.wins[np.ix_(members, members)], whole.counts[np.ix_(members, members)] = part.wins, part.counts
+    whole.comparisons = [Comparison(members[c.first], members[c.second], c.verdict) for c in part.comparisons]
+    return whole

@@ -13,12 +13,10 @@ import json
 import os
 import signal
 import sys
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,51 +38,21 @@ PROBE = 'A 1x2 grid of squares. [LEFT]: a red square. [RIGHT]: a blue square tha
 T = TypeVar("T")
 
 
-@dataclass
-class Counts:
-    """What /metrics tells."""
-
-    requests: int = 0
-    """Answered with scores."""
-    refused: int = 0
-    """Answered with 4xx."""
-    failed: int = 0
-    """Answered with 500: the reward raised."""
-    samples: int = 0
-    """Scores given."""
-    missing: int = 0
-    """Of these, without a value."""
-    batches: int = 0
-    """Calls of the reward."""
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
-    """From arrival to answer, of the last requests."""
-
-    def text(self, queued: int) -> str:
-        """In the format that Prometheus reads."""
-        told = {k: v for k, v in vars(self).items() if k != "seconds"}
-        rows = [f"prefgrpo_reward_{key}_total {value}" for key, value in told.items()]
-        rows.append(f"prefgrpo_reward_queue_depth {queued}")
-        if self.seconds:
-            p50, p95 = np.percentile(list(self.seconds), [50, 95])
-            rows += [f"prefgrpo_reward_latency_seconds_p50 {p50:.6f}", f"prefgrpo_reward_latency_seconds_p95 {p95:.6f}"]
-        return "\n".join(rows) + "\n"
-
-
 class RewardServer:
     """Serves one pointwise reward."""
 
     def __init__(self, name: str, options: Mapping[str, Any], max_batch: int = 32, max_mib: int = 256) -> None:
         """Raises RewardSpecError or RewardError for a reward that cannot be served."""
         parse_reward_spec([name])
-        found = load_class(name)
-        if not issubclass(found, PointwiseReward):
+        cls = load_class(name)
+        if not issubclass(cls, PointwiseReward):
             raise RewardError(f"reward '{name}' compares a group's samples and runs where they are; serve its judge")
         if "url" in options:
             raise RewardError(f"options of '{name}' have a url: that is for the run that asks this server")
         if max_batch < 1 or max_mib < 1:
             raise RewardError(f"max-batch and max-mib: expected at least 1, got {max_batch} and {max_mib}")
-        self.name, self.cls, self.options, self.max_batch, self.max_mib = name, found, options, max_batch, max_mib
-        self.counts, self.state, self.running = Counts(), "loading", False
+        self.name, self.cls, self.options, self.max_batch, self.max_mib = name, cls, options, max_batch, max_mib
+        self.state, self.running, self.batches, self.samples = "loading", False, 0, 0
         self._queue: deque[tuple[Sample, asyncio.Future[Score]]] = deque()
         self._arrived = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
@@ -94,18 +62,16 @@ class RewardServer:
     async def listen(self, host: str, port: int) -> str:
         """Answer from now on (/health says 503 until `load` has ended); the address."""
         app = web.Application(client_max_size=self.max_mib << 20)
-        routes = {"/health": self._health, "/v1/info": self._info, "/v1/models": self._models, "/metrics": self._told}
-        app.router.add_routes([*(web.get(path, handler) for path, handler in routes.items())])
-        app.router.add_post("/score", self._score)
+        app.router.add_routes(
+            [web.get("/health", self._health), web.get("/v1/info", self._info), web.post("/score", self._score)]
+        )
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=DRAIN_S)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
         try:
-            await site.start()
+            await web.TCPSite(self._runner, host, port).start()
         except (OSError, OverflowError) as error:
             why = os.strerror(error.errno or 0) if isinstance(error, OSError) else "expected 0 to 65535"
-            told = f"cannot listen on {host}:{port} ({why}); choose another --port"
-            raise RewardError(told) from error
+            raise RewardError(f"cannot listen on {host}:{port} ({why}); choose another --port") from error
         return f"http://{f'[{host}]' if ':' in host else host}:{self._runner.addresses[0][1]}"
 
     async def load(self) -> Score:
@@ -132,7 +98,7 @@ class RewardServer:
             batch = [self._queue.popleft() for _ in range(min(self.max_batch, len(self._queue)))]
             if not self._queue:
                 self._arrived.clear()
-            await self._batch([item for item in batch if not item[1].done()])  # who has hung up wants no answer
+            await self._batch([item for item in batch if not item[1].done()])  # a client that hung up wants no answer
 
     async def stop(self) -> None:
         """Take nothing new, answer what is there."""
@@ -155,11 +121,12 @@ class RewardServer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, there)
 
     async def _run(self, samples: list[Sample]) -> list[Score]:
-        self.counts.batches += 1
+        self.batches += 1
         assert self._reward is not None
         scores = await self._call(partial(self._reward.score, samples))
         if len(scores) != len(samples):
             raise RewardError(f"reward '{self.name}' gave {len(scores)} scores for {len(samples)} samples")
+        self.samples += len(samples)
         return scores
 
     async def _batch(self, items: list[tuple[Sample, asyncio.Future[Score]]]) -> None:
@@ -170,7 +137,7 @@ class RewardServer:
             for (_, answer), score in zip(items, await self._run([s for s, _ in items]), strict=True):
                 if not answer.done():
                     answer.set_result(score)
-        except Exception as error:  # noqa: BLE001  (whatever the reward's libraries raise is told to who asked)
+        except Exception as error:  # noqa: BLE001  (whatever the reward's libraries raise is the answer)
             if len(items) > 1:
                 for item in items:
                     await self._batch([item])
@@ -178,18 +145,14 @@ class RewardServer:
                 items[0][1].set_exception(error)
 
     async def _score(self, request: web.Request) -> web.Response:
-        started = time.monotonic()
         if self.state != "ready":
-            return _refusal(503, f"reward '{self.name}' is {self.state}", {"Retry-After": "1"})
+            return _refusal(503, f"reward '{self.name}' is {self.state}")
         loop = asyncio.get_running_loop()
         try:
-            raw = await request.read()
-            samples = await loop.run_in_executor(None, read_request, raw, self.name, self.cls)
+            samples = await loop.run_in_executor(None, read_request, await request.read(), self.name, self.cls)
         except web.HTTPRequestEntityTooLarge:
-            self.counts.refused += 1
             return _refusal(413, f"the request is larger than {self.max_mib} MiB; raise --max-mib or send less")
         except WireError as error:
-            self.counts.refused += 1
             return _refusal(400, str(error))
         answers: list[asyncio.Future[Score]] = [loop.create_future() for _ in samples]
         self._queue.extend(zip(samples, answers, strict=True))
@@ -198,30 +161,21 @@ class RewardServer:
             scores = await asyncio.gather(*answers)
         except Exception as error:  # noqa: BLE001
             traceback.print_exc()
-            self.counts.failed += 1
             return _refusal(500, f"reward '{self.name}' failed: {type(error).__name__}: {error}")
-        self.counts.requests += 1
-        self.counts.samples += len(scores)
-        self.counts.missing += sum(s.value is None for s in scores)
-        self.counts.seconds.append(time.monotonic() - started)
         return web.Response(body=scores_json(scores), content_type="application/json")
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.json_response({"status": self.state}, status=200 if self.state == "ready" else 503)
+        counts = {"queued": len(self._queue), "batches": self.batches, "samples": self.samples}
+        return web.json_response({"status": self.state} | counts, status=200 if self.state == "ready" else 503)
 
     async def _info(self, _: web.Request) -> web.Response:
-        told = {"name": self.name, "takes": self.cls.takes, "needs_source": self.cls.needs_source}
-        told |= {"meta_keys": self.cls.meta_keys, "status": self.state, "version": __version__}
-        return web.json_response(told | {"options": json.loads(json.dumps(dict(self.options), default=str))})
-
-    async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": self.name, "owned_by": "prefgrpo"}]})
-
-    async def _told(self, _: web.Request) -> web.Response:
-        return web.Response(text=self.counts.text(len(self._queue)))
+        info = {"name": self.name, "takes": self.cls.takes, "needs_source": self.cls.needs_source}
+        info |= {"meta_keys": self.cls.meta_keys, "status": self.state, "version": __version__}
+        return web.json_response(info | {"options": json.loads(json.dumps(dict(self.options), default=str))})
 
 
-def _refusal(status: int, message: str, headers: dict[str, str] | None = None) -> web.Response:
+def _refusal(status: int, message: str) -> web.Response:
+    headers = {"Retry-After": "1"} if status == 503 else None
     return web.json_response({"error": {"message": message, "code": status}}, status=status, headers=headers)
 
 
@@ -231,8 +185,7 @@ def probe(reward: type[PointwiseReward]) -> Sample:
     image = Media(rng.integers(0, 256, (64, 64, 3), np.uint8))
     clip = Media(rng.integers(0, 256, (8, 64, 64, 3), np.uint8))
     source = (image,) if reward.needs_source else ()
-    told = reward.probe
-    return Sample(told.get("prompt", PROBE), image if "image" in reward.takes else clip, source, told)
+    return Sample(reward.probe.get("prompt", PROBE), image if "image" in reward.takes else clip, source, reward.probe)
 
 
 def read_options(name: str, words: Sequence[str]) -> dict[str, Any]:
@@ -242,14 +195,14 @@ def read_options(name: str, words: Sequence[str]) -> dict[str, Any]:
         key, equals, value = word.partition("=")
         if equals:
             options[key] = yaml.safe_load(value)
-            continue
-        found = read_yaml(Path(word))
-        options |= found[name] if isinstance(found.get(name), dict) else found
+        else:
+            content = read_yaml(Path(word))
+            options |= content[name] if isinstance(content.get(name), dict) else content
     return options
 
 
-async def run(server: RewardServer, host: str, port: int) -> int:
-    """Listen, load, serve until SIGTERM or SIGINT; the exit code."""
+async def run(server: RewardServer, host: str, port: int) -> None:
+    """Listen, load, serve until SIGTERM or SIGINT."""
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped.set)
@@ -268,13 +221,12 @@ async def run(server: RewardServer, host: str, port: int) -> int:
     finally:
         await server.stop()
         worker.cancel()
-    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve a reward until Ctrl-C or SIGTERM; the exit code."""
     parser = argparse.ArgumentParser("prefgrpo reward serve", description="Serve one reward over HTTP.")
-    parser.add_argument("name", help="a reward of `prefgrpo reward list`, or package.module:Class")
+    parser.add_argument("name", help="a reward of `prefgrpo reward list`, package.module:Class or file.py:function")
     parser.add_argument("--options", nargs="*", default=[], metavar="X", help="its options: FILE.yaml or key=value")
     parser.add_argument("--host", default="127.0.0.1", help="address; all but loopback lets others in (%(default)s)")
     parser.add_argument("--port", type=int, default=8100, help="0: one that is free (%(default)s)")
@@ -282,19 +234,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-mib", type=int, default=256, help="largest request in MiB (%(default)s)")
     args = parser.parse_args(argv)
     try:
-        options = read_options(args.name, args.options)
-        server = RewardServer(args.name, options, args.max_batch, args.max_mib)
-        code = asyncio.run(run(server, args.host, args.port))
+        server = RewardServer(args.name, read_options(args.name, args.options), args.max_batch, args.max_mib)
+        asyncio.run(run(server, args.host, args.port))
     except (RewardError, RewardSpecError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     if server.running:
         print(
-            f"the reward was still at work {DRAIN_S:g} s after it was told to stop; ended without it", file=sys.stderr
+            f"the reward was still at work {DRAIN_S:g} s after SIGTERM; ended without it", file=sys.stderr, flush=True
         )
-        sys.stderr.flush()
         os._exit(1)  # its thread cannot be ended otherwise
-    return code
+    return 0
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ class UnifiedRewardAlignment(VlmReward):
         """As VlmReward; RewardError for a template that does not ask for the axis.
 
         Args:
-            judge: An open judge or client, an HttpJudgeConfig, or a mapping of its fields.
+            judge: An open judge or client, a JudgeConfig, or a mapping of its fields.
             template: Shipped name or path; empty: the one that `judge` names, else the reward's own.
         """
         super().__init__(judge, template)

@@ -35,7 +35,7 @@ class VlmReward(PointwiseReward):
         """JudgeError within seconds if the judge cannot be asked.
 
         Args:
-            judge: An open judge or client, an HttpJudgeConfig, or a mapping of its fields.
+            judge: An open judge or client, a JudgeConfig, or a mapping of its fields.
             template: Shipped name or path; empty: the one that `judge` names, else the reward's own.
         """
         self.client, named = open_client(judge, self.template)

@@ -2,21 +2,19 @@
 
 An image is the base64 of a lossless WebP (a PNG where it is too large for one), a clip is the list of its frames. A
 number survives as it is, and what is missing is null with its reason. Invariant: `read_request` gives back the very
-pixels that `sample_json` took, or raises WireError, which names the field.
+pixels that `media_json` got, or raises WireError, which names the field.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import json
 import math
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import Reward, Sample, Score
@@ -32,8 +30,8 @@ class WireError(ValueError):
 
 def media_json(media: Media) -> bytes:
     """An image as a JSON string, a clip as a list of strings."""
-    frames = [base64.b64encode(_lossless(frame)) for frame in media.frames()]
-    return b'["' + b'","'.join(frames) + b'"]' if media.clip else b'"' + frames[0] + b'"'
+    frames = [b'"%s"' % base64.b64encode(_lossless(frame)) for frame in media.frames()]
+    return b"[%s]" % b",".join(frames) if media.clip else frames[0]
 
 
 def _lossless(image: Media) -> bytes:
@@ -46,17 +44,17 @@ def _lossless(image: Media) -> bytes:
 
 def request_json(name: str, sample: Sample, media: bytes, source: list[bytes]) -> bytes:
     """Body of POST /score for one sample whose media are encoded."""
-    told = (json.dumps(part, default=str).encode() for part in (name, sample.prompt, sample.meta))
-    rest = (media, b",".join(source))
-    return b'{"reward":%s,"samples":[{"prompt":%s,"meta":%s,"media":%s,"source":[%s]}]}' % (*told, *rest)
+    texts = (json.dumps(part, default=str).encode() for part in (name, sample.prompt, sample.meta))
+    form = b'{"reward":%s,"samples":[{"prompt":%s,"meta":%s,"media":%s,"source":[%s]}]}'
+    return form % (*texts, media, b",".join(source))
 
 
 def read_request(raw: bytes, name: str, reward: type[Reward]) -> list[Sample]:
     """Samples of a POST /score. Raises WireError for what the reward cannot score."""
-    value = _object(raw)
-    if value.get("reward") not in (None, name):
-        raise WireError(f"reward: this server scores '{name}', not {value['reward']!r}")
-    rows = value.get("samples")
+    body = _object(raw)
+    if body.get("reward") not in (None, name):
+        raise WireError(f"reward: this server scores '{name}', not {body['reward']!r}")
+    rows = body.get("samples")
     if not isinstance(rows, list) or not rows:
         raise WireError('samples: expected a list of {"prompt": …, "media": …}, got ' + _shown(rows))
     return [_sample(row, f"samples[{k}]", reward) for k, row in enumerate(rows)]
@@ -67,25 +65,26 @@ def _object(raw: bytes) -> dict[str, Any]:
         value = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise WireError(f"not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise WireError(f"expected a JSON object, got {_shown(value)}")
+    found: dict[str, Any] = _of(dict, value, "the body")
+    return found
+
+
+def _of(kind: type, value: Any, place: str) -> Any:
+    if not isinstance(value, kind):
+        raise WireError(f"{place}: expected a {kind.__name__}, got {_shown(value)}")
     return value
 
 
 def _sample(row: Any, place: str, reward: type[Reward]) -> Sample:
-    if not isinstance(row, dict):
-        raise WireError(f"{place}: expected an object, got {_shown(row)}")
-    if unknown := sorted(set(row) - {"prompt", "media", "source", "meta"}):
+    if unknown := sorted(set(_of(dict, row, place)) - {"prompt", "media", "source", "meta"}):
         raise WireError(f"{place}: unknown field(s) {', '.join(unknown)}; expected prompt, media, source, meta")
-    prompt: Any
-    prompt, source, meta = row.get("prompt"), row.get("source", []), row.get("meta", {})
-    for key, found, kind in (("prompt", prompt, str), ("source", source, list), ("meta", meta, dict)):
-        if not isinstance(found, kind):
-            raise WireError(f"{place}.{key}: expected a {kind.__name__}, got {_shown(found)}")
+    prompt = _of(str, row.get("prompt"), f"{place}.prompt")
+    source = _of(list, row.get("source", []), f"{place}.source")
+    meta = _of(dict, row.get("meta", {}), f"{place}.meta")
     media = _media(row.get("media"), f"{place}.media")
-    told = "video" if media.clip else "image"
-    if told not in reward.takes:
-        raise WireError(f"{place}.media: this reward takes {' or '.join(reward.takes)}, got {told}")
+    kind = "video" if media.clip else "image"
+    if kind not in reward.takes:
+        raise WireError(f"{place}.media: this reward takes {' or '.join(reward.takes)}, got {kind}")
     if reward.needs_source and not source:
         raise WireError(f"{place}.source: this reward scores edits and needs the source image")
     if lacks := [key for key in reward.meta_keys if key not in meta]:
@@ -94,40 +93,20 @@ def _sample(row: Any, place: str, reward: type[Reward]) -> Sample:
 
 
 def _media(value: Any, place: str) -> Media:
-    if isinstance(value, str):
-        return Media(_pixels(value, place))
-    if not isinstance(value, list) or not value:
-        raise WireError(f"{place}: expected base64 of an image, or a list of them for a clip, got {_shown(value)}")
-    frames = [_pixels(frame, f"{place}[{k}]") for k, frame in enumerate(value)]
-    if len({frame.shape for frame in frames}) > 1:
-        raise WireError(f"{place}: the frames of a clip must have one size")
-    return Media(np.stack(frames))
-
-
-def _pixels(value: Any, place: str) -> NDArray[np.uint8]:
-    """uint8 [H, W, 3] of base64."""
-    if not isinstance(value, str):
-        raise WireError(f"{place}: expected base64 of an image, got {_shown(value)}")
+    frames = value if isinstance(value, list) else [value]
     try:
-        data = base64.b64decode(value, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise WireError(f"{place}: not base64 ({error})") from error
-    if not data:
-        raise WireError(f"{place}: the image is empty (0 bytes)")
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            return np.array(image.convert("RGB"))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        why = "" if isinstance(error, UnidentifiedImageError) else f" ({error})"
-        raise WireError(f"{place}: {len(data)} bytes that cannot be read as {', '.join(FORMATS)}{why}") from error
+        images = [Image.open(io.BytesIO(base64.b64decode(f, validate=True)), formats=FORMATS) for f in frames]
+        pixels = np.stack([np.array(image.convert("RGB")) for image in images])
+    except (OSError, ValueError, TypeError, SyntaxError, Image.DecompressionBombError) as error:
+        expected = f"base64 of a file that is {', '.join(FORMATS)}, or a list of such frames of one size"
+        raise WireError(f"{place}: expected {expected}, got {_shown(value)}") from error
+    return Media(pixels if isinstance(value, list) else pixels[0])
 
 
 def score_row(score: Score) -> dict[str, Any]:
     """A score as JSON: its value, or null and the reason, and its parts; what is not finite is null."""
     value, reason = _finite(score)
-    row: dict[str, Any] = {"value": value}
-    if value is None:
-        row["reason"] = reason
+    row: dict[str, Any] = {"value": value} | ({"reason": reason} if value is None else {})
     if score.parts:
         row["parts"] = {k: float(v) if math.isfinite(v) else None for k, v in score.parts.items()}
     return row
@@ -147,24 +126,12 @@ def read_scores(raw: bytes, count: int) -> list[Score]:
 
 
 def _score(row: Any, place: str) -> Score:
-    if not isinstance(row, dict):
-        raise WireError(f"{place}: expected an object, got {_shown(row)}")
-    value, reason, parts = row.get("value"), row.get("reason", ""), row.get("parts", {})
-    if isinstance(value, bool) or not isinstance(value, float | int | None) or not isinstance(parts, dict):
-        raise WireError(f"{place}: expected a number or null and parts, got {_shown(row)}")
-    if not all(isinstance(v, float | int | None) for v in parts.values()):
-        raise WireError(f"{place}.parts: expected numbers, got {_shown(parts)}")
-    found = {str(k): math.nan if v is None else _float(v) for k, v in parts.items()}
-    number, why = _finite(Score(None if value is None else _float(value), str(reason), found))
-    return Score(number, why, found)
-
-
-def _float(value: float) -> float:
-    """A number of a JSON text; an integer beyond the largest float is infinite, as 1e999 is."""
     try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
+        parts = {k: math.nan if v is None else float(v) for k, v in row.get("parts", {}).items()}
+        score = Score(None if row["value"] is None else float(row["value"]), str(row.get("reason", "")), parts)
+    except (TypeError, ValueError, AttributeError, KeyError, OverflowError) as error:
+        raise WireError(f"{place}: expected a number or null and parts, got {_shown(row)}") from error
+    return Score(*_finite(score), parts)
 
 
 def _finite(score: Score) -> tuple[float | None, str]:

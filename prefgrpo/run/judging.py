@@ -1,16 +1,16 @@
 """From the configuration to the scorers of a run: its rewards, and the judge that training and evaluation share.
 
-The shared judge is that of the spec's first pairwise reward; other judged rewards have the judge section overlaid
-with their own options. Invariant: what asks a judge is opened once per process, and checked before the first step.
+The shared judge is that of the spec's first pairwise reward; other judged rewards ask the judge section with what their
+own options change. Invariant: what asks a judge is opened once per process, and checked before the first step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -28,15 +28,9 @@ from prefgrpo.rewards.base import PointwiseReward, Reward
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
 
-if TYPE_CHECKING:
-    from prefgrpo.judge.http import HttpJudgeConfig
-    from prefgrpo.judge.local import LocalJudge
-
 PAIRWISE = "vlm_pairwise"
 CALIBRATION_PAIRS = 8
 """Random pairs judged in both orders at the start, to see the judge's position bias."""
-PATIENCE_S = 600.0
-"""How long a server that is down is waited for if the configuration names no deadline."""
 
 
 def specs(config: Config) -> tuple[dict[str, float], dict[str, float]]:
@@ -61,7 +55,7 @@ def mistakes(config: Config) -> list[str]:
     measured = parsed("eval.spec", parse_reward_spec, config.eval.spec) if config.eval.spec else {}
     parsed("judge.plan", get_plan, config.judge.plan)
     if PAIRWISE in trained:
-        parsed("judge.template", load_template, config.judge.template)
+        parsed("judge.template", load_template, config.judge.template or "compare")
     if PAIRWISE in measured:
         found.append(f"eval.spec: {PAIRWISE} is what eval.judge does; name only measuring rewards here")
     return found
@@ -75,6 +69,22 @@ def shared(config: Config) -> str:
     return names[0] if names else PAIRWISE
 
 
+def judge_config(
+    config: Config, name: str, options: Mapping[str, Any], world: World, folder: Path | None = None
+) -> JudgeConfig:
+    """The judge section as reward `name` asks with it: its own template, then what its options' `judge` changes.
+
+    `concurrency` is this rank's share. folder: of the run, where answers are kept; None: nowhere.
+    """
+    template = config.judge.template or "compare" if name == PAIRWISE else load_class(name).template
+    try:
+        judge = replace(config.judge, template=template).override(options.get("judge", {}))
+    except ConfigError as error:
+        raise ConfigError([f"reward.options.{name}.{mistake}" for mistake in error.mistakes]) from error
+    cache = judge.cache if isinstance(judge.cache, str) else str(folder / "verdicts") if judge.cache and folder else ""
+    return replace(judge, concurrency=world.share(judge.concurrency), cache=cache)
+
+
 def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str]]:
     """(shared judge or None, what its health check found), if training or evaluation asks one.
 
@@ -84,109 +94,70 @@ def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str
     held_out = config.eval.every and (config.eval.prompts or config.eval.final_prompts)
     if name not in training and not (config.eval.judge and held_out):
         return None, []
-    judge = judge_section(config.judge, name, config.reward.options.get(name, {}))
+    judge = judge_config(config, name, config.reward.options.get(name, {}), world, _folder(config))
     if judge.backend == "local":
-        from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
-
-        local = LocalJudgeConfig(model=judge.model, template=judge.template, device=str(world.device))
-        return _answers(LocalJudge(local), judge), [f"judge in this process: {judge.model}"]
+        return _local_judge(judge, str(world.device)), [f"judge in this process: {judge.model}"]
     from prefgrpo.judge.client import HttpJudge, check
 
-    http = http_config(judge, world, cache_folder(config))
     notes: list[str] = []
 
     def look() -> None:
-        found = check(http, bias_pairs=CALIBRATION_PAIRS, known=True, clips=makes_clips(config))
-        notes.extend(found.summary().splitlines())
+        health = check(judge, bias_pairs=CALIBRATION_PAIRS, known=True, clips=makes_clips(config))
+        notes.extend(f"judge {line}" for line in health.summary().splitlines())
 
     world.on_main(look, JudgeError)
-    return HttpJudge(http), [f"judge {note}" for note in notes]
+    return HttpJudge(judge), notes
 
 
-def judge_section(judge: JudgeConfig, name: str, options: Mapping[str, Any]) -> JudgeConfig:
-    """The judge section as reward `name` uses it: its own template, then what its options' `judge` names."""
-    own = dict(options.get("judge", {}))
-    known = [f.name for f in fields(JudgeConfig)]
-    if unknown := sorted(set(own) - set(known)):
-        raise ConfigError([f"reward.options.{name}.judge: unknown key(s) {unknown}; expected some of {known}"])
-    template = judge.template if name == PAIRWISE else load_class(name).template
-    own = {key: tuple(value) if isinstance(value, list) else value for key, value in own.items()}
-    changes: dict[str, Any] = {"template": template} | own
-    return replace(judge, **changes)
+def _local_judge(config: JudgeConfig, device: str) -> PairJudge:
+    """A judge in this process that gives a verdict on a pair of plain pictures and the known ones, else JudgeError."""
+    from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
 
-
-def reward_options(
-    config: Config, spec: Mapping[str, float], given: Mapping[str, Any], judge: Any, world: World, cache: str = ""
-) -> dict[str, Any]:
-    """Options of every reward of a spec; a judged one gets its judge: `judge`, where it is the shared one's.
-
-    world: the ranks that ask together. cache: folder in which the others keep their answers.
-    """
-    options: dict[str, dict[str, Any]] = {name: dict(own) for name, own in given.items()}
-    for name in spec:
-        found, own = load_class(name), options.get(name, {})
-        if not found.judged or "url" in own:
-            continue
-        if issubclass(found, VlmPairwise):
-            own = {key: getattr(config.judge, key) for key in ("plan", "verdict", "rate", "bias")} | own
-        if name == shared(config) and judge is not None:
-            options[name] = own | {"judge": judge}
-            continue
-        section = judge_section(config.judge, name, own)
-        if section.backend == "local":
-            told = f"reward.options.{name}.judge: expected backend http, got local; only one judge is in this process"
-            raise ConfigError([f"{told} (that of {shared(config)})"])
-        options[name] = own | {"judge": asdict(http_config(section, world, cache))}
-    return options
-
-
-def _answers(judge: LocalJudge, config: JudgeConfig) -> LocalJudge:
-    """The judge, if it gives a verdict on a pair of plain pictures and the known ones; raises JudgeError otherwise."""
+    judge = LocalJudge(LocalJudgeConfig(config.model, config.template, device))
     pictures = [Media(np.full((64, 64, 3), colour, np.uint8)) for colour in ((220, 30, 30), (30, 60, 220))]
     verdict = judge.judge_group("a plain red picture", pictures, [(0, 1)])[0]
-    if verdict.first is None:
+    problem = f"gave no verdict on a probe pair: {verdict.reason}" if verdict.first is None else ""
+    if not problem and compares(judge.template):
+        problem = known_answers(judge, judge.template).problem
+    if problem:
         raise JudgeError(
-            f"the judge {config.model} gave no verdict on a probe pair: {verdict.reason}. Expected a model that "
-            f"answers the template '{config.template}'; correct judge.model or judge.template"
+            f"the judge {config.model} {problem}. Expected a model that answers the template '{config.template}'; "
+            "correct judge.model or judge.template"
         )
-    if problem := known_answers(judge, judge.template).problem if compares(judge.template) else "":
-        raise JudgeError(f"the judge {config.model} {problem}; correct judge.model or judge.template")
     return judge
 
 
-def _known(judge: Mapping[str, Any], clips: bool) -> None:
-    """Raise JudgeError if a judge of pairs that is not the shared one does not know the known answers."""
-    from prefgrpo.judge.client import HttpJudgeConfig, check
+def reward_options(
+    config: Config,
+    spec: Mapping[str, float],
+    given: Mapping[str, Any],
+    judge: PairJudge | None,
+    world: World,
+    folder: Path | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Options of every reward of a spec; a judged one gets its judge: `judge`, where it is the shared one's.
 
-    check(HttpJudgeConfig(**judge), known=True, clips=clips)
-
-
-def cache_folder(config: Config) -> str:
-    """Where a run keeps the answers of its judges; '' for nowhere."""
-    return str(Path(config.output) / config.name / "verdicts") if config.judge.cache else ""
-
-
-def http_config(judge: JudgeConfig, world: World, cache: str = "") -> HttpJudgeConfig:
-    """The client's options from a run's configuration: this rank's share of the requests in flight.
-
-    A restarting server is waited for until the deadline, 600 s if none is set.
+    world: the ranks that ask together. folder: as for `judge_config`.
     """
-    from prefgrpo.judge.http import HttpJudgeConfig
+    options: dict[str, dict[str, Any]] = {name: dict(own) for name, own in given.items()}
+    for name in spec:
+        cls, own = load_class(name), options.get(name, {})
+        if not cls.judged or "url" in own:
+            continue
+        if issubclass(cls, VlmPairwise):
+            own = {key: getattr(config.judge, key) for key in ("plan", "verdict", "rate", "bias")} | own
+        asked: Any = judge
+        if judge is None or name != shared(config):
+            asked = judge_config(config, name, own, world, folder)
+            if asked.backend == "local":
+                message = "expected backend http, got local; only one judge is in this process"
+                raise ConfigError([f"reward.options.{name}.judge: {message} (that of {shared(config)})"])
+        options[name] = own | {"judge": asked}
+    return options
 
-    return HttpJudgeConfig(
-        endpoints=judge.endpoints,
-        model=judge.model,
-        template=judge.template,
-        tokenizer=judge.tokenizer,
-        concurrency=world.share(judge.concurrency),
-        timeout_s=judge.timeout_s,
-        patience_s=judge.deadline_s or PATIENCE_S,
-        image_format=judge.image_format,
-        api_key_env=judge.api_key_env,
-        hedge_s=judge.hedge_s,
-        max_pixels=judge.max_pixels,
-        cache=cache,
-    )
+
+def _folder(config: Config) -> Path:
+    return Path(config.output) / config.name
 
 
 def makes_clips(config: Config) -> bool:
@@ -236,11 +207,13 @@ def _built(
 ) -> dict[str, Reward]:
     """The rewards of a spec, checked against the run before they load, and again as they are."""
     check_inputs(config, field, {name: load_class(name) for name in weights}, prompts)
-    options = reward_options(config, weights, given, judge, world, cache_folder(config))
+    options = reward_options(config, weights, given, judge, world, _folder(config))
     for name in weights:
         own = options.get(name, {}).get("judge")
-        if issubclass(load_class(name), VlmPairwise) and isinstance(own, Mapping):
-            world.on_main(partial(_known, own, makes_clips(config)), JudgeError)
+        if issubclass(load_class(name), VlmPairwise) and isinstance(own, JudgeConfig):
+            from prefgrpo.judge.client import check
+
+            world.on_main(partial(check, own, known=True, clips=makes_clips(config)), JudgeError)
     rewards = build(weights, options)
     check_inputs(config, field, rewards, prompts)
     return rewards

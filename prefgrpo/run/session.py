@@ -45,6 +45,7 @@ FREE = (
     *("output", "name", "device", "gpus", "tensorboard", "data.cache", "memory.offload"),
     *("judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s"),
     *("judge.max_missing", "judge.patience_steps", "judge.log", "judge.cache", "judge.hedge_s"),
+    *("judge.retries", "judge.patience_s"),
 )
 """What a resumed run may change: where and how it runs, and what mends a run that stopped."""
 FREE_OPTIONS = (

@@ -2,46 +2,70 @@
 
     x' = a·x + b·v + s·ε          logp = w · mean_D (x' − a·x − b·v)² + c
 
-A rule is one small function in fp64; adding one adds no kernel. Invariant: a rule's variance s is 0
-exactly where the step is deterministic, and then w = c = 0, so that a log-prob is never NaN.
+A rule is one small function of Python numbers or, element by element, of fp64 tensors; adding one adds no kernel.
+Invariant: a rule's variance s is 0 exactly where the step is deterministic, and then w = c = 0, so that a log-prob is
+never NaN.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Number = Any
+"""A float, or an fp64 tensor."""
 
 
 class StepInfo(NamedTuple):
     """What a rule may look at; σ' < σ, both in [0, 1]."""
 
-    sigma: float
-    sigma_next: float
-    eta: float
-    sigma_max: float
+    sigma: Number
+    sigma_next: Number
+    eta: Number
+    sigma_max: Number
     """Second value of the schedule, σ_1: it stands in for σ where 1 − σ would be 0."""
-    sigma_min: float
+    sigma_min: Number
     """Last value of the schedule."""
 
 
-Row = tuple[float, float, float, float, float]
+Row = tuple[Number, Number, Number, Number, Number]
 Rule = Callable[[StepInfo], Row]
 
 
-def _gaussian(a: float, b: float, s: float) -> Row:
+def _sqrt(x: Number) -> Number:
+    return x.sqrt() if isinstance(x, Tensor) else math.sqrt(x)
+
+
+def _log(x: Number) -> Number:
+    return x.log() if isinstance(x, Tensor) else math.log(x)
+
+
+def _sin(x: Number) -> Number:
+    return x.sin() if isinstance(x, Tensor) else math.sin(x)
+
+
+def _where(condition: Any, x: Number, y: Number) -> Number:
+    return torch.where(condition, x, y) if isinstance(condition, Tensor) else x if condition else y
+
+
+def _gaussian(a: Number, b: Number, s: Number) -> Row:
     """Row of a step whose log-prob is that of N(a·x + b·v, s²)."""
-    if s == 0.0:
-        return a, b, 0.0, 0.0, 0.0
-    return a, b, s, -1.0 / (2.0 * s * s), -math.log(s) - 0.5 * math.log(2.0 * math.pi)
+    noisy = s != 0.0
+    safe = _where(noisy, s, 1.0)
+    c = -_log(safe) - 0.5 * math.log(2.0 * math.pi)
+    return a, b, s, _where(noisy, -1.0 / (2.0 * safe * safe), 0.0), _where(noisy, c, 0.0)
 
 
-def _flow_with_std(i: StepInfo, st: float) -> Row:
+def _flow_with_std(i: StepInfo, st: Number) -> Row:
     """Flow-GRPO's reverse SDE with diffusion coefficient `st` (arXiv 2505.05470, eq. 9)."""
     delta = i.sigma_next - i.sigma
     a = 1.0 + st * st * delta / (2.0 * i.sigma)
     b = (1.0 + st * st * (1.0 - i.sigma) / (2.0 * i.sigma)) * delta
-    return _gaussian(a, b, st * math.sqrt(-delta))
+    return _gaussian(a, b, st * _sqrt(-delta))
 
 
 def ode(i: StepInfo) -> Row:
@@ -51,7 +75,7 @@ def ode(i: StepInfo) -> Row:
 
 def flow(i: StepInfo) -> Row:
     """Flow-GRPO: st = η·sqrt(σ / (1 − σ)), with σ_1 in the denominator where σ = 1 (of UniPC: 1 − 1e-6)."""
-    return _flow_with_std(i, i.eta * math.sqrt(i.sigma / (1.0 - (i.sigma_max if i.sigma > 1.0 - 2e-6 else i.sigma))))
+    return _flow_with_std(i, i.eta * _sqrt(i.sigma / (1.0 - _where(i.sigma > 1.0 - 2e-6, i.sigma_max, i.sigma))))
 
 
 def wan(i: StepInfo) -> Row:
@@ -63,30 +87,26 @@ def dance(i: StepInfo) -> Row:
     """DanceGRPO: constant diffusion η (arXiv 2505.07818, eq. 8)."""
     delta = i.sigma_next - i.sigma
     k = i.eta * i.eta / (2.0 * i.sigma * i.sigma)
-    return _gaussian(
-        1.0 + k * i.sigma * delta, (1.0 + k * i.sigma * (1.0 - i.sigma)) * delta, i.eta * math.sqrt(-delta)
-    )
-
-
-def cps(i: StepInfo, *, normalised: bool = False) -> Row:
-    """Coefficient-preserving sampling (arXiv 2509.05952): st = σ'·sin(ηπ/2).
-
-    The published log-prob drops the variance (w = −1, c = 0); `normalised` keeps the Gaussian's own.
-    """
-    a, b, st, w, c = _preserving(i, i.sigma_next * math.sin(i.eta * math.pi / 2.0))
-    return (a, b, st, w, c) if st == 0.0 or normalised else (a, b, st, -1.0, 0.0)
-
-
-def _preserving(i: StepInfo, st: float) -> Row:
-    """x' = (1 − σ')·x₀ + sqrt(σ'² − st²)·ε̂ + st·ε with the predicted x₀ and ε̂: the noise level stays σ'."""
-    r = math.sqrt(max(i.sigma_next**2 - st**2, 0.0))
-    a, b = (1.0 - i.sigma_next) + r, -i.sigma * (1.0 - i.sigma_next) + (1.0 - i.sigma) * r
-    return _gaussian(a, b, st)
+    return _gaussian(1.0 + k * i.sigma * delta, (1.0 + k * i.sigma * (1.0 - i.sigma)) * delta, i.eta * _sqrt(-delta))
 
 
 def cps_normalised(i: StepInfo) -> Row:
-    """`cps` with the Gaussian log-prob."""
-    return cps(i, normalised=True)
+    """Coefficient-preserving sampling (arXiv 2509.05952), st = σ'·sin(ηπ/2), with the Gaussian log-prob."""
+    return _preserving(i, i.sigma_next * _sin(i.eta * math.pi / 2.0))
+
+
+def cps(i: StepInfo) -> Row:
+    """`cps_normalised` with the published log-prob, which drops the variance (w = −1, c = 0)."""
+    a, b, st, _, _ = cps_normalised(i)
+    return a, b, st, _where(st != 0.0, -1.0, 0.0), 0.0
+
+
+def _preserving(i: StepInfo, st: Number) -> Row:
+    """x' = (1 − σ')·x₀ + sqrt(σ'² − st²)·ε̂ + st·ε with the predicted x₀ and ε̂: the noise level stays σ'."""
+    left = i.sigma_next**2 - st**2
+    r = _sqrt(_where(left > 0.0, left, 0.0))
+    a, b = (1.0 - i.sigma_next) + r, -i.sigma * (1.0 - i.sigma_next) + (1.0 - i.sigma) * r
+    return _gaussian(a, b, st)
 
 
 def ddim(i: StepInfo) -> Row:
@@ -96,7 +116,8 @@ def ddim(i: StepInfo) -> Row:
     """
     square, square_next = ((1.0 - s) ** 2 + s**2 for s in (i.sigma, i.sigma_next))
     kept = ((1.0 - i.sigma) / (1.0 - i.sigma_next)) ** 2 * square_next / square  # ᾱ/ᾱ'
-    return _preserving(i, i.eta * i.sigma_next / i.sigma * math.sqrt(square * max(1.0 - kept, 0.0)))
+    st = i.eta * i.sigma_next / i.sigma * _sqrt(square * _where(kept < 1.0, 1.0 - kept, 0.0))
+    return _preserving(i, st)
 
 
 RULES: dict[str, Rule] = {

@@ -12,42 +12,137 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
+import transformers
+from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
-from transformers import (
-    CLIPTextModelWithProjection,
-    Qwen3ForCausalLM,
-    Qwen3Model,
-    UMT5Config,
-    UMT5EncoderModel,
-)
+from tokenizers import pre_tokenizers
+from transformers import CLIPTextModel, CLIPTokenizer, Qwen2Tokenizer, T5Config, T5EncoderModel, T5Tokenizer
 
 from prefgrpo.config.schema import MODEL_VALUES
 from prefgrpo.models import family as model_family
-from prefgrpo.tiny.parts import (
-    CLIP_WIDTH,
-    QWEN_WIDTH,
-    TEXT_WIDTH,
-    clip_text,
-    clip_tokenizer,
-    clip_vision,
-    image_vae,
-    qwen3_text,
-    qwen_processor,
-    qwen_tokenizer,
-    qwen_vl_text,
-    t5_text,
-    t5_tokenizer,
+from prefgrpo.models.qwen_processor import Qwen2VLProcessor
+
+TEXT_WIDTH = 32
+QWEN_WIDTH = CLIP_WIDTH = 16
+QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
+               "<|image_pad|>", "<|video_pad|>")  # fmt: skip
+CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def clip_tokenizer() -> CLIPTokenizer:
+    """Byte-level CLIP tokenizer without merges."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer(vocab={t: i for i, t in enumerate(tokens)}, merges=[], model_max_length=77)
+
+
+def t5_tokenizer() -> T5Tokenizer:
+    """Character-level T5 tokenizer."""
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -20.0), ("▁", -5.0)]
+    return T5Tokenizer(vocab=[*special, *((chr(i), -10.0) for i in range(33, 127))], extra_ids=0, model_max_length=512)
+
+
+def clip_text(tokenizer: CLIPTokenizer, cls: type[Any] = CLIPTextModel, width: int = TEXT_WIDTH) -> Any:
+    """CLIP text model of two layers; `cls` may be the variant with a projection."""
+    return cls(
+        transformers.CLIPTextConfig(
+            vocab_size=len(tokenizer), hidden_size=width, intermediate_size=width, projection_dim=width,
+            num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=77,
+            bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )  # fmt: skip
+
+
+def t5_text(
+    tokenizer: T5Tokenizer, cls: type[Any] = T5EncoderModel, config: type[Any] = T5Config, width: int = TEXT_WIDTH
+) -> Any:
+    """T5 (or UMT5) encoder of two layers."""
+    return cls(
+        config(
+            vocab_size=len(tokenizer), d_model=width, d_ff=width, d_kv=8, num_layers=2, num_heads=4,
+            feed_forward_proj="gated-gelu",
+        )
+    )  # fmt: skip
+
+
+def qwen_tokenizer() -> Qwen2Tokenizer:
+    """Byte-level Qwen tokenizer without merges, with its special tokens and a chat template."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *QWEN_TOKENS]
+    tokenizer = Qwen2Tokenizer(
+        vocab={t: i for i, t in enumerate(tokens)}, merges=[], extra_special_tokens=list(QWEN_TOKENS[1:]),
+        model_max_length=4096,
+    )  # fmt: skip
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def qwen3_text(tokenizer: Qwen2Tokenizer, cls: type[Any], layers: int) -> Any:
+    """Qwen3 language model of width 16."""
+    return cls(
+        transformers.Qwen3Config(
+            vocab_size=len(tokenizer), hidden_size=QWEN_WIDTH, intermediate_size=32, num_hidden_layers=layers,
+            num_attention_heads=2, num_key_value_heads=1, head_dim=8, max_position_embeddings=4096,
+        )
+    )  # fmt: skip
+
+
+def qwen_vl_text(tokenizer: Qwen2Tokenizer) -> Any:
+    """Qwen2.5-VL of width 16, with its vision tower."""
+    token = tokenizer.convert_tokens_to_ids
+    return transformers.Qwen2_5_VLForConditionalGeneration(
+        transformers.Qwen2_5_VLConfig(
+            text_config={
+                "vocab_size": len(tokenizer), "hidden_size": QWEN_WIDTH, "intermediate_size": 32,
+                "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+                "max_position_embeddings": 4096, "bos_token_id": token("<|endoftext|>"),
+                "eos_token_id": token("<|im_end|>"),
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]},
+            },
+            vision_config={
+                "depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": QWEN_WIDTH,
+                "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
+                "fullatt_block_indexes": [0],
+            },
+            image_token_id=token("<|image_pad|>"), video_token_id=token("<|video_pad|>"),
+            vision_start_token_id=token("<|vision_start|>"), vision_end_token_id=token("<|vision_end|>"),
+        )
+    )  # fmt: skip
+
+
+def qwen_processor(tokenizer: Qwen2Tokenizer) -> Any:
+    """Of text and of images, which become 4 tokens at most."""
+    return Qwen2VLProcessor(transformers.Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 56), tokenizer)
+
+
+def image_vae(channels: int = 4) -> Any:
+    """AutoencoderKL that halves each side once."""
+    return diffusers.AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 16), layers_per_block=1, latent_channels=channels, norm_num_groups=4, sample_size=32,
+        scaling_factor=0.3611, shift_factor=0.1159, use_quant_conv=False, use_post_quant_conv=False,
+    )  # fmt: skip
+
+
+def clip_vision() -> dict[str, Any]:
+    """CLIP image encoder of width 16 and its processor."""
+    config = transformers.CLIPVisionConfig(
+        hidden_size=CLIP_WIDTH, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=32,
+        patch_size=8, projection_dim=CLIP_WIDTH,
+    )  # fmt: skip
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    return {"image_encoder": transformers.CLIPVisionModel(config), "image_processor": processor}
 
 
 def flux(pipeline: str = "FluxPipeline") -> Any:
     """FLUX.1: 2 double and 2 single blocks of width 32, embedded guidance, dynamic shift."""
-    import diffusers
-    from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
-
     clip, t5 = clip_tokenizer(), t5_tokenizer()
-    transformer = FluxTransformer2DModel(
+    transformer = diffusers.FluxTransformer2DModel(
         in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=TEXT_WIDTH, pooled_projection_dim=TEXT_WIDTH, guidance_embeds=True,
         axes_dims_rope=(4, 4, 8),
@@ -61,19 +156,17 @@ def flux(pipeline: str = "FluxPipeline") -> Any:
 
 def sd1() -> Any:
     """Stable Diffusion 1: a UNet of widths 16 and 32, DDIM."""
-    from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
-
     clip = clip_tokenizer()
-    unet = UNet2DConditionModel(
+    unet = diffusers.UNet2DConditionModel(
         sample_size=16, block_out_channels=(16, 32), layers_per_block=1, norm_num_groups=8, attention_head_dim=2,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         cross_attention_dim=TEXT_WIDTH,
     )  # fmt: skip
-    scheduler = DDIMScheduler(
+    scheduler = diffusers.DDIMScheduler(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, set_alpha_to_one=False,
         steps_offset=1,
     )  # fmt: skip
-    return StableDiffusionPipeline(
+    return diffusers.StableDiffusionPipeline(
         vae=image_vae(), text_encoder=clip_text(clip), tokenizer=clip, unet=unet, scheduler=scheduler,
         safety_checker=None, feature_extractor=None, requires_safety_checker=False,
     )  # fmt: skip
@@ -81,18 +174,16 @@ def sd1() -> Any:
 
 def sd3() -> Any:
     """SD3.5-medium: 2 joint blocks of width 32, the first with dual attention, three text encoders, static shift."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
-
     clip, t5 = clip_tokenizer(), t5_tokenizer()
-    transformer = SD3Transformer2DModel(
+    transformer = diffusers.SD3Transformer2DModel(
         sample_size=32, patch_size=2, in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16,
         num_attention_heads=2, joint_attention_dim=2 * TEXT_WIDTH, caption_projection_dim=32,
         pooled_projection_dim=2 * TEXT_WIDTH, pos_embed_max_size=32, dual_attention_layers=(0,), qk_norm="rms_norm",
     )  # fmt: skip
-    return StableDiffusion3Pipeline(
+    return diffusers.StableDiffusion3Pipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=image_vae(), transformer=transformer,
-        text_encoder=clip_text(clip, CLIPTextModelWithProjection), tokenizer=clip,
-        text_encoder_2=clip_text(clip, CLIPTextModelWithProjection), tokenizer_2=clip,
+        text_encoder=clip_text(clip, transformers.CLIPTextModelWithProjection), tokenizer=clip,
+        text_encoder_2=clip_text(clip, transformers.CLIPTextModelWithProjection), tokenizer_2=clip,
         text_encoder_3=t5_text(t5, width=2 * TEXT_WIDTH), tokenizer_3=t5,
     )  # fmt: skip
 
@@ -102,15 +193,12 @@ def qwen_image(pipeline: str = "QwenImagePipeline") -> Any:
 
     The VAE halves each side once; that of the editors thrice, as the real one, because sources become a million pixels.
     """
-    import diffusers
-    from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
-
     tokenizer, edits = qwen_tokenizer(), "Edit" in pipeline
-    transformer = QwenImageTransformer2DModel(
+    transformer = diffusers.QwenImageTransformer2DModel(
         in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=QWEN_WIDTH, axes_dims_rope=(4, 6, 6),
     )  # fmt: skip
-    vae = AutoencoderKLQwenImage(
+    vae = diffusers.AutoencoderKLQwenImage(
         base_dim=4 if edits else 8, z_dim=4, dim_mult=[1, 2, 2, 2] if edits else [1, 2], num_res_blocks=1,
         temperal_downsample=[False] * (3 if edits else 1),
         latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.0, 0.8, 1.2, 0.9],
@@ -130,83 +218,61 @@ def wan(experts: bool = False, frame: bool = False, expand: bool = False) -> Any
     experts: Wan2.2, a second denoiser below σ = 0.875. frame: image-to-video, through CLIP too unless there are
     experts. expand: Wan2.2 TI2V.
     """
-    from diffusers import (
-        AutoencoderKLWan,
-        UniPCMultistepScheduler,
-        WanImageToVideoPipeline,
-        WanPipeline,
-        WanTransformer3DModel,
-    )
-
     t5, seen = t5_tokenizer(), frame and not experts
     own: dict[str, Any] = {} if expand else {"boundary_ratio": (0.9 if frame else 0.875) if experts else None}
-    transformers = [
-        WanTransformer3DModel(
+    denoisers = [
+        diffusers.WanTransformer3DModel(
             patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4 + 6 * frame,
             out_channels=4, text_dim=TEXT_WIDTH, freq_dim=32, ffn_dim=48, num_layers=2, rope_max_seq_len=64,
             image_dim=CLIP_WIDTH if seen else None, added_kv_proj_dim=24 if seen else None,
         )
         for _ in range(1 + experts)
     ]  # fmt: skip
-    vae = AutoencoderKLWan(
+    vae = diffusers.AutoencoderKLWan(
         base_dim=8, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True],
         latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.0, 0.8, 1.2, 0.9],
         scale_factor_temporal=2, scale_factor_spatial=4,
     )  # fmt: skip
-    scheduler = UniPCMultistepScheduler(
+    scheduler = diffusers.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0 if expand else 3.0
     )
-    return (WanImageToVideoPipeline if frame else WanPipeline)(
+    return (diffusers.WanImageToVideoPipeline if frame else diffusers.WanPipeline)(
         scheduler=scheduler, vae=vae, tokenizer=t5,
-        text_encoder=t5_text(t5, UMT5EncoderModel, UMT5Config), transformer=transformers[0],
-        transformer_2=transformers[1] if experts else None, expand_timesteps=expand, **own,
+        text_encoder=t5_text(t5, transformers.UMT5EncoderModel, transformers.UMT5Config), transformer=denoisers[0],
+        transformer_2=denoisers[1] if experts else None, expand_timesteps=expand, **own,
         **(clip_vision() if seen else {}),
     )  # fmt: skip
 
 
 def hunyuan_video() -> Any:
     """HunyuanVideo: a double and a single block of width 24, embedded guidance, a causal VAE of an eighth a side."""
-    from diffusers import (
-        AutoencoderKLHunyuanVideo,
-        FlowMatchEulerDiscreteScheduler,
-        HunyuanVideoPipeline,
-        HunyuanVideoTransformer3DModel,
-    )
-    from transformers import LlamaConfig, LlamaModel
-
     clip, tokenizer = clip_tokenizer(), qwen_tokenizer()
-    transformer = HunyuanVideoTransformer3DModel(
+    transformer = diffusers.HunyuanVideoTransformer3DModel(
         in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=12, num_layers=1, num_single_layers=1,
         num_refiner_layers=1, text_embed_dim=QWEN_WIDTH, pooled_projection_dim=TEXT_WIDTH, rope_axes_dim=(4, 4, 4),
     )  # fmt: skip
-    llama = LlamaConfig(
+    llama = transformers.LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=QWEN_WIDTH, intermediate_size=32, num_hidden_layers=3,
         num_attention_heads=2, max_position_embeddings=4096,
     )  # fmt: skip
-    vae = AutoencoderKLHunyuanVideo(
+    vae = diffusers.AutoencoderKLHunyuanVideo(
         latent_channels=4, block_out_channels=(4, 8, 8, 8), layers_per_block=1, norm_num_groups=4,
     )  # fmt: skip
-    return HunyuanVideoPipeline(
+    return diffusers.HunyuanVideoPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0), vae=vae, transformer=transformer,
-        text_encoder=LlamaModel(llama), tokenizer=tokenizer, text_encoder_2=clip_text(clip), tokenizer_2=clip,
+        text_encoder=transformers.LlamaModel(llama), tokenizer=tokenizer, text_encoder_2=clip_text(clip),
+        tokenizer_2=clip,
     )  # fmt: skip
 
 
 def ltx_video() -> Any:
     """LTX-Video: 2 blocks of width 32, a VAE of an eighth a side and half the frames, dynamic shift to a last σ."""
-    from diffusers import (
-        AutoencoderKLLTXVideo,
-        FlowMatchEulerDiscreteScheduler,
-        LTXPipeline,
-        LTXVideoTransformer3DModel,
-    )
-
     t5 = t5_tokenizer()
-    transformer = LTXVideoTransformer3DModel(
+    transformer = diffusers.LTXVideoTransformer3DModel(
         in_channels=8, out_channels=8, num_attention_heads=2, attention_head_dim=16, cross_attention_dim=32,
         num_layers=2, caption_channels=TEXT_WIDTH,
     )  # fmt: skip
-    vae = AutoencoderKLLTXVideo(
+    vae = diffusers.AutoencoderKLLTXVideo(
         latent_channels=8, block_out_channels=(8, 8), decoder_block_out_channels=(8, 8), layers_per_block=(1, 1, 1),
         decoder_layers_per_block=(1, 1, 1), spatio_temporal_scaling=(True, False), patch_size=4,
         decoder_spatio_temporal_scaling=(True, False), decoder_inject_noise=(False,) * 3,
@@ -215,54 +281,44 @@ def ltx_video() -> Any:
     )  # fmt: skip
     torch.nn.init.normal_(vae.latents_mean, std=0.2)
     torch.nn.init.uniform_(vae.latents_std, 0.5, 1.5)
-    return LTXPipeline(
+    return diffusers.LTXPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True, base_image_seq_len=1024, base_shift=0.95, max_shift=2.05, shift_terminal=0.1,
         ),
-        vae=vae, transformer=transformer,
-        text_encoder=t5_text(t5), tokenizer=t5,
+        vae=vae, transformer=transformer, text_encoder=t5_text(t5), tokenizer=t5,
     )  # fmt: skip
 
 
 def z_image() -> Any:
     """Z-Image: 2 blocks and one refiner of each kind, width 32, static shift."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
-
     tokenizer = qwen_tokenizer()
-    transformer = ZImageTransformer2DModel(
+    transformer = diffusers.ZImageTransformer2DModel(
         all_patch_size=(2,), all_f_patch_size=(1,), in_channels=4, dim=32, n_layers=2, n_refiner_layers=1, n_heads=2,
         n_kv_heads=2, cap_feat_dim=QWEN_WIDTH, axes_dims=[8, 4, 4], axes_lens=[512, 32, 32],
     )  # fmt: skip
-    return ZImagePipeline(
+    return diffusers.ZImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0), vae=image_vae(), tokenizer=tokenizer,
-        text_encoder=qwen3_text(tokenizer, Qwen3Model, 2), transformer=transformer,
+        text_encoder=qwen3_text(tokenizer, transformers.Qwen3Model, 2), transformer=transformer,
     )  # fmt: skip
 
 
 def flux2_klein() -> Any:
     """FLUX.2-klein base: 2 double and 2 single blocks of width 32, text states of three of 28 layers."""
-    from diffusers import (
-        AutoencoderKLFlux2,
-        FlowMatchEulerDiscreteScheduler,
-        Flux2KleinPipeline,
-        Flux2Transformer2DModel,
-    )
-
     tokenizer = qwen_tokenizer()
-    transformer = Flux2Transformer2DModel(
+    transformer = diffusers.Flux2Transformer2DModel(
         in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=3 * QWEN_WIDTH, timestep_guidance_channels=32, axes_dims_rope=(4, 4, 4, 4),
         guidance_embeds=False,
     )  # fmt: skip
-    vae = AutoencoderKLFlux2(
+    vae = diffusers.AutoencoderKLFlux2(
         down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
         block_out_channels=(8, 16), layers_per_block=1, latent_channels=4, norm_num_groups=4, sample_size=32,
     )  # fmt: skip
     torch.nn.init.normal_(vae.bn.running_mean, std=0.2)
     torch.nn.init.uniform_(vae.bn.running_var, 0.5, 1.5)
-    return Flux2KleinPipeline(
+    return diffusers.Flux2KleinPipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), vae=vae, tokenizer=tokenizer,
-        text_encoder=qwen3_text(tokenizer, Qwen3ForCausalLM, 28), transformer=transformer,
+        text_encoder=qwen3_text(tokenizer, transformers.Qwen3ForCausalLM, 28), transformer=transformer,
     )  # fmt: skip
 
 
@@ -316,8 +372,6 @@ def prompts(folder: Path, sources: bool) -> Path:
 
 def make(family: str, folder: str | Path, seed: int = 0, **scheduler: Any) -> Path:
     """Write the tiny pipeline of a family, a few prompts and the values of a recipe that fit it into `folder`.
-
-    Returns the folder.
 
     scheduler: overrides its scheduler's config.
     """

@@ -1,0 +1,94 @@
+"""The picture of the README, docs/demo.png: some held-out prompts before and after, side by side, as one small PNG.
+
+`python -m scripts.demo_world.strip runs/demo docs/demo.png` makes it again.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import tyro
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from prefgrpo.report.media import SMALL, still
+from prefgrpo.report.run import EvalImages, read_run
+
+SIDES = (128, 96, 64)
+INK, SOFT, GROUND = (28, 30, 33), (92, 99, 112), (255, 255, 255)
+EDGE, GAP, LINE = 12, 8, 18
+
+
+def write_strip(folder: Path, target: Path, columns: int = 6, limit: int = 150_000) -> Path:
+    """Write `target` (PNG below `limit` bytes): `columns` evenly spread prompts of the run's last evaluation.
+
+    Raises FileNotFoundError if the run has no images of an evaluation after step 0.
+    """
+    run = read_run(Path(folder))
+    found = [s for s in run.images.get(run.best_set or "", []) if s.step > 0]
+    if not found:
+        raise FileNotFoundError(
+            f"{folder}: no images of an evaluation after step 0 in eval/; let the run evaluate first"
+        )
+    for side in SIDES:
+        canvas = _draw(found[-1], columns, side)
+        dithered = canvas.quantize(palette=canvas.quantize(256), dither=Image.Dither.FLOYDSTEINBERG)
+        for image in (canvas, dithered):
+            buffer = io.BytesIO()
+            image.save(buffer, "PNG", optimize=True)
+            if buffer.tell() < limit:
+                Path(target).write_bytes(buffer.getvalue())
+                return Path(target)
+    raise ValueError(f"{columns} columns do not fit into {limit} bytes; ask for fewer")
+
+
+def _fit(pixels: NDArray[np.uint8], side: int) -> Image.Image:
+    """The image at most `side` pixels a side: small ones in whole multiples, large ones averaged down."""
+    image = Image.fromarray(pixels)
+    longest = max(image.size)
+    if longest <= SMALL and longest <= side:
+        times = side // longest
+        return image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST)
+    image.thumbnail((side, side), Image.Resampling.LANCZOS)
+    return image
+
+
+def _wrap(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: float, most: int) -> list[str]:
+    """Words in lines of at most `width` pixels; a text longer than `most` lines ends in …."""
+    lines: list[str] = []
+    for word in text.split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and font.getlength(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines if len(lines) <= most else [*lines[: most - 1], lines[most - 1] + " …"]
+
+
+def _draw(shown: EvalImages, columns: int, side: int) -> Image.Image:
+    font = ImageFont.load_default(14)
+    picks = np.unique(np.linspace(0, len(shown.after) - 1, min(columns, len(shown.after))).round().astype(int))
+    rows = [[_fit(still(images[k]), side) for k in picks] for images in (shown.before, shown.after)]
+    width, height = rows[0][0].size
+    labels = ["before", f"after {shown.step} steps"]
+    margin = EDGE + int(max(font.getlength(t) for t in labels)) + GAP
+    captions = [_wrap(shown.prompts[k], font, width, 4) for k in picks]
+    bottom = max(map(len, captions)) * LINE
+    size = (margin + len(picks) * (width + GAP) - GAP + EDGE, EDGE + 2 * (height + GAP) + bottom + EDGE)
+    canvas = Image.new("RGB", size, GROUND)
+    draw = ImageDraw.Draw(canvas)
+    for r, (label, images) in enumerate(zip(labels, rows, strict=True)):
+        y = EDGE + r * (height + GAP)
+        draw.text((EDGE, y + height / 2), label, SOFT, font, anchor="lm")
+        for c, image in enumerate(images):
+            canvas.paste(image, (margin + c * (width + GAP), y))
+    for c, lines in enumerate(captions):
+        for k, line in enumerate(lines):
+            draw.text((margin + c * (width + GAP), EDGE + 2 * (height + GAP) + k * LINE), line, INK, font)
+    return canvas
+
+
+if __name__ == "__main__":
+    tyro.cli(write_strip, config=(tyro.conf.PositionalRequiredArgs,))

@@ -1,0 +1,153 @@
+"""Tiny random checkpoints of the CLIP family's rewards, in their published file formats; equal seeds, equal weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel, CLIPProcessor
+
+from prefgrpo.rewards.checkpoints import library
+from prefgrpo.tiny.pipelines import clip_tokenizer
+
+SIZE = 28
+"""Pixels a side of what the encoders see."""
+
+
+def spread(model: nn.Module, seed: int) -> None:
+    """Weights large enough that every part of the model shows in the score."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        weight.data = torch.randn(weight.shape, generator=generator) * (0.3 if weight.ndim > 1 else 0.1)
+        if "norm" in name.lower() and name.endswith("weight"):
+            weight.data += 1
+
+
+def architecture(quick_gelu: bool = True, size: int = SIZE) -> dict[str, Any]:
+    """open_clip's description of a ViT of two layers, with open_clip's own tokenizer."""
+    vision = {"image_size": size, "layers": 2, "width": 32, "head_width": 16, "patch_size": 14}
+    text = {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 2}
+    return {"embed_dim": 24, "quick_gelu": quick_gelu, "vision_cfg": vision, "text_cfg": text}
+
+
+def open_clip_folder(folder: Path, quick_gelu: bool = True, size: int = SIZE, seed: int = 0) -> Path:
+    """open_clip_config.json and open_clip_pytorch_model.bin as open_clip publishes them, preprocessing of DFN5B."""
+    open_clip = library("open_clip", "'prefgrpo[rewards]'")
+    folder.mkdir(parents=True, exist_ok=True)
+    preprocess: dict[str, Any] = {
+        "mean": list(open_clip.OPENAI_DATASET_MEAN),
+        "std": list(open_clip.OPENAI_DATASET_STD),
+    }
+    preprocess |= {"interpolation": "bicubic", "resize_mode": "squash"}
+    told = {"model_cfg": architecture(quick_gelu, size), "preprocess_cfg": preprocess}
+    (folder / "open_clip_config.json").write_text(json.dumps(told), encoding="utf-8")
+    model = open_clip.create_model(f"local-dir:{folder}", load_weights=False)
+    spread(model, seed)
+    torch.save(model.state_dict(), folder / "open_clip_pytorch_model.bin")
+    return folder
+
+
+def hps_folder(folder: Path) -> Path:
+    """HPS_v2.1_compressed.pt, {"state_dict": …}; the config beside it stands in for the name ViT-H-14."""
+    open_clip_folder(folder, quick_gelu=False)
+    weights = torch.load(folder / "open_clip_pytorch_model.bin", weights_only=True)
+    (folder / "open_clip_pytorch_model.bin").unlink()
+    torch.save({"epoch": 1, "state_dict": weights}, folder / "HPS_v2.1_compressed.pt")
+    return folder
+
+
+def clip_folder(folder: Path, width: int = 24, seed: int = 0) -> Path:
+    """A CLIPModel as transformers saves it: config, safetensors, tokenizer, image processor."""
+    tokenizer = clip_tokenizer()
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = small | ids | {"vocab_size": len(tokenizer), "max_position_embeddings": 77}
+    vision = small | {"image_size": SIZE, "patch_size": 14}
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=width))
+    spread(model, seed)
+    model.logit_scale.data = torch.tensor(4.6052)
+    model.save_pretrained(folder)
+    processor = CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE})
+    CLIPProcessor(processor, tokenizer).save_pretrained(folder)
+    return folder
+
+
+def aesthetic_head(file: Path, seed: int = 0) -> Path:
+    """The aesthetic head's .pth, with the published names and shapes: layers.0, 2, 4, 6, 7."""
+    layers = [nn.Linear(768, 1024), nn.Identity(), nn.Linear(1024, 128), nn.Identity(), nn.Linear(128, 64)]
+    head = nn.ModuleDict({"layers": nn.Sequential(*layers, nn.Identity(), nn.Linear(64, 16), nn.Linear(16, 1))})
+    generator = torch.Generator().manual_seed(seed)
+    for weight in head.parameters():
+        weight.data = torch.randn(weight.shape, generator=generator) / weight.shape[-1] ** 0.5
+    torch.save(head.state_dict(), file)
+    return file
+
+
+def _aesthetic(folder: Path) -> dict[str, Any]:
+    model = clip_folder(folder, width=768)
+    return {"model": str(model), "head": str(aesthetic_head(folder / "sac+logos+ava1-l14-linearMSE.pth"))}
+
+
+def dreamsim_folder(folder: Path, seed: int = 0) -> Path:
+    """DreamSim's open_clip_vitb32: a base ViT, here in half precision (177 MB), and a LoRA adapter."""
+    from peft import LoraConfig, get_peft_model
+
+    library("dreamsim", "'prefgrpo[rewards]'")
+    from dreamsim.config import dreamsim_args
+    from dreamsim.feature_extraction.vision_transformer import vit_base
+    from dreamsim.model import PerceptualModel
+
+    folder.mkdir(parents=True, exist_ok=True)
+    base = vit_base(patch_size=32)
+    base.pos_drop = nn.LayerNorm(base.embed_dim)
+    weights = {name: tensor.half() for name, tensor in base.state_dict().items()}
+    weights["proj"] = torch.randn(base.embed_dim, 512, generator=torch.Generator().manual_seed(seed))
+    torch.save({"state_dict": weights}, folder / "open_clip_vitb32_pretrain.pth.tar")
+    kind = dreamsim_args["model_config"]["open_clip_vitb32"]
+    model = PerceptualModel(**kind, device="cpu", load_dir=str(folder), normalize_embeds=True)
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=4, target_modules=["qkv"]))
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            weight.data.normal_(0, 0.02, generator=torch.Generator().manual_seed(seed))
+    adapted.save_pretrained(folder / "open_clip_vitb32_single_lora")
+    return folder
+
+
+def _clip(folder: Path) -> dict[str, Any]:
+    return {"model": str(clip_folder(folder))}
+
+
+def _laion(folder: Path) -> dict[str, Any]:
+    return {"model": str(open_clip_folder(folder, quick_gelu=False))}
+
+
+MAKERS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "aesthetic": _aesthetic,
+    "clip": lambda folder: {"model": str(open_clip_folder(folder))},
+    "clipscore": _clip,
+    "hpsv2": lambda folder: {"model": str(hps_folder(folder))},
+    "image_similarity": _clip,
+    "pickscore": _clip,
+    "subfig_clipI": _laion,
+    "subfig_clipT": _laion,
+    "subfig_dreamsim": lambda folder: {"model": str(dreamsim_folder(folder)), "kind": "open_clip_vitb32"},
+}
+"""Reward -> (folder to fill) -> the options that name what is in it."""
+
+
+def make(names: str, folder: Path) -> Path:
+    """Write checkpoints of rewards, e.g. "clip,aesthetic", into `folder`, each in its own; returns the options.yaml."""
+    logging.disable(logging.WARNING)  # open_clip's, that weights which were not given are random
+    try:
+        options = {name: MAKERS[name]((folder / name).resolve()) for name in names.split(",")}
+    finally:
+        logging.disable(logging.NOTSET)
+    file = folder / "options.yaml"
+    file.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
+    return file
