@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tiny_run import BASE, Hold, merged, recipe, rows, start, train, tree, weights, world
+from tiny_run import Hold, merged, recipe, rows, start, train, tree, weights, world
 
 import prefgrpo
 from prefgrpo.run import checkpoint
@@ -206,42 +206,36 @@ def count(run: Path, kind: str = "train") -> int:
     return sum(f'"kind": "{kind}"' in line for line in file.read_text().splitlines()) if file.is_file() else 0
 
 
-REPORT, EVALUATE, SAVE = (f"prefgrpo.run.loop:TrainingLoop.{name}" for name in ("_report", "_evaluate", "_save"))
+REPORT, SAVE = (f"prefgrpo.run.loop:TrainingLoop.{name}" for name in ("_report", "_save"))
 MOMENTS = {
-    "before anything is written": Hold("prefgrpo.run.checkpoint:claim"),
-    "before the first step": Hold("prefgrpo.run.loop:TrainingLoop.run", before=True),
-    "in the first evaluation": Hold(EVALUATE),
-    "in the first step": Hold("prefgrpo.run.loop:TrainingLoop.advantages", before=True),
-    "after the first step": Hold(REPORT),
-    "between two checkpoints": Hold(REPORT, 3),
-    "while a checkpoint is written": Hold("prefgrpo.run.checkpoint:save_file", 2, before=True),
-    "at the last evaluation": Hold("prefgrpo.run.loop:TrainingLoop._finish", before=True),
-    "while the product is written": Hold("prefgrpo.run.loop:TrainingLoop._export", 4),
-    "after the product is written": Hold("prefgrpo.run.loop:TrainingLoop._proof", before=True),
+    "start": Hold("prefgrpo.run.loop:TrainingLoop.run", before=True),
+    "between": Hold(REPORT, 3),
+    "checkpoint": Hold("prefgrpo.run.checkpoint:save_file", 2, before=True),
+    "product": Hold("prefgrpo.run.loop:TrainingLoop._export", 4),
 }
+"""Before the first step, between two checkpoints, while a checkpoint and while the product is written."""
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_at_a_moment(place, truth, moment):
-    name = "run" + str(list(MOMENTS).index(moment))
-    file, run = judged(place, name), place / "runs" / name
+    file, run = judged(place, moment), place / "runs" / moment
     first = start(["train", str(file)], place / "log", hold=MOMENTS[moment])
     first.until_held()
     first.kill()
-    if moment == "while the product is written":
+    if moment == "product":
         assert any(run.glob(".lora.*")) and not (run / "lora").exists()
     code, output = train(file, "--resume")
     assert code == 0, output
     same_as(truth, run)
 
 
+@pytest.mark.full
 def test_killed_again_and_again_at_random(place, truth):
     """Every attempt lives a random while longer; in the end the run is the one that was never stopped."""
     file, run, dice = judged(place, "random"), place / "runs" / "random", random.Random(0)
     for attempt in range(200):
-        first = Hold("prefgrpo.run.loop:TrainingLoop.run", before=True) if attempt < 2 else None
-        process = start(["train", str(file), "--resume"], place / "log", hold=first)
-        process.process.join(dice.uniform(0.5, 1.0 + attempt))  # the first two never get past their hold
+        process = start(["train", str(file), "--resume"], place / "log")
+        process.process.join(dice.uniform(0.5, 1.0 + attempt))
         if process.process.exitcode is not None:
             break
         process.kill()
@@ -271,6 +265,7 @@ def die_at(left: int) -> None:
     sys.addaudithook(lambda event, _: count() if event in WRITES else None)
 
 
+@pytest.mark.full
 def test_killed_at_every_write_of_a_checkpoint(tmp_path):
     """Each file operation of three saves, keeping one, and of the product, which replaces an older one: a usable
     state is never given up for a new one, and the product is whole or not there."""
@@ -390,51 +385,48 @@ def test_a_finished_run_may_be_resumed_and_prolonged(place, finished):
     before = rows(run)
     code, output = train(short(place, finished), "--resume")
     assert code == 0 and rows(run) == before, output
-    code, output = train(short(place, finished), "--resume", "--train.steps", "4")
+    code, output = train(short(place, finished), "--resume", "--train.steps", "4", "--checkpoint.every", "1")
     assert code == 0, output
     assert train(recipe(place, "straight"))[0] == 0
     assert rows(run) == rows(place / "runs" / "straight")
     assert yaml.safe_load((run / "config.yaml").read_text())["train"]["steps"] == 4
 
 
-def test_another_configuration_is_refused_and_nothing_is_touched(place, finished):
-    run = finished / "runs" / "short"
-    before = tree(run)
-    code, output = train(short(place, finished, rollout={"group_size": 2, "batch_size": 2}), "--resume", "--seed", "5")
-    assert code == 2 and tree(run) == before
-    wrong = ("rollout.group_size: was 4, is 2", "rollout.batch_size: was 4, is 2", "seed: was 0, is 5")
-    for part in (*wrong, "resume with the old values"):
-        assert part in output
-    code, output = train(short(place, finished), "--resume", "--train.lr", "0.002", "--checkpoint.every", "1")
-    assert code == 0, "what mends a run that stopped may change"
+REFUSED = {
+    "overwritten": ([], {}, ("holds another run", "--resume")),
+    "changed": (
+        ["--resume", "--seed", "5"], {"rollout": {"group_size": 2, "batch_size": 2}},
+        ("rollout.group_size: was 4, is 2", "rollout.batch_size: was 4, is 2", "seed: was 0, is 5", "the old values"),
+    ),
+    "prompts": (["--resume"], {}, ("holds other prompts",)),
+    "model": (["--resume"], {"train": {"lora_rank": 2}}, ("do not fit this configuration", "LoRA rank")),
+}  # fmt: skip
 
 
-def test_other_prompts_behind_the_same_path_are_refused(place, finished):
-    run, file = finished / "runs" / "short", place / "train.txt"
-    before, original = tree(run), file.read_bytes()
-    file.write_text("another prompt\n", encoding="utf-8")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_another_run_is_refused_and_nothing_is_touched(place, finished, case):
+    run, prompts = finished / "runs" / "short", place / "train.txt"
+    options, over, parts = REFUSED[case]
+    if case == "model":
+        config = run / "config.yaml"
+        config.write_text(config.read_text().replace("lora_rank: 4", "lora_rank: 2"))
+    before, original = tree(run), prompts.read_bytes()
+    if case == "prompts":
+        prompts.write_text("another prompt\n", encoding="utf-8")
     try:
-        code, output = train(short(place, finished), "--resume")
+        code, output = train(short(place, finished, **over), *options)
     finally:
-        file.write_bytes(original)
-    assert code == 2 and "other prompts" in output and tree(run) == before
+        prompts.write_bytes(original)
+    assert code == 2 and tree(run) == before and all(part in output for part in parts), output
 
 
-def test_a_run_is_never_overwritten(place, finished):
-    run = finished / "runs" / "short"
-    before = tree(run)
-    code, output = train(short(place, finished))
-    assert code == 2 and "holds another run" in output and "--resume" in output and tree(run) == before
-
-
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
-def test_a_damaged_checkpoint_stops_the_resume_and_the_advice_works(place, finished, damage):
+def test_a_damaged_checkpoint_stops_the_resume_and_the_advice_works(place, finished):
     run = finished / "runs" / "short"
     shutil.rmtree(run / "checkpoints")
     code, output = train(short(place, finished), "--resume", "--checkpoint.every", "1")
     assert code == 0, output
     newest = run / "checkpoints" / "step_000002"
-    DAMAGE[damage](newest / "state.safetensors")
+    DAMAGE["flip"](newest / "state.safetensors")
     before = tree(run)
     code, output = train(short(place, finished), "--resume", "--checkpoint.every", "1")
     assert code == 2 and tree(run) == before
@@ -442,14 +434,6 @@ def test_a_damaged_checkpoint_stops_the_resume_and_the_advice_works(place, finis
     shutil.rmtree(newest)
     code, output = train(short(place, finished), "--resume", "--checkpoint.every", "1")
     assert code == 0 and "step_000001" in output and [r["step"] for r in rows(run) if r["kind"] == "train"] == [1, 2]
-
-
-def test_a_checkpoint_of_another_model_is_refused(place, finished):
-    run = finished / "runs" / "short"
-    text = (run / "config.yaml").read_text().replace("lora_rank: 4", "lora_rank: 2")
-    (run / "config.yaml").write_text(text)
-    code, output = train(short(place, finished, train={"lora_rank": 2}), "--resume")
-    assert code == 2 and "do not fit this configuration" in output and "LoRA rank" in output
 
 
 def test_time_spent_counts_over_resumes(place):
@@ -461,7 +445,3 @@ def test_time_spent_counts_over_resumes(place):
     assert 0 < done < 1000
     code, output = train(file, "--resume")
     assert code == 0 and count(place / "runs" / "timed") == done, output
-
-
-def test_the_base_recipe_has_what_resuming_needs():
-    assert BASE["checkpoint"]["every"] == 2 and BASE["train"]["lora_alpha"] != BASE["train"]["lora_rank"]

@@ -27,8 +27,8 @@ from prefgrpo.config.schema import load as load_recipe
 from prefgrpo.models.guidance import NEGATIVE, attach
 from prefgrpo.rollout.embed import Embeddings, collate
 from prefgrpo.run import memory as plan
-from prefgrpo.run.activations import Weigh
-from prefgrpo.run.session import trainable_adapter
+from prefgrpo.run.loading import open_adapter, trainable
+from prefgrpo.run.memory import Weigh
 
 SIDE, BATCH = 64, 2
 LONG = "a very long prompt " * 60
@@ -57,7 +57,7 @@ def measured(work):
 
 def real(case, c):
     """The same three phases of the loaded model."""
-    adapter = trainable_adapter(c, torch.device("cpu"), True)
+    adapter = trainable(c, open_adapter(c, torch.device("cpu")))
     sources = [(case.images(0, (SIDE, SIDE))[:1])] * BATCH if case.edit else None
     condition = collate(Embeddings(adapter, case.max_length)([LONG] * BATCH, sources))
     longest = {key: value for key, value in condition.items() if not key.startswith(NEGATIVE)}

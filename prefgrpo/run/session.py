@@ -158,7 +158,7 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     scorer, weights = training_scorer(config, judge, folder.root if world.main else None, prompts, world)
     scorers = {name: evaluation_scorers(config, judge, held, scorer, world) for name, held in measured.items()}
     absent = len(missing(config, uses(config, prompts, (p for held in sets.values() for p in held))))
-    adapter = trainable_adapter(config, world.device, encoders=bool(absent))
+    adapter = trainable(config, open_adapter(config, world.device, encoders=bool(absent)))
     policy = Policy(dict(adapter.trainable()), config.train)
     schedules = open_schedules(config, adapter, world, prompts)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
@@ -169,8 +169,7 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
         evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers[name], world, folder)
     rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world)
     session = Session(world, folder, adapter, policy, rollouts, scorer, weights, evaluators, judge, Interrupt(), lock)
-    session.notes = [_describe(config, session), _evaluated(config, session)]
-    session.notes += [memory_estimate(config, session), *judge_notes]
+    session.notes = [*_notes(config, session), *judge_notes]
     if config.data.cache:
         state = f"{absent} texts are not in it yet" if absent else "it has all prompts, no text encoder was loaded"
         session.notes.append(f"embeddings in {config.data.cache}: {state}")
@@ -230,11 +229,6 @@ def open_schedules(config: Config, adapter: Adapter, world: World, prompts: list
     return schedules
 
 
-def trainable_adapter(config: Config, device: torch.device, encoders: bool) -> Adapter:
-    """The model with what trains switched on."""
-    return trainable(config, open_adapter(config, device, encoders))
-
-
 def _start_folder(config: Config, session: Session, resume: bool) -> None:
     """Write the configuration of a new run, or load the newest checkpoint of an old one."""
     folder, world = session.folder, session.world
@@ -260,51 +254,35 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
     world.barrier()
 
 
-def _describe(config: Config, session: Session) -> str:
-    counts = session.adapter.parameter_counts()
-    r = config.rollout
-    media = f"clips of {session.adapter.frames} frames" if session.adapter.frames else "images"
-    return (
-        f"{config.family} from {config.model}: training {counts['trainable'] / 1e6:.2f} M parameters "
-        f"({'LoRA rank ' + str(config.train.lora_rank) if config.train.lora_rank else 'full'}, {config.dtype}) on "
-        f"{session.world.size} × {session.world.device}; {r.prompts_per_step} prompts × {r.group_size} {media} "
-        f"{r.width}×{r.height} per step from {len(session.rollouts.prompts)} prompts"
+def _notes(config: Config, session: Session) -> Iterator[str]:
+    """What trains, on what, evaluated how, and the memory that is known before the first step."""
+    c, r, t, e, adapter = config, config.rollout, config.train, config.eval, session.adapter
+    count, what = len(session.rollouts.prompts), f"LoRA rank {t.lora_rank}" if t.lora_rank else "full"
+    media = f"clips of {adapter.frames} frames" if adapter.frames else "images"
+    yield (
+        f"{c.family} from {c.model}: training {adapter.parameter_counts()['trainable'] / 1e6:.2f} M parameters "
+        f"({what}, {c.dtype}) on {session.world.size} × {session.world.device}; {r.prompts_per_step} prompts × "
+        f"{r.group_size} {media} {r.width}×{r.height} per step from {count} prompts"
     )
-
-
-def _evaluated(config: Config, session: Session) -> str:
-    """What the policy is evaluated on."""
-    counts = {name: len(set(evaluator.held.group.tolist())) for name, evaluator in session.evaluators.items()}
-    if not counts:
-        few = f"{len(session.rollouts.prompts)} prompts are too few to hold some out (fewer than {FEWEST_TO_SPLIT})"
-        why = "eval.every is 0" if not config.eval.every else few if config.eval.holdout else "eval.holdout is 0"
-        return f"no evaluation, hence no before/after: {why}, and eval.prompts names no file"
-    if config.eval.prompts or config.eval.final_prompts:
-        return "evaluated on " + ", ".join(f"{count} prompts ({name})" for name, count in counts.items())
-    total = len(session.rollouts.prompts) + counts["dev"]
-    note = f"{counts['dev']} of {total} prompts are held out (eval.holdout {config.eval.holdout:g}): evaluated on"
-    return f"{note} every {config.eval.every} steps, never trained on"
-
-
-def memory_estimate(config: Config, session: Session) -> str:
-    """Bytes known before the first step, per process, and what the device has; activations come on top."""
-    r = config.rollout
-    parts = known_bytes(config, session.adapter, session.world.size)
-    total = sum(parts.values())
+    held = {name: len(set(evaluator.held.group.tolist())) for name, evaluator in session.evaluators.items()}
+    if not held:
+        few = f"{count} prompts are too few to hold some out (fewer than {FEWEST_TO_SPLIT})"
+        why = "eval.every is 0" if not e.every else few if e.holdout else "eval.holdout is 0"
+        yield f"no evaluation, hence no before/after: {why}, and eval.prompts names no file"
+    elif e.prompts or e.final_prompts:
+        yield "evaluated on " + ", ".join(f"{number} prompts ({name})" for name, number in held.items())
+    else:
+        share = f"{held['dev']} of {count + held['dev']} prompts are held out (eval.holdout {e.holdout:g})"
+        yield f"{share}: evaluated on every {e.every} steps, never trained on"
+    parts, device = known_bytes(config, adapter, session.world.size), session.world.device
+    total, pages = sum(parts.values()), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else pages) / 2**30
     unit, name = (2**30, "GiB") if total >= 2**30 else (2**20, "MiB")
     listed = " + ".join(f"{part} {size / unit:.3g}" for part, size in parts.items())
-    free = available_memory(session.world.device) / 2**30
-    return (
+    yield (
         f"memory per process: {listed} = {total / unit:.3g} {name} of {free:.1f} GiB free, and the activations of "
         f"{r.batch_size} images"
     )
-
-
-def available_memory(device: torch.device) -> int:
-    """Free bytes on the device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_memory(device: torch.device) -> int:
