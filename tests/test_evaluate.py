@@ -78,12 +78,8 @@ def test_held_out_prompts_are_never_trained_on(place, count, evaluation, held):
     assert held_out_of(place, count, **evaluation)[1] == found
     if held > 1:
         assert held_out_of(place, count, seed=1, **evaluation)[1] != found
-
-
-def test_files_of_evaluation_prompts_are_taken_instead(place):
-    for files in ({"prompts": str(place / "dev.txt")}, {"final_prompts": str(place / "dev.txt")}):
-        trained, _ = held_out_of(place, 40, **files)
-        assert len(trained) == 40
+        files = {"prompts": str(place / "dev.txt")}, {"final_prompts": str(place / "dev.txt")}
+        assert all(len(held_out_of(place, count, **evaluation | file)[0]) == count for file in files)
 
 
 def test_a_recipe_that_names_no_evaluation_has_a_before_and_after(place):
@@ -120,17 +116,13 @@ def test_a_recipe_that_names_no_evaluation_has_a_before_and_after(place):
 # ---- numbers ------------------------------------------------------------------------------------------------------
 
 
-def test_means_leave_missing_ones_out():
+def test_means_leave_missing_ones_out_and_the_interval_is_over_prompts():
+    """Ten images of a prompt that always wins say no more than one: the interval of 2 prompts is 0 … 1."""
     found = summarise("x", np.array([0, 0, 1]), np.array([1.0, NAN, 0.0]), interval=False)
     assert found == {"x": 0.5, "x_missing": pytest.approx(1 / 3)}
     nothing = summarise("x", np.array([0, 1]), np.array([NAN, NAN]), interval=True)
     assert np.isnan(nothing["x"]) and nothing["x_missing"] == 1.0 and "x_low" not in nothing
-
-
-def test_the_interval_is_over_prompts():
-    """Ten images of a prompt that always wins say no more than one: the interval of 2 prompts is 0 … 1."""
-    group = np.repeat([0, 1], 10)
-    found = summarise("w", group, np.repeat([1.0, 0.0], 10), interval=True)
+    found = summarise("w", np.repeat([0, 1], 10), np.repeat([1.0, 0.0], 10), interval=True)
     assert (found["w"], found["w_low"], found["w_high"]) == (0.5, 0.0, 1.0)
 
 
@@ -311,6 +303,7 @@ def test_a_fully_trained_pipeline_is_exported_whole(place, check_lora):
     assert not (place / "runs" / "full" / "lora").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "dtype"), [("flux_kontext", "fp32"), ("sd3", "fp32"), ("sd1", "bf16")])
 def test_the_check_of_other_families(family, dtype, place, check_lora, monkeypatch, capsys):
     """Kontext without a source (its pipeline would turn to a million pixels), SD3 without T5, a UNet in bf16."""
@@ -332,6 +325,7 @@ def test_the_check_of_other_families(family, dtype, place, check_lora, monkeypat
     assert check_lora.main() == 1 and ": NOT the same images" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_same_lora_is_the_same_file_in_any_process(place):
     """safetensors writes metadata in random order, and peft keeps target names in a set."""
     code = "import sys, torch; from prefgrpo import models; from pathlib import Path; "

@@ -20,6 +20,7 @@ from torch import Tensor
 from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
+from prefgrpo.models.folder import hub_id
 from prefgrpo.models.lora import sort_header
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import GroupScores
@@ -144,13 +145,14 @@ class Evaluator:
             before, after = (np.stack([pair[k] for pair in shown]) for k in range(2))
             save_images(self.folder.shown(self.held.name, step), before=before, now=after)
 
-    def save_proof(self, path: Path, index: list[int]) -> None:
-        """What a stock pipeline needs to reproduce `index`: prompts and call, initial latents, our float images.
+    def save_proof(self, count: int) -> None:
+        """What a stock pipeline needs to reproduce `count` images: prompts and call, initial latents, our float images.
 
         Of edits also the source images, `source_PROMPT_NUMBER` uint8 [H, W, 3], as the model saw them. Where the
         folder's own scheduler steps otherwise (published sigmas, truncated times, a multistep solver): an Euler
         scheduler, and `sigmas` and `timesteps` [T] fp32 for it.
         """
+        index = (self.shown() or [0])[:count]
         r, c, items = self.sizes, self.config, [self.held.items[i] for i in index]
         prompts = [item.text for item in items]
         with applied(self.adapter, r):
@@ -169,15 +171,17 @@ class Evaluator:
             stepping = {"class": "FlowMatchEulerDiscreteScheduler", "config": {}}
             pinned = {"sigmas": self.schedule.sigmas[:-1].contiguous(), "timesteps": times * 1000}
         facts = {"prompts": prompts, "call": call | edit, "scheduler": stepping, "source_area": r.source_area}
-        meta = {"model": c.model, "pipeline": pipeline} | {name: json.dumps(value) for name, value in facts.items()}
+        model, revision = (c.model, None) if Path(c.model).is_dir() else hub_id(c.model)
+        meta = {"model": model, "pipeline": pipeline} | {name: json.dumps(value) for name, value in facts.items()}
+        meta |= {"revision": revision} if revision else {}
         shown = {
             f"source_{i}_{k}": torch.from_numpy(np.array(image))
             for i, own in enumerate(sources(items, r))
             for k, image in enumerate(own)
         }
         tensors = {"latents": latents.cpu().contiguous(), "images": self.render(index).cpu().contiguous()}
-        save_file(tensors | shown | pinned, path, metadata=meta)
-        sort_header(path)
+        save_file(tensors | shown | pinned, self.folder.proof, metadata=meta)
+        sort_header(self.folder.proof)
 
     def _table(self, index: list[int], now: Images) -> dict[str, NDArray[np.float64]]:
         """One column of values per measure, one row per image of this rank."""
@@ -197,37 +201,28 @@ class Evaluator:
 
 
 def _columns(kind: str, reward: str, groups: list[GroupScores]) -> dict[str, NDArray[np.float64]]:
-    """Columns of one reward over groups (now, before): the judge's verdicts, or values and paired wins."""
+    """Columns of one reward over groups (now, before): the judge's verdicts, or values and wins (1, tie ½, 0)."""
     if kind == "judge":
+        first, second = (np.array([g.shown(*order) for g in groups]) for order in ((0, 1), (1, 0)))
         return {
-            "win_judge": np.array([_ratio(g) for g in groups]),
-            "win_judge_first": _hard(np.array([g.shown(0, 1) for g in groups])),
-            "win_judge_second": 1.0 - _hard(np.array([g.shown(1, 0) for g in groups])),
+            "win_judge": np.array([_win_rate(g) for g in groups]),
+            "win_judge_first": (np.sign(first - 0.5) + 1) / 2,
+            "win_judge_second": 1 - (np.sign(second - 0.5) + 1) / 2,
         }
     values = np.array([[np.nan if s.value is None else s.value for s in g.scores] for g in groups])
-    out = {reward: values[:, 0], f"{reward}_before": values[:, 1], f"win_{reward}": _paired(values)}
+    wins = np.where(np.isnan(values).any(1), np.nan, (np.sign(values[:, 0] - values[:, 1]) + 1) / 2)
+    out = {reward: values[:, 0], f"{reward}_before": values[:, 1], f"win_{reward}": wins}
     for part in sorted({p for g in groups for s in g.scores for p in s.parts}):
         column = np.array([[s.parts.get(part, np.nan) for s in g.scores] for g in groups])
         out[f"{reward}.{part}"], out[f"{reward}.{part}_before"] = column[:, 0], column[:, 1]
     return out
 
 
-def _ratio(group: GroupScores) -> float:
-    """Mean verdict that the first member beats the second, NaN if none exists."""
+def _win_rate(group: GroupScores) -> float:
+    """Mean verdict that the first member beats the second, NaN if there is none."""
     if group.wins is None or group.counts is None or group.counts[0, 1] == 0:
         return float("nan")
     return float(group.wins[0, 1] / group.counts[0, 1])
-
-
-def _hard(p: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Probabilities as won 1, tied ½, lost 0; NaN stays."""
-    return (np.sign(p - 0.5) + 1.0) / 2.0
-
-
-def _paired(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Win 1, tie ½, loss 0 of column 0 over column 1; NaN where either is missing."""
-    won = (values[:, 0] > values[:, 1]) + 0.5 * (values[:, 0] == values[:, 1])
-    return np.where(np.isnan(values).any(1), np.nan, won)
 
 
 def summarise(name: str, group: NDArray[np.int64], values: NDArray[np.float64], interval: bool) -> dict[str, float]:

@@ -76,6 +76,7 @@ class TrainingLoop:
         self.world, self.adapter, self.policy = self.session.world, self.session.adapter, self.session.policy
         self.folder, self.scorer, self.rollouts = self.session.folder, self.session.scorer, self.session.rollouts
         self.evaluators = self.session.evaluators
+        self.product = self.folder.product(lora=config.train.lora_rank > 0)
         self.log = Log(
             self.folder, config.train.steps, self.session.start, tensorboard=config.tensorboard, active=self.world.main
         )
@@ -130,7 +131,9 @@ class TrainingLoop:
                 for group, member, sample in zip(batch.groups, batch.members, batch.samples, strict=True):
                     self.scorer.add(group, member, sample)  # judged while the next batch is made
                 batches.append(batch)
-            self._check_latents(batches)
+            finite = all(bool(batch.trajectory.latents.isfinite().all()) for batch in batches)
+            if self.world.any(not finite):
+                raise Diverged("the policy makes latents that are not finite (NaN or infinite)")
         with clock.phase("judge_wait"):
             scores = self.scorer.finish()
         self._save_groups(step + 1, scores, batches)
@@ -158,11 +161,6 @@ class TrainingLoop:
                 advice = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
                 advice += "; continue from there with --resume and a lower --train.lr"
             raise TrainingStopped(f"step {step + 1}: {error}\n{advice}") from error
-
-    def _check_latents(self, batches: list[Batch]) -> None:
-        """Raise Diverged, on all ranks, if one has latents that are not finite."""
-        if self.world.any(not all(bool(b.trajectory.latents.isfinite().all()) for b in batches)):
-            raise Diverged("the policy makes latents that are not finite (NaN or infinite)")
 
     def _out_of_time(self) -> bool:
         limit = self.config.train.max_minutes * 60
@@ -328,47 +326,30 @@ class TrainingLoop:
                 "trained_s": self.session.trained_s,
                 "prompts": fingerprint(self.rollouts.prompts),
             }
-            name = self.folder.product(self._lora).name
-            checkpoint.save(
-                self.folder,
-                done,
-                self.policy.state_dict(),
-                meta,
-                lambda inside: self._export(inside / name),
-                self.config.checkpoint.keep,
-            )
+            tensors, keep = self.policy.state_dict(), self.config.checkpoint.keep
+            checkpoint.save(self.folder, done, tensors, meta, lambda f: self._export(f / self.product.name), keep)
             if self.callbacks.on_save:
                 self.callbacks.on_save(path)
         self.world.barrier()
         return path
 
-    @property
-    def _lora(self) -> bool:
-        return self.config.train.lora_rank > 0
-
     def _export(self, folder: Path) -> None:
         """The (averaged) weights in diffusers format."""
         with self.policy.averaged():
-            (self.adapter.save_lora if self._lora else self.adapter.save_full)(str(folder))
+            (self.adapter.save_lora if self.config.train.lora_rank else self.adapter.save_full)(str(folder))
 
     def _finish(self, done: int) -> None:
         """Final evaluation and export."""
-        every = self.config.eval.every
+        c = self.config
         for name in self.evaluators:
-            if name == "test" or (every and done % every):
+            if name == "test" or (c.eval.every and done % c.eval.every):
                 self._evaluate(done, name)
         if self.folder.latest() != self.folder.checkpoint(done):
             self._save(done)
         if self.world.main:
-            checkpoint.write_folder(self.folder.product(self._lora), self._export)
-            self._proof()
+            checkpoint.write_folder(self.product, self._export)
+            for evaluator in list(self.evaluators.values())[-1:]:
+                with self.policy.averaged():
+                    evaluator.save_proof(min(4, c.rollout.batch_size))
             self.log.say(f"finished after {done} steps; the result is in {self.folder.root}")
         self.world.barrier()
-
-    def _proof(self) -> None:
-        """Prompts, initial latents and float images of the final policy, to check the export."""
-        if name := next(reversed(self.evaluators), None):
-            evaluator = self.evaluators[name]
-            index = (evaluator.shown() or [0])[: min(4, self.config.rollout.batch_size)]
-            with self.policy.averaged():
-                evaluator.save_proof(self.folder.proof, index)
