@@ -107,7 +107,7 @@ def flop(config: Config) -> dict[str, int]:
     found = {}
     for name in ("forward", "train"):
         with mode, FlopCounterMode(display=False) as counter, torch.set_grad_enabled(name == "train"):
-            v = adapter.velocity(x, sigma, condition, config.rollout.height, config.rollout.width)
+            v = adapter.velocity(x, sigma, condition, config.rollout)
             if name == "train":
                 v.float().square().mean().backward()
         found[name] = counter.get_total_flops() // config.rollout.batch_size

@@ -14,13 +14,21 @@ import torch
 from PIL import Image
 
 from prefgrpo import models
-from prefgrpo.rollout.embed import Embeddings, collate
+from prefgrpo.config.schema import SamplingConfig
+from prefgrpo.models.condition import collate
+from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.rollout import rollout
+from prefgrpo.sde.noise import initial_latents
 from prefgrpo.sde.schedule import make_schedule
 from prefgrpo.tiny import pipelines
 
 CPU = torch.device("cpu")
 PROMPTS = ["a red cube", "two blue balls on a table"]
+SIZES = [(32, 32), (32, 64)]
+SOURCES = [Image.fromarray(np.random.default_rng(i).integers(0, 256, (64, 64, 3), dtype=np.uint8)) for i in range(2)]
+SEED = 3
+QUICK = ("flux", "qwen_image_edit", "sd1", "wan22")
+"""Families that every `make test` goes through; the others are `full`."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,6 @@ class Case:
     dynamic: bool = False
     """Whether the stock pipeline supports the scheduler's dynamic shift."""
     max_length: int = 32
-    frames: int | None = None
     edit: Callable[[int, int], dict] | None = None
     """For editing: arguments of the stock call that depend on the size."""
     sources: int = 1
@@ -50,8 +57,12 @@ class Case:
     def unguided(self):
         """The same with classifier-free guidance off."""
         scales = ("guidance_scale", "guidance_scale_2", "true_cfg_scale")
-        call = {key: self.off if key in scales else value for key, value in self.call.items()}
-        return replace(self, call=call, guidance=self.off)
+        return replace(self, guidance=self.off, call=self.call | {k: self.off for k in scales if k in self.call})
+
+    def sampling(self, size=SIZES[0], steps=4):
+        height, width = size
+        second, frames = self.call.get("guidance_scale_2"), self.call.get("num_frames")
+        return SamplingConfig(height, width, steps, guidance=self.guidance, guidance_2=second, frames=frames)
 
     def images(self, number, size):
         """The source images of a prompt by its number; () unless it edits."""
@@ -63,91 +74,53 @@ class Case:
         return getattr(diffusers, self.stock or models.family(self.family).pipeline).from_pretrained(path)
 
     def __str__(self):
-        edit = "-edit" if self.edit else ""
-        return f"{self.family}{edit}" + ("" if self.guidance > 1 else "-unguided")
+        return f"{self.family}{'-edit' if self.edit else ''}{'' if self.guidance > 1 else '-unguided'}"
 
 
-WAN = {"guidance_scale": 5.0, "max_sequence_length": 32, "num_frames": 5}
+def _case(family, scale, length=32, *, frames=0, second=0.0, name="guidance_scale", same_edit=False, **more):
+    call = {name: scale} | ({"max_sequence_length": length} if length else {})
+    call |= {"num_frames": frames} if frames else {}
+    call |= {"guidance_scale_2": second} if second else {}
+    call |= {"negative_prompt": [" "] * 2} if name == "true_cfg_scale" else {}
+    more |= {"edit": lambda height, width: {}} if same_edit else {}
+    return Case(family, call, scale, max_length=length or 32, **more)
+
+
+QWEN = {"name": "true_cfg_scale", "dynamic": True}
 CASES = [
-    Case("flux", {"guidance_scale": 3.5, "max_sequence_length": 32}, 3.5, dynamic=True),
-    Case(
-        "flux_kontext",
-        {"guidance_scale": 2.5, "max_sequence_length": 32},
-        2.5,
-        dynamic=True,
-        edit=lambda h, w: {"max_area": h * w, "_auto_resize": False},
-    ),
-    Case("sd1", {"guidance_scale": 7.5}, 7.5),
-    Case("sd3", {"guidance_scale": 4.5, "max_sequence_length": 32}, 4.5, dynamic=True),
-    Case(
-        "qwen_image",
-        {"true_cfg_scale": 4.0, "negative_prompt": [" "] * 2, "max_sequence_length": 320},
-        4.0,
-        dynamic=True,
-        max_length=320,
-    ),
-    Case(
-        "qwen_image_edit",
-        {"true_cfg_scale": 4.0, "negative_prompt": [" "] * 2, "max_sequence_length": 512},
-        4.0,
-        dynamic=True,
-        max_length=512,
-        edit=lambda h, w: {},
-    ),
-    Case(
-        "qwen_image_edit_plus",
-        {"true_cfg_scale": 4.0, "negative_prompt": [" "] * 2, "max_sequence_length": 512},
-        4.0,
-        dynamic=True,
-        max_length=512,
-        edit=lambda h, w: {},
-        sources=2,
-    ),
-    Case("z_image", {"guidance_scale": 3.0, "max_sequence_length": 128}, 3.0, dynamic=True, max_length=128, off=0.0),
-    Case(
-        "hunyuan_video",
-        {"guidance_scale": 6.0, "max_sequence_length": 448, "num_frames": 5},
-        6.0,
-        max_length=448,
-        frames=5,
-    ),
-    Case(
-        "ltx_video",
-        {"guidance_scale": 3.0, "max_sequence_length": 32, "num_frames": 5},
-        3.0,
-        dynamic=True,
-        frames=5,
-    ),
-    Case("wan", WAN, 5.0, frames=5),
-    Case(
-        "wan22",
-        {"guidance_scale": 4.0, "guidance_scale_2": 3.0, "max_sequence_length": 32, "num_frames": 5},
-        4.0,
-        frames=5,
-    ),
-    Case(
-        "wan22_i2v",
-        {"guidance_scale": 3.5, "guidance_scale_2": 3.5, "max_sequence_length": 32, "num_frames": 5},
-        3.5,
-        frames=5,
-        edit=lambda h, w: {},
-        fit=True,
-    ),
-    Case("wan_i2v", WAN, 5.0, frames=5, edit=lambda h, w: {}, fit=True),
-    Case("wan_ti2v", WAN, 5.0, frames=5),
-    Case("wan_ti2v", WAN, 5.0, frames=5, edit=lambda h, w: {}, fit=True, stock="WanImageToVideoPipeline"),
-    Case("flux2_klein", {"guidance_scale": 4.0, "max_sequence_length": 64}, 4.0, dynamic=True, max_length=64),
-    Case(
-        "flux2_klein",
-        {"guidance_scale": 4.0, "max_sequence_length": 64},
-        4.0,
-        dynamic=True,
-        max_length=64,
-        edit=lambda h, w: {},
-    ),
+    _case("flux", 3.5, dynamic=True),
+    _case("flux_kontext", 2.5, dynamic=True, edit=lambda h, w: {"max_area": h * w, "_auto_resize": False}),
+    _case("sd1", 7.5, 0),
+    _case("sd3", 4.5, dynamic=True),
+    _case("qwen_image", 4.0, 320, **QWEN),
+    _case("qwen_image_edit", 4.0, 512, same_edit=True, **QWEN),
+    _case("qwen_image_edit_plus", 4.0, 512, same_edit=True, sources=2, **QWEN),
+    _case("z_image", 3.0, 128, dynamic=True, off=0.0),
+    _case("hunyuan_video", 6.0, 448, frames=5),
+    _case("ltx_video", 3.0, dynamic=True, frames=5),
+    _case("wan", 5.0, frames=5),
+    _case("wan22", 4.0, frames=5, second=3.0),
+    _case("wan22_i2v", 3.5, frames=5, second=3.5, same_edit=True, fit=True),
+    _case("wan_i2v", 5.0, frames=5, same_edit=True, fit=True),
+    _case("wan_ti2v", 5.0, frames=5),
+    _case("wan_ti2v", 5.0, frames=5, same_edit=True, fit=True, stock="WanImageToVideoPipeline"),
+    _case("flux2_klein", 4.0, 64, dynamic=True),
+    _case("flux2_klein", 4.0, 64, dynamic=True, same_edit=True),
 ]
-SOURCES = [Image.fromarray(np.random.default_rng(i).integers(0, 256, (64, 64, 3), dtype=np.uint8)) for i in range(2)]
-SIZES = [(32, 32), (32, 64)]
+
+
+def case_of(family, edit=None):
+    """The (first) case of a family; edit: whether it edits."""
+    return next(c for c in CASES if c.family == family and edit in (None, c.edit is not None))
+
+
+def tiered(cases, *values):
+    """Parameters of the cases (each with further values); `full` for those beyond the quick families."""
+    full = pytest.mark.full
+    return [
+        pytest.param(case, *values, id="-".join(map(str, (case, *values))), marks=() if case.family in QUICK else full)
+        for case in cases
+    ]
 
 
 _ROOT = tempfile.TemporaryDirectory(prefix="tiny-pipelines-")
@@ -159,39 +132,43 @@ def folder(family, **scheduler):
     return pipelines.make(family, tempfile.mkdtemp(dir=_ROOT.name), **scheduler)
 
 
-def load(case, path, dtype=torch.float32, **options):
-    adapter = models.load(case.family, str(path), dtype, CPU, guidance=case.guidance, frames=case.frames, **options)
-    return adapter
+def load(case, path=None, dtype=torch.float32, **options):
+    """The adapter of a folder (the family's tiny one)."""
+    return models.load(case.family, str(path or folder(case.family)), dtype, CPU, **options)
 
 
-def conditions(adapter, case, prompts=PROMPTS, size=(32, 32)):
+def conditions(adapter, case, prompts=PROMPTS, size=SIZES[0]):
     sources = [case.images(number, size) for number in range(len(prompts))]
-    return collate(Embeddings(adapter, case.max_length)(prompts, sources))
+    return collate(Embeddings(adapter, case.max_length)(prompts, case.sampling(size), sources))
+
+
+def policy(case, scale=0.05, **options):
+    """An adapter with a LoRA whose B is random, so that it differs from its reference."""
+    adapter = load(case, **options)
+    adapter.add_lora(4, 8.0)
+    return perturb(adapter, scale)
 
 
 def perturb(adapter, scale=0.05):
-    """Random LoRA B (or weights), so that the policy differs from its reference."""
     generator = torch.Generator().manual_seed(7)
     for name, p in adapter.trainable():
         if "lora_A" not in name:
             p.data.add_(torch.randn(p.shape, generator=generator).to(p) * scale)
+    return adapter
 
 
-def draw(adapter, case, x0, size, steps, prompts=PROMPTS):
-    """Our image with the ODE rule from given initial latents."""
-    schedule = make_schedule(adapter.sigmas(steps, *size), "ode", 0.0, times=adapter.times(steps, *size))
-    ids = torch.arange(len(prompts))
-    done = rollout(
-        adapter,
-        schedule,
-        conditions(adapter, case, prompts, size),
-        ids,
-        seed=0,
-        height=size[0],
-        width=size[1],
-        initial=x0,
-    )
-    return adapter.decode(done.latents, *size)
+def noise(adapter, sampling, count=2):
+    """Initial latents of `draw`, for the stock pipeline."""
+    return initial_latents(SEED, torch.arange(count), adapter.latent_shape(sampling))
+
+
+def draw(adapter, case, size, steps, prompts=PROMPTS):
+    """Our image with the ODE rule."""
+    sampling = case.sampling(size, steps)
+    schedule = make_schedule(adapter.sigmas(sampling), "ode", 0.0, times=adapter.times(sampling))
+    condition = conditions(adapter, case, prompts, size)
+    done = rollout(adapter, schedule, condition, torch.arange(len(prompts)), sampling, seed=SEED)
+    return adapter.decode(done.latents, sampling)
 
 
 def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
@@ -209,6 +186,14 @@ def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
     return torch.cat([pipe(prompt=[p], image=one_or_list(own), latents=x, **call)[0] for p, own, x in each])
 
 
+def differs(adapter, pipe, case, size=SIZES[0], steps=2, prompts=PROMPTS):
+    """Largest difference of our images from the stock pipeline's."""
+    want = stock_image(pipe, case, noise(adapter, case.sampling(size), len(prompts)), size, steps, prompts)
+    got = draw(adapter, case, size, steps, prompts)
+    assert got.shape == want.shape and want.std() > 0.01
+    return float((got - want).abs().max())
+
+
 def one_or_list(images):
     """As the stock pipelines take one image, or several."""
     return images[0] if len(images) == 1 else list(images)
@@ -219,14 +204,10 @@ RESIZERS = (EDIT_PLUS, EDIT_PLUS.removesuffix("_plus"), "prefgrpo.models.qwen_im
 
 
 @contextmanager
-def small_sources(modules=RESIZERS):
+def small_sources():
     """Inside, Qwen-Image-Edit resizes sources to 1/256 of the pixels, the stock pipelines and ours alike."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in [importlib.import_module(name) for name in modules]:
+        for module in [importlib.import_module(name) for name in RESIZERS]:
             real = module.calculate_dimensions
             patch.setattr(module, "calculate_dimensions", lambda area, ratio, real=real: real(area / 256, ratio))
         yield
-
-
-def noise(adapter, size):
-    return torch.randn(len(PROMPTS), *adapter.latent_shape(*size), generator=torch.Generator().manual_seed(3))

@@ -229,7 +229,7 @@ def test_a_renderer_is_stock_sampling_at_the_sets_noise(run):
     evaluator = run.evaluators["dev"]
     alone, together = evaluator.render([3]), evaluator.render([0, 1, 2, 3])
     assert torch.allclose(alone[0], together[3], atol=1e-5)
-    latents = initial_latents(0, evaluator.ids([3]), run.adapter.latent_shape(16, 16))
+    latents = initial_latents(0, evaluator.ids([3]), run.adapter.latent_shape(evaluator.sizes))
     pipe = run.adapter.pipe
     sigmas = dict(pipe.scheduler.config) | {"shift": 2.5, "use_dynamic_shifting": False}
     keep, pipe.scheduler = pipe.scheduler, type(pipe.scheduler).from_config(sigmas)

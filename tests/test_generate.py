@@ -22,7 +22,7 @@ from tiny_run import PROMPTS, Hold, ranks, settings, start, train, tree, world
 
 from prefgrpo.commands.generate import file_name
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.rollout import embed
+from prefgrpo.rollout import embeddings
 from prefgrpo.tiny import pipelines
 
 
@@ -67,10 +67,7 @@ def test_preprocess_fills_the_cache_and_training_loads_no_encoder(place):
     assert "10 texts and sources encoded now; all of 10 prompts are in" in output
     first = held(cache)
     assert len({key.partition(".")[0] for key in first}) == 10
-    index = json.loads((cache / "index.json").read_text())
-    assert sorted(k for shard in index.values() for k in shard["keys"]) == sorted({k.partition(".")[0] for k in first})
-    (cache / "index.json").unlink()
-    assert "0 texts and sources encoded now" in command("preprocess", file)[1], "the index is for speed alone"
+    assert "0 texts and sources encoded now" in command("preprocess", file)[1]
     next(cache.glob("*.safetensors")).unlink()
     assert "10 texts and sources encoded now" in command("preprocess", file)[1]
     assert same(held(cache), first)
@@ -122,13 +119,13 @@ def test_a_damaged_shard_is_told_not_trained_on(place):
 
 def small_shards():
     """In the new process: shards of three."""
-    embed.PER_SHARD = 3
+    embeddings.PER_SHARD = 3
 
 
 def test_a_killed_preprocess_goes_on(place):
     cache = place / "killed"
     file = written(place, "killed", data={"cache": str(cache)})
-    hold = Hold("prefgrpo.rollout.shards:Shards.write", call=2)
+    hold = Hold("prefgrpo.rollout.embeddings:Shards.write", call=2)
     run = start(["preprocess", str(file)], file.with_suffix(".log"), small_shards, hold)
     run.until_held()
     run.kill()
@@ -143,7 +140,7 @@ def test_a_killed_preprocess_goes_on(place):
 def test_an_interrupted_preprocess_keeps_what_it_has(place):
     cache = place / "interrupted"
     file = written(place, "interrupted", data={"cache": str(cache)})
-    hold = Hold("prefgrpo.rollout.shards:Shards.write")
+    hold = Hold("prefgrpo.rollout.embeddings:Shards.write")
     run = start(["preprocess", str(file)], file.with_suffix(".log"), small_shards, hold)
     run.until_held()
     os.kill(run.process.pid, signal.SIGINT)

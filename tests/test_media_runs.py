@@ -21,9 +21,9 @@ from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import DataError, Prompt
 from prefgrpo.judge.body import encode
 from prefgrpo.judge.verdict import PairJudge, Verdict
+from prefgrpo.rollout.embeddings import encoding_jobs
 from prefgrpo.rollout.render import stills
 from prefgrpo.run.judging import training_scorer
-from prefgrpo.run.loading import uses
 from prefgrpo.tiny import pipelines
 
 SMALL = {"train": {"steps": 3}, "rollout": {"prompts_per_step": 2, "group_size": 2, "batch_size": 4}}
@@ -147,9 +147,9 @@ def test_an_image_family_takes_no_source(place):
 def test_sources_are_counted_before_anything_runs(family, counts, told):
     prompts = [Prompt(k, "abc"[k], source=("x.png",) * count, line=k + 1) for k, count in enumerate(counts)]
     with pytest.raises(DataError, match=re.escape(told)):
-        uses(from_dict({"model": "m", "family": family, "data": {"prompts": "p"}}), prompts)
+        encoding_jobs(from_dict({"model": "m", "family": family, "data": {"prompts": "p"}}), prompts)
     ours = [Prompt(0, "a"), Prompt(1, "b")]
-    assert len(uses(from_dict({"model": "m", "family": "flux", "data": {"prompts": "p"}}), ours)) == 2
+    assert len(encoding_jobs(from_dict({"model": "m", "family": "flux", "data": {"prompts": "p"}}), ours)) == 2
 
 
 def test_a_judge_sees_eight_even_frames():

@@ -6,24 +6,24 @@ counting: which blocks run twice, and which parts are moved where and how often.
 
 import pytest
 import torch
-from families import CASES, conditions, folder, load, noise
+from families import case_of, conditions, folder, load, noise
 from torch import nn
 
 from prefgrpo.config.schema import from_dict
 from prefgrpo.models import recompute
 from prefgrpo.models.parking import Parked
-from prefgrpo.rollout.embed import Embeddings
+from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.render import decode
 from prefgrpo.run.loading import open_adapter
 
-FLUX = CASES[0]
+FLUX = case_of("flux")
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("family", ["flux", *(pytest.param(f, marks=pytest.mark.full) for f in ("wan22", "z_image"))])
 def test_a_share_of_the_blocks_is_recomputed(family):
-    case = next(c for c in CASES if c.family == family)
-    size, grads, runs = (32, 32), {}, {}
+    case = case_of(family)
+    sampling, grads, runs = case.sampling(), {}, {}
     for share in (0.0, 0.5, 1.0):
         adapter = load(case, folder(family))
         adapter.add_lora(4, 8.0)
@@ -35,7 +35,7 @@ def test_a_share_of_the_blocks_is_recomputed(family):
         for k, block in enumerate(blocks):
             part = next(m for m in block.modules() if isinstance(m, nn.Linear))
             part.register_forward_pre_hook(lambda *_, k=k, count=count: count.update({k: count[k] + 1}))
-        v = adapter.velocity(noise(adapter, size), torch.full((2,), 0.9), conditions(adapter, case), *size)
+        v = adapter.velocity(noise(adapter, sampling), torch.full((2,), 0.9), conditions(adapter, case), sampling)
         v.square().mean().backward()
         grads[share] = {name: p.grad for name, p in adapter.trainable() if p.grad is not None}
         runs[share] = list(count.values())
@@ -136,13 +136,13 @@ class Counted(Parked):
 
 
 def test_encoding_and_decoding_call_for_their_parts():
-    case = next(c for c in CASES if c.family == "flux_kontext")
-    adapter = load(case, folder("flux_kontext"))
+    case = case_of("flux_kontext")
+    adapter, sampling = load(case), case.sampling()
     adapter.parked = Counted()
     embed = Embeddings(adapter, 32)
-    embed(["a", "a", "b"], [case.images(0, (32, 32))] * 3)
+    embed(["a", "a", "b"], sampling, [case.images(0, (32, 32))] * 3)
     assert adapter.parked.called == [("text_encoder",), ("vae", "text_encoder"), ("text_encoder",)]
-    embed(["a"], [case.images(0, (32, 32))])
+    embed(["a"], sampling, [case.images(0, (32, 32))])
     assert len(adapter.parked.called) == 3, "what is known needs no encoder"
 
 
@@ -153,7 +153,7 @@ def test_decoding_in_slices(tmp_path):
     config = from_dict(content | {"memory": memory})
     adapter = open_adapter(config, CPU)
     assert adapter.pipe.vae.use_slicing and not adapter.pipe.vae.use_tiling
-    x = torch.randn(5, *adapter.latent_shape(32, 32))
+    x = torch.randn(5, *adapter.latent_shape(config.rollout))
     adapter.parked = Counted()
     sliced = decode(adapter, x, config.rollout, config.memory.decode_batch)
     assert adapter.parked.called == [("vae",)]

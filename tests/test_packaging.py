@@ -218,17 +218,19 @@ import sys, tempfile
 import torch
 from PIL import Image
 from prefgrpo import models
-from prefgrpo.rollout.embed import Embeddings
+from prefgrpo.config.schema import SamplingConfig
+from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.tiny import pipelines
 source = Image.new("RGB", (64, 64), "red")
 for name in pipelines.FAMILIES:
     folder, family = tempfile.mkdtemp(dir=sys.argv[1]), models.family(name)
     pipelines.make(name, folder)
     small = {} if family.default_source_area is None else {"source_area": 32 * 32}
-    frames = {} if family.default_frames is None else {"frames": 5}
-    adapter = models.load(name, folder, torch.float32, torch.device("cpu"), **small, **frames)
+    sampling = SamplingConfig(64, 64, frames=None if family.default_frames is None else 5)
+    adapter = models.load(name, folder, torch.float32, torch.device("cpu"), **small)
     for sources in [()] * (not family.needs_source) + [(source,)] * (family.most_sources > 0):
-        Embeddings(adapter, 512 if "qwen" in name else 32)(["a caf\\u00c3\\u00a9 &amp; a <b>cat</b>"], [sources])
+        embed = Embeddings(adapter, 512 if "qwen" in name else 32)
+        embed(["a caf\\u00c3\\u00a9 &amp; a <b>cat</b>"], sampling, [sources])
     print(name)
 """
 

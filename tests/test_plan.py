@@ -24,8 +24,8 @@ from prefgrpo import models
 from prefgrpo.commands.cli import main
 from prefgrpo.config.schema import MemoryConfig, from_dict, to_dict
 from prefgrpo.config.schema import load as load_recipe
-from prefgrpo.models.guidance import NEGATIVE, attach
-from prefgrpo.rollout.embed import Embeddings, collate
+from prefgrpo.models.condition import collate
+from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.run import memory as plan
 from prefgrpo.run.loading import open_adapter, trainable
 from prefgrpo.run.memory import Weigh
@@ -38,7 +38,13 @@ ONCE = list({case.family: case for case in CASES if not models.family(case.famil
 
 
 def config(case, **train):
-    rollout = {"height": SIDE, "width": SIDE, "batch_size": BATCH, "frames": case.frames, "guidance": case.guidance}
+    rollout = {
+        "height": SIDE,
+        "width": SIDE,
+        "batch_size": BATCH,
+        "frames": case.call.get("num_frames"),
+        "guidance": case.guidance,
+    }
     content = {"model": str(folder(case.family)), "family": case.family, "dtype": "fp32", "rollout": rollout}
     data = {"prompts": "none.txt", "max_length": case.max_length}
     return from_dict(content | {"data": data, "train": {"lora_rank": 4, "lora_alpha": 8} | train})
@@ -57,27 +63,26 @@ def measured(work):
 
 def real(case, c):
     """The same three phases of the loaded model."""
-    adapter = trainable(c, open_adapter(c, torch.device("cpu")))
+    adapter, r = trainable(c, open_adapter(c, torch.device("cpu"))), c.rollout
     sources = [(case.images(0, (SIDE, SIDE))[:1])] * BATCH if case.edit else None
-    condition = collate(Embeddings(adapter, case.max_length)([LONG] * BATCH, sources))
-    longest = {key: value for key, value in condition.items() if not key.startswith(NEGATIVE)}
-    texts = adapter.condition_shapes(case.max_length) if adapter.guided else ()
-    condition = attach(longest, {key: longest[key] for key in texts})  # as the plan counts it
-    x, sigma = torch.randn(BATCH, *adapter.latent_shape(SIDE, SIDE)), torch.full((BATCH,), 0.9)
+    condition = collate(Embeddings(adapter, case.max_length)([LONG] * BATCH, r, sources))
+    text = replace(condition, sources=(), negative=None)
+    condition = replace(condition, negative=text if adapter.guided(r) else None)  # as the plan counts it
+    x, sigma = torch.randn(BATCH, *adapter.latent_shape(r)), torch.full((BATCH,), 0.9)
     for _, p in adapter.trainable():
         p.grad = torch.zeros_like(p)
 
     def forward():
         with torch.no_grad():
-            return adapter.velocity(x, sigma, condition, SIDE, SIDE)
+            return adapter.velocity(x, sigma, condition, r)
 
     def update():
-        adapter.velocity(x, sigma, condition, SIDE, SIDE).float().square().mean().backward()
+        adapter.velocity(x, sigma, condition, r).float().square().mean().backward()
 
     forward(), update()  # caches of positions
     modules = [part for part in adapter.pipe.components.values() if isinstance(part, torch.nn.Module)]
     with Weigh([x, *(t for m in modules for t in [*m.parameters(), *m.buffers()])]) as scale:
-        adapter.decode(x, SIDE, SIDE)
+        adapter.decode(x, r)
     return {"rollout": measured(forward), "decode": scale.most, "update": measured(update)}
 
 
@@ -117,7 +122,7 @@ def test_the_estimate_with_other_settings(name):
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: str(case))
 def test_conditions_have_the_shapes_that_the_plan_knows(case):
     adapter = load(case, folder(case.family))
-    want = {key: tuple(value.shape) for key, value in adapter.encode_prompt(LONG, case.max_length).items()}
+    want = {key: tuple(value.shape) for key, value in adapter.encode_prompt(LONG, case.max_length).tensors().items()}
     assert adapter.condition_shapes(case.max_length) == want
 
 

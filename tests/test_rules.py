@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefgrpo.sde import rules
 from prefgrpo.sde.rules import RULES, StepInfo, check
 
 X, V, Z = np.array([0.5, -1.2]), np.array([-0.3, 0.8]), np.array([0.25, -0.6])
@@ -103,3 +104,18 @@ def test_noise_levels_out_of_range():
         with pytest.raises(ValueError, match="eta must be in"):
             check(StepInfo(0.9, 0.8, eta, 0.9, 0.0), "flow")
     check(StepInfo(0.9, 0.8, 5.0, 0.9, 0.0), "flow")
+
+
+def test_a_rule_of_the_documentation_is_a_rule(root):
+    """docs/add-a-family.md, "A step rule": its function is Flow-SDE at constant η, in fewer than 20 lines."""
+    text = (root / "docs" / "add-a-family.md").read_text()
+    code = text.partition("```python\n")[2].partition("```")[0]
+    assert "RULES[" in code and len(code.splitlines()) < 20
+    names = {"_flow_with_std": rules._flow_with_std, "RULES": (added := {})}
+    exec(code, vars(rules) | names)
+    (rule,) = added.values()
+    info = StepInfo(0.9, 0.8, 0.3, 0.9, 0.0)
+    a, b, s, w, c = rule(info)
+    drift = V + 0.3**2 / (2 * 0.9) * (X + 0.1 * V)
+    assert np.allclose(a * X + b * V, X - 0.1 * drift) and s == pytest.approx(0.3 * math.sqrt(0.1))
+    assert (w, c) == pytest.approx((-0.5 / s**2, -math.log(s * math.sqrt(2 * math.pi))))

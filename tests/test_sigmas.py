@@ -11,7 +11,7 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
-from families import CASES, CPU, PROMPTS, folder, load, one_or_list, small_sources
+from families import CASES, CPU, PROMPTS, QUICK, case_of, folder, load, one_or_list, small_sources
 
 from prefgrpo.config.schema import ConfigError, from_dict
 from prefgrpo.rollout.sampling import Schedules
@@ -30,7 +30,10 @@ CHANGES = {
 }
 TRUE = [
     pytest.param(
-        case, CONFIGS[OWN.get(case.family) or case.family.split("_")[0].rstrip("2")] | changes, id=f"{case}-{k}"
+        case,
+        CONFIGS[OWN.get(case.family) or case.family.split("_")[0].rstrip("2")] | changes,
+        id=f"{case}-{k}",
+        marks=() if case.family in QUICK else pytest.mark.full,
     )
     for case in CASES
     for k, changes in enumerate([{}, *(() if case.edit else CHANGES.get(case.family, ()))])
@@ -69,13 +72,13 @@ def stock(pipe, case, steps, monkeypatch):
 
 
 def run_of(case, steps, **rollout):
-    size = {"height": SIZE[0], "width": SIZE[1], "frames": case.frames}
+    size = {"height": SIZE[0], "width": SIZE[1], "frames": case.call.get("num_frames")}
     return from_dict({"model": "m", "data": {"prompts": "p"}, "rollout": {"steps": steps} | size | rollout})
 
 
 @pytest.mark.parametrize(("case", "config"), TRUE)
 def test_pipeline_is_the_stock_pipelines_own(case, config, monkeypatch):
-    adapter = load(case, folder(case.family))
+    adapter = load(case)
     with_scheduler(config, adapter.pipe)
     pipe = with_scheduler(config, case.pipe(folder(case.family)))
     for steps in (4, 10, 20, 50):
@@ -88,24 +91,24 @@ def test_pipeline_is_the_stock_pipelines_own(case, config, monkeypatch):
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, 5.0])
-@pytest.mark.parametrize(("case", "config"), TRUE)
-def test_published_is_the_formula_whatever_the_folders_scheduler(case, config, shift):
+def test_published_is_the_formula_whatever_the_folders_scheduler(shift):
     """Before, Wan's σ at S = 20 and shift 3 ended at 0.009 instead of 0.136, and Qwen-Image's at 0.02."""
-    adapter = load(case, folder(case.family))
-    with_scheduler(config, adapter.pipe)
-    for steps in (4, 10, 20, 50):
-        run = run_of(case, steps, sigmas="published", shift=shift)
-        even = torch.arange(steps, -1, -1, dtype=torch.float64) / steps
-        want = shift * even / (1 + (shift - 1) * even)
-        assert (Schedules(run, adapter, CPU).sigmas(run.rollout) - want).abs().max() <= 1.5e-7
+    for family in ("wan", "qwen_image", "flux"):
+        adapter = load(case_of(family))
+        with_scheduler(CONFIGS[family.split("_")[0]], adapter.pipe)
+        for steps in (4, 10, 20, 50):
+            run = run_of(case_of(family), steps, sigmas="published", shift=shift)
+            even = torch.arange(steps, -1, -1, dtype=torch.float64) / steps
+            want = shift * even / (1 + (shift - 1) * even)
+            assert (Schedules(run, adapter, CPU).sigmas(run.rollout) - want).abs().max() <= 1.5e-7
 
 
 def test_a_shift_that_makes_sigmas_equal_is_refused_not_shortened(monkeypatch):
     """A dynamic shift far beyond the model's sizes rounds the first sigmas to 1: the run had fewer steps than asked."""
-    case = next(case for case in CASES if case.family == "flux")
-    adapter = load(case, folder("flux"))
+    case = case_of("flux")
+    adapter = load(case)
     with_scheduler(CONFIGS["flux"], adapter.pipe)
-    monkeypatch.setattr(adapter, "mu", lambda height, width: 20.0)
+    monkeypatch.setattr(adapter, "mu", lambda sampling: 20.0)
     run = run_of(case, 7)
     with pytest.raises(ValueError, match="sigma"):
         Schedules(run, adapter, CPU).ode(run.rollout)
@@ -113,8 +116,7 @@ def test_a_shift_that_makes_sigmas_equal_is_refused_not_shortened(monkeypatch):
 
 def test_a_first_sigma_of_unipc_is_a_first_step():
     """1 − 1e-6 keeps its logarithms finite; η·sqrt(σ / (1 − σ)) would be 700 there."""
-    case = next(case for case in CASES if case.family == "wan")
-    schedules = Schedules(run := run_of(case, 10), load(case, folder("wan")), CPU)
+    schedules = Schedules(run := run_of(case_of("wan"), 10), load(case_of("wan")), CPU)
     schedule = schedules.step(run.rollout, 0)
     assert 0 < 1 - schedule.sigmas[0] < 2e-6
     second = float(schedule.sigmas[1])

@@ -18,7 +18,7 @@ from tiny_run import ranks, rows, settings, start, train, weights, world
 from prefgrpo.config.schema import from_dict
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.rollout.batches import deal_batches, slot_prompts
-from prefgrpo.rollout.sampling import Schedules, applied, evaluation, of_prompt
+from prefgrpo.rollout.sampling import Schedules, of_prompt
 from prefgrpo.sde.schedule import make_schedule, shifted_sigmas, truncated_times
 
 PUBLISHED = [1000, 976, 951, 923, 891, 857, 818, 774, 724, 666, 599, 521, 428, 315, 176]
@@ -110,7 +110,7 @@ def test_the_time_shift_follows_the_size():
     small, large = (schedules.step(s, 0) for s in sizes)
     assert not torch.equal(small.sigmas, large.sigmas) and small.sde_steps == large.sde_steps
     for s, schedule in zip(sizes, (small, large), strict=True):
-        assert torch.equal(schedule.sigmas, adapter.sigmas(s.steps, s.height, s.width))
+        assert torch.equal(schedule.sigmas, adapter.sigmas(s))
 
 
 @pytest.mark.dist
@@ -175,13 +175,3 @@ def test_what_an_evaluation_cannot_be(place):
     ):
         code, output = train(written(place, "wrong", eval=over))
         assert code == 2 and told in output, output
-
-
-def test_a_change_of_guidance_ends_where_it_began():
-    adapter = load(CASES[0], folder("flux"))
-    config = from_dict({"model": "m", "data": {"prompts": "p"}, "eval": {"guidance": 2.0}})
-    before = adapter.guidance
-    with pytest.raises(RuntimeError), applied(adapter, evaluation(config)):
-        assert adapter.guidance == 2.0
-        raise RuntimeError
-    assert adapter.guidance == before

@@ -15,7 +15,6 @@ from tiny_run import collect, rows, settings, world
 from prefgrpo.config.schema import from_dict
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout.batches import deal_batches
-from prefgrpo.rollout.embed import collate
 from prefgrpo.run.loop import TrainingLoop, TrainingStopped
 from prefgrpo.sde import noise
 
@@ -123,6 +122,7 @@ PLAIN_FORMULA = {
     "on-policy": {},
     "kl": {"train": {"kl_coef": 0.7}},
     "off-policy and clipped": {"train": {"clip_range": 2e-4, "clip_range_high": 3e-4}},
+    "steps replayed at once": {"train": {"kl_coef": 0.7, "replay_batch": 99}},
     "kl, window, batches": {
         "train": {"kl_coef": 0.3, "adv_clip_max": 0.8},
         "rollout": {"steps": 5, "window_size": 2, "batch_size": 3, "guidance": 2.0},
@@ -148,13 +148,12 @@ def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
 
     low, high = 1 - c.train.clip_range, 1 + (c.train.clip_range_high or c.train.clip_range)
     total, count, ratios = torch.zeros((), dtype=torch.float64), 0, []
-    size = {"height": c.rollout.height, "width": c.rollout.width}
     for batch in batches:
         for step in batch.trajectory.steps:
             k = int(step.index[0])
             a, b, s, w, const = schedule.coef[k].double()
             sigma = schedule.sigmas[k].expand(len(batch.slots))
-            v = one.adapter.velocity(step.x, sigma, batch.condition, **size).double()
+            v = one.adapter.velocity(step.x, sigma, batch.condition, c.rollout).double()
             error = step.x_next.double() - a * step.x.double() - b * v
             logp = w * error.square().flatten(1).mean(1) + const
             ratio = torch.exp(logp - step.logp.double())
@@ -162,7 +161,7 @@ def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
             loss = torch.maximum(-adv * ratio, -adv * ratio.clamp(low, high))
             if c.train.kl_coef:
                 with torch.no_grad(), one.adapter.reference():
-                    ref = one.adapter.velocity(step.x, sigma, batch.condition, **size).double()
+                    ref = one.adapter.velocity(step.x, sigma, batch.condition, c.rollout).double()
                 loss = loss + c.train.kl_coef * (b * (v - ref)).square().flatten(1).mean(1) / (2 * s * s)
             total, count = total + loss.sum(), count + len(loss)
             ratios += ratio.detach().tolist()
@@ -188,13 +187,13 @@ def test_every_image_goes_to_its_own_prompt_and_group(trainer):
     ]
     first = batches[0].trajectory.steps[0]
     ids = [(5 * 3 + p) * 2 + g for p, g in zip(batches[0].slots, batches[0].members, strict=True)]
-    shape = one.adapter.latent_shape(16, 16)
+    shape = one.adapter.latent_shape(one.config.rollout)
     assert torch.equal(first.x, noise.initial_latents(0, torch.tensor(ids), shape))
     for batch in batches:
         for row, sample in enumerate(batch.samples):
-            condition = collate(one.rollouts.embeddings([sample.prompt]))
-            for key, value in condition.items():
-                assert torch.equal(value[0], batch.condition[key][row])
+            (condition,) = one.rollouts.embeddings([sample.prompt], one.config.rollout)
+            for key, value in condition.tensors().items():
+                assert torch.equal(value, batch.condition.tensors()[key][row])
     one.scorer.finish()
     same = trainer(name="same", rollout={"same_noise": True, "batch_size": 8}, eval={"every": 0})
     x = collect(same, 0)[0].trajectory.steps[0].x

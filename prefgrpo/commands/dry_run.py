@@ -15,9 +15,9 @@ from prefgrpo.config.schema import Config, to_dict
 from prefgrpo.data.prompts import prompt_sets
 from prefgrpo.parallel import world as parallel
 from prefgrpo.rollout.batches import Rollouts
-from prefgrpo.rollout.embed import Embeddings
+from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.replay import replay
-from prefgrpo.run.loading import missing, open_adapter, trainable, uses
+from prefgrpo.run.loading import open_adapter, trainable
 from prefgrpo.run.memory import GIB, known_bytes
 from prefgrpo.run.session import check_run, open_schedules, peak_memory
 
@@ -29,7 +29,7 @@ def dry_run(config: Config) -> int:
         check_run(config, world.size)
         print(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
         prompts, sets = prompt_sets(config)
-        absent = missing(config, uses(config, prompts))
+        absent = uncached(config, encoding_jobs(config, prompts))
         adapter = trainable(config, open_adapter(config, world.device, bool(absent)))
         schedules = open_schedules(config, adapter, world, prompts)
         for name, value in known_bytes(config, adapter, world.size).items():
@@ -42,7 +42,7 @@ def dry_run(config: Config) -> int:
         print(f"first batch: {len(batch.samples)} samples of {batch.samples[0].prompt[:80]!r} …")
         r, steps, middle = batch.sizes, batch.trajectory.steps, time.perf_counter()
         kl = config.train.kl_form if config.train.kl_coef else ""
-        new = replay(adapter, batch.schedule, batch.condition, steps[0], height=r.height, width=r.width, kl=kl)
+        new = replay(adapter, batch.schedule, batch.condition, steps[0], r, kl)
         new.logp.mean().backward()
         error = float((torch.exp(new.logp.detach() - steps[0].logp) - 1).abs().max())
         shape = [len(batch.samples), *batch.samples[0].media.pixels.shape]

@@ -8,7 +8,7 @@ j), not on the world size or on what was there.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,11 @@ from prefgrpo.data.prompts import DataError, Prompt, read_prompts
 from prefgrpo.models.folder import ModelError
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.embed import Embeddings
+from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.render import Images, render, to_uint8
-from prefgrpo.rollout.sampling import Schedules, all_sizes, applied, evaluation, of_prompt
+from prefgrpo.rollout.sampling import Schedules, all_sizes, evaluation, of_prompt
 from prefgrpo.run.judging import makes_clips
-from prefgrpo.run.loading import check_sources, config_errors_as, missing, open_adapter
+from prefgrpo.run.loading import config_errors_as, open_adapter
 
 FIRST_ID = 2**61
 """Sample ids of generated noise start here, far from those of training and evaluation."""
@@ -58,15 +58,14 @@ def generate(
     except OSError as error:
         raise ConfigError([f"--out: expected a folder that can be written: {error}"]) from error
     held = read_prompts(prompts or config.eval.prompts or config.data.prompts, unique=False)
-    check_sources(config, held)
     world = parallel.start(config.device)
     try:
         shown = evaluation(config)
-        used = [(prompt, of_prompt(prompt, shown, config.data.own_sizes)) for prompt in held]
-        adapter = open_adapter(config, world.device, encoders=bool(missing(config, used)))
-        with config_errors_as("eval, or a prompt's own size"), applied(adapter, shown):
+        absent = uncached(config, encoding_jobs(replace(config, rollout=shown), held))
+        adapter = open_adapter(config, world.device, encoders=bool(absent))
+        with config_errors_as("eval, or a prompt's own size"):
             for sizes in all_sizes(held, shown, config.data.own_sizes):
-                adapter.latent_shape(sizes.height, sizes.width)
+                adapter.latent_shape(sizes)
         if lora is not None:
             try:
                 adapter.load_lora(str(lora / "lora" if (lora / "lora").is_dir() else lora))

@@ -1,14 +1,11 @@
 """`prefgrpo preprocess RECIPE`: encode every prompt and source image of a recipe once, into data.cache.
 
-Works under torchrun: part number i of those not yet there belongs to rank i mod world size, so each is encoded once
+Works under torchrun: job number i of those not yet there belongs to rank i mod world size, so each is encoded once
 for any world size, and a killed run is continued by the same command. Invariant: afterwards, training and evaluation
 load no text encoder, nor need its folder.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -16,10 +13,8 @@ from prefgrpo.config.schema import Config, ConfigError
 from prefgrpo.data.prompts import prompt_sets
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.embed import Embeddings
-from prefgrpo.rollout.sampling import applied
-from prefgrpo.rollout.shards import Shards
-from prefgrpo.run.loading import Part, missing, note_encoders, open_adapter, uses
+from prefgrpo.rollout.embeddings import Embeddings, EncodeJob, encoding_jobs, note_encoders, uncached
+from prefgrpo.run.loading import open_adapter
 
 
 def preprocess(config: Config) -> int:
@@ -30,30 +25,28 @@ def preprocess(config: Config) -> int:
     held = [p for prompts_of_set in sets.values() for p in prompts_of_set]
     world = parallel.start(config.device)
     try:
-        todo = missing(config, uses(config, prompts, held))
+        todo = uncached(config, encoding_jobs(config, prompts, held))
         world.barrier()  # every rank has looked before any rank writes
         if mine := todo[world.rank :: world.size]:
             _encode(config, mine, world)
         world.barrier()
         if world.main:
-            Shards(Path(config.data.cache)).save_index()
             note_encoders(config)
-            told = f"all of {len(prompts) + len(held)} prompts are in {config.data.cache}"
-            print(f"{len(todo)} texts and sources encoded now; {told}")
+            total = f"all of {len(prompts) + len(held)} prompts are in {config.data.cache}"
+            print(f"{len(todo)} texts and sources encoded now; {total}")
     finally:
         parallel.stop()
     return 0
 
 
-def _encode(config: Config, mine: list[Part], world: World) -> None:
-    """Encode this rank's parts; a shard is written when it is full, and at the end."""
+def _encode(config: Config, jobs: list[EncodeJob], world: World) -> None:
+    """Encode this rank's jobs; a shard is written when it is full, and at the end."""
     adapter = open_adapter(config, world.device)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache, 1)
     try:
         with adapter.parked.hold():
-            for part in tqdm(mine, unit="prompt", dynamic_ncols=True, disable=None if world.main else True):
-                images = part.images(config.rollout)
-                with applied(adapter, replace(config.rollout, frames=part.frames)):
-                    embeddings.latents(images) if part.text is None else embeddings.text(part.text, images)
+            for job in tqdm(jobs, unit="prompt", dynamic_ncols=True, disable=None if world.main else True):
+                images = job.images()
+                embeddings.sources(images, job.frames) if job.text is None else embeddings.text(job.text, images)
     finally:
         embeddings.flush()  # after Ctrl-C too

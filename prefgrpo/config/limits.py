@@ -127,6 +127,7 @@ def _natural(c: Any) -> dict[str, float]:
         "train.steps": t.steps,
         "train.max_minutes": t.max_minutes,
         "train.lora_rank": t.lora_rank,
+        "train.replay_batch": t.replay_batch,
         "train.kl_coef": t.kl_coef,
         "train.warmup_steps": t.warmup_steps,
         "train.weight_decay": t.weight_decay,

@@ -246,6 +246,9 @@ class TrainConfig:
     """Recompute activations in the backward pass."""
     checkpointing_share: float = 1.0
     """Share of the repeated blocks that gradient_checkpointing recomputes, evenly spread; the others stay in memory."""
+    replay_batch: int = 0
+    """Images per forward when stored steps are trained on: as many steps of a batch as fit are replayed at once. The
+    first ratio is then 1 up to rounding only. 0: one step at a time, as in the rollout."""
 
 
 @dataclass(frozen=True)

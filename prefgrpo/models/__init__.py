@@ -30,6 +30,8 @@ MODELS: dict[str, str] = {
     "z_image": "prefgrpo.models.z_image:ZImage",
 }
 """Family name → import path of its adapter."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Name in a configuration → compute dtype."""
 
 
 def family(name: str) -> type[Adapter]:

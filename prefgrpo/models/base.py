@@ -1,8 +1,9 @@
 """What the shared code needs from a model family; one file per family implements it.
 
 An adapter owns a stock diffusers pipeline and knows its conventions: conditioning, time, guidance, packing. It
-knows nothing of rules, noise, rewards or training. Invariant: `velocity` at the same (x, σ, condition, batch
-shape) and the same weights returns the same bits in rollout and in replay.
+knows nothing of rules, noise, rewards or training, and holds no sampling state: size, frames and guidance come with
+every call. Invariant: `velocity` at the same (x, σ, condition, batch shape) and the same weights returns the same bits
+in rollout and in replay.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -20,15 +21,13 @@ from torch import Tensor, nn
 
 from prefgrpo.models import folder as folders
 from prefgrpo.models import guidance as guiding
+from prefgrpo.models.condition import Condition
 from prefgrpo.models.parking import Parked
 from prefgrpo.models.weights import Weights
 from prefgrpo.ops.args import Guidance
 from prefgrpo.ops.reference import guided
 
-Condition = dict[str, Tensor]
-"""Encoded prompt(s): named tensors; [...] for one prompt, [B, ...] for a batch. Names ending in `length` stay on the
-CPU (int64), so that shapes may depend on them without waiting for the device."""
-
+__all__ = ["Adapter", "Condition", "Sampling", "text_mask"]
 
 TEXT_WIDTHS = (
     "joint_attention_dim",
@@ -41,14 +40,38 @@ TEXT_WIDTHS = (
 """Names of the width of the text's states in the configs of diffusers' denoisers; the first that is there counts."""
 
 
-def source_tokens(condition: Condition) -> list[Tensor]:
-    """The latents [B, rows, columns, C] of each source image of a batch, in order."""
-    names = [name for name in condition if name.startswith("source")]
-    return [condition[name] for name in sorted(names, key=lambda name: int(name.partition("_")[2] or 1))]
+class Sampling(Protocol):
+    """What samples are made; `config.schema.SamplingConfig` is one."""
+
+    @property
+    def height(self) -> int:
+        """In pixels."""
+
+    @property
+    def width(self) -> int:
+        """In pixels."""
+
+    @property
+    def frames(self) -> int | None:
+        """Per clip; None: as many as the published model makes."""
+
+    @property
+    def steps(self) -> int:
+        """Denoising steps."""
+
+    @property
+    def guidance(self) -> float:
+        """Guidance scale."""
+
+    @property
+    def guidance_2(self) -> float | None:
+        """Guidance scale of the second expert; None: the published model's."""
 
 
-def text_mask(lengths: Tensor) -> Tensor:
-    """bool [B, longest], on the CPU: which places hold a token of a prompt of so many tokens."""
+def text_mask(condition: Condition) -> Tensor:
+    """bool [B, longest], on the CPU: which places of a batch's `prompt_embeds` hold a token of the prompt."""
+    lengths = condition.text_length
+    assert lengths is not None
     return torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
 
 
@@ -57,8 +80,6 @@ class Adapter(Weights, ABC):
 
     pipeline: ClassVar[str]
     """Name of the stock diffusers pipeline class."""
-    default_guidance: ClassVar[float]
-    """Guidance scale of the published model."""
     default_frames: ClassVar[int | None] = None
     """Frames per clip of the published model; None: it makes images."""
     default_guidance_2: ClassVar[float | None] = None
@@ -67,6 +88,8 @@ class Adapter(Weights, ABC):
     """Form of classifier-free guidance; None: the family has none (guidance is embedded, or absent)."""
     own_lengths: ClassVar[bool] = False
     """Whether a prompt's embedding is as long as the prompt (`text_length`)."""
+    packed: ClassVar[bool] = False
+    """Whether the loop's latents are packed 2×2 into tokens, [L, 4C]."""
     most_sources: ClassVar[int] = 0
     """Source images that one prompt may have (editing families)."""
     needs_source: ClassVar[bool] = False
@@ -84,55 +107,34 @@ class Adapter(Weights, ABC):
         self,
         pipe: Any,
         *,
-        guidance: float | None = None,
-        frames: int | None = None,
-        guidance_2: float | None = None,
         target_components: tuple[str, ...] = (),
         source_area: int | None = None,
-        source: str = "",
+        fingerprint: str = "",
     ) -> None:
         """Adopt a loaded pipeline.
 
-        guidance: scale used in every forward (default: the published model's). frames: length of a clip (video
-        families; default: the published model's). guidance_2: scale of the second expert. target_components: which
-        denoisers train (default: all). source_area: pixels that source images are resized to (editing families that
-        resize them; default: as the stock pipeline does). source: fingerprint of what makes conditions
-        (`embed.Embeddings`).
+        target_components: which denoisers train (default: all). source_area: pixels that source images are resized to
+        (editing families that resize them; default: as the stock pipeline does). fingerprint: of what makes conditions
+        (`folder.encoder_fingerprint`).
         """
         if source_area is not None and self.default_source_area is None:
             raise ValueError(f"{type(self).__name__} resizes no sources: expected no `source_area`, got {source_area}")
         if source_area is not None and source_area < 32 * 32:
             raise ValueError(f"source_area: expected at least {32 * 32} pixels, got {source_area}")
-        if frames is not None and self.default_frames is None:
-            raise ValueError(f"{type(self).__name__} makes images: expected no `frames`, got {frames}")
-        if guidance_2 is not None and self.default_guidance_2 is None:
-            raise ValueError(f"{type(self).__name__} has one denoiser: expected no `guidance_2`, got {guidance_2}")
         if unknown := [name for name in target_components if name not in self.denoisers]:
             raise ValueError(f"target_components: expected some of {', '.join(self.denoisers)}, got {unknown}")
-        self.frames = self.default_frames if frames is None else frames
         self.pipe, self.transformer = pipe, getattr(pipe, self.denoisers[0])
-        self.nets = {name: getattr(pipe, name) for name in self.denoisers}
         self.trained = tuple(name for name in self.denoisers if name in (target_components or self.denoisers))
-        self._active = self.denoisers[0]
-        self.guidance_2 = self.default_guidance_2 if guidance_2 is None else guidance_2
-        self.guidance = self.default_guidance if guidance is None else guidance
-        self.source = source
+        self.fingerprint = fingerprint
         self.source_area = self.default_source_area if source_area is None else source_area
         self.dtype: torch.dtype = self.transformer.dtype  # type: ignore[assignment]
         """Compute dtype; bf16 and fp16 run under autocast, so fp32 LoRA masters may sit on a bf16 base."""
-        self._reference: dict[str, nn.Module] = {}
         self.parked = Parked({}, (), torch.device("cpu"))
         """What waits in the CPU's memory; nothing, until `park`."""
 
     @classmethod
     def load(
-        cls,
-        model: str,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        encoders: bool = True,
-        **options: Any,
+        cls, model: str, dtype: torch.dtype, device: torch.device, *, encoders: bool = True, **options: Any
     ) -> Adapter:
         """Load from a folder or hub id, frozen, in eval mode, parameters aligned (cloned out of mmap).
 
@@ -141,7 +143,7 @@ class Adapter(Weights, ABC):
         """
         path = cls.find(model)
         pipe = folders.read(path, cls.pipeline, dtype, device, encoders)
-        return cls(pipe, source=folders.encoder_fingerprint(path), **options)
+        return cls(pipe, fingerprint=folders.encoder_fingerprint(path), **options)
 
     @classmethod
     def find(cls, model: str, configs_only: bool = False) -> Path:
@@ -158,23 +160,9 @@ class Adapter(Weights, ABC):
         return "" if set(there) == set(cls.denoisers) else f"has {there}, {cls.__name__} has {list(cls.denoisers)}"
 
     @property
-    def net(self) -> nn.Module:
-        """What `predict` calls now."""
-        return self.nets[self._active]
-
-    def trains(self, sigma: float) -> bool:
-        """Whether a step at this σ goes through a denoiser that trains."""
-        return True
-
-    @property
     def device(self) -> torch.device:
         """Where the transformer lives."""
         return next(self.transformer.parameters()).device
-
-    @property
-    def guided(self) -> bool:
-        """Whether a forward needs the negative prompt too."""
-        return self.cfg is not None and self.cfg.active(self.guidance)
 
     @property
     def unit(self) -> int:
@@ -193,18 +181,23 @@ class Adapter(Weights, ABC):
 
     def encode_source(self, source: Image.Image) -> Tensor:
         """Latents [rows, columns, C] of a source image, one token per place (editing families)."""
-        raise ValueError(
-            f"{type(self).__name__} takes no source image; expected an editing family such as flux_kontext"
-        )
+        raise NotImplementedError
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+    def source_tensors(self, sources: tuple[Image.Image, ...], frames: int | None) -> list[Tensor]:
+        """What the denoiser is given of the source images: the latents of each."""
+        return [self.encode_source(image) for image in sources]
+
+    def latent_shape(self, sampling: Sampling) -> tuple[int, ...]:
         """Shape of one sample's latents, as the stock pipeline's `latents`; ValueError for a size that does not fit.
 
-        Of an image: [C, height / 8, width / 8] where the VAE's scale is 8.
+        Of an image: [C, height / 8, width / 8] where the VAE's scale is 8, or packed [L, 4C].
         """
         config: Any = self.transformer.config
-        scale, _ = self.pipe.vae_scale_factor, self.grid(height, width)
-        return config.in_channels, height // scale, width // scale
+        rows, columns = self.grid(sampling)
+        if self.packed:
+            return rows * columns, config.in_channels
+        scale = self.pipe.vae_scale_factor
+        return config.in_channels, sampling.height // scale, sampling.width // scale
 
     def prior(self, x: Tensor, sigma: Tensor) -> Tensor:
         """Latents at the schedule's first σ (a scalar on the host) from unit noise x [B, …], as the stock `latents`."""
@@ -214,11 +207,19 @@ class Adapter(Weights, ABC):
         """Latents after the last step, with what the condition gives as it is."""
         return x
 
-    @abstractmethod
-    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
-        """One forward of `net`: velocity [B, …] at x [B, …] fp32 and σ [B] fp32, without classifier-free guidance."""
+    def expert(self, sigma: Tensor, sampling: Sampling) -> tuple[str, float]:
+        """(denoiser, guidance scale) of a batch at σ [B], which is best on the host."""
+        return self.denoisers[0], sampling.guidance
 
-    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+    def trains(self, sigma: float) -> bool:
+        """Whether a step at this σ goes through a denoiser that trains."""
+        return True
+
+    @abstractmethod
+    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
+        """One forward of a denoiser: velocity [B, …] at x [B, …] fp32 and σ [B] fp32, without guidance by c and u."""
+
+    def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """Images [B, 3, H, W], or clips [B, F, 3, H, W], fp32 in [0, 1] from final latents.
 
         Of an image's latents [B, C, h, w]: undo the VAE's scale and shift, decode.
@@ -229,31 +230,44 @@ class Adapter(Weights, ABC):
     def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
         """Shapes of what `encode_prompt` returns for a prompt of max_length tokens, for `prefgrpo plan`."""
         config: Any = self.transformer.config
-        embeds = {"prompt_embeds": (max_length, next(config[key] for key in TEXT_WIDTHS if key in config))}
-        return embeds | ({"text_length": ()} if self.own_lengths else {})
+        shapes: dict[str, tuple[int, ...]] = {
+            "prompt_embeds": (max_length, next(config[key] for key in TEXT_WIDTHS if key in config))
+        }
+        if self.own_lengths:
+            shapes["text_length"] = ()
+        if "pooled_projection_dim" in config:
+            shapes["pooled"] = (config.pooled_projection_dim,)
+        return shapes
 
-    def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
-        """What the stock pipeline passes to its scheduler's `set_timesteps`, beside the device.
+    def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
+        """What the stock pipeline passes to its scheduler's `set_timesteps`, beside the number of steps and the device.
 
         mu only counts where the scheduler shifts dynamically.
         """
-        own = self.pipe.scheduler.config.get("use_flow_sigmas") and self.pipeline in (
-            "FluxPipeline",
-            "Flux2KleinPipeline",
-        )
+        steps = sampling.steps
+        flux = self.pipeline in ("FluxPipeline", "Flux2KleinPipeline")
+        own = flux and self.pipe.scheduler.config.get("use_flow_sigmas")
         even = {} if own else {"sigmas": np.linspace(1.0, 1.0 / steps, steps)}
-        return even | {"mu": self.mu(height, width)}
+        return even | {"mu": self.mu(sampling)}
 
-    def stock_call(self, prompts: list[str], max_length: int) -> dict[str, Any]:
+    def stock_call(self, prompts: list[str], max_length: int, sampling: Sampling) -> dict[str, Any]:
         """Arguments, beside latents, size and steps, with which the stock pipeline does what this adapter does."""
-        call = {"prompt": prompts, "guidance_scale": self.guidance, "max_sequence_length": max_length}
-        return call | ({} if self.default_frames is None else {"num_frames": self.frames})
+        call = {"prompt": prompts, "guidance_scale": sampling.guidance, "max_sequence_length": max_length}
+        return call | ({} if self.default_frames is None else {"num_frames": self.frames(sampling)})
 
-    def stock_edit(self, height: int, width: int) -> tuple[str, dict[str, Any]]:
+    def stock_edit(self, sampling: Sampling) -> tuple[str, dict[str, Any]]:
         """(stock pipeline, further arguments of its call) of an edit; images go into `image`, one prompt per call."""
         return self.pipeline, {}
 
     # ---- shared by all families ---------------------------------------------------------------------------------
+
+    def frames(self, sampling: Sampling) -> int | None:
+        """Frames per clip; None for images."""
+        return self.default_frames if sampling.frames is None else sampling.frames
+
+    def guided(self, sampling: Sampling) -> bool:
+        """Whether a forward needs the negative prompt too."""
+        return self.cfg is not None and self.cfg.active(sampling.guidance)
 
     @torch.no_grad()
     def encode(self, prompt: str, max_length: int, sources: tuple[Image.Image, ...] = ()) -> Condition:
@@ -262,23 +276,20 @@ class Adapter(Weights, ABC):
         One at a time, so that a prompt's embedding never depends on its neighbours.
         """
         if all(part is None for name, part in self.pipe.components.items() if name.startswith("text_encoder")):
-            told = "a text is not in the embedding cache, and the text encoders were left on disk"
-            raise folders.ModelError(f"{told}: remove damaged shards, and run `prefgrpo preprocess` again")
-        condition = self.encode_edit(prompt, max_length, sources)
-        return {key: value.detach().cpu().contiguous() for key, value in condition.items()}
+            message = "a text is not in the embedding cache, and the text encoders were left on disk"
+            raise folders.ModelError(f"{message}: remove damaged shards, and run `prefgrpo preprocess` again")
+        return self.encode_edit(prompt, max_length, sources).map(lambda tensor: tensor.detach().cpu().contiguous())
 
     @torch.no_grad()
-    def encode_sources(self, sources: tuple[Image.Image, ...]) -> Condition:
-        """The source images of an edit, on the CPU: source, source_2, … each [rows, columns, C]."""
+    def encode_sources(self, sources: tuple[Image.Image, ...], frames: int | None = None) -> tuple[Tensor, ...]:
+        """`Condition.sources` of the source images of an edit, on the CPU; frames: of the clip that is made of them."""
         if not self.most_sources:
             raise ValueError(
                 f"{type(self).__name__} takes no source image; expected an editing family such as flux_kontext"
             )
         if len(sources) > self.most_sources:
             raise ValueError(f"{type(self).__name__} takes {self.most_sources} source image(s), got {len(sources)}")
-        names = ["source", *(f"source_{k}" for k in range(2, len(sources) + 1))]
-        pairs = zip(names, sources, strict=True)
-        return {name: self.encode_source(image).detach().cpu().contiguous() for name, image in pairs}
+        return tuple(tensor.detach().cpu().contiguous() for tensor in self.source_tensors(sources, frames))
 
     def stock_scheduler(self) -> Any:
         """A fresh copy of the pipeline's scheduler that adds no noise. ValueError unless it is one of a flow."""
@@ -291,11 +302,11 @@ class Adapter(Weights, ABC):
         still = {"stochastic_sampling": False} if "stochastic_sampling" in scheduler.config else {}
         return type(scheduler).from_config(scheduler.config, **still)
 
-    def timed_scheduler(self, steps: int, height: int, width: int) -> Any:
+    def timed_scheduler(self, sampling: Sampling) -> Any:
         """`stock_scheduler` after the `set_timesteps` of the stock pipeline for this size."""
-        scheduler, options = self.stock_scheduler(), self.schedule_options(steps, height, width)
+        scheduler, options = self.stock_scheduler(), self.schedule_options(sampling)
         try:
-            scheduler.set_timesteps(num_inference_steps=steps, device="cpu", **options)
+            scheduler.set_timesteps(num_inference_steps=sampling.steps, device="cpu", **options)
         except (TypeError, AssertionError) as error:
             raise ValueError(
                 f"{type(scheduler).__name__} does not take what {self.pipeline} passes it ({', '.join(options)}): "
@@ -303,70 +314,61 @@ class Adapter(Weights, ABC):
             ) from error
         return scheduler
 
-    def sigmas(self, steps: int, height: int, width: int) -> Tensor:
+    def sigmas(self, sampling: Sampling) -> Tensor:
         """[steps + 1] fp32 sigmas of the stock pipeline's own scheduler for this size.
 
         Heun's scheduler has each twice. Elsewhere equal ones stay: `make_schedule` refuses them, and fewer steps than
         were asked for would go unnoticed.
         """
-        scheduler = self.timed_scheduler(steps, height, width)
+        scheduler = self.timed_scheduler(sampling)
         sigmas = scheduler.sigmas.to(torch.float32)
         return sigmas.unique_consecutive() if scheduler.order > 1 else sigmas
 
-    def times(self, steps: int, height: int, width: int) -> Tensor:
+    def times(self, sampling: Sampling) -> Tensor:
         """[steps] fp32, timesteps / 1000 of the stock pipeline: σ, or whole thousandths where a solver rounds them."""
-        timesteps = self.timed_scheduler(steps, height, width).timesteps
-        return self.sigmas(steps, height, width)[:-1] if timesteps.is_floating_point() else timesteps.float() / 1000
+        timesteps = self.timed_scheduler(sampling).timesteps
+        return self.sigmas(sampling)[:-1] if timesteps.is_floating_point() else timesteps.float() / 1000
 
-    def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+    def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Model velocity v [B, …] at latents x [B, …] of any dtype, σ [B] fp32, for a batched condition."""
-        return self.combined(*self.pair(x, sigma, condition, height, width))
+        c, more = self.cond_uncond(x, sigma, condition, sampling)
+        return c if more is None else guided(c, more.uncond, more.scale, more.from_cond, more.rescale)
 
-    @staticmethod
-    def combined(c: Tensor, half: Guidance | None) -> Tensor:
-        """The velocity of a guidance pair."""
-        return c if half is None else guided(c, half.uncond, half.scale, half.from_cond, half.rescale)
-
-    def pair(
-        self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int
+    def cond_uncond(
+        self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling
     ) -> tuple[Tensor, Guidance | None]:
         """(c, what guidance adds): the arguments v and guidance of `ops.affine_step` and `ops.affine_logp`.
 
         sigma is best on the host: a family of experts chooses by it.
         """
-        return self.guided_pair(x, sigma.to(x.device, non_blocking=True), condition, height, width, self.guidance)
-
-    def guided_pair(
-        self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int, scale: float
-    ) -> tuple[Tensor, Guidance | None]:
-        """`pair` of the active denoiser at a guidance scale."""
-        low = self.dtype != torch.float32
+        name, scale = self.expert(sigma, sampling)
+        predict = partial(self.predict, getattr(self.pipe, name), sampling=sampling)
+        x, sigma, low = x.float(), sigma.to(x.device, non_blocking=True), self.dtype != torch.float32
         with torch.autocast(x.device.type, dtype=self.dtype if low else None, enabled=low):
-            if not self.guided:
-                return self.predict(x.float(), sigma, condition, height, width), None
-            predict = partial(self.predict, height=height, width=width)
-            c, u = guiding.both(predict, x.float(), sigma, condition)
-        assert self.cfg is not None
-        return c, self.cfg.half(u, scale)
+            if self.cfg is None or not self.guided(sampling):
+                return predict(x, sigma, condition), None
+            c, u = guiding.both(predict, x, sigma, condition)
+        return c, self.cfg.guidance_for(u, scale)
 
-    def grid(self, height: int, width: int) -> tuple[int, int]:
+    def grid(self, sampling: Sampling) -> tuple[int, int]:
         """Rows and columns of tokens; ValueError for sides that are not multiples of `unit`."""
+        height, width = sampling.height, sampling.width
         if height < self.unit or width < self.unit or height % self.unit or width % self.unit:
             raise ValueError(
                 f"height and width must be multiples of {self.unit} for this model, got {height} × {width}"
             )
         return height // self.unit, width // self.unit
 
-    def tokens(self, height: int, width: int) -> int:
+    def tokens(self, sampling: Sampling) -> int:
         """How many tokens the latents of a sample are."""
-        return math.prod(self.grid(height, width))
+        return math.prod(self.grid(sampling))
 
-    def mu(self, height: int, width: int) -> float:
+    def mu(self, sampling: Sampling) -> float:
         """The dynamic time shift: linear in the number of tokens, as the scheduler's config says."""
         get = self.pipe.scheduler.config.get
         low, high, base = get("base_image_seq_len", 256), get("max_image_seq_len", 4096), get("base_shift", 0.5)
         slope = (get("max_shift", 1.15) - base) / (high - low)
-        return self.tokens(height, width) * slope + (base - slope * low)
+        return self.tokens(sampling) * slope + (base - slope * low)
 
     @torch.no_grad()
     def decode_image(self, grid: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ from functools import lru_cache
 
 import torch
 from diffusers.pipelines.flux.pipeline_flux import FluxPipeline
-from torch import Tensor
+from torch import Tensor, nn
 
-from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.lora import JOINT_ATTENTION
 
 TRAIN_STEPS = 1000
@@ -22,51 +22,44 @@ class Flux(Adapter):
     """FLUX.1 text-to-image."""
 
     pipeline = "FluxPipeline"
-    default_guidance = 3.5
+    packed = True
     lora_targets = (*JOINT_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """prompt_embeds [max_length, C] (T5) and pooled [C] (CLIP)."""
         embeds, pooled, _ = self.pipe.encode_prompt(prompt, device=self.device, max_sequence_length=max_length)
-        return {"prompt_embeds": embeds[0], "pooled": pooled[0]}
+        return Condition(embeds[0], pooled=pooled[0])
 
-    def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
-        """With the pooled vector."""
-        pooled = self.pipe.transformer.config.pooled_projection_dim
-        return super().condition_shapes(max_length) | {"pooled": (pooled,)}
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """[L, 4C] with L = (height / unit)·(width / unit), unit = 16 pixels for FLUX.1-dev."""
-        return self.tokens(height, width), self.pipe.transformer.config.in_channels
-
-    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, L, 4C]."""
-        return self.forward(x, sigma, condition, image_ids(*self.grid(height, width), x.device))
+        return self.forward(net, x, sigma, condition, sampling, image_ids(*self.grid(sampling), x.device))
 
-    def forward(self, tokens: Tensor, sigma: Tensor, condition: Condition, ids: Tensor) -> Tensor:
+    def forward(
+        self, net: nn.Module, tokens: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling, ids: Tensor
+    ) -> Tensor:
         """The transformer on tokens [B, L, 4C] at positions [L, 3].
 
         σ goes over 0 … 1000 and back as in the stock pipeline, so that the bits are its own.
         """
-        embeds = condition["prompt_embeds"]
+        embeds = condition.prompt_embeds
         guidance = None
         if self.pipe.transformer.config.guidance_embeds:
-            guidance = torch.full_like(sigma, self.guidance)
-        return self.net(
+            guidance = torch.full_like(sigma, sampling.guidance)
+        return net(
             hidden_states=tokens,
             timestep=sigma * TRAIN_STEPS / TRAIN_STEPS,
             guidance=guidance,
-            pooled_projections=condition["pooled"],
+            pooled_projections=condition.pooled,
             encoder_hidden_states=embeds,
             txt_ids=_text_ids(embeds.shape[1], tokens.device),
             img_ids=ids,
             return_dict=False,
         )[0]
 
-    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+    def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """Unpack, undo the VAE's scale and shift, decode."""
-        grid = FluxPipeline._unpack_latents(latents, height, width, self.pipe.vae_scale_factor)
-        return super().decode(grid, height, width)
+        grid = FluxPipeline._unpack_latents(latents, sampling.height, sampling.width, self.pipe.vae_scale_factor)
+        return super().decode(grid, sampling)
 
 
 @lru_cache(maxsize=64)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from diffusers.pipelines.flux2.pipeline_flux2_klein import Flux2KleinPipeline, compute_empirical_mu
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
-from prefgrpo.models.base import Adapter, Condition, source_tokens
+from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.guidance import Cfg
 from prefgrpo.models.lora import JOINT_ATTENTION
 
@@ -24,7 +24,6 @@ class Flux2Klein(Adapter):
     """FLUX.2-klein text-to-image and editing, base or distilled."""
 
     pipeline = "Flux2KleinPipeline"
-    default_guidance = 4.0
     most_sources = 4
     cfg = Cfg()
     lora_targets = (
@@ -32,15 +31,14 @@ class Flux2Klein(Adapter):
         "ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out",
     )  # fmt: skip
 
-    @property
-    def guided(self) -> bool:
+    def guided(self, sampling: Sampling) -> bool:
         """Guidance is off for a step-distilled model, whatever its scale."""
-        return super().guided and not self.pipe.config.is_distilled
+        return super().guided(sampling) and not self.pipe.config.is_distilled
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """prompt_embeds [max_length, 3C]."""
         embeds, _ = self.pipe.encode_prompt(prompt, device=self.device, max_sequence_length=max_length)
-        return {"prompt_embeds": embeds[0]}
+        return Condition(embeds[0])
 
     def encode_source(self, source: Image.Image) -> Tensor:
         """[rows, columns, 4C]: normalised latents of the source at its own size, at most a million pixels."""
@@ -52,24 +50,24 @@ class Flux2Klein(Adapter):
         latents = self.pipe._encode_vae_image(pixels.to(vae.device, vae.dtype), generator=None)
         return latents[0].permute(1, 2, 0)
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+    def latent_shape(self, sampling: Sampling) -> tuple[int, ...]:
         """[4C, height / 16, width / 16] for FLUX.2-klein."""
-        return self.pipe.transformer.config.in_channels, *self.grid(height, width)
+        return self.pipe.transformer.config.in_channels, *self.grid(sampling)
 
-    def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
+    def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
         """Even sigmas and the empirical shift of this image length and number of steps."""
-        mu = compute_empirical_mu(image_seq_len=self.tokens(height, width), num_steps=steps)
-        return super().schedule_options(steps, height, width) | {"mu": mu}
+        mu = compute_empirical_mu(image_seq_len=self.tokens(sampling), num_steps=sampling.steps)
+        return super().schedule_options(sampling) | {"mu": mu}
 
-    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, 4C, h, w]; the transformer sees tokens [B, h · w, 4C]."""
-        embeds, sources = condition["prompt_embeds"], source_tokens(condition)
-        tokens, ids = Flux2KleinPipeline._pack_latents(x), _image_ids(*self.grid(height, width), x.device)
+        embeds, sources = condition.prompt_embeds, condition.sources
+        tokens, ids = Flux2KleinPipeline._pack_latents(x), _image_ids(*self.grid(sampling), x.device)
         count = tokens.shape[1]
         if sources:
             tokens = torch.cat([tokens, *(source.flatten(1, 2).to(x.dtype) for source in sources)], dim=1)
             ids = torch.cat([ids, _source_ids(tuple(source.shape[1:3] for source in sources), x.device)], dim=1)
-        v = self.net(
+        v = net(
             hidden_states=tokens,
             timestep=sigma * 1000 / 1000,
             guidance=None,
@@ -80,7 +78,7 @@ class Flux2Klein(Adapter):
         )[0][:, :count]
         return v.transpose(1, 2).reshape(x.shape)
 
-    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+    def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """Undo the batch-norm, unpatchify, decode."""
         vae = self.pipe.vae
         mean = vae.bn.running_mean.view(1, -1, 1, 1).to(latents)

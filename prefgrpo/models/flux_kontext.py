@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
-from prefgrpo.models.base import Condition
+from prefgrpo.models.base import Condition, Sampling
 from prefgrpo.models.flux import Flux, image_ids
 
 
@@ -21,33 +21,32 @@ class FluxKontext(Flux):
     """FLUX.1-Kontext image editing."""
 
     pipeline = "FluxKontextPipeline"
-    default_guidance = 2.5
     most_sources = 1
 
     def encode_source(self, source: Image.Image) -> Tensor:
         """[rows, columns, 4C]: the packed latents of the source image at its own size."""
         processor, vae = self.pipe.image_processor, self.pipe.vae
         height, width = processor.get_default_height_width(source)
-        rows, columns = self.grid(height // self.unit * self.unit, width // self.unit * self.unit)
+        rows, columns = height // self.unit, width // self.unit
         height, width = rows * self.unit, columns * self.unit
         pixels = processor.preprocess(processor.resize(source, height, width), height, width)
         latents = self.pipe._encode_vae_image(pixels.to(vae.device, vae.dtype), generator=None)
         packed = self.pipe._pack_latents(latents, 1, latents.shape[1], 2 * rows, 2 * columns)
         return packed.view(rows, columns, -1)
 
-    def stock_edit(self, height: int, width: int) -> tuple[str, dict[str, Any]]:
+    def stock_edit(self, sampling: Sampling) -> tuple[str, dict[str, Any]]:
         """Sources keep their size (a run fits them to the output's), and `max_area` that of the output."""
-        return self.pipeline, {"max_area": height * width, "_auto_resize": False}
+        return self.pipeline, {"max_area": sampling.height * sampling.width, "_auto_resize": False}
 
-    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, L, 4C] of the generated tokens."""
-        ids = image_ids(*self.grid(height, width), x.device)
-        if "source" not in condition:
-            return self.forward(x, sigma, condition, ids)
-        source = condition["source"]
+        ids = image_ids(*self.grid(sampling), x.device)
+        if not condition.sources:
+            return self.forward(net, x, sigma, condition, sampling, ids)
+        (source,) = condition.sources
         ids = torch.cat([ids, _source_ids(*source.shape[1:3], x.device)])
         tokens = torch.cat([x, source.flatten(1, 2).to(x.dtype)], dim=1)
-        return self.forward(tokens, sigma, condition, ids)[:, : x.shape[1]]
+        return self.forward(net, tokens, sigma, condition, sampling, ids)[:, : x.shape[1]]
 
 
 @lru_cache(maxsize=64)

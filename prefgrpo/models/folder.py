@@ -50,7 +50,7 @@ def locate(model: str, configs_only: bool = False) -> Path:
                 f"model folder not found: '{model}' (looked in {Path.cwd()}); expected a diffusers pipeline folder "
                 f"(with model_index.json) or a hub id like 'owner/name'"
             )
-        path = _configs(model) if configs_only else _fetch(model)
+        path = _from_hub(model, configs_only)
     if not (path / "model_index.json").is_file():
         raise ModelError(f"'{path}' is not a diffusers pipeline folder: it has no model_index.json")
     return path
@@ -67,30 +67,22 @@ def index_of(path: Path) -> dict[str, Any]:
     return json.loads((path / "model_index.json").read_text())
 
 
-def _fetch(model: str) -> Path:
-    """Local snapshot of a hub repository."""
+def _from_hub(model: str, configs_only: bool) -> Path:
+    """Local snapshot of a hub repository, or its configs (those that this package ships, or its JSON files)."""
     from diffusers import DiffusionPipeline
+    from huggingface_hub import snapshot_download
 
     name, revision = hub_id(model)
+    if configs_only and (CONFIGS / model).is_dir():
+        return CONFIGS / model
     try:
+        if configs_only:
+            return Path(snapshot_download(name, revision=revision, allow_patterns=["*.json"]))
         return Path(DiffusionPipeline.download(name, revision=revision))
     except (OSError, ValueError) as error:
         raise ModelError(
             f"'{model}' is no folder in {Path.cwd()}, and could not be fetched from the hub as a model id: {error}"
         ) from error
-
-
-def _configs(model: str) -> Path:
-    """The configs of a hub repository that this package ships, or else a local snapshot of its JSON files."""
-    if (CONFIGS / model).is_dir():
-        return CONFIGS / model
-    from huggingface_hub import snapshot_download
-
-    name, revision = hub_id(model)
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=["*.json"]))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the configs of '{model}' could not be fetched from the hub: {error}") from error
 
 
 def _is_encoder(name: str) -> bool:
@@ -150,25 +142,18 @@ def body_fingerprint(path: Path) -> str:
 
 
 def _fingerprint(path: Path, files: list[Path]) -> str:
-    """Digest of some files of a pipeline."""
+    """Digest of the names, sizes and (sampled) bytes of some files of a pipeline; of configs, their settings."""
     digest = hashlib.sha256()
-    for file in sorted(files):
-        if not file.is_file():
-            continue
+    for file in sorted(file for file in files if file.is_file()):
         digest.update(f"{file.relative_to(path).as_posix()}\n".encode())
         if file.name.endswith("config.json"):
             config = {key: value for key, value in json.loads(file.read_text()).items() if key not in BOOKKEEPING}
             digest.update(json.dumps(config, sort_keys=True).encode())
-        else:
-            _hash_file(file, digest)
+            continue
+        size = file.stat().st_size
+        digest.update(f"{size}\n".encode())
+        with file.open("rb") as handle:
+            for start in range(0, size, STRIDE):
+                handle.seek(start)
+                digest.update(handle.read(SAMPLE if size > STRIDE else STRIDE))
     return digest.hexdigest()
-
-
-def _hash_file(file: Path, digest: Any) -> None:
-    """Feed a file's size and (sampled) bytes into `digest`."""
-    size = file.stat().st_size
-    digest.update(f"{size}\n".encode())
-    with file.open("rb") as handle:
-        for start in range(0, size, STRIDE):
-            handle.seek(start)
-            digest.update(handle.read(SAMPLE if size > STRIDE else STRIDE))

@@ -9,15 +9,13 @@ with guidance off (g ≤ 1, or g ≤ 0 for Z-Image) the model runs once and the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from prefgrpo.models.condition import Condition, combine
 from prefgrpo.ops.args import Guidance
-
-NEGATIVE = "negative."
-"""Prefix of the negative prompt's tensors inside a condition."""
 
 
 @dataclass(frozen=True)
@@ -35,34 +33,23 @@ class Cfg:
         """Whether this scale needs the second forward."""
         return scale > (0.0 if self.from_cond else 1.0)
 
-    def half(self, u: Tensor, scale: float) -> Guidance:
+    def guidance_for(self, u: Tensor, scale: float) -> Guidance:
         """What the ops need beside c."""
         return Guidance(u, scale, self.from_cond, self.rescale)
 
 
-def attach(condition: dict[str, Tensor], negative: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A condition that carries its negative prompt's tensors."""
-    return condition | {NEGATIVE + key: value for key, value in negative.items()}
-
-
 def both(
-    predict: Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor],
-    x: Tensor,
-    sigma: Tensor,
-    condition: dict[str, Tensor],
+    predict: Callable[[Tensor, Tensor, Condition], Tensor], x: Tensor, sigma: Tensor, condition: Condition
 ) -> tuple[Tensor, Tensor]:
-    """(c, u): one forward of 2B where prompt and negative have equal shapes, else two.
+    """(c, u): one forward of 2B where prompt and negative prompt have equal shapes, else two.
 
-    What the negative prompt does not have of its own (source images) is the prompt's.
     Raises ValueError for a condition that was encoded while guidance was off.
     """
-    positive = {key: value for key, value in condition.items() if not key.startswith(NEGATIVE)}
-    negative = {key.removeprefix(NEGATIVE): value for key, value in condition.items() if key.startswith(NEGATIVE)}
-    if not negative:
+    if condition.negative is None:
         raise ValueError("guidance is on, but the condition has no negative prompt: encode it with guidance on")
-    negative = positive | negative
-    if any(positive[key].shape != negative[key].shape for key in positive):
+    positive, negative = replace(condition, negative=None), replace(condition.negative, sources=condition.sources)
+    if positive.prompt_embeds.shape != negative.prompt_embeds.shape:
         return predict(x, sigma, positive), predict(x, sigma, negative)
-    pair = {key: torch.cat([positive[key], negative[key]]) for key in positive}
+    pair = combine([positive, negative], lambda _, tensors: torch.cat(tensors))
     c, u = predict(torch.cat([x, x]), torch.cat([sigma, sigma]), pair).chunk(2)
     return c, u

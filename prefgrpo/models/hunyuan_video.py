@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from prefgrpo.models.base import Adapter, Condition, text_mask
+from prefgrpo.models.base import Adapter, Condition, Sampling, text_mask
 from prefgrpo.models.lora import JOINT_ATTENTION
 from prefgrpo.models.video_vae import decode_clip, latent_frames
 
@@ -21,7 +21,6 @@ class HunyuanVideo(Adapter):
     """HunyuanVideo text-to-video."""
 
     pipeline = "HunyuanVideoPipeline"
-    default_guidance = 6.0
     default_frames = 129
     own_lengths = True
     lora_targets = JOINT_ATTENTION
@@ -35,35 +34,31 @@ class HunyuanVideo(Adapter):
         """prompt_embeds [n, C] with n ≤ max_length tokens, text_length = n, and pooled [C']."""
         embeds, pooled, mask = self.pipe.encode_prompt(prompt, device=self.device, max_sequence_length=max_length)
         length = mask[0].sum()
-        return {"prompt_embeds": embeds[0, :length], "text_length": length.cpu(), "pooled": pooled[0]}
+        return Condition(embeds[0, :length], text_length=length.cpu(), pooled=pooled[0])
 
-    def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
-        """With the pooled vector."""
-        return super().condition_shapes(max_length) | {"pooled": (self.pipe.transformer.config.pooled_projection_dim,)}
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+    def latent_shape(self, sampling: Sampling) -> tuple[int, ...]:
         """[C, F', height / 8, width / 8]; ValueError unless frames are a multiple of 4, plus 1."""
-        config, (rows, columns) = self.pipe.transformer.config, self.grid(height, width)
-        frames = latent_frames(self.frames, self.pipe.vae_scale_factor_temporal)
+        config, (rows, columns) = self.pipe.transformer.config, self.grid(sampling)
+        frames = latent_frames(self.frames(sampling), self.pipe.vae_scale_factor_temporal)
         return config.in_channels, frames, rows * config.patch_size, columns * config.patch_size
 
-    def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
+    def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
         """Even sigmas from 1, before the static shift."""
-        return {"sigmas": np.linspace(1.0, 0.0, steps + 1)[:-1]}
+        return {"sigmas": np.linspace(1.0, 0.0, sampling.steps + 1)[:-1]}
 
-    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, C, F', h, w]."""
-        mask = text_mask(condition["text_length"])
-        return self.net(
+        mask = text_mask(condition)
+        return net(
             hidden_states=x,
             timestep=sigma * 1000,
-            encoder_hidden_states=condition["prompt_embeds"][:, : mask.shape[1]],
+            encoder_hidden_states=condition.prompt_embeds[:, : mask.shape[1]],
             encoder_attention_mask=mask.to(x.device, x.dtype, non_blocking=True),
-            pooled_projections=condition["pooled"],
-            guidance=torch.full_like(sigma, self.guidance) * 1000.0,
+            pooled_projections=condition.pooled,
+            guidance=torch.full_like(sigma, sampling.guidance) * 1000.0,
             return_dict=False,
         )[0]
 
-    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+    def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """Undo the VAE's scale, decode to [B, F, 3, H, W]."""
         return decode_clip(self.pipe, latents.to(self.pipe.vae.dtype) / self.pipe.vae.config.scaling_factor)

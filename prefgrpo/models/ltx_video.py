@@ -10,9 +10,9 @@ import math
 
 import torch
 from diffusers.pipelines.ltx.pipeline_ltx import LTXPipeline
-from torch import Tensor
+from torch import Tensor, nn
 
-from prefgrpo.models.base import Adapter, Condition, text_mask
+from prefgrpo.models.base import Adapter, Condition, Sampling, text_mask
 from prefgrpo.models.guidance import Cfg
 from prefgrpo.models.video_vae import decode_clip, latent_frames
 
@@ -23,7 +23,6 @@ class LTXVideo(Adapter):
     """LTX-Video text-to-video (one patch per token, as all published checkpoints have it)."""
 
     pipeline = "LTXPipeline"
-    default_guidance = 3.0
     default_frames = 161
     own_lengths = True
     cfg = Cfg()
@@ -40,27 +39,27 @@ class LTXVideo(Adapter):
             prompt, do_classifier_free_guidance=False, max_sequence_length=max_length, device=self.device
         )
         length = mask[0].sum().cpu()
-        return {"prompt_embeds": embeds[0, :length], "text_length": length}
+        return Condition(embeds[0, :length], text_length=length)
 
-    def volume(self, height: int, width: int) -> tuple[int, int, int]:
+    def volume(self, sampling: Sampling) -> tuple[int, int, int]:
         """(F', rows, columns) of tokens; ValueError unless frames are a multiple of 8, plus 1."""
-        return latent_frames(self.frames, self.pipe.vae_temporal_compression_ratio), *self.grid(height, width)
+        return latent_frames(self.frames(sampling), self.pipe.vae_temporal_compression_ratio), *self.grid(sampling)
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+    def latent_shape(self, sampling: Sampling) -> tuple[int, ...]:
         """[F'·(height / 32)·(width / 32), C]."""
-        return self.tokens(height, width), self.pipe.transformer.config.in_channels
+        return self.tokens(sampling), self.pipe.transformer.config.in_channels
 
-    def tokens(self, height: int, width: int) -> int:
+    def tokens(self, sampling: Sampling) -> int:
         """F'·(height / 32)·(width / 32)."""
-        return math.prod(self.volume(height, width))
+        return math.prod(self.volume(sampling))
 
-    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, F'·h·w, C]."""
-        mask, (frames, rows, columns) = text_mask(condition["text_length"]), self.volume(height, width)
+        mask, (frames, rows, columns) = text_mask(condition), self.volume(sampling)
         side = self.pipe.vae_spatial_compression_ratio
-        return self.net(
+        return net(
             hidden_states=x,
-            encoder_hidden_states=condition["prompt_embeds"][:, : mask.shape[1]],
+            encoder_hidden_states=condition.prompt_embeds[:, : mask.shape[1]],
             timestep=sigma * 1000,
             encoder_attention_mask=mask.to(x.device, non_blocking=True),
             num_frames=frames,
@@ -70,10 +69,10 @@ class LTXVideo(Adapter):
             return_dict=False,
         )[0].float()
 
-    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+    def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """Unpack, undo the VAE's normalisation, decode to [B, F, 3, H, W]."""
         vae = self.pipe.vae
-        grid = LTXPipeline._unpack_latents(latents, *self.volume(height, width), 1, 1)
+        grid = LTXPipeline._unpack_latents(latents, *self.volume(sampling), 1, 1)
         grid = LTXPipeline._denormalize_latents(grid, vae.latents_mean, vae.latents_std, vae.config.scaling_factor)
         time = torch.zeros(len(grid)).to(grid) if vae.config.timestep_conditioning else None
         return decode_clip(self.pipe, grid.to(vae.dtype), time)

@@ -33,15 +33,12 @@ class Parked:
     @contextmanager
     def present(self, *kinds: str) -> Iterator[None]:
         """Inside, these kinds are on the device; afterwards they go back, or stay until the end of `hold`."""
-        for kind in kinds:
-            if kind in self.modules and kind not in self._here:
-                self._move(kind, self.device)
-                self._here.add(kind)
-        try:
+        with self.hold():
+            for kind in kinds:
+                if kind in self.modules and kind not in self._here:
+                    self._move(kind, self.device)
+                    self._here.add(kind)
             yield
-        finally:
-            if not self._held:
-                self._leave()
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -52,12 +49,9 @@ class Parked:
         finally:
             self._held -= 1
             if not self._held:
-                self._leave()
-
-    def _leave(self) -> None:
-        for kind in self._here:
-            self._move(kind, torch.device("cpu"))
-        self._here.clear()
+                for kind in self._here:
+                    self._move(kind, torch.device("cpu"))
+                self._here.clear()
 
     def _move(self, kind: str, device: torch.device) -> None:
         for module in self.modules[kind]:

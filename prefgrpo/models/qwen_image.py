@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import QwenImagePipeline
-from torch import Tensor
+from torch import Tensor, nn
 
-from prefgrpo.models.base import Adapter, Condition, text_mask
+from prefgrpo.models.base import Adapter, Condition, Sampling, text_mask
 from prefgrpo.models.guidance import Cfg
 from prefgrpo.models.lora import JOINT_ATTENTION
 from prefgrpo.models.video_vae import unnormalise
@@ -22,7 +22,7 @@ class QwenImage(Adapter):
     """Qwen-Image text-to-image."""
 
     pipeline = "QwenImagePipeline"
-    default_guidance = 4.0
+    packed = True
     own_lengths = True
     cfg = Cfg(rescale=True, negative=" ")
     lora_targets = JOINT_ATTENTION
@@ -34,38 +34,39 @@ class QwenImage(Adapter):
     def embed(self, prompt: str, **options: Any) -> Condition:
         """The pipeline's own `encode_prompt`, for one prompt."""
         embeds, _ = self.pipe.encode_prompt(prompt=[prompt], device=self.device, **options)
-        return {"prompt_embeds": embeds[0], "text_length": torch.tensor(embeds.shape[1])}
+        return Condition(embeds[0], text_length=torch.tensor(embeds.shape[1]))
 
-    def stock_call(self, prompts: list[str], max_length: int) -> dict[str, Any]:
+    def stock_call(self, prompts: list[str], max_length: int, sampling: Sampling) -> dict[str, Any]:
         """Qwen-Image calls its guidance true_cfg_scale, and takes one negative prompt per prompt."""
-        call: dict[str, Any] = {"prompt": prompts, "max_sequence_length": max_length, "true_cfg_scale": self.guidance}
-        return call | ({"negative_prompt": [self.cfg.negative] * len(prompts)} if self.guided else {})
+        call: dict[str, Any] = {
+            "prompt": prompts,
+            "max_sequence_length": max_length,
+            "true_cfg_scale": sampling.guidance,
+        }
+        return call | ({"negative_prompt": [self.cfg.negative] * len(prompts)} if self.guided(sampling) else {})
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        """[L, 4C] with L = (height / 16)·(width / 16) for Qwen-Image."""
-        return self.tokens(height, width), self.pipe.transformer.config.in_channels
-
-    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, L, 4C]."""
-        return self.forward(x, sigma, condition, [self.grid(height, width)])
+        return self.forward(net, x, sigma, condition, [self.grid(sampling)])
 
-    def forward(self, tokens: Tensor, sigma: Tensor, condition: Condition, grids: list[tuple[int, int]]) -> Tensor:
+    def forward(
+        self, net: nn.Module, tokens: Tensor, sigma: Tensor, condition: Condition, grids: list[tuple[int, int]]
+    ) -> Tensor:
         """The transformer on the tokens [B, L, 4C] of one or several images of (rows, columns) tokens.
 
         A mask is passed only where prompts of different lengths share a batch.
         """
-        lengths = condition["text_length"]
-        mask, padded = text_mask(lengths), int(lengths.min()) < int(lengths.max())
-        return self.net(
+        mask = text_mask(condition)
+        return net(
             hidden_states=tokens,
             timestep=sigma * 1000 / 1000,
-            encoder_hidden_states=condition["prompt_embeds"][:, : mask.shape[1]],
-            encoder_hidden_states_mask=mask.to(tokens.device, non_blocking=True) if padded else None,
+            encoder_hidden_states=condition.prompt_embeds[:, : mask.shape[1]],
+            encoder_hidden_states_mask=mask.to(tokens.device, non_blocking=True) if not mask.all() else None,
             img_shapes=[[(1, *grid) for grid in grids]] * tokens.shape[0],
             return_dict=False,
         )[0]
 
-    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+    def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """Unpack, undo the VAE's normalisation, decode a clip of one frame."""
-        grid = QwenImagePipeline._unpack_latents(latents, height, width, self.pipe.vae_scale_factor)
+        grid = QwenImagePipeline._unpack_latents(latents, sampling.height, sampling.width, self.pipe.vae_scale_factor)
         return self.decode_image(unnormalise(self.pipe.vae, grid))

@@ -13,9 +13,9 @@ from typing import ClassVar
 import torch
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import calculate_dimensions
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
-from prefgrpo.models.base import Condition, source_tokens
+from prefgrpo.models.base import Condition, Sampling
 from prefgrpo.models.qwen_image import QwenImage
 
 
@@ -56,12 +56,12 @@ class QwenImageEdit(QwenImage):
         width, height = calculate_dimensions(min(self.source_area, most), image.width / image.height)
         return self.pipe.image_processor.resize(image, height, width)
 
-    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, L, 4C] of the generated tokens."""
-        sources = source_tokens(condition)
+        sources = condition.sources
         tokens = torch.cat([x, *(source.flatten(1, 2).to(x.dtype) for source in sources)], dim=1)
-        grids = [self.grid(height, width), *((source.shape[1], source.shape[2]) for source in sources)]
-        return self.forward(tokens, sigma, condition, grids)[:, : x.shape[1]]
+        grids = [self.grid(sampling), *((source.shape[1], source.shape[2]) for source in sources)]
+        return self.forward(net, tokens, sigma, condition, grids)[:, : x.shape[1]]
 
 
 class QwenImageEditPlus(QwenImageEdit):

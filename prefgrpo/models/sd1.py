@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from diffusers import DDIMScheduler
-from torch import Tensor
+from torch import Tensor, nn
 
-from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.guidance import Cfg
 
 
@@ -22,7 +22,6 @@ class StableDiffusion1(Adapter):
     """Stable Diffusion 1.4, 1.5."""
 
     pipeline = "StableDiffusionPipeline"
-    default_guidance = 7.5
     cfg = Cfg()
     whole_times = True
     denoisers = ("unet",)
@@ -36,15 +35,15 @@ class StableDiffusion1(Adapter):
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """prompt_embeds [77, C]; max_length is not used, the text encoder has its own."""
         embeds, _ = self.pipe.encode_prompt(prompt, self.device, 1, do_classifier_free_guidance=False)
-        return {"prompt_embeds": embeds[0]}
+        return Condition(embeds[0])
 
     def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
         """CLIP's 77 states."""
         return super().condition_shapes(77)
 
-    def stock_call(self, prompts: list[str], max_length: int) -> dict[str, Any]:
+    def stock_call(self, prompts: list[str], max_length: int, sampling: Sampling) -> dict[str, Any]:
         """Without a length."""
-        return {"prompt": prompts, "guidance_scale": self.guidance}
+        return {"prompt": prompts, "guidance_scale": sampling.guidance}
 
     def stock_scheduler(self) -> Any:
         """DDIM with the betas of the folder's own scheduler. ValueError for what this is not."""
@@ -55,9 +54,9 @@ class StableDiffusion1(Adapter):
             raise ValueError("expected timestep_spacing leading or trailing: with linspace DDIM steps past its times")
         return scheduler
 
-    def sigmas(self, steps: int, height: int, width: int) -> Tensor:
+    def sigmas(self, sampling: Sampling) -> Tensor:
         """[steps + 1] fp32: σ of DDIM's times, and of its last ᾱ."""
-        scheduler = self.stock_scheduler()
+        scheduler, steps = self.stock_scheduler(), sampling.steps
         scheduler.set_timesteps(steps)
         whole, trained = scheduler.config.num_train_timesteps % steps == 0, scheduler.config.num_train_timesteps
         if scheduler.config.timestep_spacing == "trailing" and not whole:
@@ -67,23 +66,23 @@ class StableDiffusion1(Adapter):
             )
         return torch.cat([self._table(scheduler)[scheduler.timesteps], _sigma(scheduler.final_alpha_cumprod)[None]])
 
-    def times(self, steps: int, height: int, width: int) -> Tensor:
+    def times(self, sampling: Sampling) -> Tensor:
         """[steps] fp32 σ: `predict` looks up the whole time that it belongs to."""
-        return self.sigmas(steps, height, width)[:-1]
+        return self.sigmas(sampling)[:-1]
 
     def prior(self, x: Tensor, sigma: Tensor) -> Tensor:
         """DDIM starts from unit noise."""
         return x * _norm(sigma)
 
-    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, C, h, w]."""
         table = self._table(self.pipe.scheduler).to(x.device)
         time = (table[None, :] - sigma[:, None]).abs().argmin(1)
         s = sigma[:, None, None, None]
-        noise = self.net(x / _norm(s), time, encoder_hidden_states=condition["prompt_embeds"], return_dict=False)[0]
+        noise = net(x / _norm(s), time, encoder_hidden_states=condition.prompt_embeds, return_dict=False)[0]
         return (noise.float() - x) / (1.0 - s)
 
-    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+    def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """Back to x, undo the VAE's scale, decode."""
         last = _norm(_sigma(self.stock_scheduler().final_alpha_cumprod)).to(latents.device)
         return self.decode_image(latents / last / self.pipe.vae.config.scaling_factor)

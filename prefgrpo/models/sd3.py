@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.guidance import Cfg
 from prefgrpo.models.lora import JOINT_ATTENTION
 
@@ -19,7 +19,6 @@ class StableDiffusion3(Adapter):
     """SD3 / SD3.5 text-to-image."""
 
     pipeline = "StableDiffusion3Pipeline"
-    default_guidance = 4.5
     cfg = Cfg()
     lora_targets = JOINT_ATTENTION
 
@@ -38,24 +37,23 @@ class StableDiffusion3(Adapter):
             do_classifier_free_guidance=False,
             max_sequence_length=max_length,
         )
-        return {"prompt_embeds": embeds[0], "pooled": pooled[0]}
+        return Condition(embeds[0], pooled=pooled[0])
 
     def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
-        """With CLIP's 77 tokens and the pooled vector."""
-        pooled = self.pipe.transformer.config.pooled_projection_dim
-        return super().condition_shapes(77 + max_length) | {"pooled": (pooled,)}
+        """With CLIP's 77 tokens."""
+        return super().condition_shapes(77 + max_length)
 
-    def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
+    def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
         """The scheduler's own sigmas, and where it shifts dynamically the shift of this image length."""
         dynamic = self.pipe.scheduler.config.get("use_dynamic_shifting")
-        return {"mu": self.mu(height, width)} if dynamic else {}
+        return {"mu": self.mu(sampling)} if dynamic else {}
 
-    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, C, h, w]."""
-        return self.net(
+        return net(
             hidden_states=x,
             timestep=sigma * 1000,
-            encoder_hidden_states=condition["prompt_embeds"],
-            pooled_projections=condition["pooled"],
+            encoder_hidden_states=condition.prompt_embeds,
+            pooled_projections=condition.pooled,
             return_dict=False,
         )[0]

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.guidance import Cfg
 from prefgrpo.models.video_vae import decode_clip, latent_frames, unnormalise
 
@@ -19,7 +19,6 @@ class Wan(Adapter):
     """Wan2.1 T2V, 1.3B and 14B."""
 
     pipeline = "WanPipeline"
-    default_guidance = 5.0
     default_frames = 81
     cfg = Cfg()
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
@@ -44,33 +43,35 @@ class Wan(Adapter):
         embeds, _ = self.pipe.encode_prompt(
             prompt, do_classifier_free_guidance=False, max_sequence_length=max_length, device=self.device
         )
-        return {"prompt_embeds": embeds[0]}
+        return Condition(embeds[0])
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+    def latent_shape(self, sampling: Sampling) -> tuple[int, ...]:
         """[C, F', height / 8, width / 8] for Wan2.1; ValueError unless frames are a multiple of 4, plus 1."""
-        frames = latent_frames(self.frames, self.pipe.vae_scale_factor_temporal)
+        frames = latent_frames(self.frames(sampling), self.pipe.vae_scale_factor_temporal)
         patch = self.pipe.transformer.config.patch_size[1]
-        rows, columns = self.grid(height, width)
+        rows, columns = self.grid(sampling)
         return self.pipe.vae.config.z_dim, frames, rows * patch, columns * patch
 
-    def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
+    def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
         """The scheduler's own sigmas."""
         return {}
 
-    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, C, F', h, w]."""
-        return self.forward(x, sigma * 1000, condition)
+        return self.forward(net, x, sigma * 1000, condition)
 
-    def forward(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
+    def forward(
+        self, net: nn.Module, x: Tensor, time: Tensor, condition: Condition, image_embeds: Tensor | None = None
+    ) -> Tensor:
         """The transformer at time [B], or [B, tokens]."""
-        return self.net(
+        return net(
             hidden_states=x,
             timestep=time,
-            encoder_hidden_states=condition["prompt_embeds"],
-            encoder_hidden_states_image=condition.get("image_embeds"),
+            encoder_hidden_states=condition.prompt_embeds,
+            encoder_hidden_states_image=image_embeds,
             return_dict=False,
         )[0]
 
-    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+    def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """Undo the VAE's normalisation, decode to [B, F, 3, H, W]."""
         return decode_clip(self.pipe, unnormalise(self.pipe.vae, latents))

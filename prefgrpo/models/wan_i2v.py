@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
-from prefgrpo.models.base import Condition
+from prefgrpo.models.base import Condition, Sampling
 from prefgrpo.models.video_vae import encode_frame
 from prefgrpo.models.wan import Wan
 from prefgrpo.models.wan22 import Wan22
@@ -26,33 +26,28 @@ class WanI2V(Wan):
     source_spans_clip = True
     lora_targets = (*Wan.lora_targets, "add_k_proj", "add_v_proj")
 
-    def encode_sources(self, sources: tuple[Image.Image, ...]) -> Condition:
-        """source [C, F', h, w]: latents of the clip's beginning; image_embeds [n, C'] (Wan2.1): the frame in CLIP."""
-        condition = super().encode_sources(sources)
+    def source_tensors(self, sources: tuple[Image.Image, ...], frames: int | None) -> list[Tensor]:
+        """Latents [C, F', h, w] of a clip that begins with the source, and (Wan2.1) what CLIP sees in it, [n, C']."""
+        latents = encode_frame(self.pipe, sources[0], frames or self.default_frames)
         if self.pipe.transformer.config.image_dim is None:
-            return condition
+            return [latents]
         if self.pipe.image_encoder is None:
             raise RuntimeError("the pipeline was loaded without its image encoder: load it with encoders=True")
-        with torch.no_grad():
-            return condition | {"image_embeds": self.pipe.encode_image(sources[0], self.device)[0].cpu()}
+        return [latents, self.pipe.encode_image(sources[0], self.device)[0]]
 
-    def encode_source(self, source: Image.Image) -> Tensor:
-        """Latents [C, F', h, w] of a clip that begins with the source."""
-        return encode_frame(self.pipe, source, self.frames or 1)
-
-    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, C, F', h, w]."""
-        if "source" not in condition:
+        if not condition.sources:
             raise ValueError(f"{type(self).__name__} makes a clip from an image: expected one per prompt, got none")
+        latents, *image_embeds = condition.sources
         known = torch.zeros_like(x[:, :1]).repeat(1, self.pipe.vae_scale_factor_temporal, 1, 1, 1)
         known[:, :, 0] = 1
-        return self.forward(torch.cat([x, known, condition["source"].to(x)], dim=1), sigma * 1000, condition)
+        return self.forward(net, torch.cat([x, known, latents.to(x)], dim=1), sigma * 1000, condition, *image_embeds)
 
 
 class Wan22I2V(Wan22, WanI2V):
     """Wan2.2 I2V-A14B: two experts."""
 
     pipeline = "WanImageToVideoPipeline"
-    default_guidance = 3.5
     default_guidance_2 = 3.5
     lora_targets = Wan.lora_targets

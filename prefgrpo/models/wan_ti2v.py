@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
-from prefgrpo.models.base import Condition
+from prefgrpo.models.base import Condition, Sampling
 from prefgrpo.models.video_vae import encode_frame
 from prefgrpo.models.wan import Wan
 
@@ -29,20 +29,20 @@ class WanTI2V(Wan):
         """Latents [C, 1, h, w] of the first frame."""
         return encode_frame(self.pipe, source)
 
-    def stock_edit(self, height: int, width: int) -> tuple[str, dict[str, Any]]:
+    def stock_edit(self, sampling: Sampling) -> tuple[str, dict[str, Any]]:
         """The folder holds a WanPipeline; from an image, the other pipeline is built of it."""
         return "WanImageToVideoPipeline", {}
 
-    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, C, F', h, w]."""
         patch = self.pipe.transformer.config.patch_size[1]
         time = (sigma * 1000)[:, None, None, None].repeat(1, x.shape[2], x.shape[3] // patch, x.shape[4] // patch)
-        if "source" not in condition:
-            return self.forward(x, time.flatten(1), condition)
+        if not condition.sources:
+            return self.forward(net, x, time.flatten(1), condition)
         time[:, 0] = 0
-        v = self.forward(self.final(x, condition), time.flatten(1), condition)
+        v = self.forward(net, self.final(x, condition), time.flatten(1), condition)
         return torch.cat([torch.zeros_like(v[:, :, :1]), v[:, :, 1:]], dim=2)
 
     def final(self, x: Tensor, condition: Condition) -> Tensor:
         """The first frame's latents in their place."""
-        return torch.cat([condition["source"].to(x), x[:, :, 1:]], dim=2) if "source" in condition else x
+        return torch.cat([condition.sources[0].to(x), x[:, :, 1:]], dim=2) if condition.sources else x

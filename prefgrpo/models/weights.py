@@ -1,17 +1,15 @@
-"""What trains in a family's denoisers: LoRA layers or every weight, the starting policy beside them, and their files.
+"""What trains in a family's denoisers: LoRA layers or every weight, and their files.
 
 Invariant: what is saved here loads in the stock pipeline (alpha included), and reloads here bit for bit.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from prefgrpo.models import folder as folders
@@ -30,11 +28,8 @@ class Weights:
     """The stock diffusers pipeline."""
     transformer: nn.Module
     """The (first) denoiser (peft adapters are injected into it in place)."""
-    nets: dict[str, nn.Module]
-    """What `velocity` calls, by denoiser: itself, or a DDP / compiled wrapper of it that the trainer put here."""
     trained: tuple[str, ...]
     """Names of the denoisers that train."""
-    _reference: dict[str, nn.Module]
 
     def modules(self) -> dict[str, nn.Module]:
         """The denoisers that train, by name."""
@@ -50,9 +45,8 @@ class Weights:
         for number, module in enumerate(self.modules().values()):
             lora.add(module, rank, alpha, self.lora_targets if targets is None else targets, seed + number)
 
-    def enable_full(self, *, keep_reference: bool = False) -> None:
-        """Train every weight of the denoisers, in fp32 masters; keep_reference holds a frozen copy for the KL."""
-        self._reference = {n: copy.deepcopy(module) for n, module in self.modules().items()} if keep_reference else {}
+    def enable_full(self) -> None:
+        """Train every weight of the denoisers, in fp32 masters."""
         for module in self.modules().values():
             module.float().requires_grad_(True)
 
@@ -73,22 +67,13 @@ class Weights:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Inside, `velocity` is that of the starting policy: LoRA off, or the copy kept by `enable_full`."""
-        if self._has_lora():
-            with ExitStack() as stack:
-                for module in self.modules().values():
-                    stack.enter_context(lora.disabled(module))
-                yield
-            return
-        if not self._reference:
-            raise RuntimeError(
-                "there is no reference policy: a KL term needs LoRA, or full fine-tuning with keep_reference=True"
-            )
-        nets, self.nets = self.nets, self.nets | self._reference
-        try:
+        """Inside, `velocity` is that of the starting policy: the LoRA is off. Raises RuntimeError without a LoRA."""
+        if not self._has_lora():
+            raise RuntimeError("there is no reference policy: a KL term needs LoRA")
+        with ExitStack() as stack:
+            for module in self.modules().values():
+                stack.enter_context(lora.disabled(module))
             yield
-        finally:
-            self.nets = nets
 
     def _has_lora(self) -> bool:
         return any(lora.has(module) for module in self.modules().values())
@@ -99,29 +84,23 @@ class Weights:
         A second expert's is in a folder of its name: `load_lora_weights(f"{folder}/transformer_2",
         load_into_transformer_2=True)`.
         """
-        for name in self.trained:
-            lora.save(self.pipe, self._place(folder, name), name)
-
-    def _place(self, folder: str, component: str) -> str:
-        return folder if component == self.denoisers[0] else f"{folder}/{component}"
+        for name, place in self._lora_folders(folder):
+            lora.save(self.pipe, place, name)
 
     def load_lora(self, folder: str) -> None:
         """Put a LoRA saved by `save_lora` into the model, bit for bit; injects one of its shape if there is none."""
-        for name in self.trained:
-            lora.load(self.pipe, self._place(folder, name), name)
+        for name, place in self._lora_folders(folder):
+            lora.load(self.pipe, place, name)
 
-    def save_full(self, folder: str, dtype: torch.dtype | None = None) -> None:
-        """Write a whole pipeline folder for the stock `from_pretrained`; dtype: of what trains (default: as is)."""
+    def _lora_folders(self, folder: str) -> list[tuple[str, str]]:
+        return [(name, folder if name == self.denoisers[0] else f"{folder}/{name}") for name in self.trained]
+
+    def save_full(self, folder: str) -> None:
+        """Write a whole pipeline folder for the stock `from_pretrained`."""
         if self._has_lora():
             raise RuntimeError("this policy is a LoRA: write it with save_lora (save_full is for full fine-tuning)")
-        own = self.modules()
-        try:
-            if dtype is not None:
-                self.pipe.register_modules(**{name: copy.deepcopy(module).to(dtype) for name, module in own.items()})
-            self.pipe.save_pretrained(folder)
-            folders.complete(self.pipe, Path(folder))
-        finally:
-            self.pipe.register_modules(**own)
+        self.pipe.save_pretrained(folder)
+        folders.complete(self.pipe, Path(folder))
 
     def parameter_counts(self) -> dict[str, int]:
         """Parameters per component of the pipeline, and of what trains, under 'trainable'."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.guidance import Cfg
 
 
@@ -19,7 +19,6 @@ class ZImage(Adapter):
     """Z-Image text-to-image."""
 
     pipeline = "ZImagePipeline"
-    default_guidance = 3.0
     own_lengths = True
     cfg = Cfg(from_cond=True)
     lora_targets = ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0")
@@ -29,16 +28,18 @@ class ZImage(Adapter):
         (embeds,), _ = self.pipe.encode_prompt(
             [prompt], device=self.device, do_classifier_free_guidance=False, max_sequence_length=max_length
         )
-        return {"prompt_embeds": embeds, "text_length": torch.tensor(embeds.shape[0])}
+        return Condition(embeds, text_length=torch.tensor(embeds.shape[0]))
 
-    def schedule_options(self, steps: int, height: int, width: int) -> dict[str, Any]:
+    def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
         """Even fp32 sigmas and the shift of this image length."""
-        return {"sigmas": torch.linspace(1.0, 1.0 / steps, steps).tolist(), "mu": self.mu(height, width)}
+        steps = sampling.steps
+        return {"sigmas": torch.linspace(1.0, 1.0 / steps, steps).tolist(), "mu": self.mu(sampling)}
 
-    def predict(self, x: Tensor, sigma: Tensor, condition: Condition, height: int, width: int) -> Tensor:
+    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, C, h, w]."""
-        lengths = condition["text_length"].tolist()
-        texts = [text[:n] for text, n in zip(condition["prompt_embeds"].unbind(), lengths, strict=True)]
+        assert condition.text_length is not None
+        lengths = condition.text_length.tolist()
+        texts = [text[:n] for text, n in zip(condition.prompt_embeds.unbind(), lengths, strict=True)]
         images = list(x.unsqueeze(2).unbind())
-        out = self.net(images, (1000 - sigma * 1000) / 1000, texts, return_dict=False)[0]
+        out = net(images, (1000 - sigma * 1000) / 1000, texts, return_dict=False)[0]
         return -torch.stack([one.float() for one in out]).squeeze(2)

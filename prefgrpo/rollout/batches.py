@@ -17,8 +17,8 @@ from prefgrpo.data.prompts import Prompt, step_prompts
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
-from prefgrpo.rollout.embed import Embeddings
-from prefgrpo.rollout.render import conditions, decode, sample, to_uint8
+from prefgrpo.rollout.embeddings import Embeddings, conditions
+from prefgrpo.rollout.render import decode, sample, to_uint8
 from prefgrpo.rollout.rollout import Trajectory, rollout
 from prefgrpo.rollout.sampling import Schedules, of_prompt
 from prefgrpo.sde.schedule import Schedule
@@ -115,9 +115,8 @@ class Rollouts:
                 schedules[sizes],
                 condition,
                 start + torch.tensor(members, dtype=torch.int64, device=device),
+                sizes,
                 seed=self.config.seed,
-                height=sizes.height,
-                width=sizes.width,
                 initial_sample=start if r.same_noise else None,
             )
             images = to_uint8(decode(self.adapter, done.latents, sizes, self.config.memory.decode_batch))

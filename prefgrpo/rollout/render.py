@@ -12,55 +12,31 @@ from functools import lru_cache
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.base import Adapter
 from prefgrpo.rewards.base import Sample
-from prefgrpo.rollout.embed import Embeddings, collate
+from prefgrpo.rollout.embeddings import Embeddings, conditions, fitted_sources
 from prefgrpo.rollout.rollout import rollout
-from prefgrpo.rollout.sampling import applied
 from prefgrpo.sde.schedule import Schedule
 
 Images = NDArray[np.uint8]
 
 
-def sources(prompts: Sequence[Prompt], sizes: SamplingConfig) -> list[tuple[Image.Image, ...]]:
-    """The source images of each prompt at the output's size; each list of files is read once."""
-    fitted: dict[tuple[str, ...], tuple[Image.Image, ...]] = {}
-    for prompt in prompts:
-        if prompt.source not in fitted:
-            fitted[prompt.source] = tuple(_fit(image, sizes.width, sizes.height) for image in prompt.images())
-    return [fitted[p.source] for p in prompts]
-
-
-def _fit(image: Image.Image, width: int, height: int) -> Image.Image:
-    return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
-
-
 @lru_cache(maxsize=256)
 def _source_media(text: str, source: tuple[str, ...], width: int, height: int) -> tuple[Media, ...]:
-    images = Prompt(0, text, source=source).images()
-    return tuple(Media(np.asarray(_fit(image, width, height))) for image in images)
+    (images,) = fitted_sources([Prompt(0, text, source=source)], height, width)
+    return tuple(Media(np.asarray(image)) for image in images)
 
 
 def sample(prompt: Prompt, pixels: Images, sizes: SamplingConfig) -> Sample:
     """What rewards are handed: the pixels [(F,) H, W, 3], with the sources as the model saw them (one per source)."""
     source = _source_media(prompt.text, prompt.source, sizes.width, sizes.height)
     return Sample(prompt.text, Media(pixels), source, prompt.meta)
-
-
-def conditions(
-    embeddings: Embeddings, prompts: Sequence[Prompt], sizes: SamplingConfig, device: torch.device
-) -> Condition:
-    """Batched condition [B, …] of prompts with their source images."""
-    unique = list({(p.text, p.source): p for p in prompts}.values())
-    found = embeddings([p.text for p in unique], sources(unique, sizes))
-    by = {(p.text, p.source): one for p, one in zip(unique, found, strict=True)}
-    return collate([by[p.text, p.source] for p in prompts], device)
 
 
 @torch.no_grad()
@@ -78,10 +54,9 @@ def render(
 
     at_once: samples per call of the VAE; 0: all.
     """
-    with applied(adapter, sizes):
-        condition = conditions(embeddings, prompts, sizes, ids.device)
-        done = rollout(adapter, schedule, condition, ids, seed=seed, height=sizes.height, width=sizes.width)
-        return decode(adapter, done.latents, sizes, at_once)
+    condition = conditions(embeddings, prompts, sizes, ids.device)
+    done = rollout(adapter, schedule, condition, ids, sizes, seed=seed)
+    return decode(adapter, done.latents, sizes, at_once)
 
 
 @torch.no_grad()
@@ -89,7 +64,7 @@ def decode(adapter: Adapter, latents: Tensor, sizes: SamplingConfig, at_once: in
     """Images or clips of final latents [B, …], `at_once` per call of the VAE (0: all)."""
     with adapter.parked.present("vae"):
         parts = latents.split(at_once or len(latents))
-        return torch.cat([adapter.decode(part, sizes.height, sizes.width) for part in parts])
+        return torch.cat([adapter.decode(part, sizes) for part in parts])
 
 
 def stills(media: Images, most: int = 4) -> Images:

@@ -1,48 +1,62 @@
 """Score stored steps under the present weights, with gradient: logp = w · mean_D (x' − a·x − b·v)² + c.
 
 Invariant: the same forward as in the rollout (same σ, same latents, same batch shape) with the same weights gives
-the stored log-prob bit for bit, so the first ratio is exactly 1.
+the stored log-prob bit for bit, so the first ratio is exactly 1; of stacked steps up to rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Literal
 
 import torch
 
-from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.ops import AffineLogp, affine_logp
-from prefgrpo.rollout.embed import tile
 from prefgrpo.rollout.rollout import Step, stack
 from prefgrpo.sde.schedule import Schedule
+
+
+def stacked(
+    adapter: Adapter, schedule: Schedule, steps: Sequence[Step], sampling: Sampling, replay_batch: int
+) -> list[Step]:
+    """Steps of B samples each, as few forwards of up to `replay_batch` rows; 0, or less than 2 · B: each on its own.
+
+    A forward holds steps of one denoiser only.
+    """
+    if not steps:
+        return []
+    together = max(1, replay_batch // len(steps[0].index))
+    out = []
+    for _, group in groupby(steps, lambda step: adapter.expert(schedule.times[list(step.step_indices)], sampling)):
+        own = list(group)
+        out += [stack(own[k : k + together]) for k in range(0, len(own), together)]
+    return out
 
 
 def replay(
     adapter: Adapter,
     schedule: Schedule,
     condition: Condition,
-    steps: Step | Sequence[Step],
-    *,
-    height: int,
-    width: int,
+    step: Step,
+    sampling: Sampling,
     kl: Literal["", "gaussian", "flow_grpo"] = "",
 ) -> AffineLogp:
-    """Log-prob [B] of one stored step, or [S · B] of S steps in one forward (then bits may differ from the rollout).
+    """Log-prob [B] of a stored step, or [S · B] of S stacked steps in one forward.
 
     condition: of the B samples; it is repeated for stacked steps. kl: also the KL to the adapter's reference policy,
     by a second forward without gradient; 'flow_grpo': times |Δσ| of its step (train.kl_form). The gradient flows
     through the velocity only.
     """
-    step = steps if isinstance(steps, Step) else stack(steps)
-    if not isinstance(steps, Step) and len(steps) > 1:
-        condition = tile(condition, len(steps))
-    sigma = schedule.times[list(step.numbers)].repeat_interleave(step.index.numel() // len(step.numbers))
+    if (count := len(step.step_indices)) > 1:
+        condition = condition.tile(count)
+    sigma = schedule.times[list(step.step_indices)].repeat_interleave(step.index.numel() // count)
     v_ref = None
     if kl:
         with torch.no_grad(), adapter.reference():
-            v_ref = adapter.velocity(step.x, sigma, condition, height, width)
-    v, guidance = adapter.pair(step.x, sigma, condition, height, width)
+            v_ref = adapter.velocity(step.x, sigma, condition, sampling)
+    v, guidance = adapter.cond_uncond(step.x, sigma, condition, sampling)
     out = affine_logp(step.x, v, step.x_next, schedule.coef, step.index, v_ref=v_ref, guidance=guidance)
     if kl == "flow_grpo" and out.kl is not None:
         out = out._replace(kl=out.kl * (-schedule.sigmas.diff()).to(out.kl.device)[step.index])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.ops import NoiseAddress, affine_step
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.sde.schedule import Schedule
@@ -21,7 +21,7 @@ from prefgrpo.sde.schedule import Schedule
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A stochastic step of B samples, as `replay` needs it."""
+    """A stochastic step of B samples, or S steps of them stacked to S · B rows, as `replay` needs it."""
 
     index: Tensor
     """int64 [B], k: row of the schedule."""
@@ -31,15 +31,21 @@ class Step:
     """[B, …] latents after the step, as stored (the same tensor as the next stored step's x)."""
     logp: Tensor
     """fp32 [B], log-prob of x_next under the policy that made it."""
-    numbers: tuple[int, ...]
+    step_indices: tuple[int, ...]
     """The same k on the host: one per equal block of rows (several after `stack`)."""
 
     def select(self, rows: Tensor) -> Step:
-        """The samples `rows` (int64): for dropping groups that teach nothing."""
-        if len(self.numbers) > 1:
-            raise ValueError("rows are selected before steps are stacked")
+        """The samples `rows` (int64) of one step: for dropping groups that teach nothing."""
         index, x, x_next, logp = (p.index_select(0, rows) for p in (self.index, self.x, self.x_next, self.logp))
-        return Step(index, x, x_next, logp, self.numbers)
+        return Step(index, x, x_next, logp, self.step_indices)
+
+
+def stack(steps: Sequence[Step]) -> Step:
+    """S steps of B samples as one of S · B rows, step by step; a single step is itself."""
+    if len(steps) == 1:
+        return steps[0]
+    index, x, x_next, logp = (torch.cat([getattr(s, n) for s in steps]) for n in ("index", "x", "x_next", "logp"))
+    return Step(index, x, x_next, logp, tuple(k for s in steps for k in s.step_indices))
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,44 +66,29 @@ def rollout(
     schedule: Schedule,
     condition: Condition,
     sample: Tensor,
+    sampling: Sampling,
     *,
     seed: int,
-    height: int,
-    width: int,
     latent_dtype: torch.dtype = torch.float32,
-    initial: Tensor | None = None,
     initial_sample: Tensor | None = None,
 ) -> Trajectory:
     """Denoise B samples along `schedule` (on the adapter's device) for a batched condition [B, …].
 
     sample: int64 [B], the noise address, unique per sample over the run. seed: key of the run's noise. latent_dtype:
-    of the latents as stored and as the model sees them. initial: unit noise [B, …] to start from instead of addressed
-    noise. initial_sample: int64 [B] ids for the initial noise only (equal ids in a group: `init_same_noise`).
+    of the latents as stored and as the model sees them. initial_sample: int64 [B] ids for the initial noise only
+    (equal ids in a group: `init_same_noise`).
     """
-    shape = adapter.latent_shape(height, width)
-    if initial is None:
-        x = initial_latents(seed, sample if initial_sample is None else initial_sample, shape)
-    elif tuple(initial.shape) != (sample.numel(), *shape):
-        raise ValueError(f"initial latents: expected {[sample.numel(), *shape]}, got {list(initial.shape)}")
-    else:
-        x = initial
+    ids = sample if initial_sample is None else initial_sample
+    x = initial_latents(seed, ids, adapter.latent_shape(sampling))
     x = adapter.prior(x, schedule.sigmas[0]).to(latent_dtype)
     stored: list[Step] = []
     for k in range(schedule.steps):
         index = torch.full_like(sample, k)
         sigma = schedule.times[k].expand(sample.numel())
-        v, guidance = adapter.pair(x, sigma, condition, height, width)
+        v, guidance = adapter.cond_uncond(x, sigma, condition, sampling)
         noise = NoiseAddress(seed, sample) if k in schedule.sde_steps else None
         step = affine_step(x, v, schedule.coef, index, noise=noise, out_dtype=latent_dtype, guidance=guidance)
         if noise is not None:
             stored.append(Step(index, x, step.x_next, step.logp, (k,)))
         x = step.x_next
     return Trajectory(adapter.final(x, condition), sample, tuple(stored))
-
-
-def stack(steps: Sequence[Step]) -> Step:
-    """S steps of B samples as one step of S · B samples, step by step."""
-    if len(steps) == 1:
-        return steps[0]
-    index, x, x_next, logp = (torch.cat([getattr(s, n) for s in steps]) for n in ("index", "x", "x_next", "logp"))
-    return Step(index, x, x_next, logp, tuple(k for s in steps for k in s.numbers))

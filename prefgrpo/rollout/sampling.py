@@ -7,8 +7,7 @@ shift may depend on the size, so a schedule belongs to one size. Invariant: the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -39,21 +38,6 @@ def all_sizes(prompts: Iterable[Prompt], sizes: SamplingConfig, own_sizes: bool)
     return list({(s.height, s.width): s for s in found}.values()) if own_sizes else [sizes]
 
 
-@contextmanager
-def applied(adapter: Adapter, sizes: SamplingConfig) -> Iterator[None]:
-    """Inside, the adapter has the guidance and the frames of `sizes` (where they are given)."""
-    names = ("guidance", "guidance_2", "frames")
-    before = {name: getattr(adapter, name) for name in names}
-    try:
-        for name in names:
-            if (value := getattr(sizes, name)) is not None:
-                setattr(adapter, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(adapter, name, value)
-
-
 class Schedules:
     """The schedules of a run, by size."""
 
@@ -74,9 +58,7 @@ class Schedules:
                 sigmas = shifted_sigmas(sizes.steps, sizes.shift)
                 times = sigmas[:-1]
             else:
-                at = (sizes.steps, sizes.height, sizes.width)
-                with applied(self.adapter, sizes):
-                    sigmas, times = self.adapter.sigmas(*at), self.adapter.times(*at)
+                sigmas, times = self.adapter.sigmas(sizes), self.adapter.times(sizes)
             if self._truncate and torch.equal(times, sigmas[:-1]):
                 times = truncated_times(sigmas)
             self._tables[sizes] = sigmas, times
@@ -109,11 +91,10 @@ class Schedules:
         size = sizes.window_size or high - low
         empty = [k for k in range(low, high - size + 1) if not set(random) & set(range(k, k + size))]
         if empty:
-            some = f" (train.target_components trains only step(s) {list(trained)})"
-            told = some if len(trained) < high - low else ""
+            only = f" (train.target_components trains only step(s) {list(trained)})" * (len(trained) < high - low)
             raise ConfigError(
                 [
-                    f"rollout.window_low/high: rule {sizes.rule} has no noise in step(s) {empty}{told}; "
+                    f"rollout.window_low/high: rule {sizes.rule} has no noise in step(s) {empty}{only}; "
                     f"expected windows that train"
                 ]
             )

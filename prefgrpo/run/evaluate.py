@@ -25,9 +25,9 @@ from prefgrpo.models.lora import sort_header
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import GroupScores
 from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.rollout.embed import Embeddings
-from prefgrpo.rollout.render import Images, preview, render, sample, sources, to_uint8
-from prefgrpo.rollout.sampling import applied, evaluation
+from prefgrpo.rollout.embeddings import Embeddings, fitted_sources
+from prefgrpo.rollout.render import Images, preview, render, sample, to_uint8
+from prefgrpo.rollout.sampling import evaluation
 from prefgrpo.run.checkpoint import CheckpointError, save_images, write_atomic
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.sde.noise import initial_latents
@@ -87,7 +87,8 @@ class Evaluator:
             shown = [self.held.items[i] for i in self.shown()]
             write_atomic(self.folder.prompts(name), json.dumps([item.text for item in shown]))
             if any(item.source for item in shown):  # several of a prompt side by side
-                rows = [np.concatenate([np.array(s) for s in own], axis=1) for own in sources(shown, self.sizes)]
+                fitted = fitted_sources(shown, self.sizes.height, self.sizes.width)
+                rows = [np.concatenate([np.array(s) for s in own], axis=1) for own in fitted]
                 save_images(self.folder.sources(name), sources=np.stack(rows))
 
     def run(self, step: int) -> dict[str, float]:
@@ -118,7 +119,8 @@ class Evaluator:
             chunk = index[start : start + r.batch_size]
             items, ids = [self.held.items[i] for i in chunk], self.ids(chunk)
             parts.append(render(self.adapter, self.schedule, self.embeddings, items, ids, r, seed, at_once).cpu())
-        frames = () if self.adapter.frames is None else (r.frames or self.adapter.frames,)
+        clip = self.adapter.frames(r)
+        frames = () if clip is None else (clip,)
         return torch.cat(parts) if parts else torch.zeros(0, *frames, 3, r.height, r.width)
 
     def ids(self, index: list[int]) -> Tensor:
@@ -155,11 +157,10 @@ class Evaluator:
         index = (self.shown() or [0])[:count]
         r, c, items = self.sizes, self.config, [self.held.items[i] for i in index]
         prompts = [item.text for item in items]
-        with applied(self.adapter, r):
-            latents = initial_latents(c.seed, self.ids(index), self.adapter.latent_shape(r.height, r.width))
-            call = self.adapter.stock_call(prompts, c.data.max_length)
-            pipeline, edit = self.adapter.stock_edit(r.height, r.width)
-            scheduler = self.adapter.stock_scheduler()
+        latents = initial_latents(c.seed, self.ids(index), self.adapter.latent_shape(r))
+        call = self.adapter.stock_call(prompts, c.data.max_length, r)
+        pipeline, edit = self.adapter.stock_edit(r)
+        scheduler = self.adapter.stock_scheduler()
         call |= {"height": r.height, "width": r.width, "num_inference_steps": r.steps}
         call.pop("prompt")
         if not any(item.source for item in items):
@@ -176,7 +177,7 @@ class Evaluator:
         meta |= {"revision": revision} if revision else {}
         shown = {
             f"source_{i}_{k}": torch.from_numpy(np.array(image))
-            for i, own in enumerate(sources(items, r))
+            for i, own in enumerate(fitted_sources(items, r.height, r.width))
             for k, image in enumerate(own)
         }
         tensors = {"latents": latents.cpu().contiguous(), "images": self.render(index).cpu().contiguous()}

@@ -23,9 +23,8 @@ from prefgrpo.objectives import objective
 from prefgrpo.rewards.pairwise import VlmPairwise, judged
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batches import Batch
-from prefgrpo.rollout.embed import select
 from prefgrpo.rollout.render import stills
-from prefgrpo.rollout.replay import replay
+from prefgrpo.rollout.replay import replay, stacked
 from prefgrpo.run import checkpoint
 from prefgrpo.run.advantage import advantages, part_table
 from prefgrpo.run.log import Log
@@ -236,7 +235,8 @@ class TrainingLoop:
         }
 
     def _accumulate(self, batch: Batch, advantage: Tensor, signal: Tensor, samples: int) -> list[Tensor]:
-        """Gradient of one batch, step by step; rows [update, samples, loss, *METRICS] for `policy_metrics`.
+        """Gradient of one batch, step by step (or several at once: `train.replay_batch`); rows [update, samples, loss,
+        *METRICS] for `policy_metrics`.
 
         Groups without signal are left out: they cost no forward. A batch that loses some of its samples is a forward
         of another shape than the rollout's, so its first ratio is 1 within rounding only. `samples`: of the whole
@@ -248,15 +248,16 @@ class TrainingLoop:
             return []
         if len(keep) < len(batch.slots):
             rows = torch.tensor(keep, device=device)
-            condition, steps = select(condition, rows), tuple(s.select(rows) for s in steps)
+            condition, steps = condition.select(rows), tuple(s.select(rows) for s in steps)
         adv = advantage[[batch.slots[k] for k in keep], [batch.members[k] for k in keep]].to(device)
         table = []
-        for step in steps:
-            kl = self.config.train.kl_form if self.config.train.kl_coef else ""
-            new = replay(self.adapter, batch.schedule, condition, step, height=r.height, width=r.width, kl=kl)
-            out = self.loss(self.config.train, new, step.logp, adv, float(samples * len(steps)))
+        train, kl = self.config.train, self.config.train.kl_form if self.config.train.kl_coef else ""
+        for step in stacked(self.adapter, batch.schedule, steps, r, train.replay_batch):
+            new = replay(self.adapter, batch.schedule, condition, step, r, kl)
+            together = len(step.step_indices)
+            out = self.loss(train, new, step.logp, adv.repeat(together), float(samples * len(steps)))
             out.loss.backward()
-            facts = out.metrics.new_tensor([batch.update, len(keep)])
+            facts = out.metrics.new_tensor([batch.update, together * len(keep)])
             table.append(torch.cat([facts, out.loss.detach()[None], out.metrics]))
         return table
 

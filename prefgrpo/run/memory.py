@@ -29,11 +29,10 @@ from torch.utils._pytree import tree_leaves
 
 from prefgrpo.config.schema import Config, ConfigError
 from prefgrpo.data.prompts import read_prompts
-from prefgrpo.models import family
+from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter, Condition
-from prefgrpo.models.guidance import attach
 from prefgrpo.models.parking import KINDS
-from prefgrpo.run.loading import DTYPES, config_errors_as, model_options, trainable
+from prefgrpo.run.loading import config_errors_as, model_options, trainable
 
 GIB = 2**30
 Batch = tuple[Tensor, Tensor, Condition]
@@ -136,7 +135,7 @@ def estimate(config: Config) -> Estimate:
         phases = {name: _phase(name, config, adapter, batch, known) for name in ("rollout", "decode", "update")}
     _clear_caches("prefgrpo.models")
     samples = r.prompts_per_step // gpus * r.group_size
-    parts["embeddings"] = samples * sum(value.nbytes for value in batch[2].values()) // r.batch_size
+    parts["embeddings"] = samples * sum(value.nbytes for value in batch[2].all_tensors()) // r.batch_size
     texts = {} if config.data.cache else {"text encoders": DTYPES[config.dtype].itemsize * sum(encoders.values())}
     (phases if "text_encoder" in config.memory.offload else parts).update(texts)
     return Estimate(parts | {"activations": max(phases.values())}, phases, parameters)
@@ -151,8 +150,8 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
     return {
         "weights": _weights(adapter, "") - _weights(adapter, *(s for k in config.memory.offload for s in KINDS[k])),
         "optimiser": trained * 4 * (3 + bool(config.train.ema_decay)),  # gradient, two moments, average
-        "latents": samples * 4 * math.prod(adapter.latent_shape(r.height, r.width)) * (window + 1),
-        "images": samples * r.height * r.width * 3 * (adapter.frames or 1),
+        "latents": samples * 4 * math.prod(adapter.latent_shape(r)) * (window + 1),
+        "images": samples * r.height * r.width * 3 * (adapter.frames(r) or 1),
     }
 
 
@@ -176,10 +175,10 @@ def _phase(name: str, config: Config, adapter: Adapter, batch: Batch, known: lis
     r, parked = config.rollout, 0
     with Weigh(known) as scale, torch.set_grad_enabled(name == "update"):
         if name == "decode":
-            adapter.decode(x[: config.memory.decode_batch or r.batch_size], r.height, r.width)
+            adapter.decode(x[: config.memory.decode_batch or r.batch_size], r)
             parked = _weights(adapter, *KINDS["vae"]) if "vae" in config.memory.offload else 0
         else:
-            v = adapter.velocity(x, sigma, condition, r.height, r.width)
+            v = adapter.velocity(x, sigma, condition, r)
             if name == "update":
                 v.float().square().mean().backward()
     return scale.most + parked
@@ -211,16 +210,16 @@ def stand_ins(config: Config, adapter: Adapter, sources: int = 0) -> tuple[FakeT
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     known = _fake([m for m in adapter.pipe.components.values() if isinstance(m, nn.Module)], mode)
     sigma = torch.full((r.batch_size,), 0.9)
-    lengths = {key: torch.tensor(shapes["prompt_embeds"][0]) for key in shapes if key.endswith("length")}
+    length = torch.tensor(shapes["prompt_embeds"][0]) if "text_length" in shapes else None
     with mode:
         with Weigh([]):
-            text = {key: lengths.get(key, torch.empty(shape, dtype=adapter.dtype)) for key, shape in shapes.items()}
-            image = Image.new("RGB", (r.width, r.height))
-            one = text | (adapter.encode_sources((image,) * sources) if sources else {})
-            one = attach(one, dict(text)) if adapter.guided else one
-            batch = {key: value.expand(r.batch_size, *value.shape).contiguous() for key, value in one.items()}
-        x = torch.empty(r.batch_size, *adapter.latent_shape(r.height, r.width))
-    return mode, [*known, x, *batch.values()], (x, sigma, batch)
+            empty = {key: torch.empty(shape, dtype=adapter.dtype) for key, shape in shapes.items()}
+            image, text = Image.new("RGB", (r.width, r.height)), replace(Condition.of_text(empty), text_length=length)
+            latents = adapter.encode_sources((image,) * sources, r.frames) if sources else ()
+            one = replace(text, sources=latents, negative=text if adapter.guided(r) else None)
+            batch = one.map(lambda value: value.expand(r.batch_size, *value.shape).contiguous())
+        x = torch.empty(r.batch_size, *adapter.latent_shape(r))
+    return mode, [*known, x, *batch.all_tensors()], (x, sigma, batch)
 
 
 def meta_pipeline(path: Path, pipeline: str, dtype: torch.dtype) -> tuple[Any, dict[str, int]]:

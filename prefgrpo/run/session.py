@@ -30,12 +30,12 @@ from prefgrpo.rewards import PYTHON, named_objects
 from prefgrpo.rewards.log import drop_from
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.batches import Rollouts
-from prefgrpo.rollout.embed import Embeddings
-from prefgrpo.rollout.sampling import Schedules, all_sizes, applied, evaluation
+from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
+from prefgrpo.rollout.sampling import Schedules, all_sizes, evaluation
 from prefgrpo.run import checkpoint, judging
 from prefgrpo.run.evaluate import Evaluator, held_out
 from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
-from prefgrpo.run.loading import config_errors_as, missing, open_adapter, trainable, uses
+from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
 from prefgrpo.run.memory import known_bytes
 from prefgrpo.run.policy import Policy
 from prefgrpo.run.run_folder import RunFolder
@@ -157,7 +157,7 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     judge, judge_notes = open_judge(config, world)  # what is wrong with a reward shows before the model is loaded
     scorer, weights = training_scorer(config, judge, folder.root if world.main else None, prompts, world)
     scorers = {name: evaluation_scorers(config, judge, held, scorer, world) for name, held in measured.items()}
-    absent = len(missing(config, uses(config, prompts, (p for held in sets.values() for p in held))))
+    absent = len(uncached(config, encoding_jobs(config, prompts, [p for held in sets.values() for p in held])))
     adapter = trainable(config, open_adapter(config, world.device, encoders=bool(absent)))
     policy = Policy(dict(adapter.trainable()), config.train)
     schedules = open_schedules(config, adapter, world, prompts)
@@ -221,11 +221,11 @@ def open_schedules(config: Config, adapter: Adapter, world: World, prompts: list
     schedules = Schedules(config, adapter, world.device)
     with config_errors_as("rollout, or a prompt's own size"):
         for sizes in all_sizes(prompts, config.rollout, config.data.own_sizes):
-            adapter.latent_shape(sizes.height, sizes.width)
+            adapter.latent_shape(sizes)
             schedules.check(sizes)
     shown = evaluation(config)
-    with config_errors_as("eval.height/width/frames"), applied(adapter, shown):
-        adapter.latent_shape(shown.height, shown.width)
+    with config_errors_as("eval.height/width/frames"):
+        adapter.latent_shape(shown)
     return schedules
 
 
@@ -258,7 +258,7 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
     """What trains, on what, evaluated how, and the memory that is known before the first step."""
     c, r, t, e, adapter = config, config.rollout, config.train, config.eval, session.adapter
     count, what = len(session.rollouts.prompts), f"LoRA rank {t.lora_rank}" if t.lora_rank else "full"
-    media = f"clips of {adapter.frames} frames" if adapter.frames else "images"
+    media = f"clips of {frames} frames" if (frames := adapter.frames(r)) else "images"
     yield (
         f"{c.family} from {c.model}: training {adapter.parameter_counts()['trainable'] / 1e6:.2f} M parameters "
         f"({what}, {c.dtype}) on {session.world.size} × {session.world.device}; {r.prompts_per_step} prompts × "

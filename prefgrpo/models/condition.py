@@ -1,0 +1,88 @@
+"""What a denoiser is conditioned on: the prompt's embedding and, in editing, its source images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Condition:
+    """An encoded prompt, or with a leading dimension B a batch of them."""
+
+    prompt_embeds: Tensor
+    """[(B,) n, C] states of the text encoder; a batch is padded with zeros at the end to its longest prompt."""
+    text_length: Tensor | None = None
+    """int64 [(B)] tokens of the prompt, where `prompt_embeds` is as long as the prompt. It stays on the CPU, so that
+    shapes may depend on it without waiting for the device."""
+    pooled: Tensor | None = None
+    """[(B,) C'] pooled vector of a second text encoder."""
+    sources: tuple[Tensor, ...] = ()
+    """What `Adapter.encode_sources` makes of the source images: latents [(B,) rows, columns, C] of each, or
+    [(B,) C, F', h, w]."""
+    negative: Condition | None = None
+    """The negative prompt's embedding, if guidance is on; its sources are those of the prompt."""
+
+    @classmethod
+    def of_text(cls, tensors: Mapping[str, Tensor]) -> Condition:
+        """The inverse of `tensors`."""
+        return cls(tensors["prompt_embeds"], tensors.get("text_length"), tensors.get("pooled"))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the text encoder made of the prompt, by field."""
+        named = {"prompt_embeds": self.prompt_embeds, "text_length": self.text_length, "pooled": self.pooled}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def all_tensors(self) -> list[Tensor]:
+        """Every tensor in it."""
+        return [*self.tensors().values(), *self.sources, *(self.negative.all_tensors() if self.negative else ())]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Condition:
+        """The same with `function` of every tensor."""
+        return combine([self], lambda _, tensors: function(tensors[0]))
+
+    def to(self, device: torch.device | str) -> Condition:
+        """On `device`, but for the lengths."""
+        return self.map(lambda tensor: tensor.to(device) if tensor.is_floating_point() else tensor)
+
+    def select(self, rows: Tensor) -> Condition:
+        """The batch rows `rows` (int64)."""
+        return self.map(lambda tensor: tensor.index_select(0, rows.to(tensor.device)))
+
+    def tile(self, times: int) -> Condition:
+        """A batch [B, …] repeated to [times · B, …]."""
+        return self.map(lambda tensor: tensor.repeat(times, *[1] * (tensor.dim() - 1)))
+
+
+def combine(conditions: Sequence[Condition], function: Callable[[str, list[Tensor]], Tensor]) -> Condition:
+    """function(field, tensors of all conditions) for every field. Raises ValueError where they have other fields."""
+    if len({(*one.tensors(), len(one.sources), one.negative is None) for one in conditions}) > 1:
+        have = [f"{', '.join(one.tensors())}, {len(one.sources)} source(s)" for one in conditions]
+        raise ValueError(f"conditions of one batch must have equal parts (as many source images), got {have}")
+    named = {name: function(name, [one.tensors()[name] for one in conditions]) for name in conditions[0].tensors()}
+    sources = [function("source", list(each)) for each in zip(*(one.sources for one in conditions), strict=True)]
+    negatives = [one.negative for one in conditions if one.negative is not None]
+    negative = combine(negatives, function) if negatives else None
+    return replace(Condition.of_text(named), sources=tuple(sources), negative=negative)
+
+
+def collate(conditions: Sequence[Condition], device: torch.device | str = "cpu") -> Condition:
+    """Batch [B, …] of unbatched conditions on `device`; prompts are zero-padded at the end to the longest.
+
+    Raises ValueError for conditions that differ otherwise (source images of two sizes, one image and two).
+    """
+
+    def stack(name: str, tensors: list[Tensor]) -> Tensor:
+        shapes = {tuple(tensor.shape) for tensor in tensors}
+        if len(shapes) > 1 and name == "prompt_embeds":
+            return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+        if len(shapes) > 1:
+            raise ValueError(f"conditions of one batch must have equal shapes, but '{name}' has {sorted(shapes)}")
+        return torch.stack(tensors)
+
+    if not conditions:
+        raise ValueError("collate needs at least one condition")
+    return combine(conditions, stack).to(device)

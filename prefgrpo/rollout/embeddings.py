@@ -1,0 +1,378 @@
+"""Prompt embeddings: each unique prompt is encoded once, kept in memory and, if a folder is given, on disk.
+
+In editing, source images are encoded once too, whatever is asked of them; where the text encoder sees them
+(`Adapter.text_sees_sources`), a text is one per source. An entry's name on disk is the hash of (family, encoders,
+dtype, max length, what it is of), so a folder serves any run and never goes stale. Invariant: a condition depends on
+its prompt and sources alone; cache on = cache off, bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageOps
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from prefgrpo.config.schema import Config, ConfigError, SamplingConfig
+from prefgrpo.data.prompts import DataError, Prompt
+from prefgrpo.models import DTYPES, family, folder
+from prefgrpo.models.base import Adapter, Condition, Sampling
+from prefgrpo.models.condition import collate
+from prefgrpo.models.folder import ModelError
+from prefgrpo.rollout.sampling import evaluation, of_prompt
+
+logger = logging.getLogger(__name__)
+PER_SHARD, SHARD_BYTES = 64, 256 * 2**20
+"""A shard is written when it has so many entries, or so many bytes."""
+MODELS_FILE = "models.json"
+"""Models whose embeddings are in the cache: what they are beside their encoders → the encoders' fingerprints."""
+Sources = tuple[Image.Image, ...]
+"""The source images of an edit, in order."""
+
+
+# ---- on disk --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CacheKeys:
+    """The names of the entries of one model."""
+
+    family: type[Adapter]
+    fingerprint: str
+    """Of the encoders (`folder.encoder_fingerprint`)."""
+    dtype: torch.dtype
+    max_length: int
+    source_area: int | None
+
+    def text(self, prompt: str, sources: Sources = ()) -> str:
+        """Of a text's embedding; sources count where the text encoder sees them."""
+        seen = b"\0" + _digest(sources) if sources and self.family.text_sees_sources else b""
+        return self._name(prompt.encode() + seen)
+
+    def sources(self, sources: Sources, frames: int | None) -> str:
+        """Of the latents of source images; frames of the clip count where these depend on them."""
+        spanned = self.family.source_spans_clip and (frames or self.family.default_frames)
+        return self._name(b"\0sources\0" + (f"{spanned}\0".encode() if spanned else b"") + _digest(sources))
+
+    def _name(self, content: bytes) -> str:
+        area = self.family.default_source_area if self.source_area is None else self.source_area
+        common = f"{self.family.__name__}:{self.fingerprint}:{self.dtype}:{self.max_length}:{area}"
+        return hashlib.sha256(hashlib.sha256(common.encode()).digest() + content).hexdigest()
+
+
+def _digest(sources: Sources) -> bytes:
+    """Of the pixels of images, in order."""
+    pixels = [image.convert("RGB") for image in sources]
+    return b"".join(hashlib.sha256(repr(one.size).encode() + one.tobytes()).digest() for one in pixels)
+
+
+class Shards:
+    """A folder of named tensor groups in safetensors shards, which any number of processes fill and read.
+
+    A shard is named by the keys in it and appears whole or not at all, so a process that is killed loses what it had
+    not written and nothing else. Invariant: a key holds what was written under it, bit for bit (a checksum in the
+    header tells), or is not there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._shard: dict[str, str] = {}
+        """Key → the file that holds it."""
+        self._opened: set[str] = set()
+        self.scan()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._shard
+
+    def scan(self) -> None:
+        """Read the keys of new shards."""
+        for name in sorted({file.name for file in self.folder.glob("*.safetensors")} - self._opened):
+            self._opened.add(name)
+            try:
+                with safe_open(self.folder / name, "pt") as file:
+                    self._shard.update({k.partition(".")[0]: name for k in file.keys()})  # noqa: SIM118  (no mapping)
+            except (OSError, SafetensorError) as error:
+                self._damaged(name, error)
+
+    def read(self, key: str) -> dict[str, Tensor] | None:
+        """The tensors under a key; None without it, or where its shard is damaged."""
+        if key not in self._shard:
+            self.scan()  # another process may have written it
+        if key not in self._shard:
+            return None
+        name = self._shard[key]
+        try:
+            with safe_open(self.folder / name, "pt") as file:
+                own = [k for k in file.keys() if k.startswith(f"{key}.")]  # noqa: SIM118  (no mapping)
+                tensors = {k.partition(".")[2]: file.get_tensor(k).clone() for k in own}
+                written = (file.metadata() or {}).get(key, "")
+            if not tensors or written not in ("", _checksum(tensors)):
+                raise ValueError(f"it holds under {key[:8]}… what was not written there")
+            return tensors
+        except (OSError, ValueError, SafetensorError) as error:
+            self._damaged(name, error)
+            self._shard = {k: n for k, n in self._shard.items() if n != name}
+            return None
+
+    def write(self, content: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Add a shard; equal sets of keys (without dots) make the same file, whoever writes it."""
+        if not content:
+            return
+        name = hashlib.sha256("\n".join(sorted(content)).encode()).hexdigest()[:32] + ".safetensors"
+        tensors = {f"{key}.{k}": v for key in sorted(content) for k, v in content[key].items()}
+        write_atomic(self.folder / name, save(tensors, {key: _checksum(content[key]) for key in sorted(content)}))
+        self._opened.add(name)
+        self._shard.update(dict.fromkeys(content, name))
+
+    def _damaged(self, name: str, error: Exception) -> None:
+        message = "embedding cache: %s is damaged (%s); remove it, what it held is encoded again"
+        logger.warning(message, self.folder / name, error)
+
+
+def write_atomic(file: Path, content: bytes) -> None:
+    """Write a file of the cache; it appears whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    part.write_bytes(content)
+    os.replace(part, file)
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Of names and bytes, hex."""
+    value = 0
+    for name, tensor in sorted(tensors.items()):
+        content = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        value = zlib.crc32(content, zlib.crc32(name.encode(), value))
+    return f"{value:08x}"
+
+
+# ---- the conditions of prompts --------------------------------------------------------------------------------------
+
+
+class Embeddings:
+    """Conditions by prompt text."""
+
+    def __init__(self, adapter: Adapter, max_length: int, folder: str | Path | None = None, keep: int = 1024) -> None:
+        """max_length: text tokens. folder: where to keep conditions on disk. keep: how many stay in memory."""
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        if folder is not None and not adapter.fingerprint:
+            raise ValueError("an embedding folder needs a model loaded from disk: its fingerprint is the key")
+        self._adapter, self._max_length, self._keep = adapter, max_length, keep
+        self.keys = CacheKeys(type(adapter), adapter.fingerprint, adapter.dtype, max_length, adapter.source_area)
+        self._memory: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+        self._shards = None if folder is None else Shards(Path(folder))
+        self._pending: dict[str, dict[str, Tensor]] = {}
+        self.encoded = 0
+        """How many texts went through the text encoders so far."""
+
+    def __call__(
+        self, prompts: Sequence[str], sampling: Sampling, sources: Sequence[Sources] | None = None
+    ) -> list[Condition]:
+        """One unbatched CPU condition per prompt (and source images), in order; equal texts share their tensors.
+
+        With guidance on, each carries the negative prompt's embedding, which is encoded once (per source if seen).
+        """
+        asked = zip(prompts, sources or [()] * len(prompts), strict=True)
+        conditions = [self._condition(prompt, tuple(own), sampling) for prompt, own in asked]
+        self.flush()
+        return conditions
+
+    def _condition(self, prompt: str, sources: Sources, sampling: Sampling) -> Condition:
+        adapter, condition = self._adapter, self.text(prompt, sources)
+        if sources:
+            condition = replace(condition, sources=self.sources(sources, sampling.frames))
+        if adapter.cfg is not None and adapter.guided(sampling):
+            condition = replace(condition, negative=self.text(adapter.cfg.negative, sources))
+        return condition
+
+    def text(self, prompt: str, sources: Sources = ()) -> Condition:
+        """The embedding of one text; sources are looked at only where the family's text encoder sees them."""
+
+        def encode() -> dict[str, Tensor]:
+            self.encoded += 1
+            with self._adapter.parked.present("text_encoder"):
+                return self._adapter.encode(prompt, self._max_length, sources).tensors()
+
+        return Condition.of_text(self._kept(self.keys.text(prompt, sources), encode))
+
+    def sources(self, sources: Sources, frames: int | None) -> tuple[Tensor, ...]:
+        """`Condition.sources` of the source images of an edit; frames: of the clip."""
+
+        def encode() -> dict[str, Tensor]:
+            with self._adapter.parked.present("vae", "text_encoder"):
+                tensors = self._adapter.encode_sources(sources, frames)
+            return {"source" if k == 1 else f"source_{k}": tensor for k, tensor in enumerate(tensors, 1)}
+
+        kept = self._kept(self.keys.sources(sources, frames), encode)
+        # what is `source_2` of Wan2.1 I2V was `image_embeds` in older caches
+        return tuple(kept[name] for name in sorted(kept, key=lambda name: (name == "image_embeds", len(name), name)))
+
+    def _kept(self, key: str, encode: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """From memory, else from disk, else encoded now."""
+        entry = self._memory.pop(key, None) or self._pending.get(key)
+        if entry is None and self._shards is not None:
+            entry = self._shards.read(key)
+        if entry is None:
+            entry = encode()
+            if self._shards is not None:
+                self._pending[key] = entry
+                size = sum(tensor.nbytes for pending in self._pending.values() for tensor in pending.values())
+                if len(self._pending) >= PER_SHARD or size >= SHARD_BYTES:
+                    self.flush()
+        self._memory[key] = entry
+        if len(self._memory) > self._keep:
+            self._memory.popitem(last=False)
+        return entry
+
+    def flush(self) -> None:
+        """Write what was encoded since, as one shard."""
+        if self._shards is not None:
+            self._shards.write(self._pending)
+            self._pending = {}
+
+
+def fitted_sources(prompts: Sequence[Prompt], height: int, width: int) -> list[Sources]:
+    """The source images of each prompt at the output's size, cropped in the middle; each list of files is read once."""
+    fitted: dict[tuple[str, ...], Sources] = {}
+    for prompt in prompts:
+        if prompt.source not in fitted:
+            images = prompt.images()
+            fitted[prompt.source] = tuple(
+                ImageOps.fit(one, (width, height), Image.Resampling.LANCZOS) for one in images
+            )
+    return [fitted[p.source] for p in prompts]
+
+
+def conditions(
+    embeddings: Embeddings, prompts: Sequence[Prompt], sizes: SamplingConfig, device: torch.device
+) -> Condition:
+    """Batched condition [B, …] of prompts with their source images."""
+    unique = list({(p.text, p.source): p for p in prompts}.values())
+    encoded = embeddings([p.text for p in unique], sizes, fitted_sources(unique, sizes.height, sizes.width))
+    by = {(p.text, p.source): one for p, one in zip(unique, encoded, strict=True)}
+    return collate([by[p.text, p.source] for p in prompts], device)
+
+
+# ---- what a run encodes ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EncodeJob:
+    """What is encoded at once."""
+
+    text: str | None
+    """None: the source images alone."""
+    source: tuple[str, ...] = ()
+    height: int = 0
+    width: int = 0
+    """Size of the output, to which the sources are fitted; 0 without sources."""
+    frames: int | None = None
+    """Of the clip, for source images whose latents depend on them."""
+
+    def images(self) -> Sources:
+        """The source images at the output's size."""
+        return fitted_sources([Prompt(0, self.text or "", source=self.source)], self.height, self.width)[0]
+
+
+def encoding_jobs(config: Config, trained: Sequence[Prompt], evaluated: Sequence[Prompt] = ()) -> list[EncodeJob]:
+    """Everything that a run encodes, each once: prompts, with guidance the negative prompt, and source images.
+
+    Where the text encoder sees the source images, a prompt and the negative prompt are one per source. Raises DataError
+    as `check_sources`.
+    """
+    check_sources(config, trained)
+    check_sources(config, evaluated)
+    cls, shown = family(config.family), evaluation(config)
+    used = [(prompt, of_prompt(prompt, config.rollout, config.data.own_sizes)) for prompt in trained]
+    jobs: dict[EncodeJob, None] = {}
+    for prompt, sizes in [*used, *((prompt, shown) for prompt in evaluated)]:
+        place = (prompt.source, sizes.height, sizes.width) if prompt.source else ()
+        texts = [cls.cfg.negative] if cls.cfg is not None and cls.cfg.active(sizes.guidance) else []
+        for text in [*texts, prompt.text]:
+            jobs[EncodeJob(text, *(place if cls.text_sees_sources else ()))] = None
+        if place:
+            frames = (sizes.frames or cls.default_frames) if cls.source_spans_clip else None
+            jobs[EncodeJob(None, *place, frames)] = None
+    return list(jobs)
+
+
+def check_sources(config: Config, prompts: Sequence[Prompt]) -> None:
+    """All prompts of a file must have as many source images, and as many as the family takes. Raises DataError."""
+    cls = family(config.family)
+    least, most = int(cls.needs_source), cls.most_sources
+    if wrong := [p for p in prompts if not least <= len(p.source) <= most]:
+        takes = "no source image" if most == 0 else f"{least} to {most} source images" if least < most else "one"
+        message = f"{config.family} takes {takes} per prompt, which {len(wrong)} of {len(prompts)} do not have"
+        raise DataError(f"{message}; the first: {wrong[0]} has {len(wrong[0].source)}")
+    if odd := next((p for p in prompts if len(p.source) != len(prompts[0].source)), None):
+        message = "every prompt of a file needs as many source images, because they share batches"
+        raise DataError(f"{message}; {prompts[0]} has {len(prompts[0].source)}, {odd} has {len(odd.source)}")
+
+
+def uncached(config: Config, jobs: list[EncodeJob]) -> list[EncodeJob]:
+    """Those that are not in data.cache. Raises ConfigError, or ModelError where the text encoders are gone."""
+    left, cls = jobs, family(config.family)
+    if config.data.cache:
+        shards, area = Shards(_cache_folder(config)), config.rollout.source_area
+        keys = CacheKeys(cls, cached_fingerprint(config), DTYPES[config.dtype], config.data.max_length, area)
+        left = [job for job in jobs if _key(keys, job) not in shards]
+    if left and folder.lacks_encoders(cls.find(config.model)):
+        message = (
+            f"the text encoders are not in {config.model}, and {len(left)} of {len(jobs)} texts and sources are not"
+        )
+        where = config.data.cache or "data.cache, which is not set"
+        raise ModelError(f"{message} in {where}, the first: {(left[0].text or left[0].source)!r}")
+    return left
+
+
+def _key(keys: CacheKeys, job: EncodeJob) -> str:
+    return keys.sources(job.images(), job.frames) if job.text is None else keys.text(job.text, job.images())
+
+
+def _cache_folder(config: Config) -> Path:
+    """data.cache, which is a folder or can become one. Raises ConfigError."""
+    path = Path(config.data.cache)
+    there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if not there.is_dir() or not os.access(there, os.R_OK | os.X_OK if there == path.absolute() else os.W_OK):
+        raise ConfigError([f"data.cache: expected a folder that can be written, got {path} ({there} is none)"])
+    return path
+
+
+def cached_fingerprint(config: Config) -> str:
+    """Fingerprint of the model's encoders; where they were deleted, the one that `note_encoders` has of the rest."""
+    path = family(config.family).find(config.model)
+    if not folder.lacks_encoders(path):
+        return folder.encoder_fingerprint(path)
+    noted = _noted_models(config).get(folder.body_fingerprint(path), [])
+    if len(noted) != 1:
+        message = f"the text encoders are not in {path}, and {config.data.cache} was filled by {len(noted)} models that"
+        raise ModelError(
+            f"{message} are otherwise the same; expected one: put them back, or run `prefgrpo preprocess` with them"
+        )
+    return noted[0]
+
+
+def note_encoders(config: Config) -> None:
+    """Note in data.cache whose embeddings it holds, so that the text encoders can be deleted."""
+    path, noted = family(config.family).find(config.model), _noted_models(config)
+    body, own = folder.body_fingerprint(path), cached_fingerprint(config)
+    if own not in noted.setdefault(body, []):
+        noted[body].append(own)
+        write_atomic(Path(config.data.cache) / MODELS_FILE, json.dumps(noted, indent=1).encode())
+
+
+def _noted_models(config: Config) -> dict[str, list[str]]:
+    file = Path(config.data.cache) / MODELS_FILE
+    return json.loads(file.read_text()) if config.data.cache and file.is_file() else {}
