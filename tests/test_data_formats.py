@@ -159,7 +159,7 @@ def test_no_line_is_lost_or_cut_short_in_silence(tmp_path):
         with pytest.raises(DataError, match=r"expected a file that ends in \.txt, \.csv, \.tsv, \.jsonl, \.parquet"):
             read_prompts(written(tmp_path / name, ["[]"]))
     with pytest.raises(
-        DataError, match=r"line 3, 'b': expected whole numbers for both height and width, got \['9', 'x'\]"
+        DataError, match=r"line 3, 'b': expected whole numbers above 0 for both height and width, got \['9', 'x'\]"
     ):
         read_prompts(
             written(tmp_path / "s.jsonl", ["", '{"prompt": "a"}', '{"prompt": "b", "height": 9, "width": "x"}'])

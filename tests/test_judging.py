@@ -81,7 +81,7 @@ def test_ranks_share_the_limit(place, limit, ranks):
 def test_options_are_checked_by_name_and_type(place):
     for own, message in (
         ({"modle": "b"}, rf"reward\.options\.{OTHER}\.judge\.modle: unknown key; did you mean 'judge\.model'"),
-        ({"endpoints": "http://h"}, rf"reward\.options\.{OTHER}\.judge\.endpoints: Input should be a valid list"),
+        ({"endpoints": "http://h"}, rf"reward\.options\.{OTHER}\.judge\.endpoints: expected a list"),
         ({"backend": "local"}, "expected backend http, got local"),
     ):
         c = config(place, reward={"spec": OTHER, "options": {OTHER: {"judge": own}}})

@@ -102,8 +102,8 @@ def test_a_step_without_training_has_figures_without_nan():
     found = policy_metrics([], ALONE)
     assert found["loss"] == found["policy/on_policy_error"] == 0.0 and "policy/ratio_max" not in found
     assert all(np.isfinite(v) for v in found.values())
-    line = step_line(3, 100, found | {"grad_norm": 0.0, "reward/missing": 0.0, "reward/x": 0.5}, {"rollout": 1.0})
-    assert line.startswith("step   3/100 · x 0.500±0.000 · ") and "nan" not in line
+    line = step_line(3, 100, found | {"grad_norm": 0.0, "reward/missing": 0.0, "reward/x": 0.5}, {"rollout": 1.0}, 65.0)
+    assert line.startswith("step   3/100 (3%, 01:05 left) · x 0.500 · clipped 0% · ") and "nan" not in line
 
 
 class TwoRanks(World):
@@ -152,12 +152,13 @@ def test_lines_for_a_person():
     values = {
         "reward/vlm_pairwise": 0.5, "reward/vlm_pairwise_std": 0.25, "reward/missing": 0.02, "policy/kl": 1e-6,
         "policy/clip_fraction": 0.25, "policy/ratio_min": 0.9, "policy/ratio_max": 1.05, "grad_norm": 0.01,
-        "judge/requests": 56.0, "judge/failures": 3.0,
+        "judge/requests": 56.0, "judge/failures": 3.0, "judge/tie_rate": 0.25, "judge/order_inconsistency": 0.04,
     }  # fmt: skip
-    line = step_line(7, 300, values, {"rollout": 1.0, "update": 0.5})
+    line = step_line(7, 300, values, {"rollout": 1.0, "update": 0.5}, 4000.0, 0.625)
     for part in (
-        "step   7/300", "vlm_pairwise 0.500±0.250", "clipped 25%", "|Δratio| ≤ 1.0e-01", "kl 1.0e-06",
-        "judged 56, 3 failed", "missing 2%", "1.50 s (rollout 1.00 update 0.50)",
+        "step   7/300 (2%, 1:06:40 left)", "held-out win rate 0.625",
+        "vlm_pairwise 0.500±0.250", "clipped 25%", "|Δratio| ≤ 1.0e-01", "kl 1.0e-06",
+        "judged 56, 3 failed, 75% decided, 4% change with the order", "missing 2%", "1.50 s (rollout 1.00 update 0.50)",
     ):  # fmt: skip
         assert part in line
     values = {
@@ -208,7 +209,9 @@ def test_other_ranks_are_silent(tmp_path, capsys):
     one = log(tmp_path, active=False)
     one.row("train", 1, {})
     one.say("x")
-    one.step("y")
+    one.step(1, {}, {})
+    with one.bar("rollout", "sample", 3) as bar:
+        bar.update(3)
     one.close()
     assert not list(tmp_path.iterdir()) and capsys.readouterr() == ("", "")
 

@@ -92,7 +92,7 @@ def test_the_columns_are_read_only_where_asked(place):
     sized = of_prompt(prompt, config.rollout, True)
     assert (sized.height, sized.width) == (64, 32)
     assert of_prompt(Prompt(0, "x"), config.rollout, True) == config.rollout
-    with pytest.raises(ValueError, match=r"'x': expected whole numbers for both height and width"):
+    with pytest.raises(ValueError, match=r"'x': expected whole numbers above 0 for both height and width"):
         of_prompt(Prompt(0, "x", {"height": 64}), config.rollout, True)
     (place / "odd.jsonl").write_text(json.dumps({"prompt": "x", "height": 18, "width": 16}))
     code, output = train(written(place, "odd", data={"prompts": str(place / "odd.jsonl"), "own_sizes": True}))
@@ -171,7 +171,7 @@ def test_what_an_evaluation_cannot_be(place):
         ({"frames": 5}, "eval.frames: flux makes images"),
         ({"guidance_2": 3.0}, "eval.guidance_2: flux has one denoiser"),
         ({"height": 18}, "eval.height/width/frames: height and width must be multiples of 4"),
-        ({"steps": 0}, "eval.steps: expected a number above 0 or none, got 0"),
+        ({"steps": 0}, "eval.steps: expected a value above 0, got 0"),
     ):
         code, output = train(written(place, "wrong", eval=over))
         assert code == 2 and told in output, output

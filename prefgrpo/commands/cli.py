@@ -1,48 +1,43 @@
 """The command line: `prefgrpo train | plan | preprocess | generate | report | judge … | tiny | demo | doctor`.
 
-A command is a function; its arguments are its options, so `--help` is complete by construction. `train`, `preprocess`
-and `generate` take a recipe, whose values are the defaults that overrides change. Exit codes: 2 for a mistake that
-the message tells how to mend, 3 for a run that stopped with a resumable checkpoint.
+A command is a function; its arguments are its options, so `--help` is complete by construction. One with an argument
+`config` takes a recipe and `--section.field value` overrides, which are checked together. Exit codes: 2 for a mistake
+that the message tells how to mend, 3 for a run that stopped with a resumable checkpoint.
 """
 
 from __future__ import annotations
 
-import inspect
+import difflib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import field, fields, is_dataclass, make_dataclass
+from fnmatch import fnmatch
 from importlib import import_module
+from inspect import Parameter, Signature, signature
 from io import StringIO
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import tyro
 import yaml
 
 from prefgrpo import __version__
 from prefgrpo.commands.launch import speaks, wait_for_first
-from prefgrpo.config.schema import MODEL_VALUES, Config, ConfigError, check, differences, nearest, parse
+from prefgrpo.config.recipe import ConfigError, Loader, merged
+from prefgrpo.config.schema import MODEL_VALUES, Config, check, differences, leaves, parse
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("prefgrpo.commands.cli:train", "train a model from a recipe; any field can be overridden"),
     "demo": ("prefgrpo.commands.cli:demo", "train the tiny demo in runs/demo of this folder; options as for train"),
-    "preprocess": (
-        "prefgrpo.commands.cli:preprocess",
-        "encode all prompts of a recipe once, into data.cache (also under torchrun)",
-    ),
-    "launch": (
-        "prefgrpo.commands.launch:launch",
-        "torchrun with the run's exit code: launch --nproc_per_node 8 train RECIPE",
-    ),
+    "preprocess": ("prefgrpo.commands.cli:preprocess", "encode all prompts of a recipe once, into data.cache"),
+    "launch": ("prefgrpo.commands.launch:launch", "torchrun with the run's exit code: --nproc_per_node 8 train RECIPE"),
     "plan": ("prefgrpo.commands.cli:plan", "parameters and memory per GPU, from the model's config alone"),
-    "generate": (
-        "prefgrpo.commands.cli:generate",
-        "make images or clips of every prompt of a file (also under torchrun)",
-    ),
-    "score": ("prefgrpo.commands.score:main", "score a folder of images or clips (also under torchrun)"),
+    "generate": ("prefgrpo.commands.cli:generate", "make images or clips of every prompt of a file"),
+    "score": ("prefgrpo.commands.score:main", "score a folder of images or clips"),
     "reward list": ("prefgrpo.rewards.listing:show", "every reward: what it takes, what it is, where it runs"),
     "reward serve": ("prefgrpo.rewards.serve:main", "serve one reward over HTTP, from an environment of its own"),
     "report": ("prefgrpo.commands.cli:report", "write report.html of a run, finished or not"),
@@ -53,201 +48,38 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("prefgrpo.commands.doctor:doctor", "what is installed, which backends really run, which GPU"),
 }
 
-
-@dataclass(frozen=True)
-class Train:
-    """Train a model from a recipe."""
-
-    recipe: tyro.conf.Positional[Path]
-    """YAML file of the run, e.g. scripts/prefgrpo/lora_flux.yaml."""
-    resume: bool = False
-    """Continue the run in output/name from its newest checkpoint (from the start if it has none yet)."""
-    dry_run: bool = False
-    """Print configuration and memory, make the first batch, replay one step, write nothing, ask no judge."""
-    config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Parameters and memory per GPU, from the model's config alone."""
-
-    recipe: tyro.conf.Positional[Path]
-    """YAML file of the run, e.g. scripts/prefgrpo/lora_flux.yaml."""
-    memory_gib: float = 80.0
-    """Memory of one GPU."""
-    config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+FIELDS = {
+    "train": "model name output seed data.prompts rollout.height rollout.width rollout.steps rollout.guidance "
+    "rollout.prompts_per_step rollout.group_size rollout.batch_size judge.model judge.endpoints judge.template "
+    "reward.spec train.steps train.lr train.lora_rank train.gradient_checkpointing eval.every eval.prompts "
+    "checkpoint.every",
+    "plan": "model family dtype gpus data.prompts data.max_length data.cache rollout.height rollout.width "
+    "rollout.frames rollout.steps rollout.window_* rollout.guidance* rollout.source_area rollout.prompts_per_step "
+    "rollout.group_size rollout.batch_size train.lora_* train.target_components train.ema_decay train.*checkpointing* "
+    "memory.*",
+    "preprocess": "model family seed dtype device data.* rollout.height rollout.width rollout.frames rollout.guidance "
+    "rollout.source_area eval.every eval.prompts eval.final_prompts eval.holdout eval.max_prompts eval.height "
+    "eval.width eval.frames eval.guidance memory.offload",
+    "generate": "model family seed dtype device data.* rollout.height rollout.width rollout.frames rollout.steps "
+    "rollout.guidance* rollout.sigmas rollout.shift rollout.source_area rollout.truncate_timesteps rollout.batch_size "
+    "eval.prompts eval.height eval.width eval.frames eval.steps eval.guidance* memory.*",
+}
+"""The configuration's fields that --help shows: of `train` those that are set first, of the others those they use."""
 
 
-@dataclass(frozen=True)
-class Preprocess:
-    """Encode all prompts of a recipe once, into data.cache."""
+def train(config: Config, resume: bool = False, dry_run: bool = False) -> int:
+    """Train a model from a recipe. Any field of it can be overridden; shown are those that are set first, and
+    --help-all shows all of them.
 
-    recipe: tyro.conf.Positional[Path]
-    """YAML file of the run, e.g. scripts/prefgrpo/lora_flux.yaml."""
-    config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
-
-
-@dataclass(frozen=True)
-class Generate:
-    """Make images or clips of every prompt of a file, as the evaluation does."""
-
-    recipe: tyro.conf.Positional[Path]
-    """YAML file of the run: model, size, steps, guidance and seed, e.g. runs/demo/config.yaml."""
-    lora: Path | None = None
-    """Folder of a trained LoRA, or the run folder that has it; none: the base model (or a --model of full weights)."""
-    prompts: str = ""
-    """Prompts: txt, csv, jsonl or parquet; empty: the recipe's eval.prompts, or else its data.prompts."""
-    out: Path = Path("generated")
-    """Folder of the files; what is there already is skipped."""
-    samples: int = 4
-    """Images or clips per prompt."""
-    naming: Literal["plain", "unigenbench", "vbench"] = "plain"
-    """plain: 000012_0.png by place; unigenbench: INDEX_0.png by the table's index column; vbench: PROMPT-0.mp4."""
-    fps: int = 16
-    """Frames per second of clips."""
-    config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
-
-
-def _with_recipe(command: Any, argv: Sequence[str], name: str) -> Any:
-    """The command's arguments: its recipe read, overridden and checked. Raises ConfigError with every mistake."""
-    words = [word for word in argv if not word.startswith("-") and "=" not in word]
-    recipe = next((word for word in words if word.endswith((".yaml", ".yml"))), words[0] if words else None)
-    asks_help = "-h" in argv or "--help" in argv
-    config, mistakes = parse(recipe) if recipe and not asks_help else (Config(), [])
-    argv, misspelled = (argv, []) if asks_help else options(command, argv)
-    args, changed = _read(command, argv, name, config), {}
-    if recipe and args.config.model != config.model:
-        own, mistakes = parse(recipe, args.config.model)
-        if changed := differences(config, own):
-            args = _read(command, argv, name, own)
-    if args.recipe != Path(recipe or ""):
-        raise ConfigError([f"recipe: '{recipe}' or '{args.recipe}'? Put the recipe before the overrides"])
-    if mistakes := mistakes + misspelled + check(args.config) + _beyond(command, args.config):
-        raise ConfigError(mistakes)
-    if changed and os.environ.get("RANK", "0") == "0":
-        shown = ", ".join(f"{key} {b} (was {a})" for key, (a, b) in changed.items())
-        print(f"from {args.config.model}/{MODEL_VALUES}: {shown}", file=sys.stderr)
-    return args
-
-
-SWITCHES = {"true": "", "false": "no_"}
-
-
-def options(command: Any, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(`argv` as tyro reads it, mistakes): overrides may also be KEY=VALUE, and switches take true or false.
-
-    A KEY=VALUE has its value as in a recipe: `train.lora_targets=[to_q, to_k]`, `rollout.shift=null`.
+    Args:
+        config: The recipe with its overrides.
+        resume: Continue the run in output/name from its newest checkpoint (from the start if it has none yet).
+        dry_run: Print configuration and memory, make the first batch, replay one step, write nothing, ask no judge.
     """
-    known = _fields(command) | _fields(Config)
-    out, mistakes, rest = list[str](), list[str](), list(argv)
-    while rest:
-        word = rest.pop(0)
-        given, equals, value = word.removeprefix("--").partition("=")
-        section, dot, name = (key := given.replace("-", "_")).rpartition(".")
-        is_option = re.fullmatch(r"--[a-z][\w.-]*(=.*)?", word, re.S)
-        if not is_option and not (equals and (key in known or section in known)):
-            out.append(word)
-        elif known.get(key) is bool and (equals or (rest and rest[0].lower() in SWITCHES)):
-            switch = (value if equals else rest.pop(0)).lower()
-            if switch in SWITCHES:
-                out.append(f"--{section}{dot}{SWITCHES[switch]}{name}".replace("_", "-"))
-            else:
-                mistakes.append(f"{key}: expected true or false, got {switch!r}")
-        elif key in known and not is_option:
-            read = _value(value)
-            out += [f"--{given}", *map(str, read)] if isinstance(read, list) else [f"--{given}={read}"]
-        elif key in known or known.get(f"{section}{dot}{name.removeprefix('no_')}") is bool:
-            out.append(word)
-        else:
-            mistakes.append(f"{word}: unknown option; {nearest(tuple(key.split('.')))}")
-            while rest and not rest[0].startswith("--"):
-                rest.pop(0)  # its values
-    return out, mistakes
+    if dry_run:
+        from prefgrpo.commands.dry_run import dry_run as run
 
-
-def _value(text: str) -> Any:
-    """The value of KEY=VALUE: a list, None, or else the text itself."""
-    try:
-        read = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-    return read if isinstance(read, list) else None if text and read is None else text
-
-
-def _fields(cls: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted name → type of every field of a dataclass and of its sections; of a command, its own options."""
-    found: dict[str, Any] = {}
-    for name, kind in get_type_hints(cls).items():
-        if name != "config":
-            found |= {prefix + name: kind} | (_fields(kind, f"{prefix}{name}.") if is_dataclass(kind) else {})
-    return found
-
-
-def _beyond(command: Any, config: Config) -> list[str]:
-    """Mistakes that the parts of a run see: none of them needs the model's files."""
-    from prefgrpo.run.loading import misfits
-
-    found = misfits(config)
-    if command is Train:
-        from prefgrpo.run.session import mistakes
-
-        found += mistakes(config, int(os.environ.get("WORLD_SIZE", "1")))
-    return found
-
-
-def _read(command: Any, argv: Sequence[str], name: str, config: Config) -> Any:
-    """The arguments of a command whose defaults are `config`."""
-    default = command(tyro.MISSING, config=config)
-    with nullcontext() if speaks() else redirect_stderr(StringIO()):
-        return tyro.cli(command, args=list(argv), default=default, prog=f"prefgrpo {name}")
-
-
-def train(argv: Sequence[str]) -> int:
-    """`prefgrpo train RECIPE [--override …] [--resume | --dry-run]`."""
-    return _train(argv, "train")
-
-
-def demo(argv: Sequence[str]) -> int:
-    """`prefgrpo demo [--override …] [--resume | --dry-run]`: train the demo with the files of the installed package."""
-    from prefgrpo.tiny import demo_options
-
-    return _train([*demo_options(), *argv], "demo")
-
-
-def _train(argv: Sequence[str], name: str) -> int:
-    args = _with_recipe(Train, argv, name)
-    if args.dry_run:
-        from prefgrpo.commands.dry_run import dry_run
-
-        return dry_run(args.config)
-    return _run(args.config, args.resume)
-
-
-def plan(argv: Sequence[str]) -> int:
-    """`prefgrpo plan RECIPE [--gpus N] [--override …]`."""
-    args = _with_recipe(Plan, argv, "plan")
-    from prefgrpo.run.memory import plan as run
-
-    return run(args.config, args.memory_gib)
-
-
-def preprocess(argv: Sequence[str]) -> int:
-    """`prefgrpo preprocess RECIPE [--override …]`."""
-    args = _with_recipe(Preprocess, argv, "preprocess")
-    from prefgrpo.commands.preprocess import preprocess as run
-
-    return run(args.config)
-
-
-def generate(argv: Sequence[str]) -> int:
-    """`prefgrpo generate RECIPE [--lora DIR] [--override …]`."""
-    args = _with_recipe(Generate, argv, "generate")
-    from prefgrpo.commands.generate import generate as run
-
-    return run(args.config, args.lora, args.prompts, args.out, args.samples, args.naming, args.fps)
-
-
-def _run(config: Config, resume: bool) -> int:
+        return run(config)
     from prefgrpo.commands.train import Trainer
     from prefgrpo.run.loop import TrainingStopped
 
@@ -263,6 +95,172 @@ def _run(config: Config, resume: bool) -> int:
         if result.summary:
             print(result.summary)
     return 0
+
+
+def demo(argv: Sequence[str]) -> int:
+    """`prefgrpo demo [--override …] [--resume | --dry-run]`: train the demo with the files of the installed package."""
+    from prefgrpo.tiny import demo_options
+
+    recipe, *paths = demo_options()
+    return _with_recipe(train, "demo", [*paths, *argv], Path(recipe))
+
+
+def plan(config: Config, memory_gib: float = 80.0) -> int:
+    """Parameters and memory per GPU, from the model's config alone.
+
+    Args:
+        config: The recipe with its overrides.
+        memory_gib: Memory of one GPU.
+    """
+    from prefgrpo.run.memory import plan as run
+
+    return run(config, memory_gib)
+
+
+def preprocess(config: Config) -> int:
+    """Encode all prompts of a recipe once, into data.cache (also under torchrun)."""
+    from prefgrpo.commands.preprocess import preprocess as run
+
+    return run(config)
+
+
+def generate(
+    config: Config,
+    lora: Path | None = None,
+    prompts: str = "",
+    out: Path = Path("generated"),
+    samples: int = 4,
+    naming: Literal["plain", "unigenbench", "vbench"] = "plain",
+    fps: int = 16,
+) -> int:
+    """Make images or clips of every prompt of a file, as the evaluation does (also under torchrun).
+
+    Args:
+        config: The recipe with its overrides, e.g. runs/demo/config.yaml.
+        lora: Folder of a trained LoRA, or the run folder that has it; none: the base model (or a --model of full
+            weights).
+        prompts: Prompts: txt, csv, tsv, jsonl or parquet; empty: the recipe's eval.prompts, or else its data.prompts.
+        out: Folder of the files; what is there already is skipped.
+        samples: Images or clips per prompt.
+        naming: plain: 000012_0.png by place; unigenbench: INDEX_0.png by the table's index column; vbench:
+            PROMPT-0.mp4.
+        fps: Frames per second of clips.
+    """
+    from prefgrpo.commands.generate import generate as run
+
+    return run(config, lora, prompts, out, samples, naming, fps)
+
+
+def _with_recipe(command: Any, name: str, argv: Sequence[str], recipe: Path | None = None) -> int:
+    """Run a command on its recipe (the first argument without one), overridden and checked. Raises ConfigError."""
+    own = {k: p.replace(kind=Parameter.KEYWORD_ONLY) for k, p in signature(command, eval_str=True).parameters.items()}
+    del own["config"]
+    path = [] if recipe else [Parameter("recipe", Parameter.POSITIONAL_OR_KEYWORD, annotation=RECIPE)]
+    parameters = [*path, *own.values()]
+    if wanted := {"-h", "--help", "--help-all"} & set(argv):
+        section = _section(Config, ["*"] if wanted == {"--help-all"} else FIELDS[command.__name__].split())
+        whole: Any = Annotated[section, tyro.conf.arg(name="")]
+        parameters.append(Parameter("config", Parameter.KEYWORD_ONLY, annotation=whole, default=section()))
+        argv = ["--help"]
+    words, values = overrides(argv, {*own, "help"})
+
+    def arguments(**given: Any) -> dict[str, Any]:
+        return given
+
+    arguments.__doc__ = command.__doc__
+    arguments.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    arguments.__annotations__ = {p.name: p.annotation for p in parameters}
+    with nullcontext() if speaks() else redirect_stderr(StringIO()):
+        given = tyro.cli(arguments, args=words, prog=f"prefgrpo {name}")
+    return command(_read(recipe or given.pop("recipe"), values, command.__name__ == "train"), **given)
+
+
+RECIPE = Annotated[
+    tyro.conf.Positional[Path], tyro.conf.arg(help="YAML file of the run, e.g. scripts/prefgrpo/lora_flux.yaml.")
+]
+
+
+def _section(cls: Any, shown: Sequence[str], prefix: str = "") -> Any:
+    """A section with only those fields that one of the patterns `shown` matches, for --help."""
+    out: list[Any] = []
+    for name, info in cls.__pydantic_fields__.items():
+        kind, default = info.annotation, info.get_default(call_default_factory=True)
+        if is_dataclass(kind):
+            section = _section(kind, shown, f"{prefix}{name}.")
+            out += [(name, section, field(default_factory=section))] if fields(section) else []
+        elif any(fnmatch(prefix + name, pattern) for pattern in shown):
+            as_text = isinstance(default, dict)
+            help_ = tyro.conf.arg(help=" ".join(info.description.split()), metavar="YAML" if as_text else None)
+            out.append((name, Annotated[str if as_text else kind, help_], field(default="" if as_text else default)))
+    return make_dataclass(cls.__name__, out, namespace={"__doc__": cls.__doc__})
+
+
+def overrides(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], dict[str, Any]]:
+    """(words of the command itself, nested values of the configuration's fields) of a command line.
+
+    `--train.lr 1e-5`, `--train.lr=1e-5`, `--train.lora-targets to_q to_k`; a switch is `--tensorboard`,
+    `--no-tensorboard`, or `--tensorboard` with true or false. What no command and no field is called is a field too,
+    so that it is reported with the recipe's mistakes. own: the names of the command's options.
+    """
+    defaults, rest = leaves(Config()), list(argv)
+    value: Any
+    words, values = list[str](), dict[str, Any]()
+    while rest:
+        word = rest.pop(0)
+        option, equals, text = word.partition("=")
+        key = option.removeprefix("--").replace("-", "_")
+        if equals and key in defaults and not option.startswith("--"):
+            raise ConfigError([f"{word}: expected --{word}"])
+        if not option.startswith("--") or (key not in defaults and difflib.get_close_matches(key, own)):
+            words.append(word)
+            continue
+        switch = re.sub(r"(^|\.)no_(?=\w+$)", r"\1", key)
+        default = defaults.get(key)
+        if switch != key and isinstance(defaults.get(switch), bool):
+            key, value = switch, False
+        elif isinstance(default, tuple) and not equals:
+            value = list(takewhile(lambda w: not w.startswith("--"), rest))
+            del rest[: len(value)]
+        elif isinstance(default, bool) and not equals and (not rest or rest[0].lower() not in ("true", "false")):
+            value = True
+        elif not equals and (not rest or rest[0].startswith("--")):
+            raise ConfigError([f"{word}: expected a value"])
+        else:
+            text = text if equals else rest.pop(0)
+            value = text if isinstance(default, str) else _yaml(text)
+            value = [value] if isinstance(default, tuple) and isinstance(value, str) else value
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        values = merged(values, value)
+    return words, values
+
+
+def _yaml(text: str) -> Any:
+    """A number, switch, list, mapping or None as a recipe has it; else the text itself."""
+    try:
+        return None if text == "None" else yaml.load(text, Loader)
+    except yaml.YAMLError:
+        return text
+
+
+def _read(recipe: Path, values: Mapping[str, Any], training: bool) -> Config:
+    """The configuration of a recipe and overrides. Raises ConfigError with every mistake."""
+    from prefgrpo.run.loading import misfits
+
+    model = str(values.get("model", ""))
+    config, mistakes = parse(recipe, model, values)
+    mistakes += check(config) + misfits(config)
+    if training:
+        from prefgrpo.run import session
+
+        mistakes += session.mistakes(config, int(os.environ.get("WORLD_SIZE", "1")))
+    if mistakes:
+        raise ConfigError(mistakes)
+    changed = differences(parse(recipe)[0], parse(recipe, model)[0]) if model else {}
+    if changed and os.environ.get("RANK", "0") == "0":
+        shown = ", ".join(f"{key} {b} (was {a})" for key, (a, b) in changed.items())
+        print(f"from {model}/{MODEL_VALUES}: {shown}", file=sys.stderr)
+    return config
 
 
 def report(run: Path) -> int:
@@ -293,19 +291,12 @@ def _mendable() -> tuple[type[Exception], ...]:
 
 
 def _usage(group: str = "") -> str:
-    """All commands, or those whose names start with `group`."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items() if name.startswith(group)]
-    return "\n".join(["usage: prefgrpo COMMAND [--help] …", "", *lines, "", "  --version"])
-
-
-def _find(argv: Sequence[str]) -> tuple[str, list[str]] | None:
-    """(command, its arguments) at the head of `argv`."""
-    for words in (2, 1):
-        name = " ".join(argv[:words])
-        if name in COMMANDS:
-            return name, list(argv[words:])
-    return None
+    """The commands, or those of one group, a line each."""
+    shown = {name: text for name, (_, text) in COMMANDS.items() if name.startswith(group)}
+    width = max(map(len, shown))
+    lines = [f"  {name:<{width}}  {text}" for name, text in shown.items()]
+    head = [f"usage: prefgrpo {group}COMMAND [--help] …", ""]
+    return "\n".join([*head, *lines, *([] if group else ["", "  --version"])])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -317,26 +308,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice on image processors is not about this run
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # those of transformers too
-    found = _find(argv)
-    if found is None:
-        words = " ".join(argv).replace("--help", "-h")
-        group = words.removesuffix("-h") if any(f"{name.split()[0]} -h" == words for name in COMMANDS) else ""
-        asked = not argv or bool(group) or words.startswith("-h")
-        print(
-            _usage(group) if asked else f"error: unknown command '{' '.join(argv[:2])}'\n{_usage()}",
-            file=sys.stderr if not asked else sys.stdout,
-        )
-        return 0 if asked else 2
-    name, rest = found
-    module, _, attribute = COMMANDS[name][0].partition(":")
-    command: Any = getattr(import_module(module), attribute)
+    length = next((n for n in (2, 1) if " ".join(argv[:n]) in COMMANDS), 0)
+    name, rest = " ".join(argv[:length]), argv[length:]
+    if not name:
+        group = next((argv[0] + " " for command in COMMANDS if argv and command.startswith(argv[0] + " ")), "")
+        if (argv[1:] if group else argv) in ([], ["-h"], ["--help"]):
+            print(_usage(group))
+            return 0
+        print(f"error: unknown command '{' '.join(argv[:2])}'\n{_usage(group)}", file=sys.stderr)
+        return 2
     try:
-        if list(inspect.signature(command).parameters) == ["argv"]:  # it reads them itself
-            result = command(rest)
-        else:
-            result = tyro.cli(command, args=rest, prog=f"prefgrpo {name}", config=(tyro.conf.PositionalRequiredArgs,))
-        if isinstance(result, Path):
-            print(f"wrote {result}")
+        code = _run(name, rest)
         sys.stdout.flush()
     except SystemExit as end:  # tyro's
         if end.code:
@@ -354,7 +336,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         wait_for_first(2)
         print(f"error: {error}", file=sys.stderr)
         return 2
-    code = result if isinstance(result, int) else 0
     if code:
         wait_for_first(code)
     return code
+
+
+def _run(name: str, argv: list[str]) -> int:
+    """The exit code of a command."""
+    module, _, attribute = COMMANDS[name][0].partition(":")
+    command: Any = getattr(import_module(module), attribute)
+    parameters = signature(command).parameters
+    if name in FIELDS:
+        return _with_recipe(command, name, argv)
+    if list(parameters) == ["argv"]:  # it reads them itself
+        return command(argv)
+    result = tyro.cli(command, args=argv, prog=f"prefgrpo {name}", config=(tyro.conf.PositionalRequiredArgs,))
+    if isinstance(result, Path):
+        print(f"wrote {result}")
+    return result if isinstance(result, int) else 0

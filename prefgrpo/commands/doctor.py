@@ -1,8 +1,8 @@
 """`prefgrpo doctor`: what is installed and what really runs here.
 
 Every claim comes from a call: an op backend has run an affine step that equals the reference, an attention backend has
-run forward and backward (setting one may succeed where the call fails). Invariant: a part that is absent is a
-row, never an error; the exit code is 1 only if the reference itself is wrong.
+run forward and backward. Invariant: what is absent or fails is a row, never an error; the exit code is 1 only if the
+reference itself is wrong.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import os
 import platform
 import shutil
 import subprocess
+import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,9 +31,8 @@ PACKAGES = {
     "to train": ("diffusers", "transformers", "peft", "accelerate", "safetensors", "aiohttp", "tyro", "tensorboard"),
     "optional": ("triton", "kernels", "flash-attn", "xformers", "torchvision", "open-clip-torch", "wandb"),
 }
-COEF = ((0.9, -0.1, 0.3, -5.0, 0.25), (1.0, -0.05, 0.0, 0.0, 0.0))
+COEF = torch.tensor([(0.9, -0.1, 0.3, -5.0, 0.25), (1.0, -0.05, 0.0, 0.0, 0.0)])
 """An SDE row and an ODE row (a, b, s, w, c)."""
-ABSENT = "not installed"
 OTHER_DEVICES = ("_native_npu", "_native_xla")
 """Attention backends of accelerators that prefgrpo does not run on."""
 
@@ -51,39 +53,31 @@ def doctor(folder: Path = Path("runs"), hub: bool = False) -> int:
         folder: Where runs will be written; its free disk space is shown.
         hub: Also probe the attention backends that download a kernel from the hub.
     """
-    reference = list(_reference())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    reference = _tried("reference", _reference)
     _print("Versions", _versions())
     _print("Machine", _machine(folder))
-    _print("Judge engines, each in an environment of its own", list(_engines()))
-    _print("Ops (affine step against the reference)", [*reference, *_extension(), *_ops()])
-    _print(f"Attention in diffusers on {_device()} (one call, forward and backward)", _attention(hub))
-    return int(not all(row.ok for row in reference))
+    _print("Judge engines, each in an environment of its own", _engines())
+    _print("Ops (affine step against the reference)", [reference, _extension(), *_ops(device)])
+    _print(f"Attention in diffusers on {device} (one call, forward and backward)", _attention(device, hub))
+    return int(not reference.ok)
 
 
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _print(title: str, rows: Iterable[Row]) -> None:
+    print(title)
+    width = max(40, shutil.get_terminal_size().columns)
+    for name, ok, detail in rows:
+        head = f"  {name:<20} {'-' if ok is None else 'ok' if ok else 'no':<3} "
+        print(textwrap.fill(detail, width, initial_indent=head, subsequent_indent=" " * len(head)))
+    print()
 
 
-def _print(title: str, rows: Iterator[Row] | list[Row]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(width=4)
-    table.add_column(overflow="fold")
-    words = {True: "[green]ok[/]", False: "[red]no[/]", None: "[dim]-[/]"}
-    for row in rows:
-        table.add_row(row.name, words[row.ok], row.detail.replace("[", r"\["))
-    console = Console()
-    console.print(table)
-    console.print()
-
-
-def _why(error: BaseException) -> str:
-    """The first line of an error, with its type."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
+def _tried(name: str, check: Callable[[], tuple[bool | None, str]]) -> Row:
+    """The row that `check` gives, or that says how it failed."""
+    try:
+        return Row(name, *check())
+    except Exception as error:  # noqa: BLE001 - compilers, drivers and kernels of others fail in any way
+        return Row(name, False, f"{type(error).__name__}: {str(error).strip()[:160]}".splitlines()[0])
 
 
 def _versions() -> Iterator[Row]:
@@ -98,7 +92,7 @@ def _versions() -> Iterator[Row]:
 
 
 def _engines() -> Iterator[Row]:
-    """The engines that `judge serve` would start, as they are found."""
+    """The engines that `judge serve` would start."""
     from prefgrpo.judge.engines import find_engine, too_old, vllm_version
     from prefgrpo.judge.verdict import JudgeError
 
@@ -114,16 +108,19 @@ def _engines() -> Iterator[Row]:
 
 
 def _machine(folder: Path) -> Iterator[Row]:
-    omp = os.environ.get("OMP_NUM_THREADS", "unset")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = torch.get_num_threads()
+    threads, omp = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS", "unset")
     yield Row("CPU", threads <= cores, f"{cores} cores, {threads} threads in torch, OMP_NUM_THREADS {omp}")
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
         memory = f"{p.total_memory / 2**30:.0f} GiB"
         yield Row(f"GPU {i}", True, f"{p.name}, {memory}, compute capability {p.major}.{p.minor}")
     if torch.cuda.is_available():
-        yield Row("CUDA", True, f"torch built for {torch.version.cuda}, driver {_driver()}")
+        driver = ""
+        if shutil.which("nvidia-smi"):
+            command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+            driver = subprocess.run(command, capture_output=True, text=True, check=False).stdout.partition("\n")[0]
+        yield Row("CUDA", True, f"torch built for {torch.version.cuda}, driver {driver or 'unknown'}")
     else:
         yield Row("GPU", None, "torch sees none" if torch.version.cuda else "none: this torch is built without CUDA")
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -131,126 +128,94 @@ def _machine(folder: Path) -> Iterator[Row]:
     yield Row("disk", free > 5, f"{free:.0f} GiB free for {folder}")
 
 
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    if shutil.which(command[0]) is None:
-        return "unknown (no nvidia-smi)"
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip().splitlines()[0] if done.returncode == 0 else f"unknown ({done.stderr.strip()})"
-
-
 def _inputs(device: torch.device | str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x, v, ε [4, 3, 67] in fp32, coefficient rows [2, 5] and row indices [4]: every lane and tail is used."""
     generator = torch.Generator().manual_seed(0)
     x, v, eps = (torch.randn(4, 3, 67, generator=generator).to(device) for _ in range(3))
-    return x, v, eps, torch.tensor(COEF).to(device), torch.tensor([0, 1, 0, 1]).to(device)
+    return x, v, eps, COEF.to(device), torch.tensor([0, 1, 0, 1]).to(device)
 
 
-def _reference() -> Iterator[Row]:
-    """The reference against the equation, written out in Python floats."""
+def _reference() -> tuple[bool, str]:
+    """The reference against the equation, written out in numpy: x' = a·x + b·v + s·ε, log-prob w·mean((s·ε)²) + c."""
     from prefgrpo.ops import reference
 
     x, v, eps, coef, index = _inputs("cpu")
-    try:
-        x_next, logp = reference.affine_step(x.double(), v.double(), coef[index].double(), eps.double(), torch.float64)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the row says it
-        yield Row("reference", False, _why(error))
-        return
-    worst = 0.0
-    for i, row in enumerate(coef[index].tolist()):
-        a, b, s, w, c = row
-        flat = zip(x[i].flatten().tolist(), v[i].flatten().tolist(), eps[i].flatten().tolist(), strict=True)
-        mean_noise = [(a * p + b * q, s * e) for p, q, e in flat]
-        got = x_next[i].flatten().tolist()
-        worst = max(worst, *(abs(g - m - n) for g, (m, n) in zip(got, mean_noise, strict=True)))
-        squares = math.fsum((g - m) ** 2 for g, (m, _) in zip(got, mean_noise, strict=True)) / len(got)
-        worst = max(worst, abs(float(logp[i]) - (w * squares + c)))
-    yield Row("reference", worst < 1e-12, f"plain torch in fp64, largest error {worst:.1e} against the equation")
+    rows = coef[index].double()
+    got = reference.affine_step(x.double(), v.double(), rows, eps.double(), torch.float64)
+    a, b, s, w, c = (column[:, None, None] for column in rows.numpy().T)
+    noise = s * eps.double().numpy()
+    x_next = a * x.double().numpy() + b * v.double().numpy() + noise
+    logp = (w * (noise**2).mean((1, 2), keepdims=True) + c)[:, 0, 0]
+    worst = max(float(np.abs(g.numpy() - e).max()) for g, e in zip(got, (x_next, logp), strict=True))
+    return worst < 1e-12, f"plain torch in fp64, largest error {worst:.1e} against the equation"
 
 
-def _extension() -> Iterator[Row]:
+def _extension() -> Row:
     from prefgrpo.ops.backend import extension
 
     built = extension()
     if built is None:
-        yield Row("prefgrpo._C", None, "not built; `pip install -e .` with a C++17 compiler builds it")
-        return
+        return Row("prefgrpo._C", None, "not built; `pip install -e .` with a C++17 compiler builds it")
     cuda = f"CUDA for {built.cuda_archs}" if built.cuda_archs else "no CUDA"
-    yield Row("prefgrpo._C", True, f"CPU ({built.isa()}), {cuda}; {built.__file__}")
+    return Row("prefgrpo._C", True, f"CPU ({built.isa()}), {cuda}; {built.__file__}")
 
 
-def _ops() -> Iterator[Row]:
+def _ops(gpu: torch.device) -> Iterator[Row]:
     """Each backend's affine step and log-prob against the reference on the device it serves."""
     from prefgrpo.ops import affine_step
     from prefgrpo.ops.backend import BACKENDS, backend_of, missing, use_backend
 
-    for name in BACKENDS:
-        if (reason := missing(name)) is not None:
-            yield Row(name, None, reason)
-            continue
-        device = _device() if name in ("cuda", "triton") else torch.device("cpu")
+    def check(name: str) -> tuple[bool | None, str]:
+        if reason := missing(name):
+            return None, reason
+        device = gpu if name in ("cuda", "triton") else torch.device("cpu")
         x, v, eps, coef, index = _inputs(device)
-        try:
-            with use_backend(name):
-                if (serves := backend_of(device, x.dtype)) != name:
-                    raise RuntimeError(f"{device} tensors go to '{serves}'")
-                got = affine_step(x, v, coef, index, noise=eps)
-            with use_backend("torch"):
-                want = affine_step(x, v, coef, index, noise=eps)
-        except Exception as error:  # noqa: BLE001 - a compiler or driver may fail in any way; the row says how
-            yield Row(name, False, _why(error))
-            continue
-        dx, dl = (float((g - w).abs().max()) for g, w in zip(got, want, strict=True))
-        yield Row(
-            name, dx < 1e-6 and dl < 1e-5, f"ran on {device}; largest difference in x' {dx:.1e}, log-prob {dl:.1e}"
-        )
+        with use_backend(name):
+            if (serves := backend_of(device, x.dtype)) != name:
+                raise RuntimeError(f"{device} tensors go to '{serves}'")
+            got = affine_step(x, v, coef, index, noise=eps)
+        with use_backend("torch"):
+            expected = affine_step(x, v, coef, index, noise=eps)
+        dx, dl = (float((g - e).abs().max()) for g, e in zip(got, expected, strict=True))
+        return dx < 1e-6 and dl < 1e-5, f"ran on {device}; largest difference in x' {dx:.1e}, log-prob {dl:.1e}"
+
+    yield from (_tried(name, partial(check, name)) for name in BACKENDS)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        chosen = ", ".join(f"{d} → {backend_of(d)}" for d in dict.fromkeys(("cpu", _device().type)))
+        chosen = ", ".join(f"{d} → {backend_of(d)}" for d in dict.fromkeys(("cpu", gpu.type)))
     yield Row("chosen", None, "; ".join([chosen, *(str(w.message) for w in said)]))
 
 
-def _attention(hub: bool) -> Iterator[Row]:
+def _attention(device: torch.device, hub: bool) -> Iterator[Row]:
     """Each attention backend of diffusers by one call on this device."""
     try:
         from diffusers.models import attention_dispatch as dispatch
     except ImportError as error:
-        yield Row("diffusers", None, _why(error))
+        yield Row("diffusers", None, str(error))
         return
-    names = [backend.value for backend in dispatch.AttentionBackendName]
-    skipped = [] if hub else [name for name in names if "_hub" in name]
-    rows = [_probe(dispatch, name) for name in names if name not in skipped and name not in OTHER_DEVICES]
-    yield from (row for row in rows if row.detail != ABSENT)
-    yield Row(ABSENT, None, ", ".join(row.name for row in rows if row.detail == ABSENT))
-    if skipped:
-        yield Row("from the hub", None, f"{', '.join(skipped)}: not tried, they download a kernel; --hub tries them")
+    names = [b.value for b in dispatch.AttentionBackendName if b.value not in OTHER_DEVICES]
+    tried = [name for name in names if hub or "_hub" not in name]
+    rows = [_tried(name, partial(_probe, dispatch, name, device)) for name in tried]
+    absent = [row.name for row in rows if "missing package" in row.detail]
+    yield from (row for row in rows if row.name not in absent)
+    yield Row("not installed", None, ", ".join(absent))
+    if skipped := ", ".join(name for name in names if name not in tried):
+        yield Row("from the hub", None, f"{skipped}: not tried, they download a kernel; --hub tries them")
 
 
-def _probe(dispatch: object, name: str) -> Row:
-    """Forward and backward of one backend on [1, 32, 2, 64], against fp32 attention written out."""
-    device = _device()
+def _probe(dispatch: Any, name: str, device: torch.device) -> tuple[bool, str]:
+    """Forward and backward of one backend on [1, 32, 2, 64], against attention written out in fp32."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 32, 2, 64, generator=generator).to(device, dtype).requires_grad_() for _ in range(3))
-    stage = "forward"
+    with dispatch.attention_backend(name):
+        out = dispatch.dispatch_attention_fn(q, k, v)
     try:
-        with dispatch.attention_backend(name):  # type: ignore[attr-defined]
-            out = dispatch.dispatch_attention_fn(q, k, v)  # type: ignore[attr-defined]
-        error = float((out.detach().float() - _plain_attention(q, k, v)).abs().max())
-        stage = "backward"
         out.float().sum().backward()
-    except Exception as failure:  # noqa: BLE001 - third-party kernels fail in any way; the row says how
-        missing = "missing package" in str(failure)
-        if stage == "forward":
-            return Row(name, None if missing else False, ABSENT if missing else _why(failure))
-        return Row(name, False, f"forward runs, backward does not ({_why(failure)}): evaluation only")
-    exact = error < (2e-2 if dtype is torch.bfloat16 else 1e-4)
-    return Row(
-        name, exact, f"forward and backward run; largest error {error:.1e} in {str(dtype).removeprefix('torch.')}"
-    )
-
-
-def _plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    with torch.no_grad():
-        q, k, v = (t.float().transpose(1, 2) for t in (q, k, v))
-        return (torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]), -1) @ v).transpose(1, 2)
+    except Exception as error:  # noqa: BLE001 - as in `_tried`
+        return False, f"forward runs, backward does not ({str(error)[:160]}): evaluation only"
+    q, k, v = (t.detach().float().transpose(1, 2) for t in (q, k, v))
+    expected = torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]), -1) @ v
+    wrong = float((out.detach().float() - expected.transpose(1, 2)).abs().max())
+    detail = f"forward and backward run; largest error {wrong:.1e} in {str(dtype).removeprefix('torch.')}"
+    return wrong < (2e-2 if dtype is torch.bfloat16 else 1e-4), detail

@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from inspect import signature
 from itertools import groupby
@@ -26,7 +25,7 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from prefgrpo.config.recipe import read_yaml
+from prefgrpo.config.recipe import merged, read_yaml
 from prefgrpo.config.schema import Config, ConfigError, RewardConfig
 from prefgrpo.data.file_names import CLIPS, Generated, find, read_media
 from prefgrpo.data.media import Media
@@ -49,14 +48,8 @@ def main(argv: Sequence[str]) -> int:
     return tyro.cli(score, args=list(argv), prog="prefgrpo score")
 
 
-@dataclass(frozen=True)
-class Unit:
-    """Groups of one size that are scored together."""
-
-    first: int
-    """Number of the first group."""
-    groups: Groups
-    """Numbers of each group's files."""
+Unit = tuple[int, Groups]
+"""Groups of one size that are scored together: number of the first one, their files."""
 
 
 def score(
@@ -90,94 +83,87 @@ def score(
     if batch < 0 or threads < 1 or not deadline_s >= 0:
         message = "expected batch of at least 0, threads of at least 1 and deadline-s of at least 0"
         raise ConfigError([f"{message}, got {batch}, {threads} and {deadline_s}"])
-    if out and str(out) != STDOUT:
+    piped = str(out) == STDOUT
+    if out and not piped:
         _check_writable(out)
     weights = parse_reward_spec(reward_spec)
-    found = find(images, read_prompts(prompts, unique=False))
-    found = _with_sources(found, source) if source else found
-    clips = any(_is_clip(g) for g in found)
+    files = find(images, read_prompts(prompts, unique=False))
+    files = _with_sources(files, source) if source else files
+    clips = any(_is_clip(g) for g in files)
     if clips and find_spec("imageio_ffmpeg") is None:
         raise ConfigError(["score: reading clips needs imageio-ffmpeg: pip install 'prefgrpo[video]'"])
-    _check_inputs({name: load_class(name) for name in weights}, found)  # before anything is loaded
+    _check_inputs({name: load_class(name) for name in weights}, files)  # before anything is loaded
     batch = batch or (4 if clips else 32)
     world = parallel.start(device)
     torch.set_num_threads(threads)
     try:
-        given = _read_options(options)
-        given = _with_device(given, weights, device) if device != "auto" else given
-        config = Config(reward=RewardConfig(spec=reward_spec, options=given), seed=seed)
-        rewards = build(weights, reward_options(config, weights, config.reward.options, None, world))
-        _check_inputs(rewards, found)
-        _check_sizes(rewards, found)
-        scores = _score(rewards, found, batch, seed, deadline_s, world)
+        own = _options(options, weights, device)
+        config = Config(reward=RewardConfig(spec=reward_spec, options=own), seed=seed)
+        rewards = build(weights, reward_options(config, weights, own, None, world))
+        _check_inputs(rewards, files)
+        for size in sorted({len(group) for group in _groups(files)}):
+            try:
+                Scorer(rewards, size)
+            except ValueError as error:
+                raise ConfigError([f"--reward-spec: {error}"]) from error
+        scores = _score(rewards, files, batch, seed, deadline_s, world)
         for reward in rewards.values():
             reward.close()
     finally:
         parallel.stop()
     if not world.main:
         return 0
-    result = summary(images, weights, found, scores)
-    piped = str(out) == STDOUT
+    result = summary(images, weights, files, scores)
     print(table(result), file=sys.stderr if piped else sys.stdout)
     if piped:
-        print(text_of(result), end="")
+        print(_json(result), end="")
     elif out:
-        write(out, result)
-        print(f"{len(found)} files; every score is in {out}")
-    return 1 if any(row["mean"] is None for row in result["rewards"].values()) else 0
+        part = out.with_name(f".{os.getpid()}{out.name}")
+        part.write_text(_json(result), encoding="utf-8")
+        part.replace(out)
+        print(f"{len(files)} files; every score is in {out}")
+    return int(any(row["mean"] is None for row in result["rewards"].values()))
 
 
-def _read_options(files: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """Options per reward of all files. Raises ConfigError for a value that is no mapping."""
-    merged: dict[str, dict[str, Any]] = {}
+def _options(files: Sequence[Path], names: Iterable[str], device: str) -> dict[str, dict[str, Any]]:
+    """Options per reward of all files, with the device where a reward takes one and names none. Raises ConfigError."""
+    options: dict[str, dict[str, Any]] = {}
     for file in files:
-        for name, own in read_yaml(file).items():
-            if not isinstance(own, dict):
-                raise ConfigError([f"{file}: {name}: expected options of a reward, e.g. {{model: …}}, got {own!r}"])
-            merged[name] = merged.get(name, {}) | own
-    return merged
+        options = merged(options, read_yaml(file))
+    if wrong := [name for name, own in options.items() if not isinstance(own, dict)]:
+        expected = "expected options of a reward, e.g. {model: …}"
+        raise ConfigError([f"--options: {name}: {expected}, got {options[name]!r}" for name in wrong])
+    for name in names if device != "auto" else ():
+        if "device" in signature(load_class(name)).parameters and "url" not in options.get(name, {}):
+            options[name] = {"device": device} | options.get(name, {})
+    return options
 
 
-def _with_device(options: dict[str, dict[str, Any]], names: Iterable[str], device: str) -> dict[str, dict[str, Any]]:
-    """The options of these rewards with the device, where they take one and name none."""
-    takes = [n for n in names if "device" in signature(load_class(n)).parameters and "url" not in options.get(n, {})]
-    return options | {name: {"device": device} | options.get(name, {}) for name in takes}
-
-
-def _with_sources(found: Sequence[Generated], folder: Path) -> list[Generated]:
+def _with_sources(files: Sequence[Generated], folder: Path) -> list[Generated]:
     """The files with their prompts' source images out of a folder."""
-    prompts = list({g.prompt.id: g.prompt for g in found}.values())
+    prompts = {g.prompt.id: replace(g.prompt, meta={}) for g in files}
     sources: dict[int, tuple[str, ...]] = {}
-    for g in find(folder, [replace(p, meta={}) for p in prompts]):
+    for g in find(folder, list(prompts.values())):
         sources[g.prompt.id] = (*sources.get(g.prompt.id, ()), str(g.file))
-    return [replace(g, prompt=replace(g.prompt, source=sources[g.prompt.id])) for g in found]
+    return [replace(g, prompt=replace(g.prompt, source=sources[g.prompt.id])) for g in files]
 
 
 def _is_clip(generated: Generated) -> bool:
     return generated.file.suffix.lower() in CLIPS
 
 
-def _check_inputs(rewards: Mapping[str, Any], found: Sequence[Generated]) -> None:
+def _check_inputs(rewards: Mapping[str, Any], files: Sequence[Generated]) -> None:
     """Raise ConfigError for rewards, or classes of rewards, that do not take these files."""
-    prompts = list({g.prompt.id: g.prompt for g in found}.values())
-    kinds = sorted({"video" if _is_clip(g) else "image" for g in found})
+    prompts = list({g.prompt.id: g.prompt for g in files}.values())
+    kinds = sorted({"video" if _is_clip(g) else "image" for g in files})
     if mistakes := [m for k in kinds for m in misfits(k, "--reward-spec:", "the folder holds", rewards, prompts)]:
         raise ConfigError(list(dict.fromkeys(mistakes)))
 
 
-def _check_sizes(rewards: Mapping[str, Reward], found: Sequence[Generated]) -> None:
-    """Raise ConfigError for rewards that do not take groups of these sizes."""
-    for size in sorted({len(group) for group in _groups(found)}):
-        try:
-            Scorer(rewards, size)
-        except ValueError as error:
-            raise ConfigError([f"--reward-spec: {error}"]) from error
-
-
-def _groups(found: Sequence[Generated]) -> Groups:
+def _groups(files: Sequence[Generated]) -> Groups:
     """The files of each (prompt, sources), in order of first appearance."""
     groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
-    for k, g in enumerate(found):
+    for k, g in enumerate(files):
         groups.setdefault((g.prompt.text, g.prompt.source), []).append(k)
     return list(groups.values())
 
@@ -188,86 +174,74 @@ def _units(groups: Groups, batch: int) -> list[Unit]:
     first = 0
     for size, same in groupby(groups, key=len):
         run, each = list(same), max(1, batch // size)
-        units += [Unit(first + start, run[start : start + each]) for start in range(0, len(run), each)]
+        units += [(first + start, run[start : start + each]) for start in range(0, len(run), each)]
         first += len(run)
     return units
 
 
 def _score(
-    rewards: Mapping[str, Reward],
-    found: Sequence[Generated],
-    batch: int,
-    seed: int,
-    deadline_s: float,
-    world: World,
+    rewards: Mapping[str, Reward], files: Sequence[Generated], batch: int, seed: int, deadline_s: float, world: World
 ) -> list[dict[str, Score]]:
     """Scores of every file by reward, in the files' order, on every rank."""
-    mine = _units(_groups(found), batch)[world.rank :: world.size]
+    mine = _units(_groups(files), batch)[world.rank :: world.size]
     scored: list[tuple[int, dict[str, Score]]] = []
-    total = sum(len(group) for unit in mine for group in unit.groups)
+    total = sum(len(group) for _, groups in mine for group in groups)
     with tqdm(total=total, unit="file", dynamic_ncols=True, disable=None if world.main else True) as bar:
-        for unit in mine:
-            scores = _unit(unit, found, Scorer(rewards, len(unit.groups[0]), deadline_s or None, seed))
-            scored += scores
-            bar.update(len(scores))
+        for first, groups in mine:
+            scorer = Scorer(rewards, len(groups[0]), deadline_s or None, seed)
+            scorer.begin(0, range(first, first + len(groups)))
+            scored += _score_unit(first, groups, files, scorer)
+            bar.update(sum(map(len, groups)))
     by_file = dict(world.gather_items(scored))
-    return [by_file[k] for k in range(len(found))]
+    return [by_file[k] for k in range(len(files))]
 
 
-def _unit(unit: Unit, found: Sequence[Generated], scorer: Scorer) -> list[tuple[int, dict[str, Score]]]:
+def _score_unit(
+    first: int, groups: Groups, files: Sequence[Generated], scorer: Scorer
+) -> list[tuple[int, dict[str, Score]]]:
     """(number of the file, its scores); a file that cannot be read is missing under every reward, with that reason."""
-    places = [(unit.first + i, m, k) for i, group in enumerate(unit.groups) for m, k in enumerate(group)]
-    scorer.begin(0, range(unit.first, unit.first + len(unit.groups)))
+    members = [(i, m, k) for i, group in enumerate(groups) for m, k in enumerate(group)]
     unread: dict[int, Score] = {}
-    for number, member, k in places:
+    for i, m, k in members:
+        prompt = files[k].prompt
         try:
-            sample = _sample(found[k])
+            source = tuple(Media(np.asarray(image)) for image in prompt.images())
+            sample = Sample(prompt.text, read_media(files[k].file), source, prompt.meta)
         except DataError as error:
             unread[k] = Score(None, str(error))
-            continue
-        scorer.add(number, member, sample)
+        else:
+            scorer.add(first + i, m, sample)
     results = scorer.finish().groups
-    return [
-        (k, {name: unread.get(k, groups[number - unit.first].scores[member]) for name, groups in results.items()})
-        for number, member, k in places
-    ]
-
-
-def _sample(generated: Generated) -> Sample:
-    prompt = generated.prompt
-    source = tuple(Media(np.asarray(image)) for image in prompt.images())
-    return Sample(prompt.text, read_media(generated.file), source, prompt.meta)
+    return [(k, {n: unread.get(k, found[i].scores[m]) for n, found in results.items()}) for i, m, k in members]
 
 
 def summary(
-    folder: Path, weights: Mapping[str, float], found: Sequence[Generated], scores: Sequence[Mapping[str, Score]]
+    folder: Path, weights: Mapping[str, float], files: Sequence[Generated], scores: Sequence[Mapping[str, Score]]
 ) -> dict[str, Any]:
     """What the JSON file holds: means per reward, the weighted total, and every file's values or reasons."""
-    rows, values, totals = [], {name: list[float]() for name in weights}, []
-    for generated, given in zip(found, scores, strict=True):
-        told = {name: score_row(score) for name, score in given.items()}
-        here = {name: row["value"] for name, row in told.items() if row["value"] is not None}
-        for name, value in here.items():
-            values[name].append(value)
-        summed = {name: weight for name, weight in weights.items() if weight}
-        whole = summed and summed.keys() <= here.keys()
-        total = math.fsum(weight * here[name] for name, weight in summed.items()) if whole else None
-        totals += [] if total is None else [total]
+    rows: list[dict[str, Any]] = []
+    trained = {name: weight for name, weight in weights.items() if weight}
+    for generated, given in zip(files, scores, strict=True):
+        cells = {name: score_row(score) for name, score in given.items()}
+        values = [(weight, cells[name]["value"]) for name, weight in trained.items()]
+        whole = values and all(value is not None for _, value in values)
         file = generated.file.relative_to(folder) if generated.file.is_relative_to(folder) else generated.file
         rows.append(
-            {"file": str(file), "index": generated.prompt.id, "prompt": generated.prompt.text, "scores": told}
-            | {"total": total}
+            {"file": str(file), "index": generated.prompt.id, "prompt": generated.prompt.text, "scores": cells}
+            | {"total": math.fsum(weight * value for weight, value in values) if whole else None}
         )
+    means = {name: _mean([row["scores"][name]["value"] for row in rows]) for name in weights}
     return {
-        "rewards": {n: {"weight": w, **_mean(values[n], len(rows))} for n, w in weights.items()},
-        "total": _mean(totals, len(rows)),
+        "rewards": {name: {"weight": weight} | means[name] for name, weight in weights.items()},
+        "total": _mean([row["total"] for row in rows]),
         "files": rows,
     }
 
 
-def _mean(values: Sequence[float], count: int) -> dict[str, Any]:
+def _mean(values: Sequence[float | None]) -> dict[str, Any]:
     """Mean of what is there, and how many are missing."""
-    return {"mean": math.fsum(values) / len(values) if values else None, "missing": count - len(values)}
+    there = [value for value in values if value is not None]
+    return {"mean": math.fsum(there) / len(there) if there else None, "missing": len(values) - len(there)}
 
 
 def table(result: Mapping[str, Any]) -> str:
@@ -276,24 +250,15 @@ def table(result: Mapping[str, Any]) -> str:
     for name, row in [*result["rewards"].items(), ("total", {"weight": None, **result["total"]})]:
         weight, mean = ("" if row[k] is None else f"{row[k]:.6g}" for k in ("weight", "mean"))
         lines.append(f"{name:<44} {weight:>8} {mean:>12} {row['missing']:>8}")
-        told = [f["scores"][name]["reason"] for f in result["files"] if f["scores"].get(name, {}).get("reason")]
-        if told:
-            reason, count = Counter(told).most_common(1)[0]
-            lines.append(f"  {count} × {reason}")
+        reasons = Counter(f["scores"][name].get("reason") for f in result["files"] if name in f["scores"])
+        lines += [f"  {count} × {reason}" for reason, count in reasons.most_common() if reason][:1]
     return "\n".join(lines)
 
 
-def text_of(result: Mapping[str, Any]) -> str:
+def _json(result: Mapping[str, Any]) -> str:
     """The JSON; a lone surrogate of a prompt, which no file can hold, as its escape."""
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    return re.sub("[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", text)
-
-
-def write(file: Path, result: Mapping[str, Any]) -> None:
-    """Write the JSON file, whole or not at all."""
-    part = file.with_name(f".{os.getpid()}{file.name}")
-    part.write_text(text_of(result), encoding="utf-8")
-    part.replace(file)
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _check_writable(file: Path) -> None:

@@ -173,21 +173,16 @@ class Trainer:
                 raise
         if loop.world.main:
             write_report(self.folder.root)
-        wins = [key for key in loop.evaluation if "/win_" in key and not key.endswith(_INTERVALS)]
-        best = next((key for key in wins if key.endswith("/win_judge")), wins[0] if wins else None)
         lora = self.config.train.lora_rank > 0
         return Result(
             folder=self.folder.root,
             metrics=loop.evaluation,
-            win_rate=None if best is None else loop.evaluation[best],
+            win_rate=loop.log.win_rate,
             lora=self.folder.product(True) if lora else None,
             pipeline=None if lora else self.folder.product(False),
             report=self.folder.report,
             summary=loop.verdict,
         )
-
-
-_INTERVALS = ("_low", "_high", "_missing", "_first", "_second")
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:

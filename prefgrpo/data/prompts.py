@@ -50,8 +50,8 @@ class Prompt:
         values = [str(self.meta.get(key) or "") for key in ("height", "width")]
         if not any(values):
             return None
-        if not all(value.isdecimal() for value in values):
-            raise DataError(f"{self}: expected whole numbers for both height and width, got {values}")
+        if not all(value.isdecimal() and int(value) for value in values):
+            raise DataError(f"{self}: expected whole numbers above 0 for both height and width, got {values}")
         return int(values[0]), int(values[1])
 
     def images(self) -> tuple[Image.Image, ...]:
@@ -105,7 +105,7 @@ def read_prompts(path: str | Path, *, unique: bool = True) -> list[Prompt]:
     """
     file = Path(path)
     if not file.is_file():
-        raise DataError(f"prompts file not found: {file}; expected a text file with one prompt per line")
+        raise DataError(f"prompts file not found: {file}; expected a txt, csv, tsv, jsonl or parquet file")
     if file.suffix.lower() not in READERS:
         raise DataError(f"{file}: expected a file that ends in {', '.join(filter(None, READERS))}")
     found = _Found()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -108,12 +108,18 @@ class Scorer:
         for sessions in self._sessions.values():
             sessions[group].add(member, sample)
 
-    def finish(self) -> StepScores:
-        """All scores of the step; takes at most the in-process rewards' time plus `deadline_s`."""
+    def finish(self, progress: Callable[[int], object] = lambda n: None) -> StepScores:
+        """All scores of the step; takes at most the in-process rewards' time plus `deadline_s`.
+
+        progress: called with 1 for every group that a judge or server has scored.
+        """
         groups = {name: self._in_process(name, r) for name, r in self.rewards.items() if not r.streams}
         started = time.monotonic()
         for name, sessions in self._sessions.items():
-            groups[name] = [session.result(started + self.deadline_s) for session in sessions.values()]
+            groups[name] = []
+            for session in sessions.values():
+                groups[name].append(session.result(started + self.deadline_s))
+                progress(1)
         wait_s = time.monotonic() - started if self._sessions else 0.0
         self._cancel()
         return self._collect({name: groups[name] for name in self.rewards}, wait_s)

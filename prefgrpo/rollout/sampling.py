@@ -54,7 +54,7 @@ class Schedules:
         """Sigmas [T + 1] and what the model is shown of them [T], both fp32."""
         if sizes not in self._tables:
             if sizes.sigmas == "published":
-                assert sizes.shift is not None  # `limits`
+                assert sizes.shift is not None  # schema.check
                 sigmas = shifted_sigmas(sizes.steps, sizes.shift)
                 times = sigmas[:-1]
             else:

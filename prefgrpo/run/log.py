@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from prefgrpo.run.checkpoint import write_atomic
+from prefgrpo.run.metrics import PARTS_OF_WINS, step_line
 from prefgrpo.run.run_folder import RunFolder
 
 
@@ -38,7 +40,8 @@ class Log:
 
     def __init__(self, folder: RunFolder, total: int, start: int, *, tensorboard: bool, active: bool) -> None:
         self.active = active
-        self.bar: Any = None
+        self.win_rate: float | None = None
+        """Of the last evaluation: the judge's, or else the first reward's."""
         self.writer: Any = None
         if not active:
             return
@@ -50,7 +53,8 @@ class Log:
             from torch.utils.tensorboard import SummaryWriter
 
             self.writer = SummaryWriter(str(folder.tensorboard), purge_step=start + 1 if start else 0)
-        self.bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None, smoothing=0.1)
+        self.steps = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None, smoothing=0.1)
+        self.total, self.start, self.began = total, start, time.monotonic()
 
     def say(self, text: str) -> None:
         """One line above the progress bar."""
@@ -59,6 +63,10 @@ class Log:
 
     def row(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Append one row, unless a resumed run has it already; numbers that are not finite are written as null."""
+        wins = {k: v for k, v in values.items() if "/win_" in k and not k.endswith(PARTS_OF_WINS)}
+        self.win_rate = next(
+            (v for k, v in wins.items() if k.endswith("judge")), next(iter(wins.values()), self.win_rate)
+        )
         if not self.active or (kind, step, values.get("set")) in self.have:
             return
         clean = {k: _finite(v) for k, v in values.items()}
@@ -70,16 +78,22 @@ class Log:
                 if isinstance(value, (int, float)):
                     self.writer.add_scalar(f"{kind}/{key}", value, step)
 
-    def step(self, text: str) -> None:
-        """The summary line of a finished step."""
+    def step(self, step: int, values: Mapping[str, float], seconds: Mapping[str, float]) -> None:
+        """The summary line of a finished step; the time left counts evaluations in, as they have been so far."""
         if self.active:
-            self.bar.update(1)
-            _write(text)
+            self.steps.update(1)
+            left = (time.monotonic() - self.began) / (step - self.start) * (self.total - step)
+            _write(step_line(step, self.total, values, seconds, left, self.win_rate))
+
+    def bar(self, name: str, unit: str, total: int) -> tqdm:
+        """The progress of a part of a step, below that of the steps: on a terminal, and gone when the part is done."""
+        shown = None if self.active and total else True
+        return tqdm(total=total, desc=name, unit=unit, leave=False, position=1, dynamic_ncols=True, disable=shown)
 
     def close(self) -> None:
         """Flush and close all outputs."""
         if self.active:
-            self.bar.close()
+            self.steps.close()
             self.file.close()
             if self.writer is not None:
                 self.writer.close()

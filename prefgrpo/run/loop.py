@@ -37,7 +37,6 @@ from prefgrpo.run.metrics import (
     over_ranks,
     policy_metrics,
     reward_metrics,
-    step_line,
 )
 from prefgrpo.run.policy import NonFiniteGradient
 from prefgrpo.run.session import Clock, open_session, peak_memory
@@ -123,18 +122,21 @@ class TrainingLoop:
 
     def step(self, step: int, clock: Clock) -> dict[str, float]:
         """Training step number `step` (from 0): metrics over all ranks."""
-        batches: list[Batch] = []
-        with clock.phase("rollout"):
-            self.scorer.begin(step, self.rollouts.groups(step))
+        batches, groups = list[Batch](), self.rollouts.groups(step)
+        samples = len(groups) * self.config.rollout.group_size
+        with clock.phase("rollout"), self.log.bar("rollout", "sample", samples) as bar:
+            self.scorer.begin(step, groups)
             for batch in self.rollouts(step):  # denoise and decode
                 for group, member, sample in zip(batch.groups, batch.members, batch.samples, strict=True):
                     self.scorer.add(group, member, sample)  # judged while the next batch is made
                 batches.append(batch)
+                bar.update(len(batch.samples))
             finite = all(bool(batch.trajectory.latents.isfinite().all()) for batch in batches)
             if self.world.any(not finite):
                 raise Diverged("the policy makes latents that are not finite (NaN or infinite)")
-        with clock.phase("judge_wait"):
-            scores = self.scorer.finish()
+        streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(groups)
+        with clock.phase("judge_wait"), self.log.bar("judging", "group", streamed) as bar:
+            scores = self.scorer.finish(bar.update)
         self._save_groups(step + 1, scores, batches)
         advantage, metrics = self.advantages(step + 1, scores)
         with clock.phase("update"):
@@ -268,7 +270,7 @@ class TrainingLoop:
         first, trained = step == self.session.start + 1, metrics["samples_trained"] > 0
         row = metrics | {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
         self.log.row("train", step, row)
-        self.log.step(step_line(step, self.config.train.steps, metrics, clock.seconds))
+        self.log.step(step, metrics, clock.seconds)
         error, limit = metrics["policy/on_policy_error"], self.config.train.clip_range / 10
         if trained and (first or error > limit):
             verdict = "exact" if error == 0 else "fine" if error <= limit else f"above clip_range / 10 = {limit:.1e}"

@@ -6,12 +6,14 @@ on each.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from tqdm import tqdm
 
 from prefgrpo.data.metric import Metric
 from prefgrpo.ops import METRICS
@@ -109,12 +111,36 @@ def policy_metrics(rows: list[Tensor], world: World) -> dict[str, float]:
     return {k: float(v) for k, v in out.items()} | {"policy/on_policy_error": float(top[2])}
 
 
-def step_line(step: int, total: int, values: Mapping[str, float], seconds: Mapping[str, float]) -> str:
-    """The one readable line of a step."""
-    rewards = [k for k in values if k.startswith("reward/") and k.count("/") == 1]
-    rewards = [k for k in rewards if not k.endswith("_std") and k != "reward/missing"]
-    parts = [f"step {step:>{len(str(total))}}/{total}"]
-    parts += [f"{k[7:]} {values[k]:.3f}±{values.get(k + '_std', 0.0):.3f}" for k in rewards]
+PARTS_OF_WINS = ("_low", "_high", "_missing", "_first", "_second")
+"""Endings of what is known about a win rate: its interval, missing comparisons, and the rate in either order."""
+
+
+def step_line(
+    step: int,
+    total: int,
+    values: Mapping[str, float],
+    seconds: Mapping[str, float],
+    left_s: float = 0.0,
+    win_rate: float | None = None,
+) -> str:
+    """The one readable line of a step: how far it is, what the last evaluation said, rewards, judge, update, times."""
+    parts = [f"step {step:>{len(str(total))}}/{total} ({step / total:.0%}, {tqdm.format_interval(left_s)} left)"]
+    if win_rate is not None:
+        parts.append(f"held-out win rate {win_rate:.3f}")
+    for key, value in values.items():
+        if re.fullmatch(r"reward/[^/]+(?<!_std)", key) and key != "reward/missing":
+            spread = values.get(f"{key}_std", 0.0)
+            parts.append(f"{key[7:]} {value:.3f}" + f"±{spread:.3f}" * (spread > 0))
+    if "judge/requests" in values:
+        lost, busy, waited = (values.get(k, 0.0) for k in ("judge/failures", "time/judge/busy_s", "time/judge/wait_s"))
+        judged = f"judged {values['judge/requests']:.0f}" + f", {lost:.0f} failed" * (lost > 0)
+        if "judge/tie_rate" in values:
+            judged += f", {1 - values['judge/tie_rate']:.0%} decided"
+        if "judge/order_inconsistency" in values:
+            judged += f", {values['judge/order_inconsistency']:.0%} change with the order"
+        parts.append(judged + f" in {busy:.2f} s, waited {waited:.2f}" * (busy > 0 and waited > 0))
+    if values["reward/missing"]:
+        parts.append(f"missing {values['reward/missing']:.0%}")
     parts += [
         f"clipped {values['policy/clip_fraction']:.0%}",
         f"|Δratio| ≤ {max(1 - values.get('policy/ratio_min', 1.0), values.get('policy/ratio_max', 1.0) - 1):.1e}",
@@ -122,14 +148,6 @@ def step_line(step: int, total: int, values: Mapping[str, float], seconds: Mappi
     ]
     if values.get("policy/kl"):
         parts.append(f"kl {values['policy/kl']:.1e}")
-    if "judge/requests" in values:
-        lost, waited = values.get("judge/failures", 0.0), values.get("time/judge/wait_s", 0.0)
-        told = f"judged {values['judge/requests']:.0f}" + (f", {lost:.0f} failed" if lost else "")
-        busy = values.get("time/judge/busy_s")
-        overlap = f" in {busy:.2f} s, waited {waited:.2f}" if waited and busy is not None else ""
-        parts.append(told + overlap)
-    if values["reward/missing"]:
-        parts.append(f"missing {values['reward/missing']:.0%}")
     phases = " ".join(f"{name} {s:.2f}" for name, s in seconds.items())
     return " · ".join([*parts, f"{sum(seconds.values()):.2f} s ({phases})"])
 
@@ -139,14 +157,13 @@ def eval_line(step: int, name: str, values: Mapping[str, float]) -> str:
     parts = []
     for key, value in values.items():
         short = key.split("/", 1)[1]
-        if short.endswith(("_before", "_low", "_high", "_missing", "_first", "_second")) or key.startswith("time/"):
+        if short.endswith(("_before", *PARTS_OF_WINS)) or key.startswith("time/"):
             continue
         if short.startswith("win_"):
-            low, high = values.get(f"{key}_low"), values.get(f"{key}_high")
-            interval = f" [{low:.3f}, {high:.3f}]" if low is not None and high is not None else ""
-            orders = [values.get(f"{key}_first"), values.get(f"{key}_second")]
-            both = f" (orders {orders[0]:.3f} / {orders[1]:.3f})" if None not in orders else ""
-            parts.append(f"win rate by {short[4:]} {value:.3f}{interval}{both}")
+            low, high, first, second = (values.get(f"{key}_{part}") for part in ("low", "high", "first", "second"))
+            interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+            orders = "" if first is None or second is None else f" (orders {first:.3f} / {second:.3f})"
+            parts.append(f"win rate by {short[4:]} {value:.3f}{interval}{orders}")
         elif f"{key}_before" in values:
             parts.append(f"{short} {values[f'{key}_before']:.3f} → {value:.3f}")
     return f"eval at step {step}, {name}: " + ", ".join(parts)
