@@ -1,37 +1,49 @@
 #!/usr/bin/env bash
-# setup_reward.sh [--dry-run] NAME VENV: an environment of its own for one reward; NAME is one of requirements/reward-NAME.txt.
+# setup_reward.sh [--dry-run] NAME VENV: an environment of its own for one reward: deqa, geneval, hpsv3, imagereward or videoalign.
 #
-# Installs requirements/reward-NAME.txt into VENV, puts this checkout on its path and, where a model must be asked in
-# the very words that it was trained with, fetches those: hpsv3 from its package, videoalign from its repository (MIT
-# licences; VIDEOALIGN=/path/to/VideoAlign takes them from a checkout of yours). About 1 GB, with a CPU torch. Running
-# it again mends what is missing. PYTHON names another Python (3.10 to 3.12), PIP_ARGS more options for pip. MMDET=1
-# adds MMDetection to geneval's, compiled from source, for the detector that GenEval was published with. --dry-run
-# says what would be installed where and does nothing; --help prints this.
+# Installs what the extra reward-deqa (its model's code needs transformers 4.36) or reward-server of pyproject.toml
+# lists into VENV, puts this checkout on its path and, where a model must be asked in the very words that it was
+# trained with, fetches those: hpsv3 from its package, videoalign from its repository (MIT licences;
+# VIDEOALIGN=/path/to/VideoAlign takes them from a checkout of yours). About 1 GB, with a CPU torch. Running it again
+# mends what is missing. PYTHON names another Python (3.10 to 3.12), PIP_ARGS more options for pip. MMDET=1 adds
+# MMDetection to geneval's, compiled from source (a C++ compiler, 10 to 25 minutes), for the detector that GenEval was
+# published with. --dry-run says what would be installed where and does nothing; --help prints this.
 set -euo pipefail
 
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-names=$(cd "$root/requirements" && for file in reward-*.txt; do name=${file#reward-}; printf ' %s' "${name%.txt}"; done)
+names="deqa geneval hpsv3 imagereward videoalign"
 case ${1:-} in
--h | --help) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0" && echo "NAME: one of$names" && exit ;;
+-h | --help) sed -n '2,/^set/{/^set/!s/^# \{0,1\}//p}' "$0" && exit ;;
 --dry-run) dry=yes && shift ;;
 esac
-[ $# -eq 2 ] || fail "usage: $0 [--dry-run] NAME VENV   (NAME: one of$names)"
+[ $# -eq 2 ] || fail "usage: $0 [--dry-run] NAME VENV   (NAME: one of $names)"
 name=$1 venv=$2 python=${PYTHON:-python3.11}
-wanted="$root/requirements/reward-$name.txt"
-[ -f "$wanted" ] || fail "no requirements/reward-$name.txt; expected one of$names"
+case " $names " in *" $name "*) ;; *) fail "unknown reward '$name'; expected one of $names" ;; esac
 command -v "$python" >/dev/null || fail "expected $python; set PYTHON to a Python 3.10 to 3.12"
+extra=reward-server && [ "$name" != deqa ] || extra=reward-deqa
+packages=$("$python" - "$root/pyproject.toml" $extra <<'PY'
+import sys
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
+with open(sys.argv[1], "rb") as file:
+    print(*tomllib.load(file)["project"]["optional-dependencies"][sys.argv[2]])
+PY
+)
+[ "$name" = deqa ] || packages="-c $root/constraints.txt $packages"
 if [ -n "${dry:-}" ]; then
-    echo "$python -m venv $venv; $venv/bin/python -m pip install ${PIP_ARGS:+$PIP_ARGS }-r $wanted, which holds:"
-    grep -v '^#' "$wanted"
+    echo "$python -m venv $venv; $venv/bin/python -m pip install ${PIP_ARGS:+$PIP_ARGS }$packages"
     exit
 fi
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-# shellcheck disable=SC2086  # PIP_ARGS is a list of options
+# shellcheck disable=SC2086  # PIP_ARGS and packages are lists
 pip() { "$venv/bin/python" -m pip install --quiet --no-input --disable-pip-version-check ${PIP_ARGS:-} "$@"; }
-pip -r "$wanted"
+# shellcheck disable=SC2086
+pip $packages
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 echo "$root" >"$site/prefgrpo.pth"
 
@@ -52,9 +64,9 @@ elif [ "$name" = videoalign ]; then
     echo "$sum  $text" | sha256sum --check --quiet || fail "$text is not the file of commit $commit"
 fi
 
-if [ "$name" = geneval ] && [ -n "${MMDET:-}" ]; then
+if [ "$name" = geneval ] && [ -n "${MMDET:-}" ]; then # mmcv has no wheels for today's torch
     pip "setuptools<81" wheel ninja # what mmcv is compiled with: it imports torch and pkg_resources to be built
-    PATH="$venv/bin:$PATH" MMCV_WITH_OPS=1 pip --no-build-isolation -r "$root/requirements/mmdet.txt"
+    PATH="$venv/bin:$PATH" MMCV_WITH_OPS=1 pip --no-build-isolation mmcv==2.1.0 mmdet==3.3.0 mmengine==0.10.7
     "$venv/bin/python" -c 'import mmcv.ops, mmdet.apis; print("MMDetection", mmdet.__version__)'
 fi
 

@@ -1,7 +1,7 @@
 """A synthetic run folder for the report's tests: the files a real run writes, with invented numbers."""
 
 import json
-from pathlib import Path
+import math
 
 import numpy as np
 import torch
@@ -18,29 +18,23 @@ def scenes(combos, seed):
     return (images.permute(0, 2, 3, 1) * 255).round().to(torch.uint8).numpy()
 
 
-def train_row(step, total, rng):
+def train_row(step, total=80):
     """One training row with every metric that a run against a judge logs."""
-    done = step / total
-    jump = float(np.exp(rng.normal(0, 0.3)))
-    high, low = 0.12 + 0.1 * done + 0.02 * rng.random(), 0.14 + 0.08 * done + 0.02 * rng.random()
-    busy = 0.30 + 0.05 * rng.random()
+    done, wave = step / total, 1 + 0.3 * math.sin(step)
+    high, low, wait = 0.12 + 0.1 * done, 0.14 + 0.08 * done * wave, 0.14 * wave
     return {
-        "kind": "train", "step": step,
-        "reward/vlm_pairwise": 0.5, "reward/vlm_pairwise_std": 0.3 - 0.1 * done + 0.02 * rng.normal(),
+        "kind": "train", "step": step, "loss": 1e-6 * math.cos(step), "grad_norm": 4e-3 * wave, "samples_trained": 96.0,
+        "reward/vlm_pairwise": 0.5, "reward/vlm_pairwise_std": 0.3 - 0.1 * done * wave,
         "reward/vlm_pairwise/missing_rate": 0.0, "reward/missing": 0.0 if step % 40 else 0.02,
-        "advantage/zero_groups": 0.03 * (rng.random() < done), "advantage/max": 2.4 * jump,
-        "loss": 1e-6 * rng.normal(), "policy/approx_kl": 1e-10 * jump * (1 + 5 * done),
+        "advantage/zero_groups": 0.03 * (step % 3 == 0), "advantage/max": 2.4 * wave,
+        "policy/approx_kl": 1e-10 * wave * (1 + 5 * done), "policy/kl": 0.0, "policy/on_policy_error": 0.0,
         "policy/clip_fraction": high + low, "policy/clip_fraction_high": high, "policy/clip_fraction_low": low,
-        "policy/ratio_min": 1 - 9e-5 * jump, "policy/ratio_mean": 1 + 1e-6 * rng.normal(),
-        "policy/ratio_max": 1 + 8e-5 * jump,
-        "policy/kl": 0.0, "policy/on_policy_error": 0.0, "grad_norm": 4e-3 * jump, "samples_trained": 96.0,
-        "judge/requests": 672.0, "time/judge/retries": float(rng.random() < 0.05), "judge/failures": 0.0,
-        "judge/missing": 0.0,
-        "time/judge/latency_p50": 0.11 + 0.01 * rng.random(), "time/judge/latency_p95": 0.2 + 0.05 * jump,
-        "time/judge/queue_max": 672.0,
-        "judge/tie_rate": 0.0, "judge/order_inconsistency": 0.04 + 0.18 * done + 0.02 * rng.random(),
-        "judge/position_bias": 0.5 + 0.02 * rng.normal(), "time/judge/busy_s": busy, "time/judge/wait_s": busy * 0.4,
-        "time/rollout": 0.43 + 0.03 * jump, "time/judge_wait": busy * 0.4, "time/update": 0.4 + 0.02 * jump,
+        "policy/ratio_min": 1 - 9e-5 * wave, "policy/ratio_mean": 1 + 1e-6, "policy/ratio_max": 1 + 8e-5 * wave,
+        "judge/requests": 672.0, "judge/failures": 0.0, "judge/missing": 0.0, "judge/tie_rate": 0.0,
+        "judge/order_inconsistency": 0.04 + 0.18 * done * wave, "judge/position_bias": 0.5 * wave,
+        "time/judge/retries": float(step % 20 == 0), "time/judge/latency_p50": 0.11 * wave,
+        "time/judge/latency_p95": 0.25 * wave, "time/judge/queue_max": 672.0, "time/judge/busy_s": 0.32,
+        "time/judge/wait_s": wait, "time/rollout": 0.43 * wave, "time/judge_wait": wait, "time/update": 0.4 * wave,
     }  # fmt: skip
 
 
@@ -55,61 +49,52 @@ def eval_row(step, total, name):
     return {"kind": "eval", "step": step, "set": name} | {f"{name}/{key}": value for key, value in row.items()}
 
 
-def shown(folder, name, step, total, count=12):
-    """Images and prompts of one evaluation; the start shows wrong scenes, the end mostly right ones."""
-    chosen = (SPLITS["dev"] if name == "dev" else SPLITS["test"])[:: 24 // count][:count]
-    wrong = [COMBOS[(COMBOS.index(c) + 47 * (k % 3)) % len(COMBOS)] for k, c in enumerate(chosen)]
-    right = [c if (7 * k) % count < 1.2 * count * step / total else w for k, (c, w) in enumerate(zip(chosen, wrong))]
+def shown(folder, name, step):
+    """Images and prompts of one evaluation: other scenes before than now."""
     (folder / "eval").mkdir(exist_ok=True)
-    before, now = scenes(wrong, 1), scenes(right, 1)
+    chosen = SPLITS[name][::2]
+    before, now = scenes([COMBOS[(COMBOS.index(c) + 47) % len(COMBOS)] for c in chosen], 1), scenes(chosen, 1 + step)
     np.savez_compressed(folder / "eval" / f"{name}_{step:06d}.npz", before=before, now=now)
     prompts = [caption(c, k % 3) for k, c in enumerate(chosen)]
     (folder / "eval" / f"{name}_prompts.json").write_text(json.dumps(prompts))
 
 
 def groups(folder, step, k=2, size=8, missing=True):
-    """`k` judged groups of `size` scenes, with verdicts that follow a hidden quality, some of them missing."""
-    rng = np.random.default_rng(step)
+    """`k` judged groups of `size` scenes, with verdicts that follow a hidden quality, one pair of them missing."""
     (folder / "groups").mkdir(exist_ok=True)
-    combos = [SPLITS["train"][int(i)] for i in rng.integers(0, 72, k)]
+    rng = np.random.default_rng(step)
     images = np.stack([scenes([COMBOS[int(i)] for i in rng.integers(0, 120, size)], step + n) for n in range(k)])
     quality = rng.normal(0, 1.5, (k, size))
-    p = 1 / (1 + np.exp(quality[:, None, :] - quality[:, :, None]))
     counts = 2.0 * (1 - np.eye(size))[None].repeat(k, 0)
     if missing:
         counts[0, 1, 2] = counts[0, 2, 1] = 0
-    wins = p * counts
-    rates = wins.sum(2) / counts.sum(2)
-    prompts = np.array([caption(c) for c in combos])
-    data = {"images": images, "wins": wins, "counts": counts, "rates": rates, "prompts": prompts}
+    wins = counts / (1 + np.exp(quality[:, None, :] - quality[:, :, None]))
+    prompts = np.array([caption(SPLITS["train"][n]) for n in range(k)])
+    data = {"images": images, "wins": wins, "counts": counts, "rates": wins.sum(2) / counts.sum(2), "prompts": prompts}
     np.savez_compressed(folder / "groups" / f"step_{step:06d}.npz", **data)
 
 
-def make_run(folder, steps=320, every=40, planned=None):
-    """A whole run of `steps` steps with dev and test evaluations and groups."""
-    folder = Path(folder)
+def small_run(folder, rows, config="train: {steps: 10}\n"):
+    """A folder with nothing but a configuration and metrics."""
     folder.mkdir(parents=True, exist_ok=True)
-    rng = np.random.default_rng(0)
-    config = {
-        "name": "demo", "model": "tiny/flux",
-        "train": {"steps": planned or steps, "max_minutes": 0.0, "clip_range": 1e-5, "clip_range_high": None},
-        "eval": {"every": every}, "reward": {"spec": "vlm_pairwise"},
-    }  # fmt: skip
-    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    rows = [eval_row(0, steps, "dev"), eval_row(0, steps, "test")]
-    for step in range(1, steps + 1):
-        rows.append(train_row(step, steps, rng))
-        if step % every == 0:
-            rows.append(eval_row(step, steps, "dev"))
-            shown(folder, "dev", step, steps)
-            groups(folder, step)
-    if steps == (planned or steps):
-        rows.append(eval_row(steps, steps, "test"))
-        shown(folder, "test", steps, steps)
-    write_rows(folder, rows)
+    (folder / "config.yaml").write_text(config)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     return folder
 
 
-def write_rows(folder, rows):
-    """metrics.jsonl of the given rows."""
-    (Path(folder) / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+def make_run(folder, steps=80, every=20, planned=None):
+    """A whole run of `steps` steps with dev and test evaluations and groups."""
+    config = {
+        "name": "demo", "model": "tiny/flux", "eval": {"every": every}, "reward": {"spec": "vlm_pairwise"},
+        "train": {"steps": planned or steps, "max_minutes": 0.0, "clip_range": 1e-5, "clip_range_high": None},
+    }  # fmt: skip
+    rows = [eval_row(0, steps, "dev"), eval_row(0, steps, "test"), *(train_row(s, steps) for s in range(1, steps + 1))]
+    rows += [eval_row(step, steps, "dev") for step in range(every, steps + 1, every)]
+    rows += [eval_row(steps, steps, "test")] * (planned is None)
+    small_run(folder, rows, yaml.safe_dump(config, sort_keys=False))
+    for step in range(every, steps + 1, every):
+        shown(folder, "dev", step)
+        groups(folder, step)
+    if planned is None:
+        shown(folder, "test", steps)
+    return folder

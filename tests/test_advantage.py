@@ -18,8 +18,8 @@ from tiny_run import collect, settings, world
 from prefgrpo.config.schema import ConfigError, JudgeConfig, RewardConfig, from_dict
 from prefgrpo.judge.client import HttpJudge
 from prefgrpo.rewards.base import GroupScores, PointwiseReward, Score
-from prefgrpo.rewards.edits import EditImageQuality
 from prefgrpo.rewards.unifiedreward_pairs import UnifiedRewardFlex
+from prefgrpo.rewards.vlm import EditImageQuality
 from prefgrpo.run.advantage import advantages, part_table
 from prefgrpo.run.loop import TrainingLoop
 

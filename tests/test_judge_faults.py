@@ -131,8 +131,8 @@ CHECKS = {
     "loading": ("loading", {"patience_s": 0.5}, "/v1/models answered 503"),
     "overloaded": ("503", {"retries": 1}, "answered 503: overloaded"),
     "no server": ("listing", {}, "lists no model"),
-    "key missing": ("key", {}, r"answered 401; give the name of the .* variable .* api_key_env$"),
-    "key wrong": ("key", {"api_key_env": "WRONG_KEY"}, r"api_key_env \(now WRONG_KEY\)$"),
+    "key missing": ("key", {}, r"answered 401; give the name of the .* variable .* api_key_env\)"),
+    "key wrong": ("key", {"api_key_env": "WRONG_KEY"}, r"api_key_env \(now WRONG_KEY\)\)"),
     "key unset": ("", {"api_key_env": "NO_KEY"}, r"variable NO_KEY \(api_key_env\) is not set"),
     "no address": ("", {"endpoints": ("here:80",)}, "endpoints must be http:// or https://"),
 }
@@ -220,7 +220,7 @@ def test_a_key_is_sent(monkeypatch):
     monkeypatch.setenv("RIGHT_KEY", "secret")
     with JudgeServer() as server:
         server.key = "secret"
-        missing(ask(judge(server.url, model=MODEL)), "refused with 401: Unauthorized")
+        missing(ask(judge(server.url, model=MODEL)), "lists no model (/v1/models answered 401; give the name")
         assert ask(judge(server.url, api_key_env="RIGHT_KEY"))[1].first > 0.9
 
 
@@ -294,10 +294,10 @@ class Other(JudgeServer):
 def test_two_servers_of_different_models_are_never_mixed():
     with JudgeServer() as mine, Other() as other:
         summary = check(JudgeConfig((mine.url, other.url), MODEL)).summary()
-        assert f"{other.url}: serves another, not '{MODEL}'; set the model of the judge" in summary
+        assert f"{other.url}: serves another, not '{MODEL}'; set the judge's model" in summary
         seen = len(other.requests)
         assert all(right(judge(mine.url, other.url, model=MODEL, retries=5))) and len(other.requests) == seen
-        missing(ask(judge(mine.url, model="third")), f"serves {MODEL}, not 'third'; correct the model or the endpoint")
+        missing(ask(judge(mine.url, model="third")), f"serves {MODEL}, not 'third'; set the judge's model")
 
 
 @pytest.mark.parametrize("noticed", ["restart", "pause"])
@@ -397,16 +397,3 @@ def test_among_all_faults_at_once_no_verdict_is_wrong_and_everything_ends(tmp_pa
     nobody = judge(f"http://127.0.0.1:{free_port()}", model=MODEL, cache=str(tmp_path), patience_s=0.2)
     kept = dict(zip(pairs, nobody.judge_group("p", group, pairs), strict=True))
     assert all(kept[pair].first == v.first for pair, v in found if v.first is not None), "what the cache holds is right"
-
-
-def test_hedged_answers_are_right_while_a_server_dies_and_pairs_are_cancelled():
-    port, group = free_port(), media(LEVELS)
-    with JudgeServer(delay_s=0.03) as alive, process(port, "--delay", "0.1") as child:
-        j = judge(alive.url, f"http://127.0.0.1:{port}", hedge_s=0.05, concurrency=3, retries=4, patience_s=20)
-        answers = [j.submit("p", group[a], group[b]) for a, b in PAIRS]
-        threading.Timer(0.3, child.kill).start()
-        for answer in answers[::3]:
-            answer.cancel()
-        for (a, b), answer in zip(PAIRS, answers, strict=True):
-            assert answer.cancelled() or (answer.result(20).first > 0.5) == (a > b)
-        until(lambda: not any(e.load for e in j.client.sender.endpoints))

@@ -98,31 +98,24 @@ def test_pairs_of_edits_are_judged_beside_their_source(judge, tmp_path, sources)
         LocalJudge(LocalJudgeConfig(judge.config.model, template=str(path)))
 
 
-def test_a_group_does_not_depend_on_other_groups(judge):
-    pairs = both_orders(4, 0)
-    alone = judge.judge_group("a", _media(SIZES["square"]), pairs)
-    judge.judge_group("something else", _media(SIZES["mixed"], seed=1), pairs)
-    again = judge.judge_group("a", _media(SIZES["square"]), pairs)
-    assert [v.raw for v in alone] == [v.raw for v in again]
-    assert [v.first for v in alone] == [v.first for v in again]
-
-
-def test_batches_of_pairs_change_nothing_but_rounding(judge):
+def test_a_group_depends_on_itself_alone_and_on_the_batch_up_to_rounding(judge):
     media, pairs = _media(SIZES["square"]), both_orders(4, 0)
+    alone = judge.judge_group("a", media, pairs)
+    judge.judge_group("something else", _media(SIZES["mixed"], seed=1), pairs)
+    again = judge.judge_group("a", media, pairs)
+    assert [(v.raw, v.first) for v in alone] == [(v.raw, v.first) for v in again]
     small = LocalJudge(LocalJudgeConfig(judge.config.model, min_label_mass=0.0, pair_batch=5))
-    a, b = ([v.first for v in j.judge_group("a", media, pairs)] for j in (judge, small))
-    assert np.abs(np.subtract(a, b)).max() < 1e-5
+    batched = small.judge_group("a", media, pairs)
+    assert np.abs(np.subtract([v.first for v in alone], [v.first for v in batched])).max() < 1e-5
 
 
-def test_a_prompt_with_the_image_token_is_missing_not_wrong(judge):
-    verdicts = judge.judge_group("a <|image_pad|> cat", _media(SIZES["square"]), [(0, 1), (1, 2)])
+def test_an_image_token_in_the_prompt_and_labels_without_probability_are_missing(judge):
+    media = _media(SIZES["square"])
+    verdicts = judge.judge_group("a <|image_pad|> cat", media, [(0, 1), (1, 2)])
     assert [v.first for v in verdicts] == [None, None]
     assert "image token" in verdicts[0].reason
-
-
-def test_labels_without_probability_are_missing(judge):
     strict = LocalJudge(LocalJudgeConfig(judge.config.model, min_label_mass=0.99))
-    verdict = strict.judge_group("a", _media(SIZES["square"]), [(0, 1)])[0]
+    verdict = strict.judge_group("a", media, [(0, 1)])[0]
     assert verdict.first is None and "probability" in verdict.reason
 
 
@@ -141,16 +134,13 @@ def test_a_label_that_the_tokenizer_cannot_split_off_is_refused(judge):
         label_ids(judge.tokenizer, replace(judge.template, prefill="Imag", labels=("e 1", "e 2")))
 
 
-def test_a_chat_template_that_drops_images_is_refused(judge, tmp_path):
-    folder = shutil.copytree(judge.config.model, tmp_path / "textual")
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'][0]['text'] }}{% endfor %}")
-    with pytest.raises(JudgeError, match="wrote 0 images, expected 2"):
-        LocalJudge(LocalJudgeConfig(str(folder))).judge_group("a", _media(SIZES["square"]), [(0, 1)])
-
-
-def test_a_template_that_asks_for_text_is_refused(judge, tmp_path):
+def test_templates_that_cannot_work_are_refused(judge, tmp_path):
     path = tmp_path / "text.yaml"
     path.write_text("user: '{prompt} {media_1} {media_2}'\nanswer: plain\n")
     assert load_template(str(path)).max_tokens == 32
     with pytest.raises(JudgeError, match="soft answer"):
         LocalJudge(LocalJudgeConfig(judge.config.model, template=str(path)))
+    folder = shutil.copytree(judge.config.model, tmp_path / "textual")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'][0]['text'] }}{% endfor %}")
+    with pytest.raises(JudgeError, match="wrote 0 images, expected 2"):
+        LocalJudge(LocalJudgeConfig(str(folder))).judge_group("a", _media(SIZES["square"]), [(0, 1)])

@@ -53,6 +53,12 @@ def server():
         yield running
 
 
+def ask(client, template, values, media, source=(), once=False):
+    """One question to a client."""
+    client.prepare(template)
+    return client.run(client.answer(template, values, media, source, once))
+
+
 def client(server, **changes):
     return Client(JudgeConfig(endpoints=(server.url,), timeout_s=5, retries=1, **changes))
 
@@ -64,7 +70,7 @@ def test_texts_by_name_and_pictures_in_their_places(template, server):
     )
     server.answer = lambda bright, text: " ".join(f"{255 * b:.0f}" for b in bright)
     values = {"prompt": "{criterion} {media_1}", "criterion": "{prompt}"}
-    answer = client(server, image_format="png").ask(asked, values, media(10, 20), media(30, 40, 50)).result(10)
+    answer = ask(client(server, image_format="png"), asked, values, media(10, 20), media(30, 40, 50)).result(10)
     assert answer.raw == "30 40 50 10 20" and answer.reason == "" and answer.value is None
     body = server.requests[0]
     assert text_of(body) == "By {prompt}:  then ,  for {criterion} {media_1}, {prompt}"
@@ -99,7 +105,7 @@ def test_a_pair_with_its_source(tmp_path, server):
 def test_yes_or_no_counts_every_spelling(template, server, variants, tokens, value):
     asked = template(f"user: '{{prompt}}{{media_1}}'\nlabels: ['Yes', 'No']\nvariants: {str(variants).lower()}")
     server.answer = lambda b, text: tokens
-    answer = client(server).ask(asked, {"prompt": ""}, media(5)).result(30)
+    answer = ask(client(server), asked, {"prompt": ""}, media(5)).result(30)
     assert answer.value == (pytest.approx(value) if value else None)
     assert ("probability" in answer.reason) == (value is None)
 
@@ -111,7 +117,7 @@ def test_scores_and_json_and_what_cannot_be_read(template, server):
     )
     server.answer = lambda b, text: "**Alignment Score (1-5):** 4.5\nStyle Score (1-5): 9"
     j = client(server)
-    answer = j.ask(lines, {"prompt": ""}, media(5)).result(30)
+    answer = ask(j, lines, {"prompt": ""}, media(5)).result(30)
     assert answer.parts == {"Alignment": 4.5} and answer.value is None and not answer.reason
     pair = template("user: '{prompt}{media_1}'\nanswer: json\nscores: {a: [0, 25], b: [0, 25]}")
     for said, parts in (
@@ -123,7 +129,7 @@ def test_scores_and_json_and_what_cannot_be_read(template, server):
         ("\ud800", {}),
     ):
         server.answer = lambda b, text, said=said: said
-        answer = j.ask(pair, {"prompt": ""}, media(5)).result(30)
+        answer = ask(j, pair, {"prompt": ""}, media(5)).result(30)
         assert answer.parts == parts and answer.value is None and bool(answer.reason) == (not parts), said
         answer.raw.encode()
 
@@ -133,16 +139,16 @@ def test_the_same_question_is_asked_once(template, server):
     server.answer = lambda bright, text: f"{text} {255 * bright[0]:.0f}"
     server.delay_s, j = 0.1, client(server)
     one, same, other = media(10, 10, 200)
-    first = [j.ask(asked, {"prompt": "a"}, [one], once=True) for _ in range(3)]
-    late = first[0].result(30) and j.ask(asked, {"prompt": "a"}, [one], once=True)
-    rest = [j.ask(asked, {"prompt": "b"}, [one], once=True), j.ask(asked, {"prompt": "a"}, [other], once=True)]
+    first = [ask(j, asked, {"prompt": "a"}, [one], once=True) for _ in range(3)]
+    late = first[0].result(30) and ask(j, asked, {"prompt": "a"}, [one], once=True)
+    rest = [ask(j, asked, {"prompt": "b"}, [one], once=True), ask(j, asked, {"prompt": "a"}, [other], once=True)]
     assert {f.result(30).raw for f in (*first, late)} == {"a 10"}
     assert [f.result(30).raw for f in rest] == ["b 10", "a 200"]
     assert len(server.requests) == 3
-    assert j.ask(asked, {"prompt": "a"}, [same]).result(30).raw == "a 10" and len(server.requests) == 4
+    assert ask(j, asked, {"prompt": "a"}, [same]).result(30).raw == "a 10" and len(server.requests) == 4
     server.fault, server.count = "400", 1
-    assert "refused with 400" in j.ask(asked, {"prompt": "c"}, [one], once=True).result(30).reason
-    assert j.ask(asked, {"prompt": "c"}, [one], once=True).result(30).raw == "c 10", "what failed is asked again"
+    assert "refused with 400" in ask(j, asked, {"prompt": "c"}, [one], once=True).result(30).reason
+    assert ask(j, asked, {"prompt": "c"}, [one], once=True).result(30).raw == "c 10", "what failed is asked again"
     del one, same, other, first, late, rest
     until(lambda: not len(j._asked) and not len(j._encodings))  # nothing is kept of a medium that is gone
 
@@ -150,7 +156,7 @@ def test_the_same_question_is_asked_once(template, server):
 def test_a_shared_question_survives_those_who_leave(template, server):
     server.answer, server.delay_s = (lambda bright, text: "here"), 0.3
     j, (one,), asked = client(server), media(10), template(TEXT)
-    leaves, stays = (j.ask(asked, {"prompt": "a"}, [one], once=True) for _ in range(2))
+    leaves, stays = (ask(j, asked, {"prompt": "a"}, [one], once=True) for _ in range(2))
     until(lambda: server.requests)
     leaves.cancel()
     assert stays.result(30).raw == "here" and len(server.requests) == 1
@@ -186,6 +192,24 @@ def test_clips_are_shown_by_the_sibling_template(server):
 @pytest.mark.parametrize("image_format", ["jpeg", "webp", "png"])
 def test_every_format_names_the_same_winner(server, image_format):
     assert judge(server.url, image_format=image_format).submit("p", *media(40, 200)).result(30).first < 0.1
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (TEXT.replace("{prompt}", "{prompt}{colour}"), "nothing fills in {colour}"),
+        (TEXT.replace("{prompt}", "{prompt}{source}{source}"), "{source} once"),
+        (TEXT.replace("text", "scores\nscores: {a: [1, 5]}"), "pattern"),
+        (TEXT.replace("text", "json"), "needs scores"),
+        (TEXT.replace("text", "json\nscores: {a: [5, 1]}"), "low, high"),
+        (TEXT.replace("text", "json\nscores: {a: [x, 1]}"), "could not convert"),
+        (TEXT + "\nmax_tokens: [1]", "int"),
+        (TEXT + "\n3: 4", "unknown key"),
+    ],
+)
+def test_a_bad_question_is_refused_by_name(template, text, complaint):
+    with pytest.raises(JudgeError, match=complaint):
+        template(text)
 
 
 def test_a_pair_needs_an_answer_that_is_a_verdict(tmp_path):

@@ -76,14 +76,10 @@ def gone(pid, seconds=30.0):
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_ready_means_a_probe_got_a_verdict_and_stop_ends_the_whole_group(vllm, engine):
-    bystander = subprocess.Popen(["sleep", "600"])
     with Server(config(vllm, engine=engine)) as server:
         summary = server.wait_ready()
         assert "ok, serves unifiedreward" in summary and "probe pair" in summary
     assert all(gone(pid) for pid in pids(vllm))
-    assert bystander.poll() is None
-    bystander.kill()
-    bystander.wait()
 
 
 def test_a_start_that_fails_shows_the_end_of_the_log(vllm):
@@ -159,7 +155,7 @@ def started(vllm, *models, port, **env):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_the_command_ends_its_server_however_it_ends_and_leaves_no_file(vllm, number, tmp_path):
     (folder := tmp_path / "temporary").mkdir()
-    port = free_port()
+    port, bystander = free_port(), subprocess.Popen(["sleep", "600"])
     child, text = started(vllm, "qwen3-vl", port=port, TMPDIR=str(folder))
     assert f"ready: judge 'qwen3-vl' at http://127.0.0.1:{port}" in text
     assert "serving on http" in Path(re.search(r"log (/proc/\S+)", text)[1]).read_text()
@@ -167,7 +163,9 @@ def test_the_command_ends_its_server_however_it_ends_and_leaves_no_file(vllm, nu
     child.wait(30)
     assert all(gone(pid) for pid in pids(vllm))
     assert number == signal.SIGKILL or child.returncode == 0
-    assert not list(folder.iterdir())
+    assert not list(folder.iterdir()) and bystander.poll() is None
+    bystander.kill()
+    bystander.wait()
 
 
 def test_several_models_get_a_port_each_and_one_that_dies_leaves_the_others(vllm):
@@ -208,12 +206,9 @@ subprocess.Popen(line, start_new_session=True).wait()
     child.kill()
     child.wait()
     assert gone(engine) and gone(worker) and gone(group)
-
-
-@pytest.mark.parametrize(("code", "expected"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
-def test_the_keeper_ends_as_its_engine_does(code, expected):
-    line = [sys.executable, keeper.__file__, str(os.getpid()), "1", sys.executable, "-c", f"import os, sys; {code}"]
-    assert subprocess.run(line, start_new_session=True).returncode == expected
+    for code, expected in (("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)):
+        line = [sys.executable, keeper.__file__, str(os.getpid()), "1", sys.executable, "-c", f"import os, sys; {code}"]
+        assert subprocess.run(line, start_new_session=True).returncode == expected
 
 
 def flags(words):
@@ -250,13 +245,13 @@ def test_sglang_gets_the_flags_of_its_documentation(vllm):
 
 
 def test_presets_are_the_sizes_that_were_published():
-    hub = {name: preset.model for name, preset in PRESETS.items()}
-    for kind, family in (("", "2.0"), ("-think", "Think"), ("-edit", "Edit")):
-        for size in ("2b", "4b", "8b", "32b"):
-            assert hub[f"unifiedreward{kind}-{size}"] == f"CodeGoat24/UnifiedReward-{family}-qwen3vl-{size}"
-        assert hub[f"unifiedreward{kind}"] == hub[f"unifiedreward{kind}-8b"]
-    assert hub["unifiedreward-flex"] == "CodeGoat24/UnifiedReward-Flex-qwen3vl-8b"
-    assert PRESETS["unifiedreward-1.5"].engine == "sglang" and PRESETS["unifiedreward"].engine == "vllm"
+    for kind, family, sizes in (
+        ("", "2.0", "2b 4b 8b 32b"), ("-think", "Think", "2b 4b 8b 32b"), ("-flex", "Flex", "8b"),
+        ("-edit", "Edit", "2b 4b 8b 32b"),
+    ):  # fmt: skip
+        for size in sizes.split():
+            assert PRESETS[f"unifiedreward{kind}-{size}"].model == f"CodeGoat24/UnifiedReward-{family}-qwen3vl-{size}"
+        assert PRESETS[f"unifiedreward{kind}"] == PRESETS[f"unifiedreward{kind}-8b"]
 
 
 def test_several_models_get_ports_names_and_their_share_of_the_memory(vllm):

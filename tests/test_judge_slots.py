@@ -17,7 +17,7 @@ from test_judge_faults import ask, judge, media
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge.endpoint import Endpoint, NoEndpoint, Pool
+from prefgrpo.judge.endpoint import Endpoint, Pool, SendError
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.plans import both_orders
 
@@ -156,7 +156,7 @@ def test_patience_ends_and_a_return_serves_everybody(monkeypatch):
         slots = pool(1, concurrency=2, patience_s=0.3)
         slots.eject(None, slots.endpoints[0], "no connection")
         for _ in range(2):  # while it waits, and at once afterwards
-            with pytest.raises(NoEndpoint, match=r"no server was reachable for 0\.3 s .*no connection"):
+            with pytest.raises(SendError, match=r"no server was reachable for 0\.3 s .*no connection"):
                 await asyncio.wait_for(slots.acquire(0), 5)
         slots.patience_s = 5.0
         problem[0] = ""

@@ -18,6 +18,7 @@ import torch
 import transformers
 from judge_server import free_port
 from test_judge_faults import until
+from test_judge_questions import ask
 
 import prefgrpo
 from prefgrpo.config.schema import JudgeConfig
@@ -204,7 +205,7 @@ def test_a_question_equals_stock_code(tmp_path, port, name, tokenizer):
     url = f"http://127.0.0.1:{port}"
     client = Client(JudgeConfig((url,), image_format="webp", min_label_mass=0.0, tokenizer=tokenizer))
     for _ in range(2):  # with data, then by id alone
-        answer = client.ask(asked, {"prompt": "less red"}, media, source).result(60)
+        answer = ask(client, asked, {"prompt": "less red"}, media, source).result(60)
         assert answer.value == pytest.approx(first / (first + second), abs=2e-3), answer
     assert client.sender.endpoints[0].uses_ids and client.sender.endpoints[0].ids.misses == 0
 

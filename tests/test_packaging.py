@@ -76,35 +76,9 @@ def run(*command: str | Path, cwd: Path, **env: str) -> str:
     return done.stdout
 
 
-def python(code: str, *argv: str | Path, **env: str) -> str:
-    """Output of a program in this environment, run from the checkout."""
-    return run(sys.executable, "-c", code, *argv, cwd=ROOT, **env)
-
-
-def pip(*argv: str | Path, cwd: Path) -> None:
-    """pip with no network and no build environment of its own."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    head, *rest = argv
-    options = ("--no-deps", "--no-build-isolation", "--no-index", "-q")
-    before = () if head == "wheel" else ("--python", cwd / "python")
-    run(sys.executable, "-m", "pip", *before, head, *options, *rest, cwd=cwd, PREFGRPO_CUDA="0", PATH=path)
-
-
-def environment(folder: Path) -> Path:
-    """Python of a virtual environment that sees this one's packages, but not the checkout this one has installed."""
-    venv.create(folder, symlinks=True)
-    own = folder / "bin" / "python"
-    site = run(own, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])", cwd=folder).strip()
-    (Path(site) / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")  # after its own packages
-    return own
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> Path:
-    """A copy of the checkout without anything built."""
-    copy = tmp_path_factory.mktemp("source") / "prefgrpo"
-    shutil.copytree(ROOT, copy, symlinks=True, ignore=LEFT_OUT)
-    return copy
+def python(code: str, *argv: str | Path, cwd: Path = ROOT, **env: str) -> str:
+    """Output of a program in this environment."""
+    return run(sys.executable, "-c", code, *argv, cwd=cwd, **env)
 
 
 def check(probe: str) -> dict:
@@ -114,13 +88,20 @@ def check(probe: str) -> dict:
     return seen
 
 
-def test_checkout_with_the_root_as_working_directory():
-    """`python -c` and `python -m` put the working directory first on the path."""
-    assert Path(check(python(PROBE))["package"]) == ROOT / "prefgrpo"
+def test_editable_install(tmp_path):
+    """This environment has one. `python -c` and `python -m` put the working directory first on the path."""
+    for cwd in (ROOT, tmp_path):
+        seen = check(python(PROBE, cwd=cwd))
+        assert Path(seen["package"]) == ROOT / "prefgrpo" and Path(seen["native"]).is_relative_to(ROOT)
 
 
 @pytest.mark.full
-def test_sdist_and_wheel(source, tmp_path):
+@pytest.mark.timeout(1200)
+def test_sdist_and_wheel(tmp_path):
+    """From a copy of the checkout without anything built; the wheel is installed where only its dependencies are."""
+    source, empty = tmp_path / "source", tmp_path / "empty"
+    shutil.copytree(ROOT, source, symlinks=True, ignore=LEFT_OUT)
+    empty.mkdir()
     run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, source, cwd=tmp_path)
     (sdist,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -129,14 +110,20 @@ def test_sdist_and_wheel(source, tmp_path):
     assert {f"prefgrpo/kernels/{name}.py" for name in CODE} <= names
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
 
-    pip("wheel", "-w", tmp_path, sdist, cwd=tmp_path)
+    offline = ("--no-deps", "--no-build-isolation", "--no-index", "-q")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    build = ("-m", "pip", "wheel", *offline, "-w", tmp_path, sdist)
+    run(sys.executable, *build, cwd=tmp_path, PREFGRPO_CUDA="0", PATH=path)
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert [name for name in names if name.startswith("prefgrpo/_C.")], "the compiled module is not in the wheel"
     assert not [name for name in names if name.split("/")[0] in ("kernels", "tests", "csrc", "scripts", "benchmarks")]
-    own = environment(tmp_path / "venv")
-    pip("install", wheel, cwd=own.parent)
-    (empty := tmp_path / "empty").mkdir()
+
+    venv.create(tmp_path / "venv", symlinks=True)
+    own = tmp_path / "venv" / "bin" / "python"
+    site = Path(run(own, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])", cwd=tmp_path).strip())
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")  # after its own packages
+    run(sys.executable, "-m", "pip", "--python", own, "install", *offline, wheel, cwd=tmp_path)
     for cwd in (empty, ROOT):  # -I: the working directory is not on the path, so the wheel is what is imported
         seen = check(run(own, *(["-I"] if cwd == ROOT else []), "-c", PROBE, cwd=cwd))
         assert Path(seen["package"]).is_relative_to(tmp_path) and Path(seen["native"]).is_relative_to(tmp_path)
@@ -145,15 +132,6 @@ def test_sdist_and_wheel(source, tmp_path):
     assert run(command, "--version", cwd=ROOT).split() == ["prefgrpo", seen["version"]]
     assert "train" in run(own, "-m", "prefgrpo", "--help", cwd=empty)
     assert "nothing was written" in run(command, "demo", "--dry-run", cwd=empty) and not list(empty.iterdir())
-
-
-@pytest.mark.full
-def test_editable_install(source, tmp_path):
-    own = environment(tmp_path / "venv")
-    pip("install", "-e", source, cwd=own.parent)
-    for cwd in (tmp_path, source):
-        seen = check(run(own, "-c", PROBE, cwd=cwd))
-        assert Path(seen["package"]) == source / "prefgrpo" and Path(seen["native"]).is_relative_to(source)
 
 
 @pytest.mark.parametrize("version", ["old", "none"])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from report_html import parse
-from report_run import MEASURES, eval_row, groups, make_run, shown, train_row, write_rows
+from report_run import MEASURES, eval_row, groups, make_run, shown, small_run, train_row
 
 from prefgrpo.report import page as report_page
 from prefgrpo.report import write_report
@@ -62,17 +62,6 @@ def pixels(element):
 def arrays(file):
     with np.load(file) as stored:
         return dict(stored)
-
-
-def row_of(step, **changes):
-    return train_row(step, STEPS, np.random.default_rng(step)) | changes
-
-
-def small_run(folder, rows, config="train: {steps: 10}\n"):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(config)
-    write_rows(folder, rows)
-    return folder
 
 
 def test_page_refers_to_nothing_outside_itself(page, run):
@@ -158,14 +147,13 @@ def test_curves_carry_the_logged_values(page):
     assert list(found)[:14] == [
         "Win rate against the start", "Measured: scenes", "Reward: std within a group", "Groups without signal",
         "Policy ratio − 1", "Clipped", "KL divergence", "Gradient norm", "Judge: latency", "Judge: failures",
-        "Judge: consistency", "Time per step", "Judge overlap", "advantage · max",
+        "Judge: consistency", "Time per step", "Judge overlap", "loss",
     ]  # fmt: skip
     assert "to the start" not in found["KL divergence"].text  # kl_coef 0: the KL was never computed
     x, y = curve(found["Win rate against the start"], "by judge")
     assert x == [0, 20, 40, 60, 80] and found["Win rate against the start"].all("path", "band")
     np.testing.assert_allclose(y, [100 * eval_row(s, STEPS, "dev")["dev/win_judge"] for s in x], rtol=1e-3)
-    rng = np.random.default_rng(0)
-    rows = [train_row(s, STEPS, rng) for s in range(1, STEPS + 1)]
+    rows = [train_row(s) for s in range(1, STEPS + 1)]
     x, y = curve(found["Gradient norm"], "before clipping")
     assert x == list(range(1, STEPS + 1))
     np.testing.assert_allclose(y, [r["grad_norm"] for r in rows], rtol=1e-3)
@@ -174,7 +162,7 @@ def test_curves_carry_the_logged_values(page):
 
 
 def test_win_rates_inside_a_group_give_no_mean_curve_but_other_rewards_do(tmp_path):
-    rows = [row_of(s, **{"reward/clip": 20.0 + s, "reward/clip_std": 1.5}) for s in range(1, 5)]
+    rows = [train_row(s) | {"reward/clip": 20.0 + s, "reward/clip_std": 1.5} for s in range(1, 5)]
     found = charts(report(small_run(tmp_path / "r", rows)))
     assert "Reward: vlm pairwise" not in found
     assert curve(found["Reward: clip"], "mean")[1] == [21, 22, 23, 24]
@@ -199,7 +187,7 @@ def test_verdict_matrix_is_sorted_and_complete(page, run):
 
 
 def test_a_member_without_any_verdict_is_missing_and_last(tmp_path):
-    folder = small_run(tmp_path / "r", [row_of(1)])
+    folder = small_run(tmp_path / "r", [train_row(1)])
     groups(folder, 1, k=1, size=4, missing=False)
     data = arrays(folder / "groups" / "step_000001.npz")
     data["counts"][0, 2, :] = data["counts"][0, :, 2] = data["wins"][0, 2, :] = data["wins"][0, :, 2] = 0
@@ -212,11 +200,11 @@ def test_a_member_without_any_verdict_is_missing_and_last(tmp_path):
 
 
 def test_a_run_without_a_result_says_so(tmp_path):
-    rows = [row_of(s) for s in range(1, 11)]
+    rows = [train_row(s) for s in range(1, 11)]
     whole = report(small_run(tmp_path / "whole", rows))
     assert "had no evaluation set" in whole.all("p", "result")[0].text and not whole.all("p", "status")
     first = small_run(tmp_path / "first", [eval_row(0, 10, "dev")])
-    shown(first, "dev", 0, 10)
+    shown(first, "dev", 0)
     for steps, folder in ((3, small_run(tmp_path / "begun", rows[:3])), (0, first)):
         page = report(folder)
         assert f"{steps} of 10 steps so far" in page.all("p", "status")[0].text
@@ -226,9 +214,9 @@ def test_a_run_without_a_result_says_so(tmp_path):
 
 
 def test_a_single_step_shows_as_points(tmp_path):
-    found = charts(report(small_run(tmp_path / "r", [row_of(1)])))
+    found = charts(report(small_run(tmp_path / "r", [train_row(1)])))
     (delay,) = curve(found["Judge: latency"], "median")[1]
-    assert delay == pytest.approx(1000 * row_of(1)["time/judge/latency_p50"], rel=1e-3)
+    assert delay == pytest.approx(1000 * train_row(1)["time/judge/latency_p50"], rel=1e-3)
     for title in ("Gradient norm", "Policy ratio − 1", "Judge: latency"):
         circles = found[title].all("circle")
         assert circles and all(LEFT <= float(c.attributes["cx"]) <= WIDTH - RIGHT for c in circles), title
@@ -240,7 +228,7 @@ def test_a_single_step_shows_as_points(tmp_path):
 
 
 def test_missing_keys_nulls_and_text_in_numbers_are_gaps(tmp_path):
-    rows = [row_of(s, **{"policy/approx_kl": None}) for s in range(1, 6)]
+    rows = [train_row(s) | {"policy/approx_kl": None} for s in range(1, 6)]
     rows[2]["grad_norm"] = None
     del rows[3]["policy/ratio_min"]
     rows[1]["time/judge/latency_p95"] = "slow"
@@ -265,7 +253,7 @@ def test_a_torn_last_line_and_an_unfinished_run(tmp_path):
 
 
 def test_the_time_limit_is_an_end_once_the_product_is_there(tmp_path):
-    folder = small_run(tmp_path / "r", [row_of(4)], "train: {steps: 10, max_minutes: 2.0}\n")
+    folder = small_run(tmp_path / "r", [train_row(4)], "train: {steps: 10, max_minutes: 2.0}\n")
     assert report(folder).all("p", "status")
     (folder / "lora").mkdir()
     assert not report(folder).all("p", "status")
@@ -293,9 +281,9 @@ def test_hostile_text_is_shown_and_not_run(tmp_path):
     (folder / "eval" / "test_prompts.json").write_text(json.dumps([evil] * 12))
     file = folder / "groups" / "step_000020.npz"
     np.savez(file, **arrays(file) | {"prompts": np.array([evil, "fine"])})
-    (folder / "config.yaml").write_text(f"name: {json.dumps(evil)}\nmodel: '</pre><img src=x onerror=y>'\n")
     row = {"reward/<b>x": 1.0, "reward/<b>x_std": 1.0, "odd/<i>": 2.0}
-    write_rows(folder, [row_of(1, **row), eval_row(20, 20, "test")])
+    rows = [train_row(1) | row, eval_row(20, 20, "test")]
+    small_run(folder, rows, f"name: {json.dumps(evil)}\nmodel: '</pre><img src=x onerror=y>'\n")
     page = report(folder)
     assert len(page.all("script")) == 1 and all("onerror" not in n.attributes for n in page.all())
     assert page.all("h1")[0].text == evil and page.all("figure", "pair")[0].all("figcaption")[0].text == evil
@@ -305,7 +293,7 @@ def test_hostile_text_is_shown_and_not_run(tmp_path):
 
 
 def test_large_images_and_long_runs_stay_small(tmp_path):
-    rows = [*map(row_of, range(1, 3001)), eval_row(3000, 3000, "dev")]
+    rows = [*map(train_row, range(1, 3001)), eval_row(3000, 3000, "dev")]
     folder = small_run(tmp_path / "r", rows, "train: {steps: 3000}\n")
     rng = np.random.default_rng(0)
     noise = np.kron(rng.integers(0, 256, (8, 64, 64, 3)), np.ones((1, 8, 8, 1))).astype(np.uint8)  # 512 × 512

@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from judge_server import free_port
 from reward_server import MOODY, TESTS, Moody, Process, brightness, picture
 
+from prefgrpo.commands import cli
 from prefgrpo.data.media import Media
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.serve import RewardServer, main, read_options
+from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.rewards.serve import read_options
 from prefgrpo.rewards.wire import WireError, media_json, read_request, read_scores, request_json, scores_json
 
 
@@ -35,32 +36,17 @@ def moody():
         yield server
 
 
-def body(prompt, media, source=(), meta=None, name=MOODY):
-    sample = Sample(prompt, media, tuple(source), meta or {})
-    return request_json(name, sample, media_json(media), [media_json(m) for m in source])
+def body(prompt, media):
+    return request_json(MOODY, Sample(prompt, media), media_json(media), [])
 
 
-def post(url, raw, path="/score"):
+def post(url, raw):
     """(status, answer) of a POST."""
     try:
-        with urllib.request.urlopen(urllib.request.Request(url + path, raw), timeout=20) as reply:
+        with urllib.request.urlopen(urllib.request.Request(f"{url}/score", raw), timeout=20) as reply:
             return reply.status, json.loads(reply.read())
     except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
-
-
-def get(url, path):
-    with urllib.request.urlopen(url + path, timeout=30) as reply:
-        raw = reply.read()
-    return raw.decode()
-
-
-def told(answer):
-    return answer["error"]["message"]
-
-
-def image64(data):
-    return base64.b64encode(data).decode()
+        return error.code, json.loads(error.read())["error"]["message"]
 
 
 # the wire
@@ -73,22 +59,21 @@ class Edit(PointwiseReward):
         return []
 
 
-pixels = st.tuples(st.integers(1, 20), st.integers(1, 20), st.integers(0, 2**32 - 1), st.integers(0, 3))
-
-
 def drawn(height, width, seed, frames):
     shape = (height, width, 3) if not frames else (frames, height, width, 3)
     return Media(np.random.default_rng(seed).integers(0, 256, shape, np.uint8))
 
 
+pixels = st.builds(drawn, st.integers(1, 20), st.integers(1, 20), st.integers(0, 2**32 - 1), st.integers(0, 3))
+
+
 @settings(max_examples=60)
 @given(st.text(), pixels, st.lists(pixels, max_size=2), st.dictionaries(st.text(), st.text() | st.integers()))
 def test_what_is_sent_is_what_arrives(prompt, media, sources, meta):
-    sample = Sample(prompt, drawn(*media), tuple(drawn(*s) for s in sources), meta)
-    raw = request_json("x", sample, media_json(sample.media), [media_json(m) for m in sample.source])
-    (found,) = read_request(raw, "x", Moody)
+    sample = Sample(prompt, media, tuple(sources), meta)
+    (found,) = read_request(request_json("x", sample, media_json(media), [*map(media_json, sources)]), "x", Moody)
     assert (found.prompt, found.meta) == (prompt, meta) and len(found.source) == len(sources)
-    for a, b in zip((sample.media, *sample.source), (found.media, *found.source), strict=True):
+    for a, b in zip((media, *sources), (found.media, *found.source), strict=True):
         assert a.pixels.dtype == b.pixels.dtype and np.array_equal(a.pixels, b.pixels)
 
 
@@ -97,8 +82,7 @@ def test_numbers_survive_as_they_are(rows):
     scores = [Score(*row) for row in rows]
     for sent, found in zip(scores, read_scores(scores_json(scores), len(scores)), strict=True):
         finite = sent.value is not None and np.isfinite(sent.value)
-        assert found.value == (sent.value if finite else None)
-        assert finite or found.reason
+        assert found.value == (sent.value if finite else None) and (finite or found.reason)
         for name, part in sent.parts.items():
             assert found.parts[name] == part or (not np.isfinite(part) and np.isnan(found.parts[name]))
 
@@ -111,42 +95,19 @@ def test_any_bytes_are_read_or_refused(raw):
             read()
 
 
-GOOD = json.loads(media_json(picture(9)))
-NOISE = json.loads(media_json(drawn(32, 32, 0, 0)))
+GOOD, NOISE = json.loads(media_json(picture(9))), json.loads(media_json(drawn(32, 32, 0, 0)))
+BAD = "expected base64 of a file that is PNG, WEBP, JPEG, or a list of such frames of one size"
 
 
 @pytest.mark.parametrize(
-    ("row", "named"),
+    ("row", "message"),
     [
         (3, "samples[0]: expected a dict, got int 3"),
         ({"media": GOOD}, "samples[0].prompt: expected a str, got NoneType"),
-        (
-            {"prompt": "a"},
-            "samples[0].media: expected base64 of a file that is PNG, WEBP, JPEG, or a list of such frames of one size",
-        ),
-        (
-            {"prompt": "a", "media": ""},
-            "samples[0].media: expected base64 of a file that is PNG, WEBP, JPEG, or a list of such frames of one size",
-        ),
-        (
-            {"prompt": "a", "media": []},
-            "samples[0].media: expected base64 of a file that is PNG, WEBP, JPEG, or a list of such frames of one size",
-        ),
-        (
-            {"prompt": "a", "media": [GOOD, ""]},
-            "samples[0].media: expected base64 of a file that is PNG, WEBP, JPEG, or a list of such frames of one size",
-        ),
-        (
-            {"prompt": "a", "media": "é"},
-            "samples[0].media: expected base64 of a file that is PNG, WEBP, JPEG, or a list of such frames of one size",
-        ),
-        (
-            {"prompt": "a", "media": image64(b"GIF89a")},
-            "samples[0].media: expected base64 of a file that is PNG, WEBP, JPEG, or a list of such frames of one size",
-        ),
-        (
-            {"prompt": "a", "media": NOISE[:400]},
-            "samples[0].media: expected base64 of a file that is PNG, WEBP, JPEG, or a list of such frames of one size",
+        *(
+            ({"prompt": "a", "media": bad}, f"samples[0].media: {BAD}")
+            for bad in (None, "", [], [GOOD, ""], "é", base64.b64encode(b"GIF89a").decode(), NOISE[:400],
+                        [json.loads(media_json(picture(9, size))) for size in (8, 9)])
         ),
         ({"prompt": "a", "media": GOOD, "meta": []}, "samples[0].meta: expected a dict, got list"),
         ({"prompt": "a", "media": GOOD, "image": GOOD}, "samples[0]: unknown field(s) image"),
@@ -154,56 +115,45 @@ NOISE = json.loads(media_json(drawn(32, 32, 0, 0)))
         ({"prompt": "a", "media": GOOD}, "samples[0].source: this reward scores edits"),
         ({"prompt": "a", "media": GOOD, "source": [GOOD]}, "samples[0].meta: lacks tag"),
     ],
-)
-def test_refusals_name_the_field(row, named):
+)  # fmt: skip
+def test_refusals_name_the_field(row, message):
     with pytest.raises(WireError) as caught:
         read_request(json.dumps({"samples": [row]}).encode(), "edit", Edit)
-    assert named in str(caught.value) and "0x" not in str(caught.value)
-
-
-def test_a_clip_of_two_sizes_is_refused():
-    frames = [json.loads(media_json(picture(9, size))) for size in (8, 9)]
-    with pytest.raises(WireError, match="frames of one size"):
-        read_request(json.dumps({"samples": [{"prompt": "a", "media": frames}]}).encode(), "x", Moody)
+    assert message in str(caught.value) and "0x" not in str(caught.value)
 
 
 # the server
 
 
-def test_scores_are_those_of_the_reward(moody):
-    clip = Media(np.random.default_rng(1).integers(0, 256, (5, 24, 16, 3), np.uint8))
+def test_answers(moody):
+    """Scores are those of the reward; what is missing or not finite is null with a reason; info says what it takes."""
+    clip = drawn(24, 16, 1, 5)
     for media in (picture(77), clip):
         status, answer = post(moody.url, body('braces {} "quotes" 😀', media))
         assert status == 200 and answer["scores"][0]["value"] == brightness(Sample("", media))
-
-
-def test_nan_and_missing_are_null_with_a_reason(moody):
-    assert post(moody.url, body("nan", picture(9)))[1]["scores"] == [
-        {"value": None, "reason": "the reward returned nan", "parts": {"half": None}}
-    ]
+    nan = {"value": None, "reason": "the reward returned nan", "parts": {"half": None}}
+    assert post(moody.url, body("nan", picture(9)))[1]["scores"] == [nan]
     assert post(moody.url, body("missing", picture(9)))[1]["scores"] == [{"value": None, "reason": "nothing to see"}]
+    with urllib.request.urlopen(f"{moody.url}/v1/info", timeout=30) as reply:
+        info = json.loads(reply.read())
+    assert info["name"] == MOODY and info["takes"] == ["image", "video"] and info["status"] == "ready"
 
 
 @pytest.mark.parametrize(
-    ("raw", "named"),
+    ("raw", "code", "message"),
     [
-        (b"", "not JSON"),
-        (b'{"samples"', "not JSON"),
-        (b"[1]", "the body: expected a dict, got list"),
-        (b"{}", "samples: expected a list"),
-        (b'{"reward": "clip", "samples": [1]}', f"this server scores '{MOODY}', not 'clip'"),
-        (b'{"samples": [{"prompt": "a", "media": ""}]}', "expected base64 of a file"),
-        (b"[" * 100_000, "not JSON"),
+        (b"", 400, "not JSON"),
+        (b"[1]", 400, "the body: expected a dict, got list"),
+        (b"{}", 400, "samples: expected a list"),
+        (b'{"reward": "clip", "samples": [1]}', 400, f"this server scores '{MOODY}', not 'clip'"),
+        (b'{"samples": [{"prompt": "a", "media": ""}]}', 400, BAD),
+        (b"[" * 100_000, 400, "not JSON"),
+        (b" " * (1 << 20) + body("a", picture(9)), 413, "larger than 1 MiB; raise --max-mib"),
     ],
 )
-def test_bad_requests_are_400_with_the_reason(moody, raw, named):
+def test_bad_requests_are_refused_with_the_reason(moody, raw, code, message):
     status, answer = post(moody.url, raw)
-    assert status == 400 and named in told(answer)
-
-
-def test_a_request_above_the_limit_is_refused(moody):
-    status, answer = post(moody.url, b" " * (1 << 20) + body("a", picture(9)))
-    assert status == 413 and "larger than 1 MiB; raise --max-mib" in told(answer)
+    assert status == code and message in answer
 
 
 def together(server, gate, prompts):
@@ -228,9 +178,9 @@ def together(server, gate, prompts):
 
 def test_a_failing_sample_fails_alone(moody, tmp_path):
     """All wait behind a slow one and make up one batch; the one that raises gets 500, the others their scores."""
-    found = together(moody, tmp_path / "go", ["a", "raise", "b"])
-    assert found[2][0] == 500 and "RuntimeError: out of memory" in told(found[2][1])
-    assert [found[k][1]["scores"][0]["value"] for k in (0, 1, 3)] == [10 * k / 255 for k in (0, 1, 3)]
+    answers = together(moody, tmp_path / "go", ["a", "raise", "b"])
+    assert answers[2][0] == 500 and "RuntimeError: out of memory" in answers[2][1]
+    assert [answers[k][1]["scores"][0]["value"] for k in (0, 1, 3)] == [10 * k / 255 for k in (0, 1, 3)]
 
 
 def test_what_arrives_during_a_batch_is_the_next_one(moody, tmp_path):
@@ -239,48 +189,37 @@ def test_what_arrives_during_a_batch_is_the_next_one(moody, tmp_path):
     sizes = sorted(a["scores"][0]["parts"]["batch"] for _, a in answers)
     assert sizes == [1.0, 2.0, 2.0, 4.0, 4.0, 4.0, 4.0], "one alone, then --max-batch of the six that waited, then two"
     after = moody.counts()
-    assert after["samples"] - before["samples"] == 7 and after["batches"] - before["batches"] == 3
+    assert (after["samples"] - before["samples"], after["batches"] - before["batches"]) == (7, 3)
 
 
-def test_what_it_says_of_itself(moody):
-    info = json.loads(get(moody.url, "/v1/info"))
-    assert info["name"] == MOODY and info["takes"] == ["image", "video"] and info["status"] == "ready"
-    assert moody.counts()["queued"] == 0
+def listening(*options, **more):
+    """A server that listens and is not ready."""
+    server = Process(MOODY, *options, ready=False, **more)
+    while server.health() == 0:
+        time.sleep(0.02)
+    return server
 
 
 def test_ready_only_after_a_real_score(tmp_path):
-    with Process(MOODY, "--options", f"load_until={tmp_path / 'go'}", ready=False) as server:
-        while (status := server.health()) == 0:
-            time.sleep(0.02)
-        assert status == 503, "it listens while it loads"
-        answered, answer = post(server.url, body("a", picture(9)))
-        assert answered == 503 and "is loading" in told(answer)
+    with listening("--options", f"load_until={tmp_path / 'go'}") as server:
+        assert server.health() == 503, "it listens while it loads"
+        status, message = post(server.url, body("a", picture(9)))
+        assert status == 503 and "is loading" in message
         (tmp_path / "go").touch()
         server.wait_ready()
         assert post(server.url, body("a", picture(9)))[0] == 200
 
 
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ("load_error=no torch here", "cannot be loaded: ImportError: no torch here"),
-        ("value=.nan", "gave no score to a probe sample: nan"),
-        ("colour=3", "has no option 'colour'"),
-        ("url=http://x", "have a url"),
-    ],
-)
-def test_a_reward_that_does_not_work_ends_the_server(tmp_path, option, said):
-    log = tmp_path / "log"
-    server = Process(MOODY, "--options", option, ready=False, log=log)
-    assert server.child.wait(20) == 2
-    assert said in log.read_text()
+def test_interrupt_while_loading_ends_it():
+    server = listening("--options", "load_until=/nowhere")
+    server.child.send_signal(signal.SIGINT)
+    server.child.wait(60)
 
 
 def test_sigterm_answers_what_was_sent_and_takes_nothing_new(tmp_path):
-    log = tmp_path / "log"
+    log, gate, answers, stopped = tmp_path / "log", tmp_path / "go", [], []
     server = Process(MOODY, log=log)
-    answers = []
-    gate, stopped = tmp_path / "go", []
+    assert "note" not in log.read_text()
     ask = threading.Thread(target=lambda: answers.append(post(server.url, body(f"until {gate}", picture(51)))))
     ask.start()
     server.wait_for("batches", 2)  # the probe's, and this one
@@ -296,43 +235,39 @@ def test_sigterm_answers_what_was_sent_and_takes_nothing_new(tmp_path):
     assert server.health() == 0 and "Traceback" not in log.read_text()
 
 
-def test_interrupt_while_loading_ends_at_once():
-    server = Process(MOODY, "--options", "load_until=/nowhere", ready=False)
-    while server.health() == 0:
-        time.sleep(0.02)
-    start = time.monotonic()
-    server.child.send_signal(signal.SIGINT)
-    server.child.wait(20)
-    assert time.monotonic() - start < 20
-
-
-def test_a_busy_port_is_refused(moody, tmp_path):
-    log = tmp_path / "log"
-    second = Process("jpeg_compressibility", port=moody.port, ready=False, log=log)
-    assert second.child.wait(20) == 2
-    assert f"error: cannot listen on 127.0.0.1:{moody.port} (Address already in use)" in log.read_text()
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (MOODY, ["--options", "load_error=no torch here"], "cannot be loaded: ImportError: no torch here"),
+        (MOODY, ["--options", "value=.nan"], "gave no score to a probe sample: nan"),
+        (MOODY, ["--options", "colour=3"], "has no option 'colour'"),
+        (MOODY, ["--options", "url=http://x"], "have a url"),
+        ("jpg", [], "unknown reward 'jpg'"),
+        ("vlm_pairwise", [], "compares a group's samples"),
+        ("jpeg_compressibility", ["--port", "99999"], "cannot listen on 127.0.0.1:99999 (expected 0 to 65535)"),
+        ("jpeg_compressibility", ["--port", "BUSY"], "(Address already in use)"),
+    ],
+)
+def test_what_cannot_be_served_ends_the_command(moody, capfd, name, options, message):
+    options = [str(moody.port) if o == "BUSY" else o for o in options]
+    port = [] if "--port" in options else ["--port", str(free_port())]
+    assert cli.main(["reward", "serve", name, *port, *options]) == 2
+    assert message in capfd.readouterr().err
     assert moody.health() == 200
 
 
-def test_all_addresses_are_noted_and_loopback_is_not(tmp_path):
-    log = tmp_path / "log"
-    with Process("jpeg_compressibility", "--host", "0.0.0.0", log=log):
-        assert "note: 0.0.0.0 is reachable by others" in log.read_text()
-    with Process("jpeg_compressibility", log=log):
-        assert "note" not in log.read_text()
+def test_all_addresses_are_noted(tmp_path):
+    with Process("jpeg_compressibility", "--host", "0.0.0.0", log=tmp_path / "log"):
+        assert "note: 0.0.0.0 is reachable by others" in (tmp_path / "log").read_text()
 
 
 def test_options_come_from_words_and_files(tmp_path):
-    (tmp_path / "a.yaml").write_text("clip: {model: /m, batch: 8}\nother: {model: x}\n")
-    (tmp_path / "b.yaml").write_text("model: /n\n")
-    assert read_options("clip", [str(tmp_path / "a.yaml")]) == {"model": "/m", "batch": 8}
-    words = [str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml"), "batch=2", "names=[a, b]", "path=/x=y"]
+    a, b = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    a.write_text("clip: {model: /m, batch: 8}\nother: {model: x}\n")
+    b.write_text("model: /n\n")
+    assert read_options("clip", [str(a)]) == {"model": "/m", "batch": 8}
+    words = [str(a), str(b), "batch=2", "names=[a, b]", "path=/x=y"]
     assert read_options("clip", words) == {"model": "/n", "batch": 2, "names": ["a", "b"], "path": "/x=y"}
-
-
-def test_a_pairwise_reward_is_not_served():
-    with pytest.raises(RewardError, match="compares a group's samples"):
-        RewardServer("vlm_pairwise", {})
 
 
 def test_it_imports_only_light_libraries():
@@ -345,16 +280,3 @@ def test_it_imports_only_light_libraries():
     env = os.environ | {"PYTHONPATH": str(TESTS.parent)}
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_command_is_the_module(capsys):
-    from prefgrpo.commands import cli
-
-    port = free_port()
-    assert cli.main(["reward", "serve", "jpg", "--port", str(port)]) == 2
-    assert "unknown reward 'jpg'" in capsys.readouterr().err
-
-
-def test_a_port_that_is_none_is_refused(capsys):
-    assert main(["jpeg_compressibility", "--port", "99999"]) == 2
-    assert "error: cannot listen on 127.0.0.1:99999 (expected 0 to 65535)" in capsys.readouterr().err

@@ -31,103 +31,66 @@ def clause(name, count=1, **more):
     return {"class": name, "count": count, **more}
 
 
-def verdict(found, include, tag="two_object", colours=None, exclude=()):
-    objects = kept(found, counting=tag == "counting")
-    got = judge(objects, {"include": include, "exclude": list(exclude)}, lambda name: list((colours or {})[name]))
-    return got.soft, got.strict, got.correct
-
-
 DOG, CAT, CUP = box("dog"), box("cat", 40), box("cup", 40, 40)
+TWO, RED = [clause("dog"), clause("cat")], [clause("dog", color="red")]
+PLACED = [clause("dog"), clause("cat", position=["right of", 0])]
+ATTRIBUTES = [clause("dog", color="red"), clause("cat", color="black")]
+PLACED_RED = [clause("dog"), clause("cat", color="red", position=["right of", 0])]
+THREE = {"tag": "counting", "exclude": [clause("dog", 4)]}
 
 
 @pytest.mark.parametrize(
-    ("found", "include", "expected"),
+    ("found", "include", "expected", "more"),
     [
-        ([DOG], [clause("dog")], (1.0, True, True)),
-        ([], [clause("dog")], (0.0, False, False)),
-        ([DOG, DOG], [clause("dog")], (0.0, False, True)),  # one too many: not strict, still GenEval's "correct"
-        ([DOG] * 4, [clause("dog")], (-2.0, False, True)),  # 1 − 3/1, not clamped
-        ([DOG, CAT], [clause("dog"), clause("cat")], (1.0, True, True)),
-        ([DOG], [clause("dog"), clause("cat")], (0.5, False, False)),
-        ([DOG, DOG, CAT], [clause("dog"), clause("cat")], (0.5, False, True)),
-        ([DOG, CUP], [clause("dog")], (1.0, True, True)),  # what is not asked about does not matter
+        ([DOG], [clause("dog")], (1.0, True, True), {}),
+        ([], [clause("dog")], (0.0, False, False), {}),
+        ([DOG, DOG], [clause("dog")], (0.0, False, True), {}),  # one too many: not strict, still GenEval's "correct"
+        ([DOG] * 4, [clause("dog")], (-2.0, False, True), {}),  # 1 − 3/1, not clamped
+        ([DOG, CUP], [clause("dog")], (1.0, True, True), {}),  # what is not asked about does not matter
+        ([DOG, CAT], TWO, (1.0, True, True), {}),
+        ([DOG], TWO, (0.5, False, False), {}),
+        ([DOG, DOG, CAT], TWO, (0.5, False, True), {}),
+        ([DOG, CAT], [clause("dog")], (1.0, True, False), {"exclude": [clause("cat")]}),
+        # counting; more than 16 objects of a class count as 16
+        ([], [clause("dog", 3)], (0.0, False, False), THREE),
+        ([DOG] * 2, [clause("dog", 3)], (2 / 3, False, False), THREE),
+        ([DOG] * 3, [clause("dog", 3)], (1.0, True, True), THREE),
+        ([DOG] * 4, [clause("dog", 3)], (2 / 3, False, False), THREE),
+        ([DOG] * 40, [clause("dog", 3)], (1 - 13 / 3, False, False), THREE),
+        # colors
+        ([DOG], RED, (1.0, True, True), {"dog": ["red"]}),
+        ([DOG], RED, (0.5, False, False), {"dog": ["blue"]}),
+        ([DOG] * 2, [clause("dog", 2, color="red")], (0.75, False, False), {"dog": ["red", "blue"]}),
+        ([DOG] * 2, RED, (0.0, False, True), {"dog": ["red", "blue"]}),  # (0 + 0)/2
+        ([DOG] * 2, RED, (0.0, False, False), {"dog": ["blue", "red"]}),  # the surest is blue
+        ([], RED, (0.0, False, False), {}),
+        ([DOG, CAT], ATTRIBUTES, (0.75, False, False), {"dog": ["red"], "cat": ["white"]}),  # (1 + 1 + 1 + 0)/4
+        # position
+        ([DOG, CAT], PLACED, (1.0, True, True), {}),
+        ([DOG, box("cat", -40)], PLACED, (0.75, False, False), {}),  # (1 + 1 + 0 + 1)/4: a wrong place is two terms
+        ([DOG, box("cat", 1.5)], PLACED, (0.75, False, False), {}),  # within the margin of .1·(10 + 10)
+        ([CAT], PLACED, (1 / 3, False, False), {}),  # no dog: (0 + 1 + 0)/3
+        ([DOG], PLACED, (1 / 3, False, False), {}),  # no cat: (1 + 0 + 0)/3
+        ([DOG, CAT, CAT], PLACED, (1 / 3, False, True), {}),  # a surplus of cats: (1 + 0 + 0)/3
+        ([DOG, CAT], PLACED_RED, (2 / 3, False, False), {"cat": ["blue"]}),  # a wrong colour leaves the place out
     ],
 )
-def test_single_object_and_two_object(found, include, expected):
-    assert verdict(found, include) == expected
-
-
-@pytest.mark.parametrize(
-    ("count", "expected"),
-    [(0, (0.0, False, False)), (2, (2 / 3, False, False)), (3, (1.0, True, True)), (4, (2 / 3, False, False)),
-     (7, (1 - 4 / 3, False, False)), (16, (1 - 13 / 3, False, False)), (40, (1 - 13 / 3, False, False))],
-)  # fmt: skip
-def test_counting_three_with_an_exclude_clause(count, expected):
-    """More than 16 objects of a class count as 16."""
-    got = verdict([DOG] * count, [clause("dog", 3)], "counting", exclude=[clause("dog", 4)])
-    assert got == pytest.approx(expected)
-
-
-def test_exclude_of_another_class_spoils_correct_but_not_strict():
-    assert verdict([DOG, CAT], [clause("dog")], exclude=[clause("cat")]) == (1.0, True, False)
+def test_verdicts(found, include, expected, more):
+    objects = kept(found, counting=more.get("tag") == "counting")
+    got = judge(objects, {"include": include, "exclude": more.get("exclude")}, lambda name: list(more[name]))
+    assert (got.soft, got.strict, got.correct) == pytest.approx(expected)
 
 
 def test_thresholds_are_exclusive_and_higher_for_counting():
-    scores = [0.3, 0.31, 0.9, 0.91]
-    found = [box("dog", score=s) for s in scores]
+    found = [box("dog", score=s) for s in (0.3, 0.31, 0.9, 0.91)]
     assert [f.score for f in kept(found, counting=False)["dog"]] == [0.91, 0.9, 0.31]
     assert [f.score for f in kept(found, counting=True)["dog"]] == [0.91]
-
-
-@pytest.mark.parametrize(
-    ("found", "colours", "include", "expected"),
-    [
-        ([DOG], {"dog": ["red"]}, [clause("dog", color="red")], (1.0, True, True)),
-        ([DOG], {"dog": ["blue"]}, [clause("dog", color="red")], (0.5, False, False)),
-        ([DOG] * 2, {"dog": ["red", "blue"]}, [clause("dog", 2, color="red")], (0.75, False, False)),
-        ([DOG] * 2, {"dog": ["red", "blue"]}, [clause("dog", color="red")], (0.0, False, True)),  # (0 + 0)/2
-        ([DOG] * 2, {"dog": ["blue", "red"]}, [clause("dog", color="red")], (0.0, False, False)),  # the surest is blue
-        ([], {}, [clause("dog", color="red")], (0.0, False, False)),
-    ],
-)
-def test_colors(found, colours, include, expected):
-    assert verdict(found, include, "colors", colours) == expected
-
-
-def test_color_attr_one_of_two_right():
-    include = [clause("dog", color="red"), clause("cat", color="black")]
-    colours = {"dog": ["red"], "cat": ["white"]}
-    assert verdict([DOG, CAT], include, "color_attr", colours) == (0.75, False, False)  # (1 + 1 + 1 + 0)/4
-
-
-PLACED = [clause("dog"), clause("cat", position=["right of", 0])]
-
-
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [
-        ([DOG, CAT], (1.0, True, True)),
-        ([DOG, box("cat", -40)], (0.75, False, False)),  # (1 + 1 + 0 + 1)/4: a wrong place is two terms
-        ([DOG, box("cat", 1.5)], (0.75, False, False)),  # within the margin of .1·(10 + 10)
-        ([CAT], (1 / 3, False, False)),  # no dog: (0 + 1 + 0)/3
-        ([DOG], (1 / 3, False, False)),  # no cat: (1 + 0 + 0)/3
-        ([DOG, CAT, CAT], (1 / 3, False, True)),  # a surplus of cats: (1 + 0 + 0)/3
-    ],
-)
-def test_position(found, expected):
-    assert verdict(found, PLACED, "position") == pytest.approx(expected)
 
 
 def test_columns_of_a_table_have_none_where_json_has_nothing():
     rows = [clause("dog", color=None, position=None), clause("cat", color=None, position=["right of", 0])]
     assert refusal({"tag": "position", "include": rows, "exclude": None}, NAMES) == ""
-    got = judge(kept([DOG, CAT], False), {"include": rows, "exclude": None}, lambda _: [])
-    assert (got.soft, got.strict, got.correct) == (1.0, True, True)
-
-
-def test_a_wrong_colour_leaves_the_place_out():
-    include = [clause("dog"), clause("cat", color="red", position=["right of", 0])]
-    assert verdict([DOG, CAT], include, "position", {"cat": ["blue"]}) == (2 / 3, False, False)  # (1 + 1 + 0)/3
+    assert judge(kept([DOG, CAT], False), {"include": rows, "exclude": None}, lambda _: []).strict
 
 
 @pytest.mark.parametrize(
@@ -307,24 +270,17 @@ class Result:
         return key in self.__dict__
 
 
-def test_mmdet_results_of_both_versions(monkeypatch):
+def test_mmdet(monkeypatch):
     """Through a stand-in of its API: MMDetection itself takes a compiled mmcv (scripts/setup_reward.sh)."""
-    shown = []
-    mask = np.zeros((40, 56), bool)
+    shown, mask = [], np.zeros((40, 56), bool)
     mask[3:9, 4:8] = True
     kept = {"labels": [1], "scores": [0.75], "bboxes": [[4.0, 3, 8, 9]], "masks": mask[None]}
-    three = Result(pred_instances=Result(**{k: torch.tensor(v) for k, v in kept.items()}))
-    two = ([np.zeros((0, 5)), np.array([[4.0, 3, 8, 9, 0.75]])], [[], [mask]])
-
-    def answer(result):
-        return type("Apis", (), {
-            "init_detector": staticmethod(lambda *_, **__: Result(dataset_meta={"classes": ("person", "mouse")})),
-            "inference_detector": staticmethod(lambda _, images: shown.extend(images) or [result for _ in images]),
-        })  # fmt: skip
-
-    for result in (three, two):
-        monkeypatch.setattr("prefgrpo.rewards.detectors.library", lambda *_, r=result: answer(r))
-        found = MMDet("c.py", "m.pth", "cpu")([image(0)])[0]
-        assert [(f.name, f.score, f.box.tolist()) for f in found] == [("computer mouse", 0.75, [4, 3, 8, 9])]
-        assert np.array_equal(found[0].mask, mask)
-    assert np.array_equal(shown[0], image(0).pixels[..., ::-1])  # BGR
+    result = Result(pred_instances=Result(**{k: torch.tensor(v) for k, v in kept.items()}))
+    apis = Result(
+        init_detector=lambda *_, **__: Result(dataset_meta={"classes": ("person", "mouse")}),
+        inference_detector=lambda _, images: shown.extend(images) or [result for _ in images],
+    )
+    monkeypatch.setattr("prefgrpo.rewards.detectors.library", lambda *_: apis)
+    (found,) = MMDet("c.py", "m.pth", "cpu")([image(0)])[0]
+    assert (found.name, found.score, found.box.tolist()) == ("computer mouse", 0.75, [4, 3, 8, 9])
+    assert np.array_equal(found.mask, mask) and np.array_equal(shown[0], image(0).pixels[..., ::-1])  # BGR

@@ -47,10 +47,10 @@ class Flaky(PointwiseReward):
         self.pool.shutdown()
 
 
-def scores(levels, fails, rewards):
+def scores(levels, fails, rewards, deadline_s=30):
     """Values per reward [n, G] of groups whose samples have two levels [n, G, 2]."""
     groups, size = levels.shape[:2]
-    with Scorer(rewards, size, deadline_s=30) as scorer:
+    with Scorer(rewards, size, deadline_s=deadline_s) as scorer:
         scorer.begin(0, range(groups))
         for g in range(groups):
             for m in range(size):
@@ -102,61 +102,50 @@ def test_a_reward_that_fails_for_one_in_twenty_does_not_bias_the_others(combine)
 
 
 def test_a_monitor_that_fails_changes_no_advantage():
-    rng = np.random.default_rng(1)
-    levels = rng.integers(100, 200, (4, 6, 2))
+    levels = np.random.default_rng(1).integers(100, 200, (4, 6, 2))
     values = scores(levels, np.ones((4, 6), bool), {"level": Level(), "flaky": Flaky()}).values
     got = advantages([values["level"], values["flaky"]], np.array([1.0, 0.0]), "weighted_sum")
     np.testing.assert_allclose(got, [by_hand(g[:, :1], np.ones(1), "weighted_sum") for g in levels], rtol=1e-4)
 
 
+class Streaming(PointwiseReward):
+    """Answers when it is told to."""
+
+    streams = True
+
+    def __init__(self):
+        self.seen, self.waiting, self.complete = [], [], threading.Event()
+
+    def score(self, samples):
+        raise AssertionError("a streaming reward is not called in bulk")
+
+    def submit(self, sample):
+        self.seen.append(int(sample.media.pixels[0, 0, 0]))
+        self.waiting.append(Future())
+        if len(self.seen) == 6:
+            self.complete.set()
+        return self.waiting[-1]
+
+
 def test_streaming_rewards_get_samples_at_once_and_the_others_run_meanwhile():
     """The in-process reward answers only after the streaming one saw every sample: in series this would hang."""
-    seen, all_seen = [], threading.Event()
-
-    class Streaming(PointwiseReward):
-        streams = True
-
-        def score(self, samples):
-            raise AssertionError("a streaming reward is not called in bulk")
-
-        def submit(self, sample):
-            seen.append(int(sample.media.pixels[0, 0, 0]))
-            if len(seen) == 6:
-                all_seen.set()
-            future = Future()
-            self.waiting = [*getattr(self, "waiting", []), (future, seen[-1])]
-            return future
+    streaming, levels = Streaming(), np.arange(12).reshape(2, 3, 2)
 
     class Slow(Level):
         def score(self, samples):
-            assert all_seen.wait(10)
-            for future, value in streaming.waiting[::-1]:
+            assert streaming.complete.wait(10)
+            for future, value in zip(streaming.waiting[::-1], streaming.seen[::-1], strict=True):
                 future.set_result(Score(value * 2.0))
             return super().score(samples)
 
-    streaming = Streaming()
-    levels = np.arange(12).reshape(2, 3, 2)
     result = scores(levels, np.zeros((2, 3)), {"slow": Slow(), "streaming": streaming})
-    assert seen == levels[..., 0].ravel().tolist()
+    assert streaming.seen == levels[..., 0].ravel().tolist()
     assert np.array_equal(result.values["streaming"], levels[..., 0] * 2.0)
     assert {"reward/slow/latency_p50", "reward/streaming/latency_p95"} <= set(result.metrics)
 
 
 def test_what_a_streaming_reward_does_not_answer_is_missing_at_the_deadline():
-    class Silent(PointwiseReward):
-        streams = True
-
-        def score(self, samples):
-            raise AssertionError
-
-        def submit(self, sample):
-            return Future()
-
-    with Scorer({"level": Level(), "silent": Silent()}, 2, deadline_s=0.2) as scorer:
-        scorer.begin(0, [5])
-        for m in range(2):
-            scorer.add(5, m, Sample("p", Media(np.full((1, 1, 3), m, np.uint8))))
-        result = scorer.finish()
+    result = scores(np.zeros((1, 2, 2)), np.zeros((1, 2)), {"level": Level(), "silent": Streaming()}, deadline_s=0.2)
     assert np.isnan(result.values["silent"]).all() and not np.isnan(result.values["level"]).any()
     assert result.reasons == {f"silent: {LATE}": 2}
 

@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw, ImageFont
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import RewardError, Sample
-from prefgrpo.rewards.ocr import ENGINES, Ocr, VideoOcr, plain, target
+from prefgrpo.rewards.ocr import ENGINES, Ocr, VideoOcr, target
 
 ENGINES["plain"] = lambda lang: lambda pixels: bytes(pixels[0, :, 0]).decode("latin-1").rstrip("\0")
 
@@ -119,11 +119,6 @@ def test_the_formula_of_clips(shown):
 )
 def test_targets(prompt, meta, wanted):
     assert target(Sample(prompt, written(""), meta=meta)) == wanted
-
-
-@given(st.text())
-def test_plain_text_has_no_spaces_and_one_case(text):
-    assert plain(plain(text)) == plain(text) and not any(c.isspace() for c in plain(text))
 
 
 def test_a_reader_that_fails_is_missing_and_fails_alone():

@@ -8,7 +8,6 @@ in plain Pillow or torchvision, which always runs.
 
 import asyncio
 import io
-import itertools
 import json
 import math
 import pickle
@@ -31,7 +30,7 @@ from transformers import CLIPModel, CLIPProcessor
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.encoder import bilinear
+from prefgrpo.rewards.clip import bilinear
 
 SIZE = "jpeg_compressibility"
 PACO = {"spellings": "exact", "jpeg": 75}
@@ -352,14 +351,6 @@ def test_qwenvl_with_and_without_the_caption(server):
     assert all(len(images(r)) == 1 for r in server.requests)
 
 
-def test_only_the_template_against_duplicates_forbids_them(server):
-    server.answer = spelled
-    sample = Sample("a 2x2 grid. Warm light. [LEFT]: a cat.", noise(0))
-    for template, forbids in (("consistency", False), ("consistency_no_duplicates", True)):
-        ours(server, "consistency_score", [sample], template=template)
-        assert ("same picture" in text_of(server.requests[-1])) == forbids
-
-
 def test_grids_and_their_texts_are_pacos_on_its_own_prompts(server, monkeypatch):
     """Every prompt of PaCo-RL's T2IS set: layout, theme and texts of the cells; a closing quote at an end aside, which
     PaCo-RL drops."""
@@ -392,15 +383,3 @@ def test_p_yes_of_random_answers_is_pacos(server, monkeypatch):
             first, second = label_logprobs(choice, ("Yes", "No"), every)
             expected = utils.get_yes_cond_prob_from_completion(completion, canonicalize=bool(every))
             assert 1 / (1 + math.exp(second - first)) == pytest.approx(expected, rel=1e-9)
-
-
-def test_pairs_of_cells_are_all_unordered_pairs(server):
-    """Published: combinations of two cells, the earlier one first."""
-    server.answer = spelled
-    cells = [noise(k, 32, 32) for k in range(4)]
-    rows = [np.concatenate([cells[k].pixels, cells[k + 1].pixels], 1) for k in (0, 2)]
-    sample = Sample("a 2x2 grid", Media(np.concatenate(rows)))
-    value = ours(server, "consistency_score", [sample], spellings="exact")[0]
-    bright = [c.pixels.mean() / 255 for c in cells]
-    pairs = [spelled(pair, "") for pair in itertools.combinations(bright, 2)]
-    assert value == pytest.approx(np.mean([p["Yes"] / (p["Yes"] + p["No"]) for p in pairs]), abs=1e-6)

@@ -18,10 +18,21 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from prefgrpo.rewards.base import RewardError, Sample
-from prefgrpo.rewards.hpsv3 import PIXELS, HPSv3, frame
-from prefgrpo.rewards.qwen2vl import chat, constants, fit, patches
-from prefgrpo.rewards.tensors import merge_lora
-from prefgrpo.rewards.videoalign import VideoAlign, frame_count, normalised, resized, training_text
+from prefgrpo.rewards.checkpoints import merge_lora
+from prefgrpo.rewards.qwen2vl import (
+    PIXELS,
+    HPSv3,
+    VideoAlign,
+    chat,
+    constants,
+    fit,
+    frame,
+    frame_count,
+    normalised,
+    patches,
+    resized,
+    training_text,
+)  # fmt: skip
 
 PROMPTS = ("a red cat", 'two dogs, or {x} "quoted" ünd 猫', "")
 
@@ -120,21 +131,6 @@ def test_hpsv3_is_the_head_at_the_reward_token(hps):
     assert got[:, 0].std() > 0.05  # the images and prompts show in the score
 
 
-def test_hpsv3_sees_an_image_in_the_published_number_of_pixels():
-    for high, wide in ((40, 56), (512, 512), (1080, 1920)):
-        shape = frame(own.image(0, high, wide).pil, PIXELS).shape
-        assert shape[2] % 28 == shape[3] % 28 == 0 and abs(shape[2] * shape[3] / PIXELS - 1) < 0.12
-    assert frame(own.image(0, 512, 512).pil, PIXELS).shape == (1, 3, 448, 448)
-
-
-def test_hpsv3_scores_do_not_depend_on_the_batch(hps):
-    reward = HPSv3(**hps, batch_size=3)
-    samples = [Sample(p, own.image(k)) for k, p in enumerate(PROMPTS)]
-    together = [s.value for s in reward.score(samples)]
-    alone = [reward.score([s])[0].value for s in samples]
-    assert np.allclose(together, alone, atol=1e-5)
-
-
 def test_one_bad_sample_is_missing_and_the_others_are_scored(hps):
     """Reward tokens in a prompt would be read instead of the template's; a sliver has no patches."""
     bad = [Sample("a <|Reward|>", own.image(0)), Sample("a <|image_pad|>", own.image(0))]
@@ -169,11 +165,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused(hps, tmp_path, change, why):
     change(tensors)
     save_file(tensors, tmp_path / "HPSv3.safetensors")
     with pytest.raises(RewardError, match=why):
-        HPSv3(**{**hps, "model": str(tmp_path)})
-
-
-def test_a_folder_without_weights_is_refused(hps, tmp_path):
-    with pytest.raises(RewardError, match="found none"):
         HPSv3(**{**hps, "model": str(tmp_path)})
 
 

@@ -156,10 +156,7 @@ def test_row_says_what_it_takes(name, made):
 def test_says_what_it_is_and_explains_its_options(name):
     found = load_class(name)
     assert inspect.getdoc(found) and not inspect.getdoc(found).startswith("What a reward")
-    own = found.__init__ if "__init__" in vars(found) else next(
-        c.__init__ for c in found.__mro__ if "__init__" in vars(c)
-    )  # fmt: skip
-    told = f"{inspect.getdoc(own) or ''}\n{inspect.getdoc(found)}"
+    told = "\n".join(f"{c.__doc__ or ''}\n{c.__init__.__doc__ or ''}" for c in found.__mro__)
     for option in inspect.signature(found).parameters:
         assert re.search(rf"\b{option}\b", told), f"{name}: the option {option} is nowhere explained"
 

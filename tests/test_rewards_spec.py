@@ -4,6 +4,7 @@ Cases: every form of spec/judge.md's list, accepted and refused; refusals must n
 imports every entry, so a name without a class cannot be shipped.
 """
 
+import inspect
 import io
 import math
 
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from prefgrpo.data.media import Media
-from prefgrpo.rewards import REWARDS, RewardSpecError, build, load_class, parse_reward_spec
-from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Sample, Score
+from prefgrpo.rewards import RewardSpecError, build, parse_reward_spec
+from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 
 A, B = "jpeg_compressibility", "jpeg_incompressibility"
 
@@ -98,53 +99,30 @@ def test_any_text_parses_or_is_refused(spec):
     assert weights and all(math.isfinite(w) for w in weights.values())
 
 
-def test_every_registered_reward_can_be_loaded():
-    for name in REWARDS:
-        assert issubclass(load_class(name), PointwiseReward | GroupwiseReward)
-
-
-def test_a_users_own_reward_is_built_with_its_options():
-    for name in (f"{__name__}:Brightness", f"{__name__}.Brightness"):
-        reward = build(f'{{"{name}": 0.5}}', {name: {"scale": 2.0}})[name]
-        assert reward.score([Sample("", Media(np.full((4, 4, 3), 10, np.uint8)))])[0].value == 20.0
-        with pytest.raises(RewardSpecError, match=r"no option 'scal'.*did you mean 'scale'"):
-            build(f'["{name}"]', {name: {"scal": 2.0}})
-
-
-def test_unloadable_rewards_are_refused():
-    for name, why in (
-        ("no.such.Thing", "cannot load"),
-        ("math.sqrt", "no PointwiseReward"),
-        ("os.path", "no Pointwise"),
-    ):
-        with pytest.raises(RewardSpecError, match=why):
-            build(f'["{name}"]')
-    with pytest.raises(RewardSpecError, match=r"needs the option.*judge"):
-        build("vlm_pairwise")
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        ({"scale": "1e-3"}, "'scale' of reward '.*': expected float, got '1e-3'"),
-        ({"scale": True}, "expected float, got True"),
-        ({"scale": None}, "expected float, got None"),
-    ],
-)
-def test_options_of_another_type_are_refused_before_the_reward_is_made(options, told):
-    name = f"{__name__}:Brightness"
-    with pytest.raises(RewardSpecError, match=told):
-        build([name], {name: options})
-    assert build([name], {name: {"scale": 2}})[name].scale == 2
-
-
-def test_a_mistake_of_the_last_reward_is_told_before_the_first_one_loads(monkeypatch):
-    made = []
+def test_options_are_checked_before_any_reward_is_made(monkeypatch):
+    """Unknown, of another type, missing, or of a later reward; what is no reward is refused as well."""
+    name, other, made = f"{__name__}:Brightness", f"{__name__}.Brightness", []
+    sample = Sample("", Media(np.full((4, 4, 3), 10, np.uint8)))
+    for own in (name, other):
+        assert build({own: 0.5}, {own: {"scale": 2}})[own].score([sample])[0].value == 20.0
+    monkeypatch.setattr(Brightness, "__signature__", inspect.signature(Brightness), raising=False)
     monkeypatch.setattr(Brightness, "__init__", lambda self, scale: made.append(scale))
-    name = f"{__name__}:Brightness"
-    with pytest.raises(RewardSpecError, match="has no option 'quality'"):
-        build([name, A], {name: {"scale": 2.0}, A: {"quality": 95}})
-    assert not made and build([name], {name: {"scale": 2.0}}) and made == [2.0]
+    for spec, options, message in (
+        ([name], {name: {"scal": 2.0}}, r"no option 'scal'.*did you mean 'scale'"),
+        ([name, A], {name: {"scale": 2.0}, A: {"quality": 95}}, "has no option 'quality'"),
+        ([name, "vlm_pairwise"], {name: {"scale": 2.0}}, r"needs the option.*judge"),
+        ([name], {"jpg": {}, name: {"scale": 2.0}}, "unknown reward 'jpg'"),
+        *(
+            ([name], {name: {"scale": x}}, f"'scale' of reward '.*': expected float, got {x!r}")
+            for x in ("1", True, None)
+        ),
+        (["no.such.Thing"], {}, "cannot load"),
+        (["os.path"], {}, "no Pointwise"),
+        (["math:pi"], {}, "no PointwiseReward"),
+    ):
+        with pytest.raises(RewardSpecError, match=message):
+            build(spec, options)
+    assert not made
 
 
 def test_jpeg_rewards_are_the_size_of_the_file():

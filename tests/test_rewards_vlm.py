@@ -7,19 +7,16 @@ a mean; the same question about the same picture travels once; nothing waits for
 import itertools
 import math
 import re
-import time
 
-import numpy as np
 import pytest
 from judge_server import JudgeServer, free_port, images, text_of
-from reward_cases_vlm import clip, flat, grid, judge, pictures, speak, words
+from reward_cases_vlm import clip, flat, grid, judge, speak, words
 
-from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.config.schema import ConfigError, JudgeConfig
 from prefgrpo.judge.http import HttpJudge
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import RewardError, Sample
-from prefgrpo.rewards.flight import LATE
 from prefgrpo.rewards.scorer import Scorer
 
 B = [40 / 255, 130 / 255, 250 / 255]
@@ -102,6 +99,7 @@ def test_edits_one_by_one(server):
     s = 200 / 255
     assert values(follow.score(group)) == pytest.approx([25 * (3 * b + s) / 4 for b in B[:2]], abs=0.01)
     assert len(images(server.requests[0])) == 2 and "make it dark" in text_of(server.requests[0])
+    assert "source image" in follow.score(samples(40))[0].reason
     quality = one(server, "unifiedreward_edit_pointwise_image_quality", weights={"artifacts": 0})
     scores = quality.score(group)
     assert values(scores) == pytest.approx([25 * b for b in B[:2]], abs=0.01)
@@ -137,12 +135,6 @@ def test_edit_score_is_the_geometric_mean_and_shares_its_questions(server):
     assert lowest == pytest.approx([math.sqrt(m) for m in least], abs=1e-3)
     server.answer = lambda b, text: "no idea" if "naturalness" in text else speak(b, text)
     assert values(make(server, ["edit_score"])["edit_score"].score(samples(77, source=(flat(200),)))) == [None]
-
-
-def test_an_edit_without_a_source_is_missing(server):
-    for name in ("edit_score", "consistency_for_editing", "unifiedreward_edit_pointwise_instruction_following"):
-        score = one(server, name).score(samples(40))[0]
-        assert score.value is None and "source image" in score.reason
 
 
 def pairs_mean(levels, scale=1.0):
@@ -292,60 +284,13 @@ def test_edit_pairwise_shows_the_source(server):
     assert all(round(255 * server.media[images(r)[0]["uuid"]]) == source for r in pair)
 
 
-def test_a_users_template_with_a_source(server, tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("user: 'Mine: {prompt} {source} {media_1} {media_2}'\nlabels: ['1', '2']\n")
-    server.answer = lambda b, text: {"1": 0.8, "2": 0.2} if b[1] > b[2] else {"1": 0.3, "2": 0.7}
-    reward = build(
-        "vlm_pairwise", {"vlm_pairwise": {"judge": judge(server, template=str(path)), "plan": "round_robin"}}
-    )
-    group = [Sample("less red", flat(level), (flat(150),)) for level in (40, 250)]
-    found = reward["vlm_pairwise"].score_group(group, 0)
-    shown_first = found.comparisons[0].first
-    assert found.scores[shown_first].value == pytest.approx(0.3 if shown_first == 0 else 0.8)
-
-
-def test_every_reward_streams(server):
-    spec = ["unifiedreward_alignment", "unifiedreward_think", "consistency_score", "edit_score"]
-    server.delay_s = 0.05
-    with Scorer(make(server, spec), 2) as scorer:
-        server.requests.clear()
-        scorer.begin(0, [7])
-        for member, sample in enumerate(pictures()[:2]):
-            scorer.add(7, member, sample)
-        want, deadline = 2 + 2 + 2 * 6 + 2 * 2, time.monotonic() + 30
-        while len(server.requests) < want and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(server.requests) == want, "everything is asked before finish is called"
-        found = scorer.finish()
-    assert all(np.isfinite(v).all() for v in found.values.values()), found.reasons
-
-
-def test_a_judge_that_hangs_leaves_missing_scores_at_the_deadline(server):
-    rewards = make(server, ["unifiedreward_style", "unifiedreward_think", "grid_layout"])
-    server.fault = "hang"
-    with Scorer(rewards, 2, deadline_s=0.5) as scorer:
-        scorer.begin(0, [0])
-        start = time.monotonic()
-        for member, sample in enumerate(pictures()[:2]):
-            scorer.add(0, member, sample)
-        found = scorer.finish()
-    assert time.monotonic() - start < 20 and all(np.isnan(v).all() for v in found.values.values())
-    assert set(found.reasons) == {f"{name}: {LATE}" for name in rewards}
-
-
-def test_a_judge_that_is_not_there_is_an_error_in_seconds():
+def test_what_does_not_fit_is_refused(server, tmp_path):
     for name in ("unifiedreward_style", "unifiedreward_think", "consistency_score"):
-        start = time.monotonic()
         with pytest.raises(JudgeError, match="not reachable"):
             build(name, {name: {"judge": {"endpoints": [f"http://127.0.0.1:{free_port()}"]}}})
-        assert time.monotonic() - start < 30
-
-
-def test_what_does_not_fit_is_refused(server, tmp_path):
     with pytest.raises(JudgeError, match="judge over http"):
         build("qwenvl", {"qwenvl": {"judge": {"backend": "local", "model": "x"}}})
-    with pytest.raises(JudgeError, match="unknown option"):
+    with pytest.raises(ConfigError, match=r"did you mean 'judge\.model'"):
         build("qwenvl", {"qwenvl": {"judge": judge(server, modl="x")}})
     with pytest.raises(JudgeError, match=r"nothing fills in \{source\}"):
         one(server, "qwenvl", template="edit_done")

@@ -8,7 +8,6 @@ do.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -71,26 +70,24 @@ def check(
     config: JudgeConfig,
     *,
     timeout_s: float = 10.0,
-    probe: bool = True,
     bias_pairs: int = 0,
     known: bool = False,
     clips: bool = False,
 ) -> Health:
     """Check the configured judge; at most about three `timeout_s` per endpoint, longer for judges that write text.
 
-    probe: judge one pair of plain pictures. bias_pairs: judge this many random pairs in both orders. known: ask each
+    bias_pairs: judge this many random pairs in both orders. known: ask each
     endpoint 16 questions with known answers. clips: show clips there.
     Raises JudgeError if no endpoint works, the probe gets no verdict, or a shipped template gets wrong answers.
     """
     HttpJudge(config).close()  # validates the config and the template
     health = reach(config, timeout_s)
-    if probe:
-        template = load_template(config.template or "compare")
-        longest = timeout_s if template.answer == "soft" else max(timeout_s, config.timeout_s or template.timeout_s)
-        config = replace(config, model=health.model, timeout_s=longest, cache=False, patience_s=5.0)
-        _probe(config, health, bias_pairs)
-        if known and compares(template):
-            _ask_known(replace(config, timeout_s=max(longest, template.timeout_s)), health, clips)
+    template = load_template(config.template or "compare")
+    longest = timeout_s if template.answer == "soft" else max(timeout_s, config.timeout_s or template.timeout_s)
+    config = replace(config, model=health.model, timeout_s=longest, cache=False, patience_s=5.0)
+    _probe(config, health, bias_pairs)
+    if known and compares(template):
+        _ask_known(replace(config, timeout_s=max(longest, template.timeout_s)), health, clips)
     return health
 
 
@@ -110,7 +107,7 @@ def reach(config: JudgeConfig, timeout_s: float = 10.0) -> Health:
         raise JudgeError("the judge cannot be used. " + " | ".join(f"{e.url}: {e.problem}" for e in endpoints))
     health.model = config.model or (health.good[0].models or [""])[0]
     for endpoint in health.good:
-        endpoint.problem = _model_problem(health.model, endpoint.models or [])
+        endpoint.problem = endpoint.model_problem(health.model)
     roots = {
         checkpoint_name(root): f"{e.url} from {root}" for e in health.good if (root := e.roots.get(health.model, ""))
     }
@@ -138,22 +135,7 @@ async def _look(endpoint: Endpoint, config: JudgeConfig, timeout_s: float, busy_
             "'prefgrpo judge serve', or correct the judge's endpoints"
         )
     else:
-        endpoint.problem = endpoint.refusal or _model_problem(config.model, endpoint.models or [])
-        if endpoint.refusal.endswith(("401", "403")):
-            endpoint.problem += "; give the name of the environment variable with its key as api_key_env"
-            endpoint.problem += f" (now {config.api_key_env})" if config.api_key_env else ""
-
-
-def _model_problem(model: str, served: list[str]) -> str:
-    if not served:
-        return "/v1/models lists no model; expected an OpenAI-compatible chat server"
-    if model in served or (not model and len(served) == 1):
-        return ""
-    if not model:
-        return f"serves several models ({', '.join(served)}); set the judge's model to one of them"
-    near = difflib.get_close_matches(model, served, n=1)
-    hint = f"; did you mean '{near[0]}'?" if near else ""
-    return f"serves {', '.join(served)}, not '{model}'{hint or '; set the model of the judge to a served name'}"
+        endpoint.problem = endpoint.model_problem(config.model)
 
 
 def _probe(config: JudgeConfig, health: Health, bias_pairs: int) -> None:

@@ -7,6 +7,7 @@ another one answers well, and is tried again with one request at a time. Everyth
 from __future__ import annotations
 
 import asyncio
+import difflib
 import heapq
 import itertools
 import json
@@ -27,8 +28,12 @@ _IDLE_S = 5.0
 """A server may have been restarted with another model in a pause of this length: it is asked what it serves."""
 
 
-class NoEndpoint(RuntimeError):
-    """No endpoint has been alive for the client's patience."""
+class SendError(RuntimeError):
+    """A request that no repetition got answered; the message says why."""
+
+    def __init__(self, reason: str, retries: int = 0) -> None:
+        super().__init__(reason)
+        self.retries = retries
 
 
 class Endpoint:
@@ -36,9 +41,10 @@ class Endpoint:
 
     def __init__(self, url: str, config: JudgeConfig) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
+        self.key_env = config.api_key_env
         self.headers = {"Content-Type": "application/json"}
-        if config.api_key_env:
-            self.headers["Authorization"] = f"Bearer {os.environ[config.api_key_env]}"
+        if self.key_env:
+            self.headers["Authorization"] = f"Bearer {os.environ[self.key_env]}"
         self.load = 0
         self.alive = True
         self.problem = ""
@@ -79,6 +85,9 @@ class Endpoint:
         async with session.get(url, headers=self.headers, timeout=timeout, allow_redirects=False) as reply:
             raw = await reply.read()
         self.refusal = "" if reply.status == 200 else f"/v1/models answered {reply.status}{redirect(reply)}"
+        if reply.status in (401, 403):
+            self.refusal += "; give the name of the environment variable with its key as api_key_env"
+            self.refusal += f" (now {self.key_env})" if self.key_env else ""
         if reply.status >= 500:
             return  # still loading, or overloaded: it is asked again
         try:
@@ -94,6 +103,20 @@ class Endpoint:
         self._describing = None
         if not task.cancelled():
             task.exception()  # nobody may be waiting for it any more
+
+    def model_problem(self, model: str) -> str:
+        """Why it cannot answer as `model` (empty: as the only one that it serves); '' if it can."""
+        served = self.models or []
+        if not served:
+            refusal = self.refusal or "/v1/models is empty"
+            return f"lists no model ({refusal}); expected an OpenAI-compatible chat server"
+        if model in served or (not model and len(served) == 1):
+            return ""
+        if not model:
+            return f"serves several models ({', '.join(served)}); set the judge's model to one of them"
+        near = difflib.get_close_matches(model, served, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else "set the judge's model to a served name"
+        return f"serves {', '.join(served)}, not '{model}'; {hint}"
 
     def strike(self, seconds: float = 0.0) -> None:
         """A request failed here: rest for `seconds`, or longer each time that a trial after a rest fails too."""
@@ -124,12 +147,12 @@ class Pool:
         self._unreachable = ""
 
     async def acquire(self, turn: int, slow: Endpoint | None = None) -> Endpoint:
-        """An endpoint with a free slot, low turns first; NoEndpoint when none has been alive for `patience_s`.
+        """An endpoint with a free slot, low turns first; SendError when none has been alive for `patience_s`.
 
         slow: taken only if it is the only one with a free slot.
         """
         if self._unreachable:
-            raise NoEndpoint(self._unreachable)
+            raise SendError(self._unreachable)
         slot: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._queue, (turn, next(self._arrivals), slot, slow))
         self._hand_out()
@@ -190,7 +213,7 @@ class Pool:
         self._unreachable = f"no server was reachable for {self.patience_s:g} s ({seen})"
         for *_, slot, _ in self._queue:
             if not slot.done():
-                slot.set_exception(NoEndpoint(self._unreachable))
+                slot.set_exception(SendError(self._unreachable))
         self._queue.clear()
 
     def suspect(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> None:

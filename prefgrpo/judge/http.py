@@ -1,7 +1,7 @@
 """The judge behind an OpenAI-compatible server: vLLM first, others as far as they answer.
 
-`Client.ask` puts any question, a template with texts and media, and reads the answer as the template says; a judge of
-pairs is a thin layer on it. Temperature 0, rubric and caption before the images, each medium encoded once.
+`Client.answer` puts any question, a template with texts and media, and reads the answer as the template says; a judge
+of pairs is a thin layer on it. Temperature 0, rubric and caption before the images, each medium encoded once.
 Invariant: every question ends, in bounded time, with an answer or a reason.
 """
 
@@ -16,7 +16,6 @@ import time
 from collections.abc import Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -25,16 +24,14 @@ from prefgrpo.data.media import Media
 from prefgrpo.judge import answers
 from prefgrpo.judge.body import Encoded, chat_body, encode
 from prefgrpo.judge.cache import shared_cache
-from prefgrpo.judge.endpoint import Endpoint, describe_error
+from prefgrpo.judge.endpoint import Endpoint, SendError, describe_error
 from prefgrpo.judge.loop import loop_thread
-from prefgrpo.judge.send import Sender, SendError
+from prefgrpo.judge.send import Sender
 from prefgrpo.judge.template import Template, label_ids, load_template, shipped
 from prefgrpo.judge.traffic import TRAFFIC
 from prefgrpo.judge.verdict import Answer, Pair, PairJudge, Verdict, two_label_softmax
 
 _PATH = "/v1/chat/completions"
-_SMALL = 3 * 256 * 256
-"""Size of a medium up to which handing it to another thread takes longer than encoding it."""
 _CUT = ("length", "abort", "content_filter", "error")
 """Finish reasons of an answer that has no end."""
 T = TypeVar("T")
@@ -50,32 +47,15 @@ class Client:
         self.sender = Sender(config)
         self.users = 0
         self._cache = shared_cache(config.cache) if isinstance(config.cache, str) and config.cache else None
-        self._thread = loop_thread()
         self._tokenizer: Any = None
         self._first_model = ""
         self._label_ids: dict[Template, tuple[int, ...] | None] = {}
         self._encodings: WeakKeyDictionary[Media, asyncio.Future[Encoded]] = WeakKeyDictionary()
         self._asked: WeakKeyDictionary[Media, dict[_Key, _Shared]] = WeakKeyDictionary()
 
-    def ask(
-        self,
-        template: Template,
-        values: Mapping[str, str],
-        media: Sequence[Media],
-        source: Sequence[Media] = (),
-        once: bool = False,
-    ) -> Future[Answer]:
-        """Put one question; the future always ends with an Answer unless it is cancelled.
-
-        values: texts of the template's markers by name; media: for {media_1} …; source: for {source}.
-        once: the same question about the same medium is asked once while the medium lives and shares its answer.
-        """
-        self.prepare(template)
-        return self._thread.submit(self.answer(template, dict(values), tuple(media), tuple(source), once))
-
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine of several questions (`answer`) on the loop."""
-        return self._thread.submit(work)
+        """Run a coroutine that puts questions (`answer`) on the loop."""
+        return loop_thread().submit(work)
 
     def prepare(self, template: Template) -> None:
         """Find the labels' token ids where the judge's tokenizer is known; JudgeError if they have none."""
@@ -105,7 +85,11 @@ class Client:
         source: Sequence[Media] = (),
         once: bool = False,
     ) -> Answer:
-        """`ask` for coroutines on the loop (see `run`), after `prepare`."""
+        """The answer to one question (see `run`), whose template was prepared; it never raises.
+
+        values: texts of the template's markers by name; media: for {media_1} …; source: for {source}.
+        once: the same question about the same medium is asked once while the medium lives and shares its answer.
+        """
         start = time.monotonic()
         if template.takes_source and not source:
             return Answer(None, f"template '{template.name}' shows the source image, and the sample has none")
@@ -124,16 +108,10 @@ class Client:
         return await asked[key].answer()
 
     async def _encoded(self, media: Media) -> Encoded:
-        """The medium's request parts, encoded once; a large one off the loop."""
+        """The medium's request parts, encoded once, off the loop."""
         if media not in self._encodings:
-            work = partial(encode, media, self.config.image_format, self.config.max_pixels)
-            loop = asyncio.get_running_loop()
-            if media.pixels.size > _SMALL:
-                self._encodings[media] = loop.run_in_executor(None, work)
-            else:
-                encoded = work()
-                self._encodings[media] = loop.create_future()
-                self._encodings[media].set_result(encoded)
+            options = self.config.image_format, self.config.max_pixels
+            self._encodings[media] = asyncio.get_running_loop().run_in_executor(None, encode, media, *options)
         return await asyncio.shield(self._encodings[media])
 
     async def _request(

@@ -2,9 +2,9 @@
 
     P(first) = sigmoid(log p(label 1) − log p(label 2)) at the token after the prefill
 
-Each medium is encoded once per group; a long rubric and source images before the pair run once per group, the prompt up
-to the second image once per first image (their keys and values are shared), only the rest once per pair. Invariant: a
-group's verdicts depend on that group alone, and equal the stock model's one-pair forward to fp32 rounding.
+Each medium is encoded once per group; the text and source images before the pair run once per group, the prompt up to
+the second image once per first image (their keys and values are shared), only the rest once per pair. A group's
+verdicts depend on that group alone, and equal the stock model's one-pair forward to fp32 rounding.
 """
 
 from __future__ import annotations
@@ -90,11 +90,12 @@ class LocalJudge(PairJudge):
         start = time.perf_counter()
         if self._pad_text in prompt:
             return [Verdict(None, f"the prompt contains the judge's image token {self._pad_text}")] * len(pairs)
-        if self.template.takes_source and not source:
+        if not self.template.takes_source:
+            source = ()
+        elif not source:
             reason = f"template '{self.template.name}' shows the source image, and the sample has none"
             return [Verdict(None, reason)] * len(pairs)
-        before = list(source) if self.template.takes_source else []
-        features, grids = self._encode([*media, *before])
+        features, grids = self._encode([*media, *source])
         buckets: dict[tuple[Any, Any], list[int]] = defaultdict(list)
         for n, (i, j) in enumerate(pairs):
             buckets[grids[i], grids[j]].append(n)
@@ -118,7 +119,8 @@ class LocalJudge(PairJudge):
     def _tokens(self, prompt: str, grid: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
         """Ids [L], rotary positions [3, L], and where the pair's images start, for images of grids [n, 3] in order."""
         turns = self.template.messages(prompt, sources=len(grid) - 2)
-        text = self.tokenizer.apply_chat_template(turns, tokenize=False, **_continuation(bool(self.template.prefill)))
+        end = "continue_final_message" if self.template.prefill else "add_generation_prompt"
+        text = self.tokenizer.apply_chat_template(turns, tokenize=False, **{end: True})
         sizes = (grid.prod(1) // self.model.config.vision_config.spatial_merge_size**2).tolist()
         pieces = text.split(self._pad_text)
         if len(pieces) != len(sizes) + 1:
@@ -162,14 +164,14 @@ class LocalJudge(PairJudge):
         n, device = len(images), self.config.device
         language = self.model.model.language_model
         embeds = language.embed_tokens(ids.to(device))[None].repeat(n, 1, 1)
-        where = (ids == self.pad).to(device)
-        vision, *deep = (torch.stack(layer) for layer in zip(*images, strict=True)) if images[0] else (None,)
         extra: dict[str, Any] = {}
-        if vision is not None:
+        if images[0]:
+            where = (ids == self.pad).to(device)
+            vision, *deep = (torch.stack(layer) for layer in zip(*images, strict=True))
             embeds[:, where] = vision.to(embeds.dtype)
-        if deep:
-            extra["visual_pos_masks"] = where.expand(n, -1)
-            extra["deepstack_visual_embeds"] = [d.flatten(0, 1) for d in deep]
+            if deep:
+                extra["visual_pos_masks"] = where.expand(n, -1)
+                extra["deepstack_visual_embeds"] = [d.flatten(0, 1) for d in deep]
         return language(
             inputs_embeds=embeds,
             position_ids=positions[:, None].expand(-1, n, -1).to(device),
@@ -177,10 +179,6 @@ class LocalJudge(PairJudge):
             use_cache=True,
             **extra,
         )
-
-
-def _continuation(prefill: bool) -> dict[str, bool]:
-    return {"continue_final_message": True} if prefill else {"add_generation_prompt": True}
 
 
 def _rows(cache: DynamicCache, rows: Tensor) -> DynamicCache:

@@ -1,9 +1,9 @@
 """Which ordered pairs of a group are judged.
 
-A plan is a function (group size, seed, what was judged so far) -> the next [(first shown, second shown), …]; nothing
-more to ask is []. Most plans ask everything at once; `swiss` and `tournament` go in rounds. Invariants: the pairs
-depend on (size, seed, verdicts) only; who is shown first is balanced, so that a judge's position bias favours
-nobody (full rounds: as often first as second, ±1; swiss: the one who was first less often; tournament: by lot).
+A plan is a function (group size, seed, what was judged so far) -> the next [(first shown, second shown), …], [] at the
+end. Most plans ask everything at once; `swiss` and `tournament` go in rounds. The pairs depend on these arguments only,
+and who is shown first is balanced, so that a judge's position bias favours nobody (full rounds: as often first as
+second, ±1; swiss: the one who was first less often; tournament: by lot).
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ Plan = Callable[[int, int, Sequence[Judged]], list[Pair]]
 
 
 def _in_arrival_order(pairs: list[Pair]) -> list[Pair]:
-    """Pairs sorted so that those of early members come first: members usually arrive in order."""
+    """Pairs of early members first: members usually arrive in order."""
     return sorted(pairs, key=lambda p: (max(p), min(p), p[0]))
 
 
 def _circle(size: int, seed: int, shuffled: bool = True) -> list[list[Pair]]:
-    """Every pair once, as rings: ring d pairs each seat of a random circle with the d-th after it.
+    """Every pair once, as rings: ring d pairs each seat of a circle with the d-th after it, each first once.
 
     shuffled: False seats the members in order, so that near ones meet, and are asked about while others are made.
-    In a full ring everyone is first once and second once. For even sizes the last ring has the opposite seats, one
-    coin per pair.
+    For even sizes the last ring has the opposite seats, one coin per pair.
     """
     rng = np.random.default_rng(seed)
     seats = rng.permutation(size).tolist() if shuffled else list(range(size))

@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge.endpoint import Endpoint, NoEndpoint, Pool, checkpoint_name, describe_error, redirect
+from prefgrpo.judge.endpoint import Endpoint, Pool, SendError, checkpoint_name, describe_error, redirect
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.traffic import TRAFFIC
 from prefgrpo.judge.verdict import JudgeError
@@ -90,14 +90,6 @@ class Failure(Exception):
         self.endpoint: Endpoint | None = None
 
 
-class SendError(RuntimeError):
-    """A request that no repetition got answered; the message says why."""
-
-    def __init__(self, reason: str, retries: int) -> None:
-        super().__init__(reason)
-        self.retries = retries
-
-
 @dataclass(frozen=True)
 class Reply:
     """What a server answered with status 200."""
@@ -150,25 +142,26 @@ class Sender:
         """
         turn, job = next(self._turns), _Job(path, write, read, frozenset(media), self.config.timeout_s or timeout_s)
         ended, slow, longest = Counter[Outcome](), None, min(_LONGEST_PAUSE_S, job.timeout_s)
-        for retries in itertools.count():
+        retries = 0
+        while True:
             try:
                 return replace(await self._attempt(turn, job, slow), retries=retries)
-            except NoEndpoint as error:
-                raise SendError(str(error), retries) from error
+            except SendError as error:  # no server is reachable
+                error.retries = retries
+                raise
             except Failure as failure:
                 outcome = failure.outcome
                 ended[outcome] += 1
                 slow = failure.endpoint if outcome is SLOW else slow
-                most = (
-                    outcome.most if self.pool.well(besides=failure.endpoint) else min(outcome.most, outcome.most_alone)
-                )
+                others = self.pool.well(besides=failure.endpoint)
+                most = outcome.most if others else min(outcome.most, outcome.most_alone)
                 if ended[outcome] >= most or retries >= self.config.retries:
                     given_up = f"gave up after {retries + 1} requests; the last one: " if retries else ""
                     raise SendError(f"{given_up}{failure}", retries) from failure
                 backoff = min(_BACKOFF_S * 2**retries, longest) * random.uniform(0.5, 1.0)
                 pause_s = max(backoff, min(failure.pause_s, longest))
+            retries += 1
             await asyncio.sleep(pause_s)
-        raise AssertionError
 
     async def named(self) -> str:
         """The model that every request asks: the configured one, else the first that is listed; '' if none is."""
@@ -248,15 +241,17 @@ class Sender:
 
     async def _ask(self, endpoint: Endpoint, job: _Job) -> Any:
         """What the server says; Failure if it does not answer 200 with something that can be read."""
+        asked, limit_s = "/v1/models", min(job.timeout_s, _CONNECT_S)
         try:
             if self.openai:
-                await endpoint.describe(self.thread.session(), min(job.timeout_s, _CONNECT_S))
+                await endpoint.describe(self.thread.session(), limit_s)
                 self._check_model(endpoint)
+            asked, limit_s = "", job.timeout_s
             reply, payload = await self._deliver(endpoint, job)
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             outcome = next(outcome for kind, outcome in ERRORS if isinstance(error, kind))
             if outcome is SLOW:
-                raise Failure(f"{endpoint.url} did not answer within {job.timeout_s:g} s", SLOW) from error
+                raise Failure(f"{endpoint.url}{asked} did not answer within {limit_s:g} s", SLOW) from error
             raise Failure(f"{endpoint.url}: {describe_error(error)}", outcome) from error
         if reply.status != 200:
             outcome = STATUSES.get(reply.status, UNSUITABLE)
@@ -275,12 +270,8 @@ class Sender:
         self.model = self.model or (endpoint.models or [""])[0]
         root = endpoint.roots.get(self.model, "")
         endpoint.root, self.root = endpoint.root or root, self.root or root
-        problem = ""
-        if not self.model:
-            problem = f"lists no model ({endpoint.refusal or '/v1/models is empty'})"
-        elif endpoint.models and self.model not in endpoint.models:
-            problem = f"serves {', '.join(endpoint.models)}, not '{self.model}'; correct the model or the endpoint"
-        elif root and (root != endpoint.root or checkpoint_name(root) != checkpoint_name(self.root)):
+        problem = endpoint.model_problem(self.model)
+        if not problem and root and (root != endpoint.root or checkpoint_name(root) != checkpoint_name(self.root)):
             before = endpoint.root if root != endpoint.root else self.root
             problem = (
                 f"serves '{self.model}' from {root}, where it was {before} at first: expected one checkpoint "

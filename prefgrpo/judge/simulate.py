@@ -12,8 +12,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import tyro
 from numpy.typing import NDArray
 
 from prefgrpo.judge.plans import Judged, get_plan
@@ -31,16 +33,16 @@ SHARE = 0.4
 
 @dataclass(frozen=True)
 class JudgeModel:
-    """A simulated judge; everything in logits except `missing`."""
+    """A simulated judge."""
 
-    noise: float = 1.0
-    """Standard deviation of what one ordered pair adds to the difference of the qualities."""
+    noise: Annotated[float, tyro.conf.arg(name="judge-noise")] = 1.0
+    """Standard deviation of what one ordered pair adds to the difference of the qualities, in logits."""
     spread: float = 2.0
-    """Standard deviation of the members' qualities."""
-    bias: float = 0.0
-    """Added for the medium that is shown first."""
+    """Standard deviation of the members' qualities, in logits."""
+    bias: Annotated[float, tyro.conf.arg(name="position-bias")] = 0.0
+    """What being shown first adds, in logits."""
     ties: float = 0.0
-    """Verdicts nearer to 0 than this are ties."""
+    """Verdicts nearer to even than this, in logits, are ties."""
     missing: float = 0.0
     """Share of verdicts that fail."""
 
@@ -138,9 +140,7 @@ def resembling(groups: Groups) -> JudgeModel:
     logit = np.log(p / (1.0 - p))
     odd = (logit - logit.transpose(0, 2, 1)) / 2
     quality = np.nansum(odd, 2) / groups.size
-    bias = position_bias(
-        [[(int(i), int(j), float(v[i, j])) for i, j in np.argwhere(~np.isnan(v))] for v in groups.verdicts]
-    )
+    bias = position_bias(play(FULL, groups, 0)[0])
     fitted = quality[:, :, None] - quality[:, None, :] + bias
     exists = ~np.isnan(p)
     ties, failed = np.mean(p[exists] == 0.5), 1.0 - exists.mean() - 1.0 / groups.size
@@ -241,11 +241,7 @@ def report(rows: Sequence[Row], budget: int, size: int) -> str:
 
 def plan(
     group_size: int = 24,
-    judge_noise: float = 1.0,
-    spread: float = 2.0,
-    position_bias: float = 0.5,
-    ties: float = 0.0,
-    missing: float = 0.0,
+    judge: Annotated[JudgeModel, tyro.conf.arg(name="")] = JudgeModel(bias=0.5),
     verdict: VerdictKind = "soft",
     bias: Bias = 0.0,
     budget: int = 0,
@@ -259,11 +255,7 @@ def plan(
 
     Args:
         group_size: Members of a group (G).
-        judge_noise: Noise of one verdict, in logits (simulation: see docs/judging.md).
-        spread: Spread of the members' qualities, in logits.
-        position_bias: What being shown first adds, in logits.
-        ties: Verdicts nearer to even than this, in logits, are ties.
-        missing: Share of verdicts that fail.
+        judge: The simulated judge (docs/judging.md).
         verdict: soft: probabilities; hard: each verdict rounded, as of a judge that writes its answer.
         bias: Position bias that the rates take out, in logits, or fit.
         budget: Calls that may be spent on a group; 0: 40 % of round_robin's.
@@ -276,7 +268,6 @@ def plan(
     if budget < 0:
         raise JudgeError(f"--budget: expected 0 (40 % of round_robin's calls) or more calls, got {budget}")
     if judgements is None:
-        judge = JudgeModel(judge_noise, spread, position_bias, ties, missing)
         groups, kind = simulated(judge, group_size, repeats, seed), "simulated "
     else:
         groups, kind = replayed(judgements), ""

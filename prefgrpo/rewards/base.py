@@ -77,14 +77,11 @@ class Score:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One ordered pair of a group that was put to a judge."""
+    """One ordered pair of a group that was put to a judge: members `first` and `second`, as shown, and the verdict."""
 
     first: int
-    """Member shown first."""
     second: int
-    """Member shown second."""
     verdict: Verdict
-    """What the judge answered, or why nothing came."""
 
 
 @dataclass
@@ -101,13 +98,13 @@ class GroupScores:
 
     def shown(self, first: int, second: int) -> float:
         """Mean P(`first` beats `second`) over the comparisons that showed them in this order; NaN if none."""
-        asked = [c.verdict.first for c in self.comparisons if (c.first, c.second) == (first, second)]
-        found = [p for p in asked if p is not None]
-        return float(np.mean(found)) if found else float("nan")
+        answers = [c.verdict.first for c in self.comparisons if (c.first, c.second) == (first, second)]
+        known = [p for p in answers if p is not None]
+        return float(np.mean(known)) if known else float("nan")
 
 
 class GroupSession(Protocol):
-    """A group on its way at a streaming groupwise reward."""
+    """A group on its way at a streaming reward."""
 
     def add(self, member: int, sample: Sample) -> None:
         """Member `member` exists now. Does not wait."""
@@ -131,7 +128,7 @@ class Reward(ABC):  # noqa: B024  (its two kinds have the abstract methods)
     """Columns that a prompt's line must have."""
     judged: ClassVar[bool] = False
     """It asks a vision-language model: its constructor takes `judge` first."""
-    template: ClassVar[str] = ""
+    template: str = ""
     """Judge template that it asks with unless the options name another (judged rewards)."""
     probe: ClassVar[dict[str, Any]] = {}
     """Meta, with "prompt", of the sample that its server scores before it says ready; empty: any caption will do."""
@@ -169,9 +166,9 @@ class PointwiseReward(Reward):
         scores = [Score(None, self.refuse(s)) for s in samples]
         able = [k for k, s in enumerate(scores) if not s.reason]
         for start in range(0, len(able), size):
-            chosen = able[start : start + size]
-            for k, found in zip(chosen, score([samples[k] for k in chosen]), strict=True):
-                scores[k] = found
+            batch = able[start : start + size]
+            for k, value in zip(batch, score([samples[k] for k in batch]), strict=True):
+                scores[k] = value
         return scores
 
     def submit(self, sample: Sample) -> Future[Score]:

@@ -1,21 +1,28 @@
-"""What every reward that loads weights needs: files from a folder or the hub, a device, errors that say what to do.
+"""What rewards that load weights share: files from a folder or the hub, a device, models from published tensors.
 
-Invariant: nothing that goes wrong while a model is loaded is anything but a RewardError that names the model.
+    W ← W + scale·B·A  (LoRA, merged in float32)        pixels ← (x/255 − mean) / deviation  (CLIP's)
+
+Invariants: nothing that goes wrong while a model is loaded is anything but a RewardError that names the model; a model
+of `filled` has every weight from the file and uses every tensor given.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from prefgrpo.rewards.base import RewardError
 from prefgrpo.rewards.base import library as library
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MEAN = torch.tensor([0.48145466, 0.4578275, 0.40821073])[:, None, None]
+STD = torch.tensor([0.26862954, 0.26130258, 0.27577711])[:, None, None]
 
 
 @contextmanager
@@ -43,8 +50,10 @@ def device_of(name: str) -> torch.device:
         raise RewardError(f"device must be auto, cpu or a GPU of this machine (cuda, cuda:1), got '{name}'") from error
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """The dtype of that name."""
+def dtype_of(name: str, device: torch.device | None = None, half: torch.dtype = torch.bfloat16) -> torch.dtype:
+    """The dtype of that name; `auto`, where a device is given: `half` on a GPU, float32 else."""
+    if name == "auto" and device is not None:
+        return half if device.type == "cuda" else torch.float32
     if name not in DTYPES:
         raise RewardError(f"dtype must be one of {', '.join(DTYPES)}, got '{name}'")
     return DTYPES[name]
@@ -66,11 +75,12 @@ def folder_of(model: str, patterns: Sequence[str]) -> Path:
 def check_shapes(model: torch.nn.Module, shapes: dict[str, tuple[int, ...]], name: str) -> None:
     """Raise RewardError if a tensor of the file has another shape than the model's: a loader might resize it."""
     here = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-    other = sorted(k for k in here.keys() & shapes if _plain(shapes[k]) != _plain(here[k]))
+    # a scalar and a vector of one are the same to every loader
+    other = sorted(k for k in here.keys() & shapes if (shapes[k] or (1,)) != (here[k] or (1,)))
     if other:
-        found = "; ".join(f"{k} is {shapes[k]}, expected {here[k]}" for k in other[:3])
+        wrong = "; ".join(f"{k} is {shapes[k]}, expected {here[k]}" for k in other[:3])
         raise RewardError(
-            f"the weights of '{name}' do not fit the architecture: {found}. Give the architecture that they were "
+            f"the weights of '{name}' do not fit the architecture: {wrong}. Give the architecture that they were "
             "trained with (its name tells image size and activation)"
         )
 
@@ -87,6 +97,51 @@ def shapes_of(file: Path) -> dict[str, tuple[int, ...]]:
     return {key.removeprefix("module."): tuple(tensor.shape) for key, tensor in tensors.items()}
 
 
-def _plain(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A scalar and a vector of one are the same to every loader."""
-    return () if shape == (1,) else shape
+def read_tensors(files: Sequence[Path]) -> dict[str, Tensor]:
+    """All tensors of safetensors or torch files (read without unpickling code)."""
+    if not files:
+        raise RewardError("expected a checkpoint's .safetensors, .pth or .bin file, found none")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            tensors |= load_file(file)
+        else:
+            loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            tensors |= loaded.get("model", loaded)
+    return tensors
+
+
+def merge_lora(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """peft's names taken away and W + scale·B·A in the place of each adapted W (in float32, then W's dtype)."""
+    plain = {
+        name.removeprefix("base_model.model.").replace(".modules_to_save.default", "").replace(".default.", "."): tensor
+        for name, tensor in tensors.items()
+        if ".original_module." not in name
+    }
+    merged = {name.replace(".base_layer.", "."): t for name, t in plain.items() if ".lora_" not in name}
+    for name in (n for n in plain if ".lora_" in n and not n.endswith(".lora_B.weight")):
+        stem, _, kind = name.partition(".lora_")
+        if kind != "A.weight" or f"{stem}.weight" not in merged:
+            raise RewardError(f"expected LoRA pairs of linear layers in the checkpoint, got '{name}'")
+        a, b, weight = plain[name].float(), plain[f"{stem}.lora_B.weight"].float(), merged[f"{stem}.weight"]
+        merged[f"{stem}.weight"] = (weight.float() + scale * (b @ a)).to(weight.dtype)
+    return merged
+
+
+def filled(cls: Any, config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, **how: Any) -> Any:
+    """A transformers model of `cls` with these weights, to score with."""
+    model, info = cls.from_pretrained(
+        None, config=config, state_dict=dict(tensors), dtype=dtype, output_loading_info=True, **how
+    )
+    if wrong := {
+        k: sorted(map(str, info[k]))[:3] for k in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[k]
+    }:
+        raise RewardError(f"the checkpoint does not fit {cls.__name__} as its config describes it: {wrong}")
+    return model.eval().requires_grad_(False)
+
+
+def standard(pixels: Tensor) -> Tensor:
+    """[…, 3, H, W] of values 0 … 255, as CLIP and its descendants take them."""
+    return (pixels.float() / 255 - MEAN) / STD

@@ -21,22 +21,19 @@ from prefgrpo.data.media import Media
 from prefgrpo.judge.template import Template
 from prefgrpo.rewards.base import RewardError, Sample, Score
 from prefgrpo.rewards.grid import grid_of, split, sub_prompts
-from prefgrpo.rewards.vlm import VlmReward, both, missing
+from prefgrpo.rewards.vlm import VlmReward, missing
 
 _NO_GRID = "the prompt asks for no grid (such as '2x2'), nor does meta 'grid'"
 
 
 class YesNo(VlmReward):
-    """A reward that is made of P(Yes)."""
+    """A reward that is made of P(Yes).
+
+    spellings: all counts " yes", "YES" … for Yes as the template says; exact the labels alone, as PaCo-RL.
+    """
 
     def __init__(self, judge: Any, template: str = "", spellings: str = "all") -> None:
-        """As VlmReward.
-
-        Args:
-            judge: An open judge or client, a JudgeConfig, or a mapping of its fields.
-            template: Shipped name or path; empty: the one that `judge` names, else the reward's own.
-            spellings: all counts " yes", "YES" … for Yes as the template says; exact the labels alone, as PaCo-RL.
-        """
+        """As VlmReward."""
         if spellings not in ("all", "exact"):
             raise RewardError(f"spellings must be all or exact, got '{spellings}'")
         self.exact = spellings == "exact"
@@ -90,7 +87,11 @@ class ConsistencyScore(YesNo):
 
 
 class ConsistencyForEditing(YesNo):
-    """Is the rest as it was, and is the instruction carried out, 0 … 1."""
+    """Is the rest as it was, and is the instruction carried out, 0 … 1.
+
+    following_template: template that asks whether the instruction was carried out; `template` asks whether the rest is
+    consistent with the source.
+    """
 
     template = "edit_consistency"
     needs = ("source", "media_1")
@@ -100,20 +101,13 @@ class ConsistencyForEditing(YesNo):
     def __init__(
         self, judge: Any, template: str = "", following_template: str = "edit_done", spellings: str = "all"
     ) -> None:
-        """As YesNo.
-
-        Args:
-            judge: An open judge or client, a JudgeConfig, or a mapping of its fields.
-            template: Template that asks whether the rest is consistent with the source.
-            following_template: Template that asks whether the instruction was carried out.
-            spellings: all or exact.
-        """
+        """As YesNo."""
         super().__init__(judge, template, spellings)
         self.following = self.load(following_template, ("prompt", "source", "media_1"))
 
     async def judge_sample(self, sample: Sample) -> Score:
         """Both questions at once."""
-        same, done = await both(self.ask(self.question, sample), self.ask(self.following, sample))
+        same, done = await self.ask_both(self.question, self.following, sample)
         if same.value is None or done.value is None:
             return missing(same, done) or Score(None, "the judge gave no probability")
         parts = {"consistency": same.value, "following": done.value}
@@ -121,21 +115,17 @@ class ConsistencyForEditing(YesNo):
 
 
 class GridLayout(YesNo):
-    """Is the image the grid that the prompt (or meta "grid") asks for, 0 … 1."""
+    """Is the image the grid that the prompt (or meta "grid") asks for, 0 … 1.
+
+    verdict: soft, P(Yes), or hard, 1 where Yes is likelier than No and else 0, as in PaCo-RL.
+    """
 
     template = "grid_layout"
     needs = ("rows", "columns", "media_1")
     may = ("prompt",)
 
     def __init__(self, judge: Any, template: str = "", spellings: str = "all", verdict: str = "soft") -> None:
-        """As YesNo.
-
-        Args:
-            judge: An open judge or client, a JudgeConfig, or a mapping of its fields.
-            template: Shipped name or path; empty: the one that `judge` names, else the reward's own.
-            spellings: all or exact.
-            verdict: soft, P(Yes), or hard, 1 where Yes is likelier than No and else 0, as in PaCo-RL.
-        """
+        """As YesNo."""
         if verdict not in ("soft", "hard"):
             raise RewardError(f"grid_layout: verdict must be soft or hard, got '{verdict}'")
         super().__init__(judge, template, spellings)

@@ -9,6 +9,7 @@ Source: You et al., "Teaching Large Language Models to Regress Accurate Image Qu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,42 +27,40 @@ PLACE = -200
 """Stands for the image among the token ids."""
 
 
+@dataclass(kw_only=True, eq=False)
 class DeQA(PointwiseReward):
-    """DeQA-Score's expected quality level / 5, from 0.2 to 1; the prompt plays no part."""
+    """DeQA-Score's expected quality level / 5, from 0.2 to 1; the prompt plays no part.
 
-    def __init__(
-        self,
-        model: str = "zhiyuanyou/DeQA-Score-Mix3",
-        revision: str = "main",
-        device: str = "auto",
-        dtype: str = "auto",
-        batch_size: int = 16,
-    ) -> None:
-        """Load the model, running the code in its repository.
+    model: folder or hub id; the code in its repository is run. revision: of the repository; name a commit to fix that
+    code. device: auto, cpu, cuda, cuda:1. dtype: auto is float16 on a GPU, float32 else. batch_size: images at once.
+    """
 
-        model: folder or hub id. revision: of the repository; name a commit to fix the code that runs. device: auto,
-        cpu, cuda, cuda:1. dtype: auto is float16 on a GPU, float32 else. batch_size: images at once.
-        """
+    model: str = "zhiyuanyou/DeQA-Score-Mix3"
+    revision: str = "main"
+    device: str = "auto"
+    dtype: str = "auto"
+    batch_size: int = 16
+
+    def __post_init__(self) -> None:
         transformers = library("transformers", "transformers==4.36.1, in an environment of its own")
-        self.batch_size, self.device = batch_size, device_of(device)
-        half = torch.float16 if self.device.type == "cuda" else torch.float32
-        self.dtype = half if dtype == "auto" else dtype_of(dtype)
+        self.place = device_of(self.device)
+        self.precision = dtype_of(self.dtype, self.place, torch.float16)
         try:
-            with loading(model):
-                where: dict[str, Any] = {"pretrained_model_name_or_path": model, "revision": revision}
+            with loading(self.model):
+                where: dict[str, Any] = {"pretrained_model_name_or_path": self.model, "revision": self.revision}
                 self.processor = transformers.CLIPImageProcessor.from_pretrained(**where)
                 where["trust_remote_code"] = True
                 self.tokenizer = transformers.AutoTokenizer.from_pretrained(**where, use_fast=False)
-                self.model = transformers.AutoModelForCausalLM.from_pretrained(
-                    **where, torch_dtype=self.dtype, attn_implementation="eager"
+                self.network = transformers.AutoModelForCausalLM.from_pretrained(
+                    **where, torch_dtype=self.precision, attn_implementation="eager"
                 )
         except ImportError as error:
             raise RewardError(
-                f"the code of '{model}' does not run with transformers {transformers.__version__} ({error}): run "
+                f"the code of '{self.model}' does not run with transformers {transformers.__version__} ({error}): run "
                 "`scripts/setup_reward.sh deqa VENV`, then `prefgrpo reward serve deqa` there, and give "
                 "reward.options.deqa.url"
             ) from error
-        self.model.eval().requires_grad_(False).to(self.device)
+        self.network.eval().requires_grad_(False).to(self.place)
         self.question = question_ids(self.tokenizer)
         self.levels = [self.tokenizer(word)["input_ids"][1] for word in LEVELS]
         self.ground = tuple(int(255 * x) for x in self.processor.image_mean)
@@ -74,8 +73,8 @@ class DeQA(PointwiseReward):
     def _scores(self, samples: list[Sample]) -> list[Score]:
         squares = [square(s.media.pil, self.ground) for s in samples]
         pixels = self.processor(squares, return_tensors="pt")["pixel_values"]
-        ids = torch.tensor([self.question] * len(samples), device=self.device)
-        logits = self.model(input_ids=ids, images=pixels.to(self.device, self.dtype))["logits"]
+        ids = torch.tensor([self.question] * len(samples), device=self.place)
+        logits = self.network(input_ids=ids, images=pixels.to(self.place, self.precision))["logits"]
         return [graded(words) for words in logits[:, -1, self.levels].float().cpu()]
 
 

@@ -1,7 +1,7 @@
 """Object detectors for `geneval`: what is in an image, with class names, scores, boxes and masks.
 
 `Transformers` reads Mask2Former and DETR-like checkpoints of transformers; `MMDet` runs a config and checkpoint of
-MMDetection 2 or 3 (the Mask2Former that GenEval was published with). Mask2Former's score of a query q and class c:
+MMDetection 3 (the Mask2Former that GenEval was published with). Mask2Former's score of a query q and class c:
 
     p(c | q) · mean of σ(mask logits) where they are positive        box = bounds of that mask
 
@@ -125,7 +125,7 @@ def bounds(mask: NDArray[np.bool_]) -> NDArray[np.float64]:
 
 
 class MMDet:
-    """A detector of MMDetection 2 or 3."""
+    """A detector of MMDetection 3."""
 
     def __init__(self, config: str, checkpoint: str, device: str = "auto") -> None:
         """config: the .py file. checkpoint: the .pth file, for example
@@ -133,8 +133,7 @@ class MMDet:
         self._apis = library("mmdet.apis", "mmdet, in an environment of its own")
         with loading(checkpoint):
             self._model = self._apis.init_detector(config, checkpoint, device=str(device_of(device)))
-        names = getattr(self._model, "dataset_meta", None) or {"classes": self._model.CLASSES}
-        self._names = [RENAMED.get(n, n) for n in names["classes"]]
+        self._names = [RENAMED.get(n, n) for n in self._model.dataset_meta["classes"]]
         self.names = frozenset(self._names)
 
     def __call__(self, images: Sequence[Media]) -> list[list[Found]]:
@@ -143,14 +142,7 @@ class MMDet:
         return [self._found(result) for result in self._apis.inference_detector(self._model, shown)]
 
     def _found(self, result: Any) -> list[Found]:
-        if hasattr(result, "pred_instances"):  # 3.x
-            kept = result.pred_instances
-            masks = kept.masks.cpu().numpy().astype(bool) if "masks" in kept else [None] * len(kept.labels)
-            rows = zip(kept.labels.tolist(), kept.scores.tolist(), kept.bboxes.cpu().numpy(), masks, strict=True)
-            return [Found(self._names[k], score, box.astype(np.float64), mask) for k, score, box, mask in rows]
-        boxes, outlines = result if isinstance(result, tuple) else (result, None)  # 2.x: a list per class
-        return [
-            Found(name, float(row[4]), row[:4].astype(np.float64), None if outlines is None else outlines[k][j])
-            for k, name in enumerate(self._names)
-            for j, row in enumerate(boxes[k])
-        ]
+        kept = result.pred_instances
+        masks = kept.masks.cpu().numpy().astype(bool) if "masks" in kept else [None] * len(kept.labels)
+        rows = zip(kept.labels.tolist(), kept.scores.tolist(), kept.bboxes.cpu().numpy(), masks, strict=True)
+        return [Found(self._names[k], score, box.astype(np.float64), mask) for k, score, box, mask in rows]

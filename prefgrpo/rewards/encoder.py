@@ -1,18 +1,19 @@
-"""CLIP encoders: images and texts as unit vectors, whichever library has the model.
+"""Image encoders: images and texts as unit vectors, whichever library has the model.
 
     e = f(x) / |f(x)|   in float32        cosine of image and text = e_image · e_text
 
-Two libraries, one interface: `open_clip` for its own checkpoints, `transformers` for CLIPModel folders. Invariant: a
-vector does not depend on what else is in its batch; a text is encoded once while it is remembered.
+One loader per library: `OpenClip` for its own checkpoints, `Transformers` for CLIPModel folders, `DreamSim`. Invariant:
+a vector does not depend on what else is in its batch; a text is encoded once while it is remembered.
 """
 
 from __future__ import annotations
 
 import difflib
 import logging
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -24,20 +25,12 @@ from torch.nn import functional
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import RewardError
-from prefgrpo.rewards.checkpoints import (
-    check_shapes,
-    device_of,
-    dtype_of,
-    folder_of,
-    library,
-    loading,
-    shapes_of,
-)
+from prefgrpo.rewards.checkpoints import check_shapes, device_of, dtype_of, folder_of, library, loading, shapes_of
 
 REMEMBERED = 4096
 """Texts whose vectors are kept."""
 CHARACTERS = 4000
-"""What a tokenizer is given of a text: far more than its 77 tokens can hold, and never a megabyte."""
+"""What a tokenizer gets of a text: far more than its 77 tokens can hold, and never a megabyte."""
 Fit = Callable[[Tensor, int], Tensor]
 """[3, H, W] in [0, 1] and a side -> [3, side, side]."""
 CONFIG = "open_clip_config.json"
@@ -60,8 +53,16 @@ class Encoder(ABC):
     def _pixels(self, media: Media) -> Tensor:
         """[3, H, W] as the model takes an image, resized as its checkpoint says."""
 
+    @abstractmethod
+    def _encode_images(self, pixels: Tensor) -> Tensor:
+        """[B, D] of [B, 3, H, W]."""
+
+    def _encode_texts(self, texts: list[str]) -> Tensor:
+        """[B, D]."""
+        raise TypeError(f"{type(self).__name__} has no text encoder")
+
     def _standard(self) -> tuple[int, Sequence[float], Sequence[float]]:
-        """(side, mean, std) of the pixels that the model takes, for images that another resizes."""
+        """(side, mean, std) of the model's pixels, for a `fit`."""
         raise TypeError(f"{type(self).__name__} resizes images itself")
 
     def _fitted(self, media: Media, fit: Fit) -> Tensor:
@@ -69,23 +70,15 @@ class Encoder(ABC):
         pixels = torch.from_numpy(np.ascontiguousarray(media.pixels)).permute(2, 0, 1) / 255.0
         return (fit(pixels, side) - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
 
-    @abstractmethod
-    def _encode_images(self, pixels: Tensor) -> Tensor:
-        """[B, D] of [B, 3, H, W]."""
-
-    @abstractmethod
-    def _encode_texts(self, texts: list[str]) -> Tensor:
-        """[B, D]."""
-
     @torch.inference_mode()
     def images(self, media: Sequence[Media], fit: Fit | None = None) -> Tensor:
         """[len(media), D] unit vectors, float32 on the CPU. fit: resizes them in place of the checkpoint's own way."""
-        found = []
+        vectors = []
         for start in range(0, len(media), self.batch_size):
             chosen = media[start : start + self.batch_size]
             pixels = torch.stack([self._fitted(m, fit) if fit else self._pixels(m) for m in chosen])
-            found.append(_unit(self._encode_images(pixels.to(self.device, self.dtype))))
-        return torch.cat(found) if found else torch.empty(0)
+            vectors.append(_unit(self._encode_images(pixels.to(self.device, self.dtype))))
+        return torch.cat(vectors) if vectors else torch.empty(0)
 
     @torch.inference_mode()
     def texts(self, texts: Sequence[str]) -> Tensor:
@@ -96,24 +89,17 @@ class Encoder(ABC):
             chosen = new[start : start + self.batch_size]
             clean = [t[:CHARACTERS].encode("utf-8", "replace").decode("utf-8") for t in chosen]
             known.update(zip(chosen, _unit(self._encode_texts(clean)), strict=True))
-        found = torch.stack([known[text] for text in texts]) if texts else torch.empty(0)
+        vectors = torch.stack([known[text] for text in texts]) if texts else torch.empty(0)
         for text in list(known)[:-REMEMBERED]:
             del known[text]
-        return found
+        return vectors
 
 
 class OpenClip(Encoder):
     """A checkpoint of open_clip."""
 
     def __init__(
-        self,
-        model: str,
-        architecture: str,
-        otherwise: str,
-        device: str,
-        dtype: str,
-        batch_size: int,
-        file: str = "",
+        self, model: str, architecture: str, otherwise: str, file: str, device: str, dtype: str, batch_size: int
     ) -> None:
         """`architecture` must be the config's if one lies beside the weights; `otherwise` is taken if neither says it.
         `file`: name of the weights in the folder or repository `model`, by default open_clip's own names."""
@@ -135,11 +121,11 @@ class OpenClip(Encoder):
     def _architecture(self, weights: Path, asked: str, otherwise: str) -> tuple[str, dict[str, Any]]:
         """open_clip's name of the model, and its preprocessing where no config beside the weights says it."""
         configs, known = self._library.get_model_config, self._library.list_models()
-        beside = f"local-dir:{weights.parent}" if (weights.parent / CONFIG).is_file() else ""
         if asked and asked not in known:
             near = ", ".join(difflib.get_close_matches(asked, known, n=5)) or "open_clip.list_models()"
             raise RewardError(f"open_clip knows no architecture '{asked}'; see {near}")
-        if beside:
+        if (weights.parent / CONFIG).is_file():
+            beside = f"local-dir:{weights.parent}"
             if asked and configs(beside) != configs(asked):
                 raise RewardError(f"{weights.parent / CONFIG} describes another model than '{asked}'; leave one out")
             return beside, {}
@@ -173,8 +159,7 @@ class Transformers(Encoder):
             wrong = {k: sorted(map(str, info[k]))[:3] for k in ("missing_keys", "mismatched_keys") if info[k]}
             if wrong:
                 raise RewardError(f"'{model}' is not the CLIP model that its config.json describes: {wrong}")
-        processor = processor or model
-        with loading(processor):
+        with loading(processor := processor or model):
             self._tokenizer = T.AutoTokenizer.from_pretrained(processor)
             # Pillow's resizing is the published one; torchvision's, the default where installed, differs a little.
             self._processor = T.AutoImageProcessor.from_pretrained(processor, backend="pil")
@@ -200,16 +185,35 @@ class Transformers(Encoder):
         return self._model.get_text_features(input_ids=ids, attention_mask=mask).pooler_output
 
 
+class DreamSim(Encoder):
+    """DreamSim's image vectors, by its package."""
+
+    def __init__(self, model: str, kind: str, device: str, batch_size: int) -> None:
+        super().__init__(device, "float32", batch_size)
+        package = library("dreamsim", "'prefgrpo[rewards]'")
+        folder = Path(model).expanduser()
+        with loading(model), redirect_stdout(sys.stderr):  # it prints what it does
+            folder.mkdir(parents=True, exist_ok=True)
+            self._model, self._preprocess = package.dreamsim(
+                pretrained=True, device=str(self.device), cache_dir=str(folder), dreamsim_type=kind
+            )
+
+    def _pixels(self, media: Media) -> Tensor:
+        return self._preprocess(media.pil)[0]
+
+    def _encode_images(self, pixels: Tensor) -> Tensor:
+        return self._model.embed(pixels)
+
+
 _open: WeakValueDictionary[tuple[Any, ...], Encoder] = WeakValueDictionary()
 
 
 def shared(kind: type[Encoder], *options: Any) -> Encoder:
     """kind(*options), or the one that is open already: rewards that ask for the same model share it."""
-    key = (kind, *options)
-    found = _open.get(key)
-    if found is None:
-        found = _open[key] = kind(*options)
-    return found
+    encoder = _open.get((kind, options))
+    if encoder is None:
+        encoder = _open[kind, options] = kind(*options)
+    return encoder
 
 
 @contextmanager
@@ -229,37 +233,13 @@ def _unlogged() -> Iterator[None]:
         root.removeHandler(nowhere)
 
 
-def bilinear(image: Tensor, side: int) -> Tensor:
-    """[3, side, side] of [3, H, W]: antialiased bilinear in float until the shorter side fits, then the middle of it.
-
-    torchvision's Resize(side) and CenterCrop(side), with which Flow-GRPO and PaCo-RL feed CLIP.
-    """
-    _, high, wide = image.shape
-    size = (side, side * wide // high) if high < wide else (side * high // wide, side)
-    resized = functional.interpolate(image[None], size, mode="bilinear", antialias=True)[0]
-    top, left = (round((n - side) / 2) for n in size)
-    return resized[:, top : top + side, left : left + side]
-
-
-RESIZES: dict[str, Fit | None] = {"processor": None, "bilinear": bilinear}
-"""What the option `resize` of a reward names; None: as the checkpoint's own image processor does."""
-
-
-def resizing(name: str) -> Fit | None:
-    """The fit of that name in RESIZES; RewardError for another name."""
-    if name not in RESIZES:
-        raise RewardError(f"resize must be one of {', '.join(RESIZES)}, got '{name}'")
-    return RESIZES[name]
-
-
 def _unit(vectors: Tensor) -> Tensor:
     return functional.normalize(vectors.float(), dim=-1).cpu()
 
 
 def _weights(model: str, file: str) -> Path:
     """The weights file of a file, a folder or a hub repository."""
-    path = Path(model).expanduser()
-    if path.is_file():
+    if (path := Path(model).expanduser()).is_file():
         return path
     names = (file,) if file else WEIGHTS
     folder_of(model, ("*.json", "*.txt"))
@@ -286,6 +266,4 @@ def _published(architecture: str, quick_gelu: bool) -> dict[str, Any]:
             f"architecture '{architecture}' has another activation than its published weights ({tags[0]}); "
             f"expected '{architecture}-quickgelu'"
         )
-    options = {"image_mean": "mean", "image_std": "std", "image_interpolation": "interpolation"}
-    options["image_resize_mode"] = "resize_mode"
-    return {ours: config[theirs] for ours, theirs in options.items() if theirs in config}
+    return {f"image_{key}": config[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in config}

@@ -101,14 +101,13 @@ class FunctionJudge(PairJudge):
         start = time.perf_counter()
         try:
             value = self.function(prompt, image_a, image_b)
-            probability = None if value is None else float(value)
+            if value is None:
+                return Verdict(None, f"{self.name} returned None")
+            if not 0 <= float(value) <= 1:
+                return Verdict(None, f"{self.name} must return a probability in [0, 1], got {value}")
         except Exception as error:  # noqa: BLE001  (whatever a user's function raises)
             return Verdict(None, f"{self.name} raised {type(error).__name__}: {str(error)[:200]}")
-        if probability is None:
-            return Verdict(None, f"{self.name} returned None")
-        if not 0 <= probability <= 1:
-            return Verdict(None, f"{self.name} must return a probability in [0, 1], got {probability}")
-        return Verdict(probability, latency_s=time.perf_counter() - start)
+        return Verdict(float(value), latency_s=time.perf_counter() - start)
 
 
 def as_reward(value: Any, **options: Any) -> Reward:

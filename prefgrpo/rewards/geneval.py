@@ -47,35 +47,32 @@ class Verdict:
     correct: bool
 
 
+@dataclass(kw_only=True, eq=False)
 class GenEval(PointwiseReward):
-    """GenEval's objects, counts, colours and places."""
+    """GenEval's objects, counts, colours and places.
+
+    detector: pkg.mod:Class of a Detector; prefgrpo.rewards.detectors:MMDet runs the published one. detector_options:
+    what it is made with, {model: …} or {config: …, checkpoint: …}. clip: folder or hub id of the CLIPModel that names
+    colours. value: soft, strict or correct. device: auto, cpu, cuda, cuda:1. batch_size: images at once.
+    """
 
     meta_keys = ("tag", "include")
     probe: ClassVar[dict[str, Any]] = {
         "prompt": "a photo of a person", "tag": "single_object", "include": [{"class": "person", "count": 1}],
     }  # fmt: skip
 
-    def __init__(
-        self,
-        detector: str = "prefgrpo.rewards.detectors:Transformers",
-        detector_options: dict[str, Any] | None = None,
-        clip: str = "openai/clip-vit-large-patch14",
-        value: str = "soft",
-        device: str = "auto",
-        batch_size: int = 8,
-    ) -> None:
-        """Load detector and CLIP.
+    detector: str = "prefgrpo.rewards.detectors:Transformers"
+    detector_options: dict[str, Any] | None = None
+    clip: str = "openai/clip-vit-large-patch14"
+    value: str = "soft"
+    device: str = "auto"
+    batch_size: int = 8
 
-        detector: pkg.mod:Class of a Detector; prefgrpo.rewards.detectors:MMDet runs the published one.
-        detector_options: what it is made with, {model: …} or {config: …, checkpoint: …}. clip: folder or hub id of
-        the CLIPModel that names colours. value: soft, strict or correct. device: auto, cpu, cuda, cuda:1.
-        batch_size: images at once.
-        """
-        if value not in ("soft", "strict", "correct"):
-            raise RewardError(f"geneval: value must be soft, strict or correct, got {value!r}")
-        self.value, self.batch_size = value, batch_size
-        self.detector = _made(detector, {"device": device, **(detector_options or {})})
-        self.clip = encoder.shared(encoder.Transformers, clip, "", device, "float32", 32)
+    def __post_init__(self) -> None:
+        if self.value not in ("soft", "strict", "correct"):
+            raise RewardError(f"geneval: value must be soft, strict or correct, got {self.value!r}")
+        self.detect = _made(self.detector, {"device": self.device, **(self.detector_options or {})})
+        self.encoder = encoder.shared(encoder.Transformers, self.clip, "", self.device, "float32", 32)
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """The value of each image; parts soft, strict, correct, and the last two under the sample's tag."""
@@ -83,10 +80,10 @@ class GenEval(PointwiseReward):
 
     def refuse(self, sample: Sample) -> str:
         """Also for columns that cannot be judged."""
-        return super().refuse(sample) or refusal(sample.meta, self.detector.names)
+        return super().refuse(sample) or refusal(sample.meta, self.detect.names)
 
     def _scores(self, samples: list[Sample]) -> list[Score]:
-        found = self.detector([s.media for s in samples])
+        found = self.detect([s.media for s in samples])
         return [self._score(s, things) for s, things in zip(samples, found, strict=True)]
 
     def _score(self, sample: Sample, found: Sequence[Found]) -> Score:
@@ -106,10 +103,10 @@ class GenEval(PointwiseReward):
     def colours(self, media: Media, name: str, objects: Sequence[Found]) -> list[str]:
         """The colour of each object of a class."""
         texts = [p.format(colour=colour, name=name) for colour in COLOURS for p in PHRASES]
-        each = self.clip.texts(texts).view(len(COLOURS), len(PHRASES), -1)
+        each = self.encoder.texts(texts).view(len(COLOURS), len(PHRASES), -1)
         classes = functional.normalize(each.mean(1), dim=-1)
         crops = [crop(media.pil, f) for f in objects]
-        return [COLOURS[int(k)] for k in torch.argmax(self.clip.images(crops) @ classes.T, dim=1)]
+        return [COLOURS[int(k)] for k in torch.argmax(self.encoder.images(crops) @ classes.T, dim=1)]
 
 
 def _made(path: str, options: dict[str, Any]) -> Detector:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
-from prefgrpo.rewards.checkpoints import device_of, folder_of, library, loading
+from prefgrpo.rewards.checkpoints import device_of, filled, folder_of, library, loading, read_tensors, standard
 from prefgrpo.rewards.encoder import CHARACTERS
-from prefgrpo.rewards.tensors import filled, read_tensors, standard
 
 CENTRE, SCALE = 0.16717362830052426, 1.0333394966054072
 LENGTH = 35
@@ -34,32 +34,31 @@ NAMES = (
 """BLIP's vision tower: names in the file and in transformers."""
 
 
+@dataclass(kw_only=True, eq=False)
 class ImageReward(PointwiseReward):
-    """ImageReward's score, about −2 … 2."""
+    """ImageReward's score, about −2 … 2, in float32.
 
-    def __init__(
-        self,
-        model: str = "THUDM/ImageReward",
-        tokenizer: str = "google-bert/bert-base-uncased",
-        device: str = "auto",
-        batch_size: int = 32,
-    ) -> None:
-        """Load the model, in float32.
+    model: folder or hub id with ImageReward.pt and med_config.json. tokenizer: folder or hub id of BERT's. device:
+    auto, cpu, cuda, cuda:1. batch_size: images at once.
+    """
 
-        model: folder or hub id with ImageReward.pt and med_config.json. tokenizer: folder or hub id of BERT's.
-        device: auto, cpu, cuda, cuda:1. batch_size: images at once.
-        """
+    model: str = "THUDM/ImageReward"
+    tokenizer: str = "google-bert/bert-base-uncased"
+    device: str = "auto"
+    batch_size: int = 32
+
+    def __post_init__(self) -> None:
         transformers = library("transformers", "'prefgrpo[rewards]'")
-        self.device, self.batch_size = device_of(device), batch_size
-        folder = folder_of(model, ["ImageReward.pt", "med_config.json"])
-        with loading(tokenizer):
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(tokenizer)
-        with loading(model):
+        self.place = device_of(self.device)
+        folder = folder_of(self.model, ["ImageReward.pt", "med_config.json"])
+        with loading(self.tokenizer):
+            self.tokenize = transformers.AutoTokenizer.from_pretrained(self.tokenizer)
+        with loading(self.model):
             tensors = read_tensors([folder / "ImageReward.pt"])
             settings = json.loads((folder / "med_config.json").read_text(encoding="utf-8"))
-            self.vision = _vision(transformers, _under(tensors, "blip.visual_encoder.")).to(self.device)
-            self.text = _text(transformers, _under(tensors, "blip.text_encoder."), settings).to(self.device)
-            self.mlp = _mlp(_under(tensors, "mlp.layers.")).to(self.device)
+            self.vision = _vision(transformers, _under(tensors, "blip.visual_encoder.")).to(self.place)
+            self.text = _text(transformers, _under(tensors, "blip.text_encoder."), settings).to(self.place)
+            self.mlp = _mlp(_under(tensors, "mlp.layers.")).to(self.place)
         self.side = int(self.vision.config.image_size)
 
     def score(self, samples: list[Sample]) -> list[Score]:
@@ -69,10 +68,10 @@ class ImageReward(PointwiseReward):
     @torch.inference_mode()
     def _scores(self, samples: list[Sample]) -> list[Score]:
         prompts = [s.prompt[:CHARACTERS].encode("utf-8", "replace").decode() for s in samples]
-        words = self.tokenizer(
+        words = self.tokenize(
             prompts, padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt"
-        ).to(self.device)
-        pixels = torch.stack([preprocess(s.media.pil, self.side) for s in samples]).to(self.device)
+        ).to(self.place)
+        pixels = torch.stack([preprocess(s.media.pil, self.side) for s in samples]).to(self.place)
         seen = self.vision(pixels).last_hidden_state
         hidden = self.text(
             input_ids=words["input_ids"], attention_mask=words["attention_mask"], encoder_hidden_states=seen

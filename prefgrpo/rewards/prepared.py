@@ -32,8 +32,8 @@ class Prepared(PointwiseReward):
         if size < 0 or not 0 <= jpeg <= 100:
             raise RewardError(f"expected size of at least 0 and jpeg from 0 to 100, got {size} and {jpeg}")
         self.size, self.jpeg, self.reward = size, jpeg, make()
-        self.takes, self.needs_source = self.reward.takes, self.reward.needs_source
-        self.meta_keys, self.streams = self.reward.meta_keys, self.reward.streams
+        for name in ("takes", "needs_source", "meta_keys", "streams", "close"):
+            setattr(self, name, getattr(self.reward, name))
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """The reward's scores of the changed samples."""
@@ -48,29 +48,24 @@ class Prepared(PointwiseReward):
             failed.set_exception(error)
             return failed
 
-    def close(self) -> None:
-        """Close the reward."""
-        self.reward.close()
-
     def _prepared(self, sample: Sample) -> Sample:
-        """The sample with changed media; one that no reward can score stays as it is, for the reward to refuse."""
         return replace(sample, media=self._media(sample.media), source=tuple(map(self._media, sample.source)))
 
     def _media(self, media: Media) -> Media:
+        """The medium changed; one that no reward can score stays as it is, for the reward to refuse."""
         if unusable(media):
             return media
         known = _changed.setdefault(media, {})
         if (key := (self.size, self.jpeg)) not in known:
-            frames = [self._pixels(frame) for frame in media.frames()]
+            frames = [self._pixels(frame.pil) for frame in media.frames()]
             known[key] = Media(np.stack(frames) if media.clip else frames[0])
         return known[key]
 
-    def _pixels(self, image: Media) -> NDArray[np.uint8]:
-        picture: Image.Image = image.pil
+    def _pixels(self, image: Image.Image) -> NDArray[np.uint8]:
         if self.size:
-            picture = picture.resize((self.size, self.size), Image.Resampling.BICUBIC)
+            image = image.resize((self.size, self.size), Image.Resampling.BICUBIC)
         if self.jpeg:
             buffer = io.BytesIO()
-            picture.save(buffer, "JPEG", quality=self.jpeg)
-            picture = Image.open(buffer)
-        return np.asarray(picture)
+            image.save(buffer, "JPEG", quality=self.jpeg)
+            image = Image.open(buffer)
+        return np.asarray(image)

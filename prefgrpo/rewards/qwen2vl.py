@@ -1,35 +1,58 @@
-"""Qwen2-VL with a reward head: what `hpsv3` and `videoalign` share.
+"""Qwen2-VL with a reward head: `hpsv3` and `videoalign`.
 
     score_k = head(h at the k-th reward token)        head = linear layers with ReLU between, in float32
+    hpsv3        value = μ, the first output at <|Reward|>; part sigma: the second
+    videoalign   value = Σ over `dimensions` of (x − mean) / std, x: the output at <|VQ_reward|>, …
 
 The published models were trained with plain text positions 0, 1, 2, … (no 3-D positions for the vision tokens) and
-right padding; both are kept. Invariant: every weight of the model comes from the given tensors, none is random.
+right padding; both are kept. They are loaded with plain transformers, for their packages need transformers 4.45.2; of
+these only the text that the model was trained with is read. Invariant: every weight comes from the given tensors.
+Sources: Ma et al., "HPSv3" (arXiv 2508.03789); Liu et al., "Improving Video Generation with Human Feedback"
+(arXiv 2501.13918), in the format of KwaiVGI/VideoReward.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
+import json
 import math
+import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.checkpoints import device_of, dtype_of, library, loading
-from prefgrpo.rewards.tensors import filled, standard
+from prefgrpo.rewards.checkpoints import (
+    device_of,
+    dtype_of,
+    filled,
+    folder_of,
+    library,
+    loading,
+    merge_lora,
+    read_tensors,
+    standard,
+)
 
 LONGEST = 20_000
 """Characters of a prompt: far more than the models were trained with, and never a megabyte."""
 FACTOR = 28
 """Sides of what the model sees are multiples of patch size 14 × 2 merged patches."""
+PIXELS = 256 * 28 * 28
+"""What hpsv3 sees of an image: this many pixels, whatever its size."""
+LEAST = 128 * 28 * 28
+"""Frames for videoalign below this many pixels are enlarged."""
+PARTS = ("VQ", "MQ", "TA")
 
 
 def fit(height: int, width: int, least: int, most: int) -> tuple[int, int]:
@@ -77,14 +100,6 @@ def constants(path: str | Path) -> dict[str, str]:
     }
 
 
-def checked(text: str, tokens: Sequence[str]) -> str:
-    """A training text; RewardError if it lacks its marks."""
-    marks = ["{text_prompt}", *tokens]
-    if any(text.count(mark) != 1 for mark in marks):
-        raise RewardError(f"the text that the model is asked with must hold {', '.join(marks)} once each, got {text!r}")
-    return text
-
-
 @dataclass(frozen=True)
 class Turn:
     """One question to the model."""
@@ -105,7 +120,7 @@ class RewardModel:
         one embedding row per token of the tokenizer after `tokens` were added; `vision`: image or video."""
         transformers = library("transformers", "'prefgrpo[rewards]'")
         self.vision, self.tokens, self.device = vision, list(tokens), device_of(device)
-        self.dtype = _precision(self.device) if dtype == "auto" else dtype_of(dtype)
+        self.dtype = dtype_of(dtype, self.device)
         with loading(base):
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(base, padding_side="right")
             config = transformers.Qwen2VLConfig.from_pretrained(base)
@@ -149,15 +164,36 @@ class RewardModel:
         return asked.double().cpu().numpy()
 
 
+@dataclass(kw_only=True, eq=False)
 class QwenReward(PointwiseReward):
-    """A reward whose score is read from the rows that a RewardModel answers one question with."""
+    """device: auto, cpu, cuda, cuda:1. dtype: auto is bfloat16 on a GPU, float32 else. batch_size: samples at once."""
 
-    model: RewardModel
-    batch_size: int
+    device: str = "auto"
+    dtype: str = "auto"
+    batch_size: int = 1
+    tokens: ClassVar[tuple[str, ...]]
+    """Reward tokens of the training text."""
+
+    def __post_init__(self) -> None:
+        with loading(f"the text of {type(self).__name__}"):
+            self.text = self.training_text()
+        marks = ["{text_prompt}", *self.tokens]
+        if any(self.text.count(mark) != 1 for mark in marks):
+            message = f"the text that the model is asked with must hold {', '.join(marks)} once each"
+            raise RewardError(f"{message}, got {self.text!r}")
+        self.network = self.load()
 
     @abstractmethod
-    def turn(self, sample: Sample) -> Turn:
-        """The question about a sample."""
+    def training_text(self) -> str:
+        """The text that the model was trained with."""
+
+    @abstractmethod
+    def load(self) -> RewardModel:
+        """The model."""
+
+    @abstractmethod
+    def frames(self, sample: Sample) -> Tensor:
+        """What the model sees of a sample: [F, 3, H, W], 0 … 255, H and W multiples of 28."""
 
     @abstractmethod
     def scored(self, rows: NDArray[np.float64]) -> Score:
@@ -165,23 +201,192 @@ class QwenReward(PointwiseReward):
 
     def refuse(self, sample: Sample) -> str:
         """Also for prompts that cannot be put into the text, and sides that the model was not made for."""
-        return super().refuse(sample) or _too_long(sample.media.pixels) or self.model.refuse(sample.prompt)
+        high, wide = sample.media.pixels.shape[-3:-1] if sample.media.pixels.ndim > 2 else (1, 1)
+        over = max(high, wide) > 200 * min(high, wide)
+        too_long = f"a picture of {wide}×{high} is too long; expected sides within 1:200" if over else ""
+        return super().refuse(sample) or too_long or self.network.refuse(sample.prompt)
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """One score per sample."""
-        return self.in_batches(
-            samples, self.batch_size, lambda some: map(self.scored, self.model([self.turn(s) for s in some]))
+
+        def scores(batch: list[Sample]) -> list[Score]:
+            turns = [Turn(self.frames(s), self.text.replace("{text_prompt}", s.prompt)) for s in batch]
+            return [self.scored(rows) for rows in self.network(turns)]
+
+        return self.in_batches(samples, self.batch_size, scores)
+
+
+@dataclass(kw_only=True, eq=False)
+class HPSv3(QwenReward):
+    """HPSv3's mean score μ.
+
+    model: folder or hub id with HPSv3.safetensors. base: folder or hub id of its config and tokenizer. template: file
+    with the training text, {text_prompt} and <|Reward|> in it; default: the hpsv3 package's.
+    """
+
+    model: str = "MizzenAI/HPSv3"
+    base: str = "Qwen/Qwen2-VL-7B-Instruct"
+    template: str = ""
+    batch_size: int = 8
+    tokens = ("<|Reward|>",)
+
+    def training_text(self) -> str:
+        """The template's text, or that of the hpsv3 package, read without importing it."""
+        if self.template:
+            return Path(self.template).read_text(encoding="utf-8")
+        spec = importlib.util.find_spec("hpsv3")
+        if spec is None or spec.origin is None:
+            raise RewardError(
+                "hpsv3 needs the text it was trained with: `pip install --no-deps hpsv3==1.0.0`, or give a file as "
+                "reward.options.hpsv3.template; or run `scripts/setup_reward.sh hpsv3 VENV`, `prefgrpo reward serve "
+                "hpsv3` there and give reward.options.hpsv3.url"
+            )
+        texts = constants(Path(spec.origin).parent / "dataset" / "data_collator_qwen.py")
+        return texts["INSTRUCTION"] + texts["prompt_with_special_token"]
+
+    def load(self) -> RewardModel:
+        """The model."""
+        files = sorted(folder_of(self.model, ["*.safetensors"]).glob("*.safetensors"))
+        with loading(self.model):
+            return RewardModel(self.base, read_tensors(files), self.tokens, "image", self.device, self.dtype)
+
+    def frames(self, sample: Sample) -> Tensor:
+        """The image."""
+        return frame(sample.media.pil, PIXELS)
+
+    def scored(self, rows: NDArray[np.float64]) -> Score:
+        """μ; part `sigma`: the head's second output."""
+        mu, sigma = rows[0].tolist()
+        return Score(mu, parts={"sigma": sigma})
+
+
+def frame(image: Image.Image, pixels: int) -> Tensor:
+    """An image as [1, 3, H, W] in about `pixels` pixels (bicubic)."""
+    high, wide = fit(image.height, image.width, pixels, pixels)
+    return torch.from_numpy(np.array(image.resize((wide, high)))).permute(2, 0, 1)[None]
+
+
+@dataclass(kw_only=True, eq=False)
+class VideoAlign(QwenReward):
+    """VideoReward's sum of its normalised scores, of all three or of some.
+
+    model: folder or hub id with model_config.json and checkpoint-N (the highest N is used). base: folder or hub id of
+    Qwen2-VL: config, tokenizer and, for a checkpoint of adapters only, weights. template: file with the training text,
+    {text_prompt} and the three reward tokens in it, or VideoAlign's prompt_template.py; default: the one that
+    scripts/setup_reward.sh put beside this Python. dimensions: list of those of VQ (visual quality), MQ (motion
+    quality), TA (text alignment) that are summed. video_fps: frames per second of the clips, from which the
+    checkpoint's own rate takes its frames.
+    """
+
+    takes = ("video",)
+    model: str = "KwaiVGI/VideoReward"
+    base: str = "Qwen/Qwen2-VL-2B-Instruct"
+    template: str = ""
+    dimensions: Sequence[str] = PARTS
+    video_fps: float = 16.0
+    tokens = tuple(f"<|{part}_reward|>" for part in PARTS)
+
+    def __post_init__(self) -> None:
+        if not self.video_fps > 0:
+            raise RewardError(f"videoalign: video_fps must be positive frames per second, got {self.video_fps}")
+        given, self.dimensions = (
+            self.dimensions,
+            [*([self.dimensions] if isinstance(self.dimensions, str) else self.dimensions)],
         )
+        if (
+            not self.dimensions
+            or len(set(self.dimensions)) < len(self.dimensions)
+            or not set(self.dimensions) <= set(PARTS)
+        ):
+            raise RewardError(f"videoalign: dimensions must be a list of some of {list(PARTS)}, got {given!r}")
+        super().__post_init__()
+
+    def training_text(self) -> str:
+        """The text that the model was trained with."""
+        return training_text(self.template)
+
+    def load(self) -> RewardModel:
+        """The model, LoRA merged."""
+        folder = folder_of(self.model, ["model_config.json", "checkpoint-*"])
+        with loading(self.model):
+            config = json.loads((folder / "model_config.json").read_text(encoding="utf-8"))
+            if not config["model_config"]["use_special_tokens"]:
+                raise RewardError(f"{self.model}: expected a VideoReward with reward tokens (use_special_tokens)")
+            self.data, self.norms = config["data_config"], config.get("inference_config")
+            tensors = video_tensors(folder, self.base, config["peft_lora_config"])
+            return RewardModel(self.base, tensors, self.tokens, "video", self.device, self.dtype)
+
+    def refuse(self, sample: Sample) -> str:
+        """Also for clips of one frame."""
+        short = len(sample.media.pixels) < 2
+        return super().refuse(sample) or ("videoalign scores clips of 2 frames or more, got 1" if short else "")
+
+    def scored(self, rows: NDArray[np.float64]) -> Score:
+        """The sum of the chosen dimensions; parts: all three, normalised."""
+        raw = np.diagonal(rows) if rows.shape[1] == len(PARTS) else rows[:, 0]
+        parts = normalised(raw.tolist(), self.norms)
+        return Score(sum(parts[name] for name in self.dimensions), parts=parts)
+
+    def frames(self, sample: Sample) -> Tensor:
+        """Frames at the checkpoint's rate, from memory, resized and rounded as the original reads them from a file."""
+        pixels = sample.media.pixels
+        wanted, rate = self.data.get("num_frames"), self.data.get("fps")
+        count = frame_count(len(pixels), self.video_fps, rate if wanted is None else None, wanted)
+        chosen = torch.linspace(0, len(pixels) - 1, count).round().long().numpy()
+        return resized(torch.from_numpy(pixels[chosen]).permute(0, 3, 1, 2), self.data["max_frame_pixels"])
 
 
-def _too_long(pixels: NDArray[np.uint8]) -> str:
-    high, wide = pixels.shape[-3:-1]
-    over = max(high, wide) > 200 * min(high, wide)
-    return f"a picture of {wide}×{high} is too long; expected sides within 1:200" if over else ""
+def frame_count(total: int, video_fps: float, fps: float | None, frames: float | None) -> int:
+    """How many of `total` frames the model sees: `frames`, or `fps` a second, in twos; 4 … 768 where they exist."""
+    if frames is not None:
+        return min(round(frames / 2) * 2, total)
+    most = min(768, total) // 2 * 2
+    count = min(max(total / video_fps * (2.0 if fps is None else fps), 4), most)
+    return min(round(count / 2) * 2, total)
 
 
-def _precision(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+def resized(frames: Tensor, most: int) -> Tensor:
+    """Frames [F, 3, H, W] uint8 in multiples of 28, antialiased bicubic, rounded as uint8, as float32."""
+    size = fit(frames.shape[2], frames.shape[3], LEAST, int(most))
+    if tuple(frames.shape[2:]) == size:
+        return frames.float()
+    return functional.interpolate(frames.float(), size, mode="bicubic", antialias=True).clamp(0, 255).round()
+
+
+def normalised(raw: Sequence[float], norms: dict[str, float] | None) -> dict[str, float]:
+    """{part: (x − mean) / std} with the checkpoint's own figures; x itself if it has none."""
+    named = dict(zip(PARTS, raw, strict=True))
+    return named if norms is None else {k: (x - norms[f"{k}_mean"]) / norms[f"{k}_std"] for k, x in named.items()}
+
+
+def video_tensors(folder: Path, base: str, lora: dict[str, Any]) -> dict[str, Tensor]:
+    """Plain weights of the highest checkpoint: a full model.pth, or adapters and the rest over the base's weights."""
+    steps = {int(p.name.split("-")[1]): p for p in folder.glob("checkpoint-*") if p.name.split("-")[1].isdigit()}
+    if not steps:
+        raise RewardError(f"{folder}: expected a folder checkpoint-N in it, found none")
+    place = steps[max(steps)]
+    if (place / "model.pth").is_file():
+        tensors = read_tensors([place / "model.pth"])
+    else:
+        below = sorted(folder_of(base, ["*.safetensors", "*.json", "*.txt"]).glob("*.safetensors"))
+        rest = read_tensors([place / "non_lora_state_dict.pth", place / "adapter_model.safetensors"])
+        tensors = {f"base_model.model.{k}": v for k, v in read_tensors(below).items()} | rest
+    rank = lora["lora_r"]
+    return merge_lora(tensors, lora["lora_alpha"] / (math.sqrt(rank) if lora.get("use_rslora") else rank))
+
+
+def training_text(template: str) -> str:
+    """The text that the model was trained with."""
+    path = Path(template) if template else Path(sys.prefix) / "share" / "prefgrpo" / "videoalign_prompt_template.py"
+    if not path.is_file():
+        raise RewardError(
+            f"videoalign needs the text it was trained with, expected at {path}: run `scripts/setup_reward.sh "
+            "videoalign VENV`, `prefgrpo reward serve videoalign` there and give reward.options.videoalign.url; or "
+            "give the file prompt_template.py of KwaiVGI/VideoAlign as reward.options.videoalign.template"
+        )
+    if path.suffix == ".py":
+        return constants(path)["DETAILED_PROMPT_WITH_SPECIAL_TOKEN"]
+    return path.read_text(encoding="utf-8")
 
 
 def _head(tensors: Mapping[str, Tensor], device: torch.device) -> list[tuple[Tensor, Tensor | None]]:

@@ -11,15 +11,15 @@ import asyncio
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, cast
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import aiohttp
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge.endpoint import describe_error
-from prefgrpo.judge.send import Sender, SendError
+from prefgrpo.judge.endpoint import SendError, describe_error, redirect
+from prefgrpo.judge.send import Sender
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.wire import WireError, media_json, read_scores, request_json
@@ -110,19 +110,20 @@ class RemoteReward(PointwiseReward):
     async def _problem(self, url: str, headers: dict[str, str]) -> str:
         """What keeps a server from being asked; '' if nothing does."""
         start = f"'prefgrpo reward serve {self.name}'"
-        timeout = aiohttp.ClientTimeout(total=CHECK_S)
+        timeout, info, to = aiohttp.ClientTimeout(total=CHECK_S), None, ""
         try:
             session = self._sender.thread.session()
             async with session.get(f"{url}/v1/info", headers=headers, timeout=timeout, allow_redirects=False) as reply:
-                info: Any = await reply.json(content_type=None)
+                to = redirect(reply)
+                info = await reply.json(content_type=None)
         except asyncio.TimeoutError:
             return f"no answer within {CHECK_S:g} s; is the server stuck?"
         except (aiohttp.ClientError, OSError) as error:
             return f"not reachable ({describe_error(error)}); start it with {start}, or correct the url"
         except ValueError:
-            info = None
+            info = None  # no JSON
         if not isinstance(info, dict) or "name" not in info:
-            return f"answers, but is no reward server; start one with {start}, or correct the url"
+            return f"answers, but is no reward server{to}; start one with {start}, or correct the url"
         if info["name"] != self.name:
             return f"serves '{info['name']}', not '{self.name}'; start {start} on another port, or correct the url"
         status = info.get("status")

@@ -1,16 +1,17 @@
-"""Cosines of images: `image_similarity` with the sources of an edit, `subfig_clipI` and `subfig_clipT` within a grid.
+"""Similarity of images: `image_similarity` with the sources of an edit, `subfig_*` within a grid.
 
-    image_similarity   mean_s cos(image, source_s)                 subfig_clipT   mean_i cos(cell_i, text_i)
-    subfig_clipI       mean_{i≠j} cos(cell_i, cell_j)
+    image_similarity   mean_s cos(image, source_s)                 subfig_clipT      mean_i cos(cell_i, text_i)
+    subfig_clipI       mean_{i≠j} cos(cell_i, cell_j)              subfig_dreamsim   the same under DreamSim
 
-Cells and their texts come from the prompt (grid.py). Invariant: a prompt that asks for no grid, or describes another
-number of cells than its grid has, gives a missing score.
-Sources: Flow-GRPO (arXiv 2505.05470) for the first, PaCo-RL (arXiv 2512.04784) for the grids.
+1 − DreamSim's distance is the cosine of its vectors. Cells and their texts come from the prompt (grid.py). Invariant: a
+prompt that asks for no grid, or describes another number of cells than its grid has, gives a missing score.
+Sources: Flow-GRPO (arXiv 2505.05470) for the first, PaCo-RL (arXiv 2512.04784) for the grids, DreamSim (2306.09344).
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -19,26 +20,20 @@ from torch import Tensor
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import encoder
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score, unusable
-from prefgrpo.rewards.frames import score_of
+from prefgrpo.rewards.clip import RESIZES, OpenClipReward, ResizeReward, mean_score
+from prefgrpo.rewards.encoder import Encoder
 from prefgrpo.rewards.grid import grid_of, split, sub_prompts
-
-VIT_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 
 
 class PartsReward(PointwiseReward):
     """Scores the vectors of several images that belong to one sample."""
 
-    def __init__(self, model: encoder.Encoder, fit: encoder.Fit | None = None) -> None:
-        """fit: as Encoder.images."""
-        self.encoder, self.fit = model, fit
+    encoder: Encoder
+    resize = "processor"
 
     @abstractmethod
-    def images(self, sample: Sample) -> list[Media]:
-        """The images to encode; ValueError says why the sample cannot be scored."""
-
-    def texts(self, sample: Sample) -> list[str]:
-        """The texts to encode, one per image, if any; ValueError as above."""
-        return []
+    def parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
+        """Images and texts to encode; ValueError says why the sample cannot be scored."""
 
     @abstractmethod
     def value(self, images: Tensor, texts: Tensor) -> float:
@@ -46,51 +41,34 @@ class PartsReward(PointwiseReward):
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """One score per sample; images and texts that occur several times are encoded once."""
-        asked = [self.refuse(sample) or self._asked(sample) for sample in samples]
-        able = [a for a in asked if not isinstance(a, str)]
-        distinct = {m.digest: m for images, _ in able for m in images}
-        rows = dict(zip(distinct, self.encoder.images(list(distinct.values()), self.fit), strict=True))
+        parts = [self.refuse(sample) or self._parts(sample) for sample in samples]
+        able = [p for p in parts if not isinstance(p, str)]
+        media = {m.digest: m for images, _ in able for m in images}
+        rows = dict(zip(media, self.encoder.images(list(media.values()), RESIZES[self.resize]), strict=True))
         words = list(dict.fromkeys(t for _, texts in able for t in texts))
-        vectors = dict(zip(words, self.encoder.texts(words), strict=True))
-        return [Score(None, a) if isinstance(a, str) else self._one(a, rows, vectors) for a in asked]
+        texts = dict(zip(words, self.encoder.texts(words), strict=True))
 
-    def _asked(self, sample: Sample) -> tuple[list[Media], list[str]] | str:
-        """What to encode of a sample, or why it cannot be scored."""
+        def score(images: list[Media], words: list[str]) -> Score:
+            own = torch.stack([texts[w] for w in words]) if words else torch.empty(0)
+            return mean_score([self.value(torch.stack([rows[m.digest] for m in images]), own)])
+
+        return [Score(None, p) if isinstance(p, str) else score(*p) for p in parts]
+
+    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]] | str:
         try:
-            return self.images(sample), self.texts(sample)
+            return self.parts(sample)
         except ValueError as error:
             return str(error)
 
-    def _one(self, asked: tuple[list[Media], list[str]], rows: dict[str, Tensor], words: dict[str, Tensor]) -> Score:
-        images = torch.stack([rows[m.digest] for m in asked[0]])
-        texts = torch.stack([words[t] for t in asked[1]]) if asked[1] else torch.empty(0)
-        return score_of([self.value(images, texts)])
 
-
-class ImageSimilarity(PartsReward):
+class ImageSimilarity(PartsReward, ResizeReward):
     """How much an edit resembles its source images."""
 
     needs_source = True
 
-    def __init__(
-        self,
-        model: str = "openai/clip-vit-large-patch14",
-        resize: str = "processor",
-        device: str = "auto",
-        dtype: str = "float32",
-        batch_size: int = 32,
-    ) -> None:
-        """Load the model.
-
-        model: folder or hub id of a CLIPModel. resize: processor or bilinear, as for clipscore. device: auto, cpu,
-        cuda, cuda:1. dtype: of the model. batch_size: images at once.
-        """
-        fit = encoder.resizing(resize)
-        super().__init__(encoder.shared(encoder.Transformers, model, "", device, dtype, batch_size), fit)
-
-    def images(self, sample: Sample) -> list[Media]:
+    def parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
         """The edit, then its sources."""
-        return [sample.media, *sample.source]
+        return [sample.media, *sample.source], []
 
     def refuse(self, sample: Sample) -> str:
         """Also for a sample without sources, or with one that cannot be encoded."""
@@ -102,34 +80,17 @@ class ImageSimilarity(PartsReward):
         return float((images[1:] @ images[0]).mean())
 
 
-class GridReward(PartsReward):
-    """Scores the cells of an image grid."""
+class CellsReward(PartsReward):
+    """How much the cells of a grid resemble each other."""
 
     probe: ClassVar[dict[str, Any]] = {"prompt": "a 1x2 grid. [LEFT]: a red square. [RIGHT]: a blue circle."}
 
-    def __init__(
-        self,
-        model: str = VIT_H,
-        architecture: str = "",
-        device: str = "auto",
-        dtype: str = "float32",
-        batch_size: int = 32,
-    ) -> None:
-        """Load the model.
-
-        model: folder or hub id with open_clip_config.json and weights, or a weights file. architecture: open_clip's
-        name of it, by default what the config beside the weights says, else ViT-H-14. device: auto, cpu, cuda,
-        cuda:1. dtype: of the model. batch_size: images at once.
-        """
-        super().__init__(encoder.shared(encoder.OpenClip, model, architecture, "ViT-H-14", device, dtype, batch_size))
-
-    def images(self, sample: Sample) -> list[Media]:
+    def parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
         """The cells, row by row."""
-        return split(sample.media, *_grid(sample))
-
-
-class SubfigClipI(GridReward):
-    """How much the cells of a grid resemble each other."""
+        grid = grid_of(sample.prompt, sample.meta)
+        if grid is None:
+            raise ValueError("the prompt asks for no grid such as '2x2'; give one as meta 'grid'")
+        return split(sample.media, *grid), []
 
     def value(self, images: Tensor, texts: Tensor) -> float:
         """Mean cosine of two different cells."""
@@ -137,24 +98,39 @@ class SubfigClipI(GridReward):
         return float(((images @ images.T).sum() - (images * images).sum()) / (n * (n - 1)))
 
 
-class SubfigClipT(GridReward):
+class SubfigClipI(CellsReward, OpenClipReward):
+    """How much the cells of a grid resemble each other."""
+
+
+class SubfigClipT(CellsReward, OpenClipReward):
     """How well each cell of a grid fits its own part of the prompt."""
 
-    def texts(self, sample: Sample) -> list[str]:
-        """What the prompt says of each cell."""
-        (rows, cols), texts = _grid(sample), sub_prompts(sample.prompt)[1]
-        if len(texts) != rows * cols:
+    def parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
+        """The cells and what the prompt says of each."""
+        cells, texts = super().parts(sample)[0], sub_prompts(sample.prompt)[1]
+        if len(texts) != len(cells):
+            rows, cols = grid_of(sample.prompt, sample.meta) or (1, 1)
             raise ValueError(f"the prompt describes {len(texts)} cells (' [LEFT]: …') of a {rows}x{cols} grid")
-        return texts
+        return cells, texts
 
     def value(self, images: Tensor, texts: Tensor) -> float:
         """Mean cosine of a cell and its text."""
         return float((images * texts).sum(-1).mean())
 
 
-def _grid(sample: Sample) -> tuple[int, int]:
-    """(rows, cols); ValueError if the sample has no grid."""
-    grid = grid_of(sample.prompt, sample.meta)
-    if grid is None:
-        raise ValueError("the prompt asks for no grid such as '2x2'; give one as meta 'grid'")
-    return grid
+@dataclass(kw_only=True, eq=False)
+class SubfigDreamsim(CellsReward):
+    """How much the cells of a grid resemble each other to DreamSim, trained on human judgements.
+
+    model: folder of its weights, which the package downloads if they are not there. kind: ensemble (its two DINO files
+    come with code from torch.hub), open_clip_vitb32, clip_vitb32, dino_vitb16. device: auto, cpu, cuda, cuda:1.
+    batch_size: images at once.
+    """
+
+    model: str = "~/.cache/dreamsim"
+    kind: str = "ensemble"
+    device: str = "auto"
+    batch_size: int = 32
+
+    def __post_init__(self) -> None:
+        self.encoder = encoder.shared(encoder.DreamSim, self.model, self.kind, self.device, self.batch_size)

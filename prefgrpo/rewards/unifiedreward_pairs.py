@@ -40,7 +40,12 @@ class UnifiedRewardEditPairwise(VlmPairwise):
 
 
 class UnifiedRewardFlex(VlmPairwise):
-    """Overall win rate blended with the win rates of the judge's categories."""
+    """Overall win rate blended with the win rates of the judge's categories.
+
+    overall_weight: w_o, of the overall win rate. category_weight: w_c, of the categories' mean. category_weights: w_d
+    by order of first appearance; 1 for categories beyond the list. normalise_parts: normalise the overall rate and the
+    categories' mean each over the group, and blend the advantages (Pref-GRPO with `--apply_gdpo`), not the rates.
+    """
 
     template = "flex"
 
@@ -56,20 +61,7 @@ class UnifiedRewardFlex(VlmPairwise):
         category_weights: Sequence[float] = (1.0, 0.7, 0.7),
         normalise_parts: bool = False,
     ) -> None:
-        """As VlmPairwise.
-
-        Args:
-            judge: An open judge, its config, or a mapping of the config's fields with `backend`.
-            plan: Which pairs are judged.
-            verdict: `soft` or `hard`, as for vlm_pairwise.
-            rate: `win_rate` or `bradley_terry`.
-            bias: Position bias in logits that is taken out, or 'fit'.
-            overall_weight: w_o, of the overall win rate.
-            category_weight: w_c, of the categories' mean.
-            category_weights: w_d by order of first appearance; 1 for categories beyond the list.
-            normalise_parts: Normalise the overall rate and the categories' mean each over the group, and blend the
-                advantages (Pref-GRPO with `--apply_gdpo`), instead of the rates.
-        """
+        """As VlmPairwise."""
         weights = (overall_weight, category_weight, *category_weights)
         if not all(0 <= w < float("inf") for w in weights) or not overall_weight + category_weight > 0:
             raise RewardError(

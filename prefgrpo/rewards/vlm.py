@@ -1,12 +1,20 @@
 """Rewards that ask a vision-language model about one sample at a time, over HTTP.
 
-A sample is asked about as soon as it exists; rewards with the same server settings share one client, and the same
-question about the same medium is asked once whoever asks. Invariant: what the answer does not state is missing.
+    unifiedreward_alignment / _coherence / _style    one axis each, 1 … 5; one request serves all of them
+    unifiedreward_sglang, qwenvl                     N / 5
+    unifiedreward_edit_pointwise_*                   Σ w·s / Σ w over the answer's two numbers, 0 … 25
+    edit_score                       sqrt(mean(success, overediting) · mean(naturalness, artifacts)) / 25
+    genrm_ocr                                        as `ocr`, of the text that the judge reads
+
+Sources: UnifiedReward (arXiv 2503.05236), Flow-GRPO (2505.05470), UnifiedReward-Edit, EditScore (2509.23909). A sample
+is asked about as soon as it exists; rewards with the same server settings share one client, and the same question
+about the same medium is asked once whoever asks. Invariant: what the answer does not state is missing, never 0.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -17,10 +25,15 @@ from prefgrpo.judge.template import Template, load_template
 from prefgrpo.judge.verdict import Answer
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.judges import open_client
+from prefgrpo.rewards.ocr import image_value, levenshtein, plain, target, unnamed
 
 
 class VlmReward(PointwiseReward):
-    """A question, or several at once, about each sample."""
+    """A question, or several at once, about each sample.
+
+    judge: an open judge or client, a JudgeConfig, or a mapping of its fields. template: shipped name or path of
+    what is asked; empty: the one that `judge` names, else the reward's own.
+    """
 
     judged = True
     streams = True
@@ -32,12 +45,7 @@ class VlmReward(PointwiseReward):
     """Answers that it can use."""
 
     def __init__(self, judge: Any, template: str = "") -> None:
-        """JudgeError within seconds if the judge cannot be asked.
-
-        Args:
-            judge: An open judge or client, a JudgeConfig, or a mapping of its fields.
-            template: Shipped name or path; empty: the one that `judge` names, else the reward's own.
-        """
+        """JudgeError within seconds if the judge cannot be asked."""
         self.client, named = open_client(judge, self.template)
         self.question = self.load(template or named)
 
@@ -71,15 +79,14 @@ class VlmReward(PointwiseReward):
         shown = [sample.media] if media is None else media
         return await self.client.answer(question, {"prompt": sample.prompt, **values}, shown, sample.source, once=True)
 
+    async def ask_both(self, first: Template, second: Template, sample: Sample) -> tuple[Answer, Answer]:
+        """The answers to two questions, asked at once."""
+        one, two = await asyncio.gather(self.ask(first, sample), self.ask(second, sample))
+        return one, two
+
     def close(self) -> None:
         """Let the client go."""
         self.client.close()
-
-
-async def both(first: Any, second: Any) -> tuple[Answer, Answer]:
-    """Two answers, asked at once."""
-    one, two = await asyncio.gather(first, second)
-    return one, two
 
 
 def missing(*answers: Answer) -> Score | None:
@@ -95,10 +102,157 @@ def weighted(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
     return Score(total / sum(weights.values()), parts=dict(parts))
 
 
-def weights_of(given: Mapping[str, float] | None, names: Sequence[str], option: str) -> dict[str, float]:
-    """A weight per name, 1 where none is given; RewardError for other names, negative weights, or nothing but 0."""
-    found = {name: float((given or {}).get(name, 1.0)) for name in names}
-    unknown = sorted(set(given or {}) - set(names))
-    if unknown or not all(0 <= w < float("inf") for w in found.values()) or not sum(found.values()) > 0:
-        raise RewardError(f"{option} must give weights of at least 0, not all 0, for {list(names)}; got {given!r}")
-    return found
+class UnifiedRewardAlignment(VlmReward):
+    """How much of the caption the image shows, 1 … 5; the other axes are parts."""
+
+    template = "unifiedreward"
+    kinds = ("scores",)
+    axis: ClassVar[str] = "alignment"
+
+    def __init__(self, judge: Any, template: str = "") -> None:
+        """As VlmReward; RewardError for a template that does not ask for the axis."""
+        super().__init__(judge, template)
+        asked = [name.lower() for name, *_ in self.question.scores]
+        if self.axis not in asked:
+            name = self.question.name
+            raise RewardError(f"template '{name}' must ask for the score '{self.axis}', it asks for {asked}")
+
+    async def judge_sample(self, sample: Sample) -> Score:
+        """The axis, if the answer states it."""
+        answer = await self.ask(self.question, sample)
+        parts = {name.lower(): value for name, value in answer.parts.items()}
+        return missing(answer) or weighted(parts, {self.axis: 1.0})
+
+
+class UnifiedRewardCoherence(UnifiedRewardAlignment):
+    """How well the picture holds together, 1 … 5."""
+
+    axis = "coherence"
+
+
+class UnifiedRewardStyle(UnifiedRewardAlignment):
+    """How pleasing the picture is, 1 … 5."""
+
+    axis = "style"
+
+
+class UnifiedRewardSglang(VlmReward):
+    """UnifiedReward 1.5 behind SGLang: "Final Score: N", N / 5."""
+
+    template = "unifiedreward_sglang"
+    kinds = ("scores",)
+
+    async def judge_sample(self, sample: Sample) -> Score:
+        """The template's one number, as a share of its highest."""
+        answer = await self.ask(self.question, sample)
+        name, _, high = self.question.scores[0]
+        return missing(answer) or Score(answer.parts[name] / high)
+
+
+class QwenVl(UnifiedRewardSglang):
+    """Quality by an instruction-tuned Qwen-VL: <Score>N</Score>, N / 5."""
+
+    template = "qwenvl"
+    needs = ("media_1",)
+    may = ("prompt",)
+
+
+class EditImageQuality(VlmReward):
+    """The edited image as a picture, 0 … 25.
+
+    weights: weight of each number by name; 1 each by default. normalise_parts: normalise each number over the group,
+    and weigh the advantages (Pref-GRPO) instead of the numbers.
+    """
+
+    template = "edit_quality"
+    needs: ClassVar[tuple[str, ...]] = ("media_1",)
+    may = ("prompt", "source")
+    kinds = ("json",)
+
+    def __init__(
+        self,
+        judge: Any,
+        template: str = "",
+        weights: Mapping[str, float] | None = None,
+        normalise_parts: bool = False,
+    ) -> None:
+        """As VlmReward; RewardError for weights of other numbers, negative ones, or nothing but 0."""
+        super().__init__(judge, template)
+        given, names = weights or {}, [name for name, *_ in self.question.scores]
+        self.weights = {name: float(given.get(name, 1.0)) for name in names}
+        good = all(0 <= w < math.inf for w in self.weights.values()) and sum(self.weights.values()) > 0
+        if set(given) - set(names) or not good:
+            raise RewardError(f"weights must give weights of at least 0, not all 0, for {names}; got {weights!r}")
+        if normalise_parts:
+            self.part_weights = self.weights
+
+    async def judge_sample(self, sample: Sample) -> Score:
+        """The weighted mean of the answer's numbers, which are its parts."""
+        answer = await self.ask(self.question, sample)
+        return missing(answer) or weighted(answer.parts, self.weights)
+
+
+class EditInstructionFollowing(EditImageQuality):
+    """The edit against its instruction, 0 … 25 (overediting 25: nothing else was touched)."""
+
+    template = "edit_following"
+    needs = ("prompt", "source", "media_1")
+    needs_source = True
+
+
+class EditScore(VlmReward):
+    """Geometric mean of following and quality, 0 … 1.
+
+    quality_template: template that asks how good the picture is; `template` asks how well the instruction was followed.
+    reduce: mean of a rating's two numbers, as in PaCo-RL, or min, as EditScore's own evaluation.
+    """
+
+    template = "edit_following"
+    needs = ("prompt", "source", "media_1")
+    may = ("prompt", "source")
+    kinds = ("json",)
+    needs_source = True
+
+    def __init__(
+        self, judge: Any, template: str = "", quality_template: str = "edit_quality", reduce: str = "mean"
+    ) -> None:
+        """As VlmReward."""
+        if reduce not in ("mean", "min"):
+            raise RewardError(f"edit_score: reduce must be mean or min, got {reduce!r}")
+        super().__init__(judge, template)
+        self.reduce = reduce
+        self.quality = self.load(quality_template, ("media_1",))
+
+    async def judge_sample(self, sample: Sample) -> Score:
+        """Both questions at once."""
+        answers = await self.ask_both(self.question, self.quality, sample)
+        if absent := missing(*answers):
+            return absent
+        means = []
+        for question, answer in zip((self.question, self.quality), answers, strict=True):
+            shares = [answer.parts[name] / high for name, _, high in question.scores]
+            means.append(min(shares) if self.reduce == "min" else sum(shares) / len(shares))
+        return Score(math.sqrt(means[0] * means[1]), parts={"following": means[0], "quality": means[1]})
+
+
+class GenrmOcr(VlmReward):
+    """How much of the quoted text the judge reads in the image, 0 to 1."""
+
+    template = "read_text"
+    needs = ("media_1",)
+    kinds = ("text",)
+    probe: ClassVar[dict[str, Any]] = {"prompt": 'a sign that says "A"'}
+
+    def __init__(self, judge: Any, template: str = "") -> None:
+        """As VlmReward; RewardError if rapidfuzz is not installed."""
+        self._distance = levenshtein()
+        super().__init__(judge, template)
+
+    def refuse(self, sample: Sample) -> str:
+        """Also for a prompt that names no text."""
+        return super().refuse(sample) or unnamed(sample)
+
+    async def judge_sample(self, sample: Sample) -> Score:
+        """What the judge reads against what the prompt quotes."""
+        answer = await self.ask(self.question, sample)
+        return missing(answer) or Score(image_value(target(sample), plain(answer.raw).strip("`\"'"), self._distance))
