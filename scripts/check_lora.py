@@ -47,7 +47,8 @@ def load(run: Path, facts: dict[str, str], device: str, lora: bool = True) -> An
     cls, folder = getattr(diffusers, facts["pipeline"]), run / "pipeline" if full else Path(facts["model"])
     index = json.loads((folder / "model_index.json").read_text()) if folder.is_dir() else {}
     absent = {name: None for name, part in index.items() if part == [None, None]}  # SD3 without T5
-    pipe = cls.from_pretrained(str(folder), dtype=dtype, **absent)
+    revision = None if full else facts.get("revision")
+    pipe = cls.from_pretrained(str(folder), dtype=dtype, revision=revision, **absent)
     if lora and not full:
         if (run / "lora" / "pytorch_lora_weights.safetensors").is_file():
             pipe.load_lora_weights(str(run / "lora"))

@@ -14,7 +14,7 @@ import numpy as np
 import peers
 import pytest
 import torch
-from tiny_run import settings, world
+from tiny_run import collect, settings, world
 
 from prefgrpo.config.schema import ConfigError, JudgeConfig, RewardConfig, from_dict
 from prefgrpo.judge.client import HttpJudge
@@ -22,7 +22,7 @@ from prefgrpo.rewards.base import GroupScores, PointwiseReward, Score
 from prefgrpo.rewards.unifiedreward_pairs import UnifiedRewardFlex
 from prefgrpo.rewards.vlm import EditImageQuality
 from prefgrpo.run.advantage import advantages, load_function, part_table
-from prefgrpo.run.trainer import Trainer
+from prefgrpo.run.loop import TrainingLoop
 
 STEPS, GROUPS, SIZE = 6, 50, 9
 FLEX, QUALITY = "unifiedreward_flex", "unifiedreward_edit_pointwise_image_quality"
@@ -192,18 +192,17 @@ def test_a_run_takes_the_parts_of_its_rewards(tmp_path):
     """Through a real step: the parts' scales (1 to 100) must not matter."""
     place, spec = world(tmp_path), f"{__name__}.InParts"
     reward = {"spec": spec, "combine": "weighted_advantage_sum", "ddof": 1, "batch_norm": True}
-    one = Trainer(from_dict(settings(place, "parts", reward=reward, eval={"every": 0})))
-    one.collect(0)
+    one = TrainingLoop(from_dict(settings(place, "parts", reward=reward, eval={"every": 0})))
+    collect(one, 0)
     scores = one.session.scorer.finish()
-    found, _ = one._advantage(1, scores)
-    one.log.close()
-    one.session.close()
+    found, _ = one.advantages(1, scores)
+    one.close()
     table = np.array([[[s.parts[p] for s in g.scores] for g in scores.groups[spec]] for p in "ab"])
     each = (table - table.mean(-1, keepdims=True)) / (table.std(-1, ddof=1, keepdims=True) + 1e-4)
     blend = 0.25 * each[0] + 0.75 * each[1]
     assert np.allclose(found.numpy(), blend / blend.std(ddof=1), rtol=1e-3)
     with pytest.raises(ConfigError, match="expected weighted_advantage_sum, got weighted_sum"):
-        Trainer(from_dict(settings(place, "sum", reward={"spec": spec}, eval={"every": 0})))
+        TrainingLoop(from_dict(settings(place, "sum", reward={"spec": spec}, eval={"every": 0})))
 
 
 @pytest.mark.parametrize("make", [UnifiedRewardFlex, EditImageQuality])

@@ -17,21 +17,20 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tiny_run import BASE, Hold, merged, recipe, rows, start, train, tree, weights, world
+from tiny_run import Hold, merged, recipe, rows, start, train, tree, weights, world
 
 import prefgrpo
 from prefgrpo.run import checkpoint
 from prefgrpo.run.checkpoint import (
     CheckpointError,
     claim,
-    latest,
-    list_steps,
     load_into,
     lock,
     read,
     save,
     write_folder,
 )
+from prefgrpo.run.run_folder import RunFolder
 
 JUDGE = Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge"
 STATE = {"param.a": torch.arange(6.0).view(2, 3), "adamw.step.a": torch.tensor(3.0)}
@@ -43,7 +42,8 @@ def export(folder: Path) -> None:
 
 
 def save_one(folder: Path, step: int, keep: int = 2) -> Path:
-    return save(folder, step, STATE, {"updates": step, "trained_s": 1.5}, export, keep)
+    save(RunFolder(folder), step, STATE, {"updates": step, "trained_s": 1.5}, export, keep)
+    return RunFolder(folder).checkpoint(step)
 
 
 # ---- the files ----------------------------------------------------------------------------------------------------
@@ -59,18 +59,18 @@ def test_what_is_saved_is_read(tmp_path):
 
 
 def test_old_ones_go_in_order_of_steps_and_foreign_folders_stay(tmp_path):
-    (tmp_path / "step_old").mkdir()
+    (tmp_path / "checkpoints" / "step_old").mkdir(parents=True)
     for step in (1, 999_999, 1_000_000):
         save_one(tmp_path, step)
-    assert [p.name for p in list_steps(tmp_path)] == ["step_999999", "step_1000000"]
-    assert latest(tmp_path).name == "step_1000000" and (tmp_path / "step_old").is_dir()
-    assert latest(tmp_path / "nothing") is None
+    assert [p.name for p in RunFolder(tmp_path).all_checkpoints()] == ["step_999999", "step_1000000"]
+    assert RunFolder(tmp_path).latest().name == "step_1000000" and (tmp_path / "checkpoints" / "step_old").is_dir()
+    assert RunFolder(tmp_path / "nothing").latest() is None
 
 
 def test_one_that_exists_is_never_replaced(tmp_path):
     path = save_one(tmp_path, 3)
     before = tree(path)
-    save(tmp_path, 3, {"param.a": torch.zeros(1)}, {"updates": 0, "trained_s": 0.0}, export, 2)
+    save(RunFolder(tmp_path), 3, {"param.a": torch.zeros(1)}, {"updates": 0, "trained_s": 0.0}, export, 2)
     assert tree(path) == before
 
 
@@ -123,25 +123,25 @@ def test_loading_checks_names_and_shapes():
 
 def test_claiming_a_folder(tmp_path):
     for name, resume in (("new", False), ("new", False), ("newer", True)):
-        os.close(claim(tmp_path / name, resume))
+        os.close(claim(RunFolder(tmp_path / name), resume))
     (tmp_path / "new" / ".config.yaml.123").touch()
-    os.close(claim(tmp_path / "new", resume=False))
+    os.close(claim(RunFolder(tmp_path / "new"), resume=False))
     (tmp_path / "new" / "thesis.tex").write_text("precious")
     for resume, told in ((False, r"holds another run \(thesis.tex\); nothing was touched"), (True, "is not a run of")):
         with pytest.raises(CheckpointError, match=told):
-            claim(tmp_path / "new", resume)
+            claim(RunFolder(tmp_path / "new"), resume)
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="is a file; expected a folder"):
-        claim(tmp_path / "file", resume=True)
+        claim(RunFolder(tmp_path / "file"), resume=True)
     half = tmp_path / "run" / "checkpoints" / ".step_000004.99"
     half.mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").touch()
     holder = lock(tmp_path / "run")
     with pytest.raises(CheckpointError, match="is in use by another process"):
-        claim(tmp_path / "run", resume=True)
+        claim(RunFolder(tmp_path / "run"), resume=True)
     assert half.exists(), "it may be the other process's checkpoint"
     os.close(holder)
-    os.close(claim(tmp_path / "run", resume=True))
+    os.close(claim(RunFolder(tmp_path / "run"), resume=True))
     assert not half.exists(), "what a killed save left behind"
 
 
@@ -206,42 +206,36 @@ def count(run: Path, kind: str = "train") -> int:
     return sum(f'"kind": "{kind}"' in line for line in file.read_text().splitlines()) if file.is_file() else 0
 
 
-REPORT, EVALUATE, SAVE = (f"prefgrpo.run.trainer:Trainer.{name}" for name in ("_report", "_evaluate", "_save"))
+REPORT, SAVE = (f"prefgrpo.run.loop:TrainingLoop.{name}" for name in ("_report", "_save"))
 MOMENTS = {
-    "before anything is written": Hold("prefgrpo.run.checkpoint:claim"),
-    "before the first step": Hold("prefgrpo.run.trainer:Trainer.run", before=True),
-    "in the first evaluation": Hold(EVALUATE),
-    "in the first step": Hold("prefgrpo.run.trainer:Trainer._advantage", before=True),
-    "after the first step": Hold(REPORT),
-    "between two checkpoints": Hold(REPORT, 3),
-    "while a checkpoint is written": Hold("prefgrpo.run.checkpoint:save_file", 2, before=True),
-    "at the last evaluation": Hold("prefgrpo.run.trainer:Trainer._finish", before=True),
-    "while the product is written": Hold("prefgrpo.run.trainer:Trainer._export", 4),
-    "after the product is written": Hold("prefgrpo.run.trainer:Trainer._proof", before=True),
+    "start": Hold("prefgrpo.run.loop:TrainingLoop.run", before=True),
+    "between": Hold(REPORT, 3),
+    "checkpoint": Hold("prefgrpo.run.checkpoint:save_file", 2, before=True),
+    "product": Hold("prefgrpo.run.loop:TrainingLoop._export", 4),
 }
+"""Before the first step, between two checkpoints, while a checkpoint and while the product is written."""
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_at_a_moment(place, truth, moment):
-    name = "run" + str(list(MOMENTS).index(moment))
-    file, run = judged(place, name), place / "runs" / name
+    file, run = judged(place, moment), place / "runs" / moment
     first = start(["train", str(file)], place / "log", hold=MOMENTS[moment])
     first.until_held()
     first.kill()
-    if moment == "while the product is written":
+    if moment == "product":
         assert any(run.glob(".lora.*")) and not (run / "lora").exists()
     code, output = train(file, "--resume")
     assert code == 0, output
     same_as(truth, run)
 
 
+@pytest.mark.full
 def test_killed_again_and_again_at_random(place, truth):
     """Every attempt lives a random while longer; in the end the run is the one that was never stopped."""
     file, run, dice = judged(place, "random"), place / "runs" / "random", random.Random(0)
     for attempt in range(200):
-        first = Hold("prefgrpo.run.trainer:Trainer.run", before=True) if attempt < 2 else None
-        process = start(["train", str(file), "--resume"], place / "log", hold=first)
-        process.process.join(dice.uniform(0.5, 1.0 + attempt))  # the first two never get past their hold
+        process = start(["train", str(file), "--resume"], place / "log")
+        process.process.join(dice.uniform(0.5, 1.0 + attempt))
         if process.process.exitcode is not None:
             break
         process.kill()
@@ -271,30 +265,31 @@ def die_at(left: int) -> None:
     sys.addaudithook(lambda event, _: count() if event in WRITES else None)
 
 
+@pytest.mark.full
 def test_killed_at_every_write_of_a_checkpoint(tmp_path):
     """Each file operation of three saves, keeping one, and of the product, which replaces an older one: a usable
     state is never given up for a new one, and the product is whole or not there."""
     for n in range(1, 300):
-        folder = tmp_path / str(n) / "checkpoints"
-        folder.mkdir(parents=True)
-        (folder.parent / "config.yaml").touch()
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        (folder / "config.yaml").touch()
         save_one(folder, 1, keep=1)
-        write_folder(folder.parent / "product", export)
+        write_folder(folder / "product", export)
         child = os.fork()
         if child == 0:
             die_at(n)
             for step in (2, 3):
                 save_one(folder, step, keep=1)
-                (folder.parent / "done").write_text(str(step))
-            write_folder(folder.parent / "product", export)
+                (folder / "done").write_text(str(step))
+            write_folder(folder / "product", export)
             os._exit(0)
         status = os.waitpid(child, 0)[1]
-        done = int((folder.parent / "done").read_text()) if (folder.parent / "done").is_file() else 1
-        os.close(claim(folder.parent, resume=True))
-        newest = latest(folder)
+        done = int((folder / "done").read_text()) if (folder / "done").is_file() else 1
+        os.close(claim(RunFolder(folder), resume=True))
+        newest = RunFolder(folder).latest()
         assert read(newest)[1]["step"] in (done, done + 1), "what was saved stays, whole"
-        assert [p.name for p in folder.parent.rglob(".*")] == [".lock"], "nothing half-written stays"
-        product = folder.parent / "product"
+        assert [p.name for p in folder.rglob(".*")] == [".lock"], "nothing half-written stays"
+        product = folder / "product"
         assert not product.exists() or tree(product).keys() == {"lora/w.safetensors"}
         if status == 0:
             break
@@ -319,7 +314,7 @@ def test_a_full_disk_costs_the_steps_since_the_last_checkpoint(place):
     file, run = recipe(place, "full", **PLAIN), place / "runs" / "full"
     code, output = train(file, hook=fill_the_disk)
     assert code not in (0, 3) and "No space left on device" in output
-    assert [p.name for p in list_steps(run / "checkpoints")] == ["step_000001"]
+    assert [p.name for p in RunFolder(run).all_checkpoints()] == ["step_000001"]
     code, output = train(file, "--resume")
     assert code == 0 and f"resumed from {run / 'checkpoints' / 'step_000001'}" in output
     assert [r["step"] for r in rows(run)] == [1, 2, 3]
@@ -336,7 +331,7 @@ def test_a_signal_ends_the_step_saves_and_exits_3(place, truth, number):
     assert process.wait() == 3, process.output
     assert "continue with the same command and --resume" in process.output
     done = count(run)
-    assert latest(run / "checkpoints").name == f"step_{done:06d}" and done <= 2
+    assert RunFolder(run).latest().name == f"step_{done:06d}" and done <= 2
     code, output = train(file, "--resume")
     assert code == 0, output
     assert rows(run) == rows(truth), "no step is lost or done twice"
@@ -390,51 +385,48 @@ def test_a_finished_run_may_be_resumed_and_prolonged(place, finished):
     before = rows(run)
     code, output = train(short(place, finished), "--resume")
     assert code == 0 and rows(run) == before, output
-    code, output = train(short(place, finished), "--resume", "--train.steps", "4")
+    code, output = train(short(place, finished), "--resume", "--train.steps", "4", "--checkpoint.every", "1")
     assert code == 0, output
     assert train(recipe(place, "straight"))[0] == 0
     assert rows(run) == rows(place / "runs" / "straight")
     assert yaml.safe_load((run / "config.yaml").read_text())["train"]["steps"] == 4
 
 
-def test_another_configuration_is_refused_and_nothing_is_touched(place, finished):
-    run = finished / "runs" / "short"
-    before = tree(run)
-    code, output = train(short(place, finished, rollout={"group_size": 2, "batch_size": 2}), "--resume", "--seed", "5")
-    assert code == 2 and tree(run) == before
-    wrong = ("rollout.group_size: was 4, is 2", "rollout.batch_size: was 4, is 2", "seed: was 0, is 5")
-    for part in (*wrong, "resume with the old values"):
-        assert part in output
-    code, output = train(short(place, finished), "--resume", "--train.lr", "0.002", "--checkpoint.every", "1")
-    assert code == 0, "what mends a run that stopped may change"
+REFUSED = {
+    "overwritten": ([], {}, ("holds another run", "--resume")),
+    "changed": (
+        ["--resume", "--seed", "5"], {"rollout": {"group_size": 2, "batch_size": 2}},
+        ("rollout.group_size: was 4, is 2", "rollout.batch_size: was 4, is 2", "seed: was 0, is 5", "the old values"),
+    ),
+    "prompts": (["--resume"], {}, ("holds other prompts",)),
+    "model": (["--resume"], {"train": {"lora_rank": 2}}, ("do not fit this configuration", "LoRA rank")),
+}  # fmt: skip
 
 
-def test_other_prompts_behind_the_same_path_are_refused(place, finished):
-    run, file = finished / "runs" / "short", place / "train.txt"
-    before, original = tree(run), file.read_bytes()
-    file.write_text("another prompt\n", encoding="utf-8")
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_another_run_is_refused_and_nothing_is_touched(place, finished, case):
+    run, prompts = finished / "runs" / "short", place / "train.txt"
+    options, over, parts = REFUSED[case]
+    if case == "model":
+        config = run / "config.yaml"
+        config.write_text(config.read_text().replace("lora_rank: 4", "lora_rank: 2"))
+    before, original = tree(run), prompts.read_bytes()
+    if case == "prompts":
+        prompts.write_text("another prompt\n", encoding="utf-8")
     try:
-        code, output = train(short(place, finished), "--resume")
+        code, output = train(short(place, finished, **over), *options)
     finally:
-        file.write_bytes(original)
-    assert code == 2 and "other prompts" in output and tree(run) == before
+        prompts.write_bytes(original)
+    assert code == 2 and tree(run) == before and all(part in output for part in parts), output
 
 
-def test_a_run_is_never_overwritten(place, finished):
-    run = finished / "runs" / "short"
-    before = tree(run)
-    code, output = train(short(place, finished))
-    assert code == 2 and "holds another run" in output and "--resume" in output and tree(run) == before
-
-
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
-def test_a_damaged_checkpoint_stops_the_resume_and_the_advice_works(place, finished, damage):
+def test_a_damaged_checkpoint_stops_the_resume_and_the_advice_works(place, finished):
     run = finished / "runs" / "short"
     shutil.rmtree(run / "checkpoints")
     code, output = train(short(place, finished), "--resume", "--checkpoint.every", "1")
     assert code == 0, output
     newest = run / "checkpoints" / "step_000002"
-    DAMAGE[damage](newest / "state.safetensors")
+    DAMAGE["flip"](newest / "state.safetensors")
     before = tree(run)
     code, output = train(short(place, finished), "--resume", "--checkpoint.every", "1")
     assert code == 2 and tree(run) == before
@@ -442,14 +434,6 @@ def test_a_damaged_checkpoint_stops_the_resume_and_the_advice_works(place, finis
     shutil.rmtree(newest)
     code, output = train(short(place, finished), "--resume", "--checkpoint.every", "1")
     assert code == 0 and "step_000001" in output and [r["step"] for r in rows(run) if r["kind"] == "train"] == [1, 2]
-
-
-def test_a_checkpoint_of_another_model_is_refused(place, finished):
-    run = finished / "runs" / "short"
-    text = (run / "config.yaml").read_text().replace("lora_rank: 4", "lora_rank: 2")
-    (run / "config.yaml").write_text(text)
-    code, output = train(short(place, finished, train={"lora_rank": 2}), "--resume")
-    assert code == 2 and "do not fit this configuration" in output and "LoRA rank" in output
 
 
 def test_time_spent_counts_over_resumes(place):
@@ -461,7 +445,3 @@ def test_time_spent_counts_over_resumes(place):
     assert 0 < done < 1000
     code, output = train(file, "--resume")
     assert code == 0 and count(place / "runs" / "timed") == done, output
-
-
-def test_the_base_recipe_has_what_resuming_needs():
-    assert BASE["checkpoint"]["every"] == 2 and BASE["train"]["lora_alpha"] != BASE["train"]["lora_rank"]

@@ -26,9 +26,11 @@ from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.batches import slot_prompts
-from prefgrpo.run.checkpoint import CheckpointError
-from prefgrpo.run.evaluate import Held, held_out, load_before, save_images, summarise, to_uint8
-from prefgrpo.run.trainer import Trainer
+from prefgrpo.rollout.render import to_uint8
+from prefgrpo.run.checkpoint import CheckpointError, save_images
+from prefgrpo.run.evaluate import Held, held_out, load_before, summarise
+from prefgrpo.run.loop import TrainingLoop
+from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.tiny import pipelines
 
@@ -76,12 +78,8 @@ def test_held_out_prompts_are_never_trained_on(place, count, evaluation, held):
     assert held_out_of(place, count, **evaluation)[1] == found
     if held > 1:
         assert held_out_of(place, count, seed=1, **evaluation)[1] != found
-
-
-def test_files_of_evaluation_prompts_are_taken_instead(place):
-    for files in ({"prompts": str(place / "dev.txt")}, {"final_prompts": str(place / "dev.txt")}):
-        trained, _ = held_out_of(place, 40, **files)
-        assert len(trained) == 40
+        files = {"prompts": str(place / "dev.txt")}, {"final_prompts": str(place / "dev.txt")}
+        assert all(len(held_out_of(place, count, **evaluation | file)[0]) == count for file in files)
 
 
 def test_a_recipe_that_names_no_evaluation_has_a_before_and_after(place):
@@ -118,17 +116,13 @@ def test_a_recipe_that_names_no_evaluation_has_a_before_and_after(place):
 # ---- numbers ------------------------------------------------------------------------------------------------------
 
 
-def test_means_leave_missing_ones_out():
+def test_means_leave_missing_ones_out_and_the_interval_is_over_prompts():
+    """Ten images of a prompt that always wins say no more than one: the interval of 2 prompts is 0 … 1."""
     found = summarise("x", np.array([0, 0, 1]), np.array([1.0, NAN, 0.0]), interval=False)
     assert found == {"x": 0.5, "x_missing": pytest.approx(1 / 3)}
     nothing = summarise("x", np.array([0, 1]), np.array([NAN, NAN]), interval=True)
     assert np.isnan(nothing["x"]) and nothing["x_missing"] == 1.0 and "x_low" not in nothing
-
-
-def test_the_interval_is_over_prompts():
-    """Ten images of a prompt that always wins say no more than one: the interval of 2 prompts is 0 … 1."""
-    group = np.repeat([0, 1], 10)
-    found = summarise("w", group, np.repeat([1.0, 0.0], 10), interval=True)
+    found = summarise("w", np.repeat([0, 1], 10), np.repeat([1.0, 0.0], 10), interval=True)
     assert (found["w"], found["w_low"], found["w_high"]) == (0.5, 0.0, 1.0)
 
 
@@ -153,25 +147,28 @@ def test_pictures_are_rounded_as_diffusers_rounds():
 
 def test_sets_have_noise_of_their_own():
     dev, test = held_out("dev", AB, 3, 0), held_out("test", AB[:1], 2, 1)
-    assert dev.prompts == ["a", "a", "a", "b", "b", "b"] and dev.group.tolist() == [0, 0, 0, 1, 1, 1]
+    assert [p.text for p in dev.items] == ["a", "a", "a", "b", "b", "b"] and dev.group.tolist() == [0, 0, 0, 1, 1, 1]
     assert isinstance(test, Held) and test.first_id - dev.first_id >= 2**32 and dev.first_id > 2**61
 
 
 def test_images_of_the_start_are_found_whole_or_not_at_all(tmp_path):
     def write(rank, size, count, value):
         images = np.full((count, 2, 2, 3), value, np.uint8)
-        save_images(tmp_path / f"dev_before_{rank}of{size}.npz", images=images)
+        save_images(folder.before("dev", rank, size), images=images)
+
+    folder = RunFolder(tmp_path)
+    folder.eval.mkdir()
 
     with pytest.raises(CheckpointError, match="lacks images of the starting policy"):
-        load_before(tmp_path, "dev", 1)
+        load_before(folder, "dev", 1)
     write(0, 2, 2, 5)
     with pytest.raises(CheckpointError, match="lacks images"):
-        load_before(tmp_path, "dev", 1)
+        load_before(folder, "dev", 1)
     write(1, 2, 1, 6)
-    assert load_before(tmp_path, "dev", 1)[:, 0, 0, 0].tolist() == [5, 5, 6], "another number of ranks wrote them"
+    assert load_before(folder, "dev", 1)[:, 0, 0, 0].tolist() == [5, 5, 6], "another number of ranks wrote them"
     write(0, 1, 3, 7)
-    assert load_before(tmp_path, "dev", 1)[:, 0, 0, 0].tolist() == [7, 7, 7]
-    assert load_before(tmp_path, "dev", 2)[:, 0, 0, 0].tolist() == [5, 5, 6]
+    assert load_before(folder, "dev", 1)[:, 0, 0, 0].tolist() == [7, 7, 7]
+    assert load_before(folder, "dev", 2)[:, 0, 0, 0].tolist() == [5, 5, 6]
 
 
 # ---- a run's evaluation -------------------------------------------------------------------------------------------
@@ -206,30 +203,30 @@ def run(place):
         "train": {"ema_decay": 0.5, "steps": 3},
         "eval": {"samples_per_prompt": 2, "max_prompts": 2, "final_prompts": str(place / "train.txt"), "every": 1},
     }
-    trainer = Trainer(from_dict(settings(place, "evaluated", **over)))
+    trainer = TrainingLoop(from_dict(settings(place, "evaluated", **over)))
     trainer.run()
     return trainer
 
 
 def test_before_and_after_differ_in_the_weights_only(run):
     for name in ("dev", "test"):
-        with np.load(run.folder / "eval" / f"{name}_000000.npz") as start:
+        with np.load(run.folder.shown(name, 0)) as start:
             assert np.array_equal(start["before"], start["now"])
-        with np.load(run.folder / "eval" / f"{name}_000003.npz") as end:
+        with np.load(run.folder.shown(name, 3)) as end:
             assert not np.array_equal(end["before"], end["now"])
             assert np.abs(end["before"].astype(int) - end["now"]).mean() < 64, "the same noise gives a like picture"
-    found = rows(run.folder)
+    found = rows(run.folder.root)
     assert [(r["step"], r["set"]) for r in found if r["kind"] == "eval"] == [
         (0, "dev"), (0, "test"), (1, "dev"), (2, "dev"), (3, "dev"), (3, "test"),
     ]  # fmt: skip
     start = found[0]
     assert start["dev/win_jpeg_incompressibility"] == 0.5, "a tie with itself"
     assert start["dev/jpeg_incompressibility"] == start["dev/jpeg_incompressibility_before"]
-    assert len(json.loads((run.folder / "eval" / "dev_prompts.json").read_text())) == 2
+    assert len(json.loads(run.folder.prompts("dev").read_text())) == 2
 
 
 def test_a_renderer_is_stock_sampling_at_the_sets_noise(run):
-    evaluator = run.session.evaluators["dev"]
+    evaluator = run.evaluators["dev"]
     alone, together = evaluator.render([3]), evaluator.render([0, 1, 2, 3])
     assert torch.allclose(alone[0], together[3], atol=1e-5)
     latents = initial_latents(0, evaluator.ids([3]), run.adapter.latent_shape(evaluator.sizes))
@@ -237,7 +234,7 @@ def test_a_renderer_is_stock_sampling_at_the_sets_noise(run):
     sigmas = dict(pipe.scheduler.config) | {"shift": 2.5, "use_dynamic_shifting": False}
     keep, pipe.scheduler = pipe.scheduler, type(pipe.scheduler).from_config(sigmas)
     stock = pipe(
-        evaluator.held.prompts[3], height=16, width=16, num_inference_steps=3, guidance_scale=2.0,
+        evaluator.held.items[3].text, height=16, width=16, num_inference_steps=3, guidance_scale=2.0,
         max_sequence_length=24, latents=latents, output_type="pt",
     ).images  # fmt: skip
     pipe.scheduler = keep
@@ -246,14 +243,16 @@ def test_a_renderer_is_stock_sampling_at_the_sets_noise(run):
 
 
 def test_the_judges_win_rate_is_in_both_orders_and_without_lost_verdicts(run):
-    evaluator = run.session.evaluators["dev"]
+    evaluator = run.evaluators["dev"]
     keep, evaluator.scorers = evaluator.scorers, {"judge": Scorer({"v": VlmPairwise(Bright())}, 2)}
     now = to_uint8(evaluator.render(evaluator.mine()))
     darker = (now * 0.5).astype(np.uint8)
-    _, won = evaluator.run(darker)
+    evaluator.before = darker
+    won = evaluator.run(3)
     assert won["dev/win_judge"] == won["dev/win_judge_first"] == won["dev/win_judge_second"] == 1.0
     assert won["dev/win_judge_first_missing"] == 0.25 or won["dev/win_judge_second_missing"] == 0.25
-    _, same = evaluator.run(now)
+    evaluator.before = now
+    same = evaluator.run(3)
     assert same["dev/win_judge"] == 0.5
     evaluator.scorers = keep
 
@@ -266,11 +265,11 @@ def test_stock_diffusers_renders_the_same_without_this_project(run, root):
     script = str(root / "scripts" / "check_lora.py")
     code = "import sys, runpy; sys.modules['prefgrpo'] = None; sys.argv = sys.argv[1:]; "
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [sys.executable, "-c", code, script, str(run.folder)]
+    command = [sys.executable, "-c", code, script, str(run.folder.root)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ": the same images" in done.stdout
-    with safe_open(run.folder / "proof.safetensors", "pt") as proof:
+    with safe_open(run.folder.proof, "pt") as proof:
         images = proof.get_tensor("images")
         assert json.loads(proof.metadata()["call"])["num_inference_steps"] == 3
     assert images.dtype == torch.float32 and images.shape[1:] == (3, 16, 16)
@@ -278,17 +277,17 @@ def test_stock_diffusers_renders_the_same_without_this_project(run, root):
 
 def test_the_check_notices_a_wrong_scale_and_a_wrong_policy(run, check_lora, place, monkeypatch, capsys):
     """Alpha forgotten, the average not used, another LoRA: each must be seen, or the check proves nothing."""
-    assert check_lora.largest_difference(run.folder, "cpu") <= 1e-5
-    file = run.folder / "lora" / "pytorch_lora_weights.safetensors"
+    assert check_lora.largest_difference(run.folder.root, "cpu") <= 1e-5
+    file = run.folder.root / "lora" / "pytorch_lora_weights.safetensors"
     good = file.read_bytes()
     with safe_open(file, "pt") as stored:
         facts = stored.metadata()
     tensors = load_file(file)
     save_file(tensors, file)  # without its metadata: alpha is lost
-    lost_alpha = check_lora.largest_difference(run.folder, "cpu")
+    lost_alpha = check_lora.largest_difference(run.folder.root, "cpu")
     live = {k: v + 0.01 for k, v in tensors.items()}
     save_file(live, file, metadata=facts)
-    monkeypatch.setattr(sys, "argv", ["check_lora.py", str(run.folder)])
+    monkeypatch.setattr(sys, "argv", ["check_lora.py", str(run.folder.root)])
     assert check_lora.main() == 1 and "NOT the same images" in capsys.readouterr().out
     file.write_bytes(good)
     assert lost_alpha > 1e-4, "alpha / rank = 1.5 must matter for this test to mean anything"
@@ -304,6 +303,7 @@ def test_a_fully_trained_pipeline_is_exported_whole(place, check_lora):
     assert not (place / "runs" / "full" / "lora").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "dtype"), [("flux_kontext", "fp32"), ("sd3", "fp32"), ("sd1", "bf16")])
 def test_the_check_of_other_families(family, dtype, place, check_lora, monkeypatch, capsys):
     """Kontext without a source (its pipeline would turn to a million pixels), SD3 without T5, a UNet in bf16."""
@@ -325,6 +325,7 @@ def test_the_check_of_other_families(family, dtype, place, check_lora, monkeypat
     assert check_lora.main() == 1 and ": NOT the same images" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_same_lora_is_the_same_file_in_any_process(place):
     """safetensors writes metadata in random order, and peft keeps target names in a set."""
     code = "import sys, torch; from prefgrpo import models; from pathlib import Path; "
@@ -338,7 +339,7 @@ def test_the_same_lora_is_the_same_file_in_any_process(place):
 
 
 def test_each_checkpoint_carries_a_loadable_product(run):
-    tensors = load_file(run.folder / "lora" / "pytorch_lora_weights.safetensors")
-    newest = sorted((run.folder / "checkpoints").glob("step_*"))[-1] / "lora" / "pytorch_lora_weights.safetensors"
+    tensors = load_file(run.folder.root / "lora" / "pytorch_lora_weights.safetensors")
+    newest = run.folder.latest() / "lora" / "pytorch_lora_weights.safetensors"
     assert all(torch.equal(t, load_file(newest)[k]) for k, t in tensors.items())
     assert len(tensors) == len(run.policy.ema)

@@ -5,6 +5,7 @@ worst ratio misleads the person who tunes the run; and a log line must exist onc
 """
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -12,8 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefgrpo.judge import traffic
+from prefgrpo.judge.traffic import TRAFFIC
+from prefgrpo.judge.verdict import Verdict
 from prefgrpo.ops import METRICS
 from prefgrpo.parallel.world import World
+from prefgrpo.rewards.base import Comparison
+from prefgrpo.rewards.flight import Flight
+from prefgrpo.rewards.scorer import judge_metrics
 from prefgrpo.run.log import Log, read_metrics
 from prefgrpo.run.metrics import (
     FACTS,
@@ -26,6 +33,7 @@ from prefgrpo.run.metrics import (
     reward_metrics,
     step_line,
 )
+from prefgrpo.run.run_folder import RunFolder
 
 ALONE = World(0, 1, torch.device("cpu"))
 NAN = float("nan")
@@ -98,11 +106,46 @@ def test_a_step_without_training_has_figures_without_nan():
     assert line.startswith("step   3/100 (3%, 01:05 left) · x 0.500 · clipped 0% · ") and "nan" not in line
 
 
-def test_judge_figures():
-    found = over_ranks({"judge/requests": 8.0, "judge/failures": 2.0, "judge/latency_p50": 0.5}, ALONE)
-    clocked = {"time/judge/latency_p50": 0.5}
-    assert found == {"judge/requests": 8, "judge/failures": 2} | clocked
+class TwoRanks(World):
+    """This rank and one that reports `other`."""
+
+    def __init__(self, other):
+        super().__init__(0, 2, torch.device("cpu"))
+        object.__setattr__(self, "other", other)
+
+    def gather_items(self, mine):
+        kinds = [(k, (getattr(m, "reduction", "mean"), getattr(m, "timed", False))) for k, m in self.other.items()]
+        object.__setattr__(self, "names", sorted({*(mine := list(mine)), *kinds}))
+        return [*mine, *kinds]
+
+    def gather(self, local):
+        return np.concatenate([local, [[float(self.other.get(name, NAN)) for name, _ in self.names]]])
+
+
+def judge_step(latencies, retries):
+    flight = Flight()
+    flight.sent()
+    flight.done(1.0)
+    verdicts = [Verdict(0.5 if k else 1.0, latency_s=s, retries=retries) for k, s in enumerate(latencies)]
+    return judge_metrics([[Comparison(0, 1, v) for v in [*verdicts, Verdict(None, "lost")]]], [flight], 2.0)
+
+
+def test_every_metric_is_reduced_over_ranks_as_its_producer_says():
+    """Counts summed, times at their worst, rates averaged; one rank may have what the other has not."""
+    a, b = judge_step([1.0, 3.0], 1) | {"reward/x": 0.25}, judge_step([2.0], 2) | {"only/b": 7.0}
+    found = over_ranks(a, TwoRanks(b))
+    assert (found["judge/requests"], found["judge/failures"], found["time/judge/retries"]) == (5, 2, 2 + 2)
+    assert found["time/judge/queue_max"] == 2 and found["time/judge/wait_s"] == 2.0
+    assert found["time/judge/latency_p50"] == (2.0 + 2.0) / 2 and found["time/judge/latency_p95"] == pytest.approx(2.9)
+    assert found["judge/tie_rate"] == 0.25 and found["reward/x"] == 0.25 and found["only/b"] == 7.0
+    timed = {"retries", "busy_s", "wait_s", "queue_max", "queue_mean", "latency_p50", "latency_p95"}
+    assert {name for name in found if name.startswith("time/")} == {f"time/judge/{name}" for name in timed}
+    before, TRAFFIC["questions"] = TRAFFIC.copy(), TRAFFIC["questions"] + 2
+    TRAFFIC["cache_hits"] += 1
+    found = over_ranks(m := traffic.metrics(before), TwoRanks(m))
+    assert found == {"time/judge/cache_hits": 2, "time/judge/hedges": 0, "judge/parse_failure_rate": 0}
     assert over_ranks({}, ALONE) == {}
+    assert pickle.loads(pickle.dumps(a["judge/requests"])).reduction == "sum"
 
 
 def test_lines_for_a_person():
@@ -128,7 +171,7 @@ def test_lines_for_a_person():
 
 
 def log(folder, start=0, active=True):
-    return Log(folder, 10, start, tensorboard=False, active=active)
+    return Log(RunFolder(folder), 10, start, tensorboard=False, active=active)
 
 
 def test_rows_are_whole_lines_and_not_finite_is_null(tmp_path):
@@ -159,7 +202,7 @@ def test_a_resumed_log_drops_what_is_done_again_and_repeats_nothing(tmp_path):
     ]  # fmt: skip
     assert found[-1]["loss"] == 33.0
     log(tmp_path, start=0).close()
-    assert read_metrics(tmp_path) == [] == read_metrics(tmp_path / "nowhere")
+    assert read_metrics(tmp_path / "metrics.jsonl") == [] == read_metrics(tmp_path / "nowhere")
 
 
 def test_other_ranks_are_silent(tmp_path, capsys):
@@ -178,7 +221,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        one = Log(tmp_path, 10, start, tensorboard=True, active=True)
+        one = Log(RunFolder(tmp_path), 10, start, tensorboard=True, active=True)
         for step in steps:
             one.row("train", step, {"loss": float(step), "set": "text"})
         one.close()

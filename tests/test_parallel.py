@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_run import PROMPTS, ranks, recipe, rows, start, train, world
+from tiny_run import PROMPTS, ranks, recipe, rows, train, world
 
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.parallel.world import World, pick_device
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.run.trainer import Trainer
+from prefgrpo.run.loop import TrainingLoop
 from prefgrpo.sde.noise import initial_latents
 
 pytestmark = pytest.mark.dist
@@ -54,19 +54,19 @@ HERE = f"{__name__}."
 
 def dump() -> None:
     """In the new process: every stored latent and every image goes into DUMP by (step, slot, member)."""
-    true_collect = Trainer.collect
+    true_update = TrainingLoop.update
 
-    def collect(self, step):
-        batches = true_collect(self, step)
+    def update(self, batches, advantage):
         out = {}
         for batch in batches:
             for row, (*place, sample) in enumerate(zip(batch.slots, batch.members, batch.samples, strict=True)):
                 latents = [t[row].clone() for s in batch.trajectory.steps for t in (s.x, s.x_next, s.logp)]
                 out[tuple(place)] = (latents, torch.from_numpy(sample.media.pixels), sample.prompt)
+        step = batches[0].groups[0] // P
         torch.save(out, Path(os.environ["DUMP"]) / f"{step}_{self.world.rank}of{self.world.size}.pt")
-        return batches
+        return true_update(self, batches, advantage)
 
-    Trainer.collect = collect
+    TrainingLoop.update = update
 
 
 def all_end(runs, code):
@@ -119,6 +119,12 @@ def test_group_statistics_are_equal_and_training_stays_together(both):
             assert torch.equal(a[0], b[0]) and torch.allclose(a[-2], b[-2], atol=1e-4), (step, place)
 
 
+def test_only_rank_0_writes_what_is_no_ranks_own(both):
+    folder = both[2][0] / "eval"
+    assert len(json.loads((folder / "dev_prompts.json").read_text())) == 2
+    assert sorted(p.name for p in folder.glob("dev_before_*")) == ["dev_before_0of2.npz", "dev_before_1of2.npz"]
+
+
 def test_torchrun_starts_it(place):
     file = recipe(place, "torchrun", **SAME, eval={"every": 0})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "prefgrpo"]
@@ -138,7 +144,7 @@ LAUNCHED = {
 }
 
 
-@pytest.mark.parametrize("case", LAUNCHED)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.full] * (c != "stopped")) for c in LAUNCHED])
 def test_launch_ends_with_the_runs_exit_code_and_one_message(place, case):
     """torchrun itself ends with 1 and a traceback; and it kills the first rank while that still writes its report."""
     options, over, code, told = LAUNCHED[case]
@@ -155,37 +161,37 @@ def test_launch_ends_with_the_runs_exit_code_and_one_message(place, case):
     assert (place / "runs" / f"launch-{case}" / "report.html").is_file() == (code == 3)
 
 
-def test_what_does_not_deal_out_is_refused_everywhere(place):
-    file = recipe(place, "odd", rollout={"prompts_per_step": 3}, train={"updates_per_rollout": 4})
-    for output in all_end(ranks(file, 2), 2):
-        assert "3 groups do not deal out over 2 processes; expected a multiple of 2" in output
-        assert "train.updates_per_rollout: 4 updates need as many prompts per step" in output
-    assert not (place / "runs" / "odd").exists()
+NOBODY = {"reward": {"spec": "vlm_pairwise"}, "judge": {"endpoints": ["http://127.0.0.1:9"]}}
+TROUBLES = {
+    "odd": (
+        {"rollout": {"prompts_per_step": 3}, "train": {"updates_per_rollout": 4}}, 2,
+        ("3 groups do not deal out over 2 processes; expected a multiple of 2", "4 updates need as many prompts"),
+        ("3 groups do not deal out over 2 processes",),
+    ),
+    "taken": ({}, 2, ("holds another run (thesis.tex)",), ("rank 0 found a problem",)),
+    "down": (NOBODY, 2, ("not reachable",), ("rank 0 found a problem",)),
+    "lost": ({"reward": {"spec": f"{HERE}RankOneHasNone"}}, 3, ("step 1: 50% of the rewards are missing",), ()),
+    "tied": ({"reward": {"spec": f"{HERE}RankOneIsTied"}}, 0, (), ()),
+}  # fmt: skip
+"""Values, exit code, and what rank 0 and rank 1 say."""
 
 
-def test_what_only_rank_0_sees_stops_all(place):
-    """A foreign folder, and a judge that is not there: rank 0 tells, the others end too."""
-    (place / "runs" / "taken").mkdir(parents=True, exist_ok=True)
-    (place / "runs" / "taken" / "thesis.tex").touch()
-    outputs = all_end(ranks(recipe(place, "taken"), 2), 2)
-    assert "holds another run (thesis.tex)" in outputs[0] and "rank 0 found a problem" in outputs[1]
-    down = recipe(place, "down", reward={"spec": "vlm_pairwise"}, judge={"endpoints": ["http://127.0.0.1:9"]})
-    outputs = all_end(ranks(down, 2), 2)
-    assert "not reachable" in outputs[0] and "rank 0 found a problem" in outputs[1]
-
-
-def test_lost_rewards_of_one_rank_stop_all(place):
-    file = recipe(place, "lost", reward={"spec": f"{HERE}RankOneHasNone"}, eval={"every": 0})
-    outputs = all_end(ranks(file, 2), 3)
-    assert "step 1: 50% of the rewards are missing" in outputs[0]
-    assert (place / "runs" / "lost" / "checkpoints" / "step_000000" / "state.json").is_file()
-
-
-def test_a_rank_without_signal_takes_part_with_zeros(place):
-    file = recipe(place, "tied", reward={"spec": f"{HERE}RankOneIsTied"}, eval={"every": 0})
-    all_end(ranks(file, 2), 0)
-    found = rows(place / "runs" / "tied")
-    assert all(r["samples_trained"] == 4 and r["grad_norm"] > 0 for r in found) and len(found) == 4
+@pytest.mark.parametrize("case", TROUBLES)
+def test_the_trouble_of_one_rank_reaches_all(place, case):
+    """Prompts that do not deal out, a foreign folder, no judge, lost rewards, and no signal in a rank's groups."""
+    over, code, *parts = TROUBLES[case]
+    folder = place / "runs" / case
+    if case == "taken":
+        folder.mkdir(parents=True)
+        (folder / "thesis.tex").touch()
+    outputs = all_end(ranks(recipe(place, case, **over, eval={"every": 0}), 2), code)
+    assert all(part in output for output, own in zip(outputs, parts, strict=True) for part in own), outputs
+    if case == "odd":
+        assert not folder.exists()
+    if case == "lost":
+        assert (folder / "checkpoints" / "step_000000" / "state.json").is_file()
+    if case == "tied":
+        assert [(r["samples_trained"], r["grad_norm"] > 0) for r in rows(folder)] == [(4, True)] * 4
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_step(place):
@@ -253,7 +259,7 @@ def collectives() -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_collectives(place, size):
     all_end(ranks(place / "none.yaml", size, hook=collectives), 0)
 
@@ -274,10 +280,3 @@ def test_devices(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert pick_device("auto") == torch.device("cuda", 3) and pick_device("cpu").type == "cpu"
-
-
-def test_only_rank_0_writes(both):
-    folder = both[2][0]
-    assert len(json.loads((folder / "eval" / "dev_prompts.json").read_text())) == 2
-    assert sorted(p.name for p in folder.glob("eval/dev_before_*")) == ["dev_before_0of2.npz", "dev_before_1of2.npz"]
-    assert start(["--version"], folder / "log").wait() == 0

@@ -27,8 +27,8 @@ from prefgrpo.config.schema import load as load_recipe
 from prefgrpo.models.condition import collate
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.run import memory as plan
-from prefgrpo.run.activations import Weigh
-from prefgrpo.run.session import trainable_adapter
+from prefgrpo.run.loading import open_adapter, trainable
+from prefgrpo.run.memory import Weigh
 
 SIDE, BATCH = 64, 2
 LONG = "a very long prompt " * 60
@@ -63,7 +63,7 @@ def measured(work):
 
 def real(case, c):
     """The same three phases of the loaded model."""
-    adapter, r = trainable_adapter(c, torch.device("cpu"), True), c.rollout
+    adapter, r = trainable(c, open_adapter(c, torch.device("cpu"))), c.rollout
     sources = [(case.images(0, (SIDE, SIDE))[:1])] * BATCH if case.edit else None
     condition = collate(Embeddings(adapter, case.max_length)([LONG] * BATCH, r, sources))
     text = replace(condition, sources=(), negative=None)
@@ -92,7 +92,12 @@ def agree(case, c):
         assert abs(got[name] / want[name] - 1) <= 0.15, (name, got[name], want[name])
 
 
-@pytest.mark.parametrize("case", ONCE, ids=str)
+FEW = ("flux", "sd1", "wan22")
+EVERY = [pytest.param(case, marks=[pytest.mark.full] * (case.family not in FEW)) for case in ONCE]
+"""All families; those that are not FEW in the full tier."""
+
+
+@pytest.mark.parametrize("case", EVERY, ids=lambda case: str(case))
 def test_the_estimate_is_what_a_real_step_holds(case):
     agree(case, config(case))
 
@@ -114,13 +119,7 @@ def test_the_estimate_with_other_settings(name):
     agree(case, c)
 
 
-def test_less_memory_with_more_recomputation():
-    shares = [{}, {"gradient_checkpointing": True, "checkpointing_share": 0.5}, {"gradient_checkpointing": True}]
-    most = [plan.estimate(config(SD3, **train)).phases["update"] for train in shares]
-    assert most[0] > most[1] > most[2]
-
-
-@pytest.mark.parametrize("case", ONCE, ids=str)
+@pytest.mark.parametrize("case", EVERY, ids=lambda case: str(case))
 def test_conditions_have_the_shapes_that_the_plan_knows(case):
     adapter = load(case, folder(case.family))
     want = {key: tuple(value.shape) for key, value in adapter.encode_prompt(LONG, case.max_length).tensors().items()}
@@ -128,6 +127,9 @@ def test_conditions_have_the_shapes_that_the_plan_knows(case):
 
 
 def test_what_the_hints_name_makes_the_estimate_smaller():
+    shares = [{}, {"gradient_checkpointing": True, "checkpointing_share": 0.5}, {"gradient_checkpointing": True}]
+    most = [plan.estimate(config(SD3, **train)).phases["update"] for train in shares]
+    assert most[0] > most[1] > most[2]
     c = config(FLUX)
     plain, sliced = plan.estimate(c), plan.estimate(replace(c, memory=MemoryConfig(vae_slicing=True)))
     assert sliced.phases["decode"] < plain.phases["decode"] and sliced.phases["update"] == plain.phases["update"]
@@ -185,7 +187,7 @@ PUBLISHED = {
 """Billions of parameters of the (first) denoiser, as the models' authors give them."""
 
 
-@pytest.mark.parametrize("model", PUBLISHED)
+@pytest.mark.parametrize("model", [pytest.param(m, marks=[pytest.mark.full] * (m[:2] != "bl")) for m in PUBLISHED])
 def test_the_shipped_configs_have_the_published_size(model, monkeypatch):
     """`prefgrpo plan` reads them for a hub id, and asks nobody."""
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))

@@ -24,12 +24,14 @@ import torch
 import yaml
 
 from prefgrpo.parallel.world import World
+from prefgrpo.rollout.batches import Batch
+from prefgrpo.run.loop import TrainingLoop
 from prefgrpo.tiny import pipelines
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
-        "prefgrpo.run.trainer",
+        "prefgrpo.run.loop",
         "prefgrpo.models.flux",
         "prefgrpo.commands.cli",
         "prefgrpo.report",
@@ -202,6 +204,16 @@ def _child(argv: list[str], log: str, env: dict[str, str], hook: Callable[[], No
     from prefgrpo.commands.cli import main
 
     sys.exit(main(argv))
+
+
+def collect(loop: TrainingLoop, step: int) -> list[Batch]:
+    """The rollouts of a training step, handed to the scorer as the loop does."""
+    loop.scorer.begin(step, loop.rollouts.groups(step))
+    batches = list(loop.rollouts(step))
+    for batch in batches:
+        for place in zip(batch.groups, batch.members, batch.samples, strict=True):
+            loop.scorer.add(*place)
+    return batches
 
 
 def rows(folder: Path, timeless: bool = True) -> list[dict[str, Any]]:

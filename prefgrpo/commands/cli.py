@@ -80,21 +80,20 @@ def train(config: Config, resume: bool = False, dry_run: bool = False) -> int:
         from prefgrpo.commands.dry_run import dry_run as run
 
         return run(config)
-    from prefgrpo.report import write_report
-    from prefgrpo.run.trainer import Trainer, TrainingStopped
+    from prefgrpo.commands.train import Trainer
+    from prefgrpo.run.loop import TrainingStopped
 
-    trainer = Trainer(config, resume)
+    trainer, main = Trainer.from_config(config, resume), os.environ.get("RANK", "0") == "0"
     try:
-        folder = trainer.run()
+        result = trainer.train()
     except TrainingStopped as stop:
-        if trainer.world.main:
-            print(f"stopped: {stop}", file=sys.stderr, flush=True)
-            print(f"report so far: {write_report(trainer.folder)}", file=sys.stderr)
+        if main:
+            print(f"stopped: {stop}\nreport so far: {trainer.folder.report}", file=sys.stderr, flush=True)
         return 3
-    if trainer.world.main:
-        print(f"report: {write_report(folder)}")
-        if trainer.verdict:
-            print(trainer.verdict)
+    if main:
+        print(f"report: {result.report}")
+        if result.summary:
+            print(result.summary)
     return 0
 
 

@@ -17,8 +17,9 @@ from prefgrpo.parallel import world as parallel
 from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.replay import replay
+from prefgrpo.run.loading import open_adapter, trainable
 from prefgrpo.run.memory import GIB, known_bytes
-from prefgrpo.run.session import check_run, open_schedules, peak_memory, trainable_adapter
+from prefgrpo.run.session import check_run, open_schedules, peak_memory
 
 
 def dry_run(config: Config) -> int:
@@ -29,7 +30,7 @@ def dry_run(config: Config) -> int:
         print(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
         prompts, sets = prompt_sets(config)
         absent = uncached(config, encoding_jobs(config, prompts))
-        adapter = trainable_adapter(config, world.device, bool(absent))
+        adapter = trainable(config, open_adapter(config, world.device, bool(absent)))
         schedules = open_schedules(config, adapter, world, prompts)
         for name, value in known_bytes(config, adapter, world.size).items():
             print(f"{name:<10} {value / GIB:10.4g} GiB per process")

@@ -28,7 +28,7 @@ from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.render import Images, render, to_uint8
 from prefgrpo.rollout.sampling import Schedules, all_sizes, evaluation, of_prompt
 from prefgrpo.run.judging import makes_clips
-from prefgrpo.run.loading import names, open_adapter
+from prefgrpo.run.loading import config_errors_as, open_adapter
 
 FIRST_ID = 2**61
 """Sample ids of generated noise start here, far from those of training and evaluation."""
@@ -63,7 +63,7 @@ def generate(
         shown = evaluation(config)
         absent = uncached(config, encoding_jobs(replace(config, rollout=shown), held))
         adapter = open_adapter(config, world.device, encoders=bool(absent))
-        with names("eval, or a prompt's own size"):
+        with config_errors_as("eval, or a prompt's own size"):
             for sizes in all_sizes(held, shown, config.data.own_sizes):
                 adapter.latent_shape(sizes)
         if lora is not None:

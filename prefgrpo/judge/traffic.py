@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from prefgrpo.data.metric import Metric
+
 TRAFFIC: Counter[str] = Counter()
 
 
@@ -17,9 +19,10 @@ def metrics(since: Counter[str]) -> dict[str, float]:
     done = TRAFFIC - since
     if not done["questions"]:
         return {}
-    wasted = {"judge/wasted_share": done["wasted_us"] / done["spent_us"]} if done["spent_us"] else {}
+    share = done["wasted_us"] / done["spent_us"] if done["spent_us"] else None
+    wasted = {} if share is None else {"judge/wasted_share": Metric(share, timed=True)}
     return wasted | {
-        "judge/cache_hits": float(done["cache_hits"]),
-        "judge/hedges": float(done["hedges"]),
+        "judge/cache_hits": Metric(done["cache_hits"], "sum", timed=True),
+        "judge/hedges": Metric(done["hedges"], "sum", timed=True),
         "judge/parse_failure_rate": done["unread"] / done["questions"],
     }

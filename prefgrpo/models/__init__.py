@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from prefgrpo.models import folder
 from prefgrpo.models.base import Adapter
 
 MODELS: dict[str, str] = {
@@ -41,6 +42,16 @@ def family(name: str) -> type[Adapter]:
         raise ValueError(f"unknown model family '{name}': expected one of {', '.join(MODELS)}{hint}")
     module, _, attribute = MODELS[name].partition(":")
     return getattr(import_module(module), attribute)
+
+
+def family_of(model: str) -> str:
+    """Family of a pipeline (folder or hub id), by its model_index.json. Raises ModelError."""
+    index = folder.index_of(folder.locate(model, configs_only=True))
+    classes = {name: family(name) for name in MODELS}
+    fits = (n for n, c in classes.items() if c.pipeline == index.get("_class_name") and not c.misfit(index))
+    if found := next(fits, None):
+        return found
+    raise folder.ModelError(f"'{model}' holds a {index.get('_class_name')}, which no model family trains")
 
 
 def load(

@@ -27,15 +27,24 @@ class ModelError(ValueError):
 
 
 def resolve(model: str, pipeline: str, configs_only: bool = False) -> Path:
-    """Folder of `model`, which is a folder, or a hub id 'owner/name' whose files are then fetched (or found cached).
+    """Folder of `model`: a folder, or a hub id 'owner/name' or 'owner/name@revision', fetched (or found cached).
 
     configs_only: the JSON files are enough: those in configs/ for a hub id that a recipe names, else the hub's.
     A name that looks like a path is never looked up on the hub. Raises ModelError when nothing is there, or when it
     is not a `pipeline`.
     """
+    path = locate(model, configs_only)
+    found = index_of(path).get("_class_name")
+    if found != pipeline:
+        raise ModelError(f"'{path}' holds a {found}, expected a {pipeline}: set `family` to the one of this model")
+    return path.resolve()
+
+
+def locate(model: str, configs_only: bool = False) -> Path:
+    """The folder of `resolve`, of whatever pipeline."""
     path = Path(model).expanduser()
     if not path.is_dir():
-        is_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model) and not Path(model.split("/")[0]).is_dir()
+        is_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?", model) and not Path(model.split("/")[0]).is_dir()
         if not is_id:
             raise ModelError(
                 f"model folder not found: '{model}' (looked in {Path.cwd()}); expected a diffusers pipeline folder "
@@ -44,10 +53,13 @@ def resolve(model: str, pipeline: str, configs_only: bool = False) -> Path:
         path = _from_hub(model, configs_only)
     if not (path / "model_index.json").is_file():
         raise ModelError(f"'{path}' is not a diffusers pipeline folder: it has no model_index.json")
-    found = index_of(path).get("_class_name")
-    if found != pipeline:
-        raise ModelError(f"'{path}' holds a {found}, expected a {pipeline}: set `family` to the one of this model")
-    return path.resolve()
+    return path
+
+
+def hub_id(model: str) -> tuple[str, str | None]:
+    """(owner/name, revision) of 'owner/name@revision'; None without one."""
+    name, _, revision = model.partition("@")
+    return name, revision or None
 
 
 def index_of(path: Path) -> dict[str, Any]:
@@ -60,12 +72,13 @@ def _from_hub(model: str, configs_only: bool) -> Path:
     from diffusers import DiffusionPipeline
     from huggingface_hub import snapshot_download
 
+    name, revision = hub_id(model)
     if configs_only and (CONFIGS / model).is_dir():
         return CONFIGS / model
     try:
         if configs_only:
-            return Path(snapshot_download(model, allow_patterns=["*.json"]))
-        return Path(DiffusionPipeline.download(model))
+            return Path(snapshot_download(name, revision=revision, allow_patterns=["*.json"]))
+        return Path(DiffusionPipeline.download(name, revision=revision))
     except (OSError, ValueError) as error:
         raise ModelError(
             f"'{model}' is no folder in {Path.cwd()}, and could not be fetched from the hub as a model id: {error}"

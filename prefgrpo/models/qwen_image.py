@@ -56,9 +56,9 @@ class QwenImage(Adapter):
 
         A mask is passed only where prompts of different lengths share a batch.
         """
-        lengths = condition.text_length
+        mask, lengths = text_mask(condition), condition.text_length
         assert lengths is not None
-        mask, padded = text_mask(condition), int(lengths.min()) < int(lengths.max())
+        padded = int(lengths.min()) < int(lengths.max())  # not of the mask: `plan` knows the lengths alone
         return net(
             hidden_states=tokens,
             timestep=sigma * 1000 / 1000,

@@ -78,25 +78,26 @@ class World:
 
     def gather_items(self, mine: Iterable[T]) -> list[T]:
         """Objects of all ranks in rank order; each rank has as many as it likes."""
-        found: list[list[T]] = [list(mine)] * self.size
+        items: list[list[T]] = [list(mine)] * self.size
         if self.size > 1:
-            dist.all_gather_object(found, found[0])
-        return [item for part in found for item in part]
+            dist.all_gather_object(items, items[0])
+        return [item for part in items for item in part]
 
     def union(self, names: Iterable[str]) -> list[str]:
         """All names that any rank has, sorted: the same list on all ranks."""
         return sorted(set(self.gather_items(names)))
 
-    def on_main(self, work: Callable[[], object], failure: type[Exception]) -> None:
-        """Do `work` on rank 0 while the others wait; if it raises `failure`, all ranks raise one."""
-        problem = None
+    def on_main(self, work: Callable[[], T], failure: type[Exception]) -> T | None:
+        """`work()` of rank 0, None on the others, which wait for it; if it raises `failure`, all ranks raise one."""
+        problem, result = None, None
         if self.main:
             try:
-                work()
+                result = work()
             except failure as error:
                 problem = error
         if self.any(problem is not None):
             raise problem or failure("rank 0 found a problem; see its message")
+        return result
 
     def barrier(self) -> None:
         """Wait for all ranks."""

@@ -19,7 +19,8 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from prefgrpo.run.log import METRICS, read_metrics
+from prefgrpo.run.log import read_metrics
+from prefgrpo.run.run_folder import PRODUCTS, RunFolder, step_of
 
 Floats = NDArray[np.float64]
 Images = NDArray[np.uint8]
@@ -102,7 +103,7 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether the run came to its end: all steps, or the time limit (then its product lies in the folder)."""
-        exported = any((self.folder / name).exists() for name in ("lora", "pipeline"))
+        exported = any((self.folder / name).exists() for name in PRODUCTS)
         return 0 < self.planned <= self.step or (exported and bool(self.settings.get("max_minutes")))
 
     @property
@@ -110,7 +111,10 @@ class Run:
         """Empty for a finished run; else how far it came and when it last wrote a row."""
         if self.finished:
             return ""
-        file, steps = self.folder / METRICS, f"{self.step} of {self.planned}" if self.planned else f"{self.step}"
+        file, steps = (
+            RunFolder(self.folder).metrics,
+            f"{self.step} of {self.planned}" if self.planned else f"{self.step}",
+        )
         written = datetime.fromtimestamp(file.stat().st_mtime, timezone.utc) if file.is_file() else None
         last = f"; last entry {written:%Y-%m-%d %H:%M UTC}" if written else ""
         return f"This run is not finished: {steps} steps so far (still running, or stopped{last})."
@@ -130,11 +134,13 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """The run in `folder`. Raises FileNotFoundError if it holds neither a configuration nor metrics."""
-    source = folder / "config.yaml"
-    if not source.is_file() and not (folder / METRICS).is_file():
-        raise FileNotFoundError(f"{folder} is no run: expected config.yaml or {METRICS} in it; pass a folder runs/NAME")
+    files = RunFolder(folder)
+    source = files.config
+    if not source.is_file() and not files.metrics.is_file():
+        expected = f"{source.name} or {files.metrics.name}"
+        raise FileNotFoundError(f"{folder} is no run: expected {expected} in it; pass a folder runs/NAME")
     text = source.read_text(encoding="utf-8", errors="replace") if source.is_file() else ""
-    rows = [r for r in read_metrics(folder) if isinstance(r, dict) and isinstance(r.get("step"), int)]
+    rows = [r for r in read_metrics(files.metrics) if isinstance(r, dict) and isinstance(r.get("step"), int)]
     sets = sorted({str(r["set"]) for r in rows if r.get("kind") == "eval" and r.get("set")})
     evals = {
         name: _columns([{k.removeprefix(f"{name}/"): v for k, v in r.items()} for r in rows if r.get("set") == name])
@@ -156,13 +162,13 @@ def read_run(folder: Path) -> Run:
     train = _columns([r for r in rows if r.get("kind") == "train"])
     images = {}
     for name in sets:
-        prompts = read(folder / "eval" / f"{name}_prompts.json", _prompts)
-        origin = folder / "eval" / f"{name}_sources.npz"
+        prompts = read(files.prompts(name), _prompts)
+        origin = files.sources(name)
         sources = read(origin, lambda path: [np.load(path)["sources"]]) if origin.is_file() else []
         load = partial(_eval_images, prompts=prompts, sources=sources)
-        if found := [one for path in _numbered(folder / "eval", name) for one in read(path, load)]:
+        if found := [one for path in files.all_shown(name) for one in read(path, load)]:
             images[name] = found
-    groups = [group for path in _numbered(folder / "groups", "step") for group in read(path, _groups)]
+    groups = [group for path in files.all_groups() for group in read(path, _groups)]
     return Run(folder, config if isinstance(config, dict) else {}, text, train, evals, images, groups, problems)
 
 
@@ -181,14 +187,6 @@ def _number(value: Any) -> float:
     return float(value) if is_number and np.isfinite(value) else float("nan")
 
 
-def _numbered(folder: Path, name: str) -> list[Path]:
-    return sorted(folder.glob(f"{name}_{'[0-9]' * 6}.npz"))
-
-
-def _step(path: Path) -> int:
-    return int(path.stem.rsplit("_", 1)[1])
-
-
 def _prompts(path: Path) -> list[str]:
     texts = json.loads(path.read_text(encoding="utf-8"))
     return [str(text) for text in texts] if isinstance(texts, list) else []
@@ -201,7 +199,7 @@ def _eval_images(path: Path, prompts: list[str], sources: list[Images]) -> list[
         raise ValueError(f"expected before and now as uint8 [n, (F,) H, W, 3], got {before.shape} and {after.shape}")
     source = next((s for s in sources if s.ndim == 4 and len(s) == len(after)), None)
     texts = (prompts + [""] * len(after))[: len(after)]
-    return [EvalImages(_step(path), texts, before, after, source)] if len(after) else []
+    return [EvalImages(step_of(path), texts, before, after, source)] if len(after) else []
 
 
 def _groups(path: Path) -> list[Group]:
@@ -211,4 +209,4 @@ def _groups(path: Path) -> list[Group]:
     k, size = rates
     if len(images) != 5 or images[:2] != (k, size) or wins != (k, size, size) or counts != wins:
         raise ValueError(f"expected k groups of G images, got shapes {[p.shape for p in parts]}")
-    return [Group(_step(path), str(p), i, w, c, r) for p, i, w, c, r in zip(*parts, strict=True)]
+    return [Group(step_of(path), str(p), i, w, c, r) for p, i, w, c, r in zip(*parts, strict=True)]

@@ -18,7 +18,9 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,8 +77,28 @@ _PATH = re.compile(r"([^\W\d]\w*\.)*[^\W\d]\w*[.:][^\W\d]\w*|[^,:]+\.py:[^\W\d]\
 """package.module.Class, package.module:Class or path/file.py:function."""
 
 
+PYTHON = "python"
+"""Option that records where an object of `named` was defined; a run with it is resumed by its Python program."""
+_OBJECTS: ContextVar[Mapping[str, Any] | None] = ContextVar("prefgrpo_reward_objects", default=None)
+
+
 class RewardSpecError(ValueError):
     """A reward spec that cannot be used; the message names the entry."""
+
+
+@contextmanager
+def named(objects: Mapping[str, Reward | Callable[..., Any]]) -> Iterator[None]:
+    """Inside, specs may name these rewards and functions of a Python program."""
+    token = _OBJECTS.set(objects)
+    try:
+        yield
+    finally:
+        _OBJECTS.reset(token)
+
+
+def named_objects() -> Mapping[str, Any]:
+    """The objects of `named`."""
+    return _OBJECTS.get() or {}
 
 
 def parse_reward_spec(spec: str | Mapping[str, Any] | list[Any]) -> dict[str, float]:
@@ -139,7 +161,7 @@ def _weight(name: str, weight: Any) -> float:
 def _check_name(name: Any) -> None:
     if not isinstance(name, str) or not name:
         raise RewardSpecError(f"bad reward name {name!r}: expected one of {', '.join(REWARDS)}")
-    if name not in REWARDS and not _PATH.fullmatch(name):
+    if name not in REWARDS and name not in named_objects() and not _PATH.fullmatch(name):
         raise RewardSpecError(
             f"unknown reward '{name}'{_near(name, REWARDS)}: expected one of {', '.join(REWARDS)}, "
             "'package.module:Class' or 'file.py:function'"
@@ -154,7 +176,9 @@ def _near(name: str, known: Iterable[str]) -> str:
 
 
 def load_class(name: str) -> type[Reward]:
-    """The class behind a registry name, an import path or a file's function."""
+    """The class behind a registry name, an import path, a file's function or an object of `named`."""
+    if name in (objects := named_objects()):
+        return _class_of(name, objects[name])
     path = f"prefgrpo.rewards.{REWARDS[name]}" if name in REWARDS else name
     module, _, attribute = path.rpartition(":" if ":" in path else ".")
     try:
@@ -168,6 +192,13 @@ def load_class(name: str) -> type[Reward]:
         return value
     if not inspect.isfunction(value):
         raise RewardSpecError(f"reward '{name}' at {path} is no PointwiseReward, GroupwiseReward or function")
+    return _class_of(name, value)
+
+
+def _class_of(name: str, value: Any) -> type[Reward]:
+    """The class of a reward, or that of a function's reward."""
+    if isinstance(value, Reward):
+        return type(value)
     from prefgrpo.rewards.functions import function_class
 
     try:
@@ -205,6 +236,9 @@ def build(
 
 def _ready(name: str, options: dict[str, Any]) -> Callable[[], Reward]:
     """What makes the reward, its options checked."""
+    options.pop(PYTHON, None)
+    if isinstance(made := named_objects().get(name), Reward):
+        return lambda: made
     cls = load_class(name)
     own = inspect.signature(cls).parameters
     also = [key for key in PREPARED if key not in own and issubclass(cls, PointwiseReward)]

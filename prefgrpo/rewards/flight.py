@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
+
+from prefgrpo.data.metric import Metric
 
 LATE = "no answer before the step's deadline; the server hangs, or deadline_s is too short for it"
 """Why a sample or a pair is missing that nobody could wait for any longer."""
@@ -47,11 +50,10 @@ class Flight:
         self.waited_s += self.depth * (now - self._at)
         self._at, self.depth = now, self.depth + change
 
-    def latency(self, prefix: str) -> dict[str, float]:
-        """p50 and p95 of the seconds per request (an in-process reward: of its one call for the step)."""
-        with self._lock:
-            seconds = list(self.seconds)
-        if not seconds:
-            return {}
-        p50, p95 = np.percentile(seconds, [50, 95]).tolist()
-        return {f"{prefix}latency_p50": p50, f"{prefix}latency_p95": p95}
+
+def latency(prefix: str, seconds: Sequence[float]) -> dict[str, float]:
+    """p50 and p95 of the seconds per request (an in-process reward: of its one call for the step)."""
+    if not seconds:
+        return {}
+    p50, p95 = np.percentile(list(seconds), [50, 95]).tolist()
+    return {f"{prefix}latency_p50": Metric(p50, timed=True), f"{prefix}latency_p95": Metric(p95, "max", timed=True)}

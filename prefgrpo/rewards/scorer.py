@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from prefgrpo.data.metric import Metric
 from prefgrpo.judge import traffic
 from prefgrpo.judge.traffic import TRAFFIC
 from prefgrpo.rewards.base import (
@@ -33,7 +34,7 @@ from prefgrpo.rewards.base import (
     Sample,
     Score,
 )
-from prefgrpo.rewards.flight import LATE, Flight
+from prefgrpo.rewards.flight import LATE, Flight, latency
 from prefgrpo.rewards.log import JudgementLog
 
 _DEADLINE_S = 600.0
@@ -204,7 +205,7 @@ class Scorer:
             own.update(c.verdict.reason for g in scored for c in g.comparisons if c.verdict.first is None)
             reasons.update({f"{name}: {reason}": count for reason, count in own.items()})
             metrics[f"reward/{name}/missing_rate"] = float(np.isnan(values[name]).mean()) if values[name].size else 0.0
-            metrics |= self._flights[name].latency(f"reward/{name}/")
+            metrics |= latency(f"reward/{name}/", self._flights[name].seconds)
         judged = [name for name, scored in groups.items() if any(g.comparisons for g in scored)]
         if judged:
             comparisons = [g.comparisons for name in judged for g in groups[name] if g.comparisons]
@@ -256,19 +257,18 @@ def judge_metrics(groups: list[list[Comparison]], flights: Sequence[Flight], wai
     answered = [c for c in every if c.verdict.first is not None]
     sent, done = [f.first_sent for f in flights if f.first_sent], [f.last_done for f in flights if f.last_done]
     busy = max(done) - min(sent) if sent and done else 0.0
-    metrics = {
-        "judge/requests": float(len(every)),
-        "judge/retries": float(sum(c.verdict.retries for c in every)),
-        "judge/failures": float(len(every) - len(answered)),
-        "judge/busy_s": busy,
-        "judge/wait_s": wait_s,
-        "judge/queue_max": float(sum(f.peak for f in flights)),
-        "judge/queue_mean": sum(f.waited_s for f in flights) / busy if busy else 0.0,
+    metrics: dict[str, float] = {
+        "judge/requests": Metric(len(every), "sum"),
+        "judge/retries": Metric(sum(c.verdict.retries for c in every), "sum", timed=True),
+        "judge/failures": Metric(len(every) - len(answered), "sum"),
+        "judge/busy_s": Metric(busy, "max", timed=True),
+        "judge/wait_s": Metric(wait_s, "max", timed=True),
+        "judge/queue_max": Metric(sum(f.peak for f in flights), "sum", timed=True),
+        "judge/queue_mean": Metric(sum(f.waited_s for f in flights) / busy if busy else 0.0, "sum", timed=True),
     }
     if answered:
-        latencies = [c.verdict.latency_s for c in answered]
         signs = np.sign([float(c.verdict.value or 0.0) - 0.5 for c in answered])
-        metrics["judge/latency_p50"], metrics["judge/latency_p95"] = np.percentile(latencies, [50, 95]).tolist()
+        metrics |= latency("judge/", [c.verdict.latency_s for c in answered])
         metrics["judge/tie_rate"] = float(np.mean(signs == 0))
         metrics["judge/position_bias"] = float(np.mean((signs + 1) / 2))
     contradicts = [c for group in groups for c in _contradictions(group)]

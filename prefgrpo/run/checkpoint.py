@@ -18,41 +18,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-STATE = "state.safetensors"
-META = "state.json"
+from prefgrpo.run.run_folder import RunFolder
+
+STATE, META = "state.safetensors", "state.json"
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint or run folder that cannot be used; the message says which and what to do."""
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _hash_310(file)
-
-
-def _hash_facts(facts: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _hash_310(file: Any) -> str:
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
-    return digest.hexdigest()
+# ---- writing whole or not at all ------------------------------------------------------------------------------------
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -60,6 +42,14 @@ def write_atomic(path: Path, text: str) -> None:
     temporary = _beside(path)
     temporary.write_text(text, encoding="utf-8")
     _sync(temporary)
+    os.replace(temporary, path)
+
+
+def save_images(path: Path, **arrays: NDArray[Any]) -> None:
+    """Write arrays (npz, no pickle) in one step."""
+    temporary = _beside(path)
+    with temporary.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
     os.replace(temporary, path)
 
 
@@ -86,16 +76,31 @@ def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
 def save(
-    folder: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], export: Callable[[Path], None], keep: int
-) -> Path:
-    """Write `folder/step_NNNNNN`; `export(path)` adds the diffusers-format weights. Old ones beyond `keep` go.
+    run: RunFolder,
+    step: int,
+    tensors: dict[str, Tensor],
+    meta: dict[str, Any],
+    export: Callable[[Path], None],
+    keep: int,
+) -> None:
+    """Write the checkpoint of a step; `export(path)` adds the diffusers-format weights. Old ones beyond `keep` go.
 
     One that exists stays as it is: the state after a step is a function of the run and the step.
     """
-    final = folder / f"step_{step:06d}"
-    if final.exists():
-        return final
+    if (final := run.checkpoint(step)).exists():
+        return
 
     def write(inside: Path) -> None:
         save_file({k: t.detach().contiguous().cpu() for k, t in tensors.items()}, inside / STATE)
@@ -106,78 +111,99 @@ def save(
         (inside / META).write_text(json.dumps(facts | {"sha256": _hash_facts(facts)}, indent=1), encoding="utf-8")
 
     write_folder(final, write)
-    for old in list_steps(folder)[:-keep]:
+    for old in run.all_checkpoints()[:-keep]:
         shutil.rmtree(old)
-    return final
-
-
-def list_steps(folder: Path) -> list[Path]:
-    """Checkpoint folders, oldest first."""
-    found = [p for p in folder.glob("step_*") if p.is_dir() and re.fullmatch(r"step_\d+", p.name)]
-    return sorted(found, key=lambda p: int(p.name[5:]))
-
-
-def latest(folder: Path) -> Path | None:
-    """The newest checkpoint, or None."""
-    steps = list_steps(folder)
-    return steps[-1] if steps else None
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(tensors, meta) of a checkpoint folder. Raises CheckpointError if anything in it is missing or damaged."""
-    others = [p.name for p in list_steps(path.parent) if p != path]
-    advice = f"remove that folder to resume from {others[-1]}" if others else "remove that folder and start again"
     try:
         meta = json.loads((path / META).read_text(encoding="utf-8"))
         listing, own = meta["files"], meta.pop("sha256")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is not a whole checkpoint ({META}: {error!r}); {advice}") from error
+        raise _unusable(path, f"is not a whole checkpoint ({META}: {error!r})") from error
     if own != _hash_facts(meta):
-        raise CheckpointError(f"{path} is damaged: the content of {META} does not match its hash; {advice}")
+        raise _unusable(path, f"is damaged: the content of {META} does not match its hash")
     for name, facts in listing.items():
         file = path / name
         size = file.stat().st_size if file.is_file() else None
         if size != facts["bytes"]:
-            found = "it is missing" if size is None else f"it has {size}"
-            raise CheckpointError(f"{path} is damaged: {name} should have {facts['bytes']} bytes, {found}; {advice}")
+            has = "it is missing" if size is None else f"it has {size}"
+            raise _unusable(path, f"is damaged: {name} should have {facts['bytes']} bytes, {has}")
         if _hash(file) != facts["sha256"]:
-            raise CheckpointError(f"{path} is damaged: the content of {name} does not match its hash; {advice}")
+            raise _unusable(path, f"is damaged: the content of {name} does not match its hash")
     try:
         return load_file(path / STATE), meta
     except SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged: {STATE}: {error}; {advice}") from error
+        raise _unusable(path, f"is damaged: {STATE}: {error}") from error
 
 
-def claim(folder: Path, resume: bool) -> int:
+def _unusable(path: Path, problem: str) -> CheckpointError:
+    others = [p.name for p in RunFolder(path.parent.parent).all_checkpoints() if p != path]
+    advice = f"remove that folder to resume from {others[-1]}" if others else "remove that folder and start again"
+    return CheckpointError(f"{path} {problem}; {advice}")
+
+
+def load_into(parameters: dict[str, Tensor], tensors: dict[str, Tensor], prefix: str) -> None:
+    """Copy tensors `prefix + name` into parameters in place. Raises CheckpointError if names or shapes differ."""
+    wanted = {f"{prefix}{n}": p for n, p in parameters.items()}
+    stored = {k: t for k, t in tensors.items() if k.startswith(prefix)}
+    if wanted.keys() != stored.keys() or any(wanted[k].shape != stored[k].shape for k in wanted):
+        raise CheckpointError(
+            f"the checkpoint's weights do not fit this configuration ({len(stored)} stored, {len(wanted)} expected "
+            f"under '{prefix}'); resume with the same model and LoRA rank, or start a new --name"
+        )
+    with torch.no_grad():
+        for key, p in wanted.items():
+            p.copy_(stored[key])
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _hash_facts(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+# ---- one process per run folder -------------------------------------------------------------------------------------
+
+
+def claim(run: RunFolder, resume: bool) -> int:
     """Make the run folder ours until the returned descriptor is closed or the process ends.
 
     Raises CheckpointError, with nothing touched, if it holds something and `resume` is off, if it is no run's folder,
     or if another process is using it.
     """
-    _check_content(folder, resume)
+    _check_content(run, resume)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = lock(folder)
+        run.root.mkdir(parents=True, exist_ok=True)
+        handle = lock(run.root)
     except OSError as error:
-        raise CheckpointError(f"{folder} cannot be made or written: {error}; choose another --output") from error
-    _check_content(folder, resume)  # once more: a run may have come between
-    for leftover in (*folder.glob(".*.*"), *folder.glob("checkpoints/.*.*")):
+        raise CheckpointError(f"{run.root} cannot be made or written: {error}; choose another --output") from error
+    _check_content(run, resume)  # once more: a run may have come between
+    for leftover in (p for folder in (run.root, run.checkpoints, run.eval, run.groups) for p in folder.glob(".*.*")):
         if re.fullmatch(r"\..+\.\d+", leftover.name):  # what a killed process was writing
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     return handle
 
 
-def _check_content(folder: Path, resume: bool) -> None:
+def _check_content(run: RunFolder, resume: bool) -> None:
+    folder = run.root
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"{folder} is a file; expected a folder for the run, choose another --name")
-    held = sorted(p.name for p in folder.iterdir() if p.name[:1] != ".") if folder.is_dir() else []
-    if held and not resume:
-        shown = ", ".join(held[:4]) + (" …" if len(held) > 4 else "")
+    content = sorted(p.name for p in folder.iterdir() if p.name[:1] != ".") if folder.is_dir() else []
+    if content and not resume:
+        shown = ", ".join(content[:4]) + (" …" if len(content) > 4 else "")
         raise CheckpointError(
             f"{folder} holds another run ({shown}); nothing was touched. Continue it with --resume, "
             f"or choose another --name"
         )
-    if held and not (folder / "config.yaml").is_file():
+    if content and not run.config.is_file():
         raise CheckpointError(f"{folder} is not a run of prefgrpo (no config.yaml in it); choose another --name")
 
 
@@ -197,17 +223,3 @@ def lock(folder: Path) -> int:
     except OSError as error:
         print(f"{folder} cannot be locked ({error}); start no second run in it")
     return handle
-
-
-def load_into(parameters: dict[str, Tensor], tensors: dict[str, Tensor], prefix: str) -> None:
-    """Copy tensors `prefix + name` into parameters in place. Raises CheckpointError if names or shapes differ."""
-    wanted = {f"{prefix}{n}": p for n, p in parameters.items()}
-    stored = {k: t for k, t in tensors.items() if k.startswith(prefix)}
-    if wanted.keys() != stored.keys() or any(wanted[k].shape != stored[k].shape for k in wanted):
-        raise CheckpointError(
-            f"the checkpoint's weights do not fit this configuration ({len(stored)} stored, {len(wanted)} expected "
-            f"under '{prefix}'); resume with the same model and LoRA rank, or start a new --name"
-        )
-    with torch.no_grad():
-        for key, p in wanted.items():
-            p.copy_(stored[key])

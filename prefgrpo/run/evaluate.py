@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,18 +20,18 @@ from torch import Tensor
 from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
+from prefgrpo.models.folder import hub_id
 from prefgrpo.models.lora import sort_header
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import GroupScores
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.embeddings import Embeddings, fitted_sources
-from prefgrpo.rollout.render import Images, render, sample, to_uint8
+from prefgrpo.rollout.render import Images, preview, render, sample, to_uint8
 from prefgrpo.rollout.sampling import evaluation
-from prefgrpo.run.checkpoint import CheckpointError
+from prefgrpo.run.checkpoint import CheckpointError, save_images, write_atomic
+from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.sde.schedule import Schedule
-
-__all__ = ["Evaluator", "Held", "Images", "held_out", "load_before", "save_images", "summarise", "to_uint8"]
 
 FIRST_ID = 2**62
 """Sample ids of evaluation noise start here, far from those of training."""
@@ -49,11 +48,6 @@ class Held:
     """Prompt index of each image."""
     first_id: int
 
-    @property
-    def prompts(self) -> list[str]:
-        """The text of each image."""
-        return [p.text for p in self.items]
-
 
 def held_out(name: str, prompts: list[Prompt], samples: int, number: int) -> Held:
     """The `number`-th evaluation set, each prompt repeated `samples` times."""
@@ -62,7 +56,7 @@ def held_out(name: str, prompts: list[Prompt], samples: int, number: int) -> Hel
 
 
 class Evaluator:
-    """Renders and compares one held-out set; every rank does every world-size-th image."""
+    """Renders and compares one held-out set; every rank has its share of the prompts."""
 
     def __init__(
         self,
@@ -73,20 +67,48 @@ class Evaluator:
         embeddings: Embeddings,
         scorers: dict[str, Scorer],
         world: World,
+        folder: RunFolder,
     ) -> None:
-        self.held, self.config, self.adapter, self.schedule, self.embeddings = (
-            held,
-            config,
-            adapter,
-            schedule,
-            embeddings,
-        )
-        self.scorers, self.world, self.device = scorers, world, world.device
+        self.held, self.config, self.adapter, self.schedule = held, config, adapter, schedule
+        self.embeddings, self.scorers, self.world, self.folder = embeddings, scorers, world, folder
         self.sizes = evaluation(config)
+        self.before: Images = np.zeros((0, 1, 1, 3), np.uint8)
+        """This rank's images of the starting policy."""
 
-    def ids(self, index: list[int]) -> Tensor:
-        """Noise addresses of the given images, int64."""
-        return torch.tensor([self.held.first_id + i for i in index], dtype=torch.int64, device=self.device)
+    def start(self, resumed: bool) -> None:
+        """Images of the starting policy: rendered once, kept in the run folder, reloaded by a resumed run."""
+        name, mine = self.held.name, self.mine()
+        if resumed:
+            self.before = load_before(self.folder, name, self.world.size)[mine]
+            return
+        self.before = to_uint8(self.render(mine))
+        save_images(self.folder.before(name, self.world.rank, self.world.size), images=self.before)
+        if self.world.main:
+            shown = [self.held.items[i] for i in self.shown()]
+            write_atomic(self.folder.prompts(name), json.dumps([item.text for item in shown]))
+            if any(item.source for item in shown):  # several of a prompt side by side
+                fitted = fitted_sources(shown, self.sizes.height, self.sizes.width)
+                rows = [np.concatenate([np.array(s) for s in own], axis=1) for own in fitted]
+                save_images(self.folder.sources(name), sources=np.stack(rows))
+
+    def run(self, step: int) -> dict[str, float]:
+        """Metrics over all ranks of the policy after `step` steps; the report's images go to the run folder."""
+        index, held = self.mine(), self.held
+        now = to_uint8(self.render(index))
+        table = self._table(index, now)
+        each = -(-len(held.items) // self.world.size)
+        names = self.world.union(table)
+        local = np.full((each, len(names) + 1), np.nan)
+        local[: len(index), 0] = held.group[index]
+        for k, name in enumerate(names):
+            local[: len(index), k + 1] = table.get(name, np.nan)
+        rows = self.world.gather(local)
+        rows = rows[~np.isnan(rows[:, 0])]
+        out: dict[str, float] = {}
+        for k, name in enumerate(names):
+            out.update(summarise(f"{held.name}/{name}", rows[:, 0].astype(int), rows[:, k + 1], name.startswith("win")))
+        self._save_shown(step, now)
+        return out
 
     @torch.no_grad()
     def render(self, index: list[int]) -> Tensor:
@@ -101,50 +123,38 @@ class Evaluator:
         frames = () if clip is None else (clip,)
         return torch.cat(parts) if parts else torch.zeros(0, *frames, 3, r.height, r.width)
 
+    def ids(self, index: list[int]) -> Tensor:
+        """Noise addresses of the given images, int64."""
+        return torch.tensor([self.held.first_id + i for i in index], dtype=torch.int64, device=self.world.device)
+
     def mine(self) -> list[int]:
         """This rank's images."""
-        each = -(-len(self.held.prompts) // self.world.size)
-        return list(range(self.world.rank * each, min((self.world.rank + 1) * each, len(self.held.prompts))))
+        count = len(self.held.items)
+        each = -(-count // self.world.size)
+        return list(range(self.world.rank * each, min((self.world.rank + 1) * each, count)))
 
     def shown(self) -> list[int]:
         """Images for the report: `eval.show`, evenly spread over the set, whoever renders them."""
-        count = len(self.held.prompts)
+        count = len(self.held.items)
         return np.linspace(0, count - 1, min(self.config.eval.show, count)).round().astype(int).tolist()
 
-    def shown_sources(self) -> Images | None:
-        """The source images of `shown`, uint8 [n, H, W, 3], several of a prompt side by side; None without any."""
-        r, items = self.sizes, [self.held.items[i] for i in self.shown()]
-        if not any(item.source for item in items):
-            return None
-        return np.stack(
-            [np.concatenate([np.array(s) for s in own], axis=1) for own in fitted_sources(items, r.height, r.width)]
-        )
+    def _save_shown(self, step: int, now: Images) -> None:
+        """The report's images, before and now, from the ranks that have them."""
+        wanted = set(self.shown())
+        rows = [k for k, i in enumerate(self.mine()) if i in wanted]
+        pairs = zip(preview(self.before[rows]), preview(now[rows]), strict=True) if rows else ()
+        if (shown := self.world.gather_items(pairs)) and self.world.main:
+            before, after = (np.stack([pair[k] for pair in shown]) for k in range(2))
+            save_images(self.folder.shown(self.held.name, step), before=before, now=after)
 
-    def run(self, before: Images) -> tuple[Images, dict[str, float]]:
-        """(this rank's images now, metrics over all ranks) against `before`, this rank's images at the start."""
-        index, held = self.mine(), self.held
-        now = to_uint8(self.render(index))
-        table = self._table(index, now, before)
-        each = -(-len(self.held.prompts) // self.world.size)
-        names = self.world.union(table)
-        local = np.full((each, len(names) + 1), np.nan)
-        local[: len(index), 0] = held.group[index]
-        for k, name in enumerate(names):
-            local[: len(index), k + 1] = table.get(name, np.nan)
-        rows = self.world.gather(local)
-        rows = rows[~np.isnan(rows[:, 0])]
-        out: dict[str, float] = {}
-        for k, name in enumerate(names):
-            out.update(summarise(f"{held.name}/{name}", rows[:, 0].astype(int), rows[:, k + 1], name.startswith("win")))
-        return now, out
-
-    def save_proof(self, path: Path, index: list[int]) -> None:
-        """What a stock pipeline needs to reproduce `index`: prompts and call, initial latents, our float images.
+    def save_proof(self, count: int) -> None:
+        """What a stock pipeline needs to reproduce `count` images: prompts and call, initial latents, our float images.
 
         Of edits also the source images, `source_PROMPT_NUMBER` uint8 [H, W, 3], as the model saw them. Where the
         folder's own scheduler steps otherwise (published sigmas, truncated times, a multistep solver): an Euler
         scheduler, and `sigmas` and `timesteps` [T] fp32 for it.
         """
+        index = (self.shown() or [0])[:count]
         r, c, items = self.sizes, self.config, [self.held.items[i] for i in index]
         prompts = [item.text for item in items]
         latents = initial_latents(c.seed, self.ids(index), self.adapter.latent_shape(r))
@@ -162,17 +172,19 @@ class Evaluator:
             stepping = {"class": "FlowMatchEulerDiscreteScheduler", "config": {}}
             pinned = {"sigmas": self.schedule.sigmas[:-1].contiguous(), "timesteps": times * 1000}
         facts = {"prompts": prompts, "call": call | edit, "scheduler": stepping, "source_area": r.source_area}
-        meta = {"model": c.model, "pipeline": pipeline} | {name: json.dumps(value) for name, value in facts.items()}
+        model, revision = (c.model, None) if Path(c.model).is_dir() else hub_id(c.model)
+        meta = {"model": model, "pipeline": pipeline} | {name: json.dumps(value) for name, value in facts.items()}
+        meta |= {"revision": revision} if revision else {}
         shown = {
             f"source_{i}_{k}": torch.from_numpy(np.array(image))
             for i, own in enumerate(fitted_sources(items, r.height, r.width))
             for k, image in enumerate(own)
         }
         tensors = {"latents": latents.cpu().contiguous(), "images": self.render(index).cpu().contiguous()}
-        save_file(tensors | shown | pinned, path, metadata=meta)
-        sort_header(path)
+        save_file(tensors | shown | pinned, self.folder.proof, metadata=meta)
+        sort_header(self.folder.proof)
 
-    def _table(self, index: list[int], now: Images, before: Images) -> dict[str, NDArray[np.float64]]:
+    def _table(self, index: list[int], now: Images) -> dict[str, NDArray[np.float64]]:
         """One column of values per measure, one row per image of this rank."""
         table: dict[str, NDArray[np.float64]] = {}
         if not index:
@@ -180,7 +192,7 @@ class Evaluator:
         for name, scorer in self.scorers.items():
             scorer.begin(0, range(len(index)))
             for row, i in enumerate(index):
-                for member, pixels in enumerate((now[row], before[row])):
+                for member, pixels in enumerate((now[row], self.before[row])):
                     item = self.held.items[i]
                     scorer.add(row, member, sample(item, pixels, self.sizes))
             result = scorer.finish()
@@ -190,37 +202,28 @@ class Evaluator:
 
 
 def _columns(kind: str, reward: str, groups: list[GroupScores]) -> dict[str, NDArray[np.float64]]:
-    """Columns of one reward over groups (now, before): the judge's verdicts, or values and paired wins."""
+    """Columns of one reward over groups (now, before): the judge's verdicts, or values and wins (1, tie ½, 0)."""
     if kind == "judge":
+        first, second = (np.array([g.shown(*order) for g in groups]) for order in ((0, 1), (1, 0)))
         return {
-            "win_judge": np.array([_ratio(g) for g in groups]),
-            "win_judge_first": _hard(np.array([g.shown(0, 1) for g in groups])),
-            "win_judge_second": 1.0 - _hard(np.array([g.shown(1, 0) for g in groups])),
+            "win_judge": np.array([_win_rate(g) for g in groups]),
+            "win_judge_first": (np.sign(first - 0.5) + 1) / 2,
+            "win_judge_second": 1 - (np.sign(second - 0.5) + 1) / 2,
         }
     values = np.array([[np.nan if s.value is None else s.value for s in g.scores] for g in groups])
-    out = {reward: values[:, 0], f"{reward}_before": values[:, 1], f"win_{reward}": _paired(values)}
+    wins = np.where(np.isnan(values).any(1), np.nan, (np.sign(values[:, 0] - values[:, 1]) + 1) / 2)
+    out = {reward: values[:, 0], f"{reward}_before": values[:, 1], f"win_{reward}": wins}
     for part in sorted({p for g in groups for s in g.scores for p in s.parts}):
         column = np.array([[s.parts.get(part, np.nan) for s in g.scores] for g in groups])
         out[f"{reward}.{part}"], out[f"{reward}.{part}_before"] = column[:, 0], column[:, 1]
     return out
 
 
-def _ratio(group: GroupScores) -> float:
-    """Mean verdict that the first member beats the second, NaN if none exists."""
+def _win_rate(group: GroupScores) -> float:
+    """Mean verdict that the first member beats the second, NaN if there is none."""
     if group.wins is None or group.counts is None or group.counts[0, 1] == 0:
         return float("nan")
     return float(group.wins[0, 1] / group.counts[0, 1])
-
-
-def _hard(p: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Probabilities as won 1, tied ½, lost 0; NaN stays."""
-    return (np.sign(p - 0.5) + 1.0) / 2.0
-
-
-def _paired(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Win 1, tie ½, loss 0 of column 0 over column 1; NaN where either is missing."""
-    won = (values[:, 0] > values[:, 1]) + 0.5 * (values[:, 0] == values[:, 1])
-    return np.where(np.isnan(values).any(1), np.nan, won)
 
 
 def summarise(name: str, group: NDArray[np.int64], values: NDArray[np.float64], interval: bool) -> dict[str, float]:
@@ -238,22 +241,14 @@ def summarise(name: str, group: NDArray[np.int64], values: NDArray[np.float64], 
     return out
 
 
-def save_images(path: Path, **arrays: NDArray[Any]) -> None:
-    """Write arrays (npz, no pickle) in one step."""
-    temporary = path.with_name(f".{path.name}")
-    with temporary.open("wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)
-    temporary.replace(path)
-
-
-def load_before(folder: Path, name: str, size: int) -> Images:
+def load_before(folder: RunFolder, name: str, size: int) -> Images:
     """Images of the starting policy, the whole set, as `size` ranks wrote them, or else another number of ranks.
 
     Raises CheckpointError if they are not all there.
     """
-    sizes = {int(p.stem.rpartition("of")[2]) for p in folder.glob(f"{name}_before_*of*.npz")}
-    for n in sorted(sizes, key=lambda n: n != size):
-        files = [folder / f"{name}_before_{rank}of{n}.npz" for rank in range(n)]
+    by_size = folder.all_before(name)
+    for files in sorted(by_size.values(), key=lambda files: len(files) != size):
         if all(f.is_file() for f in files):
             return np.concatenate([np.load(f, allow_pickle=False)["images"] for f in files])
-    raise CheckpointError(f"{folder} lacks images of the starting policy ({name}_before_*.npz); choose another --name")
+    lacking = f"lacks images of the starting policy ({name}_before_*.npz)"
+    raise CheckpointError(f"{folder.eval} {lacking}; choose another --name")

@@ -21,7 +21,7 @@ from prefgrpo.run.log import quiet_libraries
 
 
 @contextmanager
-def names(field_name: str) -> Iterator[None]:
+def config_errors_as(field_name: str) -> Iterator[None]:
     """Inside, a value that the model refuses is a mistake of this field."""
     try:
         yield
@@ -59,7 +59,7 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True) ->
     quiet_libraries()
     if found := misfits(config):
         raise ConfigError(found)
-    with names("rollout.source_area"):
+    with config_errors_as("rollout.source_area"):
         adapter = load_model(
             config.family,
             config.model,
@@ -68,9 +68,9 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True) ->
             encoders=encoders,
             **model_options(config),
         )
-    with names("rollout.height/width/frames"):
+    with config_errors_as("rollout.height/width/frames"):
         adapter.latent_shape(config.rollout)
-    with names("memory"):
+    with config_errors_as("memory"):
         adapter.vae_options(m.vae_slicing, m.vae_tiling)
     if m.offload:
         adapter.park(m.offload, device)
@@ -88,7 +88,7 @@ def trainable(config: Config, adapter: Adapter) -> Adapter:
     """The adapter with what trains switched on. Raises ConfigError."""
     t = config.train
     if t.lora_rank:
-        with names("train.lora_targets"):
+        with config_errors_as("train.lora_targets"):
             adapter.add_lora(t.lora_rank, t.lora_alpha, t.lora_targets or None, seed=config.seed)
     else:
         adapter.enable_full()

@@ -21,13 +21,11 @@ from tqdm import tqdm
 
 from prefgrpo.run.checkpoint import write_atomic
 from prefgrpo.run.metrics import PARTS_OF_WINS, step_line
+from prefgrpo.run.run_folder import RunFolder
 
-METRICS = "metrics.jsonl"
 
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
+def read_metrics(file: Path) -> list[dict[str, Any]]:
     """All whole rows of a run's metrics.jsonl (a torn last line is left out)."""
-    file = folder / METRICS
     rows = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
         try:
@@ -38,23 +36,23 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 class Log:
-    """The voice of rank 0; on other ranks every method does nothing."""
+    """The output of rank 0; on other ranks every method does nothing."""
 
-    def __init__(self, folder: Path, total: int, start: int, *, tensorboard: bool, active: bool) -> None:
+    def __init__(self, folder: RunFolder, total: int, start: int, *, tensorboard: bool, active: bool) -> None:
         self.active = active
         self.win_rate: float | None = None
         """Of the last evaluation: the judge's, or else the first reward's."""
         self.writer: Any = None
         if not active:
             return
-        rows = [r for r in read_metrics(folder) if r["step"] <= start] if start else []
+        rows = [r for r in read_metrics(folder.metrics) if r["step"] <= start] if start else []
         self.have = {(r["kind"], r["step"], r.get("set")) for r in rows}
-        write_atomic(folder / METRICS, "".join(json.dumps(r) + "\n" for r in rows))
-        self.file = (folder / METRICS).open("a", encoding="utf-8")
+        write_atomic(folder.metrics, "".join(json.dumps(r) + "\n" for r in rows))
+        self.file = folder.metrics.open("a", encoding="utf-8")
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else 0)
+            self.writer = SummaryWriter(str(folder.tensorboard), purge_step=start + 1 if start else 0)
         self.steps = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None, smoothing=0.1)
         self.total, self.start, self.began = total, start, time.monotonic()
 
@@ -111,24 +109,32 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def quiet_libraries() -> None:
-    """Say once per encoder that prompts were cut, not once per prompt; draw progress bars on a terminal only."""
-    from diffusers.utils import logging as diffusers_logging
-    from transformers.utils import logging as transformers_logging
+class _TruncatedOnce(logging.Filter):
+    """Shows diffusers' warning of a cut prompt once per encoder, not once per prompt."""
 
-    said: set[str] = set()
+    def __init__(self) -> None:
+        super().__init__()
+        self.shown: set[str] = set()
 
-    def first_time(record: logging.LogRecord) -> bool:
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is to be shown."""
         head, _, cut = record.getMessage().partition(":")
         if "truncated" not in head or not cut:
             return True
+        first = head not in self.shown
+        self.shown.add(head)
         record.msg, record.args = f"{head} (said once; data.max_length is the limit of the long encoder):{cut}", ()
-        first = head not in said
-        said.add(head)
         return first
 
+
+def quiet_libraries() -> None:
+    """Warn of a cut prompt once; draw the libraries' progress bars on a terminal only."""
+    from diffusers.utils import logging as diffusers_logging
+    from transformers.utils import logging as transformers_logging
+
     for handler in logging.getLogger("diffusers").handlers:
-        handler.addFilter(first_time)
+        if not any(isinstance(f, _TruncatedOnce) for f in handler.filters):
+            handler.addFilter(_TruncatedOnce())
     if not sys.stderr.isatty():
         diffusers_logging.disable_progress_bar()
         transformers_logging.disable_progress_bar()

@@ -1,16 +1,19 @@
 """`prefgrpo plan RECIPE [--gpus N]`: what a run holds in memory, from the model's config alone.
 
-The models are built on the meta device and run on tensors without content: no weights are read. Counted: weights,
-gradients, AdamW's moments and the average of what trains, stored latents, images, prompt embeddings, and the most that
-a rollout's forward, the decoder or a trained step (forward and backward) holds at once. Invariant: the counts are those
-of the run (same adapter, same LoRA, same checkpointing, same code).
+The models are built on the meta device and run on fake tensors, which have shapes and no content, while every storage
+that comes into being is weighed until it is freed; no weights are read. Counted: weights, gradients, AdamW's moments
+and the average of what trains, stored latents, images, prompt embeddings, and the most that a rollout's forward, the
+decoder or a trained step holds at once. Invariant: the counts are those of the run (same adapter, LoRA, checkpointing
+and code), and on real tensors they are what the allocator saw (tests/test_plan.py).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from contextlib import ExitStack
+import sys
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +22,17 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 from PIL import Image
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from prefgrpo.config.schema import Config, ConfigError
 from prefgrpo.data.prompts import read_prompts
 from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.parking import KINDS
-from prefgrpo.run.activations import Weigh, fake, forget
-from prefgrpo.run.loading import model_options, names, trainable
+from prefgrpo.run.loading import config_errors_as, model_options, trainable
 
 GIB = 2**30
 Batch = tuple[Tensor, Tensor, Condition]
@@ -51,77 +56,46 @@ class Estimate:
         return sum(self.parts.values())
 
 
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
 def plan(config: Config, memory_gib: float) -> int:
     """Print the plan; returns 0 if it fits into `memory_gib` per GPU, else 1. Raises ConfigError or ModelError."""
-    found = estimate(config)
-    for name, count in found.parameters.items():
+    whole = estimate(config)
+    for name, count in whole.parameters.items():
         print(f"{name:<20} {count / 1e6:12.2f} M parameters")
     print(f"per GPU, {config.gpus} GPU(s):")
-    for name, value in found.parts.items():
+    for name, value in whole.parts.items():
         print(f"  {name:<18} {value / GIB:10.4g} GiB")
-    print(f"  {'sum':<18} {found.total / GIB:10.4g} GiB of {memory_gib:g}")
+    print(f"  {'sum':<18} {whole.total / GIB:10.4g} GiB of {memory_gib:g}")
     if config.data.cache:
         print(f"  text encoders      on disk, once `prefgrpo preprocess` has filled {config.data.cache}")
-    shown = ", ".join(f"{name} {value / GIB:.4g}" for name, value in found.phases.items())
+    shown = ", ".join(f"{name} {value / GIB:.4g}" for name, value in whole.phases.items())
     print(f"activations of {config.rollout.batch_size} samples at once: {shown} GiB; the largest counts")
-    fits = found.total < memory_gib * GIB
-    print("fits" if fits else f"does not fit: {_hint(config, found)}")
+    fits = whole.total < memory_gib * GIB
+    print("fits" if fits else f"does not fit: {_hint(config, whole)}")
     return 0 if fits else 1
 
 
-def estimate(config: Config) -> Estimate:
-    """What each of `config.gpus` processes holds. Raises ConfigError or ModelError."""
-    if config.rollout.prompts_per_step % config.gpus:
-        expected = f"expected a divisor of rollout.prompts_per_step = {config.rollout.prompts_per_step}"
-        raise ConfigError([f"gpus: {expected}, got {config.gpus}"])
-    adapter, encoders = without_weights(config)
-    parts, parameters = known_bytes(config, adapter, config.gpus), adapter.parameter_counts() | encoders
-    texts = {} if config.data.cache else {"text encoders": DTYPES[config.dtype].itemsize * sum(encoders.values())}
-    sources = source_count(config, type(adapter))
-    parts["embeddings"], phases = traced_bytes(config, adapter, config.gpus, sources)
-    (phases if "text_encoder" in config.memory.offload else parts).update(texts)
-    return Estimate(parts | {"activations": max(phases.values())}, phases, parameters)
-
-
-def without_weights(config: Config) -> tuple[Adapter, dict[str, int]]:
-    """(the run's adapter over a pipeline on the meta device, ready to train; parameters per text encoder)."""
-    with names("family"):
-        cls = family(config.family)
-    path = cls.find(config.model, configs_only=True)
-    diffusers_logging.set_verbosity_error()  # it warns of casts that only matter for weights
-    pipe, encoders = meta_pipeline(path, cls.pipeline, DTYPES[config.dtype])
-    with names("rollout or train"):
-        adapter = trainable(config, cls(pipe, **model_options(config)))
-    with names("memory"):
-        adapter.vae_options(config.memory.vae_slicing, config.memory.vae_tiling)
-    return adapter, encoders
-
-
-def _hint(config: Config, found: Estimate) -> str:
+def _hint(config: Config, whole: Estimate) -> str:
     """A field that makes the sum smaller, its value now and then, tried: first for what is largest."""
-    phase = max(found.phases, key=lambda name: found.phases[name])
-    sizes = {name: size for name, size in found.parts.items() if name != "activations"} | {phase: found.phases[phase]}
+    phase = max(whole.phases, key=lambda name: whole.phases[name])
+    sizes = {name: size for name, size in whole.parts.items() if name != "activations"} | {phase: whole.phases[phase]}
     for part in sorted(sizes, key=lambda name: -sizes[name]):
-        for name, value in knobs(config, part):
-            section, _, field = name.rpartition(".")
-            now = getattr(getattr(config, section) if section else config, field)
-            less = estimate(turned(config, name, value)).total
-            if less < found.total:
+        for name, value in _knobs(config, part):
+            section, _, key = name.rpartition(".")
+            owner: Any = getattr(config, section) if section else config
+            changed: dict[str, Any] = {key: value}
+            less = estimate(replace(config, **({section: replace(owner, **changed)} if section else changed))).total
+            if less < whole.total:
                 words = value if isinstance(value, tuple) else () if value is True else (value,)
                 option = " ".join([f"--{name.replace('_', '-')}", *map(str, words)])
-                return f"{part} is large; {option} (now {now or 'none'}) makes the sum {less / GIB:.4g} GiB"
+                now = getattr(owner, key) or "none"
+                return f"{part} is large; {option} (now {now}) makes the sum {less / GIB:.4g} GiB"
     return "no field makes it smaller; a model that is larger than one GPU needs sharding, which prefgrpo has not yet"
 
 
-def turned(config: Config, name: str, value: Any) -> Config:
-    """The configuration with another value of a (dotted) field."""
-    section, _, field = name.rpartition(".")
-    return replace(
-        config, **{section: replace(getattr(config, section), **{field: value})} if section else {field: value}
-    )
-
-
-def knobs(config: Config, part: str) -> list[tuple[str, Any]]:
+def _knobs(config: Config, part: str) -> list[tuple[str, Any]]:
     """(field, next value) for what is not yet at its end and may make this part or phase of an `Estimate` smaller."""
     r, t, m = config.rollout, config.train, config.memory
     more = [n for n in range(config.gpus + 1, r.prompts_per_step + 1) if r.prompts_per_step % n == 0]
@@ -142,7 +116,52 @@ def knobs(config: Config, part: str) -> list[tuple[str, Any]]:
     return [("data.cache", "FOLDER")] if part == "text encoders" else [("gpus", more[0])] if more else []
 
 
-def source_count(config: Config, cls: type[Adapter]) -> int:
+# ---- the estimate ---------------------------------------------------------------------------------------------------
+
+
+def estimate(config: Config) -> Estimate:
+    """What each of `config.gpus` processes holds. Raises ConfigError or ModelError."""
+    r, gpus = config.rollout, config.gpus
+    if r.prompts_per_step % gpus:
+        expected = f"expected a divisor of rollout.prompts_per_step = {r.prompts_per_step}"
+        raise ConfigError([f"gpus: {expected}, got {gpus}"])
+    adapter, encoders = without_weights(config)
+    parts, parameters = known_bytes(config, adapter, gpus), adapter.parameter_counts() | encoders
+    mode, known, batch = stand_ins(config, adapter, _source_count(config, type(adapter)))
+    with mode:
+        for _, p in adapter.trainable():
+            p.grad = torch.empty_like(p)
+            known.append(p.grad)
+        phases = {name: _phase(name, config, adapter, batch, known) for name in ("rollout", "decode", "update")}
+    _clear_caches("prefgrpo.models")
+    samples = r.prompts_per_step // gpus * r.group_size
+    parts["embeddings"] = samples * sum(value.nbytes for value in batch[2].all_tensors()) // r.batch_size
+    texts = {} if config.data.cache else {"text encoders": DTYPES[config.dtype].itemsize * sum(encoders.values())}
+    (phases if "text_encoder" in config.memory.offload else parts).update(texts)
+    return Estimate(parts | {"activations": max(phases.values())}, phases, parameters)
+
+
+def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
+    """Bytes per process before the first step, by kind; activations and text encoders on disk are not in it."""
+    r = config.rollout
+    trained = sum(p.numel() for _, p in adapter.trainable())
+    window = r.window_size or (r.window_high or r.steps - 1) - r.window_low
+    samples = r.prompts_per_step // world * r.group_size
+    return {
+        "weights": _weights(adapter, "") - _weights(adapter, *(s for k in config.memory.offload for s in KINDS[k])),
+        "optimiser": trained * 4 * (3 + bool(config.train.ema_decay)),  # gradient, two moments, average
+        "latents": samples * 4 * math.prod(adapter.latent_shape(r)) * (window + 1),
+        "images": samples * r.height * r.width * 3 * (adapter.frames(r) or 1),
+    }
+
+
+def _weights(adapter: Adapter, *starts: str) -> int:
+    """Bytes of the parameters of the components whose names begin so."""
+    parts = [m for n, m in adapter.pipe.components.items() if isinstance(m, nn.Module) and n.startswith(starts)]
+    return sum(p.numel() * p.element_size() for m in parts for p in m.parameters())
+
+
+def _source_count(config: Config, cls: type[Adapter]) -> int:
     """Source images per prompt: as the prompts file says, or one where it is not there and the family takes any."""
     if not cls.most_sources:
         return 0
@@ -150,51 +169,14 @@ def source_count(config: Config, cls: type[Adapter]) -> int:
     return max(len(p.source) for p in read_prompts(file)) if file.is_file() else 1
 
 
-def traced_bytes(config: Config, adapter: Adapter, world: int, sources: int = 0) -> tuple[int, dict[str, int]]:
-    """(bytes of a process's conditions of one step; the most that each phase holds at once).
-
-    The adapter's modules (on the meta device) lose what they have: they become fake.
-    """
-    r = config.rollout
-    mode, known, batch = stand_ins(config, adapter, sources)
-    with mode:
-        for _, p in adapter.trainable():
-            p.grad = torch.empty_like(p)
-            known.append(p.grad)
-        phases = {n: _phase(n, config, adapter, batch, known) for n in ("rollout", "decode", "update")}
-    forget("prefgrpo.models")
-    samples = r.prompts_per_step // world * r.group_size
-    held = sum(value.nbytes for value in batch[2].all_tensors())
-    return samples * held // r.batch_size, phases
-
-
-def stand_ins(config: Config, adapter: Adapter, sources: int = 0) -> tuple[FakeTensorMode, list[Tensor], Batch]:
-    """(mode in which the adapter now runs without content, all its tensors, a batch of the rollout)."""
-    r = config.rollout
-    modules = [m for m in adapter.pipe.components.values() if isinstance(m, nn.Module)]
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    known, sigma = fake(modules, mode), torch.full((r.batch_size,), 0.9)
-    shapes = adapter.condition_shapes(config.data.max_length)
-    length = torch.tensor(shapes["prompt_embeds"][0]) if "text_length" in shapes else None
-    with mode:
-        with Weigh([]):
-            one = _condition(config, adapter, length, sources)
-            batch = one.map(lambda value: value.expand(r.batch_size, *value.shape).contiguous())
-        x = torch.empty(r.batch_size, *adapter.latent_shape(r))
-    return mode, [*known, x, *batch.all_tensors()], (x, sigma, batch)
-
-
 def _phase(name: str, config: Config, adapter: Adapter, batch: Batch, known: list[Tensor]) -> int:
     """Most bytes that one forward of the rollout, one decode, or one trained step holds."""
     x, sigma, condition = batch
-    r = config.rollout
-    parked = 0
-    with ExitStack() as stack:
-        scale = stack.enter_context(Weigh(known))
-        stack.enter_context(torch.set_grad_enabled(name == "update"))
+    r, parked = config.rollout, 0
+    with Weigh(known) as scale, torch.set_grad_enabled(name == "update"):
         if name == "decode":
             adapter.decode(x[: config.memory.decode_batch or r.batch_size], r)
-            parked = _weights(adapter, "vae") if "vae" in config.memory.offload else 0
+            parked = _weights(adapter, *KINDS["vae"]) if "vae" in config.memory.offload else 0
         else:
             v = adapter.velocity(x, sigma, condition, r)
             if name == "update":
@@ -202,37 +184,42 @@ def _phase(name: str, config: Config, adapter: Adapter, batch: Batch, known: lis
     return scale.most + parked
 
 
-def _condition(config: Config, adapter: Adapter, length: Tensor | None, sources: int) -> Condition:
-    """The condition of a longest prompt, the negative one as long, without content but for its lengths."""
+# ---- models and batches without content -----------------------------------------------------------------------------
+
+
+def without_weights(config: Config) -> tuple[Adapter, dict[str, int]]:
+    """(the run's adapter over a pipeline on the meta device, ready to train; parameters per text encoder)."""
+    with config_errors_as("family"):
+        cls = family(config.family)
+    path = cls.find(config.model, configs_only=True)
+    diffusers_logging.set_verbosity_error()  # it warns of casts that only matter for weights
+    pipe, encoders = meta_pipeline(path, cls.pipeline, DTYPES[config.dtype])
+    with config_errors_as("rollout or train"):
+        adapter = trainable(config, cls(pipe, **model_options(config)))
+    with config_errors_as("memory"):
+        adapter.vae_options(config.memory.vae_slicing, config.memory.vae_tiling)
+    return adapter, encoders
+
+
+def stand_ins(config: Config, adapter: Adapter, sources: int = 0) -> tuple[FakeTensorMode, list[Tensor], Batch]:
+    """(mode in which the adapter now runs without content, all its tensors, a batch of the rollout).
+
+    The condition is that of a longest prompt, the negative one as long; only the lengths have content.
+    """
     r, shapes = config.rollout, adapter.condition_shapes(config.data.max_length)
-    empty = {key: torch.empty(shape, dtype=adapter.dtype) for key, shape in shapes.items()}
-    image, text = Image.new("RGB", (r.width, r.height)), replace(Condition.of_text(empty), text_length=length)
-    latents = adapter.encode_sources((image,) * sources, r.frames) if sources else ()
-    return replace(text, sources=latents, negative=text if adapter.guided(r) else None)
-
-
-def _weights(adapter: Adapter, *kinds: str) -> int:
-    """Bytes of the parameters of some kinds of parts."""
-    starts = tuple(start for kind in kinds for start in KINDS[kind])
-    parts = [m for n, m in adapter.pipe.components.items() if isinstance(m, nn.Module) and n.startswith(starts)]
-    return sum(p.numel() * p.element_size() for m in parts for p in m.parameters())
-
-
-def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
-    """Bytes per process before the first step, by kind; activations and text encoders on disk are not in it."""
-    r = config.rollout
-    modules = [m for m in adapter.pipe.components.values() if isinstance(m, nn.Module)]
-    waiting = _weights(adapter, *config.memory.offload)
-    trained = sum(p.numel() for _, p in adapter.trainable())
-    window = r.window_size or (r.window_high or r.steps - 1) - r.window_low
-    samples = r.prompts_per_step // world * r.group_size
-    latent = 4 * math.prod(adapter.latent_shape(r))
-    return {
-        "weights": sum(p.numel() * p.element_size() for m in modules for p in m.parameters()) - waiting,
-        "optimiser": trained * 4 * (3 + bool(config.train.ema_decay)),  # gradient, two moments, average
-        "latents": samples * latent * (window + 1),
-        "images": samples * r.height * r.width * 3 * (adapter.frames(r) or 1),
-    }
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    known = _fake([m for m in adapter.pipe.components.values() if isinstance(m, nn.Module)], mode)
+    sigma = torch.full((r.batch_size,), 0.9)
+    length = torch.tensor(shapes["prompt_embeds"][0]) if "text_length" in shapes else None
+    with mode:
+        with Weigh([]):
+            empty = {key: torch.empty(shape, dtype=adapter.dtype) for key, shape in shapes.items()}
+            image, text = Image.new("RGB", (r.width, r.height)), replace(Condition.of_text(empty), text_length=length)
+            latents = adapter.encode_sources((image,) * sources, r.frames) if sources else ()
+            one = replace(text, sources=latents, negative=text if adapter.guided(r) else None)
+            batch = one.map(lambda value: value.expand(r.batch_size, *value.shape).contiguous())
+        x = torch.empty(r.batch_size, *adapter.latent_shape(r))
+    return mode, [*known, x, *batch.all_tensors()], (x, sigma, batch)
 
 
 def meta_pipeline(path: Path, pipeline: str, dtype: torch.dtype) -> tuple[Any, dict[str, int]]:
@@ -271,3 +258,73 @@ def _count(cls: Any, path: Path) -> int:
     """Parameters of a transformers model."""
     with torch.device("meta"):
         return sum(p.numel() for p in cls._from_config(cls.config_class.from_pretrained(path)).parameters())
+
+
+def _fake(modules: Iterable[nn.Module], mode: FakeTensorMode) -> list[Tensor]:
+    """Replace all tensors of (meta) modules by fake ones on the CPU, in place; returns them."""
+    made: list[Tensor] = []
+
+    def like(tensor: Tensor) -> Tensor:
+        made.append(torch.empty(tensor.shape, dtype=tensor.dtype))
+        return made[-1]
+
+    with mode:
+        for module in (part for whole in modules for part in whole.modules()):
+            for name, p in module._parameters.items():
+                if p is not None:
+                    module._parameters[name] = nn.Parameter(like(p), requires_grad=p.requires_grad)
+            for name, b in module._buffers.items():
+                if b is not None:
+                    module._buffers[name] = like(b)
+            for name, value in list(vars(module).items()):
+                if isinstance(value, Tensor):
+                    setattr(module, name, like(value))
+    return made
+
+
+def _clear_caches(package: str) -> None:
+    """Empty the caches of a package's functions: a fake tensor in one would make what follows fake too."""
+    for module in [m for name, m in sys.modules.items() if name.startswith(package)]:
+        for value in vars(module).values():
+            if callable(getattr(value, "cache_clear", None)):
+                value.cache_clear()
+
+
+# ---- weighing -------------------------------------------------------------------------------------------------------
+
+
+class Weigh(TorchDispatchMode):
+    """Inside, `most` is the largest number of bytes that new tensors held at once, and `now()` what they hold."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        """known: tensors that were there before, and their views, do not count."""
+        super().__init__()
+        self._known = {StorageWeakRef(t.untyped_storage()) for t in known}
+        self._live: dict[StorageWeakRef, int] = {}
+        self._total = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do the operation and weigh what it returns; one on real tensors alone is really done (lengths, σ, pixels)."""
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        real = given and not any(isinstance(t, FakeTensor) for t in given)
+        with unset_fake_temporarily() if real else nullcontext():
+            out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._note(tensor.untyped_storage())
+        return out
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        place = StorageWeakRef(storage)
+        if place in self._known or place in self._live:
+            return
+        self._live[place] = storage.nbytes()
+        self._total += storage.nbytes()
+        if self._total > self.most:  # it may hold what is freed by now
+            self.most = max(self.most, self.now())
+
+    def now(self) -> int:
+        """Bytes that are still held."""
+        self._live = {place: size for place, size in self._live.items() if not place.expired()}
+        self._total = sum(self._live.values())
+        return self._total

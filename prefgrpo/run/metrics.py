@@ -7,7 +7,7 @@ on each.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
+from prefgrpo.data.metric import Metric
 from prefgrpo.ops import METRICS
 from prefgrpo.parallel.world import World
 
@@ -71,31 +72,22 @@ def check_missing(shares: Mapping[str, float], limit: float, reasons: Sequence[s
     return f"{message} ({worst}); above judge.max_missing = {limit:.0%} the run stops" * (shares[worst] >= WARN_MISSING)
 
 
-SUMS = ("requests", "retries", "failures", "cache_hits", "hedges", "queue_mean", "queue_max")
-"""judge/… figures that are summed: counts, and the questions without an answer at one time."""
-PEAKS = ("_s", "_p95")
-"""Endings of the figures of which the worst rank counts; all others are averaged."""
-CLOCKED = (
-    *("/busy_s", "/wait_s", "/latency_p50", "/latency_p95"),
-    *("judge/queue_mean", "judge/queue_max", "judge/wasted_share", "judge/retries", "judge/hedges", "judge/cache_hits"),
-)
-"""Endings of the figures that depend on clocks, servers or earlier attempts, not on the run; their keys get `time/`."""
+_REDUCE: dict[str, Callable[[NDArray[np.float64]], np.float64]] = {"sum": np.sum, "max": np.max, "mean": np.mean}
 
 
 def over_ranks(local: Mapping[str, float], world: World) -> dict[str, float]:
-    """A step's judge and reward figures over all ranks: counts summed, times at their worst, rates averaged.
+    """A step's metrics over all ranks, each by its own reduction (`Metric`); ranks may have different ones.
 
-    What is CLOCKED is under time/, so that two runs of the same configuration agree in everything else.
+    Timed ones are under time/, so that two runs of the same configuration agree in everything else.
     """
-    names = world.union(local)
-    table = world.gather(np.array([[local.get(n, np.nan) for n in names]]))
+    metrics = {name: value if isinstance(value, Metric) else Metric(value) for name, value in local.items()}
+    kinds = dict(sorted(world.gather_items((name, (m.reduction, m.timed)) for name, m in metrics.items())))
+    table = world.gather(np.array([[local.get(name, np.nan) for name in kinds]]))
     out: dict[str, float] = {}
-    for name, column in zip(names, table.T, strict=True):
-        found = column[~np.isnan(column)]
-        if len(found):
-            summed = name.removeprefix("judge/") in SUMS
-            out[name] = float(found.sum() if summed else found.max() if name.endswith(PEAKS) else found.mean())
-    return {f"time/{k}" if k.endswith(CLOCKED) else k: v for k, v in out.items()}
+    for (name, (reduction, timed)), column in zip(kinds.items(), table.T, strict=True):
+        if len(present := column[~np.isnan(column)]):
+            out[f"time/{name}" if timed else name] = float(_REDUCE[reduction](present))
+    return out
 
 
 def policy_metrics(rows: list[Tensor], world: World) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """The trained weights with their optimiser and moving average.
 
-AdamW over fp32 masters; EMA by one fused lerp per update. Invariant: `tensors()` and `load()` carry everything that
-the next update depends on, so a resumed run continues bit by bit.
+AdamW over fp32 masters; EMA by one fused lerp per update. Invariant: `state_dict` holds everything that the
+next update depends on, so a resumed run continues bit by bit.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Policy:
     def __init__(self, parameters: dict[str, Tensor], train: TrainConfig) -> None:
         self.train = train
         self.parameters = parameters
-        self.list = list(parameters.values())
+        self.params = list(parameters.values())
         self.optimizer = torch.optim.AdamW(
-            self.list, lr=train.lr, betas=(train.beta1, train.beta2), weight_decay=train.weight_decay
+            self.params, lr=train.lr, betas=(train.beta1, train.beta2), weight_decay=train.weight_decay
         )
         self.ema = {n: p.detach().clone() for n, p in parameters.items()} if train.ema_decay else {}
         self.updates = 0
@@ -39,8 +39,8 @@ class Policy:
 
         Raises NonFiniteGradient, on all ranks alike and before any weight is touched.
         """
-        world.sum_gradients(self.list)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.list, self.train.max_grad_norm))
+        world.sum_gradients(self.params)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.params, self.train.max_grad_norm))
         if norm != norm or norm == float("inf"):
             self.optimizer.zero_grad()
             raise NonFiniteGradient(f"gradient norm is {norm}")
@@ -52,7 +52,7 @@ class Policy:
         self.updates += 1
         if self.ema:
             with torch.no_grad():
-                torch._foreach_lerp_(list(self.ema.values()), self.list, 1.0 - self.train.ema_decay)
+                torch._foreach_lerp_(list(self.ema.values()), self.params, 1.0 - self.train.ema_decay)
         return norm
 
     @contextmanager
@@ -61,16 +61,16 @@ class Policy:
         if not self.ema:
             yield
             return
-        live = [p.detach().clone() for p in self.list]
+        live = [p.detach().clone() for p in self.params]
         with torch.no_grad():
-            torch._foreach_copy_(self.list, list(self.ema.values()))
+            torch._foreach_copy_(self.params, list(self.ema.values()))
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(self.list, live)
+                torch._foreach_copy_(self.params, live)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Everything a checkpoint keeps, by name."""
         out = {f"param.{n}": p for n, p in self.parameters.items()} | {f"ema.{n}": t for n, t in self.ema.items()}
         for name, p in self.parameters.items():
@@ -78,8 +78,8 @@ class Policy:
                 out[f"adamw.{key}.{name}"] = value
         return out
 
-    def load(self, tensors: dict[str, Tensor], updates: int) -> None:
-        """Restore what `tensors()` gave after `updates` updates. Raises CheckpointError if the names do not fit."""
+    def load_state_dict(self, tensors: dict[str, Tensor], updates: int) -> None:
+        """Restore what `state_dict()` gave after `updates` updates. Raises CheckpointError if the names do not fit."""
         load_into(self.parameters, tensors, "param.")
         load_into(self.ema, tensors, "ema.")
         self.updates = updates

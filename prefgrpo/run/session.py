@@ -1,6 +1,6 @@
 """Everything a run needs before its first step, checked: folder, model, policy, prompts, judge, memory.
 
-Invariant: what can be found wrong without training is found here, with an error that says what to do, before
+Invariant: what shows to be wrong without training shows here, with an error that says what to do, before
 anything in an existing run folder is touched.
 """
 
@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +26,7 @@ from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
+from prefgrpo.rewards import PYTHON, named_objects
 from prefgrpo.rewards.log import drop_from
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.batches import Rollouts
@@ -32,9 +35,10 @@ from prefgrpo.rollout.sampling import Schedules, all_sizes, evaluation
 from prefgrpo.run import checkpoint, judging
 from prefgrpo.run.evaluate import Evaluator, held_out
 from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
-from prefgrpo.run.loading import names, open_adapter, trainable
+from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
 from prefgrpo.run.memory import known_bytes
 from prefgrpo.run.policy import Policy
+from prefgrpo.run.run_folder import RunFolder
 
 FREE = (
     *("train.steps", "train.max_minutes", "train.lr", "train.max_grad_norm", "checkpoint.every", "checkpoint.keep"),
@@ -44,7 +48,15 @@ FREE = (
     *("judge.retries", "judge.patience_s"),
 )
 """What a resumed run may change: where and how it runs, and what mends a run that stopped."""
-FREE_OPTIONS = (".url", ".device", ".batch_size", ".judge.endpoints", ".judge.concurrency", ".judge.timeout_s")
+FREE_OPTIONS = (
+    ".url",
+    ".device",
+    ".batch_size",
+    ".judge.endpoints",
+    ".judge.concurrency",
+    ".judge.timeout_s",
+    f".{PYTHON}",
+)
 """Likewise among a reward's options."""
 
 
@@ -65,11 +77,16 @@ class Clock:
 
 
 class Interrupt:
-    """Turns the first SIGINT or SIGTERM into a flag, so that a step ends and is saved; the second one kills."""
+    """Turns the first SIGINT or SIGTERM into a flag, so that a step ends and is saved; the second one kills.
+
+    Signals belong to the main thread: in any other one nothing is caught.
+    """
 
     def __init__(self) -> None:
         self.seen = False
-        self._before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+        main = threading.current_thread() is threading.main_thread()
+        caught = (signal.SIGINT, signal.SIGTERM) if main else ()
+        self._before = {number: signal.signal(number, self._note) for number in caught}
 
     def _note(self, number: int, frame: object) -> None:
         self.seen = True
@@ -86,7 +103,7 @@ class Session:
     """The parts of a run."""
 
     world: World
-    folder: Path
+    folder: RunFolder
     adapter: Adapter
     policy: Policy
     rollouts: Rollouts
@@ -95,18 +112,14 @@ class Session:
     evaluators: dict[str, Evaluator]
     judge: PairJudge | None
     interrupt: Interrupt
+    lock: int | None
+    """Descriptor that holds the run folder; rank 0's."""
     start: int = 0
     """Steps already done."""
     trained_s: float = 0.0
     """Seconds of training already spent."""
     notes: list[str] = field(default_factory=list)
-    """What the start-up checks found, to be said."""
-    lock: int | None = None
-    """Descriptor that holds the run folder; rank 0's."""
-
-    def interrupted(self) -> bool:
-        """Whether a signal asked the run to stop."""
-        return self.interrupt.seen
+    """What the start-up checks found, to be printed."""
 
     def close(self) -> None:
         """Stop the judge and leave the process group."""
@@ -123,24 +136,29 @@ class Session:
 def open_session(config: Config, resume: bool) -> Session:
     """Build and check everything. Raises ConfigError, DataError, CheckpointError, ModelError or JudgeError."""
     world = parallel.start(config.device)
+    lock: int | None = None
     try:
-        return _open(config, resume, world)
+        folder = RunFolder(Path(config.output) / config.name)
+        check_run(config, world.size)
+        lock = world.on_main(partial(checkpoint.claim, folder, resume), checkpoint.CheckpointError)
+        if resume:
+            _check_same_run(config, folder)
+        return _open(config, resume, world, folder, lock)
     except BaseException:
+        if lock is not None:
+            os.close(lock)
         parallel.stop()
         raise
 
 
-def _open(config: Config, resume: bool, world: World) -> Session:
-    folder = Path(config.output) / config.name
-    check_run(config, world.size)
-    lock = _check_folder(config, folder, resume, world)
+def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: int | None) -> Session:
     prompts, sets = prompt_sets(config)
     measured = sets if config.eval.every else {}
-    judge, judge_notes = open_judge(config, world)  # what is wrong with a reward is told before the model is loaded
-    scorer, weights = training_scorer(config, judge, folder if world.main else None, prompts, world)
+    judge, judge_notes = open_judge(config, world)  # what is wrong with a reward shows before the model is loaded
+    scorer, weights = training_scorer(config, judge, folder.root if world.main else None, prompts, world)
     scorers = {name: evaluation_scorers(config, judge, held, scorer, world) for name, held in measured.items()}
     absent = len(uncached(config, encoding_jobs(config, prompts, [p for held in sets.values() for p in held])))
-    adapter = trainable_adapter(config, world.device, encoders=bool(absent))
+    adapter = trainable(config, open_adapter(config, world.device, encoders=bool(absent)))
     policy = Policy(dict(adapter.trainable()), config.train)
     schedules = open_schedules(config, adapter, world, prompts)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
@@ -148,32 +166,35 @@ def _open(config: Config, resume: bool, world: World) -> Session:
     evaluators = {}
     for number, (name, held) in enumerate(measured.items()):
         chosen = held_out(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
-        evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers[name], world)
+        evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers[name], world, folder)
     rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world)
-    session = Session(world, folder, adapter, policy, rollouts, scorer, weights, evaluators, judge, Interrupt())
-    session.lock = lock
-    session.notes = [_describe(config, session), _evaluated(config, session)]
-    session.notes += [memory_estimate(config, session), *judge_notes]
+    session = Session(world, folder, adapter, policy, rollouts, scorer, weights, evaluators, judge, Interrupt(), lock)
+    session.notes = [*_notes(config, session), *judge_notes]
     if config.data.cache:
-        told = f"{absent} texts are not in it yet" if absent else "it has all prompts, no text encoder was loaded"
-        session.notes.append(f"embeddings in {config.data.cache}: {told}")
+        state = f"{absent} texts are not in it yet" if absent else "it has all prompts, no text encoder was loaded"
+        session.notes.append(f"embeddings in {config.data.cache}: {state}")
     _start_folder(config, session, resume)
     return session
 
 
 def mistakes(config: Config, processes: int) -> list[str]:
-    """What can be told of a run without its model: files, rewards, judge, and how the step's prompts deal out."""
-    r, e, found = config.rollout, config.eval, judging.mistakes(config)
+    """What is wrong with a run as far as it shows without its model: files, rewards, judge, how prompts deal out."""
+    r, e, options = config.rollout, config.eval, config.reward.options
+    if absent := [name for name, own in options.items() if PYTHON in own and name not in named_objects()]:
+        origin = ", ".join(f"{name} is {options[name][PYTHON]}" for name in absent)
+        advice = "resume it there, with prefgrpo.Trainer(…, resume=True)"
+        return [f"reward.spec: {origin}, which exists only in the Python program that started the run; {advice}"]
+    found = judging.mistakes(config)
     if not found and not any(judging.specs(config)[0].values()):
         found.append("reward.spec: every weight is 0, which leaves nothing to train on; measure with eval.spec")
     files = {"data.prompts": config.data.prompts, "eval.prompts": e.prompts, "eval.final_prompts": e.final_prompts}
     found += [f"{field}: prompts file not found: {f}" for field, f in files.items() if f and not Path(f).is_file()]
     if r.prompts_per_step % processes:
-        told = f"{r.prompts_per_step} groups do not deal out over {processes} processes"
-        found.append(f"rollout.prompts_per_step: {told}; expected a multiple of {processes}")
+        problem = f"{r.prompts_per_step} groups do not deal out over {processes} processes"
+        found.append(f"rollout.prompts_per_step: {problem}; expected a multiple of {processes}")
     if config.train.updates_per_rollout > r.prompts_per_step:
-        told = f"{config.train.updates_per_rollout} updates need as many prompts per step"
-        found.append(f"train.updates_per_rollout: {told}, got rollout.prompts_per_step = {r.prompts_per_step}")
+        problem = f"{config.train.updates_per_rollout} updates need as many prompts per step"
+        found.append(f"train.updates_per_rollout: {problem}, got rollout.prompts_per_step = {r.prompts_per_step}")
     return found
 
 
@@ -183,112 +204,85 @@ def check_run(config: Config, processes: int) -> None:
         raise ConfigError(found)
 
 
-def _check_folder(config: Config, folder: Path, resume: bool, world: World) -> int | None:
-    """Claim the run folder (rank 0 gets the lock); a resumed run must be the same run."""
-    held: list[int] = []
-    world.on_main(lambda: held.append(checkpoint.claim(folder, resume)), checkpoint.CheckpointError)
-    if resume and (folder / "config.yaml").is_file():
-        changed = differences(load(folder / "config.yaml"), config)
-        free = [k for k in changed if k in FREE or (".options." in k and k.endswith(FREE_OPTIONS))]
-        wrong = {k: v for k, v in changed.items() if k not in free}
-        if wrong:
-            shown = "; ".join(f"{k}: was {a!r}, is {b!r}" for k, (a, b) in wrong.items())
-            raise checkpoint.CheckpointError(
-                f"{folder} was started with another configuration ({shown}); resume with the old values, "
-                f"or choose another --name"
-            )
-    return held[0] if held else None
+def _check_same_run(config: Config, folder: RunFolder) -> None:
+    """Raise CheckpointError if the folder's run has another configuration in what a resumed run may not change."""
+    changed = differences(load(folder.config), config) if folder.config.is_file() else {}
+    fixed = {k: v for k, v in changed.items() if k not in FREE and not (".options." in k and k.endswith(FREE_OPTIONS))}
+    if fixed:
+        shown = "; ".join(f"{k}: was {a!r}, is {b!r}" for k, (a, b) in fixed.items())
+        raise checkpoint.CheckpointError(
+            f"{folder.root} was started with another configuration ({shown}); resume with the old values, "
+            f"or choose another --name"
+        )
 
 
 def open_schedules(config: Config, adapter: Adapter, world: World, prompts: list[Prompt]) -> Schedules:
     """The schedules of a run, every size of its prompts checked. Raises ConfigError."""
     schedules = Schedules(config, adapter, world.device)
-    with names("rollout, or a prompt's own size"):
+    with config_errors_as("rollout, or a prompt's own size"):
         for sizes in all_sizes(prompts, config.rollout, config.data.own_sizes):
             adapter.latent_shape(sizes)
             schedules.check(sizes)
     shown = evaluation(config)
-    with names("eval.height/width/frames"):
+    with config_errors_as("eval.height/width/frames"):
         adapter.latent_shape(shown)
     return schedules
-
-
-def trainable_adapter(config: Config, device: torch.device, encoders: bool) -> Adapter:
-    """The model with what trains switched on."""
-    return trainable(config, open_adapter(config, device, encoders))
 
 
 def _start_folder(config: Config, session: Session, resume: bool) -> None:
     """Write the configuration of a new run, or load the newest checkpoint of an old one."""
     folder, world = session.folder, session.world
-    path = checkpoint.latest(folder / "checkpoints") if resume else None
+    path = folder.latest() if resume else None
     if path is not None:
         tensors, meta = checkpoint.read(path)
         if meta["prompts"] != fingerprint(session.rollouts.prompts):
             raise checkpoint.CheckpointError(
-                f"{config.data.prompts} holds other prompts than when {folder} was started; "
+                f"{config.data.prompts} holds other prompts than when {folder.root} was started; "
                 "resume with the old file, or choose another --name"
             )
-        session.policy.load(tensors, meta["updates"])
+        session.policy.load_state_dict(tensors, meta["updates"])
         session.start, session.trained_s = meta["step"], meta["trained_s"]
         session.notes.append(f"resumed from {path}")
     elif resume:
-        session.notes.append(f"no checkpoint in {folder} yet; starting from step 0")
+        session.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
     if world.main:
         text = yaml.safe_dump(to_dict(config), sort_keys=False)  # escapes: U+0085 would not survive otherwise
-        checkpoint.write_atomic(folder / "config.yaml", text)  # first: it makes the folder a run that can be resumed
-        (folder / "eval").mkdir(exist_ok=True)
-        (folder / "groups").mkdir(exist_ok=True)
-        drop_from(folder / "judgements.jsonl", session.start)
+        checkpoint.write_atomic(folder.config, text)  # first: it makes the folder a run that can be resumed
+        folder.eval.mkdir(exist_ok=True)
+        folder.groups.mkdir(exist_ok=True)
+        drop_from(folder.judgements, session.start)
     world.barrier()
 
 
-def _describe(config: Config, session: Session) -> str:
-    counts = session.adapter.parameter_counts()
-    r = config.rollout
-    frames = session.adapter.frames(r)
-    media = f"clips of {frames} frames" if frames else "images"
-    return (
-        f"{config.family} from {config.model}: training {counts['trainable'] / 1e6:.2f} M parameters "
-        f"({'LoRA rank ' + str(config.train.lora_rank) if config.train.lora_rank else 'full'}, {config.dtype}) on "
-        f"{session.world.size} × {session.world.device}; {r.prompts_per_step} prompts × {r.group_size} {media} "
-        f"{r.width}×{r.height} per step from {len(session.rollouts.prompts)} prompts"
+def _notes(config: Config, session: Session) -> Iterator[str]:
+    """What trains, on what, evaluated how, and the memory that is known before the first step."""
+    c, r, t, e, adapter = config, config.rollout, config.train, config.eval, session.adapter
+    count, what = len(session.rollouts.prompts), f"LoRA rank {t.lora_rank}" if t.lora_rank else "full"
+    media = f"clips of {frames} frames" if (frames := adapter.frames(r)) else "images"
+    yield (
+        f"{c.family} from {c.model}: training {adapter.parameter_counts()['trainable'] / 1e6:.2f} M parameters "
+        f"({what}, {c.dtype}) on {session.world.size} × {session.world.device}; {r.prompts_per_step} prompts × "
+        f"{r.group_size} {media} {r.width}×{r.height} per step from {count} prompts"
     )
-
-
-def _evaluated(config: Config, session: Session) -> str:
-    """What the policy is evaluated on."""
-    counts = {name: len(set(evaluator.held.group.tolist())) for name, evaluator in session.evaluators.items()}
-    if not counts:
-        few = f"{len(session.rollouts.prompts)} prompts are too few to hold some out (fewer than {FEWEST_TO_SPLIT})"
-        why = "eval.every is 0" if not config.eval.every else few if config.eval.holdout else "eval.holdout is 0"
-        return f"no evaluation, hence no before/after: {why}, and eval.prompts names no file"
-    if config.eval.prompts or config.eval.final_prompts:
-        return "evaluated on " + ", ".join(f"{count} prompts ({name})" for name, count in counts.items())
-    total = len(session.rollouts.prompts) + counts["dev"]
-    note = f"{counts['dev']} of {total} prompts are held out (eval.holdout {config.eval.holdout:g}): evaluated on"
-    return f"{note} every {config.eval.every} steps, never trained on"
-
-
-def memory_estimate(config: Config, session: Session) -> str:
-    """Bytes known before the first step, per process, and what the device has; activations come on top."""
-    r = config.rollout
-    parts = known_bytes(config, session.adapter, session.world.size)
-    total = sum(parts.values())
+    held = {name: len(set(evaluator.held.group.tolist())) for name, evaluator in session.evaluators.items()}
+    if not held:
+        few = f"{count} prompts are too few to hold some out (fewer than {FEWEST_TO_SPLIT})"
+        why = "eval.every is 0" if not e.every else few if e.holdout else "eval.holdout is 0"
+        yield f"no evaluation, hence no before/after: {why}, and eval.prompts names no file"
+    elif e.prompts or e.final_prompts:
+        yield "evaluated on " + ", ".join(f"{number} prompts ({name})" for name, number in held.items())
+    else:
+        share = f"{held['dev']} of {count + held['dev']} prompts are held out (eval.holdout {e.holdout:g})"
+        yield f"{share}: evaluated on every {e.every} steps, never trained on"
+    parts, device = known_bytes(config, adapter, session.world.size), session.world.device
+    total, pages = sum(parts.values()), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else pages) / 2**30
     unit, name = (2**30, "GiB") if total >= 2**30 else (2**20, "MiB")
     listed = " + ".join(f"{part} {size / unit:.3g}" for part, size in parts.items())
-    free = available_memory(session.world.device) / 2**30
-    return (
+    yield (
         f"memory per process: {listed} = {total / unit:.3g} {name} of {free:.1f} GiB free, and the activations of "
         f"{r.batch_size} images"
     )
-
-
-def available_memory(device: torch.device) -> int:
-    """Free bytes on the device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_memory(device: torch.device) -> int:

@@ -1,0 +1,268 @@
+"""Training from Python, by the same code as `prefgrpo train`.
+
+    trainer = Trainer("black-forest-labs/FLUX.1-dev", train_prompts="prompts.txt", rewards={"clip": 0.3, redness: 0.7})
+    result = trainer.train()
+
+A recipe is nested keyword arguments and the other way round, so every value of a recipe can be given here, and what
+is given here is checked like a recipe and written to the run folder as one. Invariant: the constructor starts nothing:
+no process group, no model, no run folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prefgrpo.config.recipe import merged, read_yaml
+from prefgrpo.config.schema import MODEL_VALUES, Config, ConfigError, from_dict, to_dict
+from prefgrpo.data.prompts import SOURCE
+from prefgrpo.models import family_of
+from prefgrpo.models.folder import ModelError
+from prefgrpo.report import write_report
+from prefgrpo.rewards import PYTHON, REWARDS, RewardSpecError, load_class, named, parse_reward_spec
+from prefgrpo.rewards.base import Reward
+from prefgrpo.rewards.pairwise import VlmPairwise
+from prefgrpo.run.checkpoint import write_atomic
+from prefgrpo.run.loading import misfits
+from prefgrpo.run.loop import Callbacks, TrainingLoop, TrainingStopped
+from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.session import mistakes
+
+Prompts = str | Path | Sequence[str | Mapping[str, Any]]
+"""A file as in a recipe, or the prompts themselves: texts, or mappings of a file's columns."""
+
+
+class PairwiseJudge:
+    """A vision-language judge that compares the images of a prompt in pairs; the reward is the win rate.
+
+    PairwiseJudge("http://127.0.0.1:8000")                   an OpenAI-compatible server (or a list of several)
+    PairwiseJudge("Qwen/Qwen3-VL-8B-Instruct", plan="swiss(3)")    a folder or hub id, loaded in this process
+    """
+
+    def __init__(self, judge: str | Sequence[str], **options: Any) -> None:
+        """options: fields of `JudgeConfig`, e.g. model (of a server), template, plan, verdict, concurrency."""
+        endpoints = [judge] if isinstance(judge, str) else list(judge)
+        server = all("://" in endpoint for endpoint in endpoints)
+        where = {"backend": "http", "endpoints": endpoints} if server else {"backend": "local", "model": judge}
+        self.options: dict[str, Any] = where | options
+
+
+RewardLike = str | PairwiseJudge | Reward | Callable[..., Any]
+"""A reward's name, a judge, an open reward, or a function: (images, prompts, **columns) -> one number or None per
+image, or (prompt, image_a, image_b) -> the probability that image_a is better."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run has made."""
+
+    folder: Path
+    """The run folder."""
+    metrics: dict[str, float]
+    """Of the last evaluation (`metrics.jsonl` in the folder has all rows); empty without one."""
+    win_rate: float | None
+    """Share of held-out images that beat the starting policy's: by the judge, or else by the first reward that
+    measures; None without an evaluation."""
+    lora: Path | None
+    """The LoRA in diffusers format, for `pipe.load_lora_weights`; None after full fine-tuning."""
+    pipeline: Path | None
+    """The whole pipeline after full fine-tuning."""
+    report: Path
+    """report.html."""
+    summary: str
+    """The last evaluation in one line."""
+
+
+class Trainer:
+    """One run: `Trainer(...).train()`."""
+
+    def __init__(
+        self,
+        model: str | Path = "",
+        *,
+        train_prompts: Prompts | None = None,
+        eval_prompts: float | Prompts | None = None,
+        rewards: RewardLike | Sequence[RewardLike] | Mapping[RewardLike, float] | None = None,
+        steps: int | None = None,
+        lora_rank: int | None = None,
+        resume: bool = False,
+        on_step: Callable[[int, dict[str, float]], object] | None = None,
+        on_evaluation: Callable[[int, str, dict[str, float]], object] | None = None,
+        on_save: Callable[[Path], object] | None = None,
+        **overrides: Any,
+    ) -> None:
+        """Check a run; `train` starts it. Raises ConfigError with every mistake, in the words of a recipe's.
+
+        model: a diffusers pipeline: a folder, or a hub id, 'owner/name' or 'owner/name@revision'; its family follows
+        from its model_index.json. train_prompts: a file or a list. eval_prompts: a file or a list, or the share of
+        train_prompts that is held out. rewards: one, several, or {reward: weight}. steps: training steps. lora_rank:
+        0 trains all weights. resume: continue the run of this name.
+
+        on_step(step, metrics), on_evaluation(step, set name, metrics) and on_save(checkpoint folder) are called on
+        rank 0. overrides: any other value of a recipe, by section or by dotted name: name="run", seed=1,
+        rollout={"height": 512, "width": 512}, **{"train.lr": 1e-4}.
+        """
+        values = _nested(overrides)
+        objects, reward_values = _rewards(rewards)
+        training = {"steps": steps, "lora_rank": lora_rank}
+        given: dict[str, Any] = {"train": {key: value for key, value in training.items() if value is not None}}
+        output, files = str(values.get("output", Config.output)), dict[Path, str]()
+        if model:
+            given["model"] = str(model)
+        if train_prompts is not None:
+            given["data"] = {"prompts": _prompts_file("train_prompts", train_prompts, output, files)}
+        if isinstance(eval_prompts, float | int):
+            given["eval"] = {"prompts": "", "holdout": eval_prompts}
+        elif eval_prompts is not None:
+            given["eval"] = {"prompts": _prompts_file("eval_prompts", eval_prompts, output, files)}
+        values = merged(merged(values, given), reward_values)
+        if rewards is not None:  # a recipe's objects are replaced too
+            options = values["reward"]["options"]
+            values["reward"]["options"] = {n: own for n, own in options.items() if n in objects or PYTHON not in own}
+        if values.get("model") and "family" not in values:
+            try:
+                values["family"] = family_of(str(values["model"]))
+            except ModelError as error:
+                raise ConfigError([f"model: {error}"]) from error
+        self.config = from_dict(values)
+        self.folder = RunFolder(Path(self.config.output) / self.config.name)
+        for file, text in files.items():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(file, text)
+        self._objects, self._resume = objects, resume
+        self._callbacks = Callbacks(on_step, on_evaluation, on_save)
+        with named(objects):
+            if found := misfits(self.config) + mistakes(self.config, int(os.environ.get("WORLD_SIZE", "1"))):
+                raise ConfigError(found)
+
+    @classmethod
+    def from_recipe(cls, recipe: str | Path, model: str | Path = "", **arguments: Any) -> Trainer:
+        """A recipe's run; the arguments are those of `Trainer` and replace the recipe's values."""
+        values, own = read_yaml(recipe), Path(model) / MODEL_VALUES
+        if model and values.get("model") != str(model) and own.is_file():
+            values = merged(values, read_yaml(own))  # what this model needs in any recipe
+        keywords = {name for name in inspect.signature(cls).parameters if name in arguments}
+        overrides = {key: value for key, value in arguments.items() if key not in keywords}
+        values = merged(values, _nested(overrides)) | ({"model": str(model)} if model else {})
+        return cls(**values, **{key: arguments[key] for key in keywords})
+
+    @classmethod
+    def from_config(cls, config: Config, resume: bool = False) -> Trainer:
+        """The run of a configuration."""
+        return cls(**to_dict(config), resume=resume)
+
+    def train(self) -> Result:
+        """Train to the end, and write the report.
+
+        Raises TrainingStopped, after a checkpoint and the report so far, if the run cannot go on or was interrupted;
+        and before the first step ConfigError, DataError, CheckpointError, ModelError or JudgeError.
+        """
+        with named(self._objects):
+            loop = TrainingLoop(self.config, self._resume, self._callbacks)
+            try:
+                loop.run()
+            except TrainingStopped:
+                if loop.world.main:
+                    write_report(self.folder.root)
+                raise
+        if loop.world.main:
+            write_report(self.folder.root)
+        lora = self.config.train.lora_rank > 0
+        return Result(
+            folder=self.folder.root,
+            metrics=loop.evaluation,
+            win_rate=loop.log.win_rate,
+            lora=self.folder.product(True) if lora else None,
+            pipeline=None if lora else self.folder.product(False),
+            report=self.folder.report,
+            summary=loop.verdict,
+        )
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections of values with dotted names: {"train.lr": 1} → {"train": {"lr": 1}}."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        out = merged(out, value)
+    return out
+
+
+def _prompts_file(argument: str, prompts: Prompts, output: str, files: dict[Path, str]) -> str:
+    """The file of prompts; a list becomes one beside the runs, named by its content, so that a run can be resumed."""
+    if isinstance(prompts, str | Path):
+        return str(prompts)
+    if not prompts:
+        raise ConfigError([f"{argument}: expected at least one prompt, got none"])
+    rows = []
+    for prompt in prompts:
+        row: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
+        for key in SOURCE:
+            if isinstance(value := row.get(key), str | Path):
+                row[key] = str(Path(value).absolute())
+            elif isinstance(value, Sequence):
+                row[key] = [str(Path(path).absolute()) for path in value]
+        rows.append(json.dumps(row))
+    text = "".join(row + "\n" for row in rows)
+    file = Path(output) / f"prompts-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
+    files[file] = text
+    return str(file)
+
+
+def _rewards(rewards: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(name → function or open reward, the recipe's values of all rewards). Raises ConfigError."""
+    if rewards is None:
+        return {}, {}
+    if isinstance(rewards, str):
+        try:
+            rewards = parse_reward_spec(rewards)
+        except RewardSpecError as error:
+            raise ConfigError([f"rewards: {error}"]) from error
+    elif not isinstance(rewards, Mapping):
+        rewards = dict.fromkeys(rewards if isinstance(rewards, Sequence) else [rewards], 1.0)
+    objects: dict[str, Any] = {}
+    values: dict[str, Any] = {"reward": {"options": {}}}
+    spec: dict[str, float] = {}
+    for reward, weight in rewards.items():
+        if isinstance(reward, str):
+            name = reward
+        elif isinstance(reward, PairwiseJudge):
+            name, values["judge"] = "vlm_pairwise", reward.options
+        elif isinstance(reward, VlmPairwise) and reward.judged:
+            raise ConfigError([f"rewards: expected PairwiseJudge(…) or a name, got an open {type(reward).__name__}"])
+        elif not callable(reward) and not isinstance(reward, Reward):
+            raise ConfigError([f"rewards: expected a name, a PairwiseJudge, a reward or a function, got {reward!r}"])
+        else:
+            name = _name(reward)
+            objects[name] = reward
+            origin = reward if hasattr(reward, "__qualname__") else type(reward)
+            values["reward"]["options"][name] = {PYTHON: f"{origin.__module__}.{origin.__qualname__}"}
+        if name in spec:
+            raise ConfigError(
+                [f"rewards: {name} is given twice; give each reward once, functions under names of their own"]
+            )
+        spec[name] = weight
+    with named(objects):
+        try:
+            for name in objects:
+                load_class(name)
+            values["reward"]["spec"] = json.dumps(parse_reward_spec(spec))
+        except RewardSpecError as error:
+            raise ConfigError([f"rewards: {error}"]) from error
+    return objects, values
+
+
+def _name(reward: Any) -> str:
+    """What a function or an open reward is called in specs and metrics."""
+    if isinstance(reward, Reward):
+        path = f"{type(reward).__module__.rpartition('.')[2]}:{type(reward).__qualname__}"
+        return next((name for name, known in REWARDS.items() if known == path), type(reward).__name__)
+    name = str(getattr(reward, "__name__", type(reward).__name__))
+    return name if name.isidentifier() else "function"

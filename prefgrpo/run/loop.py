@@ -1,0 +1,360 @@
+"""The training loop, for every family, reward and objective.
+
+    prompts → rollout → judge (streamed) → advantage → replay → clipped loss → AdamW
+
+Noise, prompts and pair orders are functions of (seed, step), so a step depends on the weights and its number only.
+Invariant: all ranks take every decision (skip, stop, checkpoint) from gathered numbers, hence together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prefgrpo.config.schema import Config
+from prefgrpo.data.prompts import fingerprint
+from prefgrpo.judge.information import Alarm, evidence
+from prefgrpo.objectives import objective
+from prefgrpo.rewards.pairwise import VlmPairwise, judged
+from prefgrpo.rewards.scorer import StepScores
+from prefgrpo.rollout.batches import Batch
+from prefgrpo.rollout.render import stills
+from prefgrpo.rollout.replay import replay, stacked
+from prefgrpo.run import checkpoint
+from prefgrpo.run.advantage import advantages, part_table
+from prefgrpo.run.log import Log
+from prefgrpo.run.metrics import (
+    NoInformation,
+    RewardsMissing,
+    check_missing,
+    eval_line,
+    missing_shares,
+    over_ranks,
+    policy_metrics,
+    reward_metrics,
+)
+from prefgrpo.run.policy import NonFiniteGradient
+from prefgrpo.run.session import Clock, open_session, peak_memory
+
+REASONS_SHOWN = 3
+"""Most frequent reasons for missing rewards that a step prints; ten times as many in a run."""
+
+
+class TrainingStopped(RuntimeError):
+    """The run cannot go on; it can be resumed, and the message says from where and what to do."""
+
+
+class Diverged(RuntimeError):
+    """The policy makes latents that are not finite."""
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What is called on rank 0 while a run goes on; an exception in one ends the run."""
+
+    on_step: Callable[[int, dict[str, float]], object] | None = None
+    """After training step 1, 2, …, with the step's metrics."""
+    on_evaluation: Callable[[int, str, dict[str, float]], object] | None = None
+    """After an evaluation of the set `name` (dev or test) following so many steps."""
+    on_save: Callable[[Path], object] | None = None
+    """After a checkpoint folder was written."""
+
+
+class TrainingLoop:
+    """One run: `TrainingLoop(config, resume).run()`."""
+
+    def __init__(self, config: Config, resume: bool = False, callbacks: Callbacks | None = None) -> None:
+        self.config, self.callbacks = config, callbacks or Callbacks()
+        self.session = open_session(config, resume)
+        self.world, self.adapter, self.policy = self.session.world, self.session.adapter, self.session.policy
+        self.folder, self.scorer, self.rollouts = self.session.folder, self.session.scorer, self.session.rollouts
+        self.evaluators = self.session.evaluators
+        self.product = self.folder.product(lora=config.train.lora_rank > 0)
+        self.log = Log(
+            self.folder, config.train.steps, self.session.start, tensorboard=config.tensorboard, active=self.world.main
+        )
+        self.loss = objective(config.train.objective)
+        self.evaluation: dict[str, float] = {}
+        """Metrics of the last evaluation."""
+        self.verdict = ""
+        """Its summary line."""
+        self._reasons_shown: set[str] = set()
+        self._alarms = {name: Alarm() for name, weight in self.session.weights.items() if weight}
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> Path:
+        """Train to the end (or the time limit). Returns the run folder.
+
+        Raises TrainingStopped after saving when too many rewards are missing, the judge says nothing, or the gradient
+        is not finite.
+        """
+        c, done = self.config, self.session.start
+        try:
+            for note in self.session.notes:
+                self.log.say(note)
+            for name, evaluator in self.evaluators.items():
+                evaluator.start(resumed=done > 0)
+                if not done:
+                    self._evaluate(0, name)
+            while done < c.train.steps and not self._out_of_time():
+                clock = Clock()
+                metrics = self._guarded_step(done, clock)
+                done += 1
+                self.session.trained_s += sum(clock.seconds.values())
+                self._report(done, metrics, clock)
+                if c.eval.every and done % c.eval.every == 0 and "dev" in self.evaluators:
+                    self._evaluate(done, "dev")
+                interrupted = self.world.any(self.session.interrupt.seen)
+                if done % c.checkpoint.every == 0 or interrupted:
+                    self._save(done)
+                if interrupted:
+                    raise TrainingStopped(f"interrupted after step {done}; continue with the same command and --resume")
+            self._finish(done)
+        finally:
+            self.close()
+        return self.folder.root
+
+    def step(self, step: int, clock: Clock) -> dict[str, float]:
+        """Training step number `step` (from 0): metrics over all ranks."""
+        batches, groups = list[Batch](), self.rollouts.groups(step)
+        samples = len(groups) * self.config.rollout.group_size
+        with clock.phase("rollout"), self.log.bar("rollout", "sample", samples) as bar:
+            self.scorer.begin(step, groups)
+            for batch in self.rollouts(step):  # denoise and decode
+                for group, member, sample in zip(batch.groups, batch.members, batch.samples, strict=True):
+                    self.scorer.add(group, member, sample)  # judged while the next batch is made
+                batches.append(batch)
+                bar.update(len(batch.samples))
+            finite = all(bool(batch.trajectory.latents.isfinite().all()) for batch in batches)
+            if self.world.any(not finite):
+                raise Diverged("the policy makes latents that are not finite (NaN or infinite)")
+        streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(groups)
+        with clock.phase("judge_wait"), self.log.bar("judging", "group", streamed) as bar:
+            scores = self.scorer.finish(bar.update)
+        self._save_groups(step + 1, scores, batches)
+        advantage, metrics = self.advantages(step + 1, scores)
+        with clock.phase("update"):
+            metrics |= self.update(batches, advantage)
+        return metrics | over_ranks(scores.metrics, self.world)
+
+    def close(self) -> None:
+        """Close the log and the session."""
+        self.log.close()
+        self.session.close()
+
+    def _guarded_step(self, step: int, clock: Clock) -> dict[str, float]:
+        """One step; what ends the run becomes TrainingStopped, after a checkpoint if no weight has changed since."""
+        updates = self.policy.updates
+        try:
+            return self.step(step, clock)
+        except (NonFiniteGradient, RewardsMissing, NoInformation, Diverged) as error:
+            self.policy.optimizer.zero_grad()
+            if self.policy.updates == updates and not isinstance(error, Diverged):
+                advice = f"saved {self._save(step)}; after mending it, continue with --resume"
+            else:
+                newest = self.folder.latest()
+                advice = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
+                advice += "; continue from there with --resume and a lower --train.lr"
+            raise TrainingStopped(f"step {step + 1}: {error}\n{advice}") from error
+
+    def _out_of_time(self) -> bool:
+        limit = self.config.train.max_minutes * 60
+        return limit > 0 and self.world.any(self.session.trained_s >= limit)
+
+    # ---- advantages -------------------------------------------------------------------------------------------------
+
+    def advantages(self, step: int, scores: StepScores) -> tuple[Tensor, dict[str, float]]:
+        """(advantages [P, G] of all ranks' samples, on the device; metrics). Raises RewardsMissing or NoInformation."""
+        c, group_size = self.config, self.config.rollout.group_size
+        for reason, count in list(scores.reasons.items())[:REASONS_SHOWN]:
+            if reason not in self._reasons_shown and len(self._reasons_shown) < 10 * REASONS_SHOWN:
+                self._reasons_shown.add(reason)
+                self.log.say(f"missing in step {step}: {count} × {reason}")
+        names = list(self.session.weights)
+        weights = np.array([self.session.weights[n] for n in names])
+        local = np.stack([scores.values[n] for n in names], axis=-1)  # [P / world, G, R]
+        parts = {n: w for n in names if (w := self.scorer.rewards[n].part_weights)}
+        if parts:
+            local = np.concatenate([local, part_table(scores.groups, parts)], axis=-1)
+        table = self.world.gather_slots(local).reshape(-1, local.shape[-1])
+        rewards, sub_scores = table[:, : len(names)], table[:, len(names) :]
+        verdicts = [[k.verdict.first for g in scores.groups[n] for k in g.comparisons] for n in names]
+        counts = self.world.gather(np.array([[(len(v), v.count(None)) for v in verdicts]], np.float64)).sum(0)
+        shares = missing_shares(rewards, weights, counts)
+        if warning := check_missing(shares, c.judge.max_missing, list(scores.reasons)):
+            self.log.say(f"WARNING: step {step}: {warning}")
+        advantage = advantages(
+            rewards, self.session.weights, group_size, c.reward, parts, sub_scores, self.world.device
+        )
+        self._check_information(step, scores)
+        return advantage, reward_metrics(names, rewards, group_size) | shares | {
+            "advantage/zero_groups": float((advantage == 0).all(1).float().mean()),
+            "advantage/max": float(advantage.abs().max()),
+        }
+
+    def _check_information(self, step: int, scores: StepScores) -> None:
+        """Warn of a judge whose verdicts say nothing. Raises NoInformation after `judge.patience_steps` such steps."""
+        local = []
+        for name in self._alarms:
+            reward = self.scorer.rewards[name]
+            rounded = isinstance(reward, VlmPairwise) and reward.rating.verdict == "hard"
+            local.append(evidence([judged(g.comparisons) for g in scores.groups[name]], rounded))
+        counts = self.world.gather(np.stack(local)[None]).sum(0)
+        patience = self.config.judge.patience_steps
+        for (name, alarm), row in zip(self._alarms.items(), counts, strict=True):
+            if not (problem := alarm.add(row)):
+                continue
+            message = f"{name}: the judge's verdicts carry no information: {problem}"
+            if patience and alarm.steps >= patience:
+                raise NoInformation(f"{message}; {alarm.steps} steps in a row (judge.patience_steps)")
+            self.log.say(f"WARNING: step {step}, {message}; {alarm.steps} of judge.patience_steps = {patience}")
+
+    # ---- update -----------------------------------------------------------------------------------------------------
+
+    def update(self, batches: list[Batch], advantage: Tensor) -> dict[str, float]:
+        """The step's optimiser updates, each on its slots; one without any signal is skipped, on all ranks.
+
+        Raises NonFiniteGradient.
+        """
+        updates, table, norms = self.config.train.updates_per_rollout, list[Tensor](), list[float]()
+        signal = (advantage != 0).any(1).cpu()  # [P]
+        owner = torch.arange(len(signal)) * updates // len(signal)
+        for update in range(updates):
+            if not bool(signal[owner == update].any()):
+                continue
+            samples = int((owner == update).sum()) * self.config.rollout.group_size
+            for batch in batches:
+                if batch.update == update:
+                    table += self._accumulate(batch, advantage, signal, samples)
+            norms.append(self.policy.update(self.world))
+        return policy_metrics(table, self.world) | {
+            "grad_norm": float(np.mean(norms)) if norms else 0.0,
+            "samples_trained": float(signal.sum() * self.config.rollout.group_size),
+        }
+
+    def _accumulate(self, batch: Batch, advantage: Tensor, signal: Tensor, samples: int) -> list[Tensor]:
+        """Gradient of one batch, step by step (or several at once: `train.replay_batch`); rows [update, samples, loss,
+        *METRICS] for `policy_metrics`.
+
+        Groups without signal are left out: they cost no forward. A batch that loses some of its samples is a forward
+        of another shape than the rollout's, so its first ratio is 1 within rounding only. `samples`: of the whole
+        update, over all ranks.
+        """
+        r, keep = batch.sizes, [k for k, p in enumerate(batch.slots) if signal[p]]
+        condition, steps, device = batch.condition, batch.trajectory.steps, self.world.device
+        if not keep:
+            return []
+        if len(keep) < len(batch.slots):
+            rows = torch.tensor(keep, device=device)
+            condition, steps = condition.select(rows), tuple(s.select(rows) for s in steps)
+        adv = advantage[[batch.slots[k] for k in keep], [batch.members[k] for k in keep]]
+        table = []
+        train, kl = self.config.train, self.config.train.kl_form if self.config.train.kl_coef else ""
+        for step in stacked(self.adapter, batch.schedule, steps, r, train.replay_batch):
+            new = replay(self.adapter, batch.schedule, condition, step, r, kl)
+            together = len(step.step_indices)
+            out = self.loss(train, new, step.logp, adv.repeat(together), float(samples * len(steps)))
+            out.loss.backward()
+            facts = out.metrics.new_tensor([batch.update, together * len(keep)])
+            table.append(torch.cat([facts, out.loss.detach()[None], out.metrics]))
+        return table
+
+    # ---- what is written --------------------------------------------------------------------------------------------
+
+    def _report(self, step: int, metrics: dict[str, float], clock: Clock) -> None:
+        """The metrics row and the summary line of a finished step."""
+        first, trained = step == self.session.start + 1, metrics["samples_trained"] > 0
+        row = metrics | {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
+        self.log.row("train", step, row)
+        self.log.step(step, metrics, clock.seconds)
+        error, limit = metrics["policy/on_policy_error"], self.config.train.clip_range / 10
+        if trained and (first or error > limit):
+            verdict = "exact" if error == 0 else "fine" if error <= limit else f"above clip_range / 10 = {limit:.1e}"
+            r, cut = self.config.rollout, metrics["advantage/zero_groups"] > 0
+            if error and cut and r.group_size % r.batch_size:
+                verdict += "; groups without signal were left out of batches with others: it is exact where "
+                verdict += "rollout.batch_size divides rollout.group_size"
+            self.log.say(f"on-policy check, step {step}: max |ratio - 1| = {error:.1e} ({verdict})")
+        if first:
+            self.log.say(f"peak memory after step {step}: {peak_memory(self.world.device) / 2**30:.2f} GiB")
+        if self.callbacks.on_step and self.world.main:
+            self.callbacks.on_step(step, row)
+
+    def _save_groups(self, step: int, scores: StepScores, batches: list[Batch], most: int = 3) -> None:
+        """Images, wins, counts, win rates and prompts of a few judged groups for the report: of the first and the last
+        step, and of those with an evaluation."""
+        every = self.config.eval.every or 50
+        if not self.world.main or not (step in (1, self.config.train.steps) or step % every == 0):
+            return
+        slots, size = self.world.slots(self.config.rollout.prompts_per_step), self.config.rollout.group_size
+        made = {(p, g): s for b in batches for p, g, s in zip(b.slots, b.members, b.samples, strict=True)}
+        judged = [
+            ([made[slots[k], g] for g in range(size)], group)
+            for groups in scores.groups.values()
+            for k, group in enumerate(groups)
+            if group.wins is not None
+        ]
+        judged = [(m, g) for m, g in judged if m[0].media.pixels.shape == judged[0][0][0].media.pixels.shape][:most]
+        if judged:
+            checkpoint.save_images(
+                self.folder.group(step),
+                images=np.stack([stills(np.stack([s.media.pixels for s in members])) for members, _ in judged]),
+                wins=np.stack([np.asarray(g.wins) for _, g in judged]),
+                counts=np.stack([np.asarray(g.counts) for _, g in judged]),
+                rates=np.array([[np.nan if s.value is None else s.value for s in g.scores] for _, g in judged]),
+                prompts=np.array([members[0].prompt for members, _ in judged]),
+            )
+
+    def _evaluate(self, step: int, name: str) -> None:
+        """Compare the current (averaged) policy with the start on one held-out set."""
+        clock = Clock()
+        with clock.phase("eval"), self.policy.averaged():
+            self.evaluation = self.evaluators[name].run(step)
+        self.log.row("eval", step, {"set": name} | self.evaluation | {"time/eval": clock.seconds["eval"]})
+        self.verdict = eval_line(step, name, self.evaluation)
+        self.log.say(self.verdict)
+        if self.callbacks.on_evaluation and self.world.main:
+            self.callbacks.on_evaluation(step, name, self.evaluation)
+
+    def _save(self, done: int) -> Path:
+        """Checkpoint after `done` steps; rank 0 writes, all wait."""
+        path = self.folder.checkpoint(done)
+        if self.world.main:
+            meta = {
+                "updates": self.policy.updates,
+                "trained_s": self.session.trained_s,
+                "prompts": fingerprint(self.rollouts.prompts),
+            }
+            tensors, keep = self.policy.state_dict(), self.config.checkpoint.keep
+            checkpoint.save(self.folder, done, tensors, meta, lambda f: self._export(f / self.product.name), keep)
+            if self.callbacks.on_save:
+                self.callbacks.on_save(path)
+        self.world.barrier()
+        return path
+
+    def _export(self, folder: Path) -> None:
+        """The (averaged) weights in diffusers format."""
+        with self.policy.averaged():
+            (self.adapter.save_lora if self.config.train.lora_rank else self.adapter.save_full)(str(folder))
+
+    def _finish(self, done: int) -> None:
+        """Final evaluation and export."""
+        c = self.config
+        for name in self.evaluators:
+            if name == "test" or (c.eval.every and done % c.eval.every):
+                self._evaluate(done, name)
+        if self.folder.latest() != self.folder.checkpoint(done):
+            self._save(done)
+        if self.world.main:
+            checkpoint.write_folder(self.product, self._export)
+            for evaluator in list(self.evaluators.values())[-1:]:
+                with self.policy.averaged():
+                    evaluator.save_proof(min(4, c.rollout.batch_size))
+            self.log.say(f"finished after {done} steps; the result is in {self.folder.root}")
+        self.world.barrier()

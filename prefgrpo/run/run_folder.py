@@ -1,0 +1,85 @@
+"""Where everything lies in a run's folder, `output/name`: the only place that knows the names of its files.
+
+config.yaml  metrics.jsonl  judgements.jsonl  verdicts/  tensorboard/  checkpoints/step_000020/
+eval/dev_000050.npz  groups/step_000050.npz  lora/ or pipeline/  proof.safetensors  report.html
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+PRODUCTS = ("lora", "pipeline")
+"""The finished weights in diffusers format: a LoRA, or the whole pipeline after full fine-tuning."""
+
+
+class RunFolder:
+    """The paths of a run."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = root = Path(root)
+        self.config = root / "config.yaml"
+        self.metrics = root / "metrics.jsonl"
+        self.judgements = root / "judgements.jsonl"
+        self.tensorboard = root / "tensorboard"
+        self.checkpoints = root / "checkpoints"
+        self.eval = root / "eval"
+        self.groups = root / "groups"
+        self.proof = root / "proof.safetensors"
+        self.report = root / "report.html"
+
+    def product(self, lora: bool) -> Path:
+        """The finished LoRA or pipeline."""
+        return self.root / PRODUCTS[0 if lora else 1]
+
+    def before(self, name: str, rank: int, size: int) -> Path:
+        """A rank's images of the starting policy on the evaluation set `name`."""
+        return self.eval / f"{name}_before_{rank}of{size}.npz"
+
+    def all_before(self, name: str) -> dict[int, list[Path]]:
+        """Number of ranks → the files that as many ranks wrote, for every number of which there is a file."""
+        sizes = {int(p.stem.rpartition("of")[2]) for p in self.eval.glob(f"{name}_before_*of*.npz")}
+        return {size: [self.before(name, rank, size) for rank in range(size)] for size in sorted(sizes)}
+
+    def prompts(self, name: str) -> Path:
+        """The shown prompts of an evaluation set."""
+        return self.eval / f"{name}_prompts.json"
+
+    def sources(self, name: str) -> Path:
+        """Their source images, if they are edits."""
+        return self.eval / f"{name}_sources.npz"
+
+    def shown(self, name: str, step: int) -> Path:
+        """Images of an evaluation, before and now."""
+        return self.eval / f"{name}_{step:06d}.npz"
+
+    def all_shown(self, name: str) -> list[Path]:
+        """Those of all evaluations, by step."""
+        return sorted(self.eval.glob(f"{name}_{'[0-9]' * 6}.npz"))
+
+    def group(self, step: int) -> Path:
+        """A few judged groups of a training step."""
+        return self.groups / f"step_{step:06d}.npz"
+
+    def all_groups(self) -> list[Path]:
+        """Those of all steps, by step."""
+        return sorted(self.groups.glob(f"step_{'[0-9]' * 6}.npz"))
+
+    def checkpoint(self, step: int) -> Path:
+        """The checkpoint after a step."""
+        return self.checkpoints / f"step_{step:06d}"
+
+    def all_checkpoints(self) -> list[Path]:
+        """Every checkpoint, by step."""
+        found = [p for p in self.checkpoints.glob("step_*") if p.is_dir() and re.fullmatch(r"step_\d+", p.name)]
+        return sorted(found, key=step_of)
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint, or None."""
+        steps = self.all_checkpoints()
+        return steps[-1] if steps else None
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint, of an evaluation's images or of a file of groups."""
+    return int(path.stem.rpartition("_")[2])

@@ -1,0 +1,197 @@
+"""`prefgrpo.Trainer`: the run of a recipe from Python, with functions and judges as objects.
+
+Why these cases: a run from Python must be the run of the same recipe to the bit; what is wrong with an argument must be
+said in the recipe's words before anything starts; and it must work where users are: in a notebook, in a thread.
+"""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from judge_server import JudgeServer
+from safetensors.torch import load_file
+from tiny_run import BASE, PROMPTS, merged, recipe, rows, train, weights, world
+
+from prefgrpo import ConfigError, PairwiseJudge, Trainer, TrainingStopped
+from prefgrpo.models import MODELS, family_of
+from prefgrpo.models.folder import hub_id, resolve
+from prefgrpo.rewards.jpeg import JpegCompressibility
+from prefgrpo.tiny import pipelines
+
+JUDGE = Path(__file__).resolve().parent.parent / "prefgrpo" / "tiny" / "assets" / "judge"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return world(tmp_path_factory.mktemp("python"))
+
+
+def trainer(place, name, **arguments):
+    """A run of BASE given as arguments."""
+    base = {key: value for key, value in BASE.items() if key not in ("reward", "eval")}
+    base |= {"eval": {"every": 2, "judge": False, "show": 2}, "name": name, "output": str(place / "runs")}
+    given = {"train_prompts": PROMPTS[:7], "eval_prompts": PROMPTS[7:], "rewards": redness}
+    return Trainer(place / "flux", **merged(base, given | arguments))
+
+
+def redness(images, prompts, **columns):
+    return [float(np.asarray(image)[..., 0].mean()) / 255 for image in images]
+
+
+def brighter(prompt, image_a, image_b):
+    a, b = (float(np.asarray(image).mean()) for image in (image_a, image_b))
+    return 0.5 if a == b else float(a > b)
+
+
+def test_it_is_the_recipes_run_bit_for_bit(place):
+    file = recipe(place, "yaml")
+    assert train(file)[0] == 0
+    result = Trainer.from_recipe(file, name="python").train()
+    assert result.folder == place / "runs" / "python" and rows(result.folder) == rows(place / "runs" / "yaml")
+    assert weights(result.folder) == weights(place / "runs" / "yaml")
+    assert result.lora == result.folder / "lora" and result.pipeline is None and result.report.is_file()
+    assert result.win_rate == result.metrics["dev/win_jpeg_incompressibility"] and "eval at step 4" in result.summary
+    again = Trainer.from_recipe(file, model=place / "flux", steps=3, lora_rank=8, **{"rollout.eta": 0.5, "seed": 3})
+    c = again.config
+    assert (c.train.steps, c.train.lora_rank, c.rollout.eta, c.seed, c.train.lr) == (3, 8, 0.5, 3, 1e-2)
+
+
+def test_functions_and_open_rewards_are_rewards_and_every_callback_is_called(place):
+    seen = {"step": [], "evaluation": [], "save": []}
+    one = trainer(
+        place, "functions", rewards={redness: 0.5, brighter: 0.25, JpegCompressibility(): 0.25}, steps=2,
+        checkpoint={"every": 1}, on_step=lambda step, metrics: seen["step"].append((step, metrics["reward/redness"])),
+        on_evaluation=lambda step, name, metrics: seen["evaluation"].append((step, name)),
+        on_save=lambda path: seen["save"].append(path.name),
+    )  # fmt: skip
+    assert one.config.family == "flux" and json.loads(one.config.reward.spec) == {
+        "redness": 0.5, "brighter": 0.25, "jpeg_compressibility": 0.25,
+    }  # fmt: skip
+    result = one.train()
+    found = [row for row in rows(result.folder) if row["kind"] == "train"]
+    assert [step for step, _ in seen["step"]] == [1, 2] and seen["step"][0][1] == found[0]["reward/redness"]
+    assert seen["evaluation"] == [(0, "dev"), (2, "dev")] and seen["save"] == ["step_000001", "step_000002"]
+    assert {"reward/brighter", "reward/jpeg_compressibility"} <= found[0].keys()
+
+
+def test_a_run_with_functions_is_resumed_by_its_program_only(place):
+    trainer(place, "resumed", steps=2).train()
+    config = place / "runs" / "resumed" / "config.yaml"
+    code, output = train(config, "--resume", "--train.steps", "4")
+    assert code == 2 and "redness is test_train_python.redness, which exists only in the Python program" in output
+    result = trainer(place, "resumed", steps=4, resume=True).train()
+    straight = trainer(place, "straight", steps=4).train()
+    assert rows(result.folder) == rows(straight.folder) and weights(result.folder) == weights(straight.folder)
+
+
+def test_a_judge_in_this_process_and_one_over_http_inside_a_running_event_loop(place):
+    local = trainer(place, "local", rewards=PairwiseJudge(str(JUDGE), template="caption_match"), steps=1,
+                    eval={"every": 1, "judge": True}).train()  # fmt: skip
+    assert local.win_rate == local.metrics["dev/win_judge"]
+    with JudgeServer() as server:
+        judge = PairwiseJudge(server.url, timeout_s=5.0, deadline_s=20.0)
+        one = trainer(place, "http", rewards={judge: 0.7, redness: 0.3}, steps=1)
+
+        async def notebook():
+            return one.train()
+
+        assert "reward/vlm_pairwise" in rows(asyncio.run(notebook()).folder)[-2]
+
+
+def test_off_the_main_thread(place):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(trainer(place, "thread", steps=1).train()))
+    thread.start()
+    thread.join()
+    assert load_file(results[0].lora / "pytorch_lora_weights.safetensors")
+
+
+def test_a_run_that_stops_says_so_and_has_a_report(place):
+    def lost(images, prompts):
+        return [None] * len(images)
+
+    one = trainer(place, "stopped", rewards=lost)
+    with pytest.raises(TrainingStopped, match="100% of the rewards are missing"):
+        one.train()
+    assert one.folder.report.is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rollout": {"group_size": 1, "eta": -1}}, r"rollout.eta: .*\n.*rollout.group_size: "),
+        ({"train": {"lrr": 1}}, "train.lrr: unknown key; did you mean 'train.lr'"),
+        ({"hight": 3}, "hight: unknown key"),
+        ({"rewards": "jpg"}, "unknown reward 'jpg'"),
+        ({"rewards": {redness: "much"}}, "weight of reward 'redness' must be a number, got 'much'"),
+        ({"rewards": lambda x: 1}, r"a reward function takes \(images, prompts, …\)"),
+        ({"rewards": [redness, redness.__class__(redness.__code__, globals(), "redness")]}, "redness is given twice"),
+        ({"rewards": 7}, "rewards: expected a name, a PairwiseJudge, a reward or a function, got 7"),
+        ({"train_prompts": "nowhere.txt"}, "data.prompts: prompts file not found: nowhere.txt"),
+        ({"train_prompts": []}, "train_prompts: expected at least one prompt"),
+        ({"eval_prompts": 1.5}, "eval.holdout: expected"),
+        ({"model": "nowhere"}, "model: model folder not found: 'nowhere'"),
+        ({"rollout": {"frames": 5}}, "rollout.frames: flux makes images"),
+    ],
+)
+def test_every_mistake_is_told_before_anything_starts(place, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        if "model" in arguments:
+            Trainer("nowhere", train_prompts=PROMPTS)
+        else:
+            trainer(place, "wrong", **arguments)
+    assert not (place / "runs" / "wrong").exists()
+
+
+def test_prompts_may_have_columns(place):
+    def tagged(images, prompts, tag):
+        assert all(prompt == f"a {t} circle" for prompt, t in zip(prompts, tag, strict=True))
+        return [float(len(t)) for t in tag]
+
+    prompts = [{"prompt": f"a {tag} circle", "tag": tag} for tag in ("red", "green", "blue")]
+    one = trainer(place, "columns", train_prompts=prompts, eval_prompts=0.0, rewards=tagged, steps=1)
+    assert rows(one.train().folder)[0]["reward/tagged"] > 0
+    same = trainer(place, "other", train_prompts=prompts, rewards=tagged)
+    assert same.config.data.prompts == one.config.data.prompts, "the file is named by its content"
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_the_family_follows_from_the_folder(tmp_path, family):
+    assert family_of(str(pipelines.make(family, tmp_path / family))) == family
+
+
+def test_a_hub_id_may_carry_a_revision(monkeypatch, place):
+    assert hub_id("org/name@v1.0") == ("org/name", "v1.0") and hub_id("org/name") == ("org/name", None)
+    asked = []
+    fetch = lambda name, revision=None, **_: asked.append((name, revision)) or str(place / "flux")  # noqa: E731
+    monkeypatch.setattr("diffusers.DiffusionPipeline.download", fetch)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert resolve("org/name@refs/pr/3", "FluxPipeline") == (place / "flux").resolve()
+    one = Trainer("org/name@abc123", train_prompts=PROMPTS, rewards=redness, output=str(place / "runs"), dtype="fp32")
+    assert one.config.model == "org/name@abc123" and one.config.family == "flux"
+    assert asked == [("org/name", "refs/pr/3"), ("org/name", "abc123")]
+
+
+def test_the_import_is_cheap():
+    code = "import sys, prefgrpo; print(prefgrpo.__version__, 'torch' in sys.modules, 'Trainer' in dir(prefgrpo))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[1:] == ["False", "True"]
+
+
+def test_the_documentations_examples_run(root, tmp_path, monkeypatch):
+    """docs/python.md from its first block to its last, in a folder that holds the demo's assets."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prefgrpo").symlink_to(root / "prefgrpo")
+    blocks = re.findall(r"^```python\n(.*?)^```", (root / "docs" / "python.md").read_text(), re.S | re.M)
+    assert len(blocks) == 4
+    names = {"__name__": "__main__"}
+    for block in blocks:
+        exec(compile(block, "docs/python.md", "exec"), names)
+    assert len(names["metrics"]) == 1 and names["result"].summary == "" and names["result"].report.is_file()
+    assert [row["step"] for row in rows(tmp_path / "runs" / "brighter")] == [1, 2]
