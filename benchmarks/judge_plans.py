@@ -37,13 +37,13 @@ def tiny_groups(captions: int, seed: int = 0) -> Groups:
     """The tiny judge's verdicts on all ordered pairs of 24 images per dev caption; truth: right attributes."""
     from diffusers import FluxPipeline
 
-    from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
+    from prefgrpo.judge.local import LocalJudge
     from prefgrpo.tiny import scenes
 
     assets = ROOT / "prefgrpo" / "tiny" / "assets"
     pipe = FluxPipeline.from_pretrained(assets / "base")
     pipe.set_progress_bar_config(disable=True)
-    judge = LocalJudge(LocalJudgeConfig(str(assets / "judge"), template="caption_match"))
+    judge = LocalJudge(str(assets / "judge"), template="caption_match")
     pairs = both_orders(SIZE, 0)
     verdicts, truth = np.full((captions, SIZE, SIZE), np.nan), np.zeros((captions, SIZE))
     for k, combo in enumerate(scenes.SPLITS["dev"][:captions]):

@@ -39,7 +39,7 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prefgrpo":  # the mode is why the call came as one op: go on inside it
             with self:
-                return getattr(library, func._opname)._custom._init_fn(*args)
+                return getattr(library, func._opname).run(*args)
         name = func.name()
         if "_local_scalar_dense" in name or "nonzero" in name:
             self.reads += 1

@@ -129,10 +129,7 @@ inline void group(const AdvantageParams& p) {
     for (int64_t i = 0; i < p.batch; ++i) missing[i] |= std::isnan(read(p.values, p.dtype, r * p.batch + i));
   }
   if (any && p.combine != kWeightedAdvantageSum) {
-    for (int64_t i = 0; i < p.batch; ++i) {
-      value[i] = missing[i] ? kMissing : combined(p, i);
-      missing[i] = std::isnan(value[i]);
-    }
+    for (int64_t i = 0; i < p.batch; ++i) value[i] = missing[i] ? kMissing : combined(p, i);
     normalise(p, g, value.data(), 1.0, out.data());
   } else if (any) {
     for (int64_t r = 0; r < p.rewards; ++r) {
@@ -140,12 +137,6 @@ inline void group(const AdvantageParams& p) {
       for (int64_t i = 0; i < p.batch; ++i) value[i] = missing[i] ? kMissing : read(p.values, p.dtype, r * p.batch + i);
       normalise(p, g, value.data(), p.weights[r], out.data());
     }
-  }
-  if (p.batch_norm) {
-    for (int64_t i = 0; i < p.batch; ++i) value[i] = missing[i] ? kMissing : out[i];
-    const Moments m = moments(value.data(), g.order.data(), 0, p.batch);
-    const double scale = deviation(value.data(), g.order.data(), 0, p.batch, m, p.ddof) + p.eps;
-    for (int64_t i = 0; i < p.batch; ++i) out[i] = missing[i] || !(m.high > m.low) ? 0.0 : (out[i] - m.mean) / scale;
   }
   for (int64_t i = 0; i < p.batch; ++i) p.advantage[i] = static_cast<float>(out[i]);
 }

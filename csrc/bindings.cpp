@@ -143,7 +143,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("isa", &cpu::isa, "instruction set of the CPU kernels in use");
   m.def("use_isa", &cpu::use_isa, "choose plain, avx2 or avx512; False if unavailable");
   def<AffineParams>(m, "affine_step", PG_LAUNCHES(affine_step), [](Arguments& in, AffineParams& p) {
-    affine(in, p) >> p.out >> p.eps >> p.noise >> p.mean >> p.x0 >> p.sigma >> p.copy >> p.logp >> p.partial >>
+    affine(in, p) >> p.out >> p.eps >> p.noise >> p.mean >> p.x0 >> p.sigma >> p.logp >> p.partial >>
         p.ticket;
   });
   def<AffineParams>(m, "affine_logp", PG_LAUNCHES(affine_logp), [](Arguments& in, AffineParams& p) {
@@ -162,7 +162,7 @@ PYBIND11_MODULE(_C, m) {
   });
   def<AdvantageParams>(m, "group_advantage", PG_LAUNCHES(advantage), [](Arguments& in, AdvantageParams& p) {
     in >> p.rewards >> p.batch >> p.values >> p.dtype >> p.group >> p.weights >> p.combine >> p.std_mode >> p.eps >>
-        p.ddof >> p.rank >> p.batch_norm >> p.scratch >> p.advantage;
+        p.ddof >> p.rank >> p.scratch >> p.advantage;
   });
   def<WinrateParams>(m, "winrate_advantage", PG_LAUNCHES(winrate), [](Arguments& in, WinrateParams& p) {
     in >> p.prompts >> p.group >> p.wins >> p.counts >> p.dtype >> p.std_mode >> p.eps >> p.ddof >> p.rate >>

@@ -183,7 +183,7 @@ static char* at(const View& t, int64_t i, int64_t start) {
 // ---------------------------------------------------------------- step
 static double step_tile(const AffineParams& p, const Row& r, int64_t i, int64_t start, int n, Buffers& s) {
   const bool noisy = p.noise.sample || p.eps.data;
-  if (noisy && r.w != 0.0f && plain_types(p) && !p.mean.data && !p.x0.data && !p.copy.data) {
+  if (noisy && r.w != 0.0f && plain_types(p) && !p.mean.data && !p.x0.data) {
     const float* e = p.noise.sample ? addressed(p.noise, i, start, n, s.noise) : load(p.eps, i, start, n, s.noise);
     return kStepPass[p.x.dtype][p.v.dtype][p.out.dtype](r, at(p.x, i, start), at(p.v, i, start), e, at(p.out, i, start),
                                                         n);
@@ -212,11 +212,6 @@ static double step_tile(const AffineParams& p, const Row& r, int64_t i, int64_t 
     for (int k = 0; k < n; ++k) y[k] = m[k] = mean_of(r, x[k], v[k]);
   store(p.out, i, start, n, y, true);
   const double sum = r.w != 0.0f ? squared_distance(y, m, n) : 0.0;
-  if (p.copy.data) {
-    float* o = place(p.copy, i, start, s.o);
-    for (int k = 0; k < n; ++k) o[k] = y[k];
-    store(p.copy, i, start, n, o, false);
-  }
   if (p.mean.data) store(p.mean, i, start, n, m, false);
   return sum;
 }

@@ -113,7 +113,7 @@ __device__ bool reduce(const AffineParams& p, int64_t i, int64_t chunk, int64_t 
   return threadIdx.x == 0;
 }
 
-__global__ void __launch_bounds__(kThreads) step_kernel(const __grid_constant__ AffineParams p, int64_t chunks) {
+__global__ void __launch_bounds__(kThreads, 4) step_kernel(const __grid_constant__ AffineParams p, int64_t chunks) {
   const int64_t i = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
   const Row r = row_of(p, i);
   float acc = 0.f;
@@ -147,7 +147,6 @@ __global__ void __launch_bounds__(kThreads) step_kernel(const __grid_constant__ 
       acc += d * d;
     }
     store(p.out, i, k, n, x);
-    if (p.copy.data) store(p.copy, i, k, n, x);
   }
   Sums sums{{acc, 0, 0}};
   if (reduce<1>(p, i, chunk, chunks, sums)) p.logp[i] = finish_logp(r, sums.v[0], p.dim);

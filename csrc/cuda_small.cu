@@ -163,13 +163,6 @@ __global__ void __launch_bounds__(kThreads, 1) advantage_kernel(const __grid_con
     __syncthreads();
     normalise(value, m, p.std_mode, p.eps, p.ddof, p.rank, whole ? 1.0 : p.weights[r], other, p.advantage);
   }
-  if (!p.batch_norm || !any) return;
-  for (int64_t i = threadIdx.x; i < p.batch; i += kThreads) {
-    other[i] = isnan(value[i]) ? NAN : p.advantage[i];
-    p.advantage[i] = 0;
-  }
-  __syncthreads();
-  normalise(other, {nullptr, 0, p.batch}, kStdGroup, p.eps, p.ddof, false, 1.0, value, p.advantage);
 }
 
 __global__ void __launch_bounds__(kThreads, 1) winrate_kernel(const __grid_constant__ WinrateParams p) {

@@ -35,7 +35,7 @@ struct AffineParams {
   int64_t rows = 0;                // T
   const int64_t* index = nullptr;  // [B] rows of coef; null: row i. Outside: CPU throws, CUDA gives NaN
   // step
-  View eps, out, mean, x0, copy;
+  View eps, out, mean, x0;
   const float* sigma = nullptr;  // like coef: [T] with index, else [B]; for x0
   NoiseAddress noise;
   // replay: `out` is the stored x'
@@ -73,7 +73,7 @@ struct AdvantageParams {
   int32_t dtype = kF64;
   const int64_t* group = nullptr;   // [B]
   const double* weights = nullptr;  // [R]
-  int32_t combine = 0, std_mode = 0, ddof = 0, rank = 0, batch_norm = 0;
+  int32_t combine = 0, std_mode = 0, ddof = 0, rank = 0;
   double eps = 0;
   float* advantage = nullptr;  // [B]
   double* scratch = nullptr;   // [2, B]

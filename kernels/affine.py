@@ -82,10 +82,10 @@ def velocity(v_ptr, u_ptr, v_at, u_at, mask, scale, PAIR: tl.constexpr, FROM_CON
 
 @triton.jit(do_not_specialize=["offset", "seed_low", "seed_high"])
 def step_kernel(
-    x_ptr, v_ptr, u_ptr, eps_ptr, out_ptr, mean_ptr, x0_ptr, copy_ptr, coef_ptr, index_ptr, sigma_ptr, sample_ptr,
-    step_ptr, partial_ptr, dim, rows, x_stride, v_stride, u_stride, eps_stride, scale, offset, seed_low, seed_high,
+    x_ptr, v_ptr, u_ptr, eps_ptr, out_ptr, mean_ptr, x0_ptr, coef_ptr, index_ptr, sigma_ptr, sample_ptr, step_ptr,
+    partial_ptr, dim, rows, x_stride, v_stride, u_stride, eps_stride, scale, offset, seed_low, seed_high,
     NOISE: tl.constexpr, ALIGNED: tl.constexpr, HAS_INDEX: tl.constexpr, PAIR: tl.constexpr, FROM_COND: tl.constexpr,
-    MEAN: tl.constexpr, X0: tl.constexpr, COPY: tl.constexpr, BLOCK: tl.constexpr,
+    MEAN: tl.constexpr, X0: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """NOISE: 0 none, 1 given, 2 addressed."""
     chunks = tl.cdiv(dim, BLOCK)
@@ -111,8 +111,6 @@ def step_kernel(
     if X0:
         sigma = tl.where(ok, tl.load(sigma_ptr + tl.where(ok, row, 0)), float("nan"))
         save(x0_ptr + at, rounded(x - sigma * v, x0_ptr), mask)
-    if COPY:
-        save(copy_ptr + at, rounded(y, copy_ptr), mask)
     d = tl.where(mask, y - mean, 0.0)
     tl.store(partial_ptr + pid, tl.sum(d * d, axis=0))
 

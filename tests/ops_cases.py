@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,10 +16,24 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = ("cuda", "triton", "torch")
 ON_CPU = ("cpu", "triton", "torch")
 QUICK = settings(max_examples=25, deadline=None, derandomize=True)
-FEW = settings(max_examples=8, deadline=None, derandomize=True)  # for Triton's interpreter
 
 each_backend = pytest.mark.parametrize("backend", ON_GPU if DEVICE == "cuda" else ON_CPU)
 compiled = pytest.mark.parametrize("backend", [b for b in (ON_GPU if DEVICE == "cuda" else ON_CPU) if b != "torch"])
+
+
+def fuzz(**strategies):
+    """A test with random inputs on every backend; Triton's interpreter, which is slow, gets few."""
+
+    def decorate(test):
+        @each_backend
+        def on(backend):
+            most = 8 if backend == "triton" and DEVICE == "cpu" else 25
+            settings(max_examples=most, deadline=None, derandomize=True)(given(**strategies)(test))(backend)
+
+        on.__name__, on.__doc__ = test.__name__, test.__doc__
+        return on
+
+    return decorate
 
 
 def serve(backend: str):

@@ -9,6 +9,7 @@ the same 300 groups; where PREFGRPO_PEERS points to its checkout, the function i
 import dataclasses
 from types import MappingProxyType
 
+import advantage_oracle
 import numpy as np
 import peers
 import pytest
@@ -20,7 +21,7 @@ from prefgrpo.judge.client import HttpJudge
 from prefgrpo.rewards.base import GroupScores, PointwiseReward, Score
 from prefgrpo.rewards.unifiedreward_pairs import UnifiedRewardFlex
 from prefgrpo.rewards.vlm import EditImageQuality
-from prefgrpo.run.advantage import advantages, part_table
+from prefgrpo.run.advantage import advantages, load_function, part_table
 from prefgrpo.run.trainer import Trainer
 
 STEPS, GROUPS, SIZE = 6, 50, 9
@@ -37,6 +38,7 @@ PUBLISHED = {
     "two rewards, gdpo": [-20.125819, 28.323208, 12.766871, -18.758547, -2.884795, 11.076886],
 }
 """`projected` advantages of the six steps."""
+MINIMAL = {"model": "m", "data": {"prompts": "p"}}
 ORIGINAL = RewardConfig(combine="weighted_advantage_sum", eps=1e-8, ddof=1)
 
 
@@ -99,6 +101,57 @@ def test_they_are_those_of_the_original_function(case, monkeypatch):
 
 
 NAN = float("nan")
+
+
+def combined_here(rewards, weights):
+    """For `reward.function`."""
+    return (rewards.square() * weights[:, None]).sum(0)
+
+
+@pytest.mark.parametrize("options", [
+    *({"combine": c} for c in ("weighted_sum", "weighted_advantage_sum", "geometric_mean", "harmonic_mean")),
+    *({"std": std, "ddof": 1} for std in ("global", "none")),
+    {"rank": True}, {"batch_norm": True}, {"log_tame": "mean"}, {"log_tame": 0.0, "combine": "harmonic_mean"},
+    {"function": f"{__file__}:combined_here"}, {"function": f"{__name__}.combined_here", "rank": True},
+], ids=str)  # fmt: skip
+def test_every_option_of_the_reward_section(options):
+    """Two rewards and a monitor, with holes, on the run's device, against NumPy."""
+    rng, w, ids = np.random.default_rng(3), np.array([0.3, 0.0, 0.7]), np.arange(5).repeat(6)
+    r = rng.gamma([[0.5], [1.0], [8.0]], 1.0, (3, 30)) + 0.01
+    r[0, 4] = r[1, 7] = r[2, 20] = NAN
+    config = from_dict({**MINIMAL, "reward": options}).reward
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = advantages(r.T, dict(zip("abc", w, strict=True)), 6, config, device=device)
+    given = {k: v for k, v in options.items() if k in ("combine", "std", "ddof", "rank")}
+    if tame := options.get("log_tame"):
+        spread = np.nanstd(r[w != 0], axis=1) / np.nanmean(r[w != 0], axis=1)
+        r[w != 0] = np.where((spread > spread.mean())[:, None], np.log1p(r[w != 0]), r[w != 0])
+    elif tame == 0.0:
+        r[w != 0] = np.log1p(r[w != 0])
+    if "function" in options:
+        r = np.where(np.isnan(r), NAN, r)
+        r, w = (r[w != 0] ** 2 * w[w != 0, None]).sum(0, keepdims=True), np.ones(1)
+    want = advantage_oracle.advantage(r, ids, w, **given)
+    if options.get("batch_norm"):
+        known = ~np.isnan(r[w != 0]).any(0)
+        want = np.where(known, (want - want[known].mean()) / (want[known].std() + 1e-4), 0.0)
+    assert found.dtype == torch.float32 and found.shape == (5, 6) and found.device.type == device
+    np.testing.assert_allclose(found.double().cpu().numpy().reshape(-1), want, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("path", ["nowhere.py:f", f"{__file__}:absent", "no_such_package.f", "f"])
+def test_a_function_that_cannot_be_loaded(path):
+    with pytest.raises(ConfigError, match=r"reward\.function: cannot load"):
+        load_function(path)
+
+
+def too_few(rewards, weights):
+    return weights
+
+
+def test_a_function_must_return_one_value_per_sample():
+    with pytest.raises(ValueError, match=r"reward\.function: expected \[4\] values, got \[1\]"):
+        advantages(np.ones((4, 1)), {"r": 1.0}, 4, RewardConfig(function=f"{__name__}.too_few"))
 
 
 def test_constant_groups_stay_exactly_zero_under_batch_normalisation():

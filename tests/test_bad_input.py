@@ -17,9 +17,8 @@ import torch
 import yaml
 from judge_server import JudgeServer, free_port
 from safetensors.torch import load_file, save_file
-from tiny_run import Hold, merged, recipe, rows, start, train, tree, world
+from tiny_run import Hold, attempt, merged, recipe, rows, start, train, tree, world
 
-from prefgrpo.commands import cli
 from prefgrpo.rewards.base import PointwiseReward, Score
 
 
@@ -31,12 +30,6 @@ def place(tmp_path_factory):
 def untouched(folder):
     """Nothing to see in the run folder: its name is still free."""
     return not [p for p in folder.glob("*") if not p.name.startswith(".")]
-
-
-def attempt(capsys, file, *options):
-    """(exit code, output) of `prefgrpo train` in this process, for what ends before a step."""
-    code = cli.main(["train", str(file), *options])
-    return code, "".join(capsys.readouterr())
 
 
 def refused(result, *messages):
@@ -76,7 +69,7 @@ def test_prompt_files(place, tmp_path, capsys, case, field):
         (tmp_path / "p.txt").write_bytes(content)
     name = f"file_{field}_{case}"
     file = recipe(place, name, **{field: {"prompts": str(tmp_path / "p.txt")}})
-    refused(attempt(capsys, file), str(tmp_path / "p.txt"), message)
+    refused(attempt(capsys, "train", file), str(tmp_path / "p.txt"), message)
     assert untouched(place / "runs" / name), "the run folder stays empty, the name is free"
 
 
@@ -121,7 +114,7 @@ def test_mistakes_in_the_recipe(place, capsys, over, messages, request):
     if "cuda" in over and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     name = f"mistake{request.node.callspec.indices['over']}"
-    refused(attempt(capsys, recipe(place, name, **yaml.safe_load(f"{{{over}}}"))), *messages.split(" … "))
+    refused(attempt(capsys, "train", recipe(place, name, **yaml.safe_load(f"{{{over}}}"))), *messages.split(" … "))
     assert untouched(place / "runs" / name)
 
 
@@ -140,15 +133,15 @@ def test_a_folder_with_foreign_things_stays_as_it_is(place, capsys, case):
     FOREIGN[case](folder)
     before = tree(folder)
     file = recipe(place, name)
-    refused(attempt(capsys, file), "holds another run", "nothing was touched", "another --name")
-    refused(attempt(capsys, file, "--resume"), "is not a run of prefgrpo", "another --name")
+    refused(attempt(capsys, "train", file), "holds another run", "nothing was touched", "another --name")
+    refused(attempt(capsys, "train", file, "--resume"), "is not a run of prefgrpo", "another --name")
     assert tree(folder) == before
 
 
 def test_an_output_that_is_a_file(place, capsys):
     (place / "runs").mkdir(exist_ok=True)
     (place / "runs" / "filed").write_text("x")
-    refused(attempt(capsys, recipe(place, "filed")), "is a file; expected a folder")
+    refused(attempt(capsys, "train", recipe(place, "filed")), "is a file; expected a folder")
 
 
 def test_names_that_a_shell_would_mangle(place):
@@ -228,20 +221,22 @@ def judged(url, **over):
 
 def test_no_judge_at_the_start(place, capsys):
     file = recipe(place, "down", **judged(f"http://127.0.0.1:{free_port()}"))
-    refused(attempt(capsys, file), "the judge cannot be used", "not reachable", "prefgrpo judge serve", "endpoints")
+    refused(
+        attempt(capsys, "train", file), "the judge cannot be used", "not reachable", "prefgrpo judge serve", "endpoints"
+    )
     assert untouched(place / "runs" / "down")
 
 
 def test_a_model_that_the_judge_does_not_serve(place, capsys):
     with JudgeServer() as server:
-        result = attempt(capsys, recipe(place, "model", **judged(server.url, judge={"model": "brightjudge"})))
+        result = attempt(capsys, "train", recipe(place, "model", **judged(server.url, judge={"model": "brightjudge"})))
     refused(result, "serves bright-judge, not 'brightjudge'", "did you mean 'bright-judge'?")
 
 
 @pytest.mark.parametrize("fault", ["garbage", "no_logprobs", "400", "not_json"])
 def test_a_judge_that_gives_no_verdict_is_found_at_the_start(place, capsys, fault):
     with JudgeServer(fault) as server:
-        result = attempt(capsys, recipe(place, f"mute_{fault}", **judged(server.url)))
+        result = attempt(capsys, "train", recipe(place, f"mute_{fault}", **judged(server.url)))
     refused(result, "gave no verdict on a probe pair", "that the template suits the model")
 
 

@@ -16,29 +16,15 @@ pytest.importorskip("pybind11")
 FILES = ("affine", "noise", "policy", "advantage", "replay")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_the_tests_of_the_ops_pass_on_the_cuda_sources(root, tmp_path):
     path = os.pathsep.join((str(root), str(root / "tests")))
     env = {**os.environ, "PREFGRPO_SHIM": str(tmp_path), "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "cuda_shim.plugin",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "not triton",
-    ]
+    options = ["-q", "-p", "cuda_shim.plugin", "-p", "no:cacheprovider", "-k", "not triton"]
+    command = [sys.executable, "-m", "pytest", *options]
     files = [str(root / "tests" / f"test_ops_{name}.py") for name in FILES]
     done = subprocess.run([*command, *files], env=env, cwd=root, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert (
-        "[cpu"
-        in subprocess.run(
-            [*command, "--collect-only", files[0]], env=env, cwd=root, capture_output=True, text=True
-        ).stdout
-    )
+    listed = subprocess.run([*command, "--collect-only", files[0]], env=env, cwd=root, capture_output=True, text=True)
+    assert "[cpu" in listed.stdout

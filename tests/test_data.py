@@ -1,16 +1,27 @@
-"""Prompts: reading files as people have them, and which prompts a step uses.
+"""Prompts: files as people and benchmarks have them, edits with their source images, and which prompts a step uses.
 
-Why these cases: a prompts file comes from Windows, from a spreadsheet, with a byte-order mark or a Latin-1 line in
-the middle; and the prompts of a step must not depend on what ran before it, on the number of ranks, or on luck.
+Why these cases: a file comes from Windows, from a spreadsheet, with a byte-order mark or a Latin-1 line in the middle;
+UniGenBench's csv has quotes, commas and JSON inside a cell, GenEval's jsonl metadata that a reward needs, an edit list
+images that are missing; every bad line is told with its number, all at once; and the prompts of a step must not depend
+on what ran before it, on the number of ranks, or on luck.
 """
 
+import csv
+import json
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from prefgrpo.data.prompts import DataError, read_prompts, step_prompts
+
+
+def written(file, rows):
+    file.write_text("\n".join(r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in rows) + "\n")
+    return file
 
 
 def test_files_as_people_have_them(tmp_path):
@@ -25,25 +36,177 @@ def test_files_as_people_have_them(tmp_path):
     assert len(read_prompts(str(file))[0].text) == 100_000
 
 
-def test_what_cannot_be_used(tmp_path):
-    with pytest.raises(DataError, match=r"prompts file not found: .*none\.txt; expected a txt"):
-        read_prompts(tmp_path / "none.txt")
-    with pytest.raises(DataError, match="prompts file not found"):
-        read_prompts(tmp_path)
-    file = tmp_path / "p.txt"
-    for empty in (b"", b"\n \n\t\r\n", b"\xef\xbb\xbf\n"):
-        file.write_bytes(empty)
-        with pytest.raises(DataError, match="holds no prompt"):
-            read_prompts(file)
-    file.write_bytes(b"fine\ncaf\xe9\nfine too\n\xff\n")
-    with pytest.raises(DataError, match=r"2 line\(s\) are not valid UTF-8 \(line 2, 4\); re-save"):
-        read_prompts(file)
-    file.write_bytes(b"\xff\n" * 50)
-    with pytest.raises(DataError, match=r"50 line\(s\).*line 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 …"):
-        read_prompts(file)
-    file.write_text("zwei\n", encoding="utf-16")
-    with pytest.raises(DataError, match="not valid UTF-8"):
-        read_prompts(file)
+BAD = [
+    (b"", "p.txt holds no prompt: every line is blank"),
+    (b"\n \n\t\r\n", "holds no prompt"),
+    (b"\xef\xbb\xbf\n", "holds no prompt"),
+    (b"fine\ncaf\xe9\nfine too\n\xff\n", r"2 line\(s\) are not valid UTF-8 \(line 2, 4\); re-save"),
+    (b"\xff\n" * 50, r"50 line\(s\).*line 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 …"),
+    ("zwei\n".encode("utf-16"), "not valid UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD)
+def test_text_that_cannot_be_used(tmp_path, content, message):
+    (tmp_path / "p.txt").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_prompts(tmp_path / "p.txt")
+
+
+def test_files_that_are_none(tmp_path):
+    for path in (tmp_path, tmp_path / "none.txt"):
+        with pytest.raises(DataError, match=rf"prompts file not found: {path}; expected a txt, csv"):
+            read_prompts(path)
+    for name in ("p.json", "p.xlsx"):
+        with pytest.raises(DataError, match=r"expected a file that ends in \.txt, \.csv, \.tsv, \.jsonl, \.parquet"):
+            read_prompts(written(tmp_path / name, ["[]"]))
+
+
+def test_csv_with_a_prompt_column(tmp_path):
+    rows = [{"index": "7", "prompt_en": 'two "pandas",\nin suits', "sub_dims_en": '{"a": 1}'}]
+    rows += [{"index": "8", "prompt_en": "家 🐈", "sub_dims_en": ""}, {"index": "9", "prompt_en": "家 🐈"}]
+    with (tmp_path / "p.csv").open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    found = read_prompts(tmp_path / "p.csv")
+    assert [(p.id, p.text, p.meta["index"]) for p in found] == [(0, 'two "pandas",\nin suits', "7"), (1, "家 🐈", "8")]
+    assert found[0].meta["sub_dims_en"] == '{"a": 1}'
+    assert [p.meta["index"] for p in read_prompts(tmp_path / "p.csv", unique=False)] == ["7", "8", "9"]
+    with pytest.raises(DataError, match=r"no prompt column; expected one of instruction, prompt,.* got \['a', 'b'\]"):
+        read_prompts(written(tmp_path / "q.csv", ["a,b", "1,2"]))
+    with pytest.raises(DataError, match=r"line 3: no prompt"):
+        read_prompts(written(tmp_path / "q.csv", ["index,prompt", "1,fine", "2,"]))
+
+
+def test_a_prompt_of_a_megabyte_in_any_format(tmp_path):
+    long = "word, " * 170_000 + "end"
+    assert read_prompts(written(tmp_path / "p.csv", ["prompt", f'"{long}"']))[0].text == long
+    assert read_prompts(written(tmp_path / "p.txt", [long]))[0].text == long
+    assert read_prompts(written(tmp_path / "p.jsonl", [json.dumps({"prompt": long})]))[0].text == long
+
+
+def test_tables_as_spreadsheets_write_them(tmp_path):
+    """Semicolons where commas are decimal points, tabs where text is copied; a prompt's own commas stay in it."""
+    for name, mark in (("p.csv", ";"), ("p.tsv", "\t"), ("q.csv", "\t")):
+        rows = [f"id{mark}prompt", f"1{mark}a cat, asleep", f'2{mark}"two{mark} ""dogs"""']
+        found = read_prompts(written(tmp_path / name, rows))
+        assert [(p.text, p.meta) for p in found] == [("a cat, asleep", {"id": "1"}), (f'two{mark} "dogs"', {"id": "2"})]
+    with pytest.raises(DataError, match=r"line 2: 3 cells, but 2 columns; a cell with ';' needs quotes"):
+        read_prompts(written(tmp_path / "q.csv", ["id;prompt", "1;a cat; asleep"]))
+    with pytest.raises(DataError, match="column prompt is there twice"):
+        read_prompts(written(tmp_path / "q.csv", ["prompt,id,prompt", "a,1,b"]))
+
+
+def test_jsonl_keeps_the_rest_as_metadata(tmp_path):
+    geneval = {"tag": "counting", "include": [{"class": "cup", "count": 2}], "prompt": "two cups"}
+    sets = {"idx": 3, "prompt": "a comic", "height": 512, "criteria": {"Identity": ["x"]}}
+    found = read_prompts(written(tmp_path / "p.jsonl", [geneval, "", sets]))
+    assert [p.text for p in found] == ["two cups", "a comic"]
+    assert found[0].meta == {k: v for k, v in geneval.items() if k != "prompt"}
+    assert found[1].meta["criteria"] == {"Identity": ["x"]} and not found[1].source and found[1].images() == ()
+
+
+def test_every_bad_line_is_told_with_its_number(tmp_path):
+    lines = [{"prompt": "fine"}, "{oops", "[1]", {"prompt": "  "}, {"caption": "fine too"}, {"prompt": 3}]
+    with pytest.raises(DataError) as caught:
+        read_prompts(written(tmp_path / "p.jsonl", lines))
+    message = str(caught.value)
+    assert "4 line(s) cannot be used" in message
+    for part in ("line 2: not JSON", "line 3: expected an object, got list", "line 4: no prompt", "line 6: no prompt"):
+        assert part in message
+
+
+def test_edits_have_their_sources(tmp_path):
+    (tmp_path / "images").mkdir()
+    for name in ("a.png", "images/b.png"):
+        Image.new("RGBA", (8, 6), (255, 0, 0, 255)).save(tmp_path / name)
+    edits = [
+        {"instruction": "make it blue", "source_image": "a.png", "target_image": "t.png", "prompt": "red"},
+        {"instruction": "make it blue", "image": "b.png"},
+        {"instruction": "make it blue", "source_image": str(tmp_path / "a.png")},
+    ]
+    found = read_prompts(written(tmp_path / "e.jsonl", edits))
+    assert [p.text for p in found] == ["make it blue"] * 2, "(prompt, source) is one group; the third is the first"
+    assert [p.source[0].split("/")[-1] for p in found] == ["a.png", "b.png"] and [p.line for p in found] == [1, 2]
+    assert found[0].meta == {"target_image": "t.png", "prompt": "red"}
+    assert found[1].images()[0].mode == "RGB" and found[1].images()[0].size == (8, 6)
+    both = {"instruction": "join them", "source_image": ["a.png", "b.png"]}
+    (several,) = read_prompts(written(tmp_path / "g.jsonl", [both, both]))
+    assert [p.split("/")[-1] for p in several.source] == ["a.png", "b.png"] and len(several.images()) == 2
+    with pytest.raises(DataError, match=r"line 1: source image not found: c\.png"):
+        read_prompts(written(tmp_path / "g.jsonl", [both | {"source_image": ["a.png", "c.png"]}]))
+    gone = [edits[0], {"instruction": "x", "image": "gone.png"}, {"instruction": "y", "source_image": "also/gone.png"}]
+    with pytest.raises(DataError) as caught:
+        read_prompts(written(tmp_path / "f.jsonl", gone))
+    assert "line 2: source image not found: gone.png" in str(caught.value)
+    assert "line 3: source image not found: also/gone.png" in str(caught.value)
+
+
+def test_sources_that_are_no_whole_images_are_told_before_anything_runs(tmp_path):
+    Image.radial_gradient("L").save(tmp_path / "a.png")
+    Image.radial_gradient("L").save(tmp_path / "a.jpg")
+    for name in ("a.png", "a.jpg"):
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / f"cut_{name}").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "no.png").write_bytes(b"no image")
+    (tmp_path / "empty.png").write_bytes(b"")
+    sources = ["a.png", "no.png", "a.jpg", "cut_a.png", "cut_a.jpg", "empty.png", 5, ["a.png", ""], [], None]
+    rows = [{"instruction": "x", "source_image": source} for source in sources]
+    with pytest.raises(DataError) as caught:
+        read_prompts(written(tmp_path / "e.jsonl", ["", *rows]))
+    message = str(caught.value)
+    assert "6 line(s) cannot be used" in message
+    for number, name in ((3, "no.png"), (5, "cut_a.png"), (6, "cut_a.jpg"), (7, "empty.png")):
+        assert f"line {number}: source image {tmp_path / name}: " in message
+    for number in (8, 9):
+        assert f"line {number}: source_image: expected a path or a list of paths, got " in message
+
+
+def test_a_source_is_what_a_viewer_shows(tmp_path):
+    """A photograph held upright, and 16 bits a channel, which a plain conversion would turn white."""
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.new("RGB", (20, 10), "red").save(tmp_path / "a.jpg", exif=turned)
+    Image.fromarray(np.full((4, 6), 0x8000, np.uint16)).save(tmp_path / "b.png")
+    rows = [{"instruction": "x", "source_image": name} for name in ("a.jpg", "b.png")]
+    upright, grey = (p.images()[0] for p in read_prompts(written(tmp_path / "e.jsonl", rows)))
+    assert upright.size == (10, 20) and grey.getpixel((0, 0)) == (128, 128, 128)
+
+
+def test_no_line_is_lost_or_cut_short_in_silence(tmp_path):
+    text = 'index,prompt\n0,a dog, a cat and a bird\n\n1,fine\n2,\n3,"two\nlines"\n4,"never closed\n5,x'
+    with pytest.raises(DataError) as caught:
+        read_prompts(written(tmp_path / "p.csv", [text]))
+    message = str(caught.value)
+    assert "3 line(s) cannot be used" in message and "line 2: 3 cells, but 2 columns" in message
+    assert "line 5: no prompt" in message and "line 8: unexpected end of data (is a quote not closed?)" in message
+    deep = '{"prompt": "deep", "x": ' + "[" * 10**5 + "]" * 10**5 + "}"
+    odd = [deep, '{"prompt": "\\ud800"}', '{"n": ' + "9" * 5000 + "}"]
+    with pytest.raises(DataError, match="3 line"):
+        read_prompts(written(tmp_path / "p.jsonl", odd))
+    sizes = written(tmp_path / "s.jsonl", ["", {"prompt": "a"}, {"prompt": "b", "height": 9, "width": "x"}])
+    with pytest.raises(DataError, match=r"line 3, 'b': expected whole numbers above 0 .*, got \['9', 'x'\]"):
+        read_prompts(sizes)[1].size()
+
+
+def test_parquet(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    parquet.write_table(pyarrow.table({"prompt": ["a cat", "a dog"], "n": [1, 2]}), tmp_path / "p.parquet")
+    found = [(p.text, p.meta) for p in read_prompts(tmp_path / "p.parquet")]
+    assert found == [("a cat", {"n": 1}), ("a dog", {"n": 2})]
+    (tmp_path / "q.parquet").write_bytes(b"nothing")
+    with pytest.raises(DataError, match="is no parquet file that can be read"):
+        read_prompts(tmp_path / "q.parquet")
+
+
+def test_parquet_without_pyarrow(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    (tmp_path / "p.parquet").write_bytes(b"")
+    with pytest.raises(DataError, match="needs pyarrow"):
+        read_prompts(tmp_path / "p.parquet")
 
 
 @settings(max_examples=200, deadline=None)

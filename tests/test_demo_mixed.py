@@ -22,7 +22,7 @@ from tiny_run import merged, rows, train
 
 from prefgrpo.config.recipe import read_yaml
 from prefgrpo.data.media import Media
-from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
+from prefgrpo.judge.local import LocalJudge
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.tiny import ASSETS, FOLDER
 
@@ -39,7 +39,7 @@ class FlexServer(JudgeServer):
 
     def __init__(self):
         super().__init__()
-        self.judge = LocalJudge(LocalJudgeConfig(str(ASSETS / "judge"), "caption_match"))
+        self.judge = LocalJudge(str(ASSETS / "judge"), "caption_match")
         self.pixels: dict[str, Media] = {}
         self._one = threading.Lock()
 

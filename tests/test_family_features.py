@@ -16,7 +16,6 @@ from families import (
     case_of,
     conditions,
     differs,
-    draw,
     folder,
     load,
     noise,
@@ -36,7 +35,7 @@ from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.replay import replay, stacked
 from prefgrpo.rollout.rollout import rollout
 from prefgrpo.rollout.sampling import Schedules
-from prefgrpo.sde.schedule import make_schedule, shifted_sigmas, truncated_times
+from prefgrpo.sde.schedule import make_schedule
 
 pytestmark = pytest.mark.families
 SMALL = SIZES[0]
@@ -162,25 +161,6 @@ def test_no_weight_moves_a_given_first_frame():
     schedule = make_schedule(adapter.sigmas(sampling), "flow", 0.7, (0, 1, 2))
     done = rollout(adapter, schedule, condition, torch.arange(2), sampling, seed=1)
     assert torch.equal(done.latents[:, :, :1], condition.sources[0])
-
-
-def test_a_given_first_frame_under_truncated_times(monkeypatch):
-    """The oracle is the stock pipeline whose scheduler shows whole timesteps, and its steps are the exact ones."""
-    case = case_of("wan_ti2v", edit=True)
-    adapter, pipe, sampling = load(case), case.pipe(folder("wan_ti2v")), case.sampling()
-    sigmas = shifted_sigmas(4, 5.0)
-    pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    real = pipe.scheduler.set_timesteps
-
-    def whole(*args, device, **kwargs):
-        real(sigmas=sigmas[:-1].tolist(), timesteps=(sigmas[:-1] * 1000).floor().tolist(), device=device)
-
-    monkeypatch.setattr(pipe.scheduler, "set_timesteps", whole)
-    assert (sigmas[:-1] - truncated_times(sigmas)).max() > 1e-4
-    monkeypatch.setattr(adapter, "sigmas", lambda sampling: sigmas)
-    monkeypatch.setattr(adapter, "times", lambda sampling: truncated_times(sigmas))
-    want = stock_image(pipe, case, noise(adapter, sampling), SMALL, 4)
-    assert (draw(adapter, case, SMALL, 4) - want).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("family", ["flux", pytest.param("wan_i2v", marks=full), "qwen_image_edit"])

@@ -18,10 +18,8 @@ import yaml
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_run import PROMPTS, Hold, ranks, settings, start, train, tree, world
+from tiny_run import PROMPTS, Hold, attempt, ranks, settings, start, train, tree, world
 
-from prefgrpo.commands.generate import file_name
-from prefgrpo.data.prompts import Prompt
 from prefgrpo.rollout import embeddings
 from prefgrpo.tiny import pipelines
 
@@ -180,15 +178,15 @@ def test_two_ranks_encode_each_text_once(place):
     assert same(*found[:2]) and same(*found[1:])
 
 
-def test_preprocess_says_what_is_wrong(place):
-    code, output = command("preprocess", written(place, "nocache"))
+def test_preprocess_says_what_is_wrong(place, capsys):
+    code, output = attempt(capsys, "preprocess", written(place, "nocache"))
     assert code == 2 and "data.cache: expected the folder to fill" in output
     (place / "file").write_text("")
-    code, output = command("preprocess", written(place, "file", data={"cache": str(place / "file")}))
+    code, output = attempt(capsys, "preprocess", written(place, "file", data={"cache": str(place / "file")}))
     assert code == 2 and "data.cache: expected a folder that can be written, got" in output
     (place / "bad.jsonl").write_text('{"prompt": "a"}\n{"x": 1}\n')
     bad = written(place, "bad", data={"cache": str(place / "c"), "prompts": str(place / "bad.jsonl")})
-    code, output = command("preprocess", bad)
+    code, output = attempt(capsys, "preprocess", bad)
     assert code == 2 and "line 2: no prompt" in output
 
 
@@ -239,11 +237,3 @@ def test_generate_with_a_lora(place):
     (place / "twice.txt").write_text(f"{PROMPTS[0]}\n{PROMPTS[0]}\n")
     argv = ["--samples", 1, "--naming", "vbench", "--prompts", place / "twice.txt", "--out", place / "twice"]
     assert "1 files are in" in command("generate", recipe, *argv)[1] and len(tree(place / "twice")) == 1
-
-
-def test_names():
-    assert file_name(Prompt(12, "a"), 3, "plain", ".png") == "000012_3.png"
-    assert file_name(Prompt(0, "a/b" + "ü" * 300), 0, "vbench", ".mp4").startswith("a_bü")
-    assert len(file_name(Prompt(0, "ü" * 300), 0, "vbench", ".mp4").encode()) <= 255
-    with pytest.raises(ValueError, match="needs an 'index' column"):
-        file_name(Prompt(0, "a"), 0, "unigenbench", ".png")

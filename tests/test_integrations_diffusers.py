@@ -131,24 +131,19 @@ def test_only_the_chosen_steps_are_stochastic():
     assert torch.equal(scheduler.schedule.coef, make_schedule(scheduler.sigmas, "flow", 0.7, (1, 3)).coef)
 
 
-def test_saved_and_loaded_as_any_scheduler(tmp_path):
-    made(rule="dance", eta=0.3, sde_steps=[0, 2], base_shift=0.4, shift=2.0).save_pretrained(tmp_path)
+def test_saved_loaded_and_swapped_as_any_scheduler(tmp_path):
+    theirs = FlowMatchEulerDiscreteScheduler(shift=2.5, use_dynamic_shifting=True, max_image_seq_len=8192)
+    ours = SDEFlowMatchScheduler.from_config(theirs.config, rule="dance", eta=0.3, sde_steps=[0, 2])
+    assert {k: v for k, v in theirs.config.items() if not k.startswith("_")}.items() <= ours.config.items()
+    ours.save_pretrained(tmp_path)
     loaded = SDEFlowMatchScheduler.from_pretrained(tmp_path)
     config = loaded.config
-    assert (config.rule, config.eta, config.sde_steps) == ("dance", 0.3, [0, 2])
-    assert (config.base_shift, config.shift, loaded.shift) == (0.4, 2.0, 2.0)
-    loaded.set_timesteps(T)
+    assert (config.rule, config.eta, config.sde_steps, config.shift) == ("dance", 0.3, [0, 2], 2.5)
+    loaded.set_timesteps(T, mu=0.9)
     assert loaded.schedule.sde_steps == (0, 2)
-
-
-def test_swapped_with_diffusers_scheduler_through_the_config():
-    theirs = FlowMatchEulerDiscreteScheduler(shift=2.5, use_dynamic_shifting=True, max_image_seq_len=8192)
-    ours = SDEFlowMatchScheduler.from_config(theirs.config, rule="cps", eta=0.8)
-    assert {k: v for k, v in theirs.config.items() if not k.startswith("_")}.items() <= ours.config.items()
-    assert (ours.config.rule, ours.config.eta) == ("cps", 0.8)
-    back = FlowMatchEulerDiscreteScheduler.from_config(ours.config)
+    back = FlowMatchEulerDiscreteScheduler.from_config(config)
     assert (back.config.shift, back.config.max_image_seq_len) == (2.5, 8192)
-    assert SDEFlowMatchScheduler.from_config(back.config).config.eta == 0.8, "diffusers keeps what it does not know"
+    assert SDEFlowMatchScheduler.from_config(back.config).config.eta == 0.3, "diffusers keeps what it does not know"
 
 
 def test_in_a_pipeline(tmp_path):

@@ -17,46 +17,39 @@ from prefgrpo.integrations import flow_grpo, patching
 SD3 = (
     "def sde_step_with_logprob(self, model_output, timestep, sample, noise_level=0.7, prev_sample=None, generator=None"
 )
+WAN = (
+    "def sde_step_with_logprob(self, model_output, timestep, sample, prev_sample=None, generator=None,\n"
+    "    determistic=False, return_pixel_log_prob=False, return_dt_and_std_dev_t=False): return 2\n"
+)
+FLUX_STEP = "def flux_step(model_output, latents, eta, sigmas, index, prev_sample, grpo, sde_solver): return"
+IMPORT, PATCHES = "import sde_step_with_logprob", "flow_grpo/diffusers_patch/"
 FILES = {
     "flow_grpo": {
         "flow_grpo/__init__.py": "",
-        "flow_grpo/diffusers_patch/__init__.py": "",
-        "flow_grpo/diffusers_patch/sd3_sde_with_logprob.py": (
-            f"{SD3}, sde_type='sde', return_sqrt_dt=False): return 1\n"
-        ),
-        "flow_grpo/diffusers_patch/wan_pipeline_with_logprob.py": (
-            "def sde_step_with_logprob(self, model_output, timestep, sample, prev_sample=None, generator=None,\n"
-            "    determistic=False, return_pixel_log_prob=False, return_dt_and_std_dev_t=False): return 2\n"
-        ),
-        "flow_grpo/pipeline.py": "from .diffusers_patch.sd3_sde_with_logprob import sde_step_with_logprob\n",
-        "flow_grpo/trainer.py": "from .diffusers_patch.sd3_sde_with_logprob import sde_step_with_logprob as step\n",
+        PATCHES + "__init__.py": "",
+        PATCHES + "sd3_sde_with_logprob.py": f"{SD3}, sde_type='sde', return_sqrt_dt=False): return 1\n",
+        PATCHES + "wan_pipeline_with_logprob.py": WAN,
+        "flow_grpo/pipeline.py": f"from .diffusers_patch.sd3_sde_with_logprob {IMPORT}\n",
+        "flow_grpo/trainer.py": f"from .diffusers_patch.sd3_sde_with_logprob {IMPORT} as step\n",
         "flow_grpo/late.py": (
-            "from .pipeline import sde_step_with_logprob\n"
-            "from .diffusers_patch.wan_pipeline_with_logprob import sde_step_with_logprob as wan\n"
+            f"from .pipeline {IMPORT}\nfrom .diffusers_patch.wan_pipeline_with_logprob {IMPORT} as wan\n"
         ),
     },
     "dance_grpo": {
         "train_grpo_flux.py": (
-            "import sys\n"
-            "def flux_step(model_output, latents, eta, sigmas, index, prev_sample, grpo, sde_solver): return 3\n"
-            "def run(): return flux_step(*sys.argv[1])\n"
+            f"{FLUX_STEP} 3\n"
             "if __name__ == '__main__':\n"
             "    from prefgrpo import integrations\n"
             "    print(integrations.patch('dance_grpo'))\n"
             "    print(flux_step.__wrapped__.__module__)\n"
             "    print(integrations.unpatch('dance_grpo'), flux_step(*8 * [0]))\n"
         ),
-        "train_grpo_wan_2_1.py": (
-            "def flux_step(model_output, latents, eta, sigmas, index, prev_sample, grpo, sde_solver): return 4\n"
-        ),
+        "train_grpo_wan_2_1.py": f"{FLUX_STEP} 4\n",
         "train_grpo_sd.py": "step = None\n",
     },
     "flow_factory": {
         "flow_factory/__init__.py": "",
         "flow_factory/scheduler/__init__.py": "from .flow_match_euler_discrete import *\n",
-        "flow_factory/scheduler/abc.py": (
-            "class SDESchedulerOutput:\n    def __init__(self, **fields): self.__dict__.update(fields)\n"
-        ),
         "flow_factory/scheduler/flow_match_euler_discrete.py": (
             "class FlowMatchEulerDiscreteSDEScheduler:\n"
             "    def step(self, noise_pred, timestep, latents, next_latents=None, timestep_next=None, generator=None,\n"
@@ -85,13 +78,7 @@ def codebase(tmp_path, monkeypatch):
     for name in list(patching._PATCHED):
         integrations.unpatch(name)
     for name in set(sys.modules) - before:
-        if name.split(".")[0] in (
-            "flow_grpo",
-            "flow_factory",
-            "train_grpo_flux",
-            "train_grpo_wan_2_1",
-            "train_grpo_sd",
-        ):
+        if name.startswith(("flow_grpo", "flow_factory", "train_grpo")):
             del sys.modules[name]
 
 
@@ -102,16 +89,16 @@ def imported(*names):
 
 
 BASE = "flow_grpo.diffusers_patch.sd3_sde_with_logprob"
-WAN = "flow_grpo.diffusers_patch.wan_pipeline_with_logprob"
+VIDEO = "flow_grpo.diffusers_patch.wan_pipeline_with_logprob"
 
 
 def test_every_reference_is_replaced_once_and_put_back(codebase, capsys):
     codebase("flow_grpo")
-    base, wan, pipeline, trainer = imported(BASE, WAN, "flow_grpo.pipeline", "flow_grpo.trainer")
+    base, wan, pipeline, trainer = imported(BASE, VIDEO, "flow_grpo.pipeline", "flow_grpo.trainer")
     original, original_wan = base.sde_step_with_logprob, wan.sde_step_with_logprob
     snapshot = {m: dict(vars(m)) for m in (base, wan, pipeline, trainer)}
     places = integrations.patch("flow_grpo")
-    names = (f"{BASE}.sde_step_with_logprob", f"{WAN}.sde_step_with_logprob")
+    names = (f"{BASE}.sde_step_with_logprob", f"{VIDEO}.sde_step_with_logprob")
     assert places == sorted([*names, "flow_grpo.pipeline.sde_step_with_logprob", "flow_grpo.trainer.step"])
     assert all(name in capsys.readouterr().err for name in places[:1])
     assert pipeline.sde_step_with_logprob is trainer.step is base.sde_step_with_logprob is not original
@@ -133,30 +120,14 @@ def test_modules_imported_afterwards(codebase):
     base, pipeline = imported(BASE, "flow_grpo.pipeline")
     original = base.sde_step_with_logprob
     integrations.patch("flow_grpo")
-    (late, wan) = imported("flow_grpo.late", WAN)
+    (late, wan) = imported("flow_grpo.late", VIDEO)
     assert late.sde_step_with_logprob is base.sde_step_with_logprob is not original
-    assert late.wan.__module__ == WAN, "not there yet when patch ran"
+    assert late.wan.__module__ == VIDEO, "not there yet when patch ran"
     places = integrations.patch("flow_grpo")
     assert {"flow_grpo.late.wan", "flow_grpo.late.sde_step_with_logprob"} <= set(places)
     integrations.unpatch("flow_grpo")
     assert late.sde_step_with_logprob is pipeline.sde_step_with_logprob is original
     assert late.wan is wan.sde_step_with_logprob and late.wan(0, 0, 0, 0) == 2
-
-
-def test_the_replacement_computes(codebase):
-    """What a caller of the patched codebase gets is our step."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    codebase("flow_grpo")
-    (trainer,) = imported("flow_grpo.trainer")
-    scheduler = FlowMatchEulerDiscreteScheduler()
-    scheduler.set_timesteps(4)
-    args = scheduler, torch.ones(1, 3), scheduler.timesteps[:1], torch.ones(1, 3)
-    assert trainer.step(*args) == 1
-    integrations.patch("flow_grpo")
-    ours = trainer.step(*args, generator=torch.Generator().manual_seed(0))
-    direct = flow_grpo.sde_step_with_logprob(*args, generator=torch.Generator().manual_seed(0))
-    assert all(torch.equal(a, b) for a, b in zip(ours, direct, strict=True))
 
 
 def test_trainers_that_define_their_own(codebase):
@@ -194,9 +165,19 @@ def test_methods(codebase):
 
 
 def test_an_older_version_with_fewer_arguments(codebase):
+    """What its caller then gets is our step."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
     codebase("flow_grpo", flow_grpo__diffusers_patch__sd3_sde_with_logprob=f"{SD3}): return 1\n")
-    imported("flow_grpo.trainer")
+    (trainer,) = imported("flow_grpo.trainer")
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(4)
+    args = scheduler, torch.ones(1, 3), scheduler.timesteps[:1], torch.ones(1, 3)
+    assert trainer.step(*args) == 1
     assert "flow_grpo.trainer.step" in integrations.patch("flow_grpo")
+    ours = trainer.step(*args, generator=torch.Generator().manual_seed(0))
+    direct = flow_grpo.sde_step_with_logprob(*args, generator=torch.Generator().manual_seed(0))
+    assert all(torch.equal(a, b) for a, b in zip(ours, direct, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +192,7 @@ def test_an_older_version_with_fewer_arguments(codebase):
 def test_another_version_is_refused_whole(codebase, text, message):
     """Nothing is replaced, not even the part that would fit."""
     codebase("flow_grpo", flow_grpo__diffusers_patch__sd3_sde_with_logprob=text)
-    wan, _ = imported(WAN, BASE)
+    wan, _ = imported(VIDEO, BASE)
     original = wan.sde_step_with_logprob
     with pytest.raises(RuntimeError, match=message):
         integrations.patch("flow_grpo")

@@ -7,8 +7,6 @@ and without the patch. `-s` prints the measured differences.
 """
 
 import contextlib
-import math
-import sys
 
 import peers
 import pytest
@@ -56,7 +54,9 @@ def test_values_and_gradients(monkeypatch, case, shape):
     if "factory" not in case.name:
         peers.same_parameters(case.name.split()[0], theirs, case.ours)
     x, v = (t.to(dtype) for t, dtype in zip(batch(SHAPES[shape]), case.dtypes, strict=True))
-    for at in (0, 5, T - 1, torch.tensor(3)) if case.one_step else [[0, 5, 9]] + [[0, 0, 0], [5, 2, 8]] * (not case.rounded):
+    for at in (
+        (0, 5, T - 1, torch.tensor(3)) if case.one_step else [[0, 5, 9]] + [[0, 0, 0], [5, 2, 8]] * (not case.rounded)
+    ):
         a, b = (case.call(f, x, v, at) for f in (theirs, case.ours))
         truth = case.truth(x, v, at)
         torch.manual_seed(7)
@@ -241,16 +241,3 @@ def test_patch_flow_factory(monkeypatch):
     assert cls.__dict__["step"] is original and type(before) is type(after)
     assert torch.allclose(before.next_latents, after.next_latents, atol=1e-6)
     assert torch.allclose(before.log_prob, after.log_prob, rtol=1e-5)
-
-
-def test_versions_of_flow_grpo_before_cps(monkeypatch):
-    """The July 2025 function has no sde_type; ours takes its place as long as the order of arguments agrees."""
-    peers.module("flow_grpo", "flow_grpo.diffusers_patch.sd3_sde_with_logprob", monkeypatch)
-    name = "flow_grpo.diffusers_patch.sd3_sde_with_logprob"
-
-    def sde_step_with_logprob(self, model_output, timestep, sample, noise_level=0.7, prev_sample=None, generator=None):
-        return math.nan
-
-    monkeypatch.setattr(sys.modules[name], "sde_step_with_logprob", sde_step_with_logprob)
-    with patched("flow_grpo") as places:
-        assert f"{name}.sde_step_with_logprob" in places

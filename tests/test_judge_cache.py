@@ -126,6 +126,7 @@ def test_a_disk_that_fails_costs_the_cache_and_no_answer(tmp_path):
         HttpJudge(JudgeConfig(cache=str(tmp_path)))
 
 
+@pytest.mark.full
 def test_a_run_that_was_killed_before_its_checkpoint_asks_for_nothing_twice(tmp_path):
     place = world(tmp_path)
     over = {"reward": {"spec": "vlm_pairwise"}, "eval": {"every": 0}, "checkpoint": {"every": 20}}

@@ -14,7 +14,7 @@ import torch
 from judge_tiny import build
 
 from prefgrpo.data.media import Media
-from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
+from prefgrpo.judge.local import LocalJudge
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.template import label_ids, load_template
 from prefgrpo.judge.verdict import JudgeError
@@ -25,7 +25,7 @@ SIZES = {"square": [(64, 64)] * 4, "mixed": [(64, 64), (64, 128), (96, 64), (40,
 @pytest.fixture(scope="module", params=["qwen3", "qwen25"])
 def judge(request, tmp_path_factory):
     folder = build(request.param, tmp_path_factory.mktemp(request.param))
-    return LocalJudge(LocalJudgeConfig(folder, min_label_mass=0.0))
+    return LocalJudge(folder, min_label_mass=0.0)
 
 
 def _media(sizes, seed=0):
@@ -70,7 +70,7 @@ def test_equals_the_stock_forward_of_one_pair(judge, sizes):
 def test_all_spellings_of_a_label_count_together(judge, tmp_path, variants):
     path = tmp_path / "yes.yaml"
     path.write_text(f"user: '{{prompt}} {{media_1}} {{media_2}}'\nlabels: [a, i]\nvariants: {variants}\nprefill: 'I:'")
-    own = LocalJudge(LocalJudgeConfig(judge.config.model, str(path), min_label_mass=0.0))
+    own = LocalJudge(judge.model.name_or_path, str(path), min_label_mass=0.0)
     wanted = [_spellings(own, label) for label in "ai"]
     assert [sorted(ids) for ids in label_ids(own.tokenizer, own.template)] == wanted
     assert len(wanted[0]) == (3 if variants else 2)
@@ -83,7 +83,7 @@ def test_all_spellings_of_a_label_count_together(judge, tmp_path, variants):
 def test_pairs_of_edits_are_judged_beside_their_source(judge, tmp_path, sources):
     path = tmp_path / "edit.yaml"
     path.write_text("user: 'Do {prompt}: {source} 1: {media_1} 2: {media_2}'\nprefill: 'Image '\nlabels: ['1', '2']\n")
-    edits = LocalJudge(LocalJudgeConfig(judge.config.model, template=str(path), min_label_mass=0.0))
+    edits = LocalJudge(judge.model.name_or_path, template=str(path), min_label_mass=0.0)
     media, pairs = _media(SIZES["mixed"]), both_orders(4, 0)
     source = _media([(96, 64), (64, 64)][:sources], seed=3)
     found = [v.first for v in edits.judge_group("less red", media, pairs, source)]
@@ -95,7 +95,7 @@ def test_pairs_of_edits_are_judged_beside_their_source(judge, tmp_path, sources)
     assert {v.first for v in none} == {None} and "shows the source image" in none[0].reason
     path.write_text("user: '{prompt} {media_1} {source} {media_2}'\nlabels: ['1', '2']\n")
     with pytest.raises(JudgeError, match="source after"):
-        LocalJudge(LocalJudgeConfig(judge.config.model, template=str(path)))
+        LocalJudge(judge.model.name_or_path, template=str(path))
 
 
 def test_a_group_depends_on_itself_alone_and_on_the_batch_up_to_rounding(judge):
@@ -104,7 +104,7 @@ def test_a_group_depends_on_itself_alone_and_on_the_batch_up_to_rounding(judge):
     judge.judge_group("something else", _media(SIZES["mixed"], seed=1), pairs)
     again = judge.judge_group("a", media, pairs)
     assert [(v.raw, v.first) for v in alone] == [(v.raw, v.first) for v in again]
-    small = LocalJudge(LocalJudgeConfig(judge.config.model, min_label_mass=0.0, pair_batch=5))
+    small = LocalJudge(judge.model.name_or_path, min_label_mass=0.0, pair_batch=5)
     batched = small.judge_group("a", media, pairs)
     assert np.abs(np.subtract([v.first for v in alone], [v.first for v in batched])).max() < 1e-5
 
@@ -114,17 +114,17 @@ def test_an_image_token_in_the_prompt_and_labels_without_probability_are_missing
     verdicts = judge.judge_group("a <|image_pad|> cat", media, [(0, 1), (1, 2)])
     assert [v.first for v in verdicts] == [None, None]
     assert "image token" in verdicts[0].reason
-    strict = LocalJudge(LocalJudgeConfig(judge.config.model, min_label_mass=0.99))
+    strict = LocalJudge(judge.model.name_or_path, min_label_mass=0.99)
     verdict = strict.judge_group("a", media, [(0, 1)])[0]
     assert verdict.first is None and "probability" in verdict.reason
 
 
 def test_a_missing_or_foreign_checkpoint_is_refused(tmp_path):
     with pytest.raises(JudgeError, match=r"config\.json"):
-        LocalJudge(LocalJudgeConfig(str(tmp_path / "nothing")))
+        LocalJudge(str(tmp_path / "nothing"))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(JudgeError, match="qwen3_vl"):
-        LocalJudge(LocalJudgeConfig(str(tmp_path)))
+        LocalJudge(str(tmp_path))
 
 
 def test_a_label_that_the_tokenizer_cannot_split_off_is_refused(judge):
@@ -139,8 +139,8 @@ def test_templates_that_cannot_work_are_refused(judge, tmp_path):
     path.write_text("user: '{prompt} {media_1} {media_2}'\nanswer: plain\n")
     assert load_template(str(path)).max_tokens == 32
     with pytest.raises(JudgeError, match="soft answer"):
-        LocalJudge(LocalJudgeConfig(judge.config.model, template=str(path)))
-    folder = shutil.copytree(judge.config.model, tmp_path / "textual")
+        LocalJudge(judge.model.name_or_path, template=str(path))
+    folder = shutil.copytree(judge.model.name_or_path, tmp_path / "textual")
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'][0]['text'] }}{% endfor %}")
     with pytest.raises(JudgeError, match="wrote 0 images, expected 2"):
-        LocalJudge(LocalJudgeConfig(str(folder))).judge_group("a", _media(SIZES["square"]), [(0, 1)])
+        LocalJudge(str(folder)).judge_group("a", _media(SIZES["square"]), [(0, 1)])

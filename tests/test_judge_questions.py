@@ -21,7 +21,7 @@ from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge.body import encode
 from prefgrpo.judge.http import Client, HttpJudge, shared_client
-from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
+from prefgrpo.judge.local import LocalJudge
 from prefgrpo.judge.template import load_template
 from prefgrpo.judge.verdict import JudgeError
 from prefgrpo.rewards import build
@@ -219,7 +219,7 @@ def test_a_pair_needs_an_answer_that_is_a_verdict(tmp_path):
         load_template(str(path))
     path.write_text("user: '{prompt}{media_1}{source}{media_2}'\nlabels: ['1', '2']")
     with pytest.raises(JudgeError, match="use backend http"):
-        LocalJudge(LocalJudgeConfig("nowhere", template=str(path)))
+        LocalJudge("nowhere", template=str(path))
 
 
 # ---- odd media and prompts -------------------------------------------------------------------------------------------

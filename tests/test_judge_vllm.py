@@ -26,7 +26,7 @@ from prefgrpo.data.media import Media
 from prefgrpo.judge.client import HttpJudge
 from prefgrpo.judge.engines import ServeConfig
 from prefgrpo.judge.http import Client
-from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
+from prefgrpo.judge.local import LocalJudge
 from prefgrpo.judge.plans import both_orders
 from prefgrpo.judge.serve import Server
 from prefgrpo.judge.template import load_template, spellings
@@ -81,7 +81,7 @@ def group(size=8):
 
 def test_soft_verdicts_equal_the_in_process_judge(model, port):
     caption, media = group()
-    local = LocalJudge(LocalJudgeConfig(model, template="caption_match")).judge_group(caption, media, PAIRS)
+    local = LocalJudge(model, template="caption_match").judge_group(caption, media, PAIRS)
     p = np.array([v.first for v in local])
     assert np.ptp(p) > 0.5, "the pictures differ in how well they fit"
     for changes in ({}, {"tokenizer": ""}, {"media_ids": "off"}):

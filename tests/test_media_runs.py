@@ -11,10 +11,9 @@ import sys
 
 import numpy as np
 import pytest
-import yaml
 from judge_server import JudgeServer, images
 from PIL import Image
-from tiny_run import ALONE, rows, settings, start, train, tree
+from tiny_run import ALONE, attempt, recipe, rows, settings, start, train, tree
 
 from prefgrpo.config.schema import ConfigError, from_dict
 from prefgrpo.data.media import Media
@@ -39,27 +38,17 @@ def place(tmp_path_factory):
     return folder
 
 
-def run(place, name, family, **over):
+def written(place, name, family, **over):
     over = {k: {**SMALL.get(k, {}), **v} if isinstance(v, dict) else v for k, v in (SMALL | over).items()}
-    content = settings(place, name, **over) | {"family": family, "model": str(place / family)}
-    file = place / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(content), encoding="utf-8")
-    return train(file)
+    return recipe(place, name, **over, family=family, model=str(place / family))
 
 
 def test_a_video_model_with_two_experts(place):
-    rollout = {
-        **SMALL["rollout"],
-        "frames": 5,
-        "guidance": 4.0,
-        "guidance_2": 3.0,
-        "height": 16,
-        "width": 16,
-        "steps": 4,
-    }
+    rollout = {"frames": 5, "guidance": 4.0, "guidance_2": 3.0, "height": 16, "width": 16, "steps": 4}
     with JudgeServer() as server:
         judge = {"backend": "http", "endpoints": [server.url], "template": "compare_video"}
-        code, output = run(place, "video", "wan22", rollout=rollout, reward={"spec": "vlm_pairwise"}, judge=judge)
+        over = {"rollout": rollout, "reward": {"spec": "vlm_pairwise"}, "judge": judge}
+        code, output = train(written(place, "video", "wan22", **over))
     assert code == 0, output
     asked = [body for body in server.requests if len(images(body)) == 10]
     assert len(asked) >= 3 * 2 * 2, "3 steps, 2 groups, a pair in both orders: five frames of either clip"
@@ -80,9 +69,9 @@ def test_a_video_model_with_two_experts(place):
     assert imageio.imread(place / "clips" / "two lines-0.mp4", plugin="FFMPEG").shape == (5, 16, 16, 3)
 
 
-def test_a_reward_that_takes_images_refuses_clips(place):
+def test_a_reward_that_takes_images_refuses_clips(place, capsys):
     for spec, field in (("scenes", "reward.spec: scenes"), ("jpeg_compressibility,scenes:0", "reward.spec: scenes")):
-        code, output = run(place, "refused", "wan22", reward={"spec": spec})
+        code, output = attempt(capsys, "train", written(place, f"no_{len(spec)}", "wan22", reward={"spec": spec}))
         assert code == 2 and f"{field} takes image, but this run makes clips" in output
     over = {"family": "wan22", "judge": {"backend": "local", "model": "m"}, "reward": {"spec": "vlm_pairwise"}}
 
@@ -104,7 +93,7 @@ def test_edits_with_sources_of_any_size(place, root):
     edits = [{"instruction": "make it red", "source_image": f"source{k}.png", "kind": k} for k in range(3)]
     (place / "edits.jsonl").write_text("\n".join(map(json.dumps, edits)))
     files = {"data": {"prompts": str(place / "edits.jsonl")}, "eval": {"prompts": str(place / "edits.jsonl")}}
-    code, output = run(place, "edit", "flux_kontext", **files)
+    code, output = train(written(place, "edit", "flux_kontext", **files))
     assert code == 0, output
     assert "(exact)" in output and "from 3 prompts" in output
     with np.load(place / "runs" / "edit" / "eval" / "dev_sources.npz") as stored:
@@ -120,30 +109,17 @@ def test_edits_with_sources_of_any_size(place, root):
     assert len(edited) == 3 and len(set(edited)) == 3, "one instruction, three sources, three edits"
 
 
-def test_an_image_family_takes_no_source(place):
-    (place / "one.jsonl").write_text(json.dumps({"prompt": "x", "image": "gone.png"}))
-    code, output = run(place, "gone", "flux_kontext", data={"prompts": str(place / "one.jsonl")})
-    assert code == 2 and "line 1: source image not found: gone.png" in output
+LACK = "per prompt, which 1 of 2 do not have; the first: line 2, 'b' has"
+COUNTS = [
+    ("flux", [0, 1], f"flux takes no source image {LACK} 1"),
+    ("flux_kontext", [1, 2], f"takes 0 to 1 source images {LACK} 2"),
+    ("qwen_image_edit", [0], "takes one per prompt, which 1 of 1 do not have; the first: line 1, 'a' has 0"),
+    ("qwen_image_edit_plus", [2, 3, 1], "line 1, 'a' has 2, line 2, 'b' has 3"),
+    ("wan_ti2v", [1, 0], "every prompt of a file needs as many source images"),
+]
 
 
-@pytest.mark.parametrize(
-    ("family", "counts", "told"),
-    [
-        (
-            "flux",
-            [0, 1],
-            "flux takes no source image per prompt, which 1 of 2 do not have; the first: line 2, 'b' has 1",
-        ),
-        (
-            "flux_kontext",
-            [1, 2],
-            "takes 0 to 1 source images per prompt, which 1 of 2 do not have; the first: line 2, 'b' has 2",
-        ),
-        ("qwen_image_edit", [0], "takes one per prompt, which 1 of 1 do not have; the first: line 1, 'a' has 0"),
-        ("qwen_image_edit_plus", [2, 3, 1], "line 1, 'a' has 2, line 2, 'b' has 3"),
-        ("wan_ti2v", [1, 0], "every prompt of a file needs as many source images"),
-    ],
-)
+@pytest.mark.parametrize(("family", "counts", "told"), COUNTS)
 def test_sources_are_counted_before_anything_runs(family, counts, told):
     prompts = [Prompt(k, "abc"[k], source=("x.png",) * count, line=k + 1) for k, count in enumerate(counts)]
     with pytest.raises(DataError, match=re.escape(told)):

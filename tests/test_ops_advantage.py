@@ -5,12 +5,12 @@ Oracles: golden numbers of the three ancestors' settings, NumPy's own mean and s
 values move nothing.
 """
 
+import advantage_oracle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
-from ops_cases import DEVICE, FEW, QUICK, each_backend, serve
+from ops_cases import DEVICE, each_backend, fuzz, serve
 
 from prefgrpo.ops import group_advantage, winrate_advantage
 
@@ -41,44 +41,24 @@ def test_golden_numbers(backend, name):
     assert torch.equal(mixed, got[order])
 
 
-def numpy_normalised(r, ids, std, eps, ddof, rank):
-    out, ok = np.zeros(len(r)), ~np.isnan(r)
-    r = r.copy()
-    for g in np.unique(ids):
-        m = (ids == g) & ok
-        if rank and m.any():
-            v = r[m]
-            r[m] = [((v < x).sum() + 0.5 * ((v == x).sum() - 1)) / max(len(v) - 1, 1) for x in v]
-    whole = r[ok].std(ddof=0) * np.sqrt(ok.sum() / max(ok.sum() - ddof, 1)) if ok.any() else 0.0
-    for g in np.unique(ids):
-        m = (ids == g) & ok
-        if not m.any() or np.ptp(r[m]) == 0:
-            continue
-        own = np.sqrt(((r[m] - r[m].mean()) ** 2).sum() / max(m.sum() - ddof, 1))
-        out[m] = (r[m] - r[m].mean()) / {"group": own + eps, "global": whole + eps, "none": 1.0}[std]
-    return out
+OPTIONS = {
+    "std": st.sampled_from(["group", "global", "none"]),
+    "ddof": st.integers(0, 1),
+    "dtype": st.sampled_from([torch.float32, torch.float64]),
+    "seed": st.integers(0, 99),
+}
 
 
-def numpy_advantage(r, ids, w, combine, std, eps, ddof, rank, batch_norm):
-    r, w = r[w != 0], w[w != 0]
-    missing = np.isnan(r).any(0)
-    if combine == "weighted_advantage_sum":
-        r = np.where(missing, np.nan, r)
-        out = sum(wi * numpy_normalised(ri, ids, std, eps, ddof, rank) for wi, ri in zip(w, r, strict=True))
-    else:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            value = {
-                "weighted_sum": lambda: w @ r,
-                "geometric_mean": lambda: np.exp(w @ np.log(r) / w.sum()),
-                "harmonic_mean": lambda: w.sum() / (w @ (1 / r)),
-            }[combine]()
-        out = numpy_normalised(np.where(missing, np.nan, value), ids, std, eps, ddof, rank)
-    if batch_norm:
-        out = numpy_normalised(np.where(missing, np.nan, out), np.zeros_like(ids), "group", eps, ddof, False)
-    return out
-
-
-def check(backend, batch, groups, rewards, combine, std, ddof, rank, batch_norm, holes, dtype, seed):
+@fuzz(
+    batch=st.sampled_from([1, 2, 7, 48, 130]),
+    groups=st.integers(1, 6),
+    rewards=st.integers(1, 3),
+    combine=st.sampled_from(["weighted_sum", "weighted_advantage_sum", "geometric_mean", "harmonic_mean"]),
+    rank=st.booleans(),
+    holes=st.sampled_from([0.0, 0.3, 1.0]),
+    **OPTIONS,
+)
+def test_against_numpy(backend, batch, groups, rewards, combine, std, ddof, rank, holes, dtype, seed):
     rng = np.random.default_rng(seed)
     ids = rng.integers(-5, -5 + groups, batch)
     r = rng.choice([0.25, 0.5, 0.5, 1.0, 2.0], (rewards, batch)) if rank else rng.random((rewards, batch)) + 0.01
@@ -88,41 +68,26 @@ def check(backend, batch, groups, rewards, combine, std, ddof, rank, batch_norm,
     if rewards > 1:
         w[0] = 0.0
         r[0] = np.nan  # a monitor may be missing altogether
-    values, group_ids = tensors(r, ids, dtype)
-    options = {"combine": combine, "std": std, "ddof": ddof, "rank": rank, "batch_norm": batch_norm, "eps": 1e-4}
+    options = {"combine": combine, "std": std, "ddof": ddof, "rank": rank, "eps": 1e-4}
     with serve(backend):
-        got = group_advantage(values, group_ids, torch.tensor(w), **options)
-    want = numpy_advantage(r, ids, w, combine, std, 1e-4, ddof, rank, batch_norm)
+        got = group_advantage(*tensors(r, ids, dtype), torch.tensor(w), **options)
     assert got.dtype == torch.float32 and got.shape == (batch,)
+    want = advantage_oracle.advantage(r, ids, w, **options)
     np.testing.assert_allclose(got.double().cpu().numpy(), want, rtol=2e-5, atol=2e-6)
 
 
-ARGS = st.tuples(
-    st.sampled_from([1, 2, 7, 48, 130]),
-    st.integers(1, 6),
-    st.integers(1, 3),
-    st.sampled_from(["weighted_sum", "weighted_advantage_sum", "geometric_mean", "harmonic_mean"]),
-    st.sampled_from(["group", "global", "none"]),
-    st.integers(0, 1),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from([0.0, 0.3, 1.0]),
-    st.sampled_from([torch.float32, torch.float64]),
-    st.integers(0, 99),
-)
-
-
-@QUICK
-@given(ARGS)
-def test_against_numpy(args):
-    for backend in ("cuda",) if DEVICE == "cuda" else ("cpu", "torch"):
-        check(backend, *args)
-
-
-@FEW
-@given(ARGS)
-def test_triton_against_numpy(args):
-    check("triton", *args)
+@fuzz(prompts=st.integers(1, 5), group=st.integers(1, 9), holes=st.sampled_from([0.0, 0.5, 1.0]), **OPTIONS)
+def test_winrate_against_numpy(backend, prompts, group, holes, std, ddof, dtype, seed):
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 3, (prompts, group, group)) * (rng.random((prompts, group, group)) >= holes)
+    wins = (rng.random(counts.shape) * counts).astype(np.float32).astype(np.float64)
+    with serve(backend):
+        rate, adv = winrate_advantage(*(t.to(dtype) for t in tensors(wins, counts)), std=std, ddof=ddof)
+    n = counts.sum(-1)
+    want = np.where(n > 0, wins.sum(-1) / np.maximum(n, 1), np.nan)
+    np.testing.assert_allclose(rate.double().cpu().numpy(), want, rtol=1e-6)
+    want = advantage_oracle.normalised(want.reshape(-1), np.arange(prompts).repeat(group), std, ddof=ddof)
+    np.testing.assert_allclose(adv.double().cpu().numpy().reshape(-1), want, rtol=2e-5, atol=2e-6)
 
 
 @each_backend
@@ -146,42 +111,3 @@ def test_a_missing_reward_moves_nothing_and_a_lost_group_is_zero(backend):
         empty = group_advantage(r[:, :0], ids[:0])
     assert got[[0, 1, 3]].tolist() == less.tolist() and got[[2, 4, 5]].tolist() == [0.0] * 3
     assert negative.tolist() == [0.0] * 6 and empty.shape == (0,)
-
-
-def check_winrate(backend, prompts, group, holes, std, ddof, dtype, seed):
-    rng = np.random.default_rng(seed)
-    counts = rng.integers(0, 3, (prompts, group, group)) * (rng.random((prompts, group, group)) >= holes)
-    wins = (rng.random(counts.shape) * counts).astype(np.float32).astype(np.float64)
-    given_wins, given_counts = (torch.tensor(t, dtype=dtype, device=DEVICE) for t in (wins, counts))
-    with serve(backend):
-        rate, adv = winrate_advantage(given_wins, given_counts, std=std, ddof=ddof)
-    n = counts.sum(-1)
-    want = np.where(n > 0, wins.sum(-1) / np.maximum(n, 1), np.nan)
-    np.testing.assert_allclose(rate.double().cpu().numpy(), want, rtol=1e-6)
-    ids = np.arange(prompts).repeat(group)
-    want_adv = numpy_normalised(want.reshape(-1), ids, std, 1e-4, ddof, False).reshape(prompts, group)
-    np.testing.assert_allclose(adv.double().cpu().numpy(), want_adv, rtol=2e-5, atol=2e-6)
-
-
-WINS = st.tuples(
-    st.integers(1, 5),
-    st.integers(1, 9),
-    st.sampled_from([0.0, 0.5, 1.0]),
-    st.sampled_from(["group", "global", "none"]),
-    st.integers(0, 1),
-    st.sampled_from([torch.float32, torch.float64]),
-    st.integers(0, 99),
-)
-
-
-@QUICK
-@given(WINS)
-def test_winrate_against_numpy(args):
-    for backend in ("cuda",) if DEVICE == "cuda" else ("cpu", "torch"):
-        check_winrate(backend, *args)
-
-
-@FEW
-@given(WINS)
-def test_triton_winrate_against_numpy(args):
-    check_winrate("triton", *args)

@@ -36,53 +36,27 @@ def ids(n=3, dtype=torch.int64):
     return torch.zeros(n, dtype=dtype, device=DEVICE)
 
 
+NO_INDEX = {"index": None, "coef": torch.zeros(3, 5)}
 STEP = {
     "v has another shape": ({"v": torch.zeros(3, 4, 5)}, ValueError, r"v: expected the shape of x, \[3, 4, 6\]"),
-    "v is an integer": ({"v": torch.zeros(3, 4, 6, dtype=torch.int32)}, TypeError, "expected fp32, bf16, fp16"),
+    "v is an integer": ({"v": torch.zeros(3, 4, 6).int()}, TypeError, "expected fp32, bf16, fp16"),
     "noise has another shape": ({"noise": torch.zeros(3, 24)}, ValueError, "noise: expected the shape of x"),
     "coef has 4 columns": ({"coef": torch.zeros(4, 4)}, ValueError, r"coef: expected fp32 \[T, 5\]"),
-    "coef is bf16": ({"coef": torch.zeros(4, 5, dtype=torch.bfloat16)}, ValueError, "coef: expected fp32"),
+    "coef is bf16": ({"coef": torch.zeros(4, 5).bfloat16()}, ValueError, "coef: expected fp32"),
     "no index for a table": ({"index": None}, ValueError, "pass an int64 index"),
-    "index of another length": (
-        {"index": torch.zeros(2, dtype=torch.int64)},
-        ValueError,
-        r"index: expected int64 \[3\]",
-    ),
-    "index is int32": ({"index": torch.zeros(3, dtype=torch.int32)}, ValueError, r"index: expected int64 \[3\]"),
-    "address without a step": (
-        {"index": None, "coef": torch.zeros(3, 5), "noise": NoiseAddress(1, torch.zeros(3, dtype=torch.int64))},
-        ValueError,
-        "needs a step",
-    ),
-    "address of another batch": (
-        {"noise": NoiseAddress(1, torch.zeros(4, dtype=torch.int64))},
-        ValueError,
-        "noise.sample",
-    ),
-    "negative offset": (
-        {"noise": NoiseAddress(1, torch.zeros(3, dtype=torch.int64), offset=-1)},
-        ValueError,
-        "offset: expected 0 or more",
-    ),
+    "index of another length": ({"index": torch.zeros(2).long()}, ValueError, r"index: expected int64 \[3\]"),
+    "index is int32": ({"index": torch.zeros(3).int()}, ValueError, r"index: expected int64 \[3\]"),
+    "address without a step": ({**NO_INDEX, "noise": NoiseAddress(1, ids())}, ValueError, "needs a step"),
+    "address of another batch": ({"noise": NoiseAddress(1, ids(4))}, ValueError, r"noise\.sample"),
+    "negative offset": ({"noise": NoiseAddress(1, ids(), offset=-1)}, ValueError, "offset: expected 0 or more"),
     "storage dtype": ({"out_dtype": torch.int8}, TypeError, "out_dtype"),
-    "uncond has another shape": ({"guidance": Guidance(torch.zeros(3, 6), 2.0)}, ValueError, "guidance.uncond"),
-    "latents without elements": (
-        {k: torch.zeros(3, 0) for k in ("x", "v", "noise")},
-        ValueError,
-        "at least one element per sample",
-    ),
+    "uncond has another shape": ({"guidance": Guidance(torch.zeros(3, 6), 2.0)}, ValueError, r"guidance\.uncond"),
+    "no elements": ({k: torch.zeros(3, 0) for k in ("x", "v", "noise")}, ValueError, "at least one element per sample"),
     "a norm of numbers": (
-        {
-            "x": torch.zeros(3),
-            "v": torch.zeros(3),
-            "noise": None,
-            "guidance": Guidance(torch.zeros(3), 2.0, rescale=True),
-        },
-        ValueError,
-        r"guidance.rescale: expected x \[B, …, D\]",
-    ),
+        {**dict.fromkeys(("x", "v"), torch.zeros(3)), "guidance": Guidance(torch.zeros(3), 2.0, rescale=True)}
+        | {"noise": None}, ValueError, r"guidance\.rescale: expected x \[B, …, D\]"),
     "0-d latents": ({"x": torch.zeros(()), "v": torch.zeros(())}, ValueError, "got a 0-d tensor"),
-}
+}  # fmt: skip
 
 
 @each_backend
@@ -119,61 +93,41 @@ def test_any_other_shape_is_refused_by_the_replay(name, shape):
         affine_logp(**given)
 
 
+def loss(*args, **options):
+    return policy_loss(*args, **{"clip_low": 0.1, **options})
+
+
+def on_policy(advantage, **options):
+    return on_policy_grad(base()["x"], base()["coef"], ids(), NoiseAddress(1, ids()), advantage, **options)
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(*shape, dtype=dtype)
+
+
 SMALL = {
-    "sigma for x0": (lambda: affine_step_more(**base(), x0_sigma=torch.zeros(2)), ValueError, "one σ per row"),
+    "sigma for x0": (lambda: affine_step_more(**base(), x0_sigma=zeros(2)), ValueError, "one σ per row"),
     "noise ids": (lambda: philox_normal(1, ids(), ids(2), 4), ValueError, "step: expected int64"),
     "noise size": (lambda: philox_normal(1, ids(), ids(), -4), ValueError, "0 or more"),
-    "policy shape": (lambda: policy_loss(*torch.zeros(2, 3), torch.zeros(4), clip_low=0.1), ValueError, "advantage"),
-    "policy dtype": (
-        lambda: policy_loss(*torch.zeros(3, 3), clip_low=0.1, mask=torch.zeros(3)),
-        TypeError,
-        "mask: expected torch.bool",
-    ),
-    "policy clip": (lambda: policy_loss(*torch.zeros(3, 3), clip_low=-0.1), ValueError, "0 or more"),
     "noise dtype": (lambda: philox_normal(1, ids(), ids(), 4, dtype=torch.int32), TypeError, "dtype: expected fp32"),
     "noise seed": (lambda: philox_normal(1.5, ids(), ids(), 4), TypeError, "integer"),
-    "policy clip NaN": (lambda: policy_loss(*torch.zeros(3, 3), clip_low=0.1, clip_high=NAN), ValueError, "0 or more"),
-    "advantage clip NaN": (
-        lambda: policy_loss(*torch.zeros(3, 3), clip_low=0.1, adv_clip=NAN),
-        ValueError,
-        "0 or more",
-    ),
-    "KL coefficient NaN": (lambda: policy_loss(*torch.zeros(3, 3), clip_low=0.1, kl_coef=NAN), ValueError, "finite"),
-    "on policy clip NaN": (
-        lambda: on_policy_grad(base()["x"], base()["coef"], ids(), NoiseAddress(1, ids()), torch.ones(3), adv_clip=NAN),
-        ValueError,
-        "0 or more",
-    ),
-    "on policy shape": (
-        lambda: on_policy_grad(base()["x"], base()["coef"], ids(), NoiseAddress(1, ids()), torch.ones(1)),
-        ValueError,
-        r"advantage and weight: expected \[3\]",
-    ),
-    "complex rewards": (
-        lambda: group_advantage(torch.zeros(1, 3, dtype=torch.complex64), ids()),
-        TypeError,
-        "rewards: expected real",
-    ),
-    "policy denominator": (
-        lambda: policy_loss(*torch.zeros(3, 3), clip_low=0.1, denominator=0.0),
-        ValueError,
-        "more than 0",
-    ),
-    "group shape": (lambda: group_advantage(torch.zeros(1, 4), ids()), ValueError, r"rewards \[R, B\]"),
-    "group id dtype": (
-        lambda: group_advantage(torch.zeros(1, 3), ids(dtype=torch.int32)),
-        ValueError,
-        "int64 group_ids",
-    ),
-    "weights": (lambda: group_advantage(torch.zeros(2, 3), ids(), torch.zeros(3)), ValueError, "one per reward"),
-    "combine": (
-        lambda: group_advantage(torch.zeros(2, 3), ids(), combine="mean"),
-        ValueError,
-        "combine: expected one of",
-    ),
-    "std": (lambda: group_advantage(torch.zeros(2, 3), ids(), std="batch"), ValueError, "std: expected one of"),
-    "ddof": (lambda: group_advantage(torch.zeros(2, 3), ids(), ddof=2), ValueError, "ddof: expected 0 or 1"),
-    "wins": (lambda: winrate_advantage(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4)), ValueError, r"\[P, G, G\]"),
+    "policy shape": (lambda: loss(*zeros(2, 3), zeros(4)), ValueError, "advantage"),
+    "policy dtype": (lambda: loss(*zeros(3, 3), mask=zeros(3)), TypeError, r"mask: expected torch\.bool"),
+    "policy clip": (lambda: loss(*zeros(3, 3), clip_low=-0.1), ValueError, "0 or more"),
+    "policy clip NaN": (lambda: loss(*zeros(3, 3), clip_high=NAN), ValueError, "0 or more"),
+    "advantage clip NaN": (lambda: loss(*zeros(3, 3), adv_clip=NAN), ValueError, "0 or more"),
+    "KL coefficient NaN": (lambda: loss(*zeros(3, 3), kl_coef=NAN), ValueError, "finite"),
+    "policy denominator": (lambda: loss(*zeros(3, 3), denominator=0.0), ValueError, "more than 0"),
+    "on policy clip NaN": (lambda: on_policy(torch.ones(3), adv_clip=NAN), ValueError, "0 or more"),
+    "on policy shape": (lambda: on_policy(torch.ones(1)), ValueError, r"advantage and weight: expected \[3\]"),
+    "complex rewards": (lambda: group_advantage(zeros(1, 3, dtype=torch.complex64), ids()), TypeError, "expected real"),
+    "group shape": (lambda: group_advantage(zeros(1, 4), ids()), ValueError, r"rewards \[R, B\]"),
+    "group id dtype": (lambda: group_advantage(zeros(1, 3), ids(dtype=torch.int32)), ValueError, "int64 group_ids"),
+    "weights": (lambda: group_advantage(zeros(2, 3), ids(), zeros(3)), ValueError, "one per reward"),
+    "combine": (lambda: group_advantage(zeros(2, 3), ids(), combine="mean"), ValueError, "combine: expected one of"),
+    "std": (lambda: group_advantage(zeros(2, 3), ids(), std="batch"), ValueError, "std: expected one of"),
+    "ddof": (lambda: group_advantage(zeros(2, 3), ids(), ddof=2), ValueError, "ddof: expected 0 or 1"),
+    "wins": (lambda: winrate_advantage(zeros(2, 3, 4), zeros(2, 3, 4)), ValueError, r"\[P, G, G\]"),
     "backend": (lambda: use_backend("metal").__enter__(), ValueError, "expected one of cuda, triton, cpu, torch"),
 }
 

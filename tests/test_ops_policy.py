@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
-from ops_cases import DEVICE, FEW, QUICK, assert_close, each_backend, serve
+from ops_cases import DEVICE, assert_close, each_backend, fuzz, serve
 
-from prefgrpo.ops import METRICS, args, policy_loss, policy_loss_grad, reference_small
+from prefgrpo.ops import METRICS, args, policy_loss, policy_loss_grad, reference
 
 
 def column(*values, dtype=torch.float32):
@@ -37,7 +36,19 @@ def test_guards_ratio_replaces_the_difference(backend):
     assert metrics[4:7].tolist() == pytest.approx([1.00225549, (1.00225549 + 1.00873667) / 2, 1.00873667], abs=1e-6)
 
 
-def check(backend, batch, seed, masked, weighted, with_kl, guard, denominator):
+B = st.booleans()
+
+
+@fuzz(
+    batch=st.sampled_from([1, 2, 5, 64, 257, 1152]),
+    seed=st.integers(0, 99),
+    masked=B,
+    weighted=B,
+    with_kl=B,
+    guard=B,
+    denominator=st.sampled_from([None, 7.0]),
+)
+def test_against_fp64(backend, batch, seed, masked, weighted, with_kl, guard, denominator):
     g = torch.Generator().manual_seed(seed)
     logp, old, adv, weight, kl, ratio = torch.randn(6, batch, generator=g).to(DEVICE)
     old, ratio = logp + 3e-4 * old, 3e-4 * ratio
@@ -58,7 +69,7 @@ def check(backend, batch, seed, masked, weighted, with_kl, guard, denominator):
     fp32_delta = (logp - old).double()  # the difference is rounded once, in fp32, on every backend
     delta = exact[2] if guard else fp32_delta + exact[0] - exact[0].detach()
     clips, rest = (1e-4, 2e-4, 5.0), (weight64, mask, exact[1], 0.3, delta, denominator)
-    loss, metrics = reference_small.policy_loss(args.Policy(exact[0], exact[0], 4 * adv.double(), *clips, *rest))
+    loss, metrics = reference.policy_loss(args.Policy(exact[0], exact[0], 4 * adv.double(), *clips, *rest))
     loss.backward()
     assert_close(got.loss, loss, 1e-5, 1e-6)
     assert torch.equal(got.loss, plain.loss) and torch.equal(got.metrics, plain.metrics)
@@ -70,23 +81,6 @@ def check(backend, batch, seed, masked, weighted, with_kl, guard, denominator):
         if mine is not None and want.grad is not None and not (guard and mine is leaves[0]):
             assert_close(mine.grad, 3 * want.grad, 1e-5, 1e-6)
     assert_close((leaves[2] if guard else leaves[0]).grad, 3 * plain.d_log_ratio, 1e-6, 1e-9)
-
-
-B = st.booleans()
-ARGS = (st.sampled_from([1, 2, 5, 64, 257, 1152]), st.integers(0, 99), B, B, B, B, st.sampled_from([None, 7.0]))
-
-
-@QUICK
-@given(*ARGS)
-def test_against_fp64(batch, seed, masked, weighted, with_kl, guard, denominator):
-    for backend in ("cuda",) if DEVICE == "cuda" else ("cpu", "torch"):
-        check(backend, batch, seed, masked, weighted, with_kl, guard, denominator)
-
-
-@FEW
-@given(*ARGS)
-def test_triton_against_fp64(batch, seed, masked, weighted, with_kl, guard, denominator):
-    check("triton", batch, seed, masked, weighted, with_kl, guard, denominator)
 
 
 @each_backend

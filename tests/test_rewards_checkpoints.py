@@ -43,15 +43,11 @@ def test_weights_of_another_image_size_are_refused_where_open_clip_resizes_them(
     refused("clip", "positional_embedding", "(10, 32)", "(5, 32)", "architecture", model=str(small))
 
 
-def test_an_architecture_with_the_other_activation_is_refused(tmp_path):
-    file = tmp_path / "dfn5b.bin"
+def test_an_architecture_that_does_not_fit_is_refused(tmp_path):
+    file, folder = tmp_path / "dfn5b.bin", open_clip_folder(tmp_path / "x")
     torch.save({"visual.conv1.weight": torch.zeros(1)}, file)
     refused("clip", "activation", "ViT-H-14-378-quickgelu", model=str(file), architecture="ViT-H-14-378")
     refused("clip", "ViT-H-15", "ViT-H-14", model=str(file), architecture="ViT-H-15")
-
-
-def test_a_config_beside_the_weights_must_be_the_named_architecture(tmp_path):
-    folder = open_clip_folder(tmp_path / "x")
     refused("clip", "another model", "ViT-B-32", model=str(folder), architecture="ViT-B-32")
 
 
@@ -87,29 +83,22 @@ def test_broken_files_are_errors_that_say_what_to_do(tmp_path):
     refused("clip", "no folder", model=str(tmp_path / "nowhere"))
 
 
-def test_a_checkpoint_of_something_else_is_refused(tmp_path):
+def test_a_checkpoint_of_something_else_is_refused(tmp_path, aesthetic):
     clip = clip_folder(tmp_path / "clip")
     weights = load_file(clip / "model.safetensors")
     del weights["visual_projection.weight"]
     save_file(weights, clip / "model.safetensors", {"format": "pt"})
     refused("clipscore", "visual_projection.weight", model=str(clip))
     folder = hps_folder(tmp_path / "hps")
-    file = folder / "HPS_v2.1_compressed.pt"
-    content = torch.load(file, weights_only=True)
+    content = torch.load(folder / "HPS_v2.1_compressed.pt", weights_only=True)
     del content["state_dict"]["ln_final.weight"]
-    torch.save(content, file)
+    torch.save(content, folder / "HPS_v2.1_compressed.pt")
     refused("hpsv2", "ln_final.weight", model=str(folder))
-
-
-def test_a_head_of_another_shape_is_refused(tmp_path, aesthetic):
     head = aesthetic_head(tmp_path / "head.pth")
     weights = torch.load(head, weights_only=True)
-    weights["layers.0.weight"] = weights["layers.0.weight"][:, :512]
-    torch.save(weights, head)
-    model = aesthetic["model"]
-    refused("aesthetic", "(1024, 512)", "(1024, 768)", model=model, head=str(head))
-    narrow = str(clip_folder(tmp_path / "narrow"))
-    refused("aesthetic", "768", "24", model=narrow, head=aesthetic["head"])
+    torch.save(weights | {"layers.0.weight": weights["layers.0.weight"][:, :512]}, head)
+    refused("aesthetic", "(1024, 512)", "(1024, 768)", model=aesthetic["model"], head=str(head))
+    refused("aesthetic", "768", "24", model=str(clip_folder(tmp_path / "narrow")), head=aesthetic["head"])
 
 
 class Trap:

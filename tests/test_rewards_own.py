@@ -112,20 +112,14 @@ def test_imagereward_preprocesses_as_torchvision_does(size):
     assert torch.allclose(preprocess(picture, 32), published(picture), atol=1e-6)
 
 
-def test_imagereward_without_a_weight_is_refused(blip, tmp_path):
+def test_imagereward_without_a_weight_or_with_pickled_code_is_refused(blip, tmp_path):
     tensors = torch.load(Path(blip["model"]) / "ImageReward.pt")
-    del tensors["blip.visual_encoder.norm.weight"]
-    torch.save(tensors, tmp_path / "ImageReward.pt")
     own.write(tmp_path / "med_config.json", (Path(blip["model"]) / "med_config.json").read_text())
-    with pytest.raises(RewardError, match=r"missing_keys.*post_layernorm"):
-        ImageReward(**{**blip, "model": str(tmp_path)})
-
-
-def test_a_pickle_with_code_is_refused(blip, tmp_path):
-    torch.save({"blip": Path("/")}, tmp_path / "ImageReward.pt")
-    own.write(tmp_path / "med_config.json", "{}")
-    with pytest.raises(RewardError, match="cannot load"):
-        ImageReward(**{**blip, "model": str(tmp_path)})
+    del tensors["blip.visual_encoder.norm.weight"]
+    for content, message in ((tensors, r"missing_keys.*post_layernorm"), ({"blip": Path("/")}, "cannot load")):
+        torch.save(content, tmp_path / "ImageReward.pt")
+        with pytest.raises(RewardError, match=message):
+            ImageReward(**{**blip, "model": str(tmp_path)})
 
 
 # ---------------------------------------------------------------- deqa

@@ -24,14 +24,12 @@ from prefgrpo.rewards.qwen2vl import (
     HPSv3,
     VideoAlign,
     chat,
-    constants,
     fit,
     frame,
     frame_count,
     normalised,
     patches,
     resized,
-    training_text,
 )  # fmt: skip
 
 PROMPTS = ("a red cat", 'two dogs, or {x} "quoted" ünd 猫', "")
@@ -143,11 +141,6 @@ def test_one_bad_sample_is_missing_and_the_others_are_scored(hps):
 def test_hpsv3_says_what_to_do_without_its_text(hps):
     with pytest.raises(RewardError, match=r"pip install --no-deps hpsv3==1\.0\.0.*setup_reward\.sh hpsv3"):
         HPSv3(**{**hps, "template": ""})
-
-
-def test_constants_are_read_without_running_the_file(tmp_path):
-    file = own.write(tmp_path / "words.py", "import nothing_here\nA = 'one'\nB = '''two\n{text_prompt}'''\nC = 3\n")
-    assert constants(file) == {"A": "one", "B": "two\n{text_prompt}"}
 
 
 @pytest.mark.parametrize(
@@ -296,13 +289,11 @@ def test_lora_that_is_no_linear_pair_is_refused():
         merge_lora({"y.lora_A.weight": torch.ones(1, 2), "y.lora_B.weight": torch.ones(2, 1)}, 1.0)
 
 
-def test_the_training_text_comes_from_the_repositorys_file_or_a_text(tmp_path):
+def test_the_training_text_comes_from_the_repositorys_file_or_a_text(tmp_path, video):
     file = own.write(tmp_path / "prompt_template.py", f"DETAILED_PROMPT_WITH_SPECIAL_TOKEN = {own.VIDEO_TEXT!r}\n")
-    assert (
-        training_text(str(file)) == own.VIDEO_TEXT == training_text(str(own.write(tmp_path / "t.txt", own.VIDEO_TEXT)))
-    )
+    assert VideoAlign(**{**video, "template": str(file)}).text == own.VIDEO_TEXT == VideoAlign(**video).text
     with pytest.raises(RewardError, match=r"setup_reward\.sh videoalign"):
-        training_text("")
+        VideoAlign(**{**video, "template": ""})
 
 
 def test_a_videoreward_of_another_kind_is_refused(tmp_path):

@@ -170,6 +170,9 @@ def test_cancelled_samples_free_the_server(tmp_path):
         server.wait_for("queued", 1)
         for answer in answers:
             answer.cancel()
+        while reward._sender.endpoints[0].load:
+            time.sleep(0.01)
+        assert server.health() == server.health() == 200  # round trips: it has seen the connections end
         (tmp_path / "go").touch()
         assert reward.score(samples(51))[0].value == 0.2
         assert server.counts()["samples"] < 30, "what was given up is not scored"
@@ -226,6 +229,7 @@ def run(place, name, url=""):
     return recipe(place, name, reward=reward, judge={"deadline_s": 3.0}, train={"steps": 3}), place / "runs" / name
 
 
+@pytest.mark.full
 def test_a_run_with_its_reward_behind_http_is_the_same_also_if_the_server_dies(place, jpeg):
     """Every metric but the clocks, and the trained weights, bit for bit. Killed after the first step, the run stops
     within seconds with a checkpoint and says why; with the server back, --resume ends it as if nothing had happened."""

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from prefgrpo.data.media import Media
-from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
+from prefgrpo.judge.local import LocalJudge
 from prefgrpo.tiny import ASSETS, scenes
 from scripts.demo_world import base, judge, judge_data, vae
 
@@ -74,7 +74,7 @@ def test_base_draws_scenes_but_often_the_wrong_ones():
 def right_in_both_orders(folder, combos):
     """Share of right verdicts on a true scene against one with another colour, shape or place."""
     own, generator, right = (
-        LocalJudge(LocalJudgeConfig(str(folder), "caption_match", min_label_mass=0.0)),
+        LocalJudge(str(folder), "caption_match", min_label_mass=0.0),
         torch.Generator().manual_seed(0),
         [],
     )

@@ -12,7 +12,8 @@ import sys
 import numpy as np
 import pytest
 import tiny_rewards
-from judge_server import JudgeServer
+import yaml
+from judge_server import JudgeServer, free_port
 from PIL import Image
 from reward_server import Process
 from tiny_run import start
@@ -25,6 +26,7 @@ from prefgrpo.rewards.base import Sample
 
 TEXTS = ["a red circle", "a green box", "two blue dots", "a black cat", "a tree"]
 SPEC = '["clip","aesthetic","pickscore"]'
+JPEG = "jpeg_compressibility"
 
 
 def image(seed, file=None, size=(40, 48)):
@@ -55,15 +57,18 @@ def place(tmp_path_factory):
 
 
 def run(*argv, code=0):
-    """What `prefgrpo score argv` writes, or what it says if it is to fail."""
+    """What `prefgrpo score argv` writes."""
     out = argv[argv.index("--out") + 1] if "--out" in argv else None
     assert cli.main(["score", *map(str, argv)]) == code
-    return json.loads(out.read_text()) if out else None
+    return json.loads(out.read_text()) if out and code == 0 else None
 
 
-def refused(capsys, *argv):
-    run(*argv, code=2)
-    return capsys.readouterr().err
+def arguments(spec, images, table, *more):
+    return ["--reward-spec", spec, "--images", images, "--prompts", table, *more]
+
+
+def ids(*texts):
+    return [Prompt(k, text) for k, text in enumerate(texts)]
 
 
 # files and prompts
@@ -85,10 +90,15 @@ def test_names_of_generate_are_found(tmp_path):
 
 
 def test_a_prompt_with_slashes_and_four_hundred_letters(tmp_path):
-    held = [Prompt(0, "a/b c" + "ü" * 400), Prompt(1, "x-1")]
+    held = ids("a/b c" + "ü" * 400, "x-1")
     for p in held:
         image(0, tmp_path / file_name(p, 0, "vbench", ".png"), (8, 8))
     assert [g.prompt.id for g in find(tmp_path, held)] == [0, 1]
+    assert file_name(held[0], 0, "vbench", ".png").startswith("a_b cü")
+    assert len(file_name(held[0], 0, "vbench", ".mp4").encode()) <= 255
+    assert file_name(Prompt(12, "a"), 3, "plain", ".png") == "000012_3.png"
+    with pytest.raises(DataError, match="needs an 'index' column"):
+        file_name(held[0], 0, "unigenbench", ".png")
 
 
 def test_a_column_names_the_files(tmp_path):
@@ -106,27 +116,24 @@ def test_a_column_names_the_files(tmp_path):
 def test_other_names_go_by_order(tmp_path):
     for k in (1, 2, 9, 10):
         image(k, tmp_path / f"out ({k}).jpg", (8, 8))
-    held = [Prompt(k, t) for k, t in enumerate(TEXTS[:2])]
-    found = find(tmp_path, held)
-    assert [(g.prompt.id, g.file.name) for g in found] == [
-        (0, "out (1).jpg"), (0, "out (2).jpg"), (1, "out (9).jpg"), (1, "out (10).jpg"),
-    ]  # fmt: skip
+    found = [(g.prompt.id, g.file.name) for g in find(tmp_path, ids(*TEXTS[:2]))]
+    assert found == [(0, "out (1).jpg"), (0, "out (2).jpg"), (1, "out (9).jpg"), (1, "out (10).jpg")]
     with pytest.raises(DataError, match=r"holds 4 files for 3 prompts; expected names as `prefgrpo generate`"):
-        find(tmp_path, [Prompt(k, t) for k, t in enumerate(TEXTS[:3])])
+        find(tmp_path, ids(*TEXTS[:3]))
 
 
 def test_files_and_prompts_without_each_other_are_named(tmp_path):
     for k in (0, 1, 2):
         image(k, tmp_path / f"{k:06d}_0.png", (8, 8))
     with pytest.raises(DataError, match=r"1 files of .* belong to no prompt: 000002_0\.png"):
-        find(tmp_path, [Prompt(k, t) for k, t in enumerate(TEXTS[:2])])
+        find(tmp_path, ids(*TEXTS[:2]))
     with pytest.raises(DataError, match=r"1 prompts have no file in .*'a black cat'"):
-        find(tmp_path, [Prompt(k, t) for k, t in enumerate(TEXTS[:4])])
+        find(tmp_path, ids(*TEXTS[:4]))
     with pytest.raises(DataError, match="folder not found"):
-        find(tmp_path / "none", [Prompt(0, "a")])
+        find(tmp_path / "none", ids("a"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="holds no image or clip"):
-        find(tmp_path / "empty", [Prompt(0, "a")])
+        find(tmp_path / "empty", ids("a"))
 
 
 # the command
@@ -134,14 +141,11 @@ def test_files_and_prompts_without_each_other_are_named(tmp_path):
 
 def test_a_fresh_clone_scores_a_folder(place, capsys):
     """The issue's own command; the values are those of the rewards, asked directly."""
-    arguments = ["--reward-spec", SPEC, "--images", place / "images", "--prompts", place / "prompts.csv"]
-    out = place / "one.json"
-    found = run(*arguments, "--options", place / "tiny/options.yaml", "--out", out)
+    out, table = place / "one.json", place / "prompts.csv"
+    found = run(*arguments(SPEC, place / "images", table, "--options", place / "tiny/options.yaml", "--out", out))
     said = capsys.readouterr().out
     assert "15 files; every score is in" in said and "pickscore" in said
     assert list(found["rewards"]) == ["clip", "aesthetic", "pickscore"] and len(found["files"]) == 15
-    import yaml
-
     options = yaml.safe_load((place / "tiny/options.yaml").read_text())
     for name, reward in build(SPEC, options).items():
         samples = [Sample(f["prompt"], read_media(place / "images" / f["file"])) for f in found["files"]]
@@ -155,12 +159,12 @@ def test_a_fresh_clone_scores_a_folder(place, capsys):
 
 @pytest.mark.dist
 def test_any_number_of_ranks_writes_the_same_bytes(place):
-    arguments = ["score", "--reward-spec", SPEC, "--images", place / "images", "--prompts", place / "prompts.csv"]
-    arguments += ["--options", place / "tiny/options.yaml", "--batch", 4, "--out"]
+    more = ["--options", place / "tiny/options.yaml", "--batch", 4, "--out"]
+    argv = ["score", *arguments(SPEC, place / "images", place / "prompts.csv", *more)]
     written = []
     for size in (1, 2, 3):
         out = place / f"of{size}.json"
-        runs = ranks([str(a) for a in (*arguments, out)], size, place / f"log{size}")
+        runs = ranks([str(a) for a in (*argv, out)], size, place / f"log{size}")
         assert [r.wait() for r in runs] == [0] * size, runs[0].output
         written.append(out.read_bytes())
     assert written[0] == written[1] == written[2]
@@ -168,8 +172,6 @@ def test_any_number_of_ranks_writes_the_same_bytes(place):
 
 def ranks(argv, size, log):
     """The command on `size` ranks, as torchrun starts them."""
-    from judge_server import free_port
-
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [start(argv, log.with_suffix(f".{k}"), **shared, RANK=str(k), LOCAL_RANK=str(k)) for k in range(size)]
 
@@ -193,9 +195,7 @@ def test_a_file_that_cannot_be_read_is_missing_with_its_reason(tmp_path, capsys)
     (folder / "000001_0.png").write_bytes(b"")
     (folder / "000002_0.png").write_bytes((folder / "000003_0.png").read_bytes()[:60])
     table = prompts(tmp_path, rows=TEXTS[:4])
-    found = run(
-        "--reward-spec", "jpeg_incompressibility:2", "--images", folder, "--prompts", table, "--out", tmp_path / "o"
-    )
+    found = run(*arguments("jpeg_incompressibility:2", folder, table, "--out", tmp_path / "o"))
     empty, broken = (found["files"][k]["scores"]["jpeg_incompressibility"] for k in (1, 2))
     assert empty == {"value": None, "reason": "000001_0.png cannot be read (it is empty: 0 bytes)"}
     assert broken["value"] is None and broken["reason"].startswith("000002_0.png cannot be read (")
@@ -232,7 +232,7 @@ def test_files_as_cameras_and_painters_write_them(tmp_path):
     (tmp_path / "j.png").symlink_to(tmp_path / "gone.png")
     with pytest.raises(DataError, match=r"j\.png cannot be read"):
         read_media(tmp_path / "j.png")
-    held = [Prompt(k, t) for k, t in enumerate("abcdefghij")]
+    held = ids(*"abcdefghij")
     assert [g.file.name[0] for g in find(tmp_path, held)] == [p.text for p in held]
 
 
@@ -264,7 +264,7 @@ def test_broken_files_are_data_errors_whatever_is_broken(tmp_path):
 def test_nothing_scored_is_a_failure(tmp_path, capsys):
     image(0, tmp_path / "a.png")
     table = prompts(tmp_path, rows=["no quotes"])
-    run("--reward-spec", "ocr,jpeg_compressibility", "--images", tmp_path, "--prompts", table, code=1)
+    run(*arguments("ocr,jpeg_compressibility", tmp_path, table), code=1)
     assert "no text in double quotes" in capsys.readouterr().out
 
 
@@ -275,16 +275,7 @@ def test_clips_are_read_from_files(tmp_path):
     for k in range(2):
         imageio.imwrite(tmp_path / f"{TEXTS[k]}-0.mp4", frames[: 6 - k], fps=8, macro_block_size=1)
     table = prompts(tmp_path, rows=TEXTS[:2])
-    found = run(
-        "--reward-spec",
-        "jpeg_incompressibility",
-        "--images",
-        tmp_path,
-        "--prompts",
-        table,
-        "--out",
-        tmp_path / "o.json",
-    )
+    found = run(*arguments("jpeg_incompressibility", tmp_path, table, "--out", tmp_path / "o.json"))
     for k, row in enumerate(found["files"]):
         media = read_media(tmp_path / row["file"])
         assert media.pixels.shape == (6 - k, 32, 48, 3)
@@ -310,27 +301,21 @@ def test_edits_with_their_sources(place, tmp_path):
         image(k if k != 1 else 77, tmp_path / "edits" / f"{k:06d}_0.png")
     rows = [f"change it {k},sources/{k}.png" for k in range(3)]
     table = prompts(tmp_path, "instruction,source_image", rows)
-    arguments = [
-        "--reward-spec",
-        "image_similarity",
-        "--images",
-        tmp_path / "edits",
-        "--options",
-        tmp_path / "tiny/options.yaml",
-    ]
-    found = run(*arguments, "--prompts", table, "--out", tmp_path / "a.json")
+    options = ["--options", tmp_path / "tiny/options.yaml", "--out"]
+    found = run(*arguments("image_similarity", tmp_path / "edits", table, *options, tmp_path / "a.json"))
     values = [f["scores"]["image_similarity"]["value"] for f in found["files"]]
     assert values[0] == pytest.approx(1.0, abs=1e-5) == values[2] and values[1] < 0.999
     plain = tmp_path / "plain.txt"
     plain.write_text("\n".join(row.split(",")[0] for row in rows))
-    again = run(*arguments, "--prompts", plain, "--source", tmp_path / "sources", "--out", tmp_path / "b.json")
+    options = ["--source", tmp_path / "sources", *options, tmp_path / "b.json"]
+    again = run(*arguments("image_similarity", tmp_path / "edits", plain, *options))
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes() and again == found
 
 
 def test_the_json_on_standard_output(place, capsys):
     """A monitor alone: it has a mean, and there is no total to speak of."""
-    arguments = ["--images", place / "images", "--prompts", place / "prompts.csv", "--out", "-"]
-    assert cli.main(["score", "--reward-spec", "jpeg_compressibility:0", *map(str, arguments)]) == 0
+    argv = arguments("jpeg_compressibility:0", place / "images", place / "prompts.csv", "--out", "-")
+    assert cli.main(["score", *map(str, argv)]) == 0
     said = capsys.readouterr()
     found = json.loads(said.out)
     assert len(found["files"]) == 15 and found["rewards"]["jpeg_compressibility"]["mean"] < 0
@@ -341,17 +326,11 @@ def test_a_judge_and_a_served_reward(place, tmp_path, capsys):
     """Groups go to the judge by prompt; a monitor of weight 0 is told and not summed."""
     with JudgeServer() as judge, Process("jpeg_incompressibility") as served:
         options = tmp_path / "options.yaml"
-        options.write_text(
-            json.dumps(
-                {
-                    "vlm_pairwise": {"judge": {"endpoints": [judge.url]}, "plan": "round_robin"},
-                    "jpeg_incompressibility": {"url": served.url},
-                }
-            )
-        )
+        judged = {"judge": {"endpoints": [judge.url]}, "plan": "round_robin"}
+        options.write_text(json.dumps({"vlm_pairwise": judged, "jpeg_incompressibility": {"url": served.url}}))
+        more = ["--options", options, "--out", tmp_path / "o.json"]
         spec = "vlm_pairwise:1,jpeg_incompressibility:0"
-        arguments = ["--images", place / "images", "--prompts", place / "prompts.csv", "--options", options]
-        found = run("--reward-spec", spec, *arguments, "--out", tmp_path / "o.json")
+        found = run(*arguments(spec, place / "images", place / "prompts.csv", *more))
     assert len(judge.requests) >= 5 * 3, "every pair of every prompt"
     local = build("jpeg_incompressibility")["jpeg_incompressibility"]
     for k in range(5):
@@ -365,42 +344,36 @@ def test_a_judge_and_a_served_reward(place, tmp_path, capsys):
             assert f["total"] == f["scores"]["vlm_pairwise"]["value"]
 
 
-def test_mistakes_are_told_at_once(place, tmp_path, capsys):
-    base = ["--images", place / "images", "--prompts", place / "prompts.csv"]
-    assert "did you mean 'clip'" in refused(capsys, "--reward-spec", "clipp", *base)
-    assert "takes video, but the folder holds images" in refused(capsys, "--reward-spec", "video_ocr", *base)
+MISTAKES = [
+    ("clipp", "", [], "did you mean 'clip'"),
+    ("video_ocr", "", [], "takes video, but the folder holds images"),
+    ("image_similarity", "", [], "scores edits"),
+    (JPEG, "clipp: {model: x}", [], "did you mean 'clip'"),
+    (JPEG, "clip: x", [], "clip: expected options of a reward"),
+    ("clip", "clip: {model: 3}", [], "'model' of reward 'clip': expected str, got 3"),
+    ("clip", "clip: {batch_size: 0}", [], "at least 1"),
+    (JPEG, "", ["--threads", "0"], "threads of at least 1"),
+    (JPEG, "", ["--deadline-s", "-1"], "deadline-s of at least 0"),
+    (JPEG, "", ["--out", "/dev/null"], "--out /dev/null: "),
+    (JPEG, "", ["--out", "/dev/null/o.json"], "--out /dev/null/o.json: "),
+    (JPEG, "", ["--prompts", "none.csv"], "prompts file not found"),
+]
+
+
+@pytest.mark.parametrize(("spec", "options", "more", "message"), MISTAKES)
+def test_mistakes(place, tmp_path, capsys, spec, options, more, message):
+    tiny_rewards.make("image_similarity", tmp_path / "tiny")
+    given = tmp_path / "options.yaml"
+    given.write_text(options or (tmp_path / "tiny/options.yaml").read_text())
+    run(*arguments(spec, place / "images", place / "prompts.csv", "--options", given, *more), code=2)
+    assert message in capsys.readouterr().err
+
+
+def test_a_pairwise_reward_needs_groups(tmp_path, capsys):
     image(0, tmp_path / "a.png")
-    single = ["--images", tmp_path, "--prompts", prompts(tmp_path, rows=TEXTS[:1])]
     with JudgeServer() as judge:
         options = tmp_path / "o.yaml"
         options.write_text(json.dumps({"vlm_pairwise": {"judge": {"endpoints": [judge.url]}}}))
-        told = refused(capsys, "--reward-spec", "vlm_pairwise", *single, "--options", options)
-    assert "groups of at least 2" in told
-    assert "scores edits" in refused(
-        capsys, "--reward-spec", "image_similarity", *base, "--options", tiny_similarity(tmp_path)
-    )
-    (tmp_path / "typo.yaml").write_text("clipp: {model: x}")
-    assert "did you mean 'clip'" in refused(
-        capsys, "--reward-spec", "jpeg_compressibility", *base, "--options", tmp_path / "typo.yaml"
-    )
-    jpeg = ["--reward-spec", "jpeg_compressibility", *base]
-    assert "threads of at least 1" in refused(capsys, *jpeg, "--threads", "0")
-    assert "deadline-s of at least 0" in refused(capsys, *jpeg, "--deadline-s", "-1")
-    for out in (tmp_path, tmp_path / "a.png" / "o.json", "/dev/null"):
-        assert cli.main(["score", *map(str, jpeg), "--out", str(out)]) == 2
-        assert f"--out {out}: " in capsys.readouterr().err
-    clip = ["--reward-spec", "clip", *base, "--options", tmp_path / "wrong.yaml"]
-    for value, told in (
-        ("{model: 3}", "'model' of reward 'clip': expected str, got 3"),
-        ("{batch_size: 0}", "at least 1"),
-    ):
-        (tmp_path / "wrong.yaml").write_text(f"clip: {value}")
-        assert told in refused(capsys, *clip)
-    assert "prompts file not found" in refused(
-        capsys, "--reward-spec", "jpeg_compressibility", "--images", tmp_path, "--prompts", tmp_path / "none.csv"
-    )
-
-
-def tiny_similarity(folder):
-    tiny_rewards.make("image_similarity", folder / "tiny")
-    return folder / "tiny/options.yaml"
+        table = prompts(tmp_path, rows=TEXTS[:1])
+        run(*arguments("vlm_pairwise", tmp_path, table, "--options", options), code=2)
+    assert "groups of at least 2" in capsys.readouterr().err

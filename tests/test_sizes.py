@@ -13,7 +13,7 @@ import torch
 import yaml
 from families import CASES, folder, load
 from safetensors import safe_open
-from tiny_run import ranks, rows, settings, start, train, weights, world
+from tiny_run import attempt, ranks, rows, settings, start, train, weights, world
 
 from prefgrpo.config.schema import from_dict
 from prefgrpo.data.prompts import Prompt
@@ -85,7 +85,7 @@ def test_batches_have_one_size_and_ranks_share_the_large_ones(size):
     assert sorted(p.id for p, _ in slots) == list(range(8))
 
 
-def test_the_columns_are_read_only_where_asked(place):
+def test_the_columns_are_read_only_where_asked(place, capsys):
     prompt = Prompt(0, "x", {"height": 64, "width": "32"})
     config = own()
     assert of_prompt(prompt, config.rollout, False) == config.rollout
@@ -95,7 +95,8 @@ def test_the_columns_are_read_only_where_asked(place):
     with pytest.raises(ValueError, match=r"'x': expected whole numbers above 0 for both height and width"):
         of_prompt(Prompt(0, "x", {"height": 64}), config.rollout, True)
     (place / "odd.jsonl").write_text(json.dumps({"prompt": "x", "height": 18, "width": 16}))
-    code, output = train(written(place, "odd", data={"prompts": str(place / "odd.jsonl"), "own_sizes": True}))
+    odd = written(place, "odd", data={"prompts": str(place / "odd.jsonl"), "own_sizes": True})
+    code, output = attempt(capsys, "train", odd)
     assert code == 2 and "a prompt's own size: height and width must be multiples of 4" in output
 
 
@@ -166,12 +167,13 @@ def test_evaluation_and_generation_at_another_size(place):
     assert {Image.open(file).size for file in (place / "one").glob("*.png")} == {(16, 24)}
 
 
-def test_what_an_evaluation_cannot_be(place):
-    for over, told in (
+def test_what_an_evaluation_cannot_be(place, capsys):
+    for over, message in (
         ({"frames": 5}, "eval.frames: flux makes images"),
         ({"guidance_2": 3.0}, "eval.guidance_2: flux has one denoiser"),
         ({"height": 18}, "eval.height/width/frames: height and width must be multiples of 4"),
         ({"steps": 0}, "eval.steps: expected a value above 0, got 0"),
     ):
-        code, output = train(written(place, "wrong", eval=over))
-        assert code == 2 and told in output, output
+        name = f"wrong_{next(iter(over))}"
+        code, output = attempt(capsys, "train", written(place, name, eval=over))
+        assert code == 2 and message in output, output

@@ -178,6 +178,14 @@ def train(recipe_file: Path, *options: str, hook: Callable[[], None] | None = No
     return run.wait(), run.output
 
 
+def attempt(capsys: Any, *argv: Any) -> tuple[int, str]:
+    """(exit code, output) of `prefgrpo argv` in this process, for what ends before anything runs."""
+    from prefgrpo.commands.cli import main
+
+    code = main([str(word) for word in argv])
+    return code, "".join(capsys.readouterr())
+
+
 def _child(argv: list[str], log: str, env: dict[str, str], hook: Callable[[], None] | None, hold: Any) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)

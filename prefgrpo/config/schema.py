@@ -174,8 +174,16 @@ class RewardConfig:
     """Rewards and weights, e.g. "vlm_pairwise:0.7,clip:0.3"; weight 0 is logged and not trained on."""
     options: Options = field(default_factory=dict)
     """Per reward: its options; `url` of its server; `judge`: what differs from the judge section."""
-    combine: Literal["weighted_sum", "weighted_advantage_sum"] = "weighted_sum"
-    """Sum rewards and then normalise, or normalise each and then sum (as Pref-GRPO does; GDPO)."""
+    combine: Literal["weighted_sum", "weighted_advantage_sum", "geometric_mean", "harmonic_mean"] = "weighted_sum"
+    """Sum rewards and then normalise, or normalise each and then sum (as Pref-GRPO does; GDPO), or normalise their
+    weighted geometric or harmonic mean; a sample with a negative reward is then missing."""
+    function: str = ""
+    """Your own function in place of `combine`, as file.py:function or package.module.function. From the rewards [R, B]
+    of non-zero weight (NaN: missing) and their weights [R], fp64 tensors, it returns [B] values to normalise."""
+    log_tame: Literal["mean", "median"] | float | None = None
+    """log(1 + r) of rewards whose std/mean exceeds this, or the mean or median of all (PaCo-GRPO); none: never."""
+    rank: bool = False
+    """Replace values by their rank in the group before they are normalised."""
     std: Literal["group", "global", "none"] = "group"
     """Whose standard deviation divides the advantage (none: Dr. GRPO)."""
     eps: NonNegativeFloat = 1e-4

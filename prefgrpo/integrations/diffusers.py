@@ -88,11 +88,6 @@ class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
             schedule = make_schedule(self.sigmas, self.config.rule, self.config.eta, steps)
             self.schedule = schedule.to(self.sigmas.device)
 
-    def _made(self) -> Schedule:
-        if self.schedule is None:
-            raise RuntimeError("the scheduler has no schedule yet: call set_timesteps before step or logp")
-        return self.schedule
-
     @torch.no_grad()
     def step(
         self,
@@ -111,7 +106,7 @@ class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
         """
         if noise is not None and generator is not None:
             raise ValueError("expected a generator or a noise, got both")
-        schedule = self._made()
+        schedule = self._schedule_on(sample.device)
         if self.step_index is None:
             self._init_step_index(timestep)
         k = self.step_index
@@ -119,7 +114,6 @@ class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
             x_next = super().step(model_output, timestep, sample, generator=generator, return_dict=False)[0]
             logp = torch.zeros(sample.shape[0], device=sample.device)
         else:
-            schedule = self._on(sample.device)
             if noise is None:
                 noise = randn_tensor(sample.shape, generator, sample.device, torch.float32)
             index = torch.full((sample.shape[0],), k, dtype=torch.int64, device=sample.device)
@@ -134,13 +128,14 @@ class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
 
         timestep: 1 or B timesteps of this schedule, in any order. Raises ValueError for one that is not in it.
         """
-        schedule = self._on(sample.device)
+        schedule = self._schedule_on(sample.device)
         index = index_of(self.timesteps, timestep, sample.device).expand(sample.shape[0]).contiguous()
         return affine_logp(sample, model_output, prev_sample, schedule.coef, index).logp
 
-    def _on(self, device: torch.device) -> Schedule:
+    def _schedule_on(self, device: torch.device) -> Schedule:
         """The schedule on the samples' device, moved there once."""
-        schedule = self._made()
-        if schedule.coef.device != device:
-            schedule = self.schedule = schedule.to(device)
-        return schedule
+        if self.schedule is None:
+            raise RuntimeError("the scheduler has no schedule yet: call set_timesteps before step or logp")
+        if self.schedule.coef.device != device:
+            self.schedule = self.schedule.to(device)
+        return self.schedule

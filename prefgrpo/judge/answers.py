@@ -28,20 +28,14 @@ _LEAD = (
     r"(?:the\s+)?"
 )
 _IS = r"\s+(?:is|was|looks)\s+(?:(?:clearly|slightly|much|far|definitely|significantly|overall|the|a)\s+){0,2}"
+_BETTER = rf"{_WHO}\s*([12]){_IS}better(?:\s+than\s+(?:the\s+)?{_WHO}\s*(?!\1)[12]\b)?(?:\s+overall)?"
 _WHY = r"(?:,?\s+(?:because|since|due to|thanks to|as (?:it|its))\b.*)?"
 _ONLY = re.compile(
     rf"{_LEAD}(?:(?:{_WHO}|answer|option|picture)\s*)?([12])(?:{_IS}(?:better|best|winner))?", re.I | re.A
 )
-_STATED = re.compile(
-    rf"{_LEAD}{_WHO}\s*([12]){_IS}better(?:\s+than\s+(?:the\s+)?{_WHO}\s*(?!\1)[12]\b)?(?:\s+overall)?{_WHY}",
-    re.I | re.A,
-)
-_IN_TERMS = re.compile(
-    rf"{_GROUNDS}\s*,?\s+(?:the\s+)?{_WHO}\s*([12]){_IS}better(?:\s+than\s+(?:the\s+)?{_WHO}\s*(?!\1)[12]\b)?"
-    r"(?:\s+overall)?,?\s+in terms of\s+(?P<of>[^\d\"'“”‘:?]+)",
-    re.I | re.A,
-)
-_HEDGED = re.compile(
+_STATED = re.compile(_LEAD + _BETTER + _WHY, re.I | re.A)
+_IN_TERMS = re.compile(rf"{_GROUNDS}\s*,?\s+(?:the\s+)?{_BETTER},?\s+in terms of\s+(?P<of>[^\d\"'“”‘:?]+)", re.I | re.A)
+_HEDGED = re.compile(  # what follows "in terms of" takes the verdict back, or compares
     r"\b(?:wait|actually|instead|rather|but|however|though|although|yet|correction|mistake|mistaken|mixed|wrong|false"
     r"|second thought|sorry|unless|if|not|only|alone|solely|merely|just|least|no|none|nothing|neither|nor|never|hardly"
     r"|would|could|might|or|while|whereas|image|video|better|worse|than|one|some|few)\b|n['’]t\b",

@@ -71,7 +71,7 @@ class AnswerCache:
 
         A line that a killed process left torn is left out.
         """
-        found, size = {}, 0
+        lines, size = {}, 0
         for path in [p for p in sorted(self.folder.glob("*.jsonl")) if p != self.path] + [self.path]:
             if path != self.path and (size := size + path.stat().st_size) > 4 * self.most_bytes:
                 continue
@@ -79,10 +79,10 @@ class AnswerCache:
                 try:
                     kept = json.loads(line)
                     if line.endswith(b"\n") and {"key", "value", "parts", "raw"} <= kept.keys():
-                        found[str(kept["key"])] = line
+                        lines[str(kept["key"])] = line
                 except (ValueError, AttributeError):
                     continue
-        return found
+        return lines
 
     def _write(self, line: bytes) -> None:
         if self._file is None:

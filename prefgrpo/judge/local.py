@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,50 +30,44 @@ Features = tuple[Tensor, ...]
 """One image's vision tokens [n, H], then its deepstack features, one [n, H] per layer that takes them."""
 
 
-@dataclass(frozen=True)
-class LocalJudgeConfig:
-    """The in-process judge."""
-
-    model: str
-    """Folder or hub id of a Qwen3-VL or Qwen2.5-VL checkpoint."""
-    template: str = "compare"
-    """Name of a shipped template or path to one; its answer must be soft."""
-    device: str = "cpu"
-    """Torch device."""
-    dtype: str = "float32"
-    """Torch dtype of the weights."""
-    pair_batch: int = 256
-    """Most pairs in one language-model call."""
-    min_label_mass: float = 0.01
-    """A verdict is missing if the two labels together have less probability than this."""
-
-
 class LocalJudge(PairJudge):
     """Judges groups with a model held in this process."""
 
     streams = False
 
-    def __init__(self, config: LocalJudgeConfig) -> None:
-        self.config = config
-        self.template = load_template(config.template)
+    def __init__(
+        self,
+        model: str,
+        template: str = "compare",
+        device: str = "cpu",
+        *,
+        pair_batch: int = 256,
+        min_label_mass: float = 0.01,
+    ) -> None:
+        """`model`: folder or hub id of a Qwen3-VL or Qwen2.5-VL checkpoint; run in float32 on a torch `device`.
+
+        template: a shipped one or a path; its answer must be soft. pair_batch: most pairs in one language-model call.
+        min_label_mass: a verdict is missing if the two labels together have less probability than this.
+        """
+        self.device, self.pair_batch, self.min_label_mass = device, pair_batch, min_label_mass
+        self.template = load_template(template)
         if self.template.answer != "soft" or self.template.labels is None:
-            raise JudgeError(f"template '{config.template}' asks for text; the in-process judge needs a soft answer")
+            raise JudgeError(f"template '{template}' asks for text; the in-process judge needs a soft answer")
         order = [p for p in self.template.parts("") if isinstance(p, int)]
         if order not in ([0, 1], [SOURCE, 0, 1]):
             raise JudgeError(
-                f"template '{config.template}' shows the source after {{media_1}}, which the in-process judge cannot: "
+                f"template '{template}' shows the source after {{media_1}}, which the in-process judge cannot: "
                 "use backend http"
             )
-        kind = _model_type(config.model)
+        kind = _model_type(model)
         if kind not in _FAMILIES:
-            raise JudgeError(f"{config.model} is a '{kind}' model: expected one of {', '.join(_FAMILIES)}")
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(config.model)
-        self.processor: Any = AutoImageProcessor.from_pretrained(config.model)
-        dtype = getattr(torch, config.dtype)
-        self.model: Any = AutoModelForImageTextToText.from_pretrained(config.model, dtype=dtype).eval()
+            raise JudgeError(f"{model} is a '{kind}' model: expected one of {', '.join(_FAMILIES)}")
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        self.processor: Any = AutoImageProcessor.from_pretrained(model)
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
         for parameter in self.model.parameters():  # out of the unaligned file mapping: other kernels, other bits
             parameter.data = parameter.data.clone().requires_grad_(False)
-        self.model.to(config.device)
+        self.model.to(device)
         self.labels = [torch.tensor(ids) for ids in label_ids(self.tokenizer, self.template)]
         self.pad: int = self.model.config.image_token_id
         self._pad_text: str = self.tokenizer.convert_ids_to_tokens(self.pad)
@@ -105,14 +98,14 @@ class LocalJudge(PairJudge):
             shown = torch.tensor([*grids[len(media) :], grid_1, grid_2])
             logp[rows] = self._log_probs(prompt, features[: len(media)], features[len(media) :], shown, chosen)
         share = (time.perf_counter() - start) / max(len(pairs), 1)
-        return [soft_verdict(a, b, self.config.min_label_mass, share) for a, b in logp.tolist()]
+        return [soft_verdict(a, b, self.min_label_mass, share) for a, b in logp.tolist()]
 
     def _encode(self, media: Sequence[Media]) -> tuple[list[Features], list[tuple[int, ...]]]:
         """Vision features and patch grid (t, h, w) of each image."""
         inputs = self.processor(images=[m.pil for m in media], return_tensors="pt")
         grid = inputs["image_grid_thw"]
-        pixels = inputs["pixel_values"].to(self.config.device)
-        out = self.model.model.get_image_features(pixels, grid.to(self.config.device), return_dict=True)
+        pixels = inputs["pixel_values"].to(self.device)
+        out = self.model.model.get_image_features(pixels, grid.to(self.device), return_dict=True)
         layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
         return list(zip(*layers, strict=True)), [tuple(g) for g in grid.tolist()]
 
@@ -125,7 +118,7 @@ class LocalJudge(PairJudge):
         pieces = text.split(self._pad_text)
         if len(pieces) != len(sizes) + 1:
             raise JudgeError(
-                f"the chat template of {self.config.model} wrote {len(pieces) - 1} images, expected {len(sizes)}"
+                f"the chat template of {self.model.name_or_path} wrote {len(pieces) - 1} images, expected {len(sizes)}"
             )
         text = "".join(piece + self._pad_text * size for piece, size in zip(pieces, [*sizes, 0], strict=True))
         ids = torch.tensor(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -151,8 +144,8 @@ class LocalJudge(PairJudge):
         start = start if cache else 0
         head = self._forward(ids[start:cut], positions[:, start:cut], [features[i] for i in firsts], cache)
         result = []
-        for k in range(0, len(pairs), self.config.pair_batch):
-            chunk = pairs[k : k + self.config.pair_batch]
+        for k in range(0, len(pairs), self.pair_batch):
+            chunk = pairs[k : k + self.pair_batch]
             cache = _rows(head.past_key_values, torch.tensor([row[i] for i, _ in chunk]))
             out = self._forward(ids[cut:], positions[:, cut:], [features[j] for _, j in chunk], cache)
             logp = self.model.lm_head(out.last_hidden_state[:, -1]).float().log_softmax(-1)
@@ -161,7 +154,7 @@ class LocalJudge(PairJudge):
 
     def _forward(self, ids: Tensor, positions: Tensor, images: list[Features], cache: DynamicCache | None) -> Any:
         """Language model on n copies of `ids` [L] that differ in the image in their image tokens, if they have any."""
-        n, device = len(images), self.config.device
+        n, device = len(images), self.device
         language = self.model.model.language_model
         embeds = language.embed_tokens(ids.to(device))[None].repeat(n, 1, 1)
         extra: dict[str, Any] = {}

@@ -312,14 +312,10 @@ class Sender:
 
 
 def validate(config: JudgeConfig) -> None:
-    """Raise JudgeError for options that cannot work."""
+    """Raise JudgeError for addresses that are none and a key that is not there."""
     mistakes = []
     if not config.endpoints or not all(url.startswith(("http://", "https://")) for url in config.endpoints):
         mistakes.append(f"endpoints must be http:// or https:// addresses, got {list(config.endpoints)}")
-    if config.concurrency < 1 or config.retries < 0 or (config.timeout_s is not None and not config.timeout_s > 0):
-        mistakes.append("concurrency must be at least 1, retries at least 0, timeout_s positive")
-    if not (config.hedge_s >= 0 and config.max_pixels >= 0):
-        mistakes.append(f"hedge_s and max_pixels must be 0 or more, got {config.hedge_s} and {config.max_pixels}")
     if config.api_key_env and config.api_key_env not in os.environ:
         mistakes.append(f"the environment variable {config.api_key_env} (api_key_env) is not set")
     if mistakes:

@@ -30,13 +30,8 @@ from prefgrpo.ops.reference import guided
 __all__ = ["Adapter", "Condition", "Sampling", "text_mask"]
 
 TEXT_WIDTHS = (
-    "joint_attention_dim",
-    "text_dim",
-    "cap_feat_dim",
-    "caption_channels",
-    "text_embed_dim",
-    "cross_attention_dim",
-)
+    "joint_attention_dim", "text_dim", "cap_feat_dim", "caption_channels", "text_embed_dim", "cross_attention_dim"
+)  # fmt: skip
 """Names of the width of the text's states in the configs of diffusers' denoisers; the first that is there counts."""
 
 

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prefgrpo.models.base import Adapter, Condition, Sampling, text_mask
+from prefgrpo.models.base import Condition, Sampling, text_mask
 from prefgrpo.models.lora import JOINT_ATTENTION
-from prefgrpo.models.video_vae import decode_clip, latent_frames
+from prefgrpo.models.video_vae import PatchVideo, decode_clip
 
 
-class HunyuanVideo(Adapter):
+class HunyuanVideo(PatchVideo):
     """HunyuanVideo text-to-video."""
 
     pipeline = "HunyuanVideoPipeline"
@@ -25,22 +25,11 @@ class HunyuanVideo(Adapter):
     own_lengths = True
     lora_targets = JOINT_ATTENTION
 
-    @property
-    def unit(self) -> int:
-        """Pixels per side of one transformer patch: 16."""
-        return self.pipe.vae_scale_factor_spatial * self.pipe.transformer.config.patch_size
-
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """prompt_embeds [n, C] with n ≤ max_length tokens, text_length = n, and pooled [C']."""
         embeds, pooled, mask = self.pipe.encode_prompt(prompt, device=self.device, max_sequence_length=max_length)
         length = mask[0].sum()
         return Condition(embeds[0, :length], text_length=length.cpu(), pooled=pooled[0])
-
-    def latent_shape(self, sampling: Sampling) -> tuple[int, ...]:
-        """[C, F', height / 8, width / 8]; ValueError unless frames are a multiple of 4, plus 1."""
-        config, (rows, columns) = self.pipe.transformer.config, self.grid(sampling)
-        frames = latent_frames(self.frames(sampling), self.pipe.vae_scale_factor_temporal)
-        return config.in_channels, frames, rows * config.patch_size, columns * config.patch_size
 
     def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
         """Even sigmas from 1, before the static shift."""

@@ -10,8 +10,6 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,21 +64,6 @@ def _inject(transformer: Any, config: Any) -> None:
     for parameter in transformer.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-
-
-@contextmanager
-def disabled(transformer: nn.Module) -> Iterator[None]:
-    """Inside, the transformer is its base model."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
-    for layer in layers:
-        layer.enable_adapters(False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
 
 
 def save(pipe: Any, folder: str, component: str = "transformer") -> None:

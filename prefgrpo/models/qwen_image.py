@@ -56,12 +56,14 @@ class QwenImage(Adapter):
 
         A mask is passed only where prompts of different lengths share a batch.
         """
-        mask = text_mask(condition)
+        lengths = condition.text_length
+        assert lengths is not None
+        mask, padded = text_mask(condition), int(lengths.min()) < int(lengths.max())
         return net(
             hidden_states=tokens,
             timestep=sigma * 1000 / 1000,
             encoder_hidden_states=condition.prompt_embeds[:, : mask.shape[1]],
-            encoder_hidden_states_mask=mask.to(tokens.device, non_blocking=True) if not mask.all() else None,
+            encoder_hidden_states_mask=mask.to(tokens.device, non_blocking=True) if padded else None,
             img_shapes=[[(1, *grid) for grid in grids]] * tokens.shape[0],
             return_dict=False,
         )[0]

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from prefgrpo.models.base import Adapter, Condition, Sampling
+from prefgrpo.models.base import Condition, Sampling
 from prefgrpo.models.guidance import Cfg
-from prefgrpo.models.video_vae import decode_clip, latent_frames, unnormalise
+from prefgrpo.models.video_vae import PatchVideo, decode_clip, unnormalise
 
 
-class Wan(Adapter):
+class Wan(PatchVideo):
     """Wan2.1 T2V, 1.3B and 14B."""
 
     pipeline = "WanPipeline"
@@ -33,24 +33,12 @@ class Wan(Adapter):
         odd = f"has expand_timesteps {expand}, {cls.__name__} has {cls.expand_timesteps}"
         return super().misfit(index) if expand is cls.expand_timesteps else odd
 
-    @property
-    def unit(self) -> int:
-        """Pixels per side of one transformer patch: 16 for Wan2.1."""
-        return self.pipe.vae_scale_factor_spatial * self.pipe.transformer.config.patch_size[1]
-
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """prompt_embeds [max_length, C]."""
         embeds, _ = self.pipe.encode_prompt(
             prompt, do_classifier_free_guidance=False, max_sequence_length=max_length, device=self.device
         )
         return Condition(embeds[0])
-
-    def latent_shape(self, sampling: Sampling) -> tuple[int, ...]:
-        """[C, F', height / 8, width / 8] for Wan2.1; ValueError unless frames are a multiple of 4, plus 1."""
-        frames = latent_frames(self.frames(sampling), self.pipe.vae_scale_factor_temporal)
-        patch = self.pipe.transformer.config.patch_size[1]
-        rows, columns = self.grid(sampling)
-        return self.pipe.vae.config.z_dim, frames, rows * patch, columns * patch
 
     def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
         """The scheduler's own sigmas."""

@@ -35,7 +35,7 @@ class WanTI2V(Wan):
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, C, F', h, w]."""
-        patch = self.pipe.transformer.config.patch_size[1]
+        patch = self.patch
         time = (sigma * 1000)[:, None, None, None].repeat(1, x.shape[2], x.shape[3] // patch, x.shape[4] // patch)
         if not condition.sources:
             return self.forward(net, x, time.flatten(1), condition)

@@ -6,7 +6,7 @@ Invariant: what is saved here loads in the stock pipeline (alpha included), and 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -70,10 +70,14 @@ class Weights:
         """Inside, `velocity` is that of the starting policy: the LoRA is off. Raises RuntimeError without a LoRA."""
         if not self._has_lora():
             raise RuntimeError("there is no reference policy: a KL term needs LoRA")
-        with ExitStack() as stack:
-            for module in self.modules().values():
-                stack.enter_context(lora.disabled(module))
+        modules: list[Any] = list(self.modules().values())
+        for module in modules:
+            module.disable_adapters()
+        try:
             yield
+        finally:
+            for module in modules:
+                module.enable_adapters()
 
     def _has_lora(self) -> bool:
         return any(lora.has(module) for module in self.modules().values())

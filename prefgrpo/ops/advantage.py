@@ -56,14 +56,13 @@ def group_advantage(
     eps: float = 1e-4,
     ddof: int = 0,
     rank: bool = False,
-    batch_norm: bool = False,
 ) -> Tensor:
     """Advantage fp32 [B] of rewards [R, B] (NaN = missing) in groups given by any integer ids [B], in one launch.
 
     combine: the rewards' weighted sum, geometric or harmonic mean (missing if a reward is negative), normalised
     afterwards; or the weighted sum of each reward's own advantage (GDPO). A sample that lacks any reward of
-    non-zero weight is missing and gets 0. rank: replace values by their rank in the group first. batch_norm:
-    normalise the result over the batch (GDPO). Statistics are two-pass fp64. Raises ValueError for other shapes.
+    non-zero weight is missing and gets 0. rank: replace values by their rank in the group first. Statistics are
+    two-pass fp64. Raises ValueError for other shapes.
     """
     _check_options(std, eps, ddof)
     if combine not in _COMBINE:
@@ -80,5 +79,5 @@ def group_advantage(
     if weights.shape != rewards.shape[:1]:
         raise ValueError(f"weights: expected [{rewards.shape[0]}], one per reward, got {list(weights.shape)}")
     weights, group_ids = weights.to(rewards.device), group_ids.to(rewards.device)
-    a = args.Group(rewards, group_ids, weights, combine, std, eps, ddof, rank, batch_norm)
+    a = args.Group(rewards, group_ids, weights, combine, std, eps, ddof, rank)
     return library.group_advantage(a)[0]

@@ -13,8 +13,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prefgrpo.ops import args, library
-from prefgrpo.ops.args import DTYPES, Guidance, NoiseAddress, check_affine, check_ids, check_step, integer, signed
+from prefgrpo.ops import library
+from prefgrpo.ops.args import (
+    DTYPES,
+    Guidance,
+    NoiseAddress,
+    Normal,
+    Replay,
+    Step,
+    check_affine,
+    check_ids,
+    check_step,
+    integer,
+    signed,
+)
 
 
 class AffineStep(NamedTuple):
@@ -35,8 +47,6 @@ class AffineStepMore(NamedTuple):
     """[B, …] fp32 a·x + b·v, if asked for."""
     x0: Tensor | None = None
     """[B, …] in the storage dtype: x − σ·v, if `x0_sigma` was given."""
-    copy: Tensor | None = None
-    """[B, …] x' in `copy_dtype`, for the next model call."""
 
 
 class AffineLogp(NamedTuple):
@@ -65,22 +75,12 @@ def philox_normal(
         raise ValueError(f"numel and offset: expected 0 or more, got {numel} and {offset}")
     if dtype not in DTYPES:
         raise TypeError(f"dtype: expected fp32, bf16, fp16 or fp64, got {dtype}")
-    return library.philox_normal(args.Normal(signed(seed), sample, step, numel, offset, dtype))[0]
+    return library.philox_normal(Normal(signed(seed), sample, step, numel, offset, dtype))[0]
 
 
-def pair(guidance: Guidance | None) -> tuple[Tensor | None, float, bool, bool]:
-    """Guidance as four of an op's arguments."""
+def unpack_guidance(guidance: Guidance | None) -> tuple[Tensor | None, float, bool, bool]:
+    """(uncond, scale, from_cond, rescale), the fields of `Step` and `Replay`."""
     return guidance or (None, 0.0, False, False)
-
-
-def _source(
-    noise: Tensor | NoiseAddress | None, index: Tensor | None
-) -> tuple[Tensor | None, int, Tensor | None, Tensor | None, int]:
-    """(ε, seed, sample, step, offset) of either kind of noise."""
-    if isinstance(noise, NoiseAddress):
-        step = index if noise.step is None else noise.step
-        return None, signed(noise.seed), noise.sample, step, integer(noise.offset)
-    return noise, 0, None, None, 0
 
 
 def affine_step(
@@ -115,15 +115,19 @@ def affine_step_more(
     guidance: Guidance | None = None,
     want_mean: bool = False,
     x0_sigma: Tensor | None = None,
-    copy_dtype: torch.dtype | None = None,
 ) -> AffineStepMore:
     """`affine_step` with further results of the same launch.
 
-    want_mean: also a·x + b·v. x0_sigma: fp32 σ, one per row of coef, read at `index`: also x − σ·v. copy_dtype: also
-    x' in this dtype.
+    want_mean: also a·x + b·v. x0_sigma: fp32 σ, one per row of coef, read at `index`: also x − σ·v.
     """
-    wanted = (out_dtype or x.dtype, want_mean, x0_sigma, copy_dtype)
-    a = args.Step._make((x, v, coef, index, *pair(guidance), *_source(noise, index), *wanted))
+    eps, seed, sample, step, offset = None, 0, None, None, 0
+    if isinstance(noise, NoiseAddress):
+        seed, sample, offset = signed(noise.seed), noise.sample, integer(noise.offset)
+        step = index if noise.step is None else noise.step
+    else:
+        eps = noise
+    pair, dtype = unpack_guidance(guidance), out_dtype or x.dtype
+    a = Step(x, v, coef, index, *pair, eps, seed, sample, step, offset, dtype, want_mean, x0_sigma)
     check_step(a)
     return AffineStepMore(*library.affine_step(a))
 
@@ -145,6 +149,6 @@ def affine_logp(
     detach it. Nothing of size D is kept for it beyond the inputs; autograd does not notice if those of inference mode
     are overwritten before the backward. No second derivative. v_ref and v_old are velocities after guidance.
     """
-    a = args.Replay(x, v, x_next, coef, index, *pair(guidance), v_ref, v_old)
+    a = Replay(x, v, x_next, coef, index, *unpack_guidance(guidance), v_ref, v_old)
     check_affine(a, x_next=x_next, v_ref=v_ref, v_old=v_old)
     return AffineLogp(*library.affine_logp(a))

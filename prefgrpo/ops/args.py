@@ -1,9 +1,9 @@
-"""What each op takes and gives, stated once for every backend and custom op, and the check of what an affine op takes.
+"""What each op takes and returns, the same for every backend, and the checks of what an affine op takes.
 
 The fields of an op's NamedTuple are the arguments of torch.ops.prefgrpo.<op>, in order; its `results` are new tensors
-for what the op gives. Invariant: after `check_affine` every tensor is on one device, x, v and their companions have one
-shape [B, …], and the coefficient table has 5 columns. Values are never read back: an index outside the table is an
-IndexError on the CPU (found by the kernel) and gives NaN on a GPU.
+for what the op returns. Invariant: after `check_affine` every tensor is on one device, x, v and their companions have
+one shape [B, …], and the coefficient table has 5 columns. Values are never read back: the kernel raises IndexError for
+an index outside the table on the CPU, and gives NaN on a GPU.
 """
 
 from __future__ import annotations
@@ -95,18 +95,16 @@ class Step(NamedTuple):
     out_dtype: torch.dtype
     want_mean: bool
     sigma: Tensor | None
-    copy_dtype: torch.dtype | None
 
     def results(self) -> Results:
-        """x', logp, mean, x0, copy."""
+        """x', logp, mean, x0."""
         mean = _full(self.x, torch.float32) if self.want_mean else None
         x0 = None if self.sigma is None else _full(self.x, self.out_dtype)
-        copy = None if self.copy_dtype is None else _full(self.x, self.copy_dtype)
-        return [_full(self.x, self.out_dtype), _column(self.x), mean, x0, copy]
+        return [_full(self.x, self.out_dtype), _column(self.x), mean, x0]
 
 
 class Replay(NamedTuple):
-    """affine_logp, and with the upstream gradients affine_grad."""
+    """affine_logp; with the upstream gradients affine_grad."""
 
     x: Tensor
     v: Tensor
@@ -141,13 +139,13 @@ class Policy(NamedTuple):
     advantage: Tensor
     clip_low: float
     clip_high: float
-    adv_clip: float
-    weight: Tensor | None
-    mask: Tensor | None
-    kl: Tensor | None
-    kl_coef: float
-    log_ratio: Tensor | None
-    denominator: float | None
+    adv_clip: float = 5.0
+    weight: Tensor | None = None
+    mask: Tensor | None = None
+    kl: Tensor | None = None
+    kl_coef: float = 0.0
+    log_ratio: Tensor | None = None
+    denominator: float | None = None
 
     def results(self) -> Results:
         """loss, metrics [8], d loss/d log-ratio [B], d loss/d kl [B]."""
@@ -173,7 +171,6 @@ class Group(NamedTuple):
     eps: float
     ddof: int
     rank: bool
-    batch_norm: bool
 
     def results(self) -> Results:
         """Advantage [B]."""
@@ -289,7 +286,5 @@ def check_step(a: Step) -> None:
             f"x0_sigma: expected [{rows}] on {a.x.device}, one σ per row of coef, got {list(sigma.shape)} on "
             f"{sigma.device}"
         )
-    if a.out_dtype not in DTYPES or (a.copy_dtype or a.out_dtype) not in DTYPES:
-        raise TypeError(
-            f"out_dtype and copy_dtype: expected fp32, bf16, fp16 or fp64, got {a.out_dtype}, {a.copy_dtype}"
-        )
+    if a.out_dtype not in DTYPES:
+        raise TypeError(f"out_dtype: expected fp32, bf16, fp16 or fp64, got {a.out_dtype}")

@@ -1,72 +1,56 @@
-"""The table of ops: arguments, results, gradient, each with a torch.library custom op of the same name.
+"""The ops: each a function on checked arguments that takes the best backend, and a torch.library custom op.
 
-Eager calls on plain tensors go straight to the backend's function (the dispatcher costs more than the small ops).
-Whatever is more than that goes through the dispatcher as one opaque op, torch.ops.prefgrpo.<name>, with a fake kernel
-and a registered gradient: compiled graphs, tracers, modes, tensor subclasses, functorch, lazily negated views.
-Invariant: an absent optional result is None, and inside the custom op alone an empty tensor of bools.
+Eager calls on plain tensors go straight to the backend's function of the same name (the dispatcher costs more than the
+small ops). Whatever is more than that goes through the dispatcher as one opaque op, torch.ops.prefgrpo.<name>, with a
+fake kernel and a registered gradient: compiled graphs, tracers, modes, tensor subclasses, functorch, lazily negated
+views. Invariant: an absent optional result is None, and inside the custom op alone an empty tensor of bools.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from types import ModuleType
-from typing import Any, get_type_hints
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from prefgrpo.ops import args
-from prefgrpo.ops.args import Results
+from prefgrpo.ops.args import Group, Normal, Policy, Replay, Results, Step, Winrate
 from prefgrpo.ops.backend import implementation, serving
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 # There are no public names for these: how many dispatch modes, whether a function mode, which tracer and transform.
 _dispatch_modes, _function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
 _tracer, _functorch = torch._C._get_tracing_state, torch._C._functorch
+Grads = dict[str, Tensor | None]
 
 
 class Op:
-    """One op. Called with its arguments, it returns its results; no gradient.
+    """One op without a gradient; called with its arguments, it returns its results.
 
-    name: of the function in every backend and of the custom op. kind: the NamedTuple of its arguments, of which the
-    custom op takes the first `takes`. results: makes the `count` tensors that a backend writes. fp64: the fields that
-    leave the op to torch where they are fp64.
+    schema: of the custom op; its arguments are the first fields of `kind`. results: makes the tensors that a backend
+    writes. exact: the fields that leave the op to plain torch where they are fp64.
     """
 
-    def __init__(
-        self,
-        name: str,
-        kind: Any,
-        results: Callable[[Any], Results],
-        count: int,
-        *,
-        fp64: str = "",
-        takes: int | None = None,
-    ) -> None:
-        fields, hints = kind._fields[:takes], get_type_hints(kind)
-        self.name, self._kind, self._takes = name, kind, len(fields)
-        exact = [k for k, field in enumerate(fields) if field in fp64.split()]
-        self.tensors = [k for k, field in enumerate(fields) if hints[field] in (Tensor, Tensor | None)]
-        self._first, self._each = self.tensors[0], itemgetter(*self.tensors)
-        self._exact = [k for k in exact if k in self.tensors]
-        self._exact_dtypes = [k for k in exact if k not in self.tensors]
+    def __init__(self, kind: Any, results: Callable[[Any], Results], schema: str, exact: str = "") -> None:
+        self.name, _, signature = schema.partition("(")
+        self.kind, self.results = kind, results
+        self._custom = torch.library.custom_op(
+            f"prefgrpo::{self.name}", self.run, mutates_args=(), schema="(" + signature
+        )
+        self._custom.register_fake(lambda *given: _padded(results(kind(*given))))
+        self._graph = getattr(torch.ops.prefgrpo, self.name).default
+        arguments = self._graph._schema.arguments
+        self.fields = kind._fields[: len(arguments)]
+        self.tensors = [k for k, a in enumerate(arguments) if "Tensor" in str(a.type)]
+        self._each = itemgetter(*self.tensors)
+        self._exact = attrgetter(*exact.split()) if exact else None
 
-        def whole(out: Results) -> Any:
-            each = [torch.empty(0, dtype=torch.bool, device=out[0].device) if t is None else t for t in out]
-            return tuple(each) if count > 1 else each[0]
-
-        def run(*given: Any) -> Any:
-            return whole(self.eager(kind(*given)))
-
-        kinds = [inspect.Parameter(f, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=hints[f]) for f in fields]
-        gives: Any = tuple[(Tensor,) * count] if count > 1 else Tensor  # type: ignore[misc]
-        run.__signature__ = inspect.Signature(kinds, return_annotation=gives)  # type: ignore[attr-defined]
-        self._custom = torch.library.custom_op(f"prefgrpo::{name}", run, mutates_args=())
-        self._custom.register_fake(lambda *given: whole(results(kind(*given))))
-        self._graph = getattr(torch.ops.prefgrpo, name).default
+    def run(self, *given: Any) -> Any:
+        """What the custom op does."""
+        return _padded(self.eager(self.kind(*given)))
 
     def __call__(self, a: Any) -> Results:
         """The results for these arguments."""
@@ -74,10 +58,6 @@ class Op:
             with torch.no_grad():
                 return self.in_graph(a)
         return self.eager(a)
-
-    def of(self, a: Any, impl: ModuleType) -> Results:
-        """The results by this backend, unless the dispatcher must see the call."""
-        return self.in_graph(a) if self.observed(a) else getattr(impl, self.name)(a)
 
     def observed(self, a: Any) -> bool:
         """Whether the dispatcher must see this call: the memory of these tensors is not all there is to them."""
@@ -94,50 +74,51 @@ class Op:
 
     def backend(self, a: Any) -> ModuleType:
         """The backend for these arguments."""
-        for k in self._exact:
-            if (t := a[k]) is not None and t.dtype == torch.float64:
-                return implementation("torch")
-        for k in self._exact_dtypes:
-            if a[k] == torch.float64:
-                return implementation("torch")
-        return serving(a[self._first].device)
+        if self._exact is not None:
+            for value in self._exact(a):
+                if value is not None and getattr(value, "dtype", value) == torch.float64:
+                    return implementation("torch")
+        return serving(self._each(a)[0].device)
 
     def in_graph(self, a: Any) -> Results:
         """Through the custom op."""
-        out = self._graph(*a[: self._takes])
+        out = self._graph(*a[: len(self.fields)])
         return [None if t.dtype == torch.bool else t for t in ((out,) if isinstance(out, Tensor) else out)]
 
 
-class GradOp(Op):
-    """An op with a gradient, as an autograd.Function and registered with the custom op.
+def _padded(out: Results) -> Any:
+    """Results as the schema has them."""
+    each = [torch.empty(0, dtype=torch.bool, device=out[0].device) if t is None else t for t in out]
+    return tuple(each) if len(each) > 1 else each[0]
 
-    to: the fields that it flows to; another one that requires a gradient is refused. of: how many of the results it
-    comes from. save(ctx, arguments, results) keeps what backward(ctx, upstream, affine_grad) needs, which returns the
-    gradients of `to`.
+
+class GradOp(Op):
+    """An op with a gradient, by an autograd.Function where it is eager and registered with the custom op.
+
+    flows_to: the fields with a gradient; another one that requires it is refused. of: how many results have it.
+    save(ctx, arguments, results) keeps what backward(ctx, upstream, affine_grad) needs for the fields' gradients.
     """
 
     def __init__(
-        self, *op: Any, to: str, of: int, save: Callable[..., None], backward: Callable[..., Results], **more: Any
+        self,
+        *op: Any,
+        flows_to: tuple[str, ...],
+        of: int,
+        save: Callable[[Any, Any, Sequence[Any]], None],
+        backward: Callable[[Any, Sequence[Any], Callable[[Replay], Results]], Grads],
     ) -> None:
-        super().__init__(*op, **more)
-        self._to = [self._kind._fields.index(field) for field in to.split()]
-        self._of = of
-
-        def spread(grads: Results) -> tuple[Tensor | None, ...]:
-            full: Results = [None] * self._takes
-            for k, grad in zip(self._to, grads, strict=True):
-                full[k] = grad
-            return tuple(full)
+        super().__init__(*op)
+        self._flows_to, self._of = flows_to, of
 
         class Eager(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, *given: Any) -> tuple[Tensor | None, ...]:
                 ctx.set_materialize_grads(False)
-                a = self._kind(*given)
-                ctx.impl = self.backend(a)
-                out = getattr(ctx.impl, self.name)(a)
+                a = self.kind(*given)
+                ctx.backend = self.backend(a)
+                out = getattr(ctx.backend, self.name)(a)
                 ctx.mark_non_differentiable(*(t for t in out[of:] if t is not None))
-                save(ctx, given, out)
+                save(ctx, a, out)
                 return tuple(out)
 
             @staticmethod
@@ -146,26 +127,31 @@ class GradOp(Op):
                     raise RuntimeError(
                         f"{self.name} cannot be differentiated twice; run its backward without create_graph=True"
                     )
-                return spread(backward(ctx, upstream, lambda r: affine_grad.of(r, ctx.impl)))
+                return self._by_field(backward(ctx, upstream, lambda a: _affine_grad(a, ctx.backend)))
 
         self._function = Eager
         self._custom.register_autograd(
-            lambda ctx, *upstream: spread(backward(ctx, upstream, affine_grad.in_graph)),
-            setup_context=lambda ctx, inputs, output: save(ctx, inputs, output),
+            lambda ctx, *upstream: self._by_field(backward(ctx, upstream, affine_grad.in_graph)),
+            setup_context=lambda ctx, inputs, output: save(ctx, self.kind(*inputs), output),
         )
+
+    def _by_field(self, grads: Grads) -> tuple[Tensor | None, ...]:
+        return tuple(grads.get(field) for field in self.fields)
 
     def __call__(self, a: Any) -> Results:
         """The results for these arguments, with the gradient. Raises ValueError for a gradient that it has not."""
-        wanted = torch.is_grad_enabled() and [k for k in self.tensors if (t := a[k]) is not None and t.requires_grad]
-        if wanted and (other := [self._kind._fields[k] for k in wanted if k not in self._to]):
-            allowed = ", ".join(self._kind._fields[k] for k in self._to)
+        wanted = torch.is_grad_enabled() and [
+            self.fields[k] for k in self.tensors if (t := a[k]) is not None and t.requires_grad
+        ]
+        if wanted and (other := [field for field in wanted if field not in self._flows_to]):
+            allowed = ", ".join(self._flows_to)
             raise ValueError(f"{self.name}: its gradient flows to {allowed} alone; detach {', '.join(other)}")
         if not torch.compiler.is_compiling():
             observed = self.observed(a)
             if observed or forward_ad._current_level >= 0:
                 self._refuse_transforms(a, bool(wanted))
             if not observed:
-                return self._function.apply(*a[: self._takes]) if wanted else self.eager(a)
+                return self._function.apply(*a[: len(self.fields)]) if wanted else self.eager(a)
         return [t if t is None or k < self._of else t.detach() for k, t in enumerate(self.in_graph(a))]
 
     def _refuse_transforms(self, a: Any, wanted: bool) -> None:
@@ -180,64 +166,98 @@ class GradOp(Op):
             )
 
 
-def _logp_save(ctx: Any, given: Sequence[Any], _: Any) -> None:
+def _affine_grad(a: Replay, backend: ModuleType) -> Results:
+    """By the backend of the forward, unless the dispatcher must see the call."""
+    return affine_grad.in_graph(a) if affine_grad.observed(a) else backend.affine_grad(a)
+
+
+def _save_replay(ctx: Any, a: Replay, _: Any) -> None:
     """Tensors of inference mode, which autograd cannot watch and hence will not save, are kept as they are."""
-    ctx.pair, tensors = given[6:9], [*given[:6], *given[9:]]
-    ctx.fixed = {k: t for k, t in enumerate(tensors) if t is not None and t.is_inference()}
-    for k in ctx.fixed:
-        tensors[k] = None
-    ctx.save_for_backward(*tensors)
+    tensors = (a.x, a.v, a.x_next, a.coef, a.row, a.uncond, a.v_ref, a.v_old)
+    ctx.guidance = a.scale, a.from_cond, a.rescale
+    ctx.inference = [t if t is not None and t.is_inference() else None for t in tensors]
+    ctx.save_for_backward(*(t if kept is None else None for t, kept in zip(tensors, ctx.inference, strict=True)))
 
 
-def _logp_backward(ctx: Any, upstream: Sequence[Tensor | None], grad: Callable[[args.Replay], Results]) -> Results:
-    *head, v_ref, v_old = (ctx.fixed.get(k, t) for k, t in enumerate(ctx.saved_tensors))
-    wanted = (True, v_ref is not None, v_old is not None)
-    given = [g if want else None for g, want in zip(upstream, wanted, strict=True)]
-    return (
-        grad(args.Replay._make((*head, *ctx.pair, v_ref, v_old, *given)))
-        if any(g is not None for g in given)
-        else [None] * 2
+def _replay_backward(ctx: Any, upstream: Sequence[Tensor | None], grad: Callable[[Replay], Results]) -> Grads:
+    saved = (t if kept is None else kept for t, kept in zip(ctx.saved_tensors, ctx.inference, strict=True))
+    x, v, x_next, coef, row, uncond, v_ref, v_old = saved
+    g_logp, g_kl, g_guard = upstream
+    g_kl, g_guard = None if v_ref is None else g_kl, None if v_old is None else g_guard
+    if g_logp is None and g_kl is None and g_guard is None:
+        return {}
+    scale, from_cond, rescale = ctx.guidance
+    dv, du = grad(
+        Replay(x, v, x_next, coef, row, uncond, scale, from_cond, rescale, v_ref, v_old, g_logp, g_kl, g_guard)
     )
+    return {"v": dv, "uncond": du}
 
 
-def _policy_save(ctx: Any, given: Sequence[Any], out: Sequence[Any]) -> None:
-    ctx.has_kl, ctx.has_ratio = given[8] is not None, given[10] is not None
-    ctx.save_for_backward(*out[2:])
-
-
-def _policy_backward(ctx: Any, upstream: Sequence[Any], _: Any) -> Results:
+def _save_policy(ctx: Any, a: Policy, results: Sequence[Any]) -> None:
     """The gradient is known when the loss is; backward scales it."""
+    _, _, d_delta, d_kl = results
+    ctx.delta, ctx.has_kl = "logp" if a.log_ratio is None else "log_ratio", a.kl is not None
+    ctx.save_for_backward(d_delta, d_kl)
+
+
+def _policy_backward(ctx: Any, upstream: Sequence[Any], _: Any) -> Grads:
     d_delta, d_kl = ctx.saved_tensors
-    delta, kl = d_delta * upstream[0], d_kl * upstream[0] if ctx.has_kl else None
-    return [None, kl, delta] if ctx.has_ratio else [delta, kl, None]
+    return {ctx.delta: d_delta * upstream[0], "kl": d_kl * upstream[0] if ctx.has_kl else None}
 
 
-_REPLAY = "x v x_next uncond v_ref v_old"
-philox_normal = Op("philox_normal", args.Normal, args.Normal.results, 1, fp64="dtype")
-affine_step = Op("affine_step", args.Step, args.Step.results, 5, fp64="x v uncond eps out_dtype copy_dtype")
-affine_grad = Op("affine_grad", args.Replay, args.Replay.gradients, 2, fp64=_REPLAY)
+_AFFINE = "Tensor? row, Tensor? uncond, float scale, bool from_cond, bool rescale"
+_REPLAY = f"Tensor x, Tensor v, Tensor x_next, Tensor coef, {_AFFINE}, Tensor? v_ref, Tensor? v_old"
+_REPLAY_EXACT = "x v x_next uncond v_ref v_old"
+
+philox_normal = Op(
+    Normal,
+    Normal.results,
+    "philox_normal(SymInt seed, Tensor sample, Tensor step, SymInt numel, SymInt offset, ScalarType dtype) -> Tensor",
+    "dtype sample",
+)
+affine_step = Op(
+    Step,
+    Step.results,
+    f"affine_step(Tensor x, Tensor v, Tensor coef, {_AFFINE}, Tensor? eps, SymInt seed, Tensor? sample, Tensor? step, "
+    "SymInt offset, ScalarType out_dtype, bool want_mean, Tensor? sigma) -> (Tensor, Tensor, Tensor, Tensor)",
+    "x v uncond eps out_dtype",
+)
+affine_grad = Op(
+    Replay,
+    Replay.gradients,
+    f"affine_grad({_REPLAY}, Tensor? g_logp, Tensor? g_kl, Tensor? g_guard) -> (Tensor, Tensor)",
+    _REPLAY_EXACT,
+)
 affine_logp = GradOp(
-    "affine_logp",
-    args.Replay,
-    args.Replay.results,
-    3,
-    fp64=_REPLAY,
-    takes=11,
-    to="v uncond",
+    Replay,
+    Replay.results,
+    f"affine_logp({_REPLAY}) -> (Tensor, Tensor, Tensor)",
+    _REPLAY_EXACT,
+    flows_to=("v", "uncond"),
     of=3,
-    save=_logp_save,
-    backward=_logp_backward,
+    save=_save_replay,
+    backward=_replay_backward,
 )
 policy_loss = GradOp(
-    "policy_loss",
-    args.Policy,
-    args.Policy.results,
-    4,
-    fp64="logp logp_old kl log_ratio",
-    to="logp kl log_ratio",
+    Policy,
+    Policy.results,
+    "policy_loss(Tensor logp, Tensor logp_old, Tensor advantage, float clip_low, float clip_high, float adv_clip, "
+    "Tensor? weight, Tensor? mask, Tensor? kl, float kl_coef, Tensor? log_ratio, float? denominator) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "logp logp_old kl log_ratio",
+    flows_to=("logp", "kl", "log_ratio"),
     of=1,
-    save=_policy_save,
+    save=_save_policy,
     backward=_policy_backward,
 )
-group_advantage = Op("group_advantage", args.Group, args.Group.results, 1)
-winrate_advantage = Op("winrate_advantage", args.Winrate, args.Winrate.results, 2)
+group_advantage = Op(
+    Group,
+    Group.results,
+    "group_advantage(Tensor rewards, Tensor group_ids, Tensor weights, str combine, str std, float eps, SymInt ddof, "
+    "bool rank) -> Tensor",
+)
+winrate_advantage = Op(
+    Winrate,
+    Winrate.results,
+    "winrate_advantage(Tensor wins, Tensor counts, str std, float eps, SymInt ddof) -> (Tensor, Tensor)",
+)

@@ -114,11 +114,11 @@ def affine_step(a: args.Step) -> Results:
         return plain.affine_step(a)
     a = _guided(a)
     head, _alive = _head(a)
-    out, logp, mean, x0, copy = results = a.results()
+    out, logp, mean, x0 = results = a.results()
     (eps,) = _packed(a.eps)
     sample, step, sigma = _contiguous(a.sample, a.step, None if a.sigma is None else a.sigma.float())
     address = None if sample is None else (a.seed, _ptr(sample), _ptr(step), a.offset)
-    more = (address, _view(mean), _view(x0), _ptr(sigma), _view(copy), _ptr(logp))
+    more = (address, _view(mean), _view(x0), _ptr(sigma), _ptr(logp))
     _launch(_C.affine_step, a.x, *head, _view(out), _view(eps), *more, planes=1)
     return results
 
@@ -167,7 +167,7 @@ def group_advantage(a: args.Group) -> Results:
     """`Group.results`."""
     r, ids, w = _real(a.rewards), a.group_ids.contiguous(), a.weights.double().contiguous()
     results, scratch = a.results(), None if _on_cpu(r) else r.new_empty(2, r.shape[1], dtype=torch.float64)
-    options = (_COMBINE(a.combine), _STD(a.std), a.eps, a.ddof, a.rank, a.batch_norm)
+    options = (_COMBINE(a.combine), _STD(a.std), a.eps, a.ddof, a.rank)
     values = (r.data_ptr(), _CODE[r.dtype], ids.data_ptr(), w.data_ptr())
     _launch(_C.group_advantage, r, *r.shape, *values, *options, _ptr(scratch), *map(_ptr, results))
     return results

@@ -1,4 +1,4 @@
-"""The torch backend: the functions that every backend has, over `reference` and `reference_small`.
+"""The torch backend: the functions that every backend has, over `reference`.
 
 Invariant: what a compiled backend returns is what this module returns, up to the rounding that docs/ops.md states, in
 the dtypes and layout of the arguments' `results`: fp64 inputs are computed in fp64, and then rounded. Gradients are
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from prefgrpo.ops import args, reference, reference_small
+from prefgrpo.ops import args, reference
 from prefgrpo.ops.args import Affine, Results, rows_of
 
 FP32 = torch.float32
-group_advantage, winrate_advantage = reference_small.group_advantage, reference_small.winrate_advantage
+group_advantage, winrate_advantage = reference.group_advantage, reference.winrate_advantage
 
 
 def philox_normal(a: args.Normal) -> Results:
@@ -46,8 +46,7 @@ def affine_step(a: args.Step) -> Results:
     if a.sigma is not None:
         sigma = a.sigma if a.row is None else a.sigma.index_select(0, a.row)
         x0 = (x.to(logp.dtype) - reference.expand(sigma.to(logp.dtype), x) * v.to(logp.dtype)).to(a.out_dtype)
-    copy = None if a.copy_dtype is None else x_next.to(a.copy_dtype, copy=True)  # never x_next itself
-    return _written([x_next, logp, mean, x0, copy], (a.out_dtype, FP32, FP32, a.out_dtype, a.copy_dtype))
+    return _written([x_next, logp, mean, x0], (a.out_dtype, FP32, FP32, a.out_dtype))
 
 
 @torch.no_grad()
@@ -72,4 +71,4 @@ def affine_grad(a: args.Replay) -> Results:
 @torch.no_grad()
 def policy_loss(a: args.Policy) -> Results:
     """`Policy.results`."""
-    return _written([*reference_small.policy_loss(a), *reference_small.policy_grad(a)], (FP32,) * 4)
+    return _written([*reference.policy_loss(a), *reference.policy_grad(a)], (FP32,) * 4)

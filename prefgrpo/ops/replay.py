@@ -7,14 +7,14 @@ Invariant: loss, metrics and dv are those of `affine_logp` and `policy_loss` fol
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from prefgrpo.ops import args, library
-from prefgrpo.ops.affine import affine_logp, affine_step, pair
-from prefgrpo.ops.args import Guidance, NoiseAddress, check_affine, rows_of
+from prefgrpo.ops import library
+from prefgrpo.ops.affine import affine_logp, affine_step, unpack_guidance
+from prefgrpo.ops.args import Guidance, NoiseAddress, Replay, check_affine, check_clips, rows_of
 from prefgrpo.ops.policy import policy_loss_grad
 
 
@@ -42,40 +42,22 @@ def replay_policy_grad(
     logp_old: Tensor,
     advantage: Tensor,
     *,
-    clip_low: float,
-    clip_high: float | None = None,
-    adv_clip: float = 5.0,
-    weight: Tensor | None = None,
-    mask: Tensor | None = None,
     v_ref: Tensor | None = None,
-    kl_coef: float = 0.0,
     v_old: Tensor | None = None,
     guidance: Guidance | None = None,
-    denominator: float | None = None,
+    **loss: Any,
 ) -> ReplayGrad:
     """(loss, dv, metrics) of a replayed step; then `v.backward(dv)` trains the model.
 
-    Arguments as in `affine_logp` and `policy_loss`. v_ref turns the KL term on, v_old GRPO-Guard's log-ratio.
+    Arguments as in `affine_logp`; `loss`: the options of `policy_loss`, of which clip_low is required. v_ref turns the
+    KL term on, v_old GRPO-Guard's log-ratio.
     """
     with torch.no_grad():
         new = affine_logp(x, v, x_next, coef, index, v_ref=v_ref, v_old=v_old, guidance=guidance)
-        out = policy_loss_grad(
-            new.logp,
-            logp_old,
-            advantage,
-            clip_low=clip_low,
-            clip_high=clip_high,
-            adv_clip=adv_clip,
-            weight=weight,
-            mask=mask,
-            kl=new.kl,
-            kl_coef=kl_coef,
-            log_ratio=new.log_ratio,
-            denominator=denominator,
-        )
-        upstream = (out.d_log_ratio, out.d_kl, None) if v_old is None else (None, out.d_kl, out.d_log_ratio)
-        given = (x, v, x_next, coef, index, *pair(guidance), v_ref, v_old, *upstream)
-        dv, du = library.affine_grad(args.Replay._make(given))
+        out = policy_loss_grad(new.logp, logp_old, advantage, kl=new.kl, log_ratio=new.log_ratio, **loss)
+        g_logp, g_guard = (out.d_log_ratio, None) if v_old is None else (None, out.d_log_ratio)
+        a = Replay(x, v, x_next, coef, index, *unpack_guidance(guidance), v_ref, v_old, g_logp, out.d_kl, g_guard)
+        dv, du = library.affine_grad(a)
     return ReplayGrad(out.loss, dv, out.metrics, du, new.logp)
 
 
@@ -95,9 +77,9 @@ def on_policy_grad(
     On policy x' − a·x − b·v is s·ε, so that dv = A·2·w·b·s / (D·denominator)·ε and neither x, v nor x' is read. Exact
     for latents stored in fp32; rounded storage differs by its rounding. like: any tensor of v's shape and dtype.
     """
-    a = args.Replay(like, like, like, coef, index, *pair(None), None, None)
+    a = Replay(like, like, like, coef, index, *unpack_guidance(None), None, None)
     check_affine(a)
-    args.check_clips(0.0, 0.0, adv_clip, 0.0, denominator)
+    check_clips(0.0, 0.0, adv_clip, 0.0, denominator)
     batch, numel = like.shape[0], like[0].numel() if like.shape[0] else 1
     if advantage.shape != (batch,) or (weight is not None and weight.shape != (batch,)):
         got = list(advantage.shape), None if weight is None else list(weight.shape)

@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from prefgrpo.kernels import affine, noise, small
-from prefgrpo.ops import args, plain, reference_small
+from prefgrpo.ops import args, plain, reference
 from prefgrpo.ops.args import Affine, Results, Std, packed, rescaled_dim
 
 BLOCK = 2048
@@ -124,7 +124,7 @@ def affine_step(a: args.Step) -> Results:
         coef if a.sigma is None else a.sigma.float().contiguous(), sample, step, partial, _dim(a), coef.shape[0],
         *strides, a.scale, a.offset, *_words(a.seed),
         NOISE=2 if a.sample is not None else int(a.eps is not None), ALIGNED=a.offset % 4 == 0,
-        MEAN=a.want_mean, X0=a.sigma is not None, COPY=a.copy_dtype is not None, **_pair(a),
+        MEAN=a.want_mean, X0=a.sigma is not None, **_pair(a),
     )  # fmt: skip
     _finish(a, partial, coef, index, logp)
     return results
@@ -182,18 +182,18 @@ def policy_loss(a: args.Policy) -> Results:
     return results
 
 
-def _normalised(a: Any, values: Tensor, ids: Tensor, weights: Tensor, std: str, rank: bool) -> Tensor:
-    """Σ_r weight_r · normalised(values_r), fp64 [B], of fp64 [R, B]; eps and ddof are those of `a`."""
+def _normalised(a: args.Group | args.Winrate, values: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Σ_r weight_r · normalised(values_r), fp64 [B], of fp64 [R, B], by the options of `a`."""
     rewards, batch = values.shape
     out = torch.empty(batch, dtype=torch.float64, device=values.device)
     rows, block = 8, min(128, triton.next_power_of_2(max(batch, 16)))
     grid, sizes = (triton.cdiv(batch, rows),), (rows, block)
-    if rank:
+    if isinstance(a, args.Group) and a.rank:
         ranked = torch.empty_like(values)
         for r in range(rewards):
             small.rank_kernel[grid](values[r], ids, ranked[r], batch, *sizes, **_EXACT)
         values = ranked
-    mode = get_args(Std).index(std)
+    mode = get_args(Std).index(a.std)
     small.normalise_kernel[grid](values, ids, weights, out, rewards, batch, a.eps, a.ddof, mode, *sizes, **_EXACT)
     return out
 
@@ -207,22 +207,18 @@ def group_advantage(a: args.Group) -> Results:
     r = torch.where((w != 0)[:, None], r, 0.0)
     missing = torch.isnan(r).any(0)
     if a.combine != "weighted_advantage_sum":
-        r, w = reference_small.combined(r, w, a.combine)[None], (w != 0).any().double().view(1)
+        r, w = reference.combined(r, w, a.combine)[None], (w != 0).any().double().view(1)
     r = torch.where(missing, torch.nan, r).contiguous()
-    out = _normalised(a, r, ids, w, a.std, a.rank)
-    if a.batch_norm:
-        lost = torch.where(torch.isnan(r).any(0), torch.nan, out)[None]
-        out = _normalised(a, lost, torch.zeros_like(ids), torch.ones_like(w[:1]), "group", False)
-    return [out.float()]
+    return [_normalised(a, r, ids, w).float()]
 
 
 @_on_its_device
 def winrate_advantage(a: args.Winrate) -> Results:
     """`Winrate.results`."""
-    rate = reference_small.win_rate(a.wins, a.counts)
+    rate = reference.win_rate(a.wins, a.counts)
     if not rate.numel():
         return [rate.float(), rate.float()]
     ids = torch.arange(rate.shape[0], device=rate.device).repeat_interleave(rate.shape[1])
     one = torch.ones(1, dtype=torch.float64, device=rate.device)
-    advantage = _normalised(a, rate.reshape(1, -1), ids, one, a.std, False)
+    advantage = _normalised(a, rate.reshape(1, -1), ids, one)
     return [rate.float(), advantage.float().view(rate.shape)]

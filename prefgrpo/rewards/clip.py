@@ -69,10 +69,9 @@ class EncoderReward(PointwiseReward):
     def __post_init__(self) -> None:
         if self.resize not in RESIZES:
             raise RewardError(f"resize must be one of {', '.join(RESIZES)}, got '{self.resize}'")
-        self.encoder = self.load()
+        self.encoder = self._load()
 
-    def load(self) -> Encoder:
-        """The model."""
+    def _load(self) -> Encoder:
         return encoder.shared(encoder.Transformers, self.model, "", self.device, self.dtype, self.batch_size)
 
 
@@ -86,8 +85,7 @@ class OpenClipReward(EncoderReward):
     otherwise = "ViT-H-14"
     file = ""
 
-    def load(self) -> Encoder:
-        """The model."""
+    def _load(self) -> Encoder:
         names = (self.model, self.architecture, self.otherwise, self.file)
         return encoder.shared(encoder.OpenClip, *names, self.device, self.dtype, self.batch_size)
 
@@ -113,7 +111,7 @@ class FrameReward(EncoderReward):
         super().__post_init__()
 
     @abstractmethod
-    def values(self, vectors: Tensor, prompts: list[str]) -> Tensor:
+    def _values(self, vectors: Tensor, prompts: list[str]) -> Tensor:
         """[n] values of n images: their vectors [n, D] and their prompts."""
 
     def score(self, samples: list[Sample]) -> list[Score]:
@@ -123,7 +121,7 @@ class FrameReward(EncoderReward):
     def _scores(self, samples: list[Sample]) -> list[Score]:
         frames = [s.media.frames(self.frames) for s in samples]
         vectors = self.encoder.images([frame for own in frames for frame in own], RESIZES[self.resize])
-        values = self.values(vectors, [s.prompt for s, own in zip(samples, frames, strict=True) for _ in own])
+        values = self._values(vectors, [s.prompt for s, own in zip(samples, frames, strict=True) for _ in own])
         return [mean_score(own.tolist()) for own in values.split([len(own) for own in frames])]
 
 
@@ -138,8 +136,7 @@ class TextImage(FrameReward):
 
     factor = 1.0
 
-    def values(self, vectors: Tensor, prompts: list[str]) -> Tensor:
-        """[n] of image vectors [n, D] and their prompts."""
+    def _values(self, vectors: Tensor, prompts: list[str]) -> Tensor:
         return self.factor * (vectors * self.encoder.texts(prompts)).sum(-1)
 
 
@@ -181,8 +178,7 @@ class Pickscore(TextImage):
         super().__post_init__()
         self.factor = self.encoder.scale / 26 if self.scale == "logit" else 1.0
 
-    def load(self) -> Encoder:
-        """The model."""
+    def _load(self) -> Encoder:
         processor = self.processor or (VIT_H if self.model == PICKSCORE else "")
         return encoder.shared(encoder.Transformers, self.model, processor, self.device, self.dtype, self.batch_size)
 
@@ -214,8 +210,7 @@ class Aesthetic(FrameReward):
         self.layers = _head(self.head)
 
     @torch.inference_mode()
-    def values(self, vectors: Tensor, prompts: list[str]) -> Tensor:
-        """[n] of image vectors [n, 768]."""
+    def _values(self, vectors: Tensor, prompts: list[str]) -> Tensor:
         return self.layers(vectors)[:, 0]
 
 

@@ -52,14 +52,14 @@ class ConsistencyScore(YesNo):
     """Do the cells of a generated grid belong together, 0 … 1. `meta["criteria"]`: {dimension: {name: text}}.
 
     The criteria count if the template shows {criterion} (template: consistency_criterion); they are asked at once.
+    Parts: one mean per dimension.
     """
 
     template = "consistency"
     needs = ("media_1", "media_2")
     may = ("prompt", "criterion")
 
-    async def judge_sample(self, sample: Sample) -> Score:
-        """Every pair of cells under every criterion; parts: one mean per dimension."""
+    async def _judge(self, sample: Sample) -> Score:
         try:
             grid = grid_of(sample.prompt, sample.meta)
             cells = split(sample.media, *grid) if grid else []
@@ -105,8 +105,7 @@ class ConsistencyForEditing(YesNo):
         super().__init__(judge, template, spellings)
         self.following = self.load(following_template, ("prompt", "source", "media_1"))
 
-    async def judge_sample(self, sample: Sample) -> Score:
-        """Both questions at once."""
+    async def _judge(self, sample: Sample) -> Score:
         same, done = await self.ask_both(self.question, self.following, sample)
         if same.value is None or done.value is None:
             return missing(same, done) or Score(None, "the judge gave no probability")
@@ -131,8 +130,7 @@ class GridLayout(YesNo):
         super().__init__(judge, template, spellings)
         self.hard = verdict == "hard"
 
-    async def judge_sample(self, sample: Sample) -> Score:
-        """One question."""
+    async def _judge(self, sample: Sample) -> Score:
         try:
             grid = grid_of(sample.prompt, sample.meta)
         except ValueError as error:

@@ -35,16 +35,13 @@ QUERIES = 100
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """One detected object."""
+    """One detected object: class, score 0 … 1, box x1, y1, x2, y2 in pixels (x2 and y2 lie just outside), and mask
+    [H, W], or None where the detector has no masks."""
 
     name: str
-    """Its class."""
     score: float
-    """0 … 1."""
     box: NDArray[np.float64]
-    """x1, y1, x2, y2 in pixels; x2 and y2 lie just outside."""
     mask: NDArray[np.bool_] | None = None
-    """[H, W], or None where the detector has no masks."""
 
 
 class Detector(Protocol):

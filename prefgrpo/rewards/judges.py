@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 def open_judge(judge: JudgeConfig | Mapping[str, Any], template: str = "", device: str = "cpu") -> PairJudge:
-    """An open judge of pairs. Raises JudgeError with what to do if it gives no verdicts.
+    """An open judge of pairs. Raises JudgeError with what to do if it gives no verdicts, ConfigError for bad fields.
 
     template: what it asks with if `judge` names none. device: of a judge in this process.
     """
     config = _config(judge, template)
     if config.backend == "local":
-        from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig  # imports transformers
+        from prefgrpo.judge.local import LocalJudge  # imports transformers
 
-        return LocalJudge(LocalJudgeConfig(config.model, config.template, device))
+        return LocalJudge(config.model, config.template, device)
     from prefgrpo.judge import client  # imports aiohttp
 
     client.check(config)

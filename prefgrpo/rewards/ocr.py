@@ -13,6 +13,7 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,24 +67,26 @@ def image_value(wanted: str, found: str, distance: Distance) -> float:
     return 1.0 if wanted in found else closeness(wanted, found, distance)
 
 
+@dataclass(kw_only=True, eq=False)
 class Ocr(PointwiseReward):
-    """How much of the quoted text can be read in the image, 0 to 1."""
+    """How much of the quoted text can be read in the image, 0 to 1.
 
-    def __init__(self, engine: str = "rapidocr", lang: str = "en", workers: int = 4) -> None:
-        """Raises RewardError if the engine is not installed.
+    engine: rapidocr (brings its models along) or paddleocr (downloads them). lang: language of paddleocr; rapidocr
+    reads English and Chinese. workers: pictures that are read at the same time, one thread each.
+    """
 
-        Args:
-            engine: rapidocr (brings its models along) or paddleocr (downloads them).
-            lang: Language of paddleocr; rapidocr reads English and Chinese.
-            workers: Pictures that are read at the same time, one thread each.
-        """
-        if engine not in ENGINES or workers < 1:
-            told = f"engine must be one of {', '.join(ENGINES)} and workers at least 1"
-            raise RewardError(f"{told}; got '{engine}' and {workers}")
+    engine: str = "rapidocr"
+    lang: str = "en"
+    workers: int = 4
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES or self.workers < 1:
+            message = f"engine must be one of {', '.join(ENGINES)} and workers at least 1"
+            raise RewardError(f"{message}; got '{self.engine}' and {self.workers}")
         self._distance = levenshtein()
-        self._local, self._make = threading.local(), lambda: ENGINES[engine](lang)
-        self._local.read = self._make()
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="ocr")
+        self._local = threading.local()
+        self._local.read = ENGINES[self.engine](self.lang)
+        self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="ocr")
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """One score per sample; missing where the prompt quotes nothing or reading failed."""
@@ -113,7 +116,7 @@ class Ocr(PointwiseReward):
     def _text(self, image: Media) -> str:
         """What this thread's engine reads."""
         if not hasattr(self._local, "read"):
-            self._local.read = self._make()
+            self._local.read = ENGINES[self.engine](self.lang)
         return plain(self._local.read(image.pixels))
 
 

@@ -62,11 +62,11 @@ class VlmPairwise(GroupwiseReward):
 
     def score_group(self, group: list[Sample], seed: int) -> GroupScores:
         """Judge the whole group now and wait for the answers."""
-        media, found = [s.media for s in group], list[Comparison]()
-        while pairs := self.plan(len(group), seed, judged(found)):
+        media, comparisons = [s.media for s in group], list[Comparison]()
+        while pairs := self.plan(len(group), seed, judged(comparisons)):
             verdicts = self.judge.judge_group(group[0].prompt, media, pairs, *_source(group[0]))
-            found += [Comparison(i, j, v) for (i, j), v in zip(pairs, verdicts, strict=True)]
-        return self.tally(len(group), found)
+            comparisons += [Comparison(i, j, v) for (i, j), v in zip(pairs, verdicts, strict=True)]
+        return self.tally(len(group), comparisons)
 
     def tally(self, size: int, comparisons: list[Comparison]) -> GroupScores:
         """Scores of a group's members from its comparisons."""
@@ -104,13 +104,13 @@ class PairSession:
 
     def result(self, deadline: float) -> GroupScores:
         """Scores once all answers are there, or at `deadline` (`time.monotonic()`): what is not there is missing."""
-        found: list[Comparison] = []
-        while len(found) < len(self.pairs):
-            i, j = self.pairs[len(found)]
-            found.append(Comparison(i, j, self._answer(len(found), deadline)))
-            if len(found) == len(self.pairs):
+        comparisons: list[Comparison] = []
+        while len(comparisons) < len(self.pairs):
+            i, j = self.pairs[len(comparisons)]
+            comparisons.append(Comparison(i, j, self._answer(len(comparisons), deadline)))
+            if len(comparisons) == len(self.pairs):
                 self._next_round()  # the answer's own callback may come a moment later
-        return self.reward.tally(self.size, found)
+        return self.reward.tally(self.size, comparisons)
 
     def cancel(self) -> None:
         """Give up what has not been answered."""
@@ -143,9 +143,9 @@ class PairSession:
             verdicts = [a.result() for a in answers if a is not None and a.done() and not a.cancelled()]
             if self._ended or len(verdicts) < len(self.pairs):
                 return
-            found = [Comparison(i, j, v) for (i, j), v in zip(self.pairs, verdicts, strict=True)]
+            comparisons = [Comparison(i, j, v) for (i, j), v in zip(self.pairs, verdicts, strict=True)]
             start = len(self.pairs)
-            self.pairs += self.reward.plan(self.size, self.seed, judged(found))
+            self.pairs += self.reward.plan(self.size, self.seed, judged(comparisons))
             for n in range(start, len(self.pairs)):
                 self._send(n)
 

@@ -100,16 +100,6 @@ def constants(path: str | Path) -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True)
-class Turn:
-    """One question to the model."""
-
-    frames: Tensor
-    """[F, 3, H, W], 0 … 255, H and W multiples of 28."""
-    text: str
-    """The user's text, with the reward tokens."""
-
-
 class RewardModel:
     """A Qwen2-VL whose head reads the hidden states at its reward tokens."""
 
@@ -144,10 +134,10 @@ class RewardModel:
         return f"the prompt holds the model's own token {held}" if held else ""
 
     @torch.inference_mode()
-    def __call__(self, turns: Sequence[Turn]) -> NDArray[np.float64]:
-        """[B, reward tokens, head outputs] of B turns, in one batch."""
-        seen = [patches(t.frames) for t in turns]
-        texts = [chat(self.vision, len(rows) // 4, t.text) for (rows, _), t in zip(seen, turns, strict=True)]
+    def __call__(self, turns: Sequence[tuple[Tensor, str]]) -> NDArray[np.float64]:
+        """[B, reward tokens, head outputs] of B questions, in one batch: frames [F, 3, H, W] and text of each."""
+        seen = [patches(frames) for frames, _ in turns]
+        texts = [chat(self.vision, len(rows) // 4, text) for (rows, _), (_, text) in zip(seen, turns, strict=True)]
         batch = self.tokenizer(texts, return_tensors="pt", padding=True).to(self.device)
         ids = batch["input_ids"]
         pixels = torch.cat([rows for rows, _ in seen]).to(self.device, self.dtype)
@@ -176,27 +166,27 @@ class QwenReward(PointwiseReward):
 
     def __post_init__(self) -> None:
         with loading(f"the text of {type(self).__name__}"):
-            self.text = self.training_text()
+            self.text = self._training_text()
         marks = ["{text_prompt}", *self.tokens]
         if any(self.text.count(mark) != 1 for mark in marks):
             message = f"the text that the model is asked with must hold {', '.join(marks)} once each"
             raise RewardError(f"{message}, got {self.text!r}")
-        self.network = self.load()
+        self.network = self._load()
 
     @abstractmethod
-    def training_text(self) -> str:
+    def _training_text(self) -> str:
         """The text that the model was trained with."""
 
     @abstractmethod
-    def load(self) -> RewardModel:
+    def _load(self) -> RewardModel:
         """The model."""
 
     @abstractmethod
-    def frames(self, sample: Sample) -> Tensor:
+    def _frames(self, sample: Sample) -> Tensor:
         """What the model sees of a sample: [F, 3, H, W], 0 … 255, H and W multiples of 28."""
 
     @abstractmethod
-    def scored(self, rows: NDArray[np.float64]) -> Score:
+    def _scored(self, rows: NDArray[np.float64]) -> Score:
         """The score in the answer [reward tokens, head outputs]."""
 
     def refuse(self, sample: Sample) -> str:
@@ -210,15 +200,15 @@ class QwenReward(PointwiseReward):
         """One score per sample."""
 
         def scores(batch: list[Sample]) -> list[Score]:
-            turns = [Turn(self.frames(s), self.text.replace("{text_prompt}", s.prompt)) for s in batch]
-            return [self.scored(rows) for rows in self.network(turns)]
+            turns = [(self._frames(s), self.text.replace("{text_prompt}", s.prompt)) for s in batch]
+            return [self._scored(rows) for rows in self.network(turns)]
 
         return self.in_batches(samples, self.batch_size, scores)
 
 
 @dataclass(kw_only=True, eq=False)
 class HPSv3(QwenReward):
-    """HPSv3's mean score μ.
+    """HPSv3's mean score μ; part `sigma`: the head's second output.
 
     model: folder or hub id with HPSv3.safetensors. base: folder or hub id of its config and tokenizer. template: file
     with the training text, {text_prompt} and <|Reward|> in it; default: the hpsv3 package's.
@@ -230,8 +220,7 @@ class HPSv3(QwenReward):
     batch_size: int = 8
     tokens = ("<|Reward|>",)
 
-    def training_text(self) -> str:
-        """The template's text, or that of the hpsv3 package, read without importing it."""
+    def _training_text(self) -> str:
         if self.template:
             return Path(self.template).read_text(encoding="utf-8")
         spec = importlib.util.find_spec("hpsv3")
@@ -244,18 +233,15 @@ class HPSv3(QwenReward):
         texts = constants(Path(spec.origin).parent / "dataset" / "data_collator_qwen.py")
         return texts["INSTRUCTION"] + texts["prompt_with_special_token"]
 
-    def load(self) -> RewardModel:
-        """The model."""
+    def _load(self) -> RewardModel:
         files = sorted(folder_of(self.model, ["*.safetensors"]).glob("*.safetensors"))
         with loading(self.model):
             return RewardModel(self.base, read_tensors(files), self.tokens, "image", self.device, self.dtype)
 
-    def frames(self, sample: Sample) -> Tensor:
-        """The image."""
+    def _frames(self, sample: Sample) -> Tensor:
         return frame(sample.media.pil, PIXELS)
 
-    def scored(self, rows: NDArray[np.float64]) -> Score:
-        """μ; part `sigma`: the head's second output."""
+    def _scored(self, rows: NDArray[np.float64]) -> Score:
         mu, sigma = rows[0].tolist()
         return Score(mu, parts={"sigma": sigma})
 
@@ -268,7 +254,7 @@ def frame(image: Image.Image, pixels: int) -> Tensor:
 
 @dataclass(kw_only=True, eq=False)
 class VideoAlign(QwenReward):
-    """VideoReward's sum of its normalised scores, of all three or of some.
+    """VideoReward's sum of its normalised scores, of all three or of some; parts: all three.
 
     model: folder or hub id with model_config.json and checkpoint-N (the highest N is used). base: folder or hub id of
     Qwen2-VL: config, tokenizer and, for a checkpoint of adapters only, weights. template: file with the training text,
@@ -301,12 +287,20 @@ class VideoAlign(QwenReward):
             raise RewardError(f"videoalign: dimensions must be a list of some of {list(PARTS)}, got {given!r}")
         super().__post_init__()
 
-    def training_text(self) -> str:
-        """The text that the model was trained with."""
-        return training_text(self.template)
+    def _training_text(self) -> str:
+        shared = Path(sys.prefix) / "share" / "prefgrpo" / "videoalign_prompt_template.py"
+        path = Path(self.template) if self.template else shared
+        if not path.is_file():
+            raise RewardError(
+                f"videoalign needs the text it was trained with, expected at {path}: run `scripts/setup_reward.sh "
+                "videoalign VENV`, `prefgrpo reward serve videoalign` there and give reward.options.videoalign.url; or "
+                "give the file prompt_template.py of KwaiVGI/VideoAlign as reward.options.videoalign.template"
+            )
+        if path.suffix == ".py":
+            return constants(path)["DETAILED_PROMPT_WITH_SPECIAL_TOKEN"]
+        return path.read_text(encoding="utf-8")
 
-    def load(self) -> RewardModel:
-        """The model, LoRA merged."""
+    def _load(self) -> RewardModel:
         folder = folder_of(self.model, ["model_config.json", "checkpoint-*"])
         with loading(self.model):
             config = json.loads((folder / "model_config.json").read_text(encoding="utf-8"))
@@ -321,14 +315,12 @@ class VideoAlign(QwenReward):
         short = len(sample.media.pixels) < 2
         return super().refuse(sample) or ("videoalign scores clips of 2 frames or more, got 1" if short else "")
 
-    def scored(self, rows: NDArray[np.float64]) -> Score:
-        """The sum of the chosen dimensions; parts: all three, normalised."""
+    def _scored(self, rows: NDArray[np.float64]) -> Score:
         raw = np.diagonal(rows) if rows.shape[1] == len(PARTS) else rows[:, 0]
         parts = normalised(raw.tolist(), self.norms)
         return Score(sum(parts[name] for name in self.dimensions), parts=parts)
 
-    def frames(self, sample: Sample) -> Tensor:
-        """Frames at the checkpoint's rate, from memory, resized and rounded as the original reads them from a file."""
+    def _frames(self, sample: Sample) -> Tensor:
         pixels = sample.media.pixels
         wanted, rate = self.data.get("num_frames"), self.data.get("fps")
         count = frame_count(len(pixels), self.video_fps, rate if wanted is None else None, wanted)
@@ -373,20 +365,6 @@ def video_tensors(folder: Path, base: str, lora: dict[str, Any]) -> dict[str, Te
         tensors = {f"base_model.model.{k}": v for k, v in read_tensors(below).items()} | rest
     rank = lora["lora_r"]
     return merge_lora(tensors, lora["lora_alpha"] / (math.sqrt(rank) if lora.get("use_rslora") else rank))
-
-
-def training_text(template: str) -> str:
-    """The text that the model was trained with."""
-    path = Path(template) if template else Path(sys.prefix) / "share" / "prefgrpo" / "videoalign_prompt_template.py"
-    if not path.is_file():
-        raise RewardError(
-            f"videoalign needs the text it was trained with, expected at {path}: run `scripts/setup_reward.sh "
-            "videoalign VENV`, `prefgrpo reward serve videoalign` there and give reward.options.videoalign.url; or "
-            "give the file prompt_template.py of KwaiVGI/VideoAlign as reward.options.videoalign.template"
-        )
-    if path.suffix == ".py":
-        return constants(path)["DETAILED_PROMPT_WITH_SPECIAL_TOKEN"]
-    return path.read_text(encoding="utf-8")
 
 
 def _head(tensors: Mapping[str, Tensor], device: torch.device) -> list[tuple[Tensor, Tensor | None]]:

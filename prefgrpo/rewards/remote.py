@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
-from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.config.schema import ConfigError, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge.endpoint import SendError, describe_error, redirect
 from prefgrpo.judge.send import Sender
@@ -54,16 +54,19 @@ class RemoteReward(PointwiseReward):
         if not issubclass(cls, PointwiseReward):
             raise RewardError(f"reward '{name}' compares a group's samples and takes no url; give it a judge")
         self.name, self.takes, self.needs_source, self.meta_keys = name, cls.takes, cls.needs_source, cls.meta_keys
-        config = JudgeConfig(
-            endpoints=(url,) if isinstance(url, str) else tuple(url),
-            timeout_s=timeout_s,
-            retries=retries,
-            patience_s=patience_s,
-            concurrency=concurrency,
-            api_key_env=api_key_env,
-        )
+        options = {
+            "endpoints": [url] if isinstance(url, str) else list(url),
+            "timeout_s": timeout_s,
+            "retries": retries,
+            "patience_s": patience_s,
+            "concurrency": concurrency,
+            "api_key_env": api_key_env,
+        }
         try:
-            self._sender = Sender(config, openai=False)
+            self._sender = Sender(JudgeConfig().override(options), openai=False)
+        except ConfigError as error:
+            message = "; ".join(mistake.removeprefix("judge.") for mistake in error.mistakes)
+            raise RewardError(f"options of reward '{name}': {message}") from error
         except JudgeError as error:
             raise RewardError(f"url of reward '{name}': {str(error).removeprefix('judge: ')}") from error
         self._encodings: WeakKeyDictionary[Media, asyncio.Future[bytes]] = WeakKeyDictionary()

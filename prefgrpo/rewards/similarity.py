@@ -32,16 +32,21 @@ class PartsReward(PointwiseReward):
     resize = "processor"
 
     @abstractmethod
-    def parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
+    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
         """Images and texts to encode; ValueError says why the sample cannot be scored."""
 
     @abstractmethod
-    def value(self, images: Tensor, texts: Tensor) -> float:
+    def _value(self, images: Tensor, texts: Tensor) -> float:
         """The score of a sample from its unit vectors [n, D]."""
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """One score per sample; images and texts that occur several times are encoded once."""
-        parts = [self.refuse(sample) or self._parts(sample) for sample in samples]
+        parts: list[str | tuple[list[Media], list[str]]] = []
+        for sample in samples:
+            try:
+                parts.append(self.refuse(sample) or self._parts(sample))
+            except ValueError as error:
+                parts.append(str(error))
         able = [p for p in parts if not isinstance(p, str)]
         media = {m.digest: m for images, _ in able for m in images}
         rows = dict(zip(media, self.encoder.images(list(media.values()), RESIZES[self.resize]), strict=True))
@@ -50,15 +55,9 @@ class PartsReward(PointwiseReward):
 
         def score(images: list[Media], words: list[str]) -> Score:
             own = torch.stack([texts[w] for w in words]) if words else torch.empty(0)
-            return mean_score([self.value(torch.stack([rows[m.digest] for m in images]), own)])
+            return mean_score([self._value(torch.stack([rows[m.digest] for m in images]), own)])
 
         return [Score(None, p) if isinstance(p, str) else score(*p) for p in parts]
-
-    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]] | str:
-        try:
-            return self.parts(sample)
-        except ValueError as error:
-            return str(error)
 
 
 class ImageSimilarity(PartsReward, ResizeReward):
@@ -66,8 +65,7 @@ class ImageSimilarity(PartsReward, ResizeReward):
 
     needs_source = True
 
-    def parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
-        """The edit, then its sources."""
+    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
         return [sample.media, *sample.source], []
 
     def refuse(self, sample: Sample) -> str:
@@ -75,8 +73,7 @@ class ImageSimilarity(PartsReward, ResizeReward):
         own = super().refuse(sample) or ("" if sample.source else "the sample has no source image")
         return own or next((why for m in sample.source if (why := unusable(m, ("image",)))), "")
 
-    def value(self, images: Tensor, texts: Tensor) -> float:
-        """Mean cosine of the first image with the others."""
+    def _value(self, images: Tensor, texts: Tensor) -> float:
         return float((images[1:] @ images[0]).mean())
 
 
@@ -85,15 +82,13 @@ class CellsReward(PartsReward):
 
     probe: ClassVar[dict[str, Any]] = {"prompt": "a 1x2 grid. [LEFT]: a red square. [RIGHT]: a blue circle."}
 
-    def parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
-        """The cells, row by row."""
+    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
         grid = grid_of(sample.prompt, sample.meta)
         if grid is None:
             raise ValueError("the prompt asks for no grid such as '2x2'; give one as meta 'grid'")
         return split(sample.media, *grid), []
 
-    def value(self, images: Tensor, texts: Tensor) -> float:
-        """Mean cosine of two different cells."""
+    def _value(self, images: Tensor, texts: Tensor) -> float:
         n = len(images)
         return float(((images @ images.T).sum() - (images * images).sum()) / (n * (n - 1)))
 
@@ -105,16 +100,14 @@ class SubfigClipI(CellsReward, OpenClipReward):
 class SubfigClipT(CellsReward, OpenClipReward):
     """How well each cell of a grid fits its own part of the prompt."""
 
-    def parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
-        """The cells and what the prompt says of each."""
-        cells, texts = super().parts(sample)[0], sub_prompts(sample.prompt)[1]
+    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
+        cells, texts = super()._parts(sample)[0], sub_prompts(sample.prompt)[1]
         if len(texts) != len(cells):
             rows, cols = grid_of(sample.prompt, sample.meta) or (1, 1)
             raise ValueError(f"the prompt describes {len(texts)} cells (' [LEFT]: …') of a {rows}x{cols} grid")
         return cells, texts
 
-    def value(self, images: Tensor, texts: Tensor) -> float:
-        """Mean cosine of a cell and its text."""
+    def _value(self, images: Tensor, texts: Tensor) -> float:
         return float((images * texts).sum(-1).mean())
 
 

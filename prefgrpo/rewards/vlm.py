@@ -59,7 +59,7 @@ class VlmReward(PointwiseReward):
     def submit(self, sample: Sample) -> Future[Score]:
         """Ask about one sample without waiting."""
         if not (why := self.refuse(sample)):
-            return self.client.run(self.judge_sample(sample))
+            return self.client.run(self._judge(sample))
         refused: Future[Score] = Future()
         refused.set_result(Score(None, why))
         return refused
@@ -69,7 +69,7 @@ class VlmReward(PointwiseReward):
         return [answer.result() for answer in [self.submit(s) for s in samples]]
 
     @abstractmethod
-    async def judge_sample(self, sample: Sample) -> Score:
+    async def _judge(self, sample: Sample) -> Score:
         """One sample's score (runs on the client's loop)."""
 
     async def ask(
@@ -117,8 +117,7 @@ class UnifiedRewardAlignment(VlmReward):
             name = self.question.name
             raise RewardError(f"template '{name}' must ask for the score '{self.axis}', it asks for {asked}")
 
-    async def judge_sample(self, sample: Sample) -> Score:
-        """The axis, if the answer states it."""
+    async def _judge(self, sample: Sample) -> Score:
         answer = await self.ask(self.question, sample)
         parts = {name.lower(): value for name, value in answer.parts.items()}
         return missing(answer) or weighted(parts, {self.axis: 1.0})
@@ -142,8 +141,7 @@ class UnifiedRewardSglang(VlmReward):
     template = "unifiedreward_sglang"
     kinds = ("scores",)
 
-    async def judge_sample(self, sample: Sample) -> Score:
-        """The template's one number, as a share of its highest."""
+    async def _judge(self, sample: Sample) -> Score:
         answer = await self.ask(self.question, sample)
         name, _, high = self.question.scores[0]
         return missing(answer) or Score(answer.parts[name] / high)
@@ -186,8 +184,7 @@ class EditImageQuality(VlmReward):
         if normalise_parts:
             self.part_weights = self.weights
 
-    async def judge_sample(self, sample: Sample) -> Score:
-        """The weighted mean of the answer's numbers, which are its parts."""
+    async def _judge(self, sample: Sample) -> Score:
         answer = await self.ask(self.question, sample)
         return missing(answer) or weighted(answer.parts, self.weights)
 
@@ -223,8 +220,7 @@ class EditScore(VlmReward):
         self.reduce = reduce
         self.quality = self.load(quality_template, ("media_1",))
 
-    async def judge_sample(self, sample: Sample) -> Score:
-        """Both questions at once."""
+    async def _judge(self, sample: Sample) -> Score:
         answers = await self.ask_both(self.question, self.quality, sample)
         if absent := missing(*answers):
             return absent
@@ -252,7 +248,6 @@ class GenrmOcr(VlmReward):
         """Also for a prompt that names no text."""
         return super().refuse(sample) or unnamed(sample)
 
-    async def judge_sample(self, sample: Sample) -> Score:
-        """What the judge reads against what the prompt quotes."""
+    async def _judge(self, sample: Sample) -> Score:
         answer = await self.ask(self.question, sample)
         return missing(answer) or Score(image_value(target(sample), plain(answer.raw).strip("`\"'"), self._distance))

@@ -27,6 +27,7 @@ from prefgrpo.rewards import build, load_class, parse_reward_spec
 from prefgrpo.rewards.base import PointwiseReward, Reward
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
+from prefgrpo.run.advantage import load_function
 
 PAIRWISE = "vlm_pairwise"
 CALIBRATION_PAIRS = 8
@@ -35,20 +36,20 @@ CALIBRATION_PAIRS = 8
 
 def specs(config: Config) -> tuple[dict[str, float], dict[str, float]]:
     """(training, measuring) reward weights. Raises ConfigError as `mistakes`."""
-    if found := mistakes(config):
-        raise ConfigError(found)
+    if wrong := mistakes(config):
+        raise ConfigError(wrong)
     return parse_reward_spec(config.reward.spec), parse_reward_spec(config.eval.spec) if config.eval.spec else {}
 
 
 def mistakes(config: Config) -> list[str]:
     """What is wrong with the reward specs, the pair plan and the pairwise judge's template."""
-    found: list[str] = []
+    wrong: list[str] = []
 
     def parsed(field: str, parse: Callable[[str], Any], value: str) -> Any:
         try:
             return parse(value)
         except (ValueError, JudgeError) as error:
-            found.append(f"{field}: {error}")
+            wrong.append(f"{field}: {error}")
             return {}
 
     trained = parsed("reward.spec", parse_reward_spec, config.reward.spec)
@@ -57,8 +58,8 @@ def mistakes(config: Config) -> list[str]:
     if PAIRWISE in trained:
         parsed("judge.template", load_template, config.judge.template or "compare")
     if PAIRWISE in measured:
-        found.append(f"eval.spec: {PAIRWISE} is what eval.judge does; name only measuring rewards here")
-    return found
+        wrong.append(f"eval.spec: {PAIRWISE} is what eval.judge does; name only measuring rewards here")
+    return wrong
 
 
 def shared(config: Config) -> str:
@@ -111,9 +112,9 @@ def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str
 
 def _local_judge(config: JudgeConfig, device: str) -> PairJudge:
     """A judge in this process that gives a verdict on a pair of plain pictures and the known ones, else JudgeError."""
-    from prefgrpo.judge.local import LocalJudge, LocalJudgeConfig
+    from prefgrpo.judge.local import LocalJudge
 
-    judge = LocalJudge(LocalJudgeConfig(config.model, config.template, device))
+    judge = LocalJudge(config.model, config.template, device)
     pictures = [Media(np.full((64, 64, 3), colour, np.uint8)) for colour in ((220, 30, 30), (30, 60, 220))]
     verdict = judge.judge_group("a plain red picture", pictures, [(0, 1)])[0]
     problem = f"gave no verdict on a probe pair: {verdict.reason}" if verdict.first is None else ""
@@ -178,9 +179,9 @@ def misfits(kind: str, field: str, made: str, rewards: Mapping[str, Any], prompt
     mistakes = []
     for name, reward in rewards.items():
         if kind not in reward.takes:
-            found = "clips" if kind == "video" else "images"
+            media = "clips" if kind == "video" else "images"
             hint = "; a judge sees clips over http only" if reward.judged and kind == "video" else ""
-            mistakes.append(f"{field} {name} takes {' or '.join(reward.takes)}, but {made} {found}{hint}")
+            mistakes.append(f"{field} {name} takes {' or '.join(reward.takes)}, but {made} {media}{hint}")
         lacking = [p for p in prompts if reward.needs_source and not p.source]
         if lacking:
             mistakes.append(
@@ -226,11 +227,12 @@ def training_scorer(
     weights, _ = specs(config)
     rewards = _built(config, "reward.spec", weights, config.reward.options, judge, prompts, world)
     split = [name for name, reward in rewards.items() if reward.part_weights]
-    if split and config.reward.combine != "weighted_advantage_sum":
-        message = (
-            f"reward.combine: expected weighted_advantage_sum, got {config.reward.combine}, but {', '.join(split)}"
-        )
+    combine = config.reward.function or config.reward.combine
+    if split and combine != "weighted_advantage_sum":
+        message = f"reward.combine: expected weighted_advantage_sum, got {combine}, but {', '.join(split)}"
         raise ConfigError([f"{message} normalises its parts one by one; change one of the two"])
+    if config.reward.function:
+        load_function(config.reward.function)
     judged = any(isinstance(r, VlmPairwise) for r in rewards.values())
     log = folder / "judgements.jsonl" if folder and judged and config.judge.log else None
     return Scorer(rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log), weights

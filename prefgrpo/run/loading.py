@@ -48,8 +48,8 @@ def misfits(config: Config) -> list[str]:
     if config.rollout.source_area is not None and cls.default_source_area is None:
         found.append(f"rollout.source_area: {config.family} resizes no sources, expected none")
     if unknown:
-        told = f"expected some of {', '.join(cls.denoisers)}, got {', '.join(sorted(unknown))}"
-        found.append(f"train.target_components: {told}")
+        expected = f"expected some of {', '.join(cls.denoisers)}"
+        found.append(f"train.target_components: {expected}, got {', '.join(sorted(unknown))}")
     return found
 
 

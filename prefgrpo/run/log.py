@@ -111,31 +111,24 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class _TruncatedOnce(logging.Filter):
-    """Lets diffusers say once per encoder that a prompt was cut, not once per prompt."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is to be shown."""
-        head, _, cut = record.getMessage().partition(":")
-        if "truncated" not in head or not cut:
-            return True
-        first = head not in self.said
-        self.said.add(head)
-        record.msg, record.args = f"{head} (said once; data.max_length is the limit of the long encoder):{cut}", ()
-        return first
-
-
 def quiet_libraries() -> None:
-    """Say a cut prompt once per encoder; draw the libraries' progress bars on a terminal only."""
+    """Say once per encoder that prompts were cut, not once per prompt; draw progress bars on a terminal only."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
+    said: set[str] = set()
+
+    def first_time(record: logging.LogRecord) -> bool:
+        head, _, cut = record.getMessage().partition(":")
+        if "truncated" not in head or not cut:
+            return True
+        record.msg, record.args = f"{head} (said once; data.max_length is the limit of the long encoder):{cut}", ()
+        first = head not in said
+        said.add(head)
+        return first
+
     for handler in logging.getLogger("diffusers").handlers:
-        handler.addFilter(_TruncatedOnce())
+        handler.addFilter(first_time)
     if not sys.stderr.isatty():
         diffusers_logging.disable_progress_bar()
         transformers_logging.disable_progress_bar()

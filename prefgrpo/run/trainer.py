@@ -179,7 +179,7 @@ class Trainer:
     # ---- advantages ------------------------------------------------------------------------------------
 
     def _advantage(self, step: int, scores: StepScores) -> tuple[Tensor, dict[str, float]]:
-        """(advantages [P, G] of all ranks' samples, on the CPU; metrics). Raises RewardsMissing."""
+        """(advantages [P, G] of all ranks' samples, on the device; metrics). Raises RewardsMissing."""
         c, r = self.config, self.config.rollout
         names = list(self.session.weights)
         weights = np.array([self.session.weights[n] for n in names])
@@ -196,7 +196,8 @@ class Trainer:
         values |= shares
         if warning := check_missing(shares, c.judge.max_missing, list(scores.reasons)):
             self.log.say(f"WARNING: step {step}: {warning}")
-        advantage = advantages(rewards, self.session.weights, r.group_size, c.reward, parts, sub_scores)
+        weights_of, device = self.session.weights, self.world.device
+        advantage = advantages(rewards, weights_of, r.group_size, c.reward, parts, sub_scores, device)
         values["advantage/zero_groups"] = float((advantage == 0).all(1).float().mean())
         values["advantage/max"] = float(advantage.abs().max())
         return advantage, values
@@ -209,7 +210,7 @@ class Trainer:
         Raises NonFiniteGradient.
         """
         updates, table, norms = self.config.train.updates_per_rollout, [], []
-        signal = (advantage != 0).any(1)  # [P]
+        signal = (advantage != 0).any(1).cpu()  # [P]
         owner = torch.arange(len(signal)) * updates // len(signal)
         for update in range(updates):
             if not bool(signal[owner == update].any()):
@@ -239,7 +240,7 @@ class Trainer:
         if len(keep) < len(batch.slots):
             rows = torch.tensor(keep, device=device)
             condition, steps = condition.select(rows), tuple(s.select(rows) for s in steps)
-        adv = advantage[[batch.slots[k] for k in keep], [batch.members[k] for k in keep]].to(device)
+        adv = advantage[[batch.slots[k] for k in keep], [batch.members[k] for k in keep]]
         table = []
         train, kl = self.config.train, self.config.train.kl_form if self.config.train.kl_coef else ""
         for step in stacked(self.adapter, batch.schedule, steps, r, train.replay_batch):
