@@ -14,7 +14,7 @@ _EXPORTS = {
     "PairwiseJudge": "prefgrpo.commands.train",
     "Result": "prefgrpo.commands.train",
     "Trainer": "prefgrpo.commands.train",
-    "TrainingStopped": "prefgrpo.run.loop",
+    "TrainingStopped": "prefgrpo.run.trainer",
 }
 
 

@@ -22,7 +22,7 @@ from prefgrpo.rewards.base import GroupScores, PointwiseReward, Score
 from prefgrpo.rewards.unifiedreward_pairs import UnifiedRewardFlex
 from prefgrpo.rewards.vlm import EditImageQuality
 from prefgrpo.run.advantage import advantages, load_function, part_table
-from prefgrpo.run.loop import TrainingLoop
+from prefgrpo.run.trainer import TrainingLoop
 
 STEPS, GROUPS, SIZE = 6, 50, 9
 FLEX, QUALITY = "unifiedreward_flex", "unifiedreward_edit_pointwise_image_quality"

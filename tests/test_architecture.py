@@ -60,7 +60,7 @@ def test_layers_catch_an_upward_import(tmp_path):
         copy.write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
     (tmp_path / "pyproject.toml").write_text(PYPROJECT)
     with (tmp_path / "prefgrpo/ops/policy.py").open("a") as ops:
-        ops.write("\nimport prefgrpo.run.loop\n")
+        ops.write("\nimport prefgrpo.run.trainer\n")
     done = lint_imports(tmp_path)
     assert done.returncode == 1
     assert re.search(r"prefgrpo\.ops is not allowed to import prefgrpo\.run", done.stdout), done.stdout

@@ -249,7 +249,7 @@ def steady(place):
     return rows(place / "runs" / "steady")
 
 
-AFTER_FIRST_STEP = Hold("prefgrpo.run.loop:TrainingLoop._report")
+AFTER_FIRST_STEP = Hold("prefgrpo.run.trainer:TrainingLoop._report")
 
 
 @contextlib.contextmanager

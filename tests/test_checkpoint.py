@@ -206,12 +206,12 @@ def count(run: Path, kind: str = "train") -> int:
     return sum(f'"kind": "{kind}"' in line for line in file.read_text().splitlines()) if file.is_file() else 0
 
 
-REPORT, SAVE = (f"prefgrpo.run.loop:TrainingLoop.{name}" for name in ("_report", "_save"))
+REPORT, SAVE = (f"prefgrpo.run.trainer:TrainingLoop.{name}" for name in ("_report", "_save"))
 MOMENTS = {
-    "start": Hold("prefgrpo.run.loop:TrainingLoop.run", before=True),
+    "start": Hold("prefgrpo.run.trainer:TrainingLoop.run", before=True),
     "between": Hold(REPORT, 3),
     "checkpoint": Hold("prefgrpo.run.checkpoint:save_file", 2, before=True),
-    "product": Hold("prefgrpo.run.loop:TrainingLoop._export", 4),
+    "product": Hold("prefgrpo.run.trainer:TrainingLoop._export", 4),
 }
 """Before the first step, between two checkpoints, while a checkpoint and while the product is written."""
 

@@ -29,8 +29,8 @@ from prefgrpo.rollout.batches import slot_prompts
 from prefgrpo.rollout.render import to_uint8
 from prefgrpo.run.checkpoint import CheckpointError, save_images
 from prefgrpo.run.evaluate import Held, held_out, load_before, summarise
-from prefgrpo.run.loop import TrainingLoop
 from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.trainer import TrainingLoop
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.tiny import pipelines
 

@@ -137,7 +137,9 @@ def test_a_run_that_was_killed_before_its_checkpoint_asks_for_nothing_twice(tmp_
         whole = len(server.requests)
         folder = place / "runs" / "killed"
         file = recipe(place, "killed", **over, judge=options)
-        run = start(["train", str(file)], place / "killed.log", hold=Hold("prefgrpo.run.loop:TrainingLoop._report", 2))
+        run = start(
+            ["train", str(file)], place / "killed.log", hold=Hold("prefgrpo.run.trainer:TrainingLoop._report", 2)
+        )
         run.until_held()
         run.kill()
         kept = sum(len(path.read_bytes().splitlines()) for path in (folder / "verdicts").glob("*.jsonl"))

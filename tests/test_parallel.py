@@ -21,7 +21,7 @@ from tiny_run import PROMPTS, ranks, recipe, rows, train, world
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.parallel.world import World, pick_device
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.run.loop import TrainingLoop
+from prefgrpo.run.trainer import TrainingLoop
 from prefgrpo.sde.noise import initial_latents
 
 pytestmark = pytest.mark.dist

@@ -15,7 +15,7 @@ from tiny_run import collect, rows, settings, world
 from prefgrpo.config.schema import from_dict
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout.batches import deal_batches
-from prefgrpo.run.loop import TrainingLoop, TrainingStopped
+from prefgrpo.run.trainer import TrainingLoop, TrainingStopped
 from prefgrpo.sde import noise
 
 

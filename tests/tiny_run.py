@@ -25,13 +25,13 @@ import yaml
 
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.batches import Batch
-from prefgrpo.run.loop import TrainingLoop
+from prefgrpo.run.trainer import TrainingLoop
 from prefgrpo.tiny import pipelines
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
-        "prefgrpo.run.loop",
+        "prefgrpo.run.trainer",
         "prefgrpo.models.flux",
         "prefgrpo.commands.cli",
         "prefgrpo.report",

@@ -81,7 +81,7 @@ def train(config: Config, resume: bool = False, dry_run: bool = False) -> int:
 
         return run(config)
     from prefgrpo.commands.train import Trainer
-    from prefgrpo.run.loop import TrainingStopped
+    from prefgrpo.run.trainer import TrainingStopped
 
     trainer, main = Trainer.from_config(config, resume), os.environ.get("RANK", "0") == "0"
     try:

@@ -30,9 +30,9 @@ from prefgrpo.rewards.base import Reward
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.run.checkpoint import write_atomic
 from prefgrpo.run.loading import misfits
-from prefgrpo.run.loop import Callbacks, TrainingLoop, TrainingStopped
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.session import mistakes
+from prefgrpo.run.trainer import Callbacks, TrainingLoop, TrainingStopped
 
 Prompts = str | Path | Sequence[str | Mapping[str, Any]]
 """A file as in a recipe, or the prompts themselves: texts, or mappings of a file's columns."""
