@@ -9,6 +9,7 @@ from benchmarks import bench_train
 from prefgrpo.tiny.pipelines import make
 
 
+@pytest.mark.full
 def test_a_run_is_timed_weighed_and_counted(tmp_path):
     make("flux", tmp_path / "model")
     out = tmp_path / "out.json"

@@ -130,9 +130,10 @@ def test_sources_are_counted_before_anything_runs(family, counts, told):
 
 def test_a_judge_sees_eight_even_frames():
     clip = Media(np.random.default_rng(0).integers(0, 256, (33, 32, 32, 3), dtype=np.uint8))
-    parts = json.loads(b"[" + encode(clip, "png").with_data + b"]")
+    encoded = encode(clip, "png")
+    parts = json.loads(b"[" + encoded.part({encoded.uuid}) + b"]")
     assert len(parts) == 8 and len({p["uuid"] for p in parts}) == 8
     want = [Media(clip.pixels[k]).digest for k in (0, 4, 9, 13, 18, 22, 27, 32)]
     assert [frame.digest for frame in clip.frames(8)] == want
-    assert len(json.loads(b"[" + encode(Media(clip.pixels[:3]), "png").plain + b"]")) == 3
+    assert len(json.loads(b"[" + encode(Media(clip.pixels[:3]), "png").part(None) + b"]")) == 3
     assert stills(clip.pixels[None]).shape == (1, 32, 128, 3) and stills(clip.pixels).shape == clip.pixels.shape

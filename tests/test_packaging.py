@@ -150,6 +150,7 @@ def test_make_refuses_a_python_that_will_not_do(version, tmp_path):
     assert not (tmp_path / "venv").exists()
 
 
+@pytest.mark.full
 def test_every_module_imports_without_the_optional_packages():
     """torchvision, open_clip, flash-attn, xformers, vllm … are asked for by name, only where they are used."""
     walk = HIDE.format(names=NAMED_WHERE_USED) + (

@@ -128,7 +128,7 @@ def test_a_first_sigma_of_unipc_is_a_first_step():
     ("rollout", "told"),
     [
         ({"shift": 3.0}, "rollout.shift: with rollout.sigmas: pipeline"),
-        ({"sigmas": "published"}, "rollout.shift: expected a value above 0 .* got none"),
+        ({"sigmas": "published"}, "rollout.shift: expected a value for rollout.sigmas: published .* got none"),
         ({"sigmas": "published", "shift": 0.0}, "rollout.shift: expected a value above 0"),
         ({"sigmas": "even"}, "rollout.sigmas: "),
     ],
