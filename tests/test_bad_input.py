@@ -99,7 +99,7 @@ MISTAKES = [
     ("reward: {spec: no.such.Thing}", "cannot load reward 'no.such.Thing'"),
     ("rollout: {rule: cps, eta: 0.5, window_low: 2, window_high: 3}",
      "rule cps has no noise … in step(s) [2]; expected windows that train"),
-    ("train: {updates_per_rollout: 3}", "3 updates need as many prompts per step"),
+    ("train: {updates_per_rollout: 3}", "expected at most one update per prompt, got 3 updates"),
     ("device: cuda", "device: cuda was asked for, but torch sees no GPU"),
     ("output: /dev/null/runs", "cannot be made or written … --output"),
     (VLM + "{backend: local, model: /no/judge}", "judge checkpoint not found: expected /no/judge/config.json"),

@@ -2,7 +2,7 @@
 
 Why these cases: a run on 8 GPUs must be the run on one, only faster: the same noise and samples to the bit, the same
 group statistics. And a rank that stops alone leaves the others waiting for ever, so each trouble of a single rank
-(a config that does not deal out, a folder only rank 0 may touch, a dead judge, lost rewards, a signal, nothing to
+(prompts that cannot be split evenly, a folder only rank 0 may touch, a dead judge, lost rewards, a signal, nothing to
 evaluate, no signal in its groups) must reach all of them.
 """
 
@@ -138,7 +138,7 @@ def test_torchrun_starts_it(place):
 
 LAUNCHED = {
     "value": (["--train.steps", "many"], {}, 2, "many"),
-    "mistake": ([], {"rollout": {"prompts_per_step": 3}}, 2, "3 groups do not deal out over 2 processes"),
+    "mistake": ([], {"rollout": {"prompts_per_step": 3}}, 2, "3 prompts cannot be split evenly over 2 processes"),
     "folder": ([], {}, 2, "holds another run (thesis.tex)"),
     "stopped": ([], {"reward": {"spec": f"{HERE}RankOneHasNone"}, "eval": {"every": 0}}, 3, "50% of the rewards are"),
 }
@@ -165,8 +165,8 @@ NOBODY = {"reward": {"spec": "vlm_pairwise"}, "judge": {"endpoints": ["http://12
 TROUBLES = {
     "odd": (
         {"rollout": {"prompts_per_step": 3}, "train": {"updates_per_rollout": 4}}, 2,
-        ("3 groups do not deal out over 2 processes; expected a multiple of 2", "4 updates need as many prompts"),
-        ("3 groups do not deal out over 2 processes",),
+        ("cannot be split evenly over 2 processes; expected a multiple of 2", "at most one update per prompt"),
+        ("3 prompts cannot be split evenly over 2 processes",),
     ),
     "taken": ({}, 2, ("holds another run (thesis.tex)",), ("rank 0 found a problem",)),
     "down": (NOBODY, 2, ("not reachable",), ("rank 0 found a problem",)),
@@ -178,7 +178,7 @@ TROUBLES = {
 
 @pytest.mark.parametrize("case", TROUBLES)
 def test_the_trouble_of_one_rank_reaches_all(place, case):
-    """Prompts that do not deal out, a foreign folder, no judge, lost rewards, and no signal in a rank's groups."""
+    """Prompts that cannot be split, a foreign folder, no judge, lost rewards, and no signal in a rank's groups."""
     over, code, *parts = TROUBLES[case]
     folder = place / "runs" / case
     if case == "taken":

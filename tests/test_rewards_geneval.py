@@ -17,14 +17,14 @@ from tiny_rewards import clip_folder
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build
 from prefgrpo.rewards.base import RewardError, Sample
-from prefgrpo.rewards.detectors import Found, MMDet, Transformers, bounds
+from prefgrpo.rewards.detectors import Detection, MMDet, Transformers, bounds
 from prefgrpo.rewards.geneval import COLOURS, GROUND, GenEval, crop, judge, kept, refusal, relations
 
 NAMES = frozenset({"dog", "cat", "cup", "bench"})
 
 
 def box(name, x=0, y=0, wide=10, high=10, score=0.95, mask=None):
-    return Found(name, score, np.array([x, y, x + wide, y + high], dtype=float), mask)
+    return Detection(name, score, np.array([x, y, x + wide, y + high], dtype=float), mask)
 
 
 def clause(name, count=1, **more):
@@ -108,7 +108,7 @@ def test_a_crop_shows_the_object_before_grey():
     mask[10:20, 8:30] = True
     mask[10, 8] = False
     media = image(0)
-    got = crop(media.pil, Found("dog", 1.0, bounds(mask), mask)).pixels
+    got = crop(media.pil, Detection("dog", 1.0, bounds(mask), mask)).pixels
     expected = media.pixels[10:20, 8:30].copy()
     expected[0, 0] = GROUND
     assert np.array_equal(got, expected)
@@ -255,7 +255,10 @@ def test_the_whole_reward_on_tiny_checkpoints(folders):
     meta = {"tag": "single_object", "include": [clause("person", color="red")]}
     score = made.score([Sample("", image(0), meta=meta)])[0]
     assert score.value == 0.0 and score.parts["strict/single_object"] == 0.0  # a random detector is never sure
-    things = [Found("person", 0.9, np.array([2.0, 3.0, 30.0, 30.0])), Found("person", 0.8, np.array([1.0, 1, 9, 9]))]
+    things = [
+        Detection("person", 0.9, np.array([2.0, 3.0, 30.0, 30.0])),
+        Detection("person", 0.8, np.array([1.0, 1, 9, 9])),
+    ]
     found = made.colours(image(0), "person", things)
     assert len(found) == 2 and set(found) <= set(COLOURS)
 

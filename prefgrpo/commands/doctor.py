@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
     name: str
     ok: bool | None
-    """None: neither good nor bad (absent, or only told)."""
+    """None: neither good nor bad (absent, or only reported)."""
     detail: str
 
 

@@ -73,8 +73,8 @@ def generate(
                 raise ModelError(f"--lora: {error}") from error
             except RuntimeError as error:
                 lines = str(error).splitlines()
-                told = f"{config.model} is not the model that it was trained on: {' '.join(lines[:2])}"
-                raise ModelError(f"--lora {lora}: {told}, and {len(lines) - 2} more") from error
+                message = f"{config.model} is not the model that it was trained on: {' '.join(lines[:2])}"
+                raise ModelError(f"--lora {lora}: {message}, and {len(lines) - 2} more") from error
         jobs = _jobs(held, samples, out, naming, ".mp4" if makes_clips(config) else ".png")
         _make(config, adapter, [job for job in jobs[world.rank :: world.size] if not job.file.exists()], world, fps)
         world.barrier()

@@ -212,7 +212,7 @@ def _score_unit(
         else:
             scorer.add(first + i, m, sample)
     results = scorer.finish().groups
-    return [(k, {n: unread.get(k, found[i].scores[m]) for n, found in results.items()}) for i, m, k in members]
+    return [(k, {n: unread.get(k, scored[i].scores[m]) for n, scored in results.items()}) for i, m, k in members]
 
 
 def summary(

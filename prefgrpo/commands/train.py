@@ -138,8 +138,8 @@ class Trainer:
         self._objects, self._resume = objects, resume
         self._callbacks = Callbacks(on_step, on_evaluation, on_save)
         with named(objects):
-            if found := misfits(self.config) + mistakes(self.config, int(os.environ.get("WORLD_SIZE", "1"))):
-                raise ConfigError(found)
+            if problems := misfits(self.config) + mistakes(self.config, int(os.environ.get("WORLD_SIZE", "1"))):
+                raise ConfigError(problems)
 
     @classmethod
     def from_recipe(cls, recipe: str | Path, model: str | Path = "", **arguments: Any) -> Trainer:

@@ -58,9 +58,9 @@ def find(folder: Path, prompts: Sequence[Prompt]) -> list[Generated]:
     if not folder.is_dir():
         raise DataError(f"folder not found: {folder}; expected one with images or clips")
     if column := next((c for c in FILE if all(isinstance(p.meta.get(c), str) for p in prompts)), None):
-        found = [Generated(p, folder / p.meta[column]) for p in prompts]
-        _require([str(g.file) for g in found if not g.file.is_file()], f"files of column '{column}' are not there")
-        return found
+        listed = [Generated(p, folder / p.meta[column]) for p in prompts]
+        _require([str(g.file) for g in listed if not g.file.is_file()], f"files of column '{column}' are not there")
+        return listed
     files = sorted((f for f in folder.iterdir() if f.suffix.lower() in IMAGES + CLIPS), key=_natural)
     if not files:
         raise DataError(f"{folder} holds no image or clip ({', '.join(IMAGES + CLIPS)})")
@@ -106,9 +106,9 @@ def _natural(file: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", file.name)]
 
 
-def _require(lacking: Sequence[str], told: str) -> None:
+def _require(lacking: Sequence[str], problem: str) -> None:
     if lacking:
-        raise DataError(f"{len(lacking)} {told}: " + ", ".join(lacking[:5]) + (" …" if len(lacking) > 5 else ""))
+        raise DataError(f"{len(lacking)} {problem}: " + ", ".join(lacking[:5]) + (" …" if len(lacking) > 5 else ""))
 
 
 def read_media(file: Path) -> Media:

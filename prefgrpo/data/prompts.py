@@ -90,7 +90,7 @@ class DataError(ValueError):
 
 
 @dataclass
-class _Found:
+class _Table:
     """What a file holds, line by line."""
 
     rows: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
@@ -108,19 +108,19 @@ def read_prompts(path: str | Path, *, unique: bool = True) -> list[Prompt]:
         raise DataError(f"prompts file not found: {file}; expected a txt, csv, tsv, jsonl or parquet file")
     if file.suffix.lower() not in READERS:
         raise DataError(f"{file}: expected a file that ends in {', '.join(filter(None, READERS))}")
-    found = _Found()
-    READERS[file.suffix.lower()](file, found)
+    table = _Table()
+    READERS[file.suffix.lower()](file, table)
     prompts: dict[Any, Prompt] = {}
-    for number, row in found.rows:
+    for number, row in table.rows:
         try:
             text, sources, meta = _parts(row, file.parent)
         except ValueError as error:
-            found.bad[number] = str(error)
+            table.bad[number] = str(error)
         else:
             key = (text, sources) if unique else number
             prompts.setdefault(key, Prompt(len(prompts), text, meta, sources, number))
-    found.bad |= _broken(prompts.values())
-    _refuse(file, found.bad)
+    table.bad |= _broken(prompts.values())
+    _refuse(file, table.bad)
     if not prompts:
         raise DataError(f"{file} holds no prompt: every line is blank; expected one prompt per line")
     return list(prompts.values())
@@ -160,8 +160,8 @@ def _broken(prompts: Iterable[Prompt]) -> dict[int, str]:
     """Lines with a source that is no image; each file is read once."""
     lines = {path: p.line for p in reversed(list(prompts)) for path in p.source}
     with ThreadPoolExecutor() as pool:
-        told = pool.map(_why_not, lines)
-        return {n: f"source image {path}: {why}" for (path, n), why in zip(lines.items(), told, strict=True) if why}
+        problems = pool.map(_why_not, lines)
+        return {n: f"source image {path}: {why}" for (path, n), why in zip(lines.items(), problems, strict=True) if why}
 
 
 def _refuse(file: Path, bad: dict[int, str]) -> None:
@@ -179,43 +179,43 @@ def _refuse(file: Path, bad: dict[int, str]) -> None:
 NOT_UTF8 = "not valid UTF-8"
 
 
-def _lines(file: Path, found: _Found) -> Iterator[tuple[int, str]]:
+def _lines(file: Path, table: _Table) -> Iterator[tuple[int, str]]:
     """(number, text) of every line that is not blank; a line ends at a line break, not at a Unicode separator."""
     for number, raw in enumerate(file.read_bytes().splitlines(), start=1):
         try:
             text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
         except UnicodeDecodeError:
-            found.bad[number] = NOT_UTF8
+            table.bad[number] = NOT_UTF8
             continue
         if text:
             yield number, text
 
 
-def _text(file: Path, found: _Found) -> None:
+def _text(file: Path, table: _Table) -> None:
     """One prompt per line."""
-    found.rows = [(number, {"prompt": text}) for number, text in _lines(file, found)]
+    table.rows = [(number, {"prompt": text}) for number, text in _lines(file, table)]
 
 
-def _jsonl(file: Path, found: _Found) -> None:
+def _jsonl(file: Path, table: _Table) -> None:
     """One JSON object per line."""
-    for number, text in _lines(file, found):
+    for number, text in _lines(file, table):
         try:
             row = json.loads(text)
         except (ValueError, RecursionError) as error:
-            found.bad[number] = f"not JSON: {error}"
+            table.bad[number] = f"not JSON: {error}"
             continue
         if isinstance(row, dict):
-            found.rows.append((number, row))
+            table.rows.append((number, row))
         else:
-            found.bad[number] = f"expected an object, got {type(row).__name__}"
+            table.bad[number] = f"expected an object, got {type(row).__name__}"
 
 
-def _csv(file: Path, found: _Found) -> None:
+def _csv(file: Path, table: _Table) -> None:
     """Separated by commas, semicolons or tabs, with a header that names a prompt column."""
     try:
         content = file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:
-        list(_lines(file, found))
+        list(_lines(file, table))
         return
     csv.field_size_limit(1 << 24)  # a prompt may be longer than the default of 128 KiB
     first = content.splitlines()[:1]
@@ -229,21 +229,21 @@ def _csv(file: Path, found: _Found) -> None:
         except StopIteration:
             break
         except csv.Error as error:
-            found.bad[number] = f"{error} (is a quote not closed?)"
+            table.bad[number] = f"{error} (is a quote not closed?)"
             continue
         if header is None:
             header = cells
         elif len(cells) > len(header):
-            found.bad[number] = f"{len(cells)} cells, but {len(header)} columns; a cell with {separator!r} needs quotes"
+            table.bad[number] = f"{len(cells)} cells, but {len(header)} columns; a cell with {separator!r} needs quotes"
         elif any(cells):
-            found.rows.append((number, dict(zip(header, cells))))
+            table.rows.append((number, dict(zip(header, cells))))
     if not set(header or ()) & set(TEXT):
         raise DataError(f"{file}: no prompt column; expected one of {', '.join(TEXT)}, got {header}")
     if twice := sorted({name for name in header or () if name and (header or []).count(name) > 1}):
         raise DataError(f"{file}: column {', '.join(twice)} is there twice; give each column a name of its own")
 
 
-def _parquet(file: Path, found: _Found) -> None:
+def _parquet(file: Path, table: _Table) -> None:
     """A table with a prompt column (needs pyarrow)."""
     try:
         import pyarrow.parquet
@@ -253,10 +253,10 @@ def _parquet(file: Path, found: _Found) -> None:
         rows = pyarrow.parquet.read_table(file).to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of ValueError
         raise DataError(f"{file} is no parquet file that can be read: {error}") from error
-    found.rows = list(enumerate(rows, start=1))
+    table.rows = list(enumerate(rows, start=1))
 
 
-READERS: dict[str, Callable[[Path, _Found], None]] = {
+READERS: dict[str, Callable[[Path, _Table], None]] = {
     ".txt": _text, "": _text, ".csv": _csv, ".tsv": _csv, ".jsonl": _jsonl, ".parquet": _parquet,
 }  # fmt: skip
 """File ending → reader."""

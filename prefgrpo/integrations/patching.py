@@ -83,9 +83,9 @@ def _targets(codebase: str) -> dict[str, str]:
 
 def _check_parameters(name: str, original: Function, ours: Function) -> None:
     """The original's parameters must be ours, in order; an older version may lack the last ones."""
-    found, expected = (list(inspect.signature(f).parameters) for f in (original, ours))
-    if found != expected[: len(found)]:
-        raise RuntimeError(f"{name}: expected the parameters ({', '.join(expected)}), found ({', '.join(found)})")
+    actual, expected = (list(inspect.signature(f).parameters) for f in (original, ours))
+    if actual != expected[: len(actual)]:
+        raise RuntimeError(f"{name}: expected the parameters ({', '.join(expected)}), found ({', '.join(actual)})")
 
 
 def _copy(step: Function) -> Function:

@@ -185,9 +185,9 @@ def scores(text: str, names: tuple[tuple[str, float, float], ...], pattern: str)
     seen: set[tuple[str, float]] = set()
     stated: set[tuple[str, float]] = set()
     for line in map(_bare, text.splitlines()):
-        found = {((m.groupdict().get("name") or "").casefold(), float(m["value"])) for m in item.finditer(line)}
-        seen |= found
-        stated |= found if whole_line.fullmatch(line) else set()
+        in_line = {((m.groupdict().get("name") or "").casefold(), float(m["value"])) for m in item.finditer(line)}
+        seen |= in_line
+        stated |= in_line if whole_line.fullmatch(line) else set()
     values: dict[str, float] = {}
     for name, low, high in names:
         said, sure = ({v for key, v in pairs if key in ("", name.casefold())} for pairs in (seen, stated))
@@ -220,12 +220,12 @@ def json_scores(text: str, names: tuple[tuple[str, float, float], ...]) -> dict[
     value = _json_object(text).get("score")
     if not isinstance(value, list) or len(value) != len(names):
         raise Unreadable(f"expected a JSON object with 'score': a list of {len(names)} numbers, got {text[:80]!r}")
-    found: dict[str, float] = {}
+    scores: dict[str, float] = {}
     for item, (name, low, high) in zip(value, names, strict=True):
         if isinstance(item, bool) or not isinstance(item, int | float) or not low <= item <= high:
             raise Unreadable(f"score '{name}' must be a number from {low:g} to {high:g}, got {str(item)[:40]}")
-        found[name] = float(item)
-    return found
+        scores[name] = float(item)
+    return scores
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -186,8 +186,8 @@ def vllm_version(executable: str) -> str:
 
 def too_old(version: str) -> str:
     """Why this vLLM cannot be served with, '' if it can or is of no known version (a build between two releases)."""
-    found = re.match(r"(\d+)\.(\d+)(?!.*dev)", version)
-    if found is None or (int(found[1]), int(found[2])) >= VLLM_FLOOR:
+    match = re.match(r"(\d+)\.(\d+)(?!.*dev)", version)
+    if match is None or (int(match[1]), int(match[2])) >= VLLM_FLOOR:
         return ""
     return f"vLLM {version} is too old: expected {'.'.join(map(str, VLLM_FLOOR))} or newer, for --shutdown-timeout"
 

@@ -108,16 +108,16 @@ def evidence(groups: Iterable[Sequence[Judged]], rounded: bool) -> NDArray[np.fl
     soft, sides = _soft(p, rounded), _side(p)
     side, pairs, swapped = iter(_unbiased(p, rounded)), 0, 0
     for group in groups:
-        found = {(i, j): next(side) for i, j, q in group if q is not None}
-        both = [(s, t) for (i, j), s in found.items() if i < j and s and (t := found.get((j, i), 0.0))]
+        shown = {(i, j): next(side) for i, j, q in group if q is not None}
+        both = [(s, t) for (i, j), s in shown.items() if i < j and s and (t := shown.get((j, i), 0.0))]
         pairs, swapped = pairs + len(both), swapped + sum(s != -t for s, t in both)
     counts = [len(p), (sides == 0).sum(), (sides > 0).sum(), (sides < 0).sum(), soft.sum(), p.sum(), (p * p).sum()]
     return np.array([*counts, pairs, swapped], np.float64)
 
 
-def without_information(found: NDArray[np.float64]) -> str:
+def without_information(counts: NDArray[np.float64]) -> str:
     """What is wrong with the verdicts behind summed `evidence`; '' if nothing, or if they are too few to say."""
-    count, ties, first, second, soft, total, squares, pairs, swapped = found.tolist()
+    count, ties, first, second, soft, total, squares, pairs, swapped = counts.tolist()
     if ties == count >= FEW:
         return f"all {count:.0f} verdicts are ties"
     if pairs >= FEW_PAIRS and swapped > CONTRADICTIONS * pairs:
@@ -137,17 +137,17 @@ class Alarm:
     def __init__(self) -> None:
         self.steps = 0
         """Steps in a row without information; those with little evidence are pooled and count as one."""
-        self._found = evidence([], False)
+        self._counts = evidence([], False)
 
-    def add(self, found: NDArray[np.float64]) -> str:
+    def add(self, counts: NDArray[np.float64]) -> str:
         """Add a step's evidence; what is wrong with it and the steps before it that had too little, '' if nothing."""
-        self._found = self._found + found
-        count, ties, *_, pairs, _ = self._found.tolist()
+        self._counts = self._counts + counts
+        count, ties, *_, pairs, _ = self._counts.tolist()
         if count < FEW or (ties < count and (count - ties < FEW or 0 < pairs < FEW_PAIRS)):
             return ""
-        wrong = without_information(self._found)
+        wrong = without_information(self._counts)
         self.steps = self.steps + 1 if wrong else 0
-        self._found = np.zeros_like(found)
+        self._counts = np.zeros_like(counts)
         return wrong
 
 

@@ -86,10 +86,10 @@ def _sums(size: int, groups: Sequence[Sequence[Judged]], bias: Floats, verdict: 
     """Summed P(first) and number [P, first, second] of the verdicts that exist, without the bias."""
     first, shown = np.zeros((2, len(groups), size, size))
     for k, group in enumerate(groups):
-        found = [(i, j, p) for i, j, p in group if p is not None]
-        if not found:
+        games = [(i, j, p) for i, j, p in group if p is not None]
+        if not games:
             continue
-        i, j, p = (np.array(column) for column in zip(*found, strict=True))
+        i, j, p = (np.array(column) for column in zip(*games, strict=True))
         p = unbiased(p.astype(np.float64), float(bias[k]))
         np.add.at(first[k], (i, j), p if verdict == "soft" else (np.sign(p - 0.5) + 1) / 2)
         np.add.at(shown[k], (i, j), 1.0)
@@ -114,9 +114,9 @@ def _mean_win(theta: Tensor) -> Tensor:
 
 def position_bias(groups: Sequence[Sequence[Judged]]) -> float:
     """Mean of (logit P(i, j) + logit P(j, i)) / 2 over the pairs that were judged in both orders; NaN if none was."""
-    found = []
+    pairs = []
     for group in groups:
         p = {(i, j): min(max(v, 1e-6), 1.0 - 1e-6) for i, j, v in group if v is not None}
-        found += [(p[i, j], p[j, i]) for i, j in p if i < j and (j, i) in p]
-    odds = np.array(found)
-    return float(np.log(odds / (1.0 - odds)).mean()) if found else float("nan")
+        pairs += [(p[i, j], p[j, i]) for i, j in p if i < j and (j, i) in p]
+    odds = np.array(pairs)
+    return float(np.log(odds / (1.0 - odds)).mean()) if pairs else float("nan")

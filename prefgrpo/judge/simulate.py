@@ -185,10 +185,10 @@ def spearman(a: Floats, b: Floats) -> Correlation:
     values = [np.round(np.where(both, x, 0.0), 6) for x in (a, b)]  # equal members differ by rounding
     x, y = ((np.sign(v[:, :, None] - v[:, None, :]) * pairs).sum(2) for v in values)  # twice the centred ranks
     norm = np.sqrt((x * x).sum(1) * (y * y).sum(1))
-    found = (x * y).sum(1)[norm > 0] / norm[norm > 0]
-    if not len(found):
+    correlations = (x * y).sum(1)[norm > 0] / norm[norm > 0]
+    if not len(correlations):
         return Correlation(float("nan"), float("nan"))
-    return Correlation(float(found.mean()), 1.96 * float(found.std(ddof=1)) / len(found) ** 0.5)
+    return Correlation(float(correlations.mean()), 1.96 * float(correlations.std(ddof=1)) / len(correlations) ** 0.5)
 
 
 def best(rows: Sequence[Row], budget: int) -> Row | None:

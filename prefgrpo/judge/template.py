@@ -175,14 +175,14 @@ def _parse(name: str, raw: Any, needs: tuple[str, ...], may: tuple[str, ...], ki
 
 def _check_markers(pieces: tuple[str, ...], needs: tuple[str, ...], may: tuple[str, ...]) -> None:
     """ValueError unless the markers are the ones that the asker fills in, media in order and once each."""
-    found = [p[1:-1] for p in pieces if _MARKER.fullmatch(p)]
-    if unknown := sorted(set(found) - set(needs) - set(may)):
+    markers = [p[1:-1] for p in pieces if _MARKER.fullmatch(p)]
+    if unknown := sorted(set(markers) - set(needs) - set(may)):
         raise ValueError(f"nothing fills in {{{unknown[0]}}}; expected {', '.join(f'{{{m}}}' for m in needs + may)}")
     for marker in (*needs, *may):
-        n, is_medium = found.count(marker), marker.startswith("media_") or marker == "source"
+        n, is_medium = markers.count(marker), marker.startswith("media_") or marker == "source"
         if (n == 0 and marker in needs) or (n > 1 and is_medium):
             raise ValueError(f"expected {{{marker}}} once in 'user', found it {n} times")
-    media = [m for m in found if m.startswith("media_")]
+    media = [m for m in markers if m.startswith("media_")]
     if media != (ordered := sorted(media, key=lambda m: int(m[6:]))):
         raise ValueError(f"{{{ordered[0]}}} must come before {{{media[0]}}}")
 
@@ -213,7 +213,7 @@ def label_ids(tokenizer: Any, template: Template) -> tuple[tuple[int, ...], tupl
     def ids(text: str) -> list[int]:
         return list(tokenizer(template.prefill + text, add_special_tokens=False)["input_ids"])
 
-    before, found = ids(""), []
+    before, candidates = ids(""), []
     for label in template.labels or ():
         joined = [ids(text) for text in spellings(label, template.variants)]  # the first is the label itself
         if joined[0][:-1] != before:
@@ -222,5 +222,5 @@ def label_ids(tokenizer: Any, template: Template) -> tuple[tuple[int, ...], tupl
                 f"one more token ({before} becomes {joined[0]}); end the prefill without a space and start the labels "
                 "with one, or the other way round"
             )
-        found.append(tuple(dict.fromkeys(i[-1] for i in joined if i[:-1] == before)))
-    return found[0], found[1]
+        candidates.append(tuple(dict.fromkeys(i[-1] for i in joined if i[:-1] == before)))
+    return candidates[0], candidates[1]

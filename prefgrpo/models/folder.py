@@ -34,9 +34,9 @@ def resolve(model: str, pipeline: str, configs_only: bool = False) -> Path:
     is not a `pipeline`.
     """
     path = locate(model, configs_only)
-    found = index_of(path).get("_class_name")
-    if found != pipeline:
-        raise ModelError(f"'{path}' holds a {found}, expected a {pipeline}: set `family` to the one of this model")
+    actual = index_of(path).get("_class_name")
+    if actual != pipeline:
+        raise ModelError(f"'{path}' holds a {actual}, expected a {pipeline}: set `family` to the one of this model")
     return path.resolve()
 
 

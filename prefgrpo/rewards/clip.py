@@ -205,8 +205,8 @@ class Aesthetic(FrameReward):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (width := self.encoder.width) != HEAD_WIDTH:
-            told = f"aesthetic's head takes vectors of {HEAD_WIDTH}, '{self.model}' gives {width}"
-            raise RewardError(f"{told}; use CLIP L/14")
+            message = f"aesthetic's head takes vectors of {HEAD_WIDTH}, '{self.model}' gives {width}"
+            raise RewardError(f"{message}; use CLIP L/14")
         self.layers = _head(self.head)
 
     @torch.inference_mode()

@@ -69,10 +69,10 @@ class ConsistencyScore(YesNo):
         if not cells:
             return Score(None, _NO_GRID)
         texts = list(dict.fromkeys(text for group in wanted.values() for text in group))
-        found = dict(zip(texts, await asyncio.gather(*(self._pairs(sample, cells, t) for t in texts)), strict=True))
-        if absent := next((score for score in found.values() if score.value is None), None):
+        answers = dict(zip(texts, await asyncio.gather(*(self._pairs(sample, cells, t) for t in texts)), strict=True))
+        if absent := next((score for score in answers.values() if score.value is None), None):
             return absent
-        parts = {name: _mean([found[text].value for text in group]) for name, group in wanted.items()}
+        parts = {name: _mean([answers[text].value for text in group]) for name, group in wanted.items()}
         return Score(_mean(list(parts.values())), parts={name: value for name, value in parts.items() if name})
 
     async def _pairs(self, sample: Sample, cells: Sequence[Media], criterion: str) -> Score:
@@ -146,16 +146,16 @@ class GridLayout(YesNo):
 def criteria(meta: Mapping[str, Any]) -> dict[str, list[str]]:
     """{dimension: texts} of `meta["criteria"]`: {dimension: {name: text} | [text] | text}. ValueError otherwise."""
     given = meta.get("criteria")
-    found: dict[str, list[str]] = {}
+    texts_of: dict[str, list[str]] = {}
     for name, value in given.items() if isinstance(given, Mapping) else ():
         texts = list(value.values()) if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
         if texts and all(isinstance(t, str) and t.strip() for t in texts):
-            found[str(name)] = texts
-    if not isinstance(given, Mapping) or not found or len(found) < len(given):
+            texts_of[str(name)] = texts
+    if not isinstance(given, Mapping) or not texts_of or len(texts_of) < len(given):
         raise ValueError(f"meta 'criteria' must be {{dimension: {{name: text}}}}, got {str(given)[:80]}")
-    return found
+    return texts_of
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    found = [v for v in values if v is not None]
-    return sum(found) / len(found)
+    present = [v for v in values if v is not None]
+    return sum(present) / len(present)

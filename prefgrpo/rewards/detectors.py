@@ -34,7 +34,7 @@ QUERIES = 100
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class Detection:
     """One detected object: class, score 0 … 1, box x1, y1, x2, y2 in pixels (x2 and y2 lie just outside), and mask
     [H, W], or None where the detector has no masks."""
 
@@ -50,7 +50,7 @@ class Detector(Protocol):
     names: frozenset[str]
     """Every class that it can find."""
 
-    def __call__(self, images: Sequence[Media]) -> list[list[Found]]:
+    def __call__(self, images: Sequence[Media]) -> list[list[Detection]]:
         """Objects of each image, of any score."""
         ...
 
@@ -77,42 +77,44 @@ class Transformers:
         self.names = frozenset(self._labels.values())
 
     @torch.inference_mode()
-    def __call__(self, images: Sequence[Media]) -> list[list[Found]]:
+    def __call__(self, images: Sequence[Media]) -> list[list[Detection]]:
         """Objects of each image, of any score."""
         batch = self._processor(images=[m.pil for m in images], return_tensors="pt")
         pixels = batch["pixel_values"].to(self._device)
-        told = {k: v.to(self._device) for k, v in batch.items() if k == "pixel_mask"}
-        outputs = self._model(pixel_values=pixels, **told)
+        masks = {k: v.to(self._device) for k, v in batch.items() if k == "pixel_mask"}
+        outputs = self._model(pixel_values=pixels, **masks)
         sizes = [m.pixels.shape[:2] for m in images]
         if not self._masks:
-            found = self._processor.post_process_object_detection(outputs, threshold=0.0, target_sizes=sizes)
-            return [self._boxes(f) for f in found]
+            detections = self._processor.post_process_object_detection(outputs, threshold=0.0, target_sizes=sizes)
+            return [self._boxes(f) for f in detections]
         seen = functional.interpolate(
             outputs.masks_queries_logits.float(), pixels.shape[2:], mode="bilinear", align_corners=False
         )
-        valid = told.get("pixel_mask", torch.ones(len(images), *pixels.shape[2:]))
+        valid = masks.get("pixel_mask", torch.ones(len(images), *pixels.shape[2:]))
         ends = [(int(v.any(1).sum()), int(v.any(0).sum())) for v in valid]  # what lies beyond is padding
         shown = [(seen[k, :, :high, :wide], sizes[k]) for k, (high, wide) in enumerate(ends)]
         classes = outputs.class_queries_logits.float().softmax(-1)[..., :-1]
         return [self._instances(p, m, size) for p, (m, size) in zip(classes, shown, strict=True)]
 
-    def _instances(self, chances: Tensor, logits: Tensor, size: tuple[int, int]) -> list[Found]:
+    def _instances(self, chances: Tensor, logits: Tensor, size: tuple[int, int]) -> list[Detection]:
         """Objects from class probabilities [Q, C] and mask logits [Q, h, w]."""
         best = chances.flatten().topk(min(QUERIES, chances.numel()))
         logits = functional.interpolate(logits[None], size, mode="bilinear", align_corners=False)[0]
-        found = []
+        detections = []
         for score, place in zip(best.values.tolist(), best.indices.tolist(), strict=True):
             query, label = divmod(place, chances.shape[1])
             mask = logits[query] > 0
             if mask.any():
                 score *= float(logits[query][mask].sigmoid().mean())
                 outline = mask.cpu().numpy()
-                found.append(Found(self._labels[label], score, bounds(outline), outline))
-        return found
+                detections.append(Detection(self._labels[label], score, bounds(outline), outline))
+        return detections
 
-    def _boxes(self, found: dict[str, Tensor]) -> list[Found]:
-        rows = zip(found["labels"].tolist(), found["scores"].tolist(), found["boxes"].tolist(), strict=True)
-        return [Found(self._labels[k], score, np.array(box)) for k, score, box in rows if k in self._labels]
+    def _boxes(self, detections: dict[str, Tensor]) -> list[Detection]:
+        rows = zip(
+            detections["labels"].tolist(), detections["scores"].tolist(), detections["boxes"].tolist(), strict=True
+        )
+        return [Detection(self._labels[k], score, np.array(box)) for k, score, box in rows if k in self._labels]
 
 
 def bounds(mask: NDArray[np.bool_]) -> NDArray[np.float64]:
@@ -133,13 +135,13 @@ class MMDet:
         self._names = [RENAMED.get(n, n) for n in self._model.dataset_meta["classes"]]
         self.names = frozenset(self._names)
 
-    def __call__(self, images: Sequence[Media]) -> list[list[Found]]:
+    def __call__(self, images: Sequence[Media]) -> list[list[Detection]]:
         """Objects of each image, of any score. Pixels are handed over as BGR, which MMDetection takes arrays for."""
         shown = [np.ascontiguousarray(m.pixels[..., ::-1]) for m in images]
         return [self._found(result) for result in self._apis.inference_detector(self._model, shown)]
 
-    def _found(self, result: Any) -> list[Found]:
+    def _found(self, result: Any) -> list[Detection]:
         kept = result.pred_instances
         masks = kept.masks.cpu().numpy().astype(bool) if "masks" in kept else [None] * len(kept.labels)
         rows = zip(kept.labels.tolist(), kept.scores.tolist(), kept.bboxes.cpu().numpy(), masks, strict=True)
-        return [Found(self._names[k], score, box.astype(np.float64), mask) for k, score, box, mask in rows]
+        return [Detection(self._names[k], score, box.astype(np.float64), mask) for k, score, box, mask in rows]

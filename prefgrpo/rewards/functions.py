@@ -56,12 +56,12 @@ class FunctionReward(PointwiseReward):
             given["sources"] = [[_shown(m) for m in s.source] for s in samples]
         values = self.function([_shown(s.media) for s in samples], [s.prompt for s in samples], **given | self.options)
         try:
-            found = [None if v is None else float(v) for v in values]
+            numbers = [None if v is None else float(v) for v in values]
         except (TypeError, ValueError) as error:
             raise RewardError(f"{self.name} must return one number or None per sample: {error}") from error
-        if len(found) != len(samples):
-            raise RewardError(f"{self.name} must return one value per sample: {len(samples)}, got {len(found)}")
-        return [Score(v, f"{self.name} returned None" if v is None else "") for v in found]
+        if len(numbers) != len(samples):
+            raise RewardError(f"{self.name} must return one value per sample: {len(samples)}, got {len(numbers)}")
+        return [Score(v, f"{self.name} returned None" if v is None else "") for v in numbers]
 
 
 class FunctionPairwise(VlmPairwise):

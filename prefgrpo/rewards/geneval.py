@@ -24,7 +24,7 @@ from torch.nn import functional
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import encoder
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.detectors import Detector, Found
+from prefgrpo.rewards.detectors import Detection, Detector
 
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
@@ -34,7 +34,7 @@ RELATIONS = ("left of", "right of", "above", "below")
 THRESHOLD, COUNTING_THRESHOLD, MOST, MARGIN = 0.3, 0.9, 16, 0.1
 """Detections above the threshold (the higher one for the tag counting), at most so many of a class; objects are apart
 beyond this share of their widths and heights."""
-Objects = Mapping[str, Sequence[Found]]
+Objects = Mapping[str, Sequence[Detection]]
 Colours = Callable[[str], list[str]]
 
 
@@ -83,11 +83,11 @@ class GenEval(PointwiseReward):
         return super().refuse(sample) or refusal(sample.meta, self.detect.names)
 
     def _scores(self, samples: list[Sample]) -> list[Score]:
-        found = self.detect([s.media for s in samples])
-        return [self._score(s, things) for s, things in zip(samples, found, strict=True)]
+        detections = self.detect([s.media for s in samples])
+        return [self._score(s, things) for s, things in zip(samples, detections, strict=True)]
 
-    def _score(self, sample: Sample, found: Sequence[Found]) -> Score:
-        tag, objects = sample.meta["tag"], kept(found, counting=sample.meta["tag"] == "counting")
+    def _score(self, sample: Sample, detections: Sequence[Detection]) -> Score:
+        tag, objects = sample.meta["tag"], kept(detections, counting=sample.meta["tag"] == "counting")
         known: dict[str, list[str]] = {}
 
         def colours(name: str) -> list[str]:
@@ -100,7 +100,7 @@ class GenEval(PointwiseReward):
         parts = {"soft": verdict.soft, "strict": strict, "correct": correct}
         return Score(parts[self.value], parts=parts | {f"strict/{tag}": strict, f"correct/{tag}": correct})
 
-    def colours(self, media: Media, name: str, objects: Sequence[Found]) -> list[str]:
+    def colours(self, media: Media, name: str, objects: Sequence[Detection]) -> list[str]:
         """The colour of each object of a class."""
         texts = [p.format(colour=colour, name=name) for colour in COLOURS for p in PHRASES]
         each = self.encoder.texts(texts).view(len(COLOURS), len(PHRASES), -1)
@@ -113,10 +113,10 @@ def _made(path: str, options: dict[str, Any]) -> Detector:
     """The detector of that class."""
     module, _, name = path.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        cls = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise RewardError(f"geneval: cannot load the detector '{path}' (expected pkg.mod:Class): {error}") from error
-    detector: Detector = found(**options)
+    detector: Detector = cls(**options)
     return detector
 
 
@@ -148,25 +148,25 @@ def _bad(clause: Any, index: int, names: frozenset[str]) -> str:
     return f"expected position to be one of {', '.join(RELATIONS)} and the index of an earlier clause"
 
 
-def kept(found: Sequence[Found], counting: bool) -> dict[str, list[Found]]:
+def kept(detections: Sequence[Detection], counting: bool) -> dict[str, list[Detection]]:
     """Objects above the threshold by class, the surest first, at most 16 of a class."""
     least = COUNTING_THRESHOLD if counting else THRESHOLD
-    objects: defaultdict[str, list[Found]] = defaultdict(list)
-    for thing in sorted(found, key=lambda f: -f.score):
+    objects: defaultdict[str, list[Detection]] = defaultdict(list)
+    for thing in sorted(detections, key=lambda f: -f.score):
         if thing.score > least and len(objects[thing.name]) < MOST:
             objects[thing.name].append(thing)
     return dict(objects)
 
 
-def crop(image: Image.Image, found: Found) -> Media:
+def crop(image: Image.Image, detection: Detection) -> Media:
     """The object's box, with what is outside its mask made grey."""
-    if found.mask is not None:
-        image = Image.composite(image, Image.new("RGB", image.size, GROUND), Image.fromarray(found.mask))
-    left, top, right, bottom = (round(float(x)) for x in found.box)
+    if detection.mask is not None:
+        image = Image.composite(image, Image.new("RGB", image.size, GROUND), Image.fromarray(detection.mask))
+    left, top, right, bottom = (round(float(x)) for x in detection.box)
     return Media(np.array(image.crop((left, top, max(right, left + 1), max(bottom, top + 1)))))
 
 
-def relations(a: Found, b: Found) -> set[str]:
+def relations(a: Detection, b: Detection) -> set[str]:
     """Where a is as seen from b: over half of the centres' distance lies beyond the margin in that direction."""
     low, high = np.array([a.box[:2], b.box[:2]]), np.array([a.box[2:], b.box[2:]])
     centres, sizes = (low + high) / 2, np.abs(high - low)
@@ -188,11 +188,11 @@ def judge(objects: Objects, meta: Mapping[str, Any], colours: Colours) -> Verdic
 def _exactly(objects: Objects, include: Sequence[Mapping[str, Any]], colours: Colours) -> tuple[float, bool]:
     """Soft score, and whether each count, colour and place is exact (exclude clauses do not count here)."""
     terms: list[float] = []
-    groups: list[Sequence[Found] | None] = []
+    groups: list[Sequence[Detection] | None] = []
     for clause in include:
-        found, wanted = objects.get(clause["class"], ()), clause["count"]
-        terms.append(1 - abs(wanted - len(found)) / wanted)
-        right = len(found) == wanted
+        detections, wanted = objects.get(clause["class"], ()), clause["count"]
+        terms.append(1 - abs(wanted - len(detections)) / wanted)
+        right = len(detections) == wanted
         if not right and (clause.get("color") or clause.get("position")):
             terms.append(0.0)
         elif right and clause.get("color"):
@@ -201,28 +201,28 @@ def _exactly(objects: Objects, include: Sequence[Mapping[str, Any]], colours: Co
             right = same == wanted
         if right and clause.get("position"):
             relation, target = clause["position"]
-            right = _placed(found, groups[target], relation)
+            right = _placed(detections, groups[target], relation)
             terms += [1.0] if right else [0.0] if groups[target] is None else [0.0, 1.0]
-        groups.append(found if right else None)
+        groups.append(detections if right else None)
     return sum(terms) / len(terms), None not in groups
 
 
 def _at_least(objects: Objects, include: Sequence[Mapping[str, Any]], colours: Colours) -> bool:
     """Whether the surest objects, as many as are wanted, exist and have the colour and place."""
-    groups: list[Sequence[Found] | None] = []
+    groups: list[Sequence[Detection] | None] = []
     for clause in include:
         wanted = clause["count"]
-        found = objects.get(clause["class"], ())[:wanted]
-        right = len(found) == wanted
+        detections = objects.get(clause["class"], ())[:wanted]
+        right = len(detections) == wanted
         if right and clause.get("color"):
             right = colours(clause["class"])[:wanted].count(clause["color"]) == wanted
         if right and clause.get("position"):
             relation, target = clause["position"]
-            right = _placed(found, groups[target], relation)
-        groups.append(found if right else None)
+            right = _placed(detections, groups[target], relation)
+        groups.append(detections if right else None)
     return None not in groups
 
 
-def _placed(found: Sequence[Found], target: Sequence[Found] | None, relation: str) -> bool:
+def _placed(detections: Sequence[Detection], target: Sequence[Detection] | None, relation: str) -> bool:
     """Whether every object has the relation to every one of the target's."""
-    return target is not None and all(relation in relations(a, b) for a in found for b in target)
+    return target is not None and all(relation in relations(a, b) for a in detections for b in target)

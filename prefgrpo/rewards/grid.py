@@ -32,9 +32,9 @@ def grid_of(prompt: str, meta: Mapping[str, Any] | None = None) -> tuple[int, in
     """
     if meta and meta.get("grid") is not None:
         return _given(meta["grid"])
-    found = [m for m in _PAIR.finditer(prompt) if _sensible(int(m[1]), int(m[2]))]
-    named = [m for m in found if _WORD.match(prompt, m.end())]
-    chosen = (named or found)[:1]
+    sizes = [m for m in _PAIR.finditer(prompt) if _sensible(int(m[1]), int(m[2]))]
+    named = [m for m in sizes if _WORD.match(prompt, m.end())]
+    chosen = (named or sizes)[:1]
     return (int(chosen[0][1]), int(chosen[0][2])) if chosen else None
 
 

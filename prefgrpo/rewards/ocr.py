@@ -53,18 +53,18 @@ def plain(text: str) -> str:
 
 def levenshtein() -> Distance:
     """rapidfuzz's distance; RewardError where it is not installed."""
-    found: Distance = library("rapidfuzz.distance", INSTALL).Levenshtein.distance
-    return found
+    levenshtein: Distance = library("rapidfuzz.distance", INSTALL).Levenshtein.distance
+    return levenshtein
 
 
-def closeness(wanted: str, found: str, distance: Distance) -> float:
+def closeness(wanted: str, text: str, distance: Distance) -> float:
     """1 − min(d, n) / n for two plain texts."""
-    return 1.0 - min(distance(wanted, found), len(wanted)) / len(wanted)
+    return 1.0 - min(distance(wanted, text), len(wanted)) / len(wanted)
 
 
-def image_value(wanted: str, found: str, distance: Distance) -> float:
+def image_value(wanted: str, text: str, distance: Distance) -> float:
     """Value of an image: its closeness, 1 where it contains the target whole."""
-    return 1.0 if wanted in found else closeness(wanted, found, distance)
+    return 1.0 if wanted in text else closeness(wanted, text, distance)
 
 
 @dataclass(kw_only=True, eq=False)

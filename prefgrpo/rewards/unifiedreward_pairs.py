@@ -83,13 +83,13 @@ class UnifiedRewardFlex(VlmPairwise):
         names = list(dict.fromkeys(name for p in parts for name in p))
         rates = {}
         for name in names:
-            found = [
+            comparisons = [
                 Comparison(
                     c.first, c.second, replace(c.verdict, value=None if c.verdict.first is None else p.get(name))
                 )
                 for c, p in zip(comparisons, parts, strict=True)
             ]
-            rates[name] = [s.value for s in tally(size, found, self.rating).scores]
+            rates[name] = [s.value for s in tally(size, comparisons, self.rating).scores]
         scores = [self._blend(s, {n: rates[n][i] for n in names}) for i, s in enumerate(overall.scores)]
         return replace(overall, scores=scores)
 
@@ -109,7 +109,7 @@ class UnifiedRewardFlex(VlmPairwise):
 
 def _categories(parts: dict[str, float]) -> dict[str, float]:
     """The first CATEGORIES of an answer, names without numbering and case."""
-    found: dict[str, float] = {}
+    scores: dict[str, float] = {}
     for name, value in list(parts.items())[:CATEGORIES]:
-        found.setdefault(" ".join(_LABEL.sub("", name).split()).casefold() or "category", value)
-    return found
+        scores.setdefault(" ".join(_LABEL.sub("", name).split()).casefold() or "category", value)
+    return scores

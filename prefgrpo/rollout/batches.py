@@ -66,13 +66,13 @@ def deal_batches(config: Config, sizes: Sequence[SamplingConfig], mine: Sequence
     Update u holds the slots p with p·U // P = u, so neither it nor the samples depend on the number of ranks.
     """
     r, updates = config.rollout, config.train.updates_per_rollout
-    found: dict[tuple[int, int, int], list[Place]] = {}
+    places_of: dict[tuple[int, int, int], list[Place]] = {}
     for p in mine:
         key = (p * updates // r.prompts_per_step, sizes[p].height, sizes[p].width)
-        found.setdefault(key, []).extend((p, g) for g in range(r.group_size))
+        places_of.setdefault(key, []).extend((p, g) for g in range(r.group_size))
     return [
         (update, places[k : k + r.batch_size])
-        for (update, _, _), places in found.items()
+        for (update, _, _), places in places_of.items()
         for k in range(0, len(places), r.batch_size)
     ]
 

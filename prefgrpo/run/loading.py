@@ -37,28 +37,30 @@ def misfits(config: Config) -> list[str]:
         cls = family(config.family)
     except ValueError as error:
         return [f"family: {error}"]
-    found, unknown = [], set(config.train.target_components) - set(cls.denoisers)
+    mistakes, unknown = [], set(config.train.target_components) - set(cls.denoisers)
     for name, part in (("rollout", config.rollout), ("eval", config.eval)):
         if part.frames is not None and cls.default_frames is None:
-            found.append(f"{name}.frames: {config.family} makes images, expected none, got {part.frames}")
+            mistakes.append(f"{name}.frames: {config.family} makes images, expected none, got {part.frames}")
         if part.guidance_2 is not None and cls.default_guidance_2 is None:
-            found.append(f"{name}.guidance_2: {config.family} has one denoiser, expected none, got {part.guidance_2}")
+            mistakes.append(
+                f"{name}.guidance_2: {config.family} has one denoiser, expected none, got {part.guidance_2}"
+            )
     if config.rollout.sigmas == "published" and cls.whole_times:
-        found.append(f"rollout.sigmas: {config.family} has no time shift, expected pipeline, got published")
+        mistakes.append(f"rollout.sigmas: {config.family} has no time shift, expected pipeline, got published")
     if config.rollout.source_area is not None and cls.default_source_area is None:
-        found.append(f"rollout.source_area: {config.family} resizes no sources, expected none")
+        mistakes.append(f"rollout.source_area: {config.family} resizes no sources, expected none")
     if unknown:
         expected = f"expected some of {', '.join(cls.denoisers)}"
-        found.append(f"train.target_components: {expected}, got {', '.join(sorted(unknown))}")
-    return found
+        mistakes.append(f"train.target_components: {expected}, got {', '.join(sorted(unknown))}")
+    return mistakes
 
 
 def open_adapter(config: Config, device: torch.device, encoders: bool = True) -> Adapter:
     """The model of a run, frozen, its size and frames checked. Raises ConfigError or ModelError."""
     m = config.memory
     quiet_libraries()
-    if found := misfits(config):
-        raise ConfigError(found)
+    if mistakes := misfits(config):
+        raise ConfigError(mistakes)
     with config_errors_as("rollout.source_area"):
         adapter = load_model(
             config.family,

@@ -56,9 +56,9 @@ def missing_shares(
     """reward/missing: share of samples [P · G, R] that lack a reward of non-zero weight; judge/missing: largest share
     of comparisons without a verdict under one such reward, from rows [R, (asked, missing)], if any was asked."""
     used = weights != 0
-    found = {"reward/missing": float(np.isnan(rewards[:, used]).any(1).mean()) if used.any() else 0.0}
+    shares = {"reward/missing": float(np.isnan(rewards[:, used]).any(1).mean()) if used.any() else 0.0}
     asked = comparisons[used & (comparisons[:, 0] > 0)]
-    return found | ({"judge/missing": float((asked[:, 1] / asked[:, 0]).max())} if len(asked) else {})
+    return shares | ({"judge/missing": float((asked[:, 1] / asked[:, 0]).max())} if len(asked) else {})
 
 
 def check_missing(shares: Mapping[str, float], limit: float, reasons: Sequence[str]) -> str:

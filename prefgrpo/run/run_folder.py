@@ -71,8 +71,8 @@ class RunFolder:
 
     def all_checkpoints(self) -> list[Path]:
         """Every checkpoint, by step."""
-        found = [p for p in self.checkpoints.glob("step_*") if p.is_dir() and re.fullmatch(r"step_\d+", p.name)]
-        return sorted(found, key=step_of)
+        folders = [p for p in self.checkpoints.glob("step_*") if p.is_dir() and re.fullmatch(r"step_\d+", p.name)]
+        return sorted(folders, key=step_of)
 
     def latest(self) -> Path | None:
         """The newest checkpoint, or None."""

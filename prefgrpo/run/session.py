@@ -178,30 +178,30 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
 
 
 def mistakes(config: Config, processes: int) -> list[str]:
-    """What is wrong with a run as far as it shows without its model: files, rewards, judge, how prompts deal out."""
+    """What is wrong with a run as far as it shows without its model: files, rewards, judge, split of prompts."""
     r, e, options = config.rollout, config.eval, config.reward.options
     if absent := [name for name, own in options.items() if PYTHON in own and name not in named_objects()]:
         origin = ", ".join(f"{name} is {options[name][PYTHON]}" for name in absent)
         advice = "resume it there, with prefgrpo.Trainer(…, resume=True)"
         return [f"reward.spec: {origin}, which exists only in the Python program that started the run; {advice}"]
-    found = judging.mistakes(config)
-    if not found and not any(judging.specs(config)[0].values()):
-        found.append("reward.spec: every weight is 0, which leaves nothing to train on; measure with eval.spec")
+    problems = judging.mistakes(config)
+    if not problems and not any(judging.specs(config)[0].values()):
+        problems.append("reward.spec: every weight is 0, which leaves nothing to train on; measure with eval.spec")
     files = {"data.prompts": config.data.prompts, "eval.prompts": e.prompts, "eval.final_prompts": e.final_prompts}
-    found += [f"{field}: prompts file not found: {f}" for field, f in files.items() if f and not Path(f).is_file()]
+    problems += [f"{field}: prompts file not found: {f}" for field, f in files.items() if f and not Path(f).is_file()]
     if r.prompts_per_step % processes:
-        problem = f"{r.prompts_per_step} groups do not deal out over {processes} processes"
-        found.append(f"rollout.prompts_per_step: {problem}; expected a multiple of {processes}")
+        problem = f"{r.prompts_per_step} prompts cannot be split evenly over {processes} processes"
+        problems.append(f"rollout.prompts_per_step: {problem}; expected a multiple of {processes}")
     if config.train.updates_per_rollout > r.prompts_per_step:
-        problem = f"{config.train.updates_per_rollout} updates need as many prompts per step"
-        found.append(f"train.updates_per_rollout: {problem}, got rollout.prompts_per_step = {r.prompts_per_step}")
-    return found
+        problem = f"expected at most one update per prompt, got {config.train.updates_per_rollout} updates"
+        problems.append(f"train.updates_per_rollout: {problem} and rollout.prompts_per_step = {r.prompts_per_step}")
+    return problems
 
 
 def check_run(config: Config, processes: int) -> None:
     """Raise ConfigError with all of `mistakes`."""
-    if found := mistakes(config, processes):
-        raise ConfigError(found)
+    if problems := mistakes(config, processes):
+        raise ConfigError(problems)
 
 
 def _check_same_run(config: Config, folder: RunFolder) -> None:
