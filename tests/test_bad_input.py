@@ -90,7 +90,7 @@ MISTAKES = [
     # another kind of media, told before anything loads
     ("model: ./nowhere, reward: {spec: videoalign}", "videoalign takes video, but this run makes images"),
     (MANY, "did you mean 'sd3' … data.prompts: prompts file not found: /no/p.txt … group_size: expected 2 or more … "
-           "at most one update per prompt'compar' not found … "
+           "at most one update per prompt … train.stepps: unknown key … judge template 'compar' not found … "
            "judge.plan: unknown … endpoints: expected a list … eval.spec: unknown reward 'jpeg'"),
     ("rollout: {frames: 5, source_area: 4096}, train: {target_components: [transformer_2]}",
      "rollout.frames: flux makes images … source_area: flux resizes no … expected some of transformer, got"),
