@@ -60,7 +60,7 @@ class JudgeServer:
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), daemon=True)
         self._thread.start()
-        assert started.wait(10)
+        assert started.wait(600)
         return self
 
     def __exit__(self, *_: object) -> None:

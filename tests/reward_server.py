@@ -104,7 +104,7 @@ class Process:
     def health(self) -> int:
         """Status of /health, 0 if nobody answers."""
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=30) as reply:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=600) as reply:
                 return int(reply.status)
         except urllib.error.HTTPError as error:
             return int(error.code)
@@ -113,7 +113,7 @@ class Process:
 
     def counts(self) -> dict[str, Any]:
         """What /health says: queued, batches, samples."""
-        with urllib.request.urlopen(f"{self.url}/health", timeout=30) as reply:
+        with urllib.request.urlopen(f"{self.url}/health", timeout=600) as reply:
             return dict(json.loads(reply.read()))
 
     def wait_for(self, key: str, value: int, seconds: float = 60.0) -> None:
@@ -129,7 +129,7 @@ class Process:
 
     def stop(self) -> int:
         self.child.send_signal(signal.SIGTERM)
-        return self.child.wait(30)
+        return self.child.wait(600)
 
     def __enter__(self) -> Process:
         return self

@@ -28,7 +28,7 @@ def demo(root, tmp_path_factory):
     folder = tmp_path_factory.mktemp("anywhere")
     command = [sys.executable, "-m", "prefgrpo", "demo", *STEPS]
     env = os.environ | {"PYTHONPATH": str(root)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=folder, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=folder, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     return done, folder / "runs" / "demo"
 

@@ -70,7 +70,7 @@ def place(tmp_path_factory):
 def prefgrpo(folder, argv):
     """Run a command in `folder`; fails unless it ends with 0."""
     run = start(argv, folder / "command.log", _enter, DOCS_PLACE=str(folder), HF_HUB_OFFLINE="1")
-    assert run.wait(280) == 0, run.output
+    assert run.wait(600) == 0, run.output
     return run.output
 
 

@@ -146,7 +146,7 @@ def test_a_script_that_is_main(codebase, root):
     folder = codebase("dance_grpo")
     env = {"PYTHONPATH": str(root), "PATH": "", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [sys.executable, "train_grpo_flux.py"], cwd=folder, env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "train_grpo_flux.py"], cwd=folder, env=env, capture_output=True, text=True, timeout=600
     )
     assert run.returncode == 0, run.stderr
     place = "['train_grpo_flux.flux_step']"

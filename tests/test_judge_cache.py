@@ -162,7 +162,7 @@ def test_answers_are_kept_between_processes(tmp_path):
         code = "from test_judge_faults import *; print([v.first for v in ask(judge(sys.argv[1], cache=sys.argv[2]))])"
         path = f"import sys; sys.path[:0] = {[str(p) for p in sys.path]}; "
         line = [sys.executable, "-c", path + code, server.url, str(tmp_path)]
-        said = subprocess.run(line, capture_output=True, text=True, timeout=60)
+        said = subprocess.run(line, capture_output=True, text=True, timeout=600)
         assert said.stdout == f"{[v.first for v in verdicts]}\n", said.stderr
         assert len(server.requests) == 2
 

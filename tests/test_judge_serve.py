@@ -160,7 +160,7 @@ def test_the_command_ends_its_server_however_it_ends_and_leaves_no_file(vllm, nu
     assert f"ready: judge 'qwen3-vl' at http://127.0.0.1:{port}" in text
     assert "serving on http" in Path(re.search(r"log (/proc/\S+)", text)[1]).read_text()
     os.kill(child.pid, number)
-    child.wait(30)
+    child.wait(600)
     assert all(gone(pid) for pid in pids(vllm))
     assert number == signal.SIGKILL or child.returncode == 0
     assert not list(folder.iterdir()) and bystander.poll() is None
@@ -180,7 +180,7 @@ def test_several_models_get_a_port_each_and_one_that_dies_leaves_the_others(vllm
     assert "'unifiedreward-2b' ended with code 137; the other models go on" in child.stdout.readline()
     assert "ok, serves mine" in check(JudgeConfig((urls[1],), "mine")).summary()
     child.terminate()
-    assert child.wait(60) == 0 and all(gone(pid) for pid in pids(vllm))
+    assert child.wait(600) == 0 and all(gone(pid) for pid in pids(vllm))
 
 
 STUBBORN = """

@@ -123,7 +123,7 @@ def test_the_command_serves_until_it_is_told_to_stop(model):
         assert lines[-1], lines
     (pid,) = (int(line.split("pid ")[1].split(",")[0]) for line in lines if line.startswith("starting"))
     child.send_signal(signal.SIGTERM)
-    assert child.wait(60) == 0
+    assert child.wait(600) == 0
     with pytest.raises(ProcessLookupError):
         os.killpg(pid, 0)
 

@@ -100,7 +100,7 @@ def test_edits_with_sources_of_any_size(place, root):
         assert len(stored["sources"]) == len(np.unique(stored["sources"], axis=0))
     assert "<small>source</small>" in (place / "runs" / "edit" / "report.html").read_text()
     check = [sys.executable, str(root / "scripts" / "check_lora.py"), str(place / "runs" / "edit")]
-    done = subprocess.run(check, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(check, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0 and ": the same images" in done.stdout, done.stdout + done.stderr
     argv = ["generate", str(place / "runs/edit/config.yaml"), "--lora", str(place / "runs/edit"), "--samples", "1"]
     after = start([*argv, "--out", str(place / "edited")], place / "generate.log")

@@ -32,12 +32,12 @@ def test_a_choice_is_of_one_thread():
     def other():
         with use_backend("torch"):
             inside.set()
-            leave.wait(60)
+            leave.wait(600)
         seen.append(backend_of("cpu"))
 
     before, thread = backend_of("cpu"), threading.Thread(target=other)
     thread.start()
-    assert inside.wait(60)
+    assert inside.wait(600)
     assert backend_of("cpu") == before
     with use_backend("torch"):
         leave.set()

@@ -129,7 +129,7 @@ def test_torchrun_starts_it(place):
     file = recipe(place, "torchrun", **SAME, eval={"every": 0})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "prefgrpo"]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run([*command, "train", str(file)], capture_output=True, text=True, timeout=120, env=env)
+    done = subprocess.run([*command, "train", str(file)], capture_output=True, text=True, timeout=600, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     assert [r["step"] for r in rows(place / "runs" / "torchrun")] == [1, 2, 3, 4]
     assert done.stdout.count("finished after 4 steps") + done.stderr.count("finished after 4 steps") == 1
@@ -154,7 +154,7 @@ def test_launch_ends_with_the_runs_exit_code_and_one_message(place, case):
         (place / "runs" / "launch-folder" / "thesis.tex").touch()
     command = [sys.executable, "-m", "prefgrpo", "launch", "--standalone", "--nproc_per_node", "2", "train", str(file)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300, env=env)
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600, env=env)
     output = done.stdout + done.stderr
     assert done.returncode == code, output
     assert output.count(told) == 1 and "Traceback" not in output and "rank 0 found" not in output, output

@@ -133,7 +133,7 @@ def test_streaming_rewards_get_samples_at_once_and_the_others_run_meanwhile():
 
     class Slow(Level):
         def score(self, samples):
-            assert streaming.complete.wait(10)
+            assert streaming.complete.wait(600)
             for future, value in zip(streaming.waiting[::-1], streaming.seen[::-1], strict=True):
                 future.set_result(Score(value * 2.0))
             return super().score(samples)

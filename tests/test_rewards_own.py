@@ -172,7 +172,7 @@ def test_the_set_up_command(tmp_path):
     script, env = str(root / "scripts" / "setup_reward.sh"), {**os.environ, "PYTHON": sys.executable}
 
     def run(*words):
-        return subprocess.run(["bash", script, *words], capture_output=True, text=True, timeout=60, env=env)
+        return subprocess.run(["bash", script, *words], capture_output=True, text=True, timeout=600, env=env)
 
     for words in ([], ["imagreward", str(tmp_path / "venv")]):
         done = run(*words)

@@ -233,7 +233,7 @@ class Client:
         request = urllib.request.Request(
             f"{self.server.url}/v1/chat/completions", body, {"Content-Type": "application/json"}
         )
-        said = await asyncio.to_thread(lambda: urllib.request.urlopen(request, timeout=10).read())
+        said = await asyncio.to_thread(lambda: urllib.request.urlopen(request, timeout=600).read())
         reply = json.loads(said)
         choice = reply["choices"][0]
         if choice["logprobs"]:  # the server does not write the likeliest token as text

@@ -181,7 +181,7 @@ def test_torchrun_itself(place):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     argv = ["-m", "prefgrpo", "score", "--reward-spec", "jpeg_compressibility", "--images", str(place / "images")]
     argv += ["--prompts", str(place / "prompts.csv"), "--out", str(place / "two.json")]
-    subprocess.run([*torchrun, *argv], check=True, capture_output=True, timeout=120)
+    subprocess.run([*torchrun, *argv], check=True, capture_output=True, timeout=600)
     alone = run(*argv[3:-1], place / "alone.json")
     assert json.loads((place / "two.json").read_text()) == alone
     assert (place / "two.json").read_bytes() == (place / "alone.json").read_bytes()

@@ -23,7 +23,7 @@ def built():
     few = ",".join((*BULK, "normal"))
     command = [sys.executable, str(Path(__file__).with_name("compile_triton.py")), "90", f"80:{few}", f"100:{few}"]
     done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=280, cwd=Path(__file__).parent.parent
+        command, env=env, capture_output=True, text=True, timeout=600, cwd=Path(__file__).parent.parent
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
