@@ -20,7 +20,7 @@ def grey(level, prompt="p", source=(), clip=False, **meta):
 
 
 def level(image):
-    return image.getpixel((0, 0))[0]
+    return int(image[0, 0, 0])
 
 
 def bright(images, prompts, **columns):

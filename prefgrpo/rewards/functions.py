@@ -3,7 +3,7 @@
     def redness(images, prompts, **columns) -> list[float | None]    one value per sample, None: it has none
     def closer(prompt, image_a, image_b) -> float | None             P(image_a is better); the reward is the win rate
 
-An image is a PIL image, a clip the list of its frames. A column of the prompt file arrives as a list under its name,
+An image is a NumPy array, uint8 [H, W, 3], a clip [F, H, W, 3], its own copy. A column of the prompt file arrives as a list under its name,
 the source images of edits as `sources`, a list of images per sample. A parameter with a default is an option of the
 reward, one without is a column that every prompt must have. Invariant: what the function returns is the value, and
 what it fails on is missing with a reason.
@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from inspect import Parameter
 from typing import Any, cast
-
-from PIL import Image
 
 from prefgrpo.data.media import Media
 from prefgrpo.judge.rate import Bias, Rate, VerdictKind
@@ -53,8 +51,10 @@ class FunctionReward(PointwiseReward):
         columns = {key for s in samples for key in s.meta} if self._any_column else self.meta_keys
         given = {key: [s.meta.get(key) for s in samples] for key in columns if key not in (*POINTWISE, "sources")}
         if self.needs_source:
-            given["sources"] = [[_shown(m) for m in s.source] for s in samples]
-        values = self.function([_shown(s.media) for s in samples], [s.prompt for s in samples], **given | self.options)
+            given["sources"] = [[m.pixels.copy() for m in s.source] for s in samples]
+        values = self.function(
+            [s.media.pixels.copy() for s in samples], [s.prompt for s in samples], **given | self.options
+        )
         try:
             numbers = [None if v is None else float(v) for v in values]
         except (TypeError, ValueError) as error:
@@ -94,7 +94,7 @@ class FunctionJudge(PairJudge):
         self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
     ) -> list[Verdict]:
         """The function's answer to each pair; missing with a reason where it raises or gives no probability."""
-        images = [_shown(m) for m in media]
+        images = [m.pixels.copy() for m in media]
         return [self._verdict(prompt, images[a], images[b]) for a, b in pairs]
 
     def _verdict(self, prompt: str, image_a: Any, image_b: Any) -> Verdict:
@@ -153,7 +153,3 @@ def _parameters(function: Function, first: tuple[str, ...]) -> dict[str, Paramet
 
 def _name(function: Function) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _shown(media: Media) -> Image.Image | list[Image.Image]:
-    return [frame.pil for frame in media.frames()] if media.clip else media.pil
