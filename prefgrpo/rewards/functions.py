@@ -3,9 +3,9 @@
     def redness(images, prompts, **columns) -> list[float | None]    one value per sample, None: it has none
     def closer(prompt, image_a, image_b) -> float | None             P(image_a is better); the reward is the win rate
 
-An image is a NumPy array, uint8 [H, W, 3], a clip [F, H, W, 3], its own copy. A column of the prompt file arrives as a list under its name,
-the source images of edits as `sources`, a list of images per sample. A parameter with a default is an option of the
-reward, one without is a column that every prompt must have. Invariant: what the function returns is the value, and
+An image is a NumPy array, uint8 [H, W, 3], a clip [F, H, W, 3]. A column of the prompt file arrives as a list under its
+name, the source images of edits as `sources`, a list of images per sample. A parameter with a default is an option of
+the reward, one without is a column that every prompt must have. Invariant: what the function returns is the value, and
 what it fails on is missing with a reason.
 """
 
@@ -52,9 +52,8 @@ class FunctionReward(PointwiseReward):
         given = {key: [s.meta.get(key) for s in samples] for key in columns if key not in (*POINTWISE, "sources")}
         if self.needs_source:
             given["sources"] = [[m.pixels.copy() for m in s.source] for s in samples]
-        values = self.function(
-            [s.media.pixels.copy() for s in samples], [s.prompt for s in samples], **given | self.options
-        )
+        images, prompts = [s.media.pixels.copy() for s in samples], [s.prompt for s in samples]
+        values = self.function(images, prompts, **given | self.options)
         try:
             numbers = [None if v is None else float(v) for v in values]
         except (TypeError, ValueError) as error:
