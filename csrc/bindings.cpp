@@ -143,8 +143,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("isa", &cpu::isa, "instruction set of the CPU kernels in use");
   m.def("use_isa", &cpu::use_isa, "choose plain, avx2 or avx512; False if unavailable");
   def<AffineParams>(m, "affine_step", PG_LAUNCHES(affine_step), [](Arguments& in, AffineParams& p) {
-    affine(in, p) >> p.out >> p.eps >> p.noise >> p.mean >> p.x0 >> p.sigma >> p.logp >> p.partial >>
-        p.ticket;
+    affine(in, p) >> p.out >> p.eps >> p.noise >> p.mean >> p.x0 >> p.sigma >> p.logp >> p.partial >> p.ticket;
   });
   def<AffineParams>(m, "affine_logp", PG_LAUNCHES(affine_logp), [](Arguments& in, AffineParams& p) {
     affine(in, p) >> p.out >> p.v_ref >> p.v_old >> p.logp >> p.kl >> p.guard >> p.partial >> p.ticket;
