@@ -21,7 +21,8 @@ from prefgrpo.judge.client import HttpJudge
 from prefgrpo.rewards.base import GroupScores, PointwiseReward, Score
 from prefgrpo.rewards.unifiedreward_pairs import UnifiedRewardFlex
 from prefgrpo.rewards.vlm import EditImageQuality
-from prefgrpo.run.advantage import advantages, load_function, part_table
+from prefgrpo.run.advantage import CombineError, advantages, part_table
+from prefgrpo.run.judging import specs
 from prefgrpo.run.trainer import TrainingLoop
 
 STEPS, GROUPS, SIZE = 6, 50, 9
@@ -142,16 +143,41 @@ def test_every_option_of_the_reward_section(options):
 @pytest.mark.parametrize("path", ["nowhere.py:f", f"{__file__}:absent", "no_such_package.f", "f"])
 def test_a_function_that_cannot_be_loaded(path):
     with pytest.raises(ConfigError, match=r"reward\.function: cannot load"):
-        load_function(path)
+        specs(from_dict({"model": "m", "data": {"prompts": "p"}, "reward": {"function": path}}))
 
 
 def too_few(rewards, weights):
     return weights
 
 
+def raising(rewards, weights):
+    raise KeyError("on purpose")
+
+
+def infinite(rewards, weights):
+    return [1.0, 2.0, 4.0, float("inf")]
+
+
 def test_a_function_must_return_one_value_per_sample():
-    with pytest.raises(ValueError, match=r"reward\.function: expected \[4\] values, got \[1\]"):
-        advantages(np.ones((4, 1)), {"r": 1.0}, 4, RewardConfig(function=f"{__name__}.too_few"))
+    for name, message in (
+        ("too_few", r"expected \[4\] values, got \[1\]"),
+        ("raising", "raised KeyError: 'on purpose'"),
+    ):
+        with pytest.raises(CombineError, match=message):
+            advantages(np.ones((4, 1)), {"r": 1.0}, 4, RewardConfig(function=f"{__name__}.{name}"))
+    found = advantages(np.ones((4, 1)), {"r": 1.0}, 4, RewardConfig(function=f"{__name__}.infinite"))[0]
+    assert found[3] == 0 and found[:3].isfinite().all() and found[0] < found[1] < found[2], "not finite is missing"
+
+
+def test_a_mean_of_rewards_expects_positive_weights():
+    reward = {"spec": "jpeg_compressibility:1,jpeg_incompressibility:-1", "combine": "geometric_mean"}
+    with pytest.raises(ConfigError, match="geometric_mean expects weights of at least 0"):
+        specs(from_dict({"model": "m", "data": {"prompts": "p"}, "reward": reward}))
+
+
+def test_a_tamed_reward_of_minus_one_is_missing():
+    found = advantages(np.array([[-1.0], [1.0], [3.0], [-1.0]]), {"r": 1.0}, 4, RewardConfig(log_tame=0.0))[0]
+    assert found.isfinite().all() and found[0] == found[3] == 0 and found[2] > 0 > found[1]
 
 
 def test_constant_groups_stay_exactly_zero_under_batch_normalisation():

@@ -158,7 +158,7 @@ def test_lines_for_a_person():
     for part in (
         "step   7/300 (2%, 1:06:40 left)", "held-out win rate 0.625",
         "vlm_pairwise 0.500±0.250", "clipped 25%", "|Δratio| ≤ 1.0e-01", "kl 1.0e-06",
-        "judged 56, 3 failed, 75% decided, 4% change with the order", "missing 2%", "1.50 s (rollout 1.00 update 0.50)",
+        "judged 56, 3 failed, 75% decided, 4% flip when swapped", "missing 2%", "1.50 s (rollout 1.00 update 0.50)",
     ):  # fmt: skip
         assert part in line
     values = {

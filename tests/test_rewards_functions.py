@@ -101,6 +101,26 @@ def test_what_is_no_reward_is_refused(tmp_path):
         load_class(f"{tmp_path / 'no.py'}:f")
 
 
+def test_a_file_may_hold_dataclasses_and_what_it_raises_is_said(tmp_path):
+    lines = ["from __future__ import annotations", "from dataclasses import dataclass", "@dataclass", "class Own:"]
+    lines += ["    k: int = 1", "def f(images, prompts): return [Own().k] * len(images)"]
+    (tmp_path / "own.py").write_text("\n".join(lines))
+    assert [s.value for s in build([f"{tmp_path}/own.py:f"])[f"{tmp_path}/own.py:f"].score([grey(1)])] == [1.0]
+    (tmp_path / "broken.py").write_text("undefined_name\n")
+    for _ in range(2):
+        with pytest.raises(RewardSpecError, match="NameError: name 'undefined_name'"):
+            load_class(f"{tmp_path}/broken.py:f")
+
+
+def test_a_list_of_another_length_ends_the_run_and_is_not_asked_again_one_by_one():
+    with Scorer({"short": as_reward(lambda images, prompts: [1.0])}, 2) as scorer:
+        scorer.begin(0, [0])
+        for member in range(2):
+            scorer.add(0, member, grey(member))
+        with pytest.raises(RewardError, match="must return one value per sample: 2, got 1"):
+            scorer.finish()
+
+
 def test_the_examples_of_the_page(tmp_path, monkeypatch):
     """docs/rewards.md alone is enough for a reward of one's own, in a file or a module, in process and served."""
     page = (Path(__file__).parent.parent / "docs" / "rewards.md").read_text(encoding="utf-8")

@@ -12,6 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from judge_server import JudgeServer
 from safetensors.torch import load_file
@@ -103,6 +104,15 @@ def test_a_judge_in_this_process_and_one_over_http_inside_a_running_event_loop(p
         assert "reward/vlm_pairwise" in rows(asyncio.run(notebook()).folder)[-2]
 
 
+@pytest.mark.parametrize("reward", [redness, brighter])
+def test_without_a_judge_the_rewards_measure_held_out_prompts(place, reward):
+    base = {key: value for key, value in BASE.items() if key not in ("reward", "eval", "judge", "data")}
+    given = {"train_prompts": PROMPTS[:7], "eval_prompts": PROMPTS[7:], "rewards": reward, "steps": np.int64(1)}
+    values = merged(base, {"name": f"held_{reward.__name__}", "output": str(place / "runs"), "dtype": "fp32"} | given)
+    result = Trainer(place / "flux", **values).train()
+    assert 0 <= result.win_rate <= 1 and f"dev/{reward.__name__}" in result.metrics
+
+
 def test_off_the_main_thread(place):
     results = []
     thread = threading.Thread(target=lambda: results.append(trainer(place, "thread", steps=1).train()))
@@ -134,6 +144,11 @@ def test_a_run_that_stops_says_so_and_has_a_report(place):
         ({"rewards": 7}, "rewards: expected a name, a PairwiseJudge, a reward or a function, got 7"),
         ({"train_prompts": "nowhere.txt"}, "data.prompts: prompts file not found: nowhere.txt"),
         ({"train_prompts": []}, "train_prompts: expected at least one prompt"),
+        ({"train_prompts": {"prompt": "a"}}, "train_prompts: expected a file or a list of prompts"),
+        ({"train_prompts": [1]}, "train_prompts: expected texts, or mappings"),
+        ({"train": 3}, "train: expected a mapping of its fields, got 3"),
+        ({"rewards": max}, "a reward function must have a signature"),
+        ({"rewards": {1, 2}}, "rewards: expected a name"),
         ({"eval_prompts": 1.5}, "eval.holdout: expected"),
         ({"model": "nowhere"}, "model: model folder not found: 'nowhere'"),
         ({"rollout": {"frames": 5}}, "rollout.frames: flux makes images"),

@@ -28,7 +28,7 @@ import yaml
 from prefgrpo import __version__
 from prefgrpo.commands.launch import speaks, wait_for_first
 from prefgrpo.config.recipe import ConfigError, Loader, merged
-from prefgrpo.config.schema import MODEL_VALUES, Config, check, differences, leaves, parse
+from prefgrpo.config.schema import MODEL_VALUES, Config, check, differences, leaves, load, parse
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("prefgrpo.commands.cli:train", "train a model from a recipe; any field can be overridden"),
@@ -64,12 +64,12 @@ FIELDS = {
     "rollout.guidance* rollout.sigmas rollout.shift rollout.source_area rollout.truncate_timesteps rollout.batch_size "
     "eval.prompts eval.height eval.width eval.frames eval.steps eval.guidance* memory.*",
 }
-"""The configuration's fields that --help shows: of `train` those that are set first, of the others those they use."""
+"""The configuration's fields that --help shows: the most common ones of `train`, those that the others use."""
 
 
 def train(config: Config, resume: bool = False, dry_run: bool = False) -> int:
-    """Train a model from a recipe. Any field of it can be overridden; shown are those that are set first, and
-    --help-all shows all of them.
+    """Train a model from a recipe. Every field of the recipe can be overridden; the common ones are listed here, and
+    --help-all lists all.
 
     Args:
         config: The recipe with its overrides.
@@ -158,7 +158,8 @@ def _with_recipe(command: Any, name: str, argv: Sequence[str], recipe: Path | No
     path = [] if recipe else [Parameter("recipe", Parameter.POSITIONAL_OR_KEYWORD, annotation=RECIPE)]
     parameters = [*path, *own.values()]
     if wanted := {"-h", "--help", "--help-all"} & set(argv):
-        section = _section(Config, ["*"] if wanted == {"--help-all"} else FIELDS[command.__name__].split())
+        shown = ["*"] if wanted == {"--help-all"} else FIELDS[command.__name__].split()
+        section = _section(load(recipe) if recipe else Config(), shown)
         whole: Any = Annotated[section, tyro.conf.arg(name="")]
         parameters.append(Parameter("config", Parameter.KEYWORD_ONLY, annotation=whole, default=section()))
         argv = ["--help"]
@@ -180,19 +181,19 @@ RECIPE = Annotated[
 ]
 
 
-def _section(cls: Any, shown: Sequence[str], prefix: str = "") -> Any:
-    """A section with only those fields that one of the patterns `shown` matches, for --help."""
+def _section(values: Any, shown: Sequence[str], prefix: str = "") -> Any:
+    """The class of a section with only those fields that one of the patterns `shown` matches, for --help."""
     out: list[Any] = []
-    for name, info in cls.__pydantic_fields__.items():
-        kind, default = info.annotation, info.get_default(call_default_factory=True)
+    for name, info in values.__pydantic_fields__.items():
+        kind, default = info.annotation, getattr(values, name)
         if is_dataclass(kind):
-            section = _section(kind, shown, f"{prefix}{name}.")
+            section = _section(default, shown, f"{prefix}{name}.")
             out += [(name, section, field(default_factory=section))] if fields(section) else []
         elif any(fnmatch(prefix + name, pattern) for pattern in shown):
             as_text = isinstance(default, dict)
             help_ = tyro.conf.arg(help=" ".join(info.description.split()), metavar="YAML" if as_text else None)
             out.append((name, Annotated[str if as_text else kind, help_], field(default="" if as_text else default)))
-    return make_dataclass(cls.__name__, out, namespace={"__doc__": cls.__doc__})
+    return make_dataclass(type(values).__name__, out, namespace={"__doc__": values.__doc__})
 
 
 def overrides(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], dict[str, Any]]:
@@ -221,7 +222,7 @@ def overrides(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], dic
         elif isinstance(default, tuple) and not equals:
             value = list(takewhile(lambda w: not w.startswith("--"), rest))
             del rest[: len(value)]
-        elif isinstance(default, bool) and not equals and (not rest or rest[0].lower() not in ("true", "false")):
+        elif isinstance(default, bool) and not equals and _stands_alone(key, rest):
             value = True
         elif not equals and (not rest or rest[0].startswith("--")):
             raise ConfigError([f"{word}: expected a value"])
@@ -233,6 +234,16 @@ def overrides(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], dic
             value = {part: value}
         values = merged(values, value)
     return words, values
+
+
+def _stands_alone(key: str, rest: Sequence[str]) -> bool:
+    """Whether a switch has no value after it: that would be true, false or, of a field that takes more, anything."""
+    if not rest or rest[0].startswith("--"):
+        return True
+    kind: Any = Config
+    for part in key.split("."):
+        kind = kind.__pydantic_fields__[part].annotation
+    return kind is bool and rest[0].lower() not in ("true", "false")
 
 
 def _yaml(text: str) -> Any:

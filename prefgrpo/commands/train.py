@@ -34,6 +34,10 @@ from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.session import mistakes
 from prefgrpo.run.trainer import Callbacks, TrainingLoop, TrainingStopped
 
+SECTIONS = ("data", "eval", "judge", "reward", "train")
+"""Sections that arguments of `Trainer` write to."""
+WHICH_JUDGE = ("backend", "model", "endpoints", "tokenizer", "template", "api_key_env")
+"""Fields of the judge section that say which judge is asked."""
 Prompts = str | Path | Sequence[str | Mapping[str, Any]]
 """A file as in a recipe, or the prompts themselves: texts, or mappings of a file's columns."""
 
@@ -45,11 +49,11 @@ class PairwiseJudge:
     PairwiseJudge("Qwen/Qwen3-VL-8B-Instruct", plan="swiss(3)")    a folder or hub id, loaded in this process
     """
 
-    def __init__(self, judge: str | Sequence[str], **options: Any) -> None:
+    def __init__(self, judge: str | Path | Sequence[str], **options: Any) -> None:
         """options: fields of `JudgeConfig`, e.g. model (of a server), template, plan, verdict, concurrency."""
-        endpoints = [judge] if isinstance(judge, str) else list(judge)
+        endpoints = [str(judge)] if isinstance(judge, str | Path) else list(judge)
         server = all("://" in endpoint for endpoint in endpoints)
-        where = {"backend": "http", "endpoints": endpoints} if server else {"backend": "local", "model": judge}
+        where = {"backend": "http", "endpoints": endpoints} if server else {"backend": "local", "model": str(judge)}
         self.options: dict[str, Any] = where | options
 
 
@@ -109,18 +113,25 @@ class Trainer:
         rollout={"height": 512, "width": 512}, **{"train.lr": 1e-4}.
         """
         values = _nested(overrides)
-        objects, reward_values = _rewards(rewards)
-        training = {"steps": steps, "lora_rank": lora_rank}
+        objects, reward_values, judged = _rewards(rewards)
+        training = {"steps": _plain(steps), "lora_rank": _plain(lora_rank)}
         given: dict[str, Any] = {"train": {key: value for key, value in training.items() if value is not None}}
+        eval_prompts = _plain(eval_prompts)
         output, files = str(values.get("output", Config.output)), dict[Path, str]()
         if model:
             given["model"] = str(model)
         if train_prompts is not None:
             given["data"] = {"prompts": _prompts_file("train_prompts", train_prompts, output, files)}
         if isinstance(eval_prompts, float | int):
-            given["eval"] = {"prompts": "", "holdout": eval_prompts}
+            given["eval"] = {"prompts": "", "final_prompts": "", "holdout": eval_prompts}
         elif eval_prompts is not None:
             given["eval"] = {"prompts": _prompts_file("eval_prompts", eval_prompts, output, files)}
+        if wrong := [key for key in SECTIONS if not isinstance(values.get(key, {}), Mapping)]:
+            raise ConfigError([f"{key}: expected a mapping of its fields, got {values[key]!r}" for key in wrong])
+        if "judge" in reward_values:  # a recipe's judge is replaced; how it is asked stays
+            values["judge"] = {key: own for key, own in values.get("judge", {}).items() if key not in WHICH_JUDGE}
+        elif rewards is not None and "judge" not in values and not judged:
+            given["eval"] = {"judge": False} | values.get("eval", {}) | given.get("eval", {})
         values = merged(merged(values, given), reward_values)
         if rewards is not None:  # a recipe's objects are replaced too
             options = values["reward"]["options"]
@@ -189,48 +200,64 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Sections of values with dotted names: {"train.lr": 1} → {"train": {"lr": 1}}."""
     out: dict[str, Any] = {}
     for key, value in values.items():
+        value = _plain(value)
         for part in reversed(key.split(".")):
             value = {part: value}
         out = merged(out, value)
     return out
 
 
+def _plain(value: Any) -> Any:
+    """The value with Python's own numbers in place of NumPy's and torch's."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
 def _prompts_file(argument: str, prompts: Prompts, output: str, files: dict[Path, str]) -> str:
     """The file of prompts; a list becomes one beside the runs, named by its content, so that a run can be resumed."""
     if isinstance(prompts, str | Path):
         return str(prompts)
-    if not prompts:
+    if isinstance(prompts, Mapping) or not hasattr(prompts, "__len__"):
+        raise ConfigError([f"{argument}: expected a file or a list of prompts, got {prompts!r}"])
+    if not len(prompts):
         raise ConfigError([f"{argument}: expected at least one prompt, got none"])
     rows = []
     for prompt in prompts:
-        row: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else dict(prompt)
+        if not isinstance(prompt, str | Mapping):
+            raise ConfigError([f"{argument}: expected texts, or mappings with a 'prompt', got {prompt!r}"])
+        row = {"prompt": prompt} if isinstance(prompt, str) else _plain(prompt)
         for key in SOURCE:
             if isinstance(value := row.get(key), str | Path):
                 row[key] = str(Path(value).absolute())
             elif isinstance(value, Sequence):
                 row[key] = [str(Path(path).absolute()) for path in value]
-        rows.append(json.dumps(row))
+        try:
+            rows.append(json.dumps(row))
+        except TypeError as error:
+            raise ConfigError([f"{argument}: a column cannot be written as JSON ({error}): {row!r:.200}"]) from error
     text = "".join(row + "\n" for row in rows)
     file = Path(output) / f"prompts-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     files[file] = text
     return str(file)
 
 
-def _rewards(rewards: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(name → function or open reward, the recipe's values of all rewards). Raises ConfigError."""
+def _rewards(rewards: Any) -> tuple[dict[str, Any], dict[str, Any], bool]:
+    """(name → function or open reward, the recipe's values of all rewards, whether one asks a judge). Raises
+    ConfigError."""
     if rewards is None:
-        return {}, {}
+        return {}, {}, False
     if isinstance(rewards, str):
         try:
             rewards = parse_reward_spec(rewards)
         except RewardSpecError as error:
             raise ConfigError([f"rewards: {error}"]) from error
-    elif not isinstance(rewards, Mapping):
-        rewards = dict.fromkeys(rewards if isinstance(rewards, Sequence) else [rewards], 1.0)
     objects: dict[str, Any] = {}
     values: dict[str, Any] = {"reward": {"options": {}}}
     spec: dict[str, float] = {}
-    for reward, weight in rewards.items():
+    several = rewards if isinstance(rewards, Sequence) else [rewards]
+    weighed = rewards.items() if isinstance(rewards, Mapping) else [(reward, 1.0) for reward in several]
+    for reward, weight in weighed:
         if isinstance(reward, str):
             name = reward
         elif isinstance(reward, PairwiseJudge):
@@ -248,15 +275,14 @@ def _rewards(rewards: Any) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ConfigError(
                 [f"rewards: {name} is given twice; give each reward once, functions under names of their own"]
             )
-        spec[name] = weight
+        spec[name] = _plain(weight)
     with named(objects):
         try:
-            for name in objects:
-                load_class(name)
             values["reward"]["spec"] = json.dumps(parse_reward_spec(spec))
+            classes = [load_class(name) for name in spec]
         except RewardSpecError as error:
             raise ConfigError([f"rewards: {error}"]) from error
-    return objects, values
+    return objects, values, any(cls.judged for cls in classes)
 
 
 def _name(reward: Any) -> str:

@@ -105,7 +105,7 @@ class JudgeConfig:
     """The vision-language judge, how it is asked, and what its answers are used for."""
 
     endpoints: tuple[str, ...] = ("http://127.0.0.1:8000",)
-    """Base URLs of servers of the same model, with or without /v1; requests go to the least loaded living one."""
+    """Base URLs of servers of the same model, with or without /v1; requests go to the least-loaded healthy one."""
     model: str = ""
     """http: the served model's name (empty: the only one served); local: folder or hub id of the checkpoint."""
     template: str = ""

@@ -103,4 +103,5 @@ def log_tame(rewards: Tensor, threshold: float | Literal["mean", "median"] = "me
         limit = spread.mean() if threshold == "mean" else spread.median()
     else:
         limit = spread.new_tensor(threshold)
-    return torch.where((spread > limit)[:, None], torch.log1p(r), r).to(rewards.dtype)
+    tamed = torch.where(r > -1, torch.log1p(r), torch.nan)
+    return torch.where((spread > limit)[:, None], tamed, r).to(rewards.dtype)

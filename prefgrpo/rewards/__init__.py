@@ -180,19 +180,23 @@ def load_class(name: str) -> type[Reward]:
     if name in (objects := named_objects()):
         return _class_of(name, objects[name])
     path = f"prefgrpo.rewards.{REWARDS[name]}" if name in REWARDS else name
-    module, _, attribute = path.rpartition(":" if ":" in path else ".")
     try:
-        value = getattr(
-            _file_module(Path(module)) if module.endswith(".py") else importlib.import_module(module), attribute
-        )
-    except (ImportError, AttributeError, OSError, SyntaxError) as error:
-        hint = "" if name in REWARDS or module.endswith(".py") else "; its folder must be on PYTHONPATH"
-        raise RewardSpecError(f"cannot load reward '{name}' from {path}: {error}{hint}") from error
+        value = load_object(path)
+    except Exception as error:
+        hint = "" if name in REWARDS or ".py:" in path else "; its folder must be on PYTHONPATH"
+        message = f"{error}" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+        raise RewardSpecError(f"cannot load reward '{name}' from {path}: {message}{hint}") from error
     if isinstance(value, type) and issubclass(value, Reward):
         return value
     if not inspect.isfunction(value):
         raise RewardSpecError(f"reward '{name}' at {path} is no PointwiseReward, GroupwiseReward or function")
     return _class_of(name, value)
+
+
+def load_object(path: str) -> Any:
+    """What "package.module.name", "package.module:name" or "file.py:name" is; raises what importing it raises."""
+    module, _, attribute = path.rpartition(":" if ":" in path else ".")
+    return getattr(_file_module(Path(module)) if module.endswith(".py") else importlib.import_module(module), attribute)
 
 
 def _class_of(name: str, value: Any) -> type[Reward]:
@@ -213,9 +217,12 @@ def _file_module(file: Path) -> Any:
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file.resolve())
         assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        sys.modules[name] = module
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
     return sys.modules[name]
 
 

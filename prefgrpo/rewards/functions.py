@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
 from inspect import Parameter
 from typing import Any, cast
 
@@ -120,11 +119,13 @@ def as_reward(value: Any, **options: Any) -> Reward:
     return function_class(value)(**options)
 
 
-@cache
 def function_class(function: Function) -> type[Reward]:
     """The class of a function's reward: its constructor takes the function's options. RewardError for a function of
     other parameters."""
-    first = next(iter(inspect.signature(function).parameters), "")
+    try:
+        first = next(iter(inspect.signature(function).parameters), "")
+    except ValueError as error:  # of builtins
+        raise RewardError(f"a reward function must have a signature: {error}") from error
     kind: type[Reward] = FunctionPairwise if first == PAIRWISE[0] else FunctionReward
     members: dict[str, Any] = {"__doc__": inspect.getdoc(function), "__module__": function.__module__}
     if kind is FunctionReward:

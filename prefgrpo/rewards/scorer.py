@@ -173,6 +173,8 @@ class Scorer:
         samples = [self._samples[g][m] for g, m in keys]
         try:
             scores = reward.score(samples) if samples else []
+        except RewardError:  # what it returned is no list of scores
+            raise
         except Exception:  # noqa: BLE001  (whatever a reward's libraries raise, as behind `reward serve`)
             traceback.print_exc()
             scores = [_alone(reward, sample) for sample in samples]

@@ -9,19 +9,17 @@ normalisation only divides, and a constant group has exactly 0.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from prefgrpo.config.schema import ConfigError, RewardConfig
+from prefgrpo.config.schema import RewardConfig
 from prefgrpo.ops import group_advantage, log_tame
+from prefgrpo.rewards import load_object
 from prefgrpo.rewards.base import GroupScores
 
 Parts = Mapping[str, Mapping[str, float]]
@@ -38,24 +36,30 @@ def part_table(groups: Mapping[str, list[GroupScores]], parts: Parts) -> NDArray
     return np.stack([np.array(c, dtype=np.float64) for c in columns], axis=-1)
 
 
-@lru_cache(None)
+class CombineError(RuntimeError):
+    """`reward.function` raised, or returned something else than one number per sample."""
+
+
 def load_function(path: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """The function of `reward.function`: file.py:function or package.module.function. Raises ConfigError."""
+    """The function of `reward.function`: file.py:function or package.module.function. Raises ValueError."""
     try:
-        if ":" in path:
-            file, _, name = path.rpartition(":")
-            spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-            if spec is None or spec.loader is None:
-                raise ImportError("expected a Python file")
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-        else:
-            package, _, name = path.rpartition(".")
-            module = importlib.import_module(package)
-        function: Callable[[Tensor, Tensor], Tensor] = getattr(module, name)
-    except (ImportError, OSError, SyntaxError, AttributeError, ValueError) as error:
-        raise ConfigError([f"reward.function: cannot load {path!r}: {error}"]) from error
+        function: Callable[[Tensor, Tensor], Tensor] = load_object(path)
+    except Exception as error:
+        raise ValueError(f"cannot load {path!r}: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"expected a function at {path!r}, got {type(function).__name__}")
     return function
+
+
+def _combined(path: str, table: Tensor, weights: Tensor) -> Tensor:
+    """The user's function of rewards [R, B] and weights [R]: [B], NaN where it is missing or not finite."""
+    try:
+        values = torch.as_tensor(load_function(path)(table, weights)).to(table)
+    except Exception as error:
+        raise CombineError(f"reward.function {path} raised {type(error).__name__}: {error}") from error
+    if values.shape != table.shape[1:]:
+        raise CombineError(f"reward.function {path}: expected {list(table.shape[1:])} values, got {list(values.shape)}")
+    return torch.where(values.isfinite(), values, torch.nan)
 
 
 def advantages(
@@ -69,8 +73,7 @@ def advantages(
 ) -> Tensor:
     """fp32 [P, G] on `device` from rewards [P · G, R], ordered as `weights`, and sub-scores [P · G, K], as `parts`.
 
-    NaN is missing: such a sample enters no statistic and gets 0. Raises ValueError for a result of `reward.function`
-    that is not [P · G].
+    NaN is missing: such a sample enters no statistic and gets 0. Raises CombineError if `reward.function` fails.
     """
     table = torch.from_numpy(rewards.T.copy()).to(device)
     kinds = torch.tensor(list(weights.values()), dtype=torch.float64, device=device)
@@ -92,9 +95,7 @@ def advantages(
             if weight:
                 out += torch.where(missing | (known == 0), 0.0, weight * total / known)
     elif options.function:
-        values = load_function(options.function)(table[trained], kinds[trained])
-        if values.shape != ids.shape:
-            raise ValueError(f"reward.function: expected {list(ids.shape)} values, got {list(values.shape)}")
+        values = _combined(options.function, table[trained], kinds[trained])
         missing = values.isnan()
         out = in_groups(values[None])
     else:

@@ -25,6 +25,7 @@ from prefgrpo.models import family
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import build, load_class, parse_reward_spec
 from prefgrpo.rewards.base import PointwiseReward, Reward
+from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.run.advantage import load_function
@@ -55,6 +56,10 @@ def mistakes(config: Config) -> list[str]:
     trained = parsed("reward.spec", parse_reward_spec, config.reward.spec)
     measured = parsed("eval.spec", parse_reward_spec, config.eval.spec) if config.eval.spec else {}
     parsed("judge.plan", get_plan, config.judge.plan)
+    if config.reward.function:
+        parsed("reward.function", load_function, config.reward.function)
+    if config.reward.combine in ("geometric_mean", "harmonic_mean") and any(w < 0 for w in trained.values()):
+        wrong.append(f"reward.combine: {config.reward.combine} expects weights of at least 0, got {config.reward.spec}")
     if PAIRWISE in trained:
         parsed("judge.template", load_template, config.judge.template or "compare")
     if PAIRWISE in measured:
@@ -231,8 +236,6 @@ def training_scorer(
     if split and combine != "weighted_advantage_sum":
         message = f"reward.combine: expected weighted_advantage_sum, got {combine}, but {', '.join(split)}"
         raise ConfigError([f"{message} normalises its parts one by one; change one of the two"])
-    if config.reward.function:
-        load_function(config.reward.function)
     judged = any(isinstance(r, VlmPairwise) for r in rewards.values())
     log = folder / "judgements.jsonl" if folder and judged and config.judge.log else None
     return Scorer(rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log), weights
@@ -243,7 +246,8 @@ def evaluation_scorers(
 ) -> dict[str, Scorer]:
     """Scorers of (now, before) pairs: 'judge' asks in both orders, 'measure' holds the rewards of eval.spec.
 
-    Where no evaluation is configured (prompts held out by default), measured are the pointwise rewards of training.
+    Without eval.spec, and without a judge or with prompts held out by default, the rewards of training are measured
+    that ask no judge for a comparison.
     """
     _, measured = specs(config)
     scorers = {}
@@ -256,8 +260,8 @@ def evaluation_scorers(
     if measured:
         rewards = _built(config, "eval.spec", measured, config.eval.options, None, prompts, world)
         scorers["measure"] = Scorer(rewards, 2, config.judge.deadline_s, config.seed)
-    elif not (config.eval.prompts or config.eval.final_prompts):
-        own = {name: reward for name, reward in training.rewards.items() if isinstance(reward, PointwiseReward)}
-        if own:
-            scorers["measure"] = Scorer(own, 2, config.judge.deadline_s, config.seed)
+    elif not (scorers and (config.eval.prompts or config.eval.final_prompts)):
+        unjudged = {n: r for n, r in training.rewards.items() if isinstance(r, PointwiseReward | FunctionPairwise)}
+        if unjudged:
+            scorers["measure"] = Scorer(unjudged, 2, config.judge.deadline_s, config.seed)
     return scorers

@@ -137,7 +137,7 @@ def step_line(
         if "judge/tie_rate" in values:
             judged += f", {1 - values['judge/tie_rate']:.0%} decided"
         if "judge/order_inconsistency" in values:
-            judged += f", {values['judge/order_inconsistency']:.0%} change with the order"
+            judged += f", {values['judge/order_inconsistency']:.0%} flip when swapped"
         parts.append(judged + f" in {busy:.2f} s, waited {waited:.2f}" * (busy > 0 and waited > 0))
     if values["reward/missing"]:
         parts.append(f"missing {values['reward/missing']:.0%}")

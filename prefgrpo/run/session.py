@@ -268,7 +268,7 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
     if not held:
         few = f"{count} prompts are too few to hold some out (fewer than {FEWEST_TO_SPLIT})"
         why = "eval.every is 0" if not e.every else few if e.holdout else "eval.holdout is 0"
-        yield f"no evaluation, hence no before/after: {why}, and eval.prompts names no file"
+        yield f"no evaluation, so no before/after comparison: {why}, and eval.prompts names no file"
     elif e.prompts or e.final_prompts:
         yield "evaluated on " + ", ".join(f"{number} prompts ({name})" for name, number in held.items())
     else:

@@ -26,7 +26,7 @@ from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.render import stills
 from prefgrpo.rollout.replay import replay, stacked
 from prefgrpo.run import checkpoint
-from prefgrpo.run.advantage import advantages, part_table
+from prefgrpo.run.advantage import CombineError, advantages, part_table
 from prefgrpo.run.log import Log
 from prefgrpo.run.metrics import (
     NoInformation,
@@ -153,10 +153,10 @@ class TrainingLoop:
         updates = self.policy.updates
         try:
             return self.step(step, clock)
-        except (NonFiniteGradient, RewardsMissing, NoInformation, Diverged) as error:
+        except (NonFiniteGradient, RewardsMissing, NoInformation, Diverged, CombineError) as error:
             self.policy.optimizer.zero_grad()
             if self.policy.updates == updates and not isinstance(error, Diverged):
-                advice = f"saved {self._save(step)}; after mending it, continue with --resume"
+                advice = f"Checkpoint saved to {self._save(step)}. Fix the cause, then rerun with --resume."
             else:
                 newest = self.folder.latest()
                 advice = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"

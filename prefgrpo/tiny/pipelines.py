@@ -22,6 +22,7 @@ from transformers import CLIPTextModel, CLIPTokenizer, Qwen2Tokenizer, T5Config,
 
 from prefgrpo.config.schema import MODEL_VALUES
 from prefgrpo.models import family as model_family
+from prefgrpo.models.folder import ModelError
 from prefgrpo.models.qwen_processor import Qwen2VLProcessor
 
 TEXT_WIDTH = 32
@@ -376,7 +377,7 @@ def make(family: str, folder: str | Path, seed: int = 0, **scheduler: Any) -> Pa
     scheduler: overrides its scheduler's config.
     """
     if family not in FAMILIES:
-        raise ValueError(f"no tiny pipeline of family '{family}': expected one of {', '.join(FAMILIES)}")
+        raise ModelError(f"no tiny pipeline of family '{family}': expected one of {', '.join(FAMILIES)}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipe = FAMILIES[family]()
