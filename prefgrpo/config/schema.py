@@ -183,7 +183,7 @@ class RewardConfig:
     log_tame: Literal["mean", "median"] | float | None = None
     """log(1 + r) of rewards whose std/mean exceeds this, or the mean or median of all (PaCo-GRPO); none: never."""
     rank: bool = False
-    """Replace values by their rank in the group before they are normalised."""
+    """Replace values by their rank in the group, from 0 to 1, before they are normalised."""
     std: Literal["group", "global", "none"] = "group"
     """Whose standard deviation divides the advantage (none: Dr. GRPO)."""
     eps: NonNegativeFloat = 1e-4
