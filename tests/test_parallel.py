@@ -125,6 +125,7 @@ def test_only_rank_0_writes_what_is_no_ranks_own(both):
     assert sorted(p.name for p in folder.glob("dev_before_*")) == ["dev_before_0of2.npz", "dev_before_1of2.npz"]
 
 
+@pytest.mark.full
 def test_torchrun_starts_it(place):
     file = recipe(place, "torchrun", **SAME, eval={"every": 0})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "prefgrpo"]

@@ -140,6 +140,7 @@ def test_what_the_hints_name_makes_the_estimate_smaller():
     assert not {"text encoders"} & {*cached.parts, *cached.phases} and cached.total < plain.total
 
 
+@pytest.mark.full
 def test_every_hint_is_a_field_that_is_free_to_turn(tmp_path, monkeypatch, capsys):
     """Following the hints makes the sum what they say, each time, until nothing is left."""
     monkeypatch.chdir(tmp_path)

@@ -177,6 +177,7 @@ def ranks(argv, size, log):
 
 
 @pytest.mark.dist
+@pytest.mark.full
 def test_torchrun_itself(place):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     argv = ["-m", "prefgrpo", "score", "--reward-spec", "jpeg_compressibility", "--images", str(place / "images")]
