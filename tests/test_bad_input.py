@@ -144,6 +144,7 @@ def test_an_output_that_is_a_file(place, capsys):
     refused(attempt(capsys, "train", recipe(place, "filed")), "is a file; expected a folder")
 
 
+@pytest.mark.full
 def test_names_that_a_shell_would_mangle(place):
     code, output = train(recipe(place, "name with spaces & é"))
     assert code == 0 and (place / "runs" / "name with spaces & é" / "lora").is_dir(), output

@@ -152,6 +152,7 @@ NVCC = shutil.which("nvcc")
 @pytest.mark.slow
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 @pytest.mark.parametrize("source", ["cuda_affine.cu", "cuda_small.cu"])
+@pytest.mark.full
 def test_cuda_kernels_compile_without_spills(root, tmp_path, source):
     """For sm_80, sm_90a and sm_100a: no spill, no stack, and registers for at least 512 threads per multiprocessor."""
     command = [NVCC, "-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", "--threads=2", "-c", str(root / "csrc" / source)]

@@ -67,6 +67,7 @@ def test_the_source_image_is_part_of_the_condition(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen_image_edit", pytest.param("qwen_image_edit_plus", marks=full)])
+@pytest.mark.full
 def test_sources_of_real_size(family, monkeypatch):
     """Unpatched: a source becomes a million pixels in both pipelines, whatever the output's size."""
     case = replace(case_of(family).unguided(), sources=1)
@@ -119,6 +120,7 @@ adapter.save_full(sys.argv[4])
 """
 
 
+@pytest.mark.full
 def test_qwen_edit_without_torchvision(tmp_path):
     """Only transformers' video processor needs it: the embedding is the same, and what is saved loads with it."""
     made, saved, file = tmp_path / "made", tmp_path / "saved", tmp_path / "embeds"

@@ -168,6 +168,7 @@ def test_the_command_ends_its_server_however_it_ends_and_leaves_no_file(vllm, nu
     bystander.wait()
 
 
+@pytest.mark.full
 def test_several_models_get_a_port_each_and_one_that_dies_leaves_the_others(vllm):
     child, text = started(vllm, "unifiedreward-2b", "mine=qwen3-vl", port=(port := free_port()))
     rewards = yaml.safe_load(text[text.index("reward:") :])["reward"]["options"]

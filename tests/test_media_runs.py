@@ -86,6 +86,7 @@ def test_a_reward_that_takes_images_refuses_clips(place, capsys):
     training_scorer(from_dict(settings(place, "x", **over, rollout={"frames": 1})), OneByOne(), None, [], ALONE)
 
 
+@pytest.mark.full
 def test_edits_with_sources_of_any_size(place, root):
     for number, size in enumerate([(40, 24), (24, 24), (64, 64)]):
         noise = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)

@@ -145,7 +145,8 @@ LAUNCHED = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.full] * (c != "stopped")) for c in LAUNCHED])
+@pytest.mark.full
+@pytest.mark.parametrize("case", LAUNCHED)
 def test_launch_ends_with_the_runs_exit_code_and_one_message(place, case):
     """torchrun itself ends with 1 and a traceback; and it kills the first rank while that still writes its report."""
     options, over, code, told = LAUNCHED[case]

@@ -126,6 +126,7 @@ def test_conditions_have_the_shapes_that_the_plan_knows(case):
     assert adapter.condition_shapes(case.max_length) == want
 
 
+@pytest.mark.full
 def test_what_the_hints_name_makes_the_estimate_smaller():
     shares = [{}, {"gradient_checkpointing": True, "checkpointing_share": 0.5}, {"gradient_checkpointing": True}]
     most = [plan.estimate(config(SD3, **train)).phases["update"] for train in shares]
