@@ -87,7 +87,7 @@ MISTAKES = [
     ("train: {lora_targets: [to_qq]}", "train.lora_targets:  … to_qq … it has  … attn.to_q"),
     ("reward: {spec: jpeg_compresibility}", "reward.spec: unknown reward … jpeg_compressibility"),
     ("reward: {spec: 'jpeg_compressibility:0'}", "reward.spec: every weight is 0 … measure with eval.spec"),
-    # another kind of media, told before anything loads
+    # another kind of media, reported before anything loads
     ("model: ./nowhere, reward: {spec: videoalign}", "videoalign takes video, but this run makes images"),
     (MANY, "did you mean 'sd3' … data.prompts: prompts file not found: /no/p.txt … group_size: expected 2 or more … "
            "at most one update per prompt … train.stepps: unknown key … judge template 'compar' not found … "

@@ -2,8 +2,8 @@
 
 Why these cases: a file comes from Windows, from a spreadsheet, with a byte-order mark or a Latin-1 line in the middle;
 UniGenBench's csv has quotes, commas and JSON inside a cell, GenEval's jsonl metadata that a reward needs, an edit list
-images that are missing; every bad line is told with its number, all at once; and the prompts of a step must not depend
-on what ran before it, on the number of ranks, or on luck.
+images that are missing; every bad line is reported with its number, all at once; and the prompts of a step must not
+depend on what ran before it, on the number of ranks, or on luck.
 """
 
 import csv

@@ -15,7 +15,7 @@ from families import CASES, CPU, PROMPTS, QUICK, case_of, folder, load, one_or_l
 
 from prefgrpo.config.schema import ConfigError, from_dict
 from prefgrpo.rollout.sampling import Schedules
-from prefgrpo.run.loading import misfits
+from prefgrpo.run.loading import unsupported
 from prefgrpo.sde.rules import RULES, StepInfo
 
 CONFIGS = json.loads((Path(__file__).parent / "data" / "schedulers.json").read_text())
@@ -142,4 +142,4 @@ def test_stable_diffusion_1_has_no_published_sigmas():
     run = from_dict(
         {"model": "m", "family": "sd1", "data": {"prompts": "p"}, "rollout": {"sigmas": "published", "shift": 3.0}}
     )
-    assert misfits(run) == ["rollout.sigmas: sd1 has no time shift, expected pipeline, got published"]
+    assert unsupported(run) == ["rollout.sigmas: sd1 has no time shift, expected pipeline, got published"]

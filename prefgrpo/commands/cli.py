@@ -256,11 +256,11 @@ def _yaml(text: str) -> Any:
 
 def _read(recipe: Path, values: Mapping[str, Any], training: bool) -> Config:
     """The configuration of a recipe and overrides. Raises ConfigError with every mistake."""
-    from prefgrpo.run.loading import misfits
+    from prefgrpo.run.loading import unsupported
 
     model = str(values.get("model", ""))
     config, mistakes = parse(recipe, model, values)
-    mistakes += check(config) + misfits(config)
+    mistakes += check(config) + unsupported(config)
     if training:
         from prefgrpo.run import session
 

@@ -36,7 +36,7 @@ from prefgrpo.rewards import build, load_class, parse_reward_spec
 from prefgrpo.rewards.base import Reward, Sample, Score
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rewards.wire import score_row
-from prefgrpo.run.judging import misfits, reward_options
+from prefgrpo.run.judging import reward_options, unsupported
 
 STDOUT = "-"
 Groups = list[list[int]]
@@ -156,7 +156,7 @@ def _check_inputs(rewards: Mapping[str, Any], files: Sequence[Generated]) -> Non
     """Raise ConfigError for rewards, or classes of rewards, that do not take these files."""
     prompts = list({g.prompt.id: g.prompt for g in files}.values())
     kinds = sorted({"video" if _is_clip(g) else "image" for g in files})
-    if mistakes := [m for k in kinds for m in misfits(k, "--reward-spec:", "the folder holds", rewards, prompts)]:
+    if mistakes := [m for k in kinds for m in unsupported(k, "--reward-spec:", "the folder holds", rewards, prompts)]:
         raise ConfigError(list(dict.fromkeys(mistakes)))
 
 

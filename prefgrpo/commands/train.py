@@ -29,7 +29,7 @@ from prefgrpo.rewards import PYTHON, REWARDS, RewardSpecError, load_class, named
 from prefgrpo.rewards.base import Reward
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.run.checkpoint import write_atomic
-from prefgrpo.run.loading import misfits
+from prefgrpo.run.loading import unsupported
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.session import mistakes
 from prefgrpo.run.trainer import Callbacks, TrainingLoop, TrainingStopped
@@ -149,7 +149,7 @@ class Trainer:
         self._objects, self._resume = objects, resume
         self._callbacks = Callbacks(on_step, on_evaluation, on_save)
         with named(objects):
-            if problems := misfits(self.config) + mistakes(self.config, int(os.environ.get("WORLD_SIZE", "1"))):
+            if problems := unsupported(self.config) + mistakes(self.config, int(os.environ.get("WORLD_SIZE", "1"))):
                 raise ConfigError(problems)
 
     @classmethod

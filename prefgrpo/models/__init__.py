@@ -48,7 +48,7 @@ def family_of(model: str) -> str:
     """Family of a pipeline (folder or hub id), by its model_index.json. Raises ModelError."""
     index = folder.index_of(folder.locate(model, configs_only=True))
     classes = {name: family(name) for name in MODELS}
-    fits = (n for n, c in classes.items() if c.pipeline == index.get("_class_name") and not c.misfit(index))
+    fits = (n for n, c in classes.items() if c.pipeline == index.get("_class_name") and not c.unsupported_index(index))
     if found := next(fits, None):
         return found
     raise folder.ModelError(f"'{model}' holds a {index.get('_class_name')}, which no model family trains")

@@ -144,12 +144,12 @@ class Adapter(Weights, ABC):
     def find(cls, model: str, configs_only: bool = False) -> Path:
         """`folder.resolve` of a model of this family: several share a pipeline. Raises ModelError for another's."""
         path = folders.resolve(model, cls.pipeline, configs_only)
-        if odd := cls.misfit(folders.index_of(path)):
+        if odd := cls.unsupported_index(folders.index_of(path)):
             raise folders.ModelError(f"'{path}' {odd}: set `family` to the one of this model")
         return path
 
     @classmethod
-    def misfit(cls, index: dict[str, Any]) -> str:
+    def unsupported_index(cls, index: dict[str, Any]) -> str:
         """What a model_index.json of this pipeline has that the family has not; empty: it is the family's."""
         there = [name for name in index if name.startswith(cls.denoisers[0]) and index[name][0] is not None]
         return "" if set(there) == set(cls.denoisers) else f"has {there}, {cls.__name__} has {list(cls.denoisers)}"
@@ -175,8 +175,8 @@ class Adapter(Weights, ABC):
         return self.encode_prompt(prompt, max_length)
 
     def encode_source(self, source: Image.Image) -> Tensor:
-        """Latents [rows, columns, C] of a source image, one token per place (editing families)."""
-        raise NotImplementedError
+        """Latents [rows, columns, C] of a source image, one token per place. TypeError if the family takes none."""
+        raise TypeError(f"{type(self).__name__} takes no source images")
 
     def source_tensors(self, sources: tuple[Image.Image, ...], frames: int | None) -> list[Tensor]:
         """What the denoiser is given of the source images: the latents of each."""

@@ -27,11 +27,11 @@ class Wan(PatchVideo):
     """Whether every token has a time of its own."""
 
     @classmethod
-    def misfit(cls, index: dict[str, Any]) -> str:
+    def unsupported_index(cls, index: dict[str, Any]) -> str:
         """Also by what the folder says of times."""
         expand = bool(index.get("expand_timesteps"))
         odd = f"has expand_timesteps {expand}, {cls.__name__} has {cls.expand_timesteps}"
-        return super().misfit(index) if expand is cls.expand_timesteps else odd
+        return super().unsupported_index(index) if expand is cls.expand_timesteps else odd
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """prompt_embeds [max_length, C]."""

@@ -175,11 +175,11 @@ def makes_clips(config: Config) -> bool:
 def check_inputs(config: Config, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
     """Raise ConfigError for rewards, or classes of rewards, that do not take what this run makes of these prompts."""
     kind = "video" if makes_clips(config) else "image"
-    if mistakes := misfits(kind, f"{field}:", "this run makes", rewards, prompts):
+    if mistakes := unsupported(kind, f"{field}:", "this run makes", rewards, prompts):
         raise ConfigError(mistakes)
 
 
-def misfits(kind: str, field: str, made: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[str]:
+def unsupported(kind: str, field: str, made: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[str]:
     """Why rewards, or classes of them, cannot score images or clips of these prompts; `made`: "this run makes"."""
     mistakes = []
     for name, reward in rewards.items():

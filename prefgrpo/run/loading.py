@@ -31,7 +31,7 @@ def config_errors_as(field_name: str) -> Iterator[None]:
         raise ConfigError([f"{field_name}: {error}"]) from error
 
 
-def misfits(config: Config) -> list[str]:
+def unsupported(config: Config) -> list[str]:
     """What a family does not take, from its class alone."""
     try:
         cls = family(config.family)
@@ -59,7 +59,7 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True) ->
     """The model of a run, frozen, its size and frames checked. Raises ConfigError or ModelError."""
     m = config.memory
     quiet_libraries()
-    if mistakes := misfits(config):
+    if mistakes := unsupported(config):
         raise ConfigError(mistakes)
     with config_errors_as("rollout.source_area"):
         adapter = load_model(
