@@ -150,14 +150,15 @@ def test_every_metric_is_reduced_over_ranks_as_its_producer_says():
 
 def test_lines_for_a_person():
     values = {
-        "reward/vlm_pairwise": 0.5, "reward/vlm_pairwise_std": 0.25, "reward/missing": 0.02, "policy/kl": 1e-6,
+        "reward/vlm_pairwise": 0.5, "reward/vlm_pairwise_std": 0.25, "reward/clip": 0.31, "reward/clip_std": 0.02,
+        "reward/missing": 0.02, "policy/kl": 1e-6,
         "policy/clip_fraction": 0.25, "policy/ratio_min": 0.9, "policy/ratio_max": 1.05, "grad_norm": 0.01,
         "judge/requests": 56.0, "judge/failures": 3.0, "judge/tie_rate": 0.25, "judge/order_inconsistency": 0.04,
     }  # fmt: skip
     line = step_line(7, 300, values, {"rollout": 1.0, "update": 0.5}, 4000.0, 0.625)
     for part in (
         "step   7/300 (2%, 1:06:40 left)", "held-out win rate 0.625",
-        "vlm_pairwise 0.500±0.250", "clipped 25%", "|Δratio| ≤ 1.0e-01", "kl 1.0e-06",
+        "vlm_pairwise std 0.250", "clip 0.310±0.020", "clipped 25%", "|Δratio| ≤ 1.0e-01", "kl 1.0e-06",
         "judged 56, 3 failed, 75% decided, 4% flip when swapped", "missing 2%", "1.50 s (rollout 1.00 update 0.50)",
     ):  # fmt: skip
         assert part in line

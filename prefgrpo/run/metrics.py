@@ -130,7 +130,9 @@ def step_line(
     for key, value in values.items():
         if re.fullmatch(r"reward/[^/]+(?<!_std)", key) and key != "reward/missing":
             spread = values.get(f"{key}_std", 0.0)
-            parts.append(f"{key[7:]} {value:.3f}" + f"±{spread:.3f}" * (spread > 0))
+            mean = f"{value:.3f}" + f"±{spread:.3f}" * (spread > 0)
+            always_half = spread > 0 and abs(value - 0.5) < 5e-4  # the mean of win rates within a group
+            parts.append(f"{key[7:]} std {spread:.3f}" if always_half else f"{key[7:]} {mean}")
     if "judge/requests" in values:
         lost, busy, waited = (values.get(k, 0.0) for k in ("judge/failures", "time/judge/busy_s", "time/judge/wait_s"))
         judged = f"judged {values['judge/requests']:.0f}" + f", {lost:.0f} failed" * (lost > 0)
