@@ -76,7 +76,8 @@ def generate(
                 message = f"{config.model} is not the model that it was trained on: {' '.join(lines[:2])}"
                 raise ModelError(f"--lora {lora}: {message}, and {len(lines) - 2} more") from error
         jobs = _jobs(held, samples, out, naming, ".mp4" if makes_clips(config) else ".png")
-        _make(config, adapter, [job for job in jobs[world.rank :: world.size] if not job.file.exists()], world, fps)
+        mine = jobs[world.dp_index :: world.dp_size]
+        _make(config, adapter, [job for job in mine if not job.file.exists()], world, fps)
         world.barrier()
         if world.main:
             print(f"{len(jobs)} files are in {out}")

@@ -27,7 +27,7 @@ def preprocess(config: Config) -> int:
     try:
         todo = uncached(config, encoding_jobs(config, prompts, held))
         world.barrier()  # every rank has looked before any rank writes
-        if mine := todo[world.rank :: world.size]:
+        if mine := todo[world.dp_index :: world.dp_size]:
             _encode(config, mine, world)
         world.barrier()
         if world.main:

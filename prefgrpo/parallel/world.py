@@ -36,17 +36,27 @@ class World:
         """Rank 0 writes files and speaks."""
         return self.rank == 0
 
+    @property
+    def dp_index(self) -> int:
+        """This process's data-parallel index: which share of the samples it works on."""
+        return self.rank
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data-parallel shares."""
+        return self.size
+
     def slots(self, total: int) -> range:
-        """This rank's of `total` slots, dealt out one by one; total must be a multiple of the world size."""
-        return range(self.rank, total, self.size)
+        """This rank's of `total` slots, dealt out one by one; total must be a multiple of dp_size."""
+        return range(self.dp_index, total, self.dp_size)
 
     def share(self, limit: int) -> int:
         """This rank's part of a limit for all ranks together; at least 1."""
-        return max(limit // self.size + (self.rank < limit % self.size), 1)
+        return max(limit // self.dp_size + (self.dp_index < limit % self.dp_size), 1)
 
     def gather_slots(self, local: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Rows [total / world, …] of this rank's `slots` → rows [total, …] of all, in slot order."""
-        parts = self.gather(local).reshape(self.size, *local.shape)
+        """Rows [total / dp_size, …] of this rank's `slots` → rows [total, …] of all, in slot order."""
+        parts = self.gather(local).reshape(self.dp_size, *local.shape)
         return np.swapaxes(parts, 0, 1).reshape(-1, *local.shape[1:])
 
     def sum_gradients(self, parameters: list[Tensor]) -> None:

@@ -79,10 +79,10 @@ class Evaluator:
         """Images of the starting policy: rendered once, kept in the run folder, reloaded by a resumed run."""
         name, mine = self.held.name, self.mine()
         if resumed:
-            self.before = load_before(self.folder, name, self.world.size)[mine]
+            self.before = load_before(self.folder, name, self.world.dp_size)[mine]
             return
         self.before = to_uint8(self.render(mine))
-        save_images(self.folder.before(name, self.world.rank, self.world.size), images=self.before)
+        save_images(self.folder.before(name, self.world.dp_index, self.world.dp_size), images=self.before)
         if self.world.main:
             shown = [self.held.items[i] for i in self.shown()]
             write_atomic(self.folder.prompts(name), json.dumps([item.text for item in shown]))
@@ -96,7 +96,7 @@ class Evaluator:
         index, held = self.mine(), self.held
         now = to_uint8(self.render(index))
         table = self._table(index, now)
-        each = -(-len(held.items) // self.world.size)
+        each = -(-len(held.items) // self.world.dp_size)
         names = self.world.union(table)
         local = np.full((each, len(names) + 1), np.nan)
         local[: len(index), 0] = held.group[index]
@@ -130,8 +130,8 @@ class Evaluator:
     def mine(self) -> list[int]:
         """This rank's images."""
         count = len(self.held.items)
-        each = -(-count // self.world.size)
-        return list(range(self.world.rank * each, min((self.world.rank + 1) * each, count)))
+        each = -(-count // self.world.dp_size)
+        return list(range(self.world.dp_index * each, min((self.world.dp_index + 1) * each, count)))
 
     def shown(self) -> list[int]:
         """Images for the report: `eval.show`, evenly spread over the set, whoever renders them."""

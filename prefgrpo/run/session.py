@@ -139,7 +139,7 @@ def open_session(config: Config, resume: bool) -> Session:
     lock: int | None = None
     try:
         folder = RunFolder(Path(config.output) / config.name)
-        check_run(config, world.size)
+        check_run(config, world.dp_size)
         lock = world.on_main(partial(checkpoint.claim, folder, resume), checkpoint.CheckpointError)
         if resume:
             _check_same_run(config, folder)
