@@ -8,6 +8,7 @@ Invariant: all ranks take every decision (skip, stop, checkpoint) from gathered 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from prefgrpo.objectives import objective
 from prefgrpo.rewards.pairwise import VlmPairwise, judged
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batches import Batch
+from prefgrpo.rollout.deal import update_of
 from prefgrpo.rollout.render import stills
 from prefgrpo.rollout.replay import replay, stacked
 from prefgrpo.run import checkpoint
@@ -123,24 +125,21 @@ class TrainingLoop:
     def step(self, step: int, clock: Clock) -> dict[str, float]:
         """Training step number `step` (from 0): metrics over all ranks."""
         batches, groups = list[Batch](), self.rollouts.groups(step)
-        samples = len(groups) * self.config.rollout.group_size
-        with clock.phase("rollout"), self.log.bar("rollout", "sample", samples) as bar:
+        with clock.phase("rollout"), self.log.bar("rollout", "sample", self.rollouts.count(step)) as bar:
             self.scorer.begin(step, groups)
-            for batch in self.rollouts(step):  # denoise and decode
-                for group, member, sample in zip(batch.groups, batch.members, batch.samples, strict=True):
-                    self.scorer.add(group, member, sample)  # judged while the next batch is made
+            for batch in self.rollouts(step, self.scorer.add):  # judged while the next batch is made
                 batches.append(batch)
-                bar.update(len(batch.samples))
+                bar.update(len(batch.slots))
             finite = all(bool(batch.trajectory.latents.isfinite().all()) for batch in batches)
             if self.world.any(not finite):
                 raise Diverged("the policy makes latents that are not finite (NaN or infinite)")
         streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(groups)
         with clock.phase("judge_wait"), self.log.bar("judging", "group", streamed) as bar:
             scores = self.scorer.finish(bar.update)
-        self._save_groups(step + 1, scores, batches)
+        self._save_groups(step + 1, scores)
         advantage, metrics = self.advantages(step + 1, scores)
         with clock.phase("update"):
-            metrics |= self.update(batches, advantage)
+            metrics |= self.update(step, batches, advantage)
         return metrics | over_ranks(scores.metrics, self.world)
 
     def close(self) -> None:
@@ -178,11 +177,12 @@ class TrainingLoop:
                 self.log.say(f"missing in step {step}: {count} × {reason}")
         names = list(self.session.weights)
         weights = np.array([self.session.weights[n] for n in names])
-        local = np.stack([scores.values[n] for n in names], axis=-1)  # [P / world, G, R]
+        local = np.stack([scores.values[n] for n in names], axis=-1)  # [groups scored here, G, R]
         parts = {n: w for n in names if (w := self.scorer.rewards[n].part_weights)}
         if parts:
-            local = np.concatenate([local, part_table(scores.groups, parts)], axis=-1)
-        table = self.world.gather_slots(local).reshape(-1, local.shape[-1])
+            own = part_table(scores.groups, parts).reshape(*local.shape[:2], sum(map(len, parts.values())))
+            local = np.concatenate([local, own], axis=-1)
+        table = self.world.gather_slots(local, c.rollout.prompts_per_step).reshape(-1, local.shape[-1])
         rewards, sub_scores = table[:, : len(names)], table[:, len(names) :]
         verdicts = [[k.verdict.first for g in scores.groups[n] for k in g.comparisons] for n in names]
         counts = self.world.gather(np.array([[(len(v), v.count(None)) for v in verdicts]], np.float64)).sum(0)
@@ -217,53 +217,46 @@ class TrainingLoop:
 
     # ---- update -----------------------------------------------------------------------------------------------------
 
-    def update(self, batches: list[Batch], advantage: Tensor) -> dict[str, float]:
-        """The step's optimiser updates, each on its slots; one without any signal is skipped, on all ranks.
+    def update(self, step: int, batches: list[Batch], advantage: Tensor) -> dict[str, float]:
+        """The step's optimiser updates, each on its samples; one without any signal is skipped, on all ranks.
 
-        Raises NonFiniteGradient.
+        Groups without signal are left out: they cost no forward. A batch that loses some of its samples is a forward of
+        another shape than the rollout's, so its first ratio is 1 within rounding only. Raises NonFiniteGradient.
         """
-        updates, table, norms = self.config.train.updates_per_rollout, list[Tensor](), list[float]()
-        signal = (advantage != 0).any(1).cpu()  # [P]
-        owner = torch.arange(len(signal)) * updates // len(signal)
-        for update in range(updates):
-            if not bool(signal[owner == update].any()):
-                continue
-            samples = int((owner == update).sum()) * self.config.rollout.group_size
-            for batch in batches:
+        r, table, norms = self.config.rollout, list[Tensor](), list[float]()
+        signal = (advantage != 0).any(1).tolist()  # [P]
+        places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
+        samples = Counter(update_of(self.config, place) for place in places)
+        trained = {update_of(self.config, place) for place in places if signal[place[0]]}
+        left = self.rollouts.trained(step, batches, signal)
+        for update in sorted(trained):
+            for batch in left:
                 if batch.update == update:
-                    table += self._accumulate(batch, advantage, signal, samples)
+                    table += self._accumulate(batch, advantage, samples[update])
             norms.append(self.policy.update(self.world))
         return policy_metrics(table, self.world) | {
             "grad_norm": float(np.mean(norms)) if norms else 0.0,
-            "samples_trained": float(signal.sum() * self.config.rollout.group_size),
+            "samples_trained": float(sum(signal) * r.group_size),
         }
 
-    def _accumulate(self, batch: Batch, advantage: Tensor, signal: Tensor, samples: int) -> list[Tensor]:
+    def _accumulate(self, batch: Batch, advantage: Tensor, samples: int) -> list[Tensor]:
         """Gradient of one batch, step by step (or several at once: `train.replay_batch`); rows [update, samples, loss,
-        *METRICS] for `policy_metrics`.
-
-        Groups without signal are left out: they cost no forward. A batch that loses some of its samples is a forward
-        of another shape than the rollout's, so its first ratio is 1 within rounding only. `samples`: of the whole
-        update, over all ranks.
+        *METRICS] for `policy_metrics`. `samples`: of the whole update, over all ranks.
         """
-        r, keep = batch.sizes, [k for k, p in enumerate(batch.slots) if signal[p]]
-        condition, steps, device = batch.condition, batch.trajectory.steps, self.world.device
-        if not keep:
-            return []
-        if len(keep) < len(batch.slots):
-            rows = torch.tensor(keep, device=device)
-            condition, steps = condition.select(rows), tuple(s.select(rows) for s in steps)
-        adv = advantage[[batch.slots[k] for k in keep], [batch.members[k] for k in keep]]
-        table = []
+        r, condition, steps = batch.sizes, batch.condition, batch.trajectory.steps
+        adv, table = advantage[batch.slots, batch.members], []
         train, kl = self.config.train, self.config.train.kl_form if self.config.train.kl_coef else ""
-        for step in stacked(self.adapter, batch.schedule, steps, r, train.replay_batch):
+        limit = train.replay_batch
+        if self.world.equal_forwards:  # as many steps per forward in every batch, whatever it holds
+            limit = limit // r.batch_size * len(batch.slots)
+        for step in stacked(self.adapter, batch.schedule, steps, r, limit):
             new = replay(self.adapter, batch.schedule, condition, step, r, kl)
             together = len(step.step_indices)
             out = self.loss(train, new, step.logp, adv.repeat(together), float(samples * len(steps)))
-            out.loss.backward()
-            facts = out.metrics.new_tensor([batch.update, together * len(keep)])
+            (out.loss * batch.weight).backward()
+            facts = out.metrics.new_tensor([batch.update, together * len(batch.slots)])
             table.append(torch.cat([facts, out.loss.detach()[None], out.metrics]))
-        return table
+        return table if batch.weight else []
 
     # ---- what is written --------------------------------------------------------------------------------------------
 
@@ -286,18 +279,16 @@ class TrainingLoop:
         if self.callbacks.on_step and self.world.main:
             self.callbacks.on_step(step, row)
 
-    def _save_groups(self, step: int, scores: StepScores, batches: list[Batch], most: int = 3) -> None:
+    def _save_groups(self, step: int, scores: StepScores, most: int = 3) -> None:
         """Images, wins, counts, win rates and prompts of a few judged groups for the report: of the first and the last
         step, and of those with an evaluation."""
         every = self.config.eval.every or 50
         if not self.world.main or not (step in (1, self.config.train.steps) or step % every == 0):
             return
-        slots, size = self.world.slots(self.config.rollout.prompts_per_step), self.config.rollout.group_size
-        made = {(p, g): s for b in batches for p, g, s in zip(b.slots, b.members, b.samples, strict=True)}
         judged = [
-            ([made[slots[k], g] for g in range(size)], group)
+            ([made[g] for g in sorted(made)], group)
             for groups in scores.groups.values()
-            for k, group in enumerate(groups)
+            for made, group in zip(self.scorer.samples.values(), groups, strict=True)
             if group.wins is not None
         ]
         judged = [(m, g) for m, g in judged if m[0].media.pixels.shape == judged[0][0][0].media.pixels.shape][:most]
@@ -353,8 +344,9 @@ class TrainingLoop:
             self._save(done)
         if self.world.main:
             checkpoint.write_folder(self.product, self._export)
-            for evaluator in list(self.evaluators.values())[-1:]:
-                with self.policy.averaged():
-                    evaluator.save_proof(min(4, c.rollout.batch_size))
+        for evaluator in list(self.evaluators.values())[-1:]:
+            with self.policy.averaged():
+                evaluator.save_proof(min(4, c.rollout.batch_size))
+        if self.world.main:
             self.log.say(f"finished after {done} steps; the result is in {self.folder.root}")
         self.world.barrier()
