@@ -104,12 +104,14 @@ class Adapter(Weights, ABC):
         *,
         target_components: tuple[str, ...] = (),
         source_area: int | None = None,
+        guidance_gradient: guiding.Gradient = "both",
         fingerprint: str = "",
     ) -> None:
         """Adopt a loaded pipeline.
 
         target_components: which denoisers train (default: all). source_area: pixels that source images are resized to
-        (editing families that resize them; default: as the stock pipeline does). fingerprint: of what makes conditions
+        (editing families that resize them; default: as the stock pipeline does). guidance_gradient: through which
+        predictions of a guidance pair the gradient flows. fingerprint: of what makes conditions
         (`folder.encoder_fingerprint`).
         """
         if source_area is not None and self.default_source_area is None:
@@ -120,7 +122,7 @@ class Adapter(Weights, ABC):
             raise ValueError(f"target_components: expected some of {', '.join(self.denoisers)}, got {unknown}")
         self.pipe, self.transformer = pipe, getattr(pipe, self.denoisers[0])
         self.trained = tuple(name for name in self.denoisers if name in (target_components or self.denoisers))
-        self.fingerprint = fingerprint
+        self.fingerprint, self.guidance_gradient = fingerprint, guidance_gradient
         self.source_area = self.default_source_area if source_area is None else source_area
         self.dtype: torch.dtype = self.transformer.dtype  # type: ignore[assignment]
         """Compute dtype; bf16 and fp16 run under autocast, so fp32 LoRA masters may sit on a bf16 base."""
@@ -342,7 +344,7 @@ class Adapter(Weights, ABC):
         with torch.autocast(x.device.type, dtype=self.dtype if low else None, enabled=low):
             if self.cfg is None or not self.guided(sampling):
                 return predict(x, sigma, condition), None
-            c, u = guiding.both(predict, x, sigma, condition)
+            c, u = guiding.both(predict, x, sigma, condition, self.guidance_gradient)
         return c, self.cfg.guidance_for(u, scale)
 
     def grid(self, sampling: Sampling) -> tuple[int, int]:
