@@ -8,7 +8,7 @@ on the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -45,6 +45,21 @@ class Batch:
     """Number of each sample's group in the run, step · P + slot."""
     samples: list[Sample]
     """The decoded media, as the rewards take them."""
+
+    def select(self, rows: Sequence[int]) -> Batch:
+        """The samples `rows`; all of them: the batch itself."""
+        if len(rows) == len(self.slots):
+            return self
+        index = torch.tensor(rows, device=self.trajectory.sample.device)
+        return replace(
+            self,
+            slots=[self.slots[k] for k in rows],
+            members=[self.members[k] for k in rows],
+            condition=self.condition.select(index),
+            trajectory=self.trajectory.select(index),
+            groups=[self.groups[k] for k in rows],
+            samples=[self.samples[k] for k in rows],
+        )
 
 
 def slot_prompts(config: Config, prompts: Sequence[Prompt], step: int) -> list[tuple[Prompt, SamplingConfig]]:

@@ -59,6 +59,11 @@ class Trajectory:
     steps: tuple[Step, ...]
     """One entry per stochastic step, in rising k."""
 
+    def select(self, rows: Tensor) -> Trajectory:
+        """The samples `rows` (int64)."""
+        latents, sample = self.latents.index_select(0, rows), self.sample.index_select(0, rows)
+        return Trajectory(latents, sample, tuple(step.select(rows) for step in self.steps))
+
 
 @torch.no_grad()
 def rollout(

@@ -20,11 +20,12 @@ from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import fingerprint
 from prefgrpo.judge.information import Alarm, evidence
 from prefgrpo.objectives import objective
+from prefgrpo.objectives.base import Targets, TrajectoryObjective
 from prefgrpo.rewards.pairwise import VlmPairwise, judged
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.render import stills
-from prefgrpo.rollout.replay import replay, stacked
+from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.run import checkpoint
 from prefgrpo.run.advantage import CombineError, advantages, part_table
 from prefgrpo.run.log import Log
@@ -78,7 +79,9 @@ class TrainingLoop:
         self.log = Log(
             self.folder, config.train.steps, self.session.start, tensorboard=config.tensorboard, active=self.world.main
         )
-        self.loss = objective(config.train.objective)
+        self.objective = objective(config.train)
+        assert isinstance(self.objective, TrajectoryObjective)
+        self.collector = TrajectoryCollector(self.adapter, self.objective, config.train)
         self.evaluation: dict[str, float] = {}
         """Metrics of the last evaluation."""
         self.verdict = ""
@@ -220,7 +223,8 @@ class TrainingLoop:
     def update(self, batches: list[Batch], advantage: Tensor) -> dict[str, float]:
         """The step's optimiser updates, each on its slots; one without any signal is skipped, on all ranks.
 
-        Raises NonFiniteGradient.
+        Groups without signal are left out: they cost no forward. A batch that loses some of its samples is a forward
+        of another shape than the rollout's, so its first ratio is 1 within rounding only. Raises NonFiniteGradient.
         """
         updates, table, norms = self.config.train.updates_per_rollout, list[Tensor](), list[float]()
         signal = (advantage != 0).any(1).cpu()  # [P]
@@ -229,41 +233,14 @@ class TrainingLoop:
             if not bool(signal[owner == update].any()):
                 continue
             samples = int((owner == update).sum()) * self.config.rollout.group_size
-            for batch in batches:
-                if batch.update == update:
-                    table += self._accumulate(batch, advantage, signal, samples)
+            own = [(b, [k for k, p in enumerate(b.slots) if signal[p]]) for b in batches if b.update == update]
+            kept = [batch.select(rows) for batch, rows in own if rows]
+            table += self.collector.accumulate(kept, Targets(advantage), samples)
             norms.append(self.policy.update(self.world))
         return policy_metrics(table, self.world) | {
             "grad_norm": float(np.mean(norms)) if norms else 0.0,
             "samples_trained": float(signal.sum() * self.config.rollout.group_size),
         }
-
-    def _accumulate(self, batch: Batch, advantage: Tensor, signal: Tensor, samples: int) -> list[Tensor]:
-        """Gradient of one batch, step by step (or several at once: `train.replay_batch`); rows [update, samples, loss,
-        *METRICS] for `policy_metrics`.
-
-        Groups without signal are left out: they cost no forward. A batch that loses some of its samples is a forward
-        of another shape than the rollout's, so its first ratio is 1 within rounding only. `samples`: of the whole
-        update, over all ranks.
-        """
-        r, keep = batch.sizes, [k for k, p in enumerate(batch.slots) if signal[p]]
-        condition, steps, device = batch.condition, batch.trajectory.steps, self.world.device
-        if not keep:
-            return []
-        if len(keep) < len(batch.slots):
-            rows = torch.tensor(keep, device=device)
-            condition, steps = condition.select(rows), tuple(s.select(rows) for s in steps)
-        adv = advantage[[batch.slots[k] for k in keep], [batch.members[k] for k in keep]]
-        table = []
-        train, kl = self.config.train, self.config.train.kl_form if self.config.train.kl_coef else ""
-        for step in stacked(self.adapter, batch.schedule, steps, r, train.replay_batch):
-            new = replay(self.adapter, batch.schedule, condition, step, r, kl)
-            together = len(step.step_indices)
-            out = self.loss(train, new, step.logp, adv.repeat(together), float(samples * len(steps)))
-            out.loss.backward()
-            facts = out.metrics.new_tensor([batch.update, together * len(keep)])
-            table.append(torch.cat([facts, out.loss.detach()[None], out.metrics]))
-        return table
 
     # ---- what is written --------------------------------------------------------------------------------------------
 
