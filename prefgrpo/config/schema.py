@@ -306,6 +306,27 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class ParallelConfig:
+    """How the processes of a run share its work: replicate × shard × ring × ulysses of them."""
+
+    replicate: NonNegativeInt = 0
+    """Copies of the denoisers' weights, each trained on samples of its own; 0: as many as fill the processes."""
+    shard: PositiveInt = 1
+    """Processes with samples of their own over which one copy of the denoisers' weights is split (FSDP2), and over
+    their context-parallel processes; 1: every process holds a whole copy."""
+    ulysses: PositiveInt = 1
+    """Processes that share the tokens of each sample, and in attention its heads (Ulysses): one machine's."""
+    ring: PositiveInt = 1
+    """Processes that share the tokens of each sample and pass keys and values around (ring attention): across machines,
+    and where ulysses does not divide the heads. Not on CPUs."""
+    keep_gathered: bool = False
+    """Gather split weights once per rollout or evaluation and keep them until its end, instead of once per forward:
+    less traffic, but memory for a whole copy meanwhile."""
+    offload: bool = False
+    """Split weights, and their optimiser's state, wait in the CPU's memory, where the optimiser steps too."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
     """Saving."""
 
@@ -345,11 +366,12 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
 def check(c: Config) -> list[str]:
     """The values that do not go together, as 'field: what was expected, what came'."""
-    r, t = c.rollout, c.train
+    r, t, p = c.rollout, c.train, c.parallel
     high = r.window_high or r.steps - 1
     rules = [
         (c.model, "model: expected the folder or hub id of a diffusers pipeline, got nothing"),
@@ -389,6 +411,9 @@ def check(c: Config) -> list[str]:
             f"train.kl_form: {t.kl_form} divides by a variance per unit of σ, which rule {r.rule} does not have; "
             "expected gaussian",
         ),
+        (p.shard > 1 or not p.keep_gathered, "parallel.keep_gathered: expected parallel.shard above 1, got 1"),
+        (p.shard > 1 or not p.offload, "parallel.offload: expected parallel.shard above 1, got 1"),
+        (not (p.offload and p.keep_gathered), "parallel.offload: expected keep_gathered off, which undoes it, got on"),
     ]
     return [text for ok, text in rules if not ok]
 

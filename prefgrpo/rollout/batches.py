@@ -134,7 +134,7 @@ class Rollouts:
                 seed=self.config.seed,
                 initial_sample=start if r.same_noise else None,
             )
-            images = to_uint8(decode(self.adapter, done.latents, sizes, self.config.memory.decode_batch))
+            images = to_uint8(decode(self.adapter, done.latents, sizes, self.config.memory.decode_batch, self.world))
             samples = [sample(prompt, pixels, sizes) for prompt, pixels in zip(prompts, images, strict=True)]
             slot_numbers = [p for p, _ in places]
             yield Batch(update, slot_numbers, members, sizes, schedules[sizes], condition, done, groups, samples)

@@ -25,6 +25,9 @@ from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt, fingerprint, prompt_s
 from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel import world as parallel
+from prefgrpo.parallel.context import undivided
+from prefgrpo.parallel.mesh import Layout
+from prefgrpo.parallel.mesh import problem as layout_problem
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import PYTHON, named_objects
 from prefgrpo.rewards.log import drop_from
@@ -36,7 +39,7 @@ from prefgrpo.run import checkpoint, judging
 from prefgrpo.run.evaluate import Evaluator, held_out
 from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
 from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
-from prefgrpo.run.memory import known_bytes
+from prefgrpo.run.memory import known_bytes, without_weights
 from prefgrpo.run.policy import Policy
 from prefgrpo.run.run_folder import RunFolder
 
@@ -135,11 +138,11 @@ class Session:
 
 def open_session(config: Config, resume: bool) -> Session:
     """Build and check everything. Raises ConfigError, DataError, CheckpointError, ModelError or JudgeError."""
-    world = parallel.start(config.device)
+    world = parallel.start(config.device, config.parallel)
     lock: int | None = None
     try:
         folder = RunFolder(Path(config.output) / config.name)
-        check_run(config, world.dp_size)
+        check_run(config, world.size)
         lock = world.on_main(partial(checkpoint.claim, folder, resume), checkpoint.CheckpointError)
         if resume:
             _check_same_run(config, folder)
@@ -158,7 +161,9 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     scorer, weights = training_scorer(config, judge, folder.root if world.main else None, prompts, world)
     scorers = {name: evaluation_scorers(config, judge, held, scorer, world) for name, held in measured.items()}
     absent = len(uncached(config, encoding_jobs(config, prompts, [p for held in sets.values() for p in held])))
-    adapter = trainable(config, open_adapter(config, world.device, encoders=bool(absent)))
+    _check_context(config, world, [*prompts, *(p for held in sets.values() for p in held)])
+    split = config.parallel.shard > 1
+    adapter = trainable(config, open_adapter(config, world.device, bool(absent), split), world)
     policy = Policy(dict(adapter.trainable()), config.train)
     schedules = open_schedules(config, adapter, world, prompts)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
@@ -189,9 +194,13 @@ def mistakes(config: Config, processes: int) -> list[str]:
         problems.append("reward.spec: every weight is 0, which leaves nothing to train on; measure with eval.spec")
     files = {"data.prompts": config.data.prompts, "eval.prompts": e.prompts, "eval.final_prompts": e.final_prompts}
     problems += [f"{field}: prompts file not found: {f}" for field, f in files.items() if f and not Path(f).is_file()]
-    if r.prompts_per_step % processes:
-        problem = f"{r.prompts_per_step} prompts cannot be split evenly over {processes} processes"
-        problems.append(f"rollout.prompts_per_step: {problem}; expected a multiple of {processes}")
+    if wrong := layout_problem(config.parallel, processes):
+        return [*problems, wrong]
+    shares = Layout.of(config.parallel, processes).data
+    if r.prompts_per_step % shares:
+        together = f"{processes} processes" if shares == processes else f"{shares} data-parallel shares"
+        problem = f"{r.prompts_per_step} prompts cannot be split evenly over {together}"
+        problems.append(f"rollout.prompts_per_step: {problem}; expected a multiple of {shares}")
     if config.train.updates_per_rollout > r.prompts_per_step:
         problem = f"expected at most one update per prompt, got {config.train.updates_per_rollout} updates"
         problems.append(f"train.updates_per_rollout: {problem} and rollout.prompts_per_step = {r.prompts_per_step}")
@@ -202,6 +211,17 @@ def check_run(config: Config, processes: int) -> None:
     """Raise ConfigError with all of `mistakes`."""
     if problems := mistakes(config, processes):
         raise ConfigError(problems)
+
+
+def _check_context(config: Config, world: World, prompts: list[Prompt]) -> None:
+    """Raise ConfigError for sizes whose tokens cannot be divided; from the model's configs, before it loads."""
+    if world.layout.context == 1:
+        return
+    adapter, _ = without_weights(config)
+    sizes = [*all_sizes(prompts, config.rollout, config.data.own_sizes), evaluation(config)]
+    problems = [text for s in sizes for text in undivided(adapter, s, config.data.max_length, world.layout)]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
 
 
 def _check_same_run(config: Config, folder: RunFolder) -> None:

@@ -21,6 +21,7 @@ from prefgrpo.data.prompts import fingerprint
 from prefgrpo.judge.information import Alarm, evidence
 from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import Targets, TrajectoryObjective
+from prefgrpo.parallel.shard import gathered
 from prefgrpo.rewards.pairwise import VlmPairwise, judged
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batches import Batch
@@ -127,7 +128,8 @@ class TrainingLoop:
         """Training step number `step` (from 0): metrics over all ranks."""
         batches, groups = list[Batch](), self.rollouts.groups(step)
         samples = len(groups) * self.config.rollout.group_size
-        with clock.phase("rollout"), self.log.bar("rollout", "sample", samples) as bar:
+        kept = gathered(self.adapter, self.config.parallel.keep_gathered)
+        with clock.phase("rollout"), kept, self.log.bar("rollout", "sample", samples) as bar:
             self.scorer.begin(step, groups)
             for batch in self.rollouts(step):  # denoise and decode
                 for group, member, sample in zip(batch.groups, batch.members, batch.samples, strict=True):
@@ -330,8 +332,9 @@ class TrainingLoop:
             self._save(done)
         if self.world.main:
             checkpoint.write_folder(self.product, self._export)
-            for evaluator in list(self.evaluators.values())[-1:]:
-                with self.policy.averaged():
-                    evaluator.save_proof(min(4, c.rollout.batch_size))
+        for evaluator in list(self.evaluators.values())[-1:]:
+            with self.policy.averaged():
+                evaluator.save_proof(min(4, c.rollout.batch_size))
+        if self.world.main:
             self.log.say(f"finished after {done} steps; the result is in {self.folder.root}")
         self.world.barrier()
