@@ -69,9 +69,11 @@ def one_step(config, world):
     policy = Policy(dict(adapter.trainable()), config.train)
     schedules = open_schedules(config, adapter, world, prompts)
     embeddings = Embeddings(adapter, config.data.max_length, None)
+    media = {}
     with gathered(adapter, config.parallel.keep_gathered):
-        batches = list(Rollouts(config, adapter, embeddings, schedules, prompts, world)(0))
-    loss, total, error, samples = objective("grpo"), 0.0, 0.0, {}
+        rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world)
+        batches = list(rollouts(0, lambda group, member, sample: media.update({(group, member): sample.media.pixels})))
+    loss, total, error, samples = objective(config.train).loss, 0.0, 0.0, {}
     advantage = torch.randn(P, G, generator=torch.Generator().manual_seed(5))
     for batch in batches:
         adv = advantage[batch.slots, batch.members]
@@ -81,9 +83,7 @@ def one_step(config, world):
             out.loss.backward()
             total, error = total + float(out.loss.detach()), max(error, float((new.logp - step.logp).abs().max()))
         for row, place in enumerate(zip(batch.slots, batch.members, strict=True)):
-            latents = [t[row].float() for s in batch.trajectory.steps for t in (s.x, s.x_next)]
-            pixels = torch.from_numpy(batch.samples[row].media.pixels)
-            samples[place] = (latents, pixels)
+            samples[place] = [t[row].float() for s in batch.trajectory.steps for t in (s.x, s.x_next)]
     gradients = {}
     take = policy.optimizer.step
     names = {id(p): name for name, p in policy.parameters.items()}
@@ -94,7 +94,8 @@ def one_step(config, world):
 
     policy.optimizer.step = step
     norm = policy.update(world)
-    gathered_samples = dict(world.gather_items(samples.items()))
+    media = dict(world.gather_items((place, torch.from_numpy(pixels)) for place, pixels in media.items()))
+    gathered_samples = {k: (latents, media[k]) for k, latents in world.gather_items(samples.items())}
     import numpy as np
 
     total = float(world.gather(np.array([total])).sum())
@@ -135,14 +136,18 @@ def cells():
             got = one_step(config, world)
             first = [torch.equal(got["samples"][k][0][0], want["samples"][k][0][0]) for k in want["samples"]]
             bits = all(
-                torch.equal(a, b) for k in want["samples"] for a, b in zip(got["samples"][k][0], want["samples"][k][0], strict=True)
+                torch.equal(a, b)
+                for k in want["samples"]
+                for a, b in zip(got["samples"][k][0], want["samples"][k][0], strict=True)
             )
             far = max(
                 float((a - b).abs().max())
                 for k in want["samples"]
                 for a, b in zip(got["samples"][k][0], want["samples"][k][0], strict=True)
             )
-            pixels = max(int((got["samples"][k][1].int() - want["samples"][k][1].int()).abs().max()) for k in want["samples"])
+            pixels = max(
+                int((got["samples"][k][1].int() - want["samples"][k][1].int()).abs().max()) for k in want["samples"]
+            )
             gradient, weights, ema = (worst(got[k], want[k]) for k in ("gradients", "weights", "ema"))
             low = one_step(settings(place, family, lora, "bf16", layout), world)["ratio"]
             if world.main:

@@ -76,6 +76,8 @@ class TrajectoryCollector:
     adapter: Adapter
     objective: TrajectoryObjective
     train: TrainConfig
+    equal_forwards: bool = False
+    """Replay as many steps per forward in every batch, whatever it holds (`World.equal_forwards`)."""
 
     def accumulate(self, batches: Sequence[Batch], targets: Targets, samples: int) -> list[Tensor]:
         """Add the gradient of an update's batches of this rank; rows [update, samples, loss, *metrics], one a forward.
@@ -86,12 +88,16 @@ class TrajectoryCollector:
         for batch in batches:
             steps = batch.trajectory.steps
             adv = targets.advantage[batch.slots, batch.members]
-            for step in stacked(self.adapter, batch.schedule, steps, batch.sizes, train.replay_batch):
+            limit = train.replay_batch
+            if self.equal_forwards:
+                limit = limit // batch.sizes.batch_size * len(batch.slots)
+            for step in stacked(self.adapter, batch.schedule, steps, batch.sizes, limit):
                 kl = train.kl_form if train.kl_coef else ""
                 new = replay(self.adapter, batch.schedule, batch.condition, step, batch.sizes, kl)
                 together = len(step.step_indices)
                 out = self.objective.loss(train, new, step.logp, adv.repeat(together), float(samples * len(steps)))
-                out.loss.backward()
+                (out.loss * batch.weight).backward()
                 facts = out.metrics.new_tensor([batch.update, together * len(adv)])
-                table.append(torch.cat([facts, out.loss.detach()[None], out.metrics]))
+                if batch.weight:
+                    table.append(torch.cat([facts, out.loss.detach()[None], out.metrics]))
         return table

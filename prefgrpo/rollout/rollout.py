@@ -59,10 +59,14 @@ class Trajectory:
     steps: tuple[Step, ...]
     """One entry per stochastic step, in rising k."""
 
+    def tensors(self) -> list[Tensor]:
+        """The final latents, then x, x_next and logp of every step."""
+        return [self.latents, *(tensor for s in self.steps for tensor in (s.x, s.x_next, s.logp))]
+
     def select(self, rows: Tensor) -> Trajectory:
         """The samples `rows` (int64)."""
-        latents, sample = self.latents.index_select(0, rows), self.sample.index_select(0, rows)
-        return Trajectory(latents, sample, tuple(step.select(rows) for step in self.steps))
+        latents, ids = self.latents.index_select(0, rows), self.sample.index_select(0, rows)
+        return Trajectory(latents, ids, tuple(s.select(rows) for s in self.steps))
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -27,11 +28,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from prefgrpo.config.schema import Config, ConfigError
+from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import read_prompts
 from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.parking import KINDS
+from prefgrpo.rollout.deal import deal_batches
 from prefgrpo.run.loading import config_errors_as, model_options, trainable
 
 GIB = 2**30
@@ -98,7 +100,8 @@ def _hint(config: Config, whole: Estimate) -> str:
 def _knobs(config: Config, part: str) -> list[tuple[str, Any]]:
     """(field, next value) for what is not yet at its end and may make this part or phase of an `Estimate` smaller."""
     r, t, m = config.rollout, config.train, config.memory
-    more = [n for n in range(config.gpus + 1, r.prompts_per_step + 1) if r.prompts_per_step % n == 0]
+    now, most = _dealt(config, config.gpus), r.prompts_per_step * r.group_size
+    more = [n for n in range(config.gpus + 1, most + 1) if _dealt(config, n) < now]
     batch = [("rollout.batch_size", r.batch_size // 2)] if r.batch_size > 1 else []
     trained = [("train.lora_rank", t.lora_rank // 2 if t.lora_rank else 64)] if t.lora_rank != 1 else []
     if part in ("rollout", "update"):
@@ -122,9 +125,6 @@ def _knobs(config: Config, part: str) -> list[tuple[str, Any]]:
 def estimate(config: Config) -> Estimate:
     """What each of `config.gpus` processes holds. Raises ConfigError or ModelError."""
     r, gpus = config.rollout, config.gpus
-    if r.prompts_per_step % gpus:
-        expected = f"expected a divisor of rollout.prompts_per_step = {r.prompts_per_step}"
-        raise ConfigError([f"gpus: {expected}, got {gpus}"])
     adapter, encoders = without_weights(config)
     parts, parameters = known_bytes(config, adapter, gpus), adapter.parameter_counts() | encoders
     mode, known, batch = stand_ins(config, adapter, _source_count(config, type(adapter)))
@@ -134,7 +134,7 @@ def estimate(config: Config) -> Estimate:
             known.append(p.grad)
         phases = {name: _phase(name, config, adapter, batch, known) for name in ("rollout", "decode", "update")}
     _clear_caches("prefgrpo.models")
-    samples = r.prompts_per_step // gpus * r.group_size
+    samples, _ = _dealt(config, gpus)
     parts["embeddings"] = samples * sum(value.nbytes for value in batch[2].all_tensors()) // r.batch_size
     texts = {} if config.data.cache else {"text encoders": DTYPES[config.dtype].itemsize * sum(encoders.values())}
     (phases if "text_encoder" in config.memory.offload else parts).update(texts)
@@ -146,13 +146,21 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
     r = config.rollout
     trained = sum(p.numel() for _, p in adapter.trainable())
     window = r.window_size or (r.window_high or r.steps - 1) - r.window_low
-    samples = r.prompts_per_step // world * r.group_size
+    made, scored = _dealt(config, world)
     return {
         "weights": _weights(adapter, "") - _weights(adapter, *(s for k in config.memory.offload for s in KINDS[k])),
         "optimiser": trained * 4 * (3 + bool(config.train.ema_decay)),  # gradient, two moments, average
-        "latents": samples * 4 * math.prod(adapter.latent_shape(r)) * (window + 1),
-        "images": samples * r.height * r.width * 3 * (adapter.frames(r) or 1),
+        "latents": made * 4 * math.prod(adapter.latent_shape(r)) * (window + 1),
+        "images": scored * r.height * r.width * 3 * (adapter.frames(r) or 1),
     }
+
+
+def _dealt(config: Config, indices: int) -> tuple[int, int]:
+    """Most samples of a step that one of so many data-parallel indices makes, and that it scores."""
+    r, made = config.rollout, Counter[int]()
+    for batch in deal_batches(config, [r] * r.prompts_per_step, indices):
+        made[batch.index] += len(batch.places)
+    return max(made.values()), -(-r.prompts_per_step // indices) * r.group_size
 
 
 def _weights(adapter: Adapter, *starts: str) -> int:

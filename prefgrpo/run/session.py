@@ -11,6 +11,7 @@ import resource
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,13 +27,12 @@ from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.context import undivided
-from prefgrpo.parallel.mesh import Layout
-from prefgrpo.parallel.mesh import problem as layout_problem
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import PYTHON, named_objects
 from prefgrpo.rewards.log import drop_from
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.batches import Rollouts
+from prefgrpo.rollout.deal import deal_batches
 from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.sampling import Schedules, all_sizes, evaluation
 from prefgrpo.run import checkpoint, judging
@@ -142,7 +142,7 @@ def open_session(config: Config, resume: bool) -> Session:
     lock: int | None = None
     try:
         folder = RunFolder(Path(config.output) / config.name)
-        check_run(config, world.size)
+        check_run(config)
         lock = world.on_main(partial(checkpoint.claim, folder, resume), checkpoint.CheckpointError)
         if resume:
             _check_same_run(config, folder)
@@ -182,8 +182,8 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     return session
 
 
-def mistakes(config: Config, processes: int) -> list[str]:
-    """What is wrong with a run as far as it shows without its model: files, rewards, judge, split of prompts."""
+def mistakes(config: Config) -> list[str]:
+    """What is wrong with a run as far as it shows without its model: files, rewards, judge, split into updates."""
     r, e, options = config.rollout, config.eval, config.reward.options
     if absent := [name for name, own in options.items() if PYTHON in own and name not in named_objects()]:
         origin = ", ".join(f"{name} is {options[name][PYTHON]}" for name in absent)
@@ -194,22 +194,15 @@ def mistakes(config: Config, processes: int) -> list[str]:
         problems.append("reward.spec: every weight is 0, which leaves nothing to train on; measure with eval.spec")
     files = {"data.prompts": config.data.prompts, "eval.prompts": e.prompts, "eval.final_prompts": e.final_prompts}
     problems += [f"{field}: prompts file not found: {f}" for field, f in files.items() if f and not Path(f).is_file()]
-    if wrong := layout_problem(config.parallel, processes):
-        return [*problems, wrong]
-    shares = Layout.of(config.parallel, processes).data
-    if r.prompts_per_step % shares:
-        together = f"{processes} processes" if shares == processes else f"{shares} data-parallel shares"
-        problem = f"{r.prompts_per_step} prompts cannot be split evenly over {together}"
-        problems.append(f"rollout.prompts_per_step: {problem}; expected a multiple of {shares}")
-    if config.train.updates_per_rollout > r.prompts_per_step:
-        problem = f"expected at most one update per prompt, got {config.train.updates_per_rollout} updates"
-        problems.append(f"train.updates_per_rollout: {problem} and rollout.prompts_per_step = {r.prompts_per_step}")
+    if config.train.updates_per_rollout > (samples := r.prompts_per_step * r.group_size):
+        problem = f"expected at most one update per sample, got {config.train.updates_per_rollout} updates"
+        problems.append(f"train.updates_per_rollout: {problem} of {samples} samples per step")
     return problems
 
 
-def check_run(config: Config, processes: int) -> None:
+def check_run(config: Config) -> None:
     """Raise ConfigError with all of `mistakes`."""
-    if problems := mistakes(config, processes):
+    if problems := mistakes(config):
         raise ConfigError(problems)
 
 
@@ -294,7 +287,9 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
     else:
         share = f"{held['dev']} of {count + held['dev']} prompts are held out (eval.holdout {e.holdout:g})"
         yield f"{share}: evaluated on every {e.every} steps, never trained on"
-    parts, device = known_bytes(config, adapter, session.world.size), session.world.device
+    if waits := idle(config, session.world.dp_size):
+        yield waits
+    parts, device = known_bytes(config, adapter, session.world.dp_size), session.world.device
     total, pages = sum(parts.values()), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else pages) / 2**30
     unit, name = (2**30, "GiB") if total >= 2**30 else (2**20, "MiB")
@@ -302,6 +297,21 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
     yield (
         f"memory per process: {listed} = {total / unit:.3g} {name} of {free:.1f} GiB free, and the activations of "
         f"{r.batch_size} images"
+    )
+
+
+def idle(config: Config, indices: int) -> str:
+    """How long processes wait for each other in an update because its batches cannot be dealt evenly; '' if never."""
+    r = config.rollout
+    batches = Counter(b.update for b in deal_batches(config, [r] * r.prompts_per_step))
+    rounds = sum(-(-count // indices) for count in batches.values())
+    share = 1 - batches.total() / (rounds * indices)
+    if not share:
+        return ""
+    counts = " or ".join(str(count) for count in sorted(set(batches.values())))
+    return (
+        f"an update has {counts} batches of up to {r.batch_size} samples for {indices} processes, which are idle "
+        f"{share:.0%} of it; a rollout.batch_size that makes it a multiple of {indices} avoids that"
     )
 
 

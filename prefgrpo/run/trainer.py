@@ -8,12 +8,12 @@ Invariant: all ranks take every decision (skip, stop, checkpoint) from gathered 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from prefgrpo.config.schema import Config
@@ -25,6 +25,7 @@ from prefgrpo.parallel.shard import gathered
 from prefgrpo.rewards.pairwise import VlmPairwise, judged
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batches import Batch
+from prefgrpo.rollout.deal import update_of
 from prefgrpo.rollout.render import stills
 from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.run import checkpoint
@@ -82,7 +83,8 @@ class TrainingLoop:
         )
         self.objective = objective(config.train)
         assert isinstance(self.objective, TrajectoryObjective)
-        self.collector = TrajectoryCollector(self.adapter, self.objective, config.train)
+        equal = self.world.equal_forwards
+        self.collector = TrajectoryCollector(self.adapter, self.objective, config.train, equal)
         self.evaluation: dict[str, float] = {}
         """Metrics of the last evaluation."""
         self.verdict = ""
@@ -127,25 +129,23 @@ class TrainingLoop:
     def step(self, step: int, clock: Clock) -> dict[str, float]:
         """Training step number `step` (from 0): metrics over all ranks."""
         batches, groups = list[Batch](), self.rollouts.groups(step)
-        samples = len(groups) * self.config.rollout.group_size
         kept = gathered(self.adapter, self.config.parallel.keep_gathered)
-        with clock.phase("rollout"), kept, self.log.bar("rollout", "sample", samples) as bar:
+        bar_of = self.log.bar("rollout", "sample", self.rollouts.count(step))
+        with clock.phase("rollout"), kept, bar_of as bar:
             self.scorer.begin(step, groups)
-            for batch in self.rollouts(step):  # denoise and decode
-                for group, member, sample in zip(batch.groups, batch.members, batch.samples, strict=True):
-                    self.scorer.add(group, member, sample)  # judged while the next batch is made
+            for batch in self.rollouts(step, self.scorer.add):  # judged while the next batch is made
                 batches.append(batch)
-                bar.update(len(batch.samples))
+                bar.update(len(batch.slots))
             finite = all(bool(batch.trajectory.latents.isfinite().all()) for batch in batches)
             if self.world.any(not finite):
                 raise Diverged("the policy makes latents that are not finite (NaN or infinite)")
         streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(groups)
         with clock.phase("judge_wait"), self.log.bar("judging", "group", streamed) as bar:
             scores = self.scorer.finish(bar.update)
-        self._save_groups(step + 1, scores, batches)
+        self._save_groups(step + 1, scores)
         advantage, metrics = self.advantages(step + 1, scores)
         with clock.phase("update"):
-            metrics |= self.update(batches, advantage)
+            metrics |= self.update(step, batches, advantage)
         return metrics | over_ranks(scores.metrics, self.world)
 
     def close(self) -> None:
@@ -183,11 +183,12 @@ class TrainingLoop:
                 self.log.say(f"missing in step {step}: {count} × {reason}")
         names = list(self.session.weights)
         weights = np.array([self.session.weights[n] for n in names])
-        local = np.stack([scores.values[n] for n in names], axis=-1)  # [P / world, G, R]
+        local = np.stack([scores.values[n] for n in names], axis=-1)  # [groups scored here, G, R]
         parts = {n: w for n in names if (w := self.scorer.rewards[n].part_weights)}
         if parts:
-            local = np.concatenate([local, part_table(scores.groups, parts)], axis=-1)
-        table = self.world.gather_slots(local).reshape(-1, local.shape[-1])
+            own = part_table(scores.groups, parts).reshape(*local.shape[:2], sum(map(len, parts.values())))
+            local = np.concatenate([local, own], axis=-1)
+        table = self.world.gather_slots(local, c.rollout.prompts_per_step).reshape(-1, local.shape[-1])
         rewards, sub_scores = table[:, : len(names)], table[:, len(names) :]
         verdicts = [[k.verdict.first for g in scores.groups[n] for k in g.comparisons] for n in names]
         counts = self.world.gather(np.array([[(len(v), v.count(None)) for v in verdicts]], np.float64)).sum(0)
@@ -222,26 +223,25 @@ class TrainingLoop:
 
     # ---- update -----------------------------------------------------------------------------------------------------
 
-    def update(self, batches: list[Batch], advantage: Tensor) -> dict[str, float]:
-        """The step's optimiser updates, each on its slots; one without any signal is skipped, on all ranks.
+    def update(self, step: int, batches: list[Batch], advantage: Tensor) -> dict[str, float]:
+        """The step's optimiser updates, each on its samples; one without any signal is skipped, on all ranks.
 
-        Groups without signal are left out: they cost no forward. A batch that loses some of its samples is a forward
-        of another shape than the rollout's, so its first ratio is 1 within rounding only. Raises NonFiniteGradient.
+        Groups without signal are left out: they cost no forward. A batch that loses some of its samples is a forward of
+        another shape than the rollout's, so its first ratio is 1 within rounding only. Raises NonFiniteGradient.
         """
-        updates, table, norms = self.config.train.updates_per_rollout, list[Tensor](), list[float]()
-        signal = (advantage != 0).any(1).cpu()  # [P]
-        owner = torch.arange(len(signal)) * updates // len(signal)
-        for update in range(updates):
-            if not bool(signal[owner == update].any()):
-                continue
-            samples = int((owner == update).sum()) * self.config.rollout.group_size
-            own = [(b, [k for k, p in enumerate(b.slots) if signal[p]]) for b in batches if b.update == update]
-            kept = [batch.select(rows) for batch, rows in own if rows]
-            table += self.collector.accumulate(kept, Targets(advantage), samples)
+        r, table, norms = self.config.rollout, list[Tensor](), list[float]()
+        signal = (advantage != 0).any(1).tolist()  # [P]
+        places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
+        samples = Counter(update_of(self.config, place) for place in places)
+        trained = {update_of(self.config, place) for place in places if signal[place[0]]}
+        left = self.rollouts.trained(step, batches, signal)
+        for update in sorted(trained):
+            own = [batch for batch in left if batch.update == update]
+            table += self.collector.accumulate(own, Targets(advantage), samples[update])
             norms.append(self.policy.update(self.world))
         return policy_metrics(table, self.world) | {
             "grad_norm": float(np.mean(norms)) if norms else 0.0,
-            "samples_trained": float(signal.sum() * self.config.rollout.group_size),
+            "samples_trained": float(sum(signal) * r.group_size),
         }
 
     # ---- what is written --------------------------------------------------------------------------------------------
@@ -265,18 +265,16 @@ class TrainingLoop:
         if self.callbacks.on_step and self.world.main:
             self.callbacks.on_step(step, row)
 
-    def _save_groups(self, step: int, scores: StepScores, batches: list[Batch], most: int = 3) -> None:
+    def _save_groups(self, step: int, scores: StepScores, most: int = 3) -> None:
         """Images, wins, counts, win rates and prompts of a few judged groups for the report: of the first and the last
         step, and of those with an evaluation."""
         every = self.config.eval.every or 50
         if not self.world.main or not (step in (1, self.config.train.steps) or step % every == 0):
             return
-        slots, size = self.world.slots(self.config.rollout.prompts_per_step), self.config.rollout.group_size
-        made = {(p, g): s for b in batches for p, g, s in zip(b.slots, b.members, b.samples, strict=True)}
         judged = [
-            ([made[slots[k], g] for g in range(size)], group)
+            ([made[g] for g in sorted(made)], group)
             for groups in scores.groups.values()
-            for k, group in enumerate(groups)
+            for made, group in zip(self.scorer.samples.values(), groups, strict=True)
             if group.wins is not None
         ]
         judged = [(m, g) for m, g in judged if m[0].media.pixels.shape == judged[0][0][0].media.pixels.shape][:most]
