@@ -3,7 +3,8 @@
     processes = replicate × shard × ring × ulysses        data-parallel index = rank // (ring · ulysses)
 
 The last dimensions vary fastest: the processes of a Ulysses group have consecutive ranks, hence one machine. Weights
-are split over shard × ring × ulysses processes where shard is above 1. Invariant: nothing here needs a model's weights.
+are split over shard × ring × ulysses processes where shard is above 1, or all weights train (whole copies with their
+optimiser on context-parallel processes would be waste). Invariant: nothing here needs a model's weights.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from prefgrpo.config.schema import ConfigError, ParallelConfig
+from prefgrpo.config.schema import Config, ConfigError, ParallelConfig
 
 DIMENSIONS = ("replicate", "shard", "ring", "ulysses")
 
@@ -27,6 +28,8 @@ class Layout:
     shard: int = 1
     ring: int = 1
     ulysses: int = 1
+    split: int = 1
+    """Processes over which one copy of the denoisers' weights is split; 1: each holds a whole one."""
 
     @property
     def context(self) -> int:
@@ -38,18 +41,20 @@ class Layout:
         """Number of shares, where the layout is that of a started run."""
         return self.replicate * self.shard
 
-    @property
-    def split(self) -> int:
-        """Processes over which one copy of the weights is split."""
-        return self.shard * self.context if self.shard > 1 else 1
-
     @classmethod
-    def of(cls, parallel: ParallelConfig, processes: int) -> Layout:
+    def of(cls, config: Config, processes: int) -> Layout:
         """The layout of so many processes. Raises ConfigError if they are not replicate × shard × ring × ulysses."""
-        if wrong := problem(parallel, processes):
+        p = config.parallel
+        if wrong := problem(p, processes):
             raise ConfigError([wrong])
-        inner = parallel.shard * parallel.ring * parallel.ulysses
-        return cls(processes // inner, parallel.shard, parallel.ring, parallel.ulysses)
+        inner = p.shard * p.ring * p.ulysses
+        return cls(processes // inner, p.shard, p.ring, p.ulysses, inner if splits(config) else 1)
+
+
+def splits(config: Config) -> bool:
+    """Whether a run splits its denoisers' weights over processes."""
+    p = config.parallel
+    return p.shard > 1 or (not config.train.lora_rank and p.ring * p.ulysses > 1)
 
 
 def problem(parallel: ParallelConfig, processes: int) -> str:

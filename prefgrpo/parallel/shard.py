@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from prefgrpo.config.schema import ParallelConfig
 from prefgrpo.models.base import Adapter
@@ -27,7 +27,7 @@ def split(adapter: Adapter, world: World, parallel: ParallelConfig) -> None:
 
     Call it after all that changes a block: LoRA, full fine-tuning, gradient checkpointing, context parallelism.
     """
-    if world.mesh is None or world.layout.shard == 1:
+    if world.mesh is None or world.layout.split == 1:
         return
     weights = world.mesh["shard", "ring", "ulysses"]._flatten("weights")
     mesh = world.mesh["replicate", "weights"] if world.layout.replicate > 1 else weights
@@ -38,7 +38,7 @@ def split(adapter: Adapter, world: World, parallel: ParallelConfig) -> None:
 
 
 def _split(model: nn.Module, adapter: Adapter, device: torch.device, options: dict[str, Any]) -> None:
-    whole = set(_whole(model, adapter))
+    whole = set(kept_whole(model, adapter))
     low = any(p.requires_grad and p not in whole for p in model.parameters()) and adapter.dtype != torch.float32
     options = options | {"ignored_params": whole, "reshard_after_forward": True}
     if low:  # autocast casts the inputs of the layers that want it, as without splitting
@@ -55,7 +55,7 @@ def _split(model: nn.Module, adapter: Adapter, device: torch.device, options: di
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other sum with a factor
 
 
-def _whole(model: nn.Module, adapter: Adapter) -> Iterator[nn.Parameter]:
+def kept_whole(model: nn.Module, adapter: Adapter) -> Iterator[nn.Parameter]:
     """What every process holds whole: a LoRA, or among trained weights those that diffusers keeps in fp32."""
     kept = getattr(model, "_keep_in_fp32_modules", None) or ()
     lora = adapter.has_lora()
@@ -72,6 +72,13 @@ def is_split(tensor: Tensor) -> bool:
 def whole(tensor: Tensor) -> Tensor:
     """The whole tensor; all processes must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(value: Tensor, like: Tensor) -> Tensor:
+    """Of a whole tensor that every process has, the part that this one holds of `like`; no communication."""
+    if not isinstance(like, DTensor) or isinstance(value, DTensor):
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from prefgrpo.config.schema import ConfigError, ParallelConfig
+from prefgrpo.config.schema import Config, ConfigError
 from prefgrpo.parallel.mesh import Layout, device_mesh
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ class World:
     @property
     def equal_forwards(self) -> bool:
         """Whether every process must run as many forwards and backwards as the others, since weights are split."""
-        return self.layout.shard > 1
+        return self.layout.split > 1
 
     def owner(self, slot: int) -> int:
         """The data-parallel index whose `slots` include this one."""
@@ -150,10 +150,14 @@ class World:
 
     def gather_items(self, mine: Iterable[T]) -> list[T]:
         """Objects of all shares in their order; each share has as many as it likes."""
-        items: list[list[T]] = [list(mine)] * self.size
+        return [item for part in self.every(list(mine))[:: self.layout.context] for item in part]
+
+    def every(self, mine: T) -> list[T]:
+        """One object of every rank, in rank order."""
+        items = [mine] * self.size
         if self.size > 1:
-            dist.all_gather_object(items, items[0])
-        return [item for part in items[:: self.layout.context] for item in part]
+            dist.all_gather_object(items, mine)
+        return items
 
     def spread(self, rows: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
         """`work(rows)` for rows [B, …] that all processes of a share have, each doing a part of them; rows [B, …]."""
@@ -202,13 +206,16 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def start(device_name: str, parallel: ParallelConfig | None = None) -> World:
-    """Join the torchrun group if there is one. Raises ConfigError if `parallel` does not fit its size."""
+def start(device_name: str, config: Config | None = None) -> World:
+    """Join the torchrun group if there is one; without `config`, to work on whole models and samples.
+
+    Raises ConfigError if the section `parallel` does not fit the number of processes.
+    """
     device = pick_device(device_name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    size, own = int(os.environ.get("WORLD_SIZE", "1")), parallel or ParallelConfig()
-    layout = Layout.of(own, size)
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    layout = Layout.of(config, size) if config else Layout(size)
     if size > 1 and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return World(int(os.environ.get("RANK", "0")), size, device, layout, device_mesh(layout, device))

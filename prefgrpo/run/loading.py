@@ -16,7 +16,7 @@ from prefgrpo.models import DTYPES, family
 from prefgrpo.models import load as load_model
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError
-from prefgrpo.parallel import context, shard
+from prefgrpo.parallel import attention, context, shard
 from prefgrpo.parallel.mesh import Layout
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import cached_fingerprint
@@ -41,7 +41,7 @@ def unsupported(config: Config) -> list[str]:
     except ValueError as error:
         return [f"family: {error}"]
     p, unknown = config.parallel, set(config.train.target_components) - set(cls.denoisers)
-    mistakes = context.unsupported(cls, config.family, Layout(1, p.shard, p.ring, p.ulysses))
+    mistakes = context.unsupported(cls, config.family, Layout(ring=p.ring, ulysses=p.ulysses))
     for name, part in (("rollout", config.rollout), ("eval", config.eval)):
         if part.frames is not None and cls.default_frames is None:
             mistakes.append(f"{name}.frames: {config.family} makes images, expected none, got {part.frames}")
@@ -108,8 +108,9 @@ def trainable(config: Config, adapter: Adapter, world: World | None = None) -> A
     if t.gradient_checkpointing:
         adapter.checkpoint_gradients(t.checkpointing_share)
     if world is not None:
+        attention.use(adapter, config, world.layout, world.device)
         context.enable(adapter, world)
         shard.split(adapter, world, config.parallel)
-        if world.layout.shard > 1:
+        if world.layout.split > 1:
             adapter.park(config.memory.offload, world.device)
     return adapter

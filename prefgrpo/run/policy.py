@@ -7,7 +7,7 @@ everything that the next update depends on, so a resumed run continues bit by bi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from prefgrpo.config.schema import TrainConfig
-from prefgrpo.parallel.shard import is_split, whole
+from prefgrpo.parallel.shard import is_split, part_of, whole
 from prefgrpo.parallel.world import World
 from prefgrpo.run.checkpoint import load_into
 
@@ -98,6 +98,13 @@ class Policy:
                 out[f"adamw.{key}.{name}"] = value
         return out
 
+    def templates(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Tensors, as this process holds them, to read those of these names of a `state_dict()` into."""
+        live = {f"param.{n}": p.detach() for n, p in self.parameters.items()}
+        live |= {f"ema.{n}": t for n, t in self.ema.items()}
+        moments = {f"adamw.{key}.{n}": p for n, p in self.parameters.items() for key in ("exp_avg", "exp_avg_sq")}
+        return {n: live[n] if n in live else torch.zeros_like(moments[n]) for n in names if n in live or n in moments}
+
     def load_state_dict(self, tensors: dict[str, Tensor], updates: int) -> None:
         """Restore what `state_dict()` gave after `updates` updates. Raises CheckpointError if the names do not fit."""
         load_into(self.parameters, tensors, "param.")
@@ -110,4 +117,4 @@ class Policy:
 
 
 def _like(value: Tensor, parameter: Tensor, key: str) -> Tensor:
-    return value.clone() if key == "step" else value.clone().to(parameter.device)
+    return value.clone() if key == "step" else part_of(value, parameter).clone().to(parameter.device)

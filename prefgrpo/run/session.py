@@ -27,6 +27,7 @@ from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.context import undivided
+from prefgrpo.parallel.mesh import splits
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import PYTHON, named_objects
 from prefgrpo.rewards.log import drop_from
@@ -48,7 +49,8 @@ FREE = (
     *("output", "name", "device", "gpus", "tensorboard", "data.cache", "memory.offload"),
     *("judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s"),
     *("judge.max_missing", "judge.patience_steps", "judge.log", "judge.cache", "judge.hedge_s"),
-    *("judge.retries", "judge.patience_s"),
+    *("judge.retries", "judge.patience_s", "parallel.replicate", "parallel.shard", "parallel.ulysses"),
+    *("parallel.ring", "parallel.keep_gathered", "parallel.offload"),
 )
 """What a resumed run may change: where and how it runs, and what mends a run that stopped."""
 FREE_OPTIONS = (
@@ -138,7 +140,7 @@ class Session:
 
 def open_session(config: Config, resume: bool) -> Session:
     """Build and check everything. Raises ConfigError, DataError, CheckpointError, ModelError or JudgeError."""
-    world = parallel.start(config.device, config.parallel)
+    world = parallel.start(config.device, config)
     lock: int | None = None
     try:
         folder = RunFolder(Path(config.output) / config.name)
@@ -162,8 +164,7 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     scorers = {name: evaluation_scorers(config, judge, held, scorer, world) for name, held in measured.items()}
     absent = len(uncached(config, encoding_jobs(config, prompts, [p for held in sets.values() for p in held])))
     _check_context(config, world, [*prompts, *(p for held in sets.values() for p in held)])
-    split = config.parallel.shard > 1
-    adapter = trainable(config, open_adapter(config, world.device, bool(absent), split), world)
+    adapter = trainable(config, open_adapter(config, world.device, bool(absent), splits(config)), world)
     policy = Policy(dict(adapter.trainable()), config.train)
     schedules = open_schedules(config, adapter, world, prompts)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
@@ -247,7 +248,7 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
     folder, world = session.folder, session.world
     path = folder.latest() if resume else None
     if path is not None:
-        tensors, meta = checkpoint.read(path)
+        tensors, meta = checkpoint.read(path, world, session.policy.templates)
         if meta["prompts"] != fingerprint(session.rollouts.prompts):
             raise checkpoint.CheckpointError(
                 f"{config.data.prompts} holds other prompts than when {folder.root} was started; "

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import fingerprint
 from prefgrpo.judge.information import Alarm, evidence
 from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import Targets, TrajectoryObjective
-from prefgrpo.parallel.shard import gathered
+from prefgrpo.parallel.shard import gathered, whole_copies
 from prefgrpo.rewards.pairwise import VlmPairwise, judged
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batches import Batch
@@ -300,25 +300,32 @@ class TrainingLoop:
             self.callbacks.on_evaluation(step, name, self.evaluation)
 
     def _save(self, done: int) -> Path:
-        """Checkpoint after `done` steps; rank 0 writes, all wait."""
-        path = self.folder.checkpoint(done)
-        if self.world.main:
-            meta = {
-                "updates": self.policy.updates,
-                "trained_s": self.session.trained_s,
-                "prompts": fingerprint(self.rollouts.prompts),
-            }
-            tensors, keep = self.policy.state_dict(), self.config.checkpoint.keep
-            checkpoint.save(self.folder, done, tensors, meta, lambda f: self._export(f / self.product.name), keep)
-            if self.callbacks.on_save:
-                self.callbacks.on_save(path)
+        """Checkpoint after `done` steps; rank 0 writes (and each its parts of split weights), all wait."""
+        path, export = self.folder.checkpoint(done), self._exporter()
+        meta = {
+            "updates": self.policy.updates,
+            "trained_s": self.session.trained_s,
+            "prompts": fingerprint(self.rollouts.prompts),
+        }
+        tensors, keep = self.policy.state_dict(), self.config.checkpoint.keep
+        checkpoint.save(self.folder, done, tensors, meta, lambda f: export(f / self.product.name), keep, self.world)
+        if self.callbacks.on_save and self.world.main:
+            self.callbacks.on_save(path)
         self.world.barrier()
         return path
 
-    def _export(self, folder: Path) -> None:
-        """The (averaged) weights in diffusers format."""
-        with self.policy.averaged():
-            (self.adapter.save_lora if self.config.train.lora_rank else self.adapter.save_full)(str(folder))
+    def _exporter(self) -> Callable[[Path], None]:
+        """Writes the (averaged) weights in diffusers format; every rank asks for it, rank 0 calls it."""
+        lora, copies = self.config.train.lora_rank > 0, dict[str, nn.Module]()
+        if not lora and self.world.equal_forwards:
+            with self.policy.averaged():
+                copies = whole_copies(self.adapter, self.world)
+
+        def export(folder: Path) -> None:
+            with self.policy.averaged():
+                self.adapter.save_lora(str(folder)) if lora else self.adapter.save_full(str(folder), copies)
+
+        return export
 
     def _finish(self, done: int) -> None:
         """Final evaluation and export."""
@@ -328,8 +335,9 @@ class TrainingLoop:
                 self._evaluate(done, name)
         if self.folder.latest() != self.folder.checkpoint(done):
             self._save(done)
+        export = self._exporter()
         if self.world.main:
-            checkpoint.write_folder(self.product, self._export)
+            checkpoint.write_folder(self.product, export)
         for evaluator in list(self.evaluators.values())[-1:]:
             with self.policy.averaged():
                 evaluator.save_proof(min(4, c.rollout.batch_size))
