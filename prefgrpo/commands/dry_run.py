@@ -14,6 +14,7 @@ import yaml
 from prefgrpo.config.schema import Config, to_dict
 from prefgrpo.data.prompts import prompt_sets
 from prefgrpo.parallel import world as parallel
+from prefgrpo.parallel.mesh import splits
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rollout.batches import Rollouts
@@ -26,13 +27,13 @@ from prefgrpo.run.session import check_run, open_schedules, peak_memory
 
 def dry_run(config: Config) -> int:
     """Print configuration, plan and the first batch; returns the exit code. Raises what `train` raises at start."""
-    world = parallel.start(config.device)
+    world = parallel.start(config.device, config)
     try:
         check_run(config)
         print(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
         prompts, sets = prompt_sets(config)
         absent = uncached(config, encoding_jobs(config, prompts))
-        adapter = trainable(config, open_adapter(config, world.device, bool(absent)))
+        adapter = trainable(config, open_adapter(config, world.device, bool(absent), splits(config)), world)
         schedules = open_schedules(config, adapter, world, prompts)
         for name, value in known_bytes(config, adapter, world.size).items():
             print(f"{name:<10} {value / GIB:10.4g} GiB per process")

@@ -1,15 +1,24 @@
-"""Policy losses by name; each is a `loss(train, new, logp_old, advantage, denominator)` in a file of its own."""
+"""Training objectives by name; each is a class in a file of its own (`objectives.base`)."""
 
-from collections.abc import Callable
+from prefgrpo.config.schema import TrainConfig
+from prefgrpo.objectives.base import Objective
+from prefgrpo.rewards import load_object
 
-from prefgrpo.objectives import grpo
-from prefgrpo.ops import PolicyLoss
-
-OBJECTIVES: dict[str, Callable[..., PolicyLoss]] = {"grpo": grpo.loss}
+OBJECTIVES = {"grpo": "prefgrpo.objectives.grpo:GRPO"}
+"""Name → import path of the class."""
 
 
-def objective(name: str) -> Callable[..., PolicyLoss]:
-    """The loss called `name`; ValueError lists what there is."""
-    if name not in OBJECTIVES:
-        raise ValueError(f"unknown objective '{name}': expected one of {', '.join(OBJECTIVES)}")
-    return OBJECTIVES[name]
+def objective_class(name: str) -> type[Objective]:
+    """The class called `name`, or at the import path `name`. ValueError lists what there is."""
+    path = OBJECTIVES.get(name, name)
+    if not {".", ":"} & set(path):
+        raise ValueError(f"unknown objective '{name}': expected one of {', '.join(OBJECTIVES)}, or an import path")
+    kind = load_object(path)
+    if not (isinstance(kind, type) and issubclass(kind, Objective)):
+        raise ValueError(f"expected a class derived from prefgrpo.objectives.base.Objective at '{name}', got {kind!r}")
+    return kind
+
+
+def objective(train: TrainConfig) -> Objective:
+    """The objective of a run, with its options."""
+    return objective_class(train.objective)()

@@ -66,9 +66,11 @@ class Scorer:
         deadline_s: float | None = None,
         seed: int = 0,
         log_path: str | Path | None = None,
+        asks: bool = True,
     ) -> None:
         """`deadline_s`: the longest that `finish` waits for a judge; none: ten times the longest answer that a reward
-        may wait for, at least 600 s. `log_path`: JSONL file of every judgement.
+        may wait for, at least 600 s. `log_path`: JSONL file of every judgement. `asks`: False for a process whose
+        samples another one has scored: all values are missing.
         """
         if group_size < 2 and any(isinstance(r, GroupwiseReward) for r in rewards.values()):
             raise ValueError(f"pairwise rewards need groups of at least 2 samples, got group_size={group_size}")
@@ -79,6 +81,7 @@ class Scorer:
         if not deadline_s > 0:
             raise ValueError(f"the judge's deadline must be positive seconds, got {deadline_s}")
         self.rewards, self.group_size, self.deadline_s, self.seed = rewards, group_size, deadline_s, seed
+        self.asks = asks
         self._log = JudgementLog(log_path) if log_path else None
         self.samples: dict[int, dict[int, Sample]] = {}
         """Group → member → what was added since `begin`."""
@@ -98,7 +101,7 @@ class Scorer:
         self._sessions = {
             name: {g: self._session(name, reward, g) for g in groups}
             for name, reward in self.rewards.items()
-            if reward.streams
+            if reward.streams and self.asks
         }
 
     def add(self, group: int, member: int, sample: Sample) -> None:
@@ -117,6 +120,10 @@ class Scorer:
 
         progress: called with 1 for every group that a judge or server has scored.
         """
+        if not self.asks:
+            none = {name: [GroupScores([_ABSENT] * self.group_size) for _ in self.samples] for name in self.rewards}
+            missing = np.full((len(self.samples), self.group_size), np.nan)
+            return StepScores(dict.fromkeys(self.rewards, missing), none, {}, {})
         groups = {name: self._in_process(name, r) for name, r in self.rewards.items() if not r.streams}
         started = time.monotonic()
         for name, sessions in self._sessions.items():

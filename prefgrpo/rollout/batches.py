@@ -107,7 +107,8 @@ class Rollouts:
             for number, (b, condition) in enumerate(zip(mine + fill, texts, strict=True)):
                 sizes = slots[b.places[0][0]][1]
                 batch = self._made(step, b, condition, sizes)
-                media = to_uint8(decode(self.adapter, batch.trajectory.latents, sizes, self.config.memory.decode_batch))
+                at_once = self.config.memory.decode_batch
+                media = to_uint8(decode(self.adapter, batch.trajectory.latents, sizes, at_once, self.world))
                 if number < len(mine):
                     exchange.put(b, media)
                 else:

@@ -2,18 +2,24 @@
 
 Invariant: the same forward as in the rollout (same σ, same latents, same batch shape) with the same weights gives
 the stored log-prob bit for bit, so the first ratio is exactly 1; of stacked steps up to rounding.
+`TrajectoryCollector` feeds the trajectory objectives with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
 import torch
+from torch import Tensor
 
+from prefgrpo.config.schema import TrainConfig
 from prefgrpo.models.base import Adapter, Condition, Sampling
+from prefgrpo.objectives.base import Targets, TrajectoryObjective
 from prefgrpo.ops import AffineLogp, affine_logp
+from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.rollout import Step, stack
 from prefgrpo.sde.schedule import Schedule
 
@@ -61,3 +67,37 @@ def replay(
     if kl == "flow_grpo" and out.kl is not None:
         out = out._replace(kl=out.kl * (-schedule.sigmas.diff()).to(out.kl.device)[step.index])
     return out
+
+
+@dataclass(frozen=True)
+class TrajectoryCollector:
+    """Gradients of a trajectory objective: stored steps are replayed, step by step or several at once."""
+
+    adapter: Adapter
+    objective: TrajectoryObjective
+    train: TrainConfig
+    equal_forwards: bool = False
+    """Replay as many steps per forward in every batch, whatever it holds (`World.equal_forwards`)."""
+
+    def accumulate(self, batches: Sequence[Batch], targets: Targets, samples: int) -> list[Tensor]:
+        """Add the gradient of an update's batches of this rank; rows [update, samples, loss, *metrics], one a forward.
+
+        samples: of the whole update, over all ranks.
+        """
+        table, train = list[Tensor](), self.train
+        for batch in batches:
+            steps = batch.trajectory.steps
+            adv = targets.advantage[batch.slots, batch.members]
+            limit = train.replay_batch
+            if self.equal_forwards:
+                limit = limit // batch.sizes.batch_size * len(batch.slots)
+            for step in stacked(self.adapter, batch.schedule, steps, batch.sizes, limit):
+                kl = train.kl_form if train.kl_coef else ""
+                new = replay(self.adapter, batch.schedule, batch.condition, step, batch.sizes, kl)
+                together = len(step.step_indices)
+                out = self.objective.loss(train, new, step.logp, adv.repeat(together), float(samples * len(steps)))
+                (out.loss * batch.weight).backward()
+                facts = out.metrics.new_tensor([batch.update, together * len(adv)])
+                if batch.weight:
+                    table.append(torch.cat([facts, out.loss.detach()[None], out.metrics]))
+        return table

@@ -240,7 +240,7 @@ def training_scorer(
         raise ConfigError([f"{message} normalises its parts one by one; change one of the two"])
     judged = any(isinstance(r, VlmPairwise) for r in rewards.values())
     log = folder / "judgements.jsonl" if folder and judged and config.judge.log else None
-    return Scorer(rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log), weights
+    return Scorer(rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log, world.leads), weights
 
 
 def evaluation_scorers(

@@ -1,18 +1,21 @@
 """The trained weights with their optimiser and moving average.
 
-AdamW over fp32 masters; EMA by one fused lerp per update. Invariant: `state_dict` holds everything that the
-next update depends on, so a resumed run continues bit by bit.
+AdamW over fp32 masters; EMA by one fused lerp per update. Split weights (FSDP2) are DTensors, with gradients that are
+summed already; torch's fused operations take either kind, but not both at once. Invariant: `state_dict` holds
+everything that the next update depends on, so a resumed run continues bit by bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from prefgrpo.config.schema import TrainConfig
+from prefgrpo.parallel.shard import is_split, part_of, whole
 from prefgrpo.parallel.world import World
 from prefgrpo.run.checkpoint import load_into
 
@@ -28,8 +31,13 @@ class Policy:
         self.train = train
         self.parameters = parameters
         self.params = list(parameters.values())
+        self.kinds = [kind for wanted in (False, True) if (kind := [p for p in self.params if is_split(p) == wanted])]
+        """The parameters that every process holds whole, and those it holds a part of."""
         self.optimizer = torch.optim.AdamW(
-            self.params, lr=train.lr, betas=(train.beta1, train.beta2), weight_decay=train.weight_decay
+            [{"params": kind} for kind in self.kinds],
+            lr=train.lr,
+            betas=(train.beta1, train.beta2),
+            weight_decay=train.weight_decay,
         )
         self.ema = {n: p.detach().clone() for n, p in parameters.items()} if train.ema_decay else {}
         self.updates = 0
@@ -40,7 +48,11 @@ class Policy:
         Raises NonFiniteGradient, on all ranks alike and before any weight is touched.
         """
         world.sum_gradients(self.params)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.params, self.train.max_grad_norm))
+        norms = [whole(get_total_norm([p.grad for p in kind if p.grad is not None])) for kind in self.kinds]
+        total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        for kind in self.kinds:
+            clip_grads_with_norm_(kind, self.train.max_grad_norm, total)
+        norm = float(total)
         if norm != norm or norm == float("inf"):
             self.optimizer.zero_grad()
             raise NonFiniteGradient(f"gradient norm is {norm}")
@@ -52,8 +64,14 @@ class Policy:
         self.updates += 1
         if self.ema:
             with torch.no_grad():
-                torch._foreach_lerp_(list(self.ema.values()), self.params, 1.0 - self.train.ema_decay)
+                for average, live in self._averages():
+                    torch._foreach_lerp_(average, live, 1.0 - self.train.ema_decay)
         return norm
+
+    def _averages(self) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """(moving averages, parameters) of each kind."""
+        of = {id(p): self.ema[name] for name, p in self.parameters.items()}
+        return [([of[id(p)] for p in kind], kind) for kind in self.kinds]
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -61,14 +79,16 @@ class Policy:
         if not self.ema:
             yield
             return
-        live = [p.detach().clone() for p in self.params]
+        saved = [[p.detach().clone() for p in kind] for kind in self.kinds]
         with torch.no_grad():
-            torch._foreach_copy_(self.params, list(self.ema.values()))
+            for average, live in self._averages():
+                torch._foreach_copy_(live, average)
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(self.params, live)
+                for kind, before in zip(self.kinds, saved, strict=True):
+                    torch._foreach_copy_(kind, before)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything a checkpoint keeps, by name."""
@@ -77,6 +97,13 @@ class Policy:
             for key, value in self.optimizer.state.get(p, {}).items():
                 out[f"adamw.{key}.{name}"] = value
         return out
+
+    def templates(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Tensors, as this process holds them, to read those of these names of a `state_dict()` into."""
+        live = {f"param.{n}": p.detach() for n, p in self.parameters.items()}
+        live |= {f"ema.{n}": t for n, t in self.ema.items()}
+        moments = {f"adamw.{key}.{n}": p for n, p in self.parameters.items() for key in ("exp_avg", "exp_avg_sq")}
+        return {n: live[n] if n in live else torch.zeros_like(moments[n]) for n in names if n in live or n in moments}
 
     def load_state_dict(self, tensors: dict[str, Tensor], updates: int) -> None:
         """Restore what `state_dict()` gave after `updates` updates. Raises CheckpointError if the names do not fit."""
@@ -90,4 +117,4 @@ class Policy:
 
 
 def _like(value: Tensor, parameter: Tensor, key: str) -> Tensor:
-    return value.clone() if key == "step" else value.clone().to(parameter.device)
+    return value.clone() if key == "step" else part_of(value, parameter).clone().to(parameter.device)

@@ -26,6 +26,8 @@ from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt, fingerprint, prompt_s
 from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.models.base import Adapter
 from prefgrpo.parallel import world as parallel
+from prefgrpo.parallel.context import undivided
+from prefgrpo.parallel.mesh import splits
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import PYTHON, named_objects
 from prefgrpo.rewards.log import drop_from
@@ -38,7 +40,7 @@ from prefgrpo.run import checkpoint, judging
 from prefgrpo.run.evaluate import Evaluator, held_out
 from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
 from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
-from prefgrpo.run.memory import known_bytes
+from prefgrpo.run.memory import known_bytes, without_weights
 from prefgrpo.run.policy import Policy
 from prefgrpo.run.run_folder import RunFolder
 
@@ -47,7 +49,8 @@ FREE = (
     *("output", "name", "device", "gpus", "tensorboard", "data.cache", "memory.offload"),
     *("judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s"),
     *("judge.max_missing", "judge.patience_steps", "judge.log", "judge.cache", "judge.hedge_s"),
-    *("judge.retries", "judge.patience_s"),
+    *("judge.retries", "judge.patience_s", "parallel.replicate", "parallel.shard", "parallel.ulysses"),
+    *("parallel.ring", "parallel.keep_gathered", "parallel.offload"),
 )
 """What a resumed run may change: where and how it runs, and what mends a run that stopped."""
 FREE_OPTIONS = (
@@ -137,7 +140,7 @@ class Session:
 
 def open_session(config: Config, resume: bool) -> Session:
     """Build and check everything. Raises ConfigError, DataError, CheckpointError, ModelError or JudgeError."""
-    world = parallel.start(config.device)
+    world = parallel.start(config.device, config)
     lock: int | None = None
     try:
         folder = RunFolder(Path(config.output) / config.name)
@@ -160,7 +163,8 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     scorer, weights = training_scorer(config, judge, folder.root if world.main else None, prompts, world)
     scorers = {name: evaluation_scorers(config, judge, held, scorer, world) for name, held in measured.items()}
     absent = len(uncached(config, encoding_jobs(config, prompts, [p for held in sets.values() for p in held])))
-    adapter = trainable(config, open_adapter(config, world.device, encoders=bool(absent)))
+    _check_context(config, world, [*prompts, *(p for held in sets.values() for p in held)])
+    adapter = trainable(config, open_adapter(config, world.device, bool(absent), splits(config)), world)
     policy = Policy(dict(adapter.trainable()), config.train)
     schedules = open_schedules(config, adapter, world, prompts)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
@@ -203,6 +207,17 @@ def check_run(config: Config) -> None:
         raise ConfigError(problems)
 
 
+def _check_context(config: Config, world: World, prompts: list[Prompt]) -> None:
+    """Raise ConfigError for sizes whose tokens cannot be divided; from the model's configs, before it loads."""
+    if world.layout.context == 1:
+        return
+    adapter, _ = without_weights(config)
+    sizes = [*all_sizes(prompts, config.rollout, config.data.own_sizes), evaluation(config)]
+    problems = [text for s in sizes for text in undivided(adapter, s, config.data.max_length, world.layout)]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+
+
 def _check_same_run(config: Config, folder: RunFolder) -> None:
     """Raise CheckpointError if the folder's run has another configuration in what a resumed run may not change."""
     changed = differences(load(folder.config), config) if folder.config.is_file() else {}
@@ -233,7 +248,7 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
     folder, world = session.folder, session.world
     path = folder.latest() if resume else None
     if path is not None:
-        tensors, meta = checkpoint.read(path)
+        tensors, meta = checkpoint.read(path, world, session.policy.templates)
         if meta["prompts"] != fingerprint(session.rollouts.prompts):
             raise checkpoint.CheckpointError(
                 f"{config.data.prompts} holds other prompts than when {folder.root} was started; "

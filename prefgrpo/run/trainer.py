@@ -14,19 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import fingerprint
 from prefgrpo.judge.information import Alarm, evidence
 from prefgrpo.objectives import objective
+from prefgrpo.objectives.base import Targets, TrajectoryObjective
+from prefgrpo.parallel.shard import gathered, whole_copies
 from prefgrpo.rewards.pairwise import VlmPairwise, judged
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.deal import update_of
 from prefgrpo.rollout.render import stills
-from prefgrpo.rollout.replay import replay, stacked
+from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.run import checkpoint
 from prefgrpo.run.advantage import CombineError, advantages, part_table
 from prefgrpo.run.log import Log
@@ -80,7 +81,10 @@ class TrainingLoop:
         self.log = Log(
             self.folder, config.train.steps, self.session.start, tensorboard=config.tensorboard, active=self.world.main
         )
-        self.loss = objective(config.train.objective)
+        self.objective = objective(config.train)
+        assert isinstance(self.objective, TrajectoryObjective)
+        equal = self.world.equal_forwards
+        self.collector = TrajectoryCollector(self.adapter, self.objective, config.train, equal)
         self.evaluation: dict[str, float] = {}
         """Metrics of the last evaluation."""
         self.verdict = ""
@@ -125,7 +129,9 @@ class TrainingLoop:
     def step(self, step: int, clock: Clock) -> dict[str, float]:
         """Training step number `step` (from 0): metrics over all ranks."""
         batches, groups = list[Batch](), self.rollouts.groups(step)
-        with clock.phase("rollout"), self.log.bar("rollout", "sample", self.rollouts.count(step)) as bar:
+        kept = gathered(self.adapter, self.config.parallel.keep_gathered)
+        bar_of = self.log.bar("rollout", "sample", self.rollouts.count(step))
+        with clock.phase("rollout"), kept, bar_of as bar:
             self.scorer.begin(step, groups)
             for batch in self.rollouts(step, self.scorer.add):  # judged while the next batch is made
                 batches.append(batch)
@@ -230,33 +236,13 @@ class TrainingLoop:
         trained = {update_of(self.config, place) for place in places if signal[place[0]]}
         left = self.rollouts.trained(step, batches, signal)
         for update in sorted(trained):
-            for batch in left:
-                if batch.update == update:
-                    table += self._accumulate(batch, advantage, samples[update])
+            own = [batch for batch in left if batch.update == update]
+            table += self.collector.accumulate(own, Targets(advantage), samples[update])
             norms.append(self.policy.update(self.world))
         return policy_metrics(table, self.world) | {
             "grad_norm": float(np.mean(norms)) if norms else 0.0,
             "samples_trained": float(sum(signal) * r.group_size),
         }
-
-    def _accumulate(self, batch: Batch, advantage: Tensor, samples: int) -> list[Tensor]:
-        """Gradient of one batch, step by step (or several at once: `train.replay_batch`); rows [update, samples, loss,
-        *METRICS] for `policy_metrics`. `samples`: of the whole update, over all ranks.
-        """
-        r, condition, steps = batch.sizes, batch.condition, batch.trajectory.steps
-        adv, table = advantage[batch.slots, batch.members], []
-        train, kl = self.config.train, self.config.train.kl_form if self.config.train.kl_coef else ""
-        limit = train.replay_batch
-        if self.world.equal_forwards:  # as many steps per forward in every batch, whatever it holds
-            limit = limit // r.batch_size * len(batch.slots)
-        for step in stacked(self.adapter, batch.schedule, steps, r, limit):
-            new = replay(self.adapter, batch.schedule, condition, step, r, kl)
-            together = len(step.step_indices)
-            out = self.loss(train, new, step.logp, adv.repeat(together), float(samples * len(steps)))
-            (out.loss * batch.weight).backward()
-            facts = out.metrics.new_tensor([batch.update, together * len(batch.slots)])
-            table.append(torch.cat([facts, out.loss.detach()[None], out.metrics]))
-        return table if batch.weight else []
 
     # ---- what is written --------------------------------------------------------------------------------------------
 
@@ -314,25 +300,32 @@ class TrainingLoop:
             self.callbacks.on_evaluation(step, name, self.evaluation)
 
     def _save(self, done: int) -> Path:
-        """Checkpoint after `done` steps; rank 0 writes, all wait."""
-        path = self.folder.checkpoint(done)
-        if self.world.main:
-            meta = {
-                "updates": self.policy.updates,
-                "trained_s": self.session.trained_s,
-                "prompts": fingerprint(self.rollouts.prompts),
-            }
-            tensors, keep = self.policy.state_dict(), self.config.checkpoint.keep
-            checkpoint.save(self.folder, done, tensors, meta, lambda f: self._export(f / self.product.name), keep)
-            if self.callbacks.on_save:
-                self.callbacks.on_save(path)
+        """Checkpoint after `done` steps; rank 0 writes (and each its parts of split weights), all wait."""
+        path, export = self.folder.checkpoint(done), self._exporter()
+        meta = {
+            "updates": self.policy.updates,
+            "trained_s": self.session.trained_s,
+            "prompts": fingerprint(self.rollouts.prompts),
+        }
+        tensors, keep = self.policy.state_dict(), self.config.checkpoint.keep
+        checkpoint.save(self.folder, done, tensors, meta, lambda f: export(f / self.product.name), keep, self.world)
+        if self.callbacks.on_save and self.world.main:
+            self.callbacks.on_save(path)
         self.world.barrier()
         return path
 
-    def _export(self, folder: Path) -> None:
-        """The (averaged) weights in diffusers format."""
-        with self.policy.averaged():
-            (self.adapter.save_lora if self.config.train.lora_rank else self.adapter.save_full)(str(folder))
+    def _exporter(self) -> Callable[[Path], None]:
+        """Writes the (averaged) weights in diffusers format; every rank asks for it, rank 0 calls it."""
+        lora, copies = self.config.train.lora_rank > 0, dict[str, nn.Module]()
+        if not lora and self.world.equal_forwards:
+            with self.policy.averaged():
+                copies = whole_copies(self.adapter, self.world)
+
+        def export(folder: Path) -> None:
+            with self.policy.averaged():
+                self.adapter.save_lora(str(folder)) if lora else self.adapter.save_full(str(folder), copies)
+
+        return export
 
     def _finish(self, done: int) -> None:
         """Final evaluation and export."""
@@ -342,8 +335,9 @@ class TrainingLoop:
                 self._evaluate(done, name)
         if self.folder.latest() != self.folder.checkpoint(done):
             self._save(done)
+        export = self._exporter()
         if self.world.main:
-            checkpoint.write_folder(self.product, self._export)
+            checkpoint.write_folder(self.product, export)
         for evaluator in list(self.evaluators.values())[-1:]:
             with self.policy.averaged():
                 evaluator.save_proof(min(4, c.rollout.batch_size))
