@@ -245,10 +245,6 @@ class TrainConfig:
     kl_form: Literal["gaussian", "flow_grpo"] = "gaussian"
     """gaussian: mean_D (μ − μ_ref)² / 2s² with the step's variance s²; flow_grpo: that times |Δσ|, as in Flow-GRPO's
     SD3 and FLUX trainers, whose variance leaves out the length of the step."""
-    guidance_gradient: Literal["both", "conditional"] = "both"
-    """With classifier-free guidance: train through the predictions under the prompt and under the negative prompt, or
-    through the former alone, with the latter as a constant (a forward without graph, so an update costs less time and
-    memory; the gradient is another one)."""
     ema_decay: Share = 0.0
     """Exponential moving average of the trained weights, used for evaluation and export; 0: none."""
     gradient_checkpointing: bool = False
@@ -362,8 +358,8 @@ class Config:
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Type of the frozen weights and of the forward; LoRA and optimiser are fp32."""
     attention: Attention = "native"
-    """diffusers' attention backend, in rollout and in training; its gradients are first compared with torch's own.
-    native: torch's choice; cudnn, flash and flash-attn 3 need bf16; names ending in _hub download a kernel."""
+    """diffusers' attention backend, in rollout and training alike; its gradients are compared with torch's own first.
+    native: torch's choice; all flash and cudnn ones need bf16; names ending in _hub download a kernel."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is a GPU."""
     gpus: PositiveInt = 1
