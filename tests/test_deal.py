@@ -92,7 +92,7 @@ def run_cells() -> None:
     for cell, port in zip(CELLS, os.environ["PORTS"].split(","), strict=True):
         os.environ["MASTER_PORT"] = port
         seen = {"samples": {}, "gradients": [], "batches": [], "forwards": 0}
-        World.equal_forwards = property(lambda self, on=CELLS[cell].get("equal", False): on)
+        World.equal_forwards = property(lambda _: CELLS[cell].get("equal", False))  # noqa: B023
         loop = TrainingLoop(from_dict(cell_settings(place, cell, f"{cell}-{os.environ['WORLD_SIZE']}")))
         slots = loop.rollouts._plan(0)[0]
         os.environ["TIED"] = "\n".join(slots[p][0].text for p in CELLS[cell].get("tied", ()))

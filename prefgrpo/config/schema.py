@@ -245,6 +245,10 @@ class TrainConfig:
     kl_form: Literal["gaussian", "flow_grpo"] = "gaussian"
     """gaussian: mean_D (μ − μ_ref)² / 2s² with the step's variance s²; flow_grpo: that times |Δσ|, as in Flow-GRPO's
     SD3 and FLUX trainers, whose variance leaves out the length of the step."""
+    guidance_gradient: Literal["both", "conditional"] = "both"
+    """With classifier-free guidance: train through the predictions under the prompt and under the negative prompt, or
+    through the former alone, with the latter as a constant (a forward without graph, so an update costs less time and
+    memory; the gradient is another one)."""
     ema_decay: Share = 0.0
     """Exponential moving average of the trained weights, used for evaluation and export; 0: none."""
     gradient_checkpointing: bool = False
