@@ -68,7 +68,7 @@ CELLS = {
     },
     "whole groups": {"rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": ONLY, "tied": (1,), "whole": True},
     "equal forwards": {
-        "rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": ONLY, "tied": (1,), "equal": True,
+        "rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": ONLY, "equal": True,
         "train": {"updates_per_rollout": 2, "kl_coef": 0.3, "replay_batch": 6}, "eval": {"every": 1},
     },
 }  # fmt: skip
@@ -86,13 +86,14 @@ def cell_settings(place: Path, cell: str, name: str) -> dict:
 
 def run_cells() -> None:
     """In the new process: every cell, one after the other; what each process saw of it goes into DUMP."""
-    place, torch_threads = Path(os.environ["PLACE"]), torch.get_num_threads()
-    torch.set_num_threads(min(torch_threads, 1))
+    place = Path(os.environ["PLACE"])
+    torch.set_num_threads(1)
     true_sum, true_accumulate = World.sum_gradients, TrainingLoop._accumulate
     for cell, port in zip(CELLS, os.environ["PORTS"].split(","), strict=True):
         os.environ["MASTER_PORT"] = port
         seen = {"samples": {}, "gradients": [], "batches": [], "forwards": 0}
-        World.equal_forwards = property(lambda _: CELLS[cell].get("equal", False))  # noqa: B023
+        on = CELLS[cell].get("equal", False)
+        World.equal_forwards = property(lambda self, on=on: on)
         loop = TrainingLoop(from_dict(cell_settings(place, cell, f"{cell}-{os.environ['WORLD_SIZE']}")))
         slots = loop.rollouts._plan(0)[0]
         os.environ["TIED"] = "\n".join(slots[p][0].text for p in CELLS[cell].get("tied", ()))
