@@ -247,6 +247,8 @@ def test_a_run_of_context_parallel_processes(run_place):
     assert difference < 0.01 * largest
 
 
+DATA = {"data": {"prompts": "p.txt"}, "attention": "_native_cudnn"}
+
 # ---- what does not go together --------------------------------------------------------------------------------------
 
 REFUSED = {
@@ -276,7 +278,6 @@ def test_families_that_do_not_train_under_context_parallelism(place):
         assert not unsupported(from_dict({"model": "m", "family": family, "parallel": layout, **DATA}))
 
 
-DATA = {"data": {"prompts": "p.txt"}}
 FLUX, WAN = "black-forest-labs/FLUX.1-dev", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 PUBLISHED = {
     "wan 480p": ("wan", WAN, (480, 832, 81), {"ulysses": 4}, 0, ""),

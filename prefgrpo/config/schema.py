@@ -362,8 +362,8 @@ class Config:
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Type of the frozen weights and of the forward; LoRA and optimiser are fp32."""
     attention: Attention = "native"
-    """diffusers' attention backend, in rollout and in training; its gradients are first compared with torch's own.
-    native: torch's choice; cudnn, flash and flash-attn 3 need bf16; names ending in _hub download a kernel."""
+    """diffusers' attention backend, in rollout and training alike; its gradients are compared with torch's own first.
+    native: torch's choice; all flash and cudnn ones need bf16; names ending in _hub download a kernel."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is a GPU."""
     gpus: PositiveInt = 1

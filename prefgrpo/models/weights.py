@@ -20,7 +20,11 @@ from prefgrpo.models import lora, recompute
 def innermost(module: nn.Module, classes: Iterable[str]) -> list[nn.Module]:
     """The modules of these classes that hold no other of them, in their order."""
     names = set(classes)
-    return [m for m in module.modules() if [n for n in m.modules() if type(n).__name__ in names] == [m]]
+
+    def named(part: nn.Module) -> bool:  # FSDP2 makes subclasses of its own
+        return any(cls.__name__ in names for cls in type(part).__mro__)
+
+    return [m for m in module.modules() if [n for n in m.modules() if named(n)] == [m]]
 
 
 class Weights:

@@ -8,7 +8,7 @@ nothing gathered outlives a forward or backward, so no forward sees weights from
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,6 +72,11 @@ def is_split(tensor: Tensor) -> bool:
 def whole(tensor: Tensor) -> Tensor:
     """The whole tensor; all processes must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """What this process holds of each tensor, in its own memory: to be read and written elementwise."""
+    return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
 
 
 def part_of(value: Tensor, like: Tensor) -> Tensor:

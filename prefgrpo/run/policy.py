@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from prefgrpo.config.schema import TrainConfig
-from prefgrpo.parallel.shard import is_split, part_of, whole
+from prefgrpo.parallel.shard import is_split, part_of, parts, whole
 from prefgrpo.parallel.world import World
 from prefgrpo.run.checkpoint import load_into
 
@@ -64,14 +64,8 @@ class Policy:
         self.updates += 1
         if self.ema:
             with torch.no_grad():
-                for average, live in self._averages():
-                    torch._foreach_lerp_(average, live, 1.0 - self.train.ema_decay)
+                torch._foreach_lerp_(parts(self.ema.values()), parts(self.params), 1.0 - self.train.ema_decay)
         return norm
-
-    def _averages(self) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """(moving averages, parameters) of each kind."""
-        of = {id(p): self.ema[name] for name, p in self.parameters.items()}
-        return [([of[id(p)] for p in kind], kind) for kind in self.kinds]
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -79,16 +73,15 @@ class Policy:
         if not self.ema:
             yield
             return
-        saved = [[p.detach().clone() for p in kind] for kind in self.kinds]
+        live = parts(self.params)
+        saved = [p.detach().clone() for p in live]
         with torch.no_grad():
-            for average, live in self._averages():
-                torch._foreach_copy_(live, average)
+            torch._foreach_copy_(live, parts(self.ema.values()))
         try:
             yield
         finally:
             with torch.no_grad():
-                for kind, before in zip(self.kinds, saved, strict=True):
-                    torch._foreach_copy_(kind, before)
+                torch._foreach_copy_(live, saved)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything a checkpoint keeps, by name."""

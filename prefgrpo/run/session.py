@@ -290,7 +290,7 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
         yield f"{share}: evaluated on every {e.every} steps, never trained on"
     if waits := idle(config, session.world.dp_size):
         yield waits
-    parts, device = known_bytes(config, adapter, session.world.dp_size), session.world.device
+    parts, device = known_bytes(config, adapter, session.world.size), session.world.device
     total, pages = sum(parts.values()), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else pages) / 2**30
     unit, name = (2**30, "GiB") if total >= 2**30 else (2**20, "MiB")
