@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     ConfigDict,
@@ -35,6 +35,7 @@ MODEL_VALUES = "prefgrpo.yaml"
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 """Unknown keys are mistakes, true is no number, no number is text; the line below a field is its description."""
 Share = Annotated[float, Field(ge=0, lt=1)]
+T = TypeVar("T")
 Options = dict[str, dict[str, Any]]
 """Options per reward."""
 
@@ -224,8 +225,10 @@ class TrainConfig:
     """Gradient norm is clipped to this."""
     updates_per_rollout: PositiveInt = 1
     """Optimiser updates per rollout, each on its share of the batches; the first is on-policy."""
-    objective: Literal["grpo"] = "grpo"
-    """Policy loss."""
+    objective: str = "grpo"
+    """What is optimised (docs/objectives.md): grpo, nft, awm, soft_dpo, …, or a class of your own, as file.py:Class."""
+    objective_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the objective, by name."""
     clip_range: PositiveFloat = 1e-4
     """PPO clip of the mean-log-prob ratio, below 1."""
     clip_range_high: PositiveFloat | None = None
@@ -379,7 +382,6 @@ def check(c: Config) -> list[str]:
             (c.judge.timeout_s or 0) <= (c.judge.deadline_s or math.inf),
             f"judge.deadline_s: expected at least judge.timeout_s ({c.judge.timeout_s}), got {c.judge.deadline_s}",
         ),
-        (t.lora_rank or not t.kl_coef, "train.kl_coef: the reference is the LoRA switched off; expected lora_rank > 0"),
         (
             t.kl_form == "gaussian" or not r.rule.startswith(("cps", "ddim")),
             f"train.kl_form: {t.kl_form} divides by a variance per unit of σ, which rule {r.rule} does not have; "
@@ -387,6 +389,21 @@ def check(c: Config) -> list[str]:
         ),
     ]
     return [text for ok, text in rules if not ok]
+
+
+def options(kind: type[T], content: Mapping[str, Any], name: str) -> T:
+    """A dataclass of options from a mapping called `name`. Raises ConfigError with every mistake in it."""
+    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    listed = ", ".join(known) or "none"
+    unknown = [f"{name}.{key}: unknown key; known keys here: {listed}" for key in content if key not in known]
+    given = {key: value for key, value in content.items() if key in known}
+    try:
+        made = TypeAdapter(kind).validate_json(json.dumps(given, default=str))
+    except ValidationError as error:
+        raise ConfigError([*unknown, *_mistakes(error, given, (name,)).values()]) from error
+    if unknown:
+        raise ConfigError(unknown)
+    return made
 
 
 def load(recipe: str | Path) -> Config:

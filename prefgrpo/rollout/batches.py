@@ -50,7 +50,7 @@ class Batch:
         """The samples `rows`; all of them: the batch itself."""
         if len(rows) == len(self.slots):
             return self
-        index = torch.tensor(rows, device=self.trajectory.sample.device)
+        index = torch.tensor(rows, dtype=torch.int64, device=self.trajectory.sample.device)
         return replace(
             self,
             slots=[self.slots[k] for k in rows],

@@ -7,7 +7,8 @@ the stored log-prob bit for bit, so the first ratio is exactly 1; of stacked ste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -48,19 +49,20 @@ def replay(
     step: Step,
     sampling: Sampling,
     kl: Literal["", "gaussian", "flow_grpo"] = "",
+    reference: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> AffineLogp:
     """Log-prob [B] of a stored step, or [S · B] of S stacked steps in one forward.
 
-    condition: of the B samples; it is repeated for stacked steps. kl: also the KL to the adapter's reference policy,
-    by a second forward without gradient; 'flow_grpo': times |Δσ| of its step (train.kl_form). The gradient flows
-    through the velocity only.
+    condition: of the B samples; it is repeated for stacked steps. kl: also the KL to the reference policy, by a second
+    forward without gradient inside `reference()` (None: the adapter's, its LoRA switched off); 'flow_grpo': times |Δσ|
+    of its step (train.kl_form). The gradient flows through the velocity only.
     """
     if (count := len(step.step_indices)) > 1:
         condition = condition.tile(count)
     sigma = schedule.times[list(step.step_indices)].repeat_interleave(step.index.numel() // count)
     v_ref = None
     if kl:
-        with torch.no_grad(), adapter.reference():
+        with torch.no_grad(), (reference or adapter.reference)():
             v_ref = adapter.velocity(step.x, sigma, condition, sampling)
     v, guidance = adapter.cond_uncond(step.x, sigma, condition, sampling)
     out = affine_logp(step.x, v, step.x_next, schedule.coef, step.index, v_ref=v_ref, guidance=guidance)
@@ -76,6 +78,13 @@ class TrajectoryCollector:
     adapter: Adapter
     objective: TrajectoryObjective
     train: TrainConfig
+    reference: Callable[[], AbstractContextManager[None]]
+    """Inside, the model has the starting policy's weights."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What is reported of every forward."""
+        return self.objective.metrics
 
     def accumulate(self, batches: Sequence[Batch], targets: Targets, samples: int) -> list[Tensor]:
         """Add the gradient of an update's batches of this rank; rows [update, samples, loss, *metrics], one a forward.
@@ -83,12 +92,13 @@ class TrajectoryCollector:
         samples: of the whole update, over all ranks.
         """
         table, train = list[Tensor](), self.train
+        signal = self.objective.signal(train, targets)
         for batch in batches:
             steps = batch.trajectory.steps
-            adv = targets.advantage[batch.slots, batch.members]
+            adv = signal[batch.slots, batch.members]
             for step in stacked(self.adapter, batch.schedule, steps, batch.sizes, train.replay_batch):
                 kl = train.kl_form if train.kl_coef else ""
-                new = replay(self.adapter, batch.schedule, batch.condition, step, batch.sizes, kl)
+                new = replay(self.adapter, batch.schedule, batch.condition, step, batch.sizes, kl, self.reference)
                 together = len(step.step_indices)
                 out = self.objective.loss(train, new, step.logp, adv.repeat(together), float(samples * len(steps)))
                 out.loss.backward()

@@ -1,8 +1,8 @@
 """Denoise a batch and keep what trains: x_{k+1} = a·x_k + b·v(x_k, σ_k) + s·ε at every step k.
 
-Steps outside `schedule.sde_steps` are deterministic and leave nothing behind. Invariants: noise is addressed by
-global sample id, so any batch split gives the same samples; a stored log-prob is that of the stored x_{k+1}; the
-loop never waits for the device.
+Steps outside `schedule.sde_steps` are deterministic; only stochastic ones of `schedule.trained` are kept. Invariants:
+noise is addressed by global sample id, so any batch split gives the same samples; a stored log-prob is that of the
+stored x_{k+1}; the loop never waits for the device.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Trajectory:
     sample: Tensor
     """int64 [B] global sample ids."""
     steps: tuple[Step, ...]
-    """One entry per stochastic step, in rising k."""
+    """One entry per stochastic step that is trained, in rising k."""
 
     def select(self, rows: Tensor) -> Trajectory:
         """The samples `rows` (int64)."""
@@ -93,7 +93,7 @@ def rollout(
         v, guidance = adapter.cond_uncond(x, sigma, condition, sampling)
         noise = NoiseAddress(seed, sample) if k in schedule.sde_steps else None
         step = affine_step(x, v, schedule.coef, index, noise=noise, out_dtype=latent_dtype, guidance=guidance)
-        if noise is not None:
+        if noise is not None and k in schedule.trained:
             stored.append(Step(index, x, step.x_next, step.logp, (k,)))
         x = step.x_next
     return Trajectory(adapter.final(x, condition), sample, tuple(stored))

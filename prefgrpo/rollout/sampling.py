@@ -16,6 +16,7 @@ from torch import Tensor
 from prefgrpo.config.schema import Config, ConfigError, SamplingConfig
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
+from prefgrpo.objectives import objective
 from prefgrpo.sde.schedule import Schedule, make_schedule, sde_window, shifted_sigmas, truncated_times
 
 
@@ -43,6 +44,7 @@ class Schedules:
 
     def __init__(self, config: Config, adapter: Adapter, device: torch.device) -> None:
         self.config, self.adapter, self.device = config, adapter, device
+        self._still = objective(config.train).collector == "endpoint"
         self._truncate = config.rollout.truncate_timesteps and not adapter.whole_times
         self._tables: dict[SamplingConfig, tuple[Tensor, Tensor]] = {}
 
@@ -70,7 +72,7 @@ class Schedules:
         return make_schedule(sigmas, "ode", 0.0, times=times).to(self.device)
 
     def step(self, sizes: SamplingConfig, step: int) -> Schedule:
-        """With the stochastic window of training step `step`."""
+        """With the window of training step `step`, stochastic unless the objective only needs final latents."""
         window = sde_window(sizes.steps, sizes.window_size, *_range(sizes), self.config.seed, step)
         return self._with(sizes, self.trained(sizes, window)).to(self.device)
 
@@ -81,13 +83,15 @@ class Schedules:
 
     def _with(self, sizes: SamplingConfig, steps: tuple[int, ...]) -> Schedule:
         sigmas, times = self._table(sizes)
+        if self._still:
+            return make_schedule(sigmas, "ode", 0.0, times=times, trained=steps)
         return make_schedule(sigmas, sizes.rule, sizes.eta, steps, times)
 
     def check(self, sizes: SamplingConfig) -> None:
         """Every window that may be drawn must hold a stochastic step of a denoiser that trains. Raises ConfigError."""
         low, high = _range(sizes)
         trained = self.trained(sizes, range(low, high))
-        random = self._with(sizes, trained).sde_steps
+        random = self._with(sizes, trained).trained
         size = sizes.window_size or high - low
         empty = [k for k in range(low, high - size + 1) if not set(random) & set(range(k, k + size))]
         if empty:

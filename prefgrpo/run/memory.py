@@ -32,6 +32,7 @@ from prefgrpo.data.prompts import read_prompts
 from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.parking import KINDS
+from prefgrpo.objectives import objective
 from prefgrpo.run.loading import config_errors_as, model_options, trainable
 
 GIB = 2**30
@@ -145,14 +146,22 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
     """Bytes per process before the first step, by kind; activations and text encoders on disk are not in it."""
     r = config.rollout
     trained = sum(p.numel() for _, p in adapter.trainable())
-    window = r.window_size or (r.window_high or r.steps - 1) - r.window_low
+    stored = r.window_size or (r.window_high or r.steps - 1) - r.window_low
+    stored = stored if objective(config.train).collector == "trajectory" else 0
     samples = r.prompts_per_step // world * r.group_size
     return {
         "weights": _weights(adapter, "") - _weights(adapter, *(s for k in config.memory.offload for s in KINDS[k])),
-        "optimiser": trained * 4 * (3 + bool(config.train.ema_decay)),  # gradient, two moments, average
-        "latents": samples * 4 * math.prod(adapter.latent_shape(r)) * (window + 1),
+        "optimiser": trained * 4 * (3 + _copies(config)),  # gradient, two moments, averages
+        "latents": samples * 4 * math.prod(adapter.latent_shape(r)) * (stored + 1),
         "images": samples * r.height * r.width * 3 * (adapter.frames(r) or 1),
     }
+
+
+def _copies(config: Config) -> int:
+    """Copies of the trained weights that a run keeps beside them."""
+    goal, t = objective(config.train), config.train
+    old = goal.anchor == "old" or goal.sampled_by_old
+    return bool(t.ema_decay) + old + (not t.lora_rank and (goal.anchor == "base" or t.kl_coef > 0))
 
 
 def _weights(adapter: Adapter, *starts: str) -> int:

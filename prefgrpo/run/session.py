@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,8 @@ from prefgrpo.config.schema import Config, ConfigError, differences, load, to_di
 from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt, fingerprint, prompt_sets
 from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.models.base import Adapter
+from prefgrpo.objectives import objective
+from prefgrpo.objectives.base import EndpointObjective, Objective, TrajectoryObjective
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import PYTHON, named_objects
@@ -31,6 +33,8 @@ from prefgrpo.rewards.log import drop_from
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
+from prefgrpo.rollout.endpoint import EndpointCollector
+from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.rollout.sampling import Schedules, all_sizes, evaluation
 from prefgrpo.run import checkpoint, judging
 from prefgrpo.run.evaluate import Evaluator, held_out
@@ -58,6 +62,7 @@ FREE_OPTIONS = (
     f".{PYTHON}",
 )
 """Likewise among a reward's options."""
+Collector = TrajectoryCollector | EndpointCollector
 
 
 @dataclass
@@ -106,6 +111,8 @@ class Session:
     folder: RunFolder
     adapter: Adapter
     policy: Policy
+    objective: Objective
+    collector: Collector
     rollouts: Rollouts
     scorer: Scorer
     weights: dict[str, float]
@@ -159,7 +166,8 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     scorers = {name: evaluation_scorers(config, judge, held, scorer, world) for name, held in measured.items()}
     absent = len(uncached(config, encoding_jobs(config, prompts, [p for held in sets.values() for p in held])))
     adapter = trainable(config, open_adapter(config, world.device, encoders=bool(absent)))
-    policy = Policy(dict(adapter.trainable()), config.train)
+    goal = objective(config.train)
+    policy = open_policy(config, goal, adapter)
     schedules = open_schedules(config, adapter, world, prompts)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     ode = schedules.ode(evaluation(config))
@@ -168,13 +176,54 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
         chosen = held_out(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
         evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers[name], world, folder)
     rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world)
-    session = Session(world, folder, adapter, policy, rollouts, scorer, weights, evaluators, judge, Interrupt(), lock)
+    collector = open_collector(config, goal, adapter, policy)
+    session = Session(
+        world, folder, adapter, policy, goal, collector, rollouts, scorer, weights, evaluators, judge, Interrupt(), lock
+    )
     session.notes = [*_notes(config, session), *judge_notes]
     if config.data.cache:
         state = f"{absent} texts are not in it yet" if absent else "it has all prompts, no text encoder was loaded"
         session.notes.append(f"embeddings in {config.data.cache}: {state}")
     _start_folder(config, session, resume)
     return session
+
+
+def open_policy(config: Config, goal: Objective, adapter: Adapter) -> Policy:
+    """The trained weights, with the copies of them that the objective needs."""
+    old = goal.anchor == "old" or goal.sampled_by_old
+    base = not config.train.lora_rank and (goal.anchor == "base" or config.train.kl_coef > 0)
+    return Policy(dict(adapter.trainable()), config.train, old, base)
+
+
+def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Policy) -> Collector:
+    """What makes an objective's gradients. Raises ConfigError for draws that a family with several denoisers lacks."""
+
+    def reference() -> AbstractContextManager[None]:
+        return adapter.reference() if config.train.lora_rank else policy.holding(policy.base)
+
+    if isinstance(goal, TrajectoryObjective):
+        return TrajectoryCollector(adapter, goal, config.train, reference)
+    assert isinstance(goal, EndpointObjective)
+    if len(adapter.denoisers) > 1 and goal.times not in ("window", "schedule"):
+        which = f"{config.family} has a denoiser for each part of the schedule: expected window or schedule"
+        raise ConfigError([f"train.objective_options.times: {which}, got {goal.times}"])
+    anchor = reference if goal.anchor == "base" else lambda: policy.holding(policy.old)
+    return EndpointCollector(adapter, goal, config, anchor, reference)
+
+
+def _objective_mistakes(config: Config) -> list[str]:
+    """What is wrong with the objective and its options."""
+    try:
+        goal = objective(config.train)
+    except ConfigError as error:
+        return error.mistakes
+    except ValueError as error:
+        return [f"train.objective: {error}"]
+    wrong = [f"train.objective_options.{mistake}" for mistake in goal.mistakes(config.rollout.group_size)]
+    if goal.needs_comparisons and not judging.trains_on_pairs(config):
+        wanted = f"{config.train.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
+        wrong.append(f"reward.spec: {wanted}, with a weight above 0, got {config.reward.spec!r}")
+    return wrong
 
 
 def mistakes(config: Config, processes: int) -> list[str]:
@@ -185,6 +234,7 @@ def mistakes(config: Config, processes: int) -> list[str]:
         advice = "resume it there, with prefgrpo.Trainer(…, resume=True)"
         return [f"reward.spec: {origin}, which exists only in the Python program that started the run; {advice}"]
     problems = judging.mistakes(config)
+    problems += [] if problems else _objective_mistakes(config)
     if not problems and not any(judging.specs(config)[0].values()):
         problems.append("reward.spec: every weight is 0, which leaves nothing to train on; measure with eval.spec")
     files = {"data.prompts": config.data.prompts, "eval.prompts": e.prompts, "eval.final_prompts": e.final_prompts}

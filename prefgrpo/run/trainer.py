@@ -1,6 +1,6 @@
 """The training loop, for every family, reward and objective.
 
-    prompts → rollout → judge (streamed) → advantage → replay → clipped loss → AdamW
+    prompts → rollout → judge (streamed) → advantage → gradients of the objective → AdamW
 
 Noise, prompts and pair orders are functions of (seed, step), so a step depends on the weights and its number only.
 Invariant: all ranks take every decision (skip, stop, checkpoint) from gathered numbers, hence together.
@@ -19,13 +19,11 @@ from torch import Tensor
 from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import fingerprint
 from prefgrpo.judge.information import Alarm, evidence
-from prefgrpo.objectives import objective
-from prefgrpo.objectives.base import Targets, TrajectoryObjective
+from prefgrpo.objectives.base import Targets
 from prefgrpo.rewards.pairwise import VlmPairwise, judged
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.render import stills
-from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.run import checkpoint
 from prefgrpo.run.advantage import CombineError, advantages, part_table
 from prefgrpo.run.log import Log
@@ -79,9 +77,7 @@ class TrainingLoop:
         self.log = Log(
             self.folder, config.train.steps, self.session.start, tensorboard=config.tensorboard, active=self.world.main
         )
-        self.objective = objective(config.train)
-        assert isinstance(self.objective, TrajectoryObjective)
-        self.collector = TrajectoryCollector(self.adapter, self.objective, config.train)
+        self.objective, self.collector = self.session.objective, self.session.collector
         self.evaluation: dict[str, float] = {}
         """Metrics of the last evaluation."""
         self.verdict = ""
@@ -127,7 +123,8 @@ class TrainingLoop:
         """Training step number `step` (from 0): metrics over all ranks."""
         batches, groups = list[Batch](), self.rollouts.groups(step)
         samples = len(groups) * self.config.rollout.group_size
-        with clock.phase("rollout"), self.log.bar("rollout", "sample", samples) as bar:
+        maker = self.policy.holding(self.policy.old if self.objective.sampled_by_old else {})
+        with clock.phase("rollout"), self.log.bar("rollout", "sample", samples) as bar, maker:
             self.scorer.begin(step, groups)
             for batch in self.rollouts(step):  # denoise and decode
                 for group, member, sample in zip(batch.groups, batch.members, batch.samples, strict=True):
@@ -143,7 +140,8 @@ class TrainingLoop:
         self._save_groups(step + 1, scores, batches)
         advantage, metrics = self.advantages(step + 1, scores)
         with clock.phase("update"):
-            metrics |= self.update(batches, advantage)
+            metrics |= self.update(batches, self._targets(advantage, scores))
+            self.policy.follow(self.objective.old_decay(step))
         return metrics | over_ranks(scores.metrics, self.world)
 
     def close(self) -> None:
@@ -201,6 +199,21 @@ class TrainingLoop:
             "advantage/max": float(advantage.abs().max()),
         }
 
+    def _targets(self, advantage: Tensor, scores: StepScores) -> Targets:
+        """Advantages and comparisons of all ranks' samples; pairwise rewards count by their weights."""
+        size = self.config.rollout.group_size
+        weights = self.session.weights
+        trained = [n for n, w in weights.items() if w > 0 and any(g.wins is not None for g in scores.groups[n])]
+        local = np.zeros((len(self.world.slots(len(advantage))), 2, size, size))
+        for name in trained:
+            for k, group in enumerate(scores.groups[name]):
+                if group.wins is not None and group.counts is not None:
+                    local[k] += weights[name] * np.stack([group.wins, group.counts])
+        table = torch.from_numpy(self.world.gather_slots(local)).to(advantage)
+        there = np.stack([~np.isnan(scores.values[n]) for n, w in weights.items() if w]).min(0).astype(np.float64)
+        known = torch.from_numpy(self.world.gather_slots(there) > 0).to(advantage.device)
+        return Targets(advantage, table[:, 0], table[:, 1], known)
+
     def _check_information(self, step: int, scores: StepScores) -> None:
         """Warn of a judge whose verdicts say nothing. Raises NoInformation after `judge.patience_steps` such steps."""
         local = []
@@ -220,26 +233,28 @@ class TrainingLoop:
 
     # ---- update -----------------------------------------------------------------------------------------------------
 
-    def update(self, batches: list[Batch], advantage: Tensor) -> dict[str, float]:
+    def update(self, batches: list[Batch], targets: Targets) -> dict[str, float]:
         """The step's optimiser updates, each on its slots; one without any signal is skipped, on all ranks.
 
         Groups without signal are left out: they cost no forward. A batch that loses some of its samples is a forward
         of another shape than the rollout's, so its first ratio is 1 within rounding only. Raises NonFiniteGradient.
         """
         updates, table, norms = self.config.train.updates_per_rollout, list[Tensor](), list[float]()
-        signal = (advantage != 0).any(1).cpu()  # [P]
+        keep = ~self.objective.signal(self.config.train, targets).isnan().cpu()  # [P, G]
+        signal, per_group = keep.any(1), self.objective.per_group(self.config.rollout.group_size)
         owner = torch.arange(len(signal)) * updates // len(signal)
         for update in range(updates):
             if not bool(signal[owner == update].any()):
                 continue
-            samples = int((owner == update).sum()) * self.config.rollout.group_size
-            own = [(b, [k for k, p in enumerate(b.slots) if signal[p]]) for b in batches if b.update == update]
-            kept = [batch.select(rows) for batch, rows in own if rows]
-            table += self.collector.accumulate(kept, Targets(advantage), samples)
+            samples = int((owner == update).sum()) * per_group
+            own = [b for b in batches if b.update == update]
+            rows = [[k for k, place in enumerate(zip(b.slots, b.members, strict=True)) if keep[place]] for b in own]
+            kept = [batch.select(some) for batch, some in zip(own, rows, strict=True) if some]
+            table += self.collector.accumulate(kept, targets, samples)
             norms.append(self.policy.update(self.world))
-        return policy_metrics(table, self.world) | {
+        return policy_metrics(table, self.world, self.collector.metrics) | {
             "grad_norm": float(np.mean(norms)) if norms else 0.0,
-            "samples_trained": float(signal.sum() * self.config.rollout.group_size),
+            "samples_trained": float(keep.sum()),
         }
 
     # ---- what is written --------------------------------------------------------------------------------------------
@@ -250,8 +265,8 @@ class TrainingLoop:
         row = metrics | {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
         self.log.row("train", step, row)
         self.log.step(step, metrics, clock.seconds)
-        error, limit = metrics["policy/on_policy_error"], self.config.train.clip_range / 10
-        if trained and (first or error > limit):
+        error, limit = metrics.get("policy/on_policy_error"), self.config.train.clip_range / 10
+        if trained and error is not None and (first or error > limit):
             verdict = "exact" if error == 0 else "fine" if error <= limit else f"above clip_range / 10 = {limit:.1e}"
             r, cut = self.config.rollout, metrics["advantage/zero_groups"] > 0
             if error and cut and r.group_size % r.batch_size:

@@ -24,9 +24,11 @@ class Schedule:
     coef: Tensor
     """[T, 5] fp32 rows (a, b, s, w, c)."""
     sde_steps: tuple[int, ...]
-    """Indices of the stochastic steps, rising; only these are stored and trained."""
+    """Indices of the stochastic steps, rising."""
     times: Tensor
     """[T] fp32, the σ that the model is shown at each step: its own, or the truncated one."""
+    trained: tuple[int, ...]
+    """Indices of the steps that are trained, rising: where stochastic, they are stored."""
 
     @property
     def steps(self) -> int:
@@ -39,13 +41,19 @@ class Schedule:
 
 
 def make_schedule(
-    sigmas: Tensor, rule: str, eta: float, sde_steps: tuple[int, ...] | None = None, times: Tensor | None = None
+    sigmas: Tensor,
+    rule: str,
+    eta: float,
+    sde_steps: tuple[int, ...] | None = None,
+    times: Tensor | None = None,
+    trained: tuple[int, ...] | None = None,
 ) -> Schedule:
     """Schedule from `sigmas` [T + 1].
 
     `sde_steps`: which steps follow `rule` (None: all; a rule of 'ode' has none). times: [T] the σ that the model is
-    shown (None: the step's own). Raises ValueError for an unknown rule, sigmas that do not fall, η out of range, or a
-    step index outside 0 … T − 1.
+    shown (None: the step's own). trained: the steps that are trained (None: the stochastic
+    ones). Raises ValueError for an unknown rule, sigmas that do not fall, η out of range, or a step index outside
+    0 … T − 1.
     """
     if rule not in RULES:
         raise ValueError(f"unknown step rule '{rule}': expected one of {', '.join(RULES)}")
@@ -64,7 +72,10 @@ def make_schedule(
         check(info, name)
         rows.append(RULES[name](info))
     coef = torch.tensor(rows, dtype=torch.float64).to(torch.float32)
-    return Schedule(sigmas, coef, tuple(k for k in chosen if rows[k][2] > 0.0), sigmas[:-1] if times is None else times)
+    random = tuple(k for k in chosen if rows[k][2] > 0.0)
+    return Schedule(
+        sigmas, coef, random, sigmas[:-1] if times is None else times, random if trained is None else trained
+    )
 
 
 def truncated_times(sigmas: Tensor) -> Tensor:
