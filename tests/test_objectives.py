@@ -1,8 +1,8 @@
 """Every objective against its published formula, written here in fp64 sample by sample, and in real runs.
 
 Why these cases: the collectors share draws, anchors, batches and denominators between all objectives, so an error in
-one of them moves every gradient. The oracle takes the model's velocities and nothing else of the project's loss code, and
-differentiates the formula in fp64; it must hold for packed (FLUX), 4-d (SD3) and 5-d (Wan) latents, LoRA and full
+one of them moves every gradient. The oracle takes the model's velocities and nothing else of the project's loss code,
+and differentiates the formula in fp64; it must hold for packed (FLUX), 4-d (SD3) and 5-d (Wan) latents, LoRA and full
 weights, groups inside a batch and over several (the two-pass form). Real runs: a pairwise judge, two processes against
 one, and a resumed run bit by bit.
 """
@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from families import case_of, conditions, load, perturb
+from families import case_of, conditions, folder, load, perturb
 from tiny_run import ranks, recipe, rows, settings, weights, world
 from torch.nn import functional as F
 
@@ -285,14 +285,14 @@ def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, na
         x = {"v": v, "anchor": anchor, "u": (noise - x0).double(), "t": t.double(), "x0": x0.double(),
              "xt": xt.double(), "slots": groups, "adv": ADVANTAGE[groups].double().flatten()}  # fmt: skip
         kept_rows = best_of_groups(x) if kind == "sft" else torch.ones(len(v), dtype=torch.float64)
-        truth = truth + formula(o, x) + 0.2 * (kept_rows * mse(v, start)).sum() / o.per_group(G)
-    truth = truth / (P * o.draws)
-    truth.backward()
+        loss_of_draw = formula(o, x) + 0.2 * (kept_rows * mse(v, start)).sum() / o.per_group(G)
+        (loss_of_draw / (P * o.draws)).backward()
+        truth = truth + loss_of_draw.detach() / (P * o.draws)
     exact = torch.cat([p.grad.double().flatten() for p in params])
     assert float(exact.norm()) > 0
     assert float((ours - exact).norm() / exact.norm()) < 1e-5
     if "form" not in options or options["form"] != "ipo":
-        assert loss == pytest.approx(float(truth.detach()), rel=1e-5, abs=1e-7)
+        assert loss == pytest.approx(float(truth), rel=1e-5, abs=1e-7)
 
 
 # ---- real runs ------------------------------------------------------------------------------------------------------
@@ -312,6 +312,8 @@ class Judged(FunctionPairwise):
 
 RUNS = {
     "grpo": {},
+    "grpo_guard": {},
+    "flow_dppo": {},
     "nft": {"optimality": "win_rate", "decay": 0.5, "sample_with_old": True},
     "awm": {"ratio": True},
     "sft": {},
@@ -365,6 +367,75 @@ def test_a_run_by_two_processes_and_resumed(place, name):
     saved = [weights(place / "runs" / f"{name}-{run}" / "checkpoints" / "step_000003") for run in ("one", "again")]
     assert saved[0] == saved[1] and len(saved[0]) > 0
     assert rows(place / "runs" / f"{name}-again") == one
+
+
+TRAJECTORY = {
+    "best of 2, Flash-GRPO's weight": ("grpo", {"best_of": 2, "step_weight": "velocity"}),
+    "TempFlow-GRPO's weight": ("grpo", {"step_weight": "noise"}),
+    "guard": ("grpo_guard", {}),
+    "dppo": ("flow_dppo", {"kl_threshold": 2e-6}),
+}
+
+
+@pytest.mark.parametrize("case", TRAJECTORY)
+@pytest.mark.parametrize("guided", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(place, case, guided):
+    """On steps that another policy made, so that ratios, masks and means differ."""
+    name, own = TRAJECTORY[case]
+    train = {"objective": name, "objective_options": own, "clip_range": 2e-3, "lora_rank": 4}
+    more = {"eval": {"every": 0}, "train": train, "rollout": {"steps": 5, "group_size": 4, "batch_size": 4}}
+    if guided:
+        more |= {"model": str(folder("sd3")), "family": "sd3"}
+        more["rollout"] |= {"height": 32, "width": 32, "guidance": 3.0}
+    loop = TrainingLoop(from_dict(settings(place, f"trajectory-{case[:5]}-{guided}", **more)))
+    c, adapter = loop.config, loop.adapter
+    perturb(adapter, 0.05)
+    batches = list(loop.rollouts(0))
+    perturb(adapter, 0.02)
+    advantage = torch.randn(2, 4, generator=torch.Generator().manual_seed(2))
+    taken = []
+    loop.policy.update = lambda world: taken.append([p.grad.double().flatten() for p in loop.policy.params]) or 0.0
+    values = loop.update(batches, Targets.of(advantage))
+    loop.policy.optimizer.zero_grad()
+    total, count, masked = torch.zeros((), dtype=torch.float64), 0, []
+    for batch in batches:
+        schedule, (slot,) = batch.schedule, set(batch.slots)
+        order = advantage[slot].argsort(descending=True).tolist()
+        rows = sorted([order[0], order[-1]]) if "best_of" in own else list(range(4))
+        adv = advantage[slot][rows].double()
+        for step in batch.trajectory.steps:
+            k = int(step.index[0])
+            a, b, s, w, const = schedule.coef[k].double()
+            x, x_next = step.x[rows].double(), step.x_next[rows].double()
+            sigma, condition = schedule.sigmas[k].expand(len(rows)), batch.condition.select(torch.tensor(rows))
+            v = adapter.velocity(step.x[rows], sigma, condition, c.rollout).double()
+            ratio = torch.exp(w * mse(x_next, a * x + b * v) + const - step.logp[rows].double())
+            if name != "grpo":
+                mean, old = a * x + b * v, a * x + b * step.v[rows].double()
+            if name == "grpo_guard":
+                ratio = torch.exp(((x_next - old) / s * (mean - old)).flatten(1).mean(1))
+            dt = (schedule.sigmas[k] - schedule.sigmas[k + 1]).double()
+            coef = schedule.coef[: c.rollout.steps - 1].double()
+            weight = {
+                "velocity": s / b.abs() / (coef[:, 2] / coef[:, 1].abs()).mean(),
+                "noise": s / coef[:, 2].mean(),
+                "none": 1.0,
+            }[own.get("step_weight", "none")]
+            loss = torch.maximum(-adv * ratio, -adv * ratio.clamp(1 - 2e-3, 1 + 2e-3))
+            if name == "grpo_guard":
+                loss = loss / dt
+            if name == "flow_dppo":
+                far = mse(mean, old) / (2 * s * s) >= 2e-6
+                away = far & ((ratio > 1) & (adv > 0) | (ratio < 1) & (adv < 0))
+                loss, masked = torch.where(away, 0.0, -adv * ratio), [*masked, *away.tolist()]
+            total, count = total + (weight * loss).sum(), count + len(rows)
+    (total / count).backward()
+    exact, ours = torch.cat([p.grad.double().flatten() for p in loop.policy.params]), torch.cat(taken[0])
+    assert float((ours - exact).norm() / exact.norm()) < 1e-4
+    assert values["loss"] == pytest.approx(float(total.detach() / count), rel=1e-3, abs=1e-6)
+    assert values["samples_trained"] == (4 if "best_of" in own else 8)
+    if name == "flow_dppo":
+        assert 0 < np.mean(masked) < 1 and values["policy/clip_fraction"] == pytest.approx(np.mean(masked))
 
 
 MISTAKES = {

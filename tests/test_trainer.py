@@ -233,7 +233,7 @@ def test_a_tied_group_costs_no_forward_and_stays_in_the_mean(trainer, batch_size
     over = {"train": {"steps": 1}, "eval": {"every": 0}, "rollout": {"batch_size": batch_size}}
     one = trainer(reward={"spec": f"{HERE}HalfTied"}, **over)
     seen = []
-    around_loss(one, lambda loss, train, new, old, adv, n: seen.append((len(adv), n)) or loss(train, new, old, adv, n))
+    around_loss(one, lambda loss, train, new, adv, n: seen.append((len(adv), n)) or loss(train, new, adv, n))
     one.run()
     row, output = rows(one.folder.root)[0], capsys.readouterr().out
     assert ("it is exact where rollout.batch_size divides" in output) == (row["policy/on_policy_error"] > 0)

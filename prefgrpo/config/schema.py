@@ -89,7 +89,26 @@ class SamplingConfig:
     window_high: NonNegativeInt = 0
     """One past the last such step; 0: all but the last step."""
     window_size: NonNegativeInt = 0
-    """Consecutive steps per rollout, drawn anew inside the range; 0: the whole range."""
+    """Steps that are trained per rollout, chosen from the range by window_policy; 0: the whole range."""
+    window_steps: tuple[NonNegativeInt, ...] = ()
+    """The range as a list of steps, in place of window_low and window_high."""
+    window_policy: Literal["random", "subset", "progressive"] = "random"
+    """random: neighbours, their start drawn anew for every training step (Flow-GRPO-Fast); subset: any steps, drawn
+    anew (DanceGRPO, Pref-GRPO); progressive: neighbours that move through the range and begin again (MixGRPO)."""
+    window_interval: PositiveInt = 25
+    """progressive: training steps until the window moves."""
+    window_stride: PositiveInt = 1
+    """progressive: by how many steps it moves."""
+    window_decay: NonNegativeFloat = 0.0
+    """progressive: the interval is divided by exp(window_decay) for every step that the window's start is beyond
+    window_decay_from (MixGRPO's exponential strategy: 0.1 from 13)."""
+    window_decay_from: NonNegativeInt = 13
+    """Where this begins."""
+    window_per_prompt: bool = False
+    """Draw random and subset windows for every prompt of its own (Flash-GRPO). A batch then holds samples of one
+    prompt: batch_size must divide group_size."""
+    sde_everywhere: bool = False
+    """Make all steps stochastic, not only those that are trained (DanceGRPO, Pref-GRPO)."""
     prompts_per_step: PositiveInt = 8
     """P, prompts per training step over all processes."""
     group_size: Annotated[int, Field(ge=2)] = 8
@@ -361,8 +380,17 @@ def check(c: Config) -> list[str]:
             f"rollout.window_low/high: expected 0 <= low < high <= steps ({r.steps}), got {r.window_low} and {high}",
         ),
         (
-            r.window_size <= max(high - r.window_low, 0),
-            f"rollout.window_size: expected 0 … {high - r.window_low}, got {r.window_size}",
+            max(r.window_steps, default=0) < r.steps,
+            f"rollout.window_steps: expected steps below {r.steps}, got {list(r.window_steps)}",
+        ),
+        (
+            r.window_size <= (many := len(set(r.window_steps)) or max(high - r.window_low, 0)),
+            f"rollout.window_size: expected 0 … {many}, got {r.window_size}",
+        ),
+        (
+            not r.window_per_prompt or (r.group_size % r.batch_size == 0 and r.window_policy != "progressive"),
+            "rollout.window_per_prompt: expected window_policy random or subset, and a batch_size that divides "
+            f"group_size, got {r.window_policy}, {r.batch_size} and {r.group_size}",
         ),
         (
             r.shift is None or r.sigmas == "published",

@@ -6,6 +6,8 @@ from prefgrpo.rewards import load_object
 
 OBJECTIVES = {
     "grpo": "prefgrpo.objectives.grpo:GRPO",
+    "grpo_guard": "prefgrpo.objectives.grpo_guard:GRPOGuard",
+    "flow_dppo": "prefgrpo.objectives.flow_dppo:FlowDPPO",
     "nft": "prefgrpo.objectives.nft:NFT",
     "awm": "prefgrpo.objectives.awm:AWM",
     "sft": "prefgrpo.objectives.sft:SFT",

@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from prefgrpo.config.schema import STRICT, Share, TrainConfig
-from prefgrpo.ops import METRICS, AffineLogp, PolicyLoss
+from prefgrpo.ops import METRICS, PolicyLoss
 
 
 class Targets(NamedTuple):
@@ -62,6 +62,8 @@ class Objective(ABC):
     """What the loss is computed from."""
     whole_groups: ClassVar[bool] = False
     """Whether the loss needs all members of a group, which must then be on one data-parallel index."""
+    keeps_velocity: ClassVar[bool] = False
+    """Whether the rollout stores the velocities of its steps, for losses that compare means."""
 
     @property
     def anchor(self) -> Literal["", "base", "old"]:
@@ -99,6 +101,26 @@ class Objective(ABC):
         return 0.0
 
 
+class Replayed(NamedTuple):
+    """A stored step of B samples under the present weights; all fp32 [B]."""
+
+    logp: Tensor
+    """Log-prob of the stored value, with gradient."""
+    logp_old: Tensor
+    """Under the policy that made it."""
+    kl: Tensor | None = None
+    """KL to the starting policy, with gradient, if train.kl_coef is above 0."""
+    log_ratio: Tensor | None = None
+    """GRPO-Guard's log-ratio, with gradient, if the objective keeps velocities."""
+    kl_old: Tensor | None = None
+    """KL to the policy that made it, without gradient, if the objective keeps velocities."""
+    weight: Tensor | None = None
+    """Of the step (`step_weight`)."""
+
+
+StepWeight = Literal["none", "velocity", "noise", "inverse_step"]
+
+
 @dataclass(frozen=True, config=STRICT)
 class TrajectoryObjective(Objective):
     """An objective of replayed steps."""
@@ -106,14 +128,36 @@ class TrajectoryObjective(Objective):
     collector = "trajectory"
     metrics: ClassVar[tuple[str, ...]] = METRICS
     """What `PolicyLoss.metrics` holds."""
-    keeps_velocity: ClassVar[bool] = False
-    """Whether the rollout stores its velocities, for losses that compare means."""
+
+    best_of: NonNegativeInt = 0
+    """Train on so many members of a group: the best half of them and the worst half (DanceGRPO); 0: on all."""
+    step_weight: StepWeight = "none"
+    """Weight of a step in the loss: none, velocity: s / |b|, so that noise moves v alike at every step (Flash-GRPO),
+    noise: s (TempFlow-GRPO), both divided by their mean over the steps that may be trained, or inverse_step: 1 / |Δσ|
+    (GRPO-Guard)."""
+
+    def mistakes(self, group_size: int) -> list[str]:
+        """best_of takes two halves of a group."""
+        fits = self.best_of % 2 == 0 and self.best_of <= group_size
+        return [] if fits else [f"best_of: expected an even number up to {group_size}, got {self.best_of}"]
+
+    def signal(self, train: TrainConfig, targets: Targets) -> Tensor:
+        """The advantage; of the best and the worst only, with best_of."""
+        signal = super().signal(train, targets)
+        if not self.best_of:
+            return signal
+        order, half = targets.advantage.argsort(stable=True, dim=1, descending=True), self.best_of // 2
+        chosen = torch.zeros_like(signal, dtype=torch.bool)
+        chosen.scatter_(1, torch.cat([order[:, :half], order[:, -half:]], 1), True)
+        return torch.where(chosen, signal, torch.nan)
+
+    def per_group(self, group_size: int) -> int:
+        """Those that are trained."""
+        return self.best_of or group_size
 
     @abstractmethod
-    def loss(
-        self, train: TrainConfig, new: AffineLogp, logp_old: Tensor, advantage: Tensor, denominator: float
-    ) -> PolicyLoss:
-        """Loss of one replayed step of B samples, all [B]; `denominator`: samples × trained steps of the update."""
+    def loss(self, train: TrainConfig, new: Replayed, advantage: Tensor, denominator: float) -> PolicyLoss:
+        """Loss of one replayed step of B samples; advantage: fp32 [B]; denominator: samples × steps of the update."""
 
 
 @plain_dataclass(frozen=True, eq=False)
@@ -128,6 +172,8 @@ class Prediction:
     """[B, …] true velocity ε − x0."""
     anchor: Tensor | None
     """[B, …] velocity under the weights of `Objective.anchor`, without gradient."""
+    start: Tensor | None = None
+    """[B, …] velocity of the starting policy, without gradient, if train.kl_coef is above 0."""
 
     @cached_property
     def error(self) -> Tensor:

@@ -118,23 +118,25 @@ class Rollouts:
                 conditions(self.embeddings, [slots[p][0] for p, _ in places], slots[places[0][0]][1], device)
                 for _, places in planned
             ]
-        schedules: dict[SamplingConfig, Schedule] = {}
+        schedules: dict[tuple[SamplingConfig, int], Schedule] = {}
         for (update, places), condition in zip(planned, texts, strict=True):
             prompts, sizes = [slots[p][0] for p, _ in places], slots[places[0][0]][1]
             groups, members = [first + p for p, _ in places], [g for _, g in places]
             start = torch.tensor(groups, dtype=torch.int64, device=device) * r.group_size
-            if sizes not in schedules:
-                schedules[sizes] = self.schedules.step(sizes, step)
+            own = sizes, groups[0] if sizes.window_per_prompt else 0
+            if own not in schedules:
+                schedules[own] = self.schedules.step(sizes, step, groups[0])
             done = rollout(
                 self.adapter,
-                schedules[sizes],
+                schedules[own],
                 condition,
                 start + torch.tensor(members, dtype=torch.int64, device=device),
                 sizes,
                 seed=self.config.seed,
                 initial_sample=start if r.same_noise else None,
+                keep_velocity=self.schedules.goal.keeps_velocity,
             )
             images = to_uint8(decode(self.adapter, done.latents, sizes, self.config.memory.decode_batch))
             samples = [sample(prompt, pixels, sizes) for prompt, pixels in zip(prompts, images, strict=True)]
             slot_numbers = [p for p, _ in places]
-            yield Batch(update, slot_numbers, members, sizes, schedules[sizes], condition, done, groups, samples)
+            yield Batch(update, slot_numbers, members, sizes, schedules[own], condition, done, groups, samples)

@@ -80,10 +80,8 @@ class EndpointCollector:
                     assert isinstance(objective, GroupObjective)
                     loss = self._of_groups(objective, batch, p.error, p, targets)
                 facts = [p.error] if p.anchor is None else [p.error, p.anchor_error, mean_square(p.v - p.anchor)]
-                if train.kl_coef:
-                    with torch.no_grad(), self.reference():
-                        start = self._velocity(batch, draw)[1]
-                    kl = mean_square(p.v - start)
+                if p.start is not None:
+                    kl = mean_square(p.v - p.start)
                     loss, facts = loss + train.kl_coef * kl.sum(), [*facts, kl]
                 loss = loss / (samples * objective.draws)
                 loss.backward()
@@ -93,13 +91,14 @@ class EndpointCollector:
         return table
 
     def predict(self, batch: Batch, draw: int) -> Prediction:
-        """The velocities of a batch, with gradient where it is switched on."""
-        anchor = None
-        if self.objective.anchor:
-            with torch.no_grad(), self.anchor():
-                anchor = self._velocity(batch, draw)[1]
+        """The velocities of a batch, with gradient where it is switched on.
+
+        The model's own come last: other weights may be put in its place, and back, only before a graph holds them.
+        """
+        anchor = self._beside(self.anchor, batch, draw) if self.objective.anchor else None
+        start = self._beside(self.reference, batch, draw) if self.config.train.kl_coef else None
         u, v, t = self._velocity(batch, draw)
-        return Prediction(t, v, u, anchor)
+        return Prediction(t, v, u, anchor, start)
 
     # ---- groups -----------------------------------------------------------------------------------------------------
 
@@ -143,6 +142,11 @@ class EndpointCollector:
         return out
 
     # ---- one draw ---------------------------------------------------------------------------------------------------
+
+    def _beside(self, weights: Weights, batch: Batch, draw: int) -> Tensor:
+        """[B, …] velocity under other weights."""
+        with torch.no_grad(), weights():
+            return self._velocity(batch, draw)[1]
 
     def _velocity(self, batch: Batch, draw: int) -> tuple[Tensor, Tensor, Tensor]:
         """(u, v [B, …], t [B]) of a batch in a draw."""

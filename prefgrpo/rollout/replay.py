@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from prefgrpo.config.schema import TrainConfig
-from prefgrpo.models.base import Adapter, Condition, Sampling
-from prefgrpo.objectives.base import Targets, TrajectoryObjective
-from prefgrpo.ops import AffineLogp, affine_logp
+from prefgrpo.models.base import Adapter, Condition, Sampling, after_guidance
+from prefgrpo.objectives.base import Replayed, Targets, TrajectoryObjective
+from prefgrpo.ops import affine_logp
+from prefgrpo.ops.reference import affine_kl
 from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.rollout import Step, stack
 from prefgrpo.sde.schedule import Schedule
@@ -50,12 +51,13 @@ def replay(
     sampling: Sampling,
     kl: Literal["", "gaussian", "flow_grpo"] = "",
     reference: Callable[[], AbstractContextManager[None]] | None = None,
-) -> AffineLogp:
+) -> Replayed:
     """Log-prob [B] of a stored step, or [S · B] of S stacked steps in one forward.
 
     condition: of the B samples; it is repeated for stacked steps. kl: also the KL to the reference policy, by a second
     forward without gradient inside `reference()` (None: the adapter's, its LoRA switched off); 'flow_grpo': times |Δσ|
-    of its step (train.kl_form). The gradient flows through the velocity only.
+    of its step (train.kl_form). Of a step with its velocities, also GRPO-Guard's log-ratio and the KL to the policy
+    that made it. The gradient flows through the velocity only.
     """
     if (count := len(step.step_indices)) > 1:
         condition = condition.tile(count)
@@ -65,10 +67,16 @@ def replay(
         with torch.no_grad(), (reference or adapter.reference)():
             v_ref = adapter.velocity(step.x, sigma, condition, sampling)
     v, guidance = adapter.cond_uncond(step.x, sigma, condition, sampling)
-    out = affine_logp(step.x, v, step.x_next, schedule.coef, step.index, v_ref=v_ref, guidance=guidance)
-    if kl == "flow_grpo" and out.kl is not None:
-        out = out._replace(kl=out.kl * (-schedule.sigmas.diff()).to(out.kl.device)[step.index])
-    return out
+    moved = None
+    if step.v is not None:
+        v, guidance = after_guidance(v, guidance), None
+        moved = affine_kl(v.detach(), step.v, schedule.coef[step.index])
+    out = affine_logp(step.x, v, step.x_next, schedule.coef, step.index, v_ref=v_ref, v_old=step.v, guidance=guidance)
+    away = out.kl
+    if kl == "flow_grpo" and away is not None:
+        away = away * (-schedule.sigmas.diff()).to(away.device)[step.index]
+    weight = None if schedule.weights is None else schedule.weights[step.index]
+    return Replayed(out.logp, step.logp, away, out.log_ratio, moved, weight)
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class TrajectoryCollector:
                 kl = train.kl_form if train.kl_coef else ""
                 new = replay(self.adapter, batch.schedule, batch.condition, step, batch.sizes, kl, self.reference)
                 together = len(step.step_indices)
-                out = self.objective.loss(train, new, step.logp, adv.repeat(together), float(samples * len(steps)))
+                out = self.objective.loss(train, new, adv.repeat(together), float(samples * len(steps)))
                 out.loss.backward()
                 facts = out.metrics.new_tensor([batch.update, together * len(adv)])
                 table.append(torch.cat([facts, out.loss.detach()[None], out.metrics]))

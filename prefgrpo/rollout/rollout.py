@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prefgrpo.models.base import Adapter, Condition, Sampling
+from prefgrpo.models.base import Adapter, Condition, Sampling, after_guidance
 from prefgrpo.ops import NoiseAddress, affine_step
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.sde.schedule import Schedule
@@ -33,11 +33,14 @@ class Step:
     """fp32 [B], log-prob of x_next under the policy that made it."""
     step_indices: tuple[int, ...]
     """The same k on the host: one per equal block of rows (several after `stack`)."""
+    v: Tensor | None = None
+    """[B, …] velocity of the policy that made it, after guidance; None: not kept."""
 
     def select(self, rows: Tensor) -> Step:
         """The samples `rows` (int64) of one step: for dropping groups that teach nothing."""
         index, x, x_next, logp = (p.index_select(0, rows) for p in (self.index, self.x, self.x_next, self.logp))
-        return Step(index, x, x_next, logp, self.step_indices)
+        v = None if self.v is None else self.v.index_select(0, rows)
+        return Step(index, x, x_next, logp, self.step_indices, v)
 
 
 def stack(steps: Sequence[Step]) -> Step:
@@ -45,7 +48,10 @@ def stack(steps: Sequence[Step]) -> Step:
     if len(steps) == 1:
         return steps[0]
     index, x, x_next, logp = (torch.cat([getattr(s, n) for s in steps]) for n in ("index", "x", "x_next", "logp"))
-    return Step(index, x, x_next, logp, tuple(k for s in steps for k in s.step_indices))
+    kept = [s.v for s in steps if s.v is not None]
+    return Step(
+        index, x, x_next, logp, tuple(k for s in steps for k in s.step_indices), torch.cat(kept) if kept else None
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,12 +82,13 @@ def rollout(
     seed: int,
     latent_dtype: torch.dtype = torch.float32,
     initial_sample: Tensor | None = None,
+    keep_velocity: bool = False,
 ) -> Trajectory:
     """Denoise B samples along `schedule` (on the adapter's device) for a batched condition [B, …].
 
     sample: int64 [B], the noise address, unique per sample over the run. seed: key of the run's noise. latent_dtype:
     of the latents as stored and as the model sees them. initial_sample: int64 [B] ids for the initial noise only
-    (equal ids in a group: `init_same_noise`).
+    (equal ids in a group: `init_same_noise`). keep_velocity: store the velocities of the stored steps too.
     """
     ids = sample if initial_sample is None else initial_sample
     x = initial_latents(seed, ids, adapter.latent_shape(sampling))
@@ -94,6 +101,7 @@ def rollout(
         noise = NoiseAddress(seed, sample) if k in schedule.sde_steps else None
         step = affine_step(x, v, schedule.coef, index, noise=noise, out_dtype=latent_dtype, guidance=guidance)
         if noise is not None and k in schedule.trained:
-            stored.append(Step(index, x, step.x_next, step.logp, (k,)))
+            own = after_guidance(v, guidance) if keep_velocity else None
+            stored.append(Step(index, x, step.x_next, step.logp, (k,), own))
         x = step.x_next
     return Trajectory(adapter.final(x, condition), sample, tuple(stored))

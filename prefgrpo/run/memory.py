@@ -33,6 +33,7 @@ from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.parking import KINDS
 from prefgrpo.objectives import objective
+from prefgrpo.rollout.sampling import window_range
 from prefgrpo.run.loading import config_errors_as, model_options, trainable
 
 GIB = 2**30
@@ -146,8 +147,12 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
     """Bytes per process before the first step, by kind; activations and text encoders on disk are not in it."""
     r = config.rollout
     trained = sum(p.numel() for _, p in adapter.trainable())
-    stored = r.window_size or (r.window_high or r.steps - 1) - r.window_low
-    stored = stored if objective(config.train).collector == "trajectory" else 0
+    goal, stored = objective(config.train), r.window_size or len(window_range(r))
+    stored = (
+        stored * (2 if r.window_policy == "subset" or goal.keeps_velocity else 1)
+        if goal.collector == "trajectory"
+        else 0
+    )
     samples = r.prompts_per_step // world * r.group_size
     return {
         "weights": _weights(adapter, "") - _weights(adapter, *(s for k in config.memory.offload for s in KINDS[k])),
