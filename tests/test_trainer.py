@@ -16,6 +16,7 @@ import torch
 from tiny_run import collect, rows, settings, world
 
 from prefgrpo.config.schema import from_dict
+from prefgrpo.objectives.base import Targets
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout.deal import deal_batches
 from prefgrpo.run.trainer import TrainingLoop, TrainingStopped
@@ -117,7 +118,8 @@ def test_the_first_update_is_on_policy_to_the_last_bit(trainer, case):
 def around_loss(one, function):
     """Let the objective's loss go through function(loss, *its arguments)."""
     loss = function and partial(function, one.objective.loss)
-    one.collector = replace(one.collector, objective=SimpleNamespace(loss=loss))
+    parts = {name: getattr(one.objective, name) for name in ("metrics", "signal")}
+    one.collector = replace(one.collector, objective=SimpleNamespace(loss=loss, **parts))
 
 
 def moved(one, scale=0.05):
@@ -152,7 +154,7 @@ def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
         moved(one, 0.02)
     taken = []
     one.policy.update = lambda world: taken.append([p.grad.clone() for p in one.policy.params]) or 0.0
-    values = one.update(0, batches, advantage)
+    values = one.update(0, batches, Targets.of(advantage))
     one.policy.optimizer.zero_grad()
 
     low, high = 1 - c.train.clip_range, 1 + (c.train.clip_range_high or c.train.clip_range)
@@ -232,7 +234,7 @@ def test_a_tied_group_costs_no_forward_and_stays_in_the_mean(trainer, batch_size
     over = {"train": {"steps": 1}, "eval": {"every": 0}, "rollout": {"batch_size": batch_size}}
     one = trainer(reward={"spec": f"{HERE}HalfTied"}, **over)
     seen = []
-    around_loss(one, lambda loss, train, new, old, adv, n: seen.append((len(adv), n)) or loss(train, new, old, adv, n))
+    around_loss(one, lambda loss, train, new, adv, n: seen.append((len(adv), n)) or loss(train, new, adv, n))
     one.run()
     row, output = rows(one.folder.root)[0], capsys.readouterr().out
     assert ("it is exact where rollout.batch_size divides" in output) == (row["policy/on_policy_error"] > 0)
