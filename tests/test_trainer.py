@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiny_run import collect, rows, settings, world
 
-from prefgrpo.config.schema import from_dict
+from prefgrpo.config.schema import ConfigError, from_dict
 from prefgrpo.objectives.base import Targets
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout.deal import deal_batches
@@ -113,6 +113,38 @@ def test_the_first_update_is_on_policy_to_the_last_bit(trainer, case):
     else:
         assert found[1]["policy/ratio_min"] < 1.0 < found[1]["policy/ratio_max"], "the second update is off-policy"
     assert any(not torch.equal(a, b) for a, b in zip(weights, one.policy.params, strict=True))
+
+
+REUSE = {
+    "plain": {},
+    "kl, tied groups": {"train": {"kl_coef": 0.5}, "reward": {"spec": "HalfTied"}},
+    "two updates, guard": {"train": {"updates_per_rollout": 2, "objective": "grpo_guard"}},
+    "checkpointing, full": {"train": {"gradient_checkpointing": True, "lora_rank": 0, "lr": 1e-4}},
+}
+
+
+@pytest.mark.parametrize("case", REUSE)
+def test_reusing_the_forward_of_the_rollout_changes_no_bit(trainer, case):
+    """Against replaying: the same metrics and weights, with fewer forwards of the model."""
+    seen = []
+    for reuse in (True, False, "auto"):
+        over = {"eval": {"every": 0}} | REUSE[case]
+        over["train"] = {"steps": 2} | over.get("train", {}) | {"reuse_rollout_forward": reuse}
+        if "reward" in over:
+            over["reward"] = {"spec": f"{HERE}{over['reward']['spec']}"}
+        one, forwards = trainer(name=f"{case} {reuse}", **over), []
+        one.adapter.transformer.register_forward_pre_hook(lambda *_, forwards=forwards: forwards.append(1))
+        one.run()
+        metrics = [{k: v for k, v in row.items() if "time" not in k} for row in rows(one.folder.root)]
+        seen.append((metrics, [p.detach().clone() for p in one.policy.params], len(forwards)))
+    (metrics, weights, few), (want, true, many), (same, _, auto) = seen
+    assert metrics == want == same and all(torch.equal(a, b) for a, b in zip(weights, true, strict=True))
+    assert few == auto < many
+
+
+def test_the_forward_of_the_rollout_cannot_always_be_reused(trainer):
+    with pytest.raises(ConfigError, match="reuse_rollout_forward: expected auto or false, got true: nft replays no"):
+        trainer(train={"objective": "nft", "reuse_rollout_forward": True})
 
 
 def around_loss(one, function):

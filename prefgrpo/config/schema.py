@@ -277,6 +277,10 @@ class TrainConfig:
     """Recompute activations in the backward pass."""
     checkpointing_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the repeated blocks that gradient_checkpointing recomputes, evenly spread; the others stay in memory."""
+    reuse_rollout_forward: bool | Literal["auto"] = "auto"
+    """Keep the autograd graphs of the rollout's trained steps for the first update, which then needs no forward of its
+    own. auto: where that changes no bit (no batch loses some of its samples, as when batch_size divides group_size), if
+    the graphs take at most half of the memory that is free at the start."""
     replay_batch: NonNegativeInt = 0
     """Images per forward when stored steps are trained on: as many steps of a batch as fit are replayed at once. The
     first ratio is then 1 up to rounding only. 0: one step at a time, as in the rollout."""

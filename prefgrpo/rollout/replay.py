@@ -31,10 +31,10 @@ def stacked(
 ) -> list[Step]:
     """Steps of B samples each, as few forwards of up to `replay_batch` rows; 0, or less than 2 · B: each on its own.
 
-    A forward holds steps of one denoiser only.
+    A forward holds steps of one denoiser only. Steps with their rollout's graph, which need none, stay as they are.
     """
-    if not steps:
-        return []
+    if not steps or steps[0].graph is not None:
+        return list(steps)
     together = max(1, replay_batch // len(steps[0].index))
     out = []
     for _, group in groupby(steps, lambda step: adapter.expert(schedule.times[list(step.step_indices)], sampling)):
@@ -57,7 +57,7 @@ def replay(
     condition: of the B samples; it is repeated for stacked steps. kl: also the KL to the reference policy, by a second
     forward without gradient inside `reference()` (None: the adapter's, its LoRA switched off); 'flow_grpo': times |Δσ|
     of its step (train.kl_form). Of a step with its velocities, also GRPO-Guard's log-ratio and the KL to the policy
-    that made it. The gradient flows through the velocity only.
+    that made it. The gradient flows through the velocity only: that of a step's graph, or of a new forward.
     """
     if (count := len(step.step_indices)) > 1:
         condition = condition.tile(count)
@@ -66,7 +66,7 @@ def replay(
     if kl:
         with torch.no_grad(), (reference or adapter.reference)():
             v_ref = adapter.velocity(step.x, sigma, condition, sampling)
-    v, guidance = adapter.cond_uncond(step.x, sigma, condition, sampling)
+    v, guidance = step.graph or adapter.cond_uncond(step.x, sigma, condition, sampling)
     moved = None
     if step.v is not None:
         v, guidance = after_guidance(v, guidance), None
