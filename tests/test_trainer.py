@@ -15,7 +15,8 @@ import pytest
 import torch
 from tiny_run import collect, rows, settings, world
 
-from prefgrpo.config.schema import from_dict
+from prefgrpo.config.schema import ConfigError, from_dict
+from prefgrpo.objectives.base import Targets
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout.deal import deal_batches
 from prefgrpo.run.trainer import TrainingLoop, TrainingStopped
@@ -114,10 +115,43 @@ def test_the_first_update_is_on_policy_to_the_last_bit(trainer, case):
     assert any(not torch.equal(a, b) for a, b in zip(weights, one.policy.params, strict=True))
 
 
+REUSE = {
+    "plain": {},
+    "kl, tied groups": {"train": {"kl_coef": 0.5}, "reward": {"spec": "HalfTied"}},
+    "two updates, guard": {"train": {"updates_per_rollout": 2, "objective": "grpo_guard"}},
+    "checkpointing, full": {"train": {"gradient_checkpointing": True, "lora_rank": 0, "lr": 1e-4}},
+}
+
+
+@pytest.mark.parametrize("case", REUSE)
+def test_reusing_the_forward_of_the_rollout_changes_no_bit(trainer, case):
+    """Against replaying: the same metrics and weights, with fewer forwards of the model."""
+    seen = []
+    for reuse in (True, False, "auto"):
+        over = {"eval": {"every": 0}} | REUSE[case]
+        over["train"] = {"steps": 2} | over.get("train", {}) | {"reuse_rollout_forward": reuse}
+        if "reward" in over:
+            over["reward"] = {"spec": f"{HERE}{over['reward']['spec']}"}
+        one, forwards = trainer(name=f"{case} {reuse}", **over), []
+        one.adapter.transformer.register_forward_pre_hook(lambda *_, forwards=forwards: forwards.append(1))
+        one.run()
+        metrics = [{k: v for k, v in row.items() if "time" not in k} for row in rows(one.folder.root)]
+        seen.append((metrics, [p.detach().clone() for p in one.policy.params], len(forwards)))
+    (metrics, weights, few), (want, true, many), (same, _, auto) = seen
+    assert metrics == want == same and all(torch.equal(a, b) for a, b in zip(weights, true, strict=True))
+    assert few == auto < many
+
+
+def test_the_forward_of_the_rollout_cannot_always_be_reused(trainer):
+    with pytest.raises(ConfigError, match="reuse_rollout_forward: expected auto or false, got true: nft replays no"):
+        trainer(train={"objective": "nft", "reuse_rollout_forward": True})
+
+
 def around_loss(one, function):
     """Let the objective's loss go through function(loss, *its arguments)."""
     loss = function and partial(function, one.objective.loss)
-    one.collector = replace(one.collector, objective=SimpleNamespace(loss=loss))
+    parts = {name: getattr(one.objective, name) for name in ("metrics", "signal")}
+    one.collector = replace(one.collector, objective=SimpleNamespace(loss=loss, **parts))
 
 
 def moved(one, scale=0.05):
@@ -152,7 +186,7 @@ def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
         moved(one, 0.02)
     taken = []
     one.policy.update = lambda world: taken.append([p.grad.clone() for p in one.policy.params]) or 0.0
-    values = one.update(0, batches, advantage)
+    values = one.update(0, batches, Targets.of(advantage))
     one.policy.optimizer.zero_grad()
 
     low, high = 1 - c.train.clip_range, 1 + (c.train.clip_range_high or c.train.clip_range)
@@ -232,7 +266,7 @@ def test_a_tied_group_costs_no_forward_and_stays_in_the_mean(trainer, batch_size
     over = {"train": {"steps": 1}, "eval": {"every": 0}, "rollout": {"batch_size": batch_size}}
     one = trainer(reward={"spec": f"{HERE}HalfTied"}, **over)
     seen = []
-    around_loss(one, lambda loss, train, new, old, adv, n: seen.append((len(adv), n)) or loss(train, new, old, adv, n))
+    around_loss(one, lambda loss, train, new, adv, n: seen.append((len(adv), n)) or loss(train, new, adv, n))
     one.run()
     row, output = rows(one.folder.root)[0], capsys.readouterr().out
     assert ("it is exact where rollout.batch_size divides" in output) == (row["policy/on_policy_error"] > 0)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     ConfigDict,
@@ -43,6 +43,7 @@ IN_FP32 = ("native", "_native_efficient", "_native_math", "xformers")
 SPLITTING = ("native", "_native_cudnn", "_native_flash", "flash", "flash_hub", "_flash_3_hub")
 """Attention backends that take fp32, and those that run under context parallelism; under ring all of these but native,
 which does not return log-sum-exps."""
+T = TypeVar("T")
 Options = dict[str, dict[str, Any]]
 """Options per reward."""
 
@@ -96,7 +97,26 @@ class SamplingConfig:
     window_high: NonNegativeInt = 0
     """One past the last such step; 0: all but the last step."""
     window_size: NonNegativeInt = 0
-    """Consecutive steps per rollout, drawn anew inside the range; 0: the whole range."""
+    """Steps that are trained per rollout, chosen from the range by window_policy; 0: the whole range."""
+    window_steps: tuple[NonNegativeInt, ...] = ()
+    """The range as a list of steps, in place of window_low and window_high."""
+    window_policy: Literal["random", "subset", "progressive"] = "random"
+    """random: neighbours, their start drawn anew for every training step (Flow-GRPO-Fast); subset: any steps, drawn
+    anew (DanceGRPO, Pref-GRPO); progressive: neighbours that move through the range and begin again (MixGRPO)."""
+    window_interval: PositiveInt = 25
+    """progressive: training steps until the window moves."""
+    window_stride: PositiveInt = 1
+    """progressive: by how many steps it moves."""
+    window_decay: NonNegativeFloat = 0.0
+    """progressive: the interval is divided by exp(window_decay) for every step that the window's start is beyond
+    window_decay_from (MixGRPO's exponential strategy: 0.1 from 13)."""
+    window_decay_from: NonNegativeInt = 13
+    """Where this begins."""
+    window_per_prompt: bool = False
+    """Draw random and subset windows for every prompt of its own (Flash-GRPO). A batch then holds samples of one
+    prompt: batch_size must divide group_size."""
+    sde_everywhere: bool = False
+    """Make all steps stochastic, not only those that are trained (DanceGRPO, Pref-GRPO)."""
     prompts_per_step: PositiveInt = 8
     """P, prompts per training step over all processes."""
     group_size: Annotated[int, Field(ge=2)] = 8
@@ -232,8 +252,10 @@ class TrainConfig:
     """Gradient norm is clipped to this."""
     updates_per_rollout: PositiveInt = 1
     """Optimiser updates per rollout, each on its share of the batches; the first is on-policy."""
-    objective: Literal["grpo"] = "grpo"
-    """Policy loss."""
+    objective: str = "grpo"
+    """What is optimised (docs/objectives.md): grpo, nft, awm, soft_dpo, …, or a class of your own, as file.py:Class."""
+    objective_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the objective, by name."""
     clip_range: PositiveFloat = 1e-4
     """PPO clip of the mean-log-prob ratio, below 1."""
     clip_range_high: PositiveFloat | None = None
@@ -255,6 +277,10 @@ class TrainConfig:
     """Recompute activations in the backward pass."""
     checkpointing_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the repeated blocks that gradient_checkpointing recomputes, evenly spread; the others stay in memory."""
+    reuse_rollout_forward: bool | Literal["auto"] = "auto"
+    """Keep the autograd graphs of the rollout's trained steps for the first update, which then needs no forward of its
+    own. auto: where that changes no bit (no batch loses some of its samples, as when batch_size divides group_size), if
+    the graphs take at most half of the memory that is free at the start."""
     replay_batch: NonNegativeInt = 0
     """Images per forward when stored steps are trained on: as many steps of a batch as fit are replayed at once. The
     first ratio is then 1 up to rounding only. 0: one step at a time, as in the rollout."""
@@ -397,8 +423,17 @@ def check(c: Config) -> list[str]:
             f"rollout.window_low/high: expected 0 <= low < high <= steps ({r.steps}), got {r.window_low} and {high}",
         ),
         (
-            r.window_size <= max(high - r.window_low, 0),
-            f"rollout.window_size: expected 0 … {high - r.window_low}, got {r.window_size}",
+            max(r.window_steps, default=0) < r.steps,
+            f"rollout.window_steps: expected steps below {r.steps}, got {list(r.window_steps)}",
+        ),
+        (
+            r.window_size <= (many := len(set(r.window_steps)) or max(high - r.window_low, 0)),
+            f"rollout.window_size: expected 0 … {many}, got {r.window_size}",
+        ),
+        (
+            not r.window_per_prompt or (r.group_size % r.batch_size == 0 and r.window_policy != "progressive"),
+            "rollout.window_per_prompt: expected window_policy random or subset, and a batch_size that divides "
+            f"group_size, got {r.window_policy}, {r.batch_size} and {r.group_size}",
         ),
         (
             r.shift is None or r.sigmas == "published",
@@ -418,7 +453,6 @@ def check(c: Config) -> list[str]:
             (c.judge.timeout_s or 0) <= (c.judge.deadline_s or math.inf),
             f"judge.deadline_s: expected at least judge.timeout_s ({c.judge.timeout_s}), got {c.judge.deadline_s}",
         ),
-        (t.lora_rank or not t.kl_coef, "train.kl_coef: the reference is the LoRA switched off; expected lora_rank > 0"),
         (
             t.kl_form == "gaussian" or not r.rule.startswith(("cps", "ddim")),
             f"train.kl_form: {t.kl_form} divides by a variance per unit of σ, which rule {r.rule} does not have; "
@@ -442,6 +476,21 @@ def check(c: Config) -> list[str]:
         (not (p.offload and p.keep_gathered), "parallel.offload: expected keep_gathered off, which undoes it, got on"),
     ]
     return [text for ok, text in rules if not ok]
+
+
+def options(kind: type[T], content: Mapping[str, Any], name: str) -> T:
+    """A dataclass of options from a mapping called `name`. Raises ConfigError with every mistake in it."""
+    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    listed = ", ".join(known) or "none"
+    unknown = [f"{name}.{key}: unknown key; known keys here: {listed}" for key in content if key not in known]
+    given = {key: value for key, value in content.items() if key in known}
+    try:
+        made = TypeAdapter(kind).validate_json(json.dumps(given, default=str))
+    except ValidationError as error:
+        raise ConfigError([*unknown, *_mistakes(error, given, (name,)).values()]) from error
+    if unknown:
+        raise ConfigError(unknown)
+    return made
 
 
 def load(recipe: str | Path) -> Config:

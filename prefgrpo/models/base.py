@@ -27,7 +27,7 @@ from prefgrpo.models.weights import Weights
 from prefgrpo.ops.args import Guidance
 from prefgrpo.ops.reference import guided
 
-__all__ = ["Adapter", "Condition", "Sampling", "text_mask"]
+__all__ = ["Adapter", "Condition", "Sampling", "after_guidance", "text_mask"]
 
 TEXT_WIDTHS = (
     "joint_attention_dim", "text_dim", "cap_feat_dim", "caption_channels", "text_embed_dim", "cross_attention_dim"
@@ -61,6 +61,11 @@ class Sampling(Protocol):
     @property
     def guidance_2(self) -> float | None:
         """Guidance scale of the second expert; None: the published model's."""
+
+
+def after_guidance(c: Tensor, more: Guidance | None) -> Tensor:
+    """The velocity of what `cond_uncond` returns."""
+    return c if more is None else guided(c, more.uncond, more.scale, more.from_cond, more.rescale)
 
 
 def text_mask(condition: Condition, multiple: int = 1) -> Tensor:
@@ -337,8 +342,7 @@ class Adapter(Weights, ABC):
 
     def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Model velocity v [B, …] at latents x [B, …] of any dtype, σ [B] fp32, for a batched condition."""
-        c, more = self.cond_uncond(x, sigma, condition, sampling)
-        return c if more is None else guided(c, more.uncond, more.scale, more.from_cond, more.rescale)
+        return after_guidance(*self.cond_uncond(x, sigma, condition, sampling))
 
     def cond_uncond(
         self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling

@@ -24,7 +24,7 @@ from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.models import family
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import build, load_class, parse_reward_spec
-from prefgrpo.rewards.base import PointwiseReward, Reward
+from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Reward
 from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
@@ -65,6 +65,13 @@ def mistakes(config: Config) -> list[str]:
     if PAIRWISE in measured:
         wrong.append(f"eval.spec: {PAIRWISE} is what eval.judge does; name only measuring rewards here")
     return wrong
+
+
+def trains_on_pairs(config: Config) -> bool:
+    """Whether a trained reward compares members of a group (one behind a server may)."""
+    trained = [name for name, weight in specs(config)[0].items() if weight > 0]
+    remote = {name for name in trained if "url" in config.reward.options.get(name, {})}
+    return any(name in remote or issubclass(load_class(name), GroupwiseReward) for name in trained)
 
 
 def shared(config: Config) -> str:

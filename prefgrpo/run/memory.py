@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -33,9 +34,11 @@ from prefgrpo.data.prompts import read_prompts
 from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.parking import KINDS
+from prefgrpo.objectives import objective
 from prefgrpo.parallel.mesh import Layout, problem
 from prefgrpo.parallel.shard import kept_whole
 from prefgrpo.rollout.deal import deal_batches
+from prefgrpo.rollout.sampling import window_range
 from prefgrpo.run.loading import config_errors_as, model_options, trainable
 
 GIB = 2**30
@@ -156,8 +159,9 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
     Split weights count with this process's part, and as `gathered` what a forward has whole: two blocks (one on its
     way), or all with `parallel.keep_gathered`.
     """
-    r, layout = config.rollout, Layout.of(config, world)
-    window = r.window_size or (r.window_high or r.steps - 1) - r.window_low
+    r, layout, goal = config.rollout, Layout.of(config, world), objective(config.train)
+    stored = r.window_size or len(window_range(r)) if goal.collector == "trajectory" else 0
+    stored *= 2 if r.window_policy == "subset" or goal.keeps_velocity else 1  # neighbours share latents
     made, scored = _dealt(config, layout.data)
     whole_ones = {id(p) for name in adapter.denoisers for p in kept_whole(getattr(adapter.pipe, name), adapter)}
     if layout.split == 1:
@@ -170,8 +174,8 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
     weights = _weights(adapter, "") - _weights(adapter, *(s for k in config.memory.offload for s in KINDS[k]))
     parts = {
         "weights": weights - round(sum(p.numel() * p.element_size() for p in split) * (1 - part)),
-        "optimiser": round(here * 4 * (3 + bool(config.train.ema_decay))),  # gradient, two moments, average
-        "latents": made * 4 * math.prod(adapter.latent_shape(r)) * (window + 1),
+        "optimiser": round(here * 4 * (3 + _copies(config))),  # gradient, two moments, averages
+        "latents": made * 4 * math.prod(adapter.latent_shape(r)) * (stored + 1),
         "images": scored * r.height * r.width * 3 * (adapter.frames(r) or 1),
     }
     if layout.split > 1:
@@ -181,12 +185,40 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
     return parts
 
 
+def graph_bytes(config: Config, indices: int) -> int:
+    """Bytes of the autograd graphs that one of so many data-parallel indices keeps with train.reuse_rollout_forward."""
+    r, adapter = config.rollout, without_weights(config)[0]
+    _, known, (x, sigma, condition) = stand_ins(config, adapter, _source_count(config, type(adapter)))
+    with Weigh(known) as scale:
+        velocity = adapter.cond_uncond(x, sigma, condition, r)
+        one = scale.now()
+    del velocity
+    _clear_caches("prefgrpo.models")
+    first = Counter(b.index for b in deal_batches(config, [r] * r.prompts_per_step, indices) if b.update == 0)
+    return one * max(first.values()) * (r.window_size or len(window_range(r)))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a device; of a CPU this process's share of it."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // here
+
+
 def _dealt(config: Config, indices: int) -> tuple[int, int]:
     """Most samples of a step that one of so many data-parallel indices makes, and that it scores."""
     r, made = config.rollout, Counter[int]()
     for batch in deal_batches(config, [r] * r.prompts_per_step, indices):
         made[batch.index] += len(batch.places)
     return max(made.values()), -(-r.prompts_per_step // indices) * r.group_size
+
+
+def _copies(config: Config) -> int:
+    """Copies of the trained weights that a run keeps beside them."""
+    goal, t = objective(config.train), config.train
+    old = goal.anchor == "old" or goal.sampled_by_old
+    return bool(t.ema_decay) + old + (not t.lora_rank and (goal.anchor == "base" or t.kl_coef > 0))
 
 
 def _weights(adapter: Adapter, *starts: str) -> int:

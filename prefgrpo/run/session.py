@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,8 @@ from prefgrpo.config.schema import Config, ConfigError, differences, load, to_di
 from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt, fingerprint, prompt_sets
 from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.models.base import Adapter
+from prefgrpo.objectives import objective
+from prefgrpo.objectives.base import EndpointObjective, Objective, TrajectoryObjective
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.context import undivided
 from prefgrpo.parallel.mesh import splits
@@ -35,12 +37,14 @@ from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.deal import deal_batches
 from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
+from prefgrpo.rollout.endpoint import EndpointCollector
+from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.rollout.sampling import Schedules, all_sizes, evaluation
 from prefgrpo.run import checkpoint, judging
 from prefgrpo.run.evaluate import Evaluator, held_out
 from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
 from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
-from prefgrpo.run.memory import known_bytes, without_weights
+from prefgrpo.run.memory import free_bytes, graph_bytes, known_bytes, without_weights
 from prefgrpo.run.policy import Policy
 from prefgrpo.run.run_folder import RunFolder
 
@@ -63,6 +67,7 @@ FREE_OPTIONS = (
     f".{PYTHON}",
 )
 """Likewise among a reward's options."""
+Collector = TrajectoryCollector | EndpointCollector
 
 
 @dataclass
@@ -111,6 +116,8 @@ class Session:
     folder: RunFolder
     adapter: Adapter
     policy: Policy
+    objective: Objective
+    collector: Collector
     rollouts: Rollouts
     scorer: Scorer
     weights: dict[str, float]
@@ -165,7 +172,8 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     absent = len(uncached(config, encoding_jobs(config, prompts, [p for held in sets.values() for p in held])))
     _check_context(config, world, [*prompts, *(p for held in sets.values() for p in held)])
     adapter = trainable(config, open_adapter(config, world.device, bool(absent), splits(config)), world)
-    policy = Policy(dict(adapter.trainable()), config.train)
+    goal = objective(config.train)
+    policy = open_policy(config, goal, adapter)
     schedules = open_schedules(config, adapter, world, prompts)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     ode = schedules.ode(evaluation(config))
@@ -173,14 +181,78 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     for number, (name, held) in enumerate(measured.items()):
         chosen = held_out(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
         evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers[name], world, folder)
-    rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world)
-    session = Session(world, folder, adapter, policy, rollouts, scorer, weights, evaluators, judge, Interrupt(), lock)
+    graph = keeps_graph(config, goal, world)
+    rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world, goal.whole_groups, graph)
+    collector = open_collector(config, goal, adapter, policy, world)
+    session = Session(
+        world, folder, adapter, policy, goal, collector, rollouts, scorer, weights, evaluators, judge, Interrupt(), lock
+    )
     session.notes = [*_notes(config, session), *judge_notes]
     if config.data.cache:
         state = f"{absent} texts are not in it yet" if absent else "it has all prompts, no text encoder was loaded"
         session.notes.append(f"embeddings in {config.data.cache}: {state}")
     _start_folder(config, session, resume)
     return session
+
+
+def open_policy(config: Config, goal: Objective, adapter: Adapter) -> Policy:
+    """The trained weights, with the copies of them that the objective needs."""
+    old = goal.anchor == "old" or goal.sampled_by_old
+    base = not config.train.lora_rank and (goal.anchor == "base" or config.train.kl_coef > 0)
+    return Policy(dict(adapter.trainable()), config.train, old, base)
+
+
+def keeps_graph(config: Config, goal: Objective, world: World) -> bool:
+    """Whether the first update reuses the rollout's forwards. Raises ConfigError if it must and cannot."""
+    wanted, t = config.train.reuse_rollout_forward, config.train
+    obstacles = {
+        f"{t.objective} replays no steps": goal.collector != "trajectory",
+        "an old policy makes the rollouts": goal.sampled_by_old,
+        "parallel splits weights or tokens": world.mesh is not None,
+        "with train.lora_rank 0 the KL's reference takes the weights' place": bool(t.kl_coef and not t.lora_rank),
+    }
+    why = [reason for reason, there in obstacles.items() if there]
+    if wanted is True and why:
+        raise ConfigError([f"train.reuse_rollout_forward: expected auto or false, got true: {'; '.join(why)}"])
+    r, size = config.rollout, config.rollout.group_size
+    if wanted == "auto" and not why and size % r.batch_size == 0 and goal.per_group(size) == size:
+        return graph_bytes(config, world.dp_size) <= free_bytes(world.device) / 2
+    return wanted is True
+
+
+def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Policy, world: World) -> Collector:
+    """What makes an objective's gradients. Raises ConfigError for draws that a family with several denoisers lacks."""
+
+    def reference() -> AbstractContextManager[None]:
+        return adapter.reference() if config.train.lora_rank else policy.holding(policy.base)
+
+    if isinstance(goal, TrajectoryObjective):
+        return TrajectoryCollector(adapter, goal, config.train, reference, world.equal_forwards)
+    assert isinstance(goal, EndpointObjective)
+    if len(adapter.denoisers) > 1 and goal.times not in ("window", "schedule"):
+        which = f"{config.family} has a denoiser for each part of the schedule: expected window or schedule"
+        raise ConfigError([f"train.objective_options.times: {which}, got {goal.times}"])
+    anchor = reference if goal.anchor == "base" else lambda: policy.holding(policy.old)
+    return EndpointCollector(adapter, goal, config, anchor, reference)
+
+
+def _objective_mistakes(config: Config) -> list[str]:
+    """What is wrong with the objective and its options."""
+    try:
+        goal = objective(config.train)
+    except ConfigError as error:
+        return error.mistakes
+    except ValueError as error:
+        return [f"train.objective: {error}"]
+    wrong = [f"train.objective_options.{mistake}" for mistake in goal.mistakes(config.rollout.group_size)]
+    if goal.needs_comparisons and not judging.trains_on_pairs(config):
+        wanted = f"{config.train.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
+        wrong.append(f"reward.spec: {wanted}, with a weight above 0, got {config.reward.spec!r}")
+    r = config.rollout
+    if goal.whole_groups and config.train.updates_per_rollout > r.prompts_per_step:
+        most = f"{config.train.objective} trains on whole groups: expected at most {r.prompts_per_step} updates"
+        wrong.append(f"train.updates_per_rollout: {most}, one per prompt, got {config.train.updates_per_rollout}")
+    return wrong
 
 
 def mistakes(config: Config) -> list[str]:
@@ -191,6 +263,7 @@ def mistakes(config: Config) -> list[str]:
         advice = "resume it there, with prefgrpo.Trainer(…, resume=True)"
         return [f"reward.spec: {origin}, which exists only in the Python program that started the run; {advice}"]
     problems = judging.mistakes(config)
+    problems += [] if problems else _objective_mistakes(config)
     if not problems and not any(judging.specs(config)[0].values()):
         problems.append("reward.spec: every weight is 0, which leaves nothing to train on; measure with eval.spec")
     files = {"data.prompts": config.data.prompts, "eval.prompts": e.prompts, "eval.final_prompts": e.final_prompts}
@@ -288,11 +361,12 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
     else:
         share = f"{held['dev']} of {count + held['dev']} prompts are held out (eval.holdout {e.holdout:g})"
         yield f"{share}: evaluated on every {e.every} steps, never trained on"
+    if session.rollouts.keep_graph:
+        yield "the first update of each step reuses the rollout's forwards (train.reuse_rollout_forward)"
     if waits := idle(config, session.world.dp_size):
         yield waits
     parts, device = known_bytes(config, adapter, session.world.size), session.world.device
-    total, pages = sum(parts.values()), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else pages) / 2**30
+    total, free = sum(parts.values()), free_bytes(device) / 2**30
     unit, name = (2**30, "GiB") if total >= 2**30 else (2**20, "MiB")
     listed = " + ".join(f"{part} {size / unit:.3g}" for part, size in parts.items())
     yield (

@@ -1,6 +1,6 @@
 """The training loop, for every family, reward and objective.
 
-    prompts → rollout → judge (streamed) → advantage → replay → clipped loss → AdamW
+    prompts → rollout → judge (streamed) → advantage → gradients of the objective → AdamW
 
 Noise, prompts and pair orders are functions of (seed, step), so a step depends on the weights and its number only.
 Invariant: all ranks take every decision (skip, stop, checkpoint) from gathered numbers, hence together.
@@ -14,20 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import fingerprint
 from prefgrpo.judge.information import Alarm, evidence
-from prefgrpo.objectives import objective
-from prefgrpo.objectives.base import Targets, TrajectoryObjective
+from prefgrpo.objectives.base import Targets
 from prefgrpo.parallel.shard import gathered, whole_copies
 from prefgrpo.rewards.pairwise import VlmPairwise, judged
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.deal import update_of
 from prefgrpo.rollout.render import stills
-from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.run import checkpoint
 from prefgrpo.run.advantage import CombineError, advantages, part_table
 from prefgrpo.run.log import Log
@@ -81,10 +80,7 @@ class TrainingLoop:
         self.log = Log(
             self.folder, config.train.steps, self.session.start, tensorboard=config.tensorboard, active=self.world.main
         )
-        self.objective = objective(config.train)
-        assert isinstance(self.objective, TrajectoryObjective)
-        equal = self.world.equal_forwards
-        self.collector = TrajectoryCollector(self.adapter, self.objective, config.train, equal)
+        self.objective, self.collector = self.session.objective, self.session.collector
         self.evaluation: dict[str, float] = {}
         """Metrics of the last evaluation."""
         self.verdict = ""
@@ -130,8 +126,9 @@ class TrainingLoop:
         """Training step number `step` (from 0): metrics over all ranks."""
         batches, groups = list[Batch](), self.rollouts.groups(step)
         kept = gathered(self.adapter, self.config.parallel.keep_gathered)
+        maker = self.policy.holding(self.policy.old if self.objective.sampled_by_old else {})
         bar_of = self.log.bar("rollout", "sample", self.rollouts.count(step))
-        with clock.phase("rollout"), kept, bar_of as bar:
+        with clock.phase("rollout"), maker, kept, bar_of as bar:
             self.scorer.begin(step, groups)
             for batch in self.rollouts(step, self.scorer.add):  # judged while the next batch is made
                 batches.append(batch)
@@ -145,7 +142,8 @@ class TrainingLoop:
         self._save_groups(step + 1, scores)
         advantage, metrics = self.advantages(step + 1, scores)
         with clock.phase("update"):
-            metrics |= self.update(step, batches, advantage)
+            metrics |= self.update(step, batches, self._targets(advantage, scores))
+            self.policy.follow(self.objective.old_decay(step))
         return metrics | over_ranks(scores.metrics, self.world)
 
     def close(self) -> None:
@@ -204,6 +202,21 @@ class TrainingLoop:
             "advantage/max": float(advantage.abs().max()),
         }
 
+    def _targets(self, advantage: Tensor, scores: StepScores) -> Targets:
+        """Advantages and comparisons of all ranks' samples; pairwise rewards count by their weights."""
+        size = self.config.rollout.group_size
+        weights = self.session.weights
+        trained = [n for n, w in weights.items() if w > 0 and any(g.wins is not None for g in scores.groups[n])]
+        local = np.zeros((len(self.world.slots(len(advantage))), 2, size, size))
+        for name in trained:
+            for k, group in enumerate(scores.groups[name]):
+                if group.wins is not None and group.counts is not None:
+                    local[k] += weights[name] * np.stack([group.wins, group.counts])
+        table = torch.from_numpy(self.world.gather_slots(local, len(advantage))).to(advantage)
+        there = np.stack([~np.isnan(scores.values[n]) for n, w in weights.items() if w]).min(0).astype(np.float64)
+        known = torch.from_numpy(self.world.gather_slots(there, len(advantage)) > 0).to(advantage.device)
+        return Targets(advantage, table[:, 0], table[:, 1], known)
+
     def _check_information(self, step: int, scores: StepScores) -> None:
         """Warn of a judge whose verdicts say nothing. Raises NoInformation after `judge.patience_steps` such steps."""
         local = []
@@ -223,25 +236,26 @@ class TrainingLoop:
 
     # ---- update -----------------------------------------------------------------------------------------------------
 
-    def update(self, step: int, batches: list[Batch], advantage: Tensor) -> dict[str, float]:
+    def update(self, step: int, batches: list[Batch], targets: Targets) -> dict[str, float]:
         """The step's optimiser updates, each on its samples; one without any signal is skipped, on all ranks.
 
         Groups without signal are left out: they cost no forward. A batch that loses some of its samples is a forward of
         another shape than the rollout's, so its first ratio is 1 within rounding only. Raises NonFiniteGradient.
         """
         r, table, norms = self.config.rollout, list[Tensor](), list[float]()
-        signal = (advantage != 0).any(1).tolist()  # [P]
+        keep = ~self.objective.signal(self.config.train, targets).isnan().cpu().numpy()  # [P, G]
         places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
         samples = Counter(update_of(self.config, place) for place in places)
-        trained = {update_of(self.config, place) for place in places if signal[place[0]]}
-        left = self.rollouts.trained(step, batches, signal)
+        trained = {update_of(self.config, place) for place in places if keep[place]}
+        counted = self.objective.per_group(r.group_size) / r.group_size
+        left = self.rollouts.trained(step, batches, keep)
         for update in sorted(trained):
             own = [batch for batch in left if batch.update == update]
-            table += self.collector.accumulate(own, Targets(advantage), samples[update])
+            table += self.collector.accumulate(own, targets, samples[update] * counted)
             norms.append(self.policy.update(self.world))
-        return policy_metrics(table, self.world) | {
+        return policy_metrics(table, self.world, self.collector.metrics) | {
             "grad_norm": float(np.mean(norms)) if norms else 0.0,
-            "samples_trained": float(sum(signal) * r.group_size),
+            "samples_trained": float(keep.sum()),
         }
 
     # ---- what is written --------------------------------------------------------------------------------------------
@@ -252,8 +266,8 @@ class TrainingLoop:
         row = metrics | {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
         self.log.row("train", step, row)
         self.log.step(step, metrics, clock.seconds)
-        error, limit = metrics["policy/on_policy_error"], self.config.train.clip_range / 10
-        if trained and (first or error > limit):
+        error, limit = metrics.get("policy/on_policy_error"), self.config.train.clip_range / 10
+        if trained and error is not None and (first or error > limit):
             verdict = "exact" if error == 0 else "fine" if error <= limit else f"above clip_range / 10 = {limit:.1e}"
             r, cut = self.config.rollout, metrics["advantage/zero_groups"] > 0
             if error and cut and r.group_size % r.batch_size:
