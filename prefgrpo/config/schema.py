@@ -264,6 +264,9 @@ class TrainConfig:
     """Advantages are clamped to ± this."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the starting policy (LoRA switched off); 0: not computed."""
+    kl_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the trained steps whose KL is computed, drawn anew for every training step and weighted by its inverse:
+    the expected loss is the same, with fewer forwards of the reference. At least one step."""
     kl_form: Literal["gaussian", "flow_grpo"] = "gaussian"
     """gaussian: mean_D (μ − μ_ref)² / 2s² with the step's variance s²; flow_grpo: that times |Δσ|, as in Flow-GRPO's
     SD3 and FLUX trainers, whose variance leaves out the length of the step."""
@@ -453,6 +456,7 @@ def check(c: Config) -> list[str]:
             (c.judge.timeout_s or 0) <= (c.judge.deadline_s or math.inf),
             f"judge.deadline_s: expected at least judge.timeout_s ({c.judge.timeout_s}), got {c.judge.deadline_s}",
         ),
+        (t.kl_coef or t.kl_fraction == 1, f"train.kl_fraction: expected 1 without train.kl_coef, got {t.kl_fraction}"),
         (
             t.kl_form == "gaussian" or not r.rule.startswith(("cps", "ddim")),
             f"train.kl_form: {t.kl_form} divides by a variance per unit of σ, which rule {r.rule} does not have; "
