@@ -22,6 +22,7 @@ from tiny_run import world as tiny_world
 from prefgrpo.config.recipe import ConfigError
 from prefgrpo.config.schema import from_dict
 from prefgrpo.data.prompts import read_prompts
+from prefgrpo.models import family as family_class
 from prefgrpo.objectives import objective
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.context import undivided
@@ -57,16 +58,26 @@ FAMILIES = {
     "wan22": {"rollout": {"batch_size": G, "frames": 5, "guidance": 4.0, "guidance_2": 3.0}},
 }
 """In Qwen-Image's batches prompts of different lengths are masked."""
+CLIP = {"rollout": {"frames": 5}}
+OTHERS = {
+    "flux2_klein": {"rollout": {"height": 64, "width": 64}, "data": {"max_length": 64}},
+    "flux_kontext": {}, "hunyuan_video": CLIP, "ltx_video": CLIP, "sd1": {"rollout": {"rule": "ddim"}}, "sd3": {},
+    "wan": CLIP, "wan22_i2v": CLIP, "wan_i2v": CLIP, "wan_ti2v": CLIP, "z_image": {},
+}  # fmt: skip
+"""Split weights, and split tokens where the family takes them, of LoRA runs."""
 
 
 def settings(place, family, lora, dtype, layout):
+    own = Path(f"{place}/{family}/prompts.jsonl")  # of image-to-video
     base = {
         "model": f"{place}/{family}", "family": family, "dtype": dtype, "parallel": layout,
-        "data": {"prompts": f"{place}/prompts.txt", "max_length": 24},
-        "rollout": {"height": 32, "width": 32, "steps": 4, "prompts_per_step": P, "group_size": G, "eta": 0.5},
+        "data": {"prompts": str(own) if own.is_file() else f"{place}/prompts.txt", "max_length": 24},
+        "rollout": {
+            "height": 32, "width": 32, "steps": 4, "prompts_per_step": P, "group_size": G, "batch_size": G, "eta": 0.5,
+        },
         "train": {"lora_rank": 4 if lora else 0, "lr": LR, "ema_decay": 0.5, "gradient_checkpointing": True},
     }  # fmt: skip
-    return from_dict(merged(base, FAMILIES[family]))
+    return from_dict(merged(base, (FAMILIES | OTHERS)[family]))
 
 
 def one_step(config, world):
@@ -119,35 +130,45 @@ def far(got, want):
 
 
 def cells():
-    """In the new process: all cells of a family; a failure is the exit code."""
+    """In the new process: all cells of some families; a failure is the exit code."""
     torch.set_num_threads(1)
-    place, family, size = os.environ["PLACE"], os.environ["FAMILY"], int(os.environ["WORLD_SIZE"])
-    for lora in (True, False):
-        want = one_step(settings(place, family, lora, "fp32", {}), ALONE)
-        for name, layout in LAYOUTS[size].items():
-            config = settings(place, family, lora, "fp32", layout)
-            world = parallel.start("cpu", config)
-            got, cell = one_step(config, world), f"{family} {'LoRA' if lora else 'all weights'} {name}"
-            assert got["samples"].keys() == want["samples"].keys(), cell
-            assert got["moved"] == 0, f"{cell}: the first ratio is not exactly 1 in fp32"
-            for sample, stored in want["samples"].items():
-                own = got["samples"][sample]
-                assert torch.equal(own[0], stored[0]), f"{cell}: initial noise"
-                assert far(own[:-1], stored[:-1])[0] <= (1e-5 if "cp" in name else 0), f"{cell}: latents"
-                assert far(own[-1:], stored[-1:])[0] <= ("cp" in name), f"{cell}: pixels, of 255"
-            assert abs(got["loss"] - want["loss"]) <= 1e-5 * abs(want["loss"]), cell
-            for kind, limit in (("gradients", 1e-5), ("weights", 0.02 * LR), ("ema", 0.02 * LR)):
-                difference, largest = far(got[kind], want[kind])
-                assert difference <= limit * (largest if kind == "gradients" else 1), (cell, kind, difference, largest)
-            low = one_step(settings(place, family, lora, "bf16", layout), world)
-            assert low["moved"] == 0, f"{cell}: the first ratio is not exactly 1 in bf16"
+    place, size = os.environ["PLACE"], int(os.environ["WORLD_SIZE"])
+    for family in os.environ["FAMILY"].split():
+        layouts = LAYOUTS[size]
+        if family in OTHERS:
+            layouts = {"shard": {"shard": size}} | ({"cp": CP} if family_class(family).context_parallel else {})
+        for lora in (True, False)[: 1 if family in OTHERS else 2]:
+            want = one_step(settings(place, family, lora, "fp32", {}), ALONE)
+            for name, layout in layouts.items():
+                cell = f"{family} {'LoRA' if lora else 'all weights'} {name}"
+                config = settings(place, family, lora, "fp32", layout)
+                world = parallel.start("cpu", config)
+                compare(cell, one_step(config, world), want, bits="cp" not in name)
+                if family in FAMILIES:
+                    low = one_step(settings(place, family, lora, "bf16", layout), world)
+                    assert low["moved"] == 0, f"{cell}: the first ratio is not exactly 1 in bf16"
     os._exit(0)
+
+
+def compare(cell, got, want, bits):
+    """Fails unless two `one_step`s agree; bits: also samples to the last one."""
+    assert got["samples"].keys() == want["samples"].keys(), cell
+    assert got["moved"] == 0, f"{cell}: the first ratio is not exactly 1 in fp32"
+    for sample, stored in want["samples"].items():
+        own = got["samples"][sample]
+        assert torch.equal(own[0], stored[0]), f"{cell}: initial noise"
+        assert far(own[:-1], stored[:-1])[0] <= (0 if bits else 1e-5), f"{cell}: latents"
+        assert far(own[-1:], stored[-1:])[0] <= (0 if bits else 1), f"{cell}: pixels, of 255"
+    assert abs(got["loss"] - want["loss"]) <= 1e-5 * abs(want["loss"]), cell
+    for kind, limit in (("gradients", 1e-5), ("weights", 0.02 * LR), ("ema", 0.02 * LR)):
+        difference, largest = far(got[kind], want[kind])
+        assert difference <= limit * (largest if kind == "gradients" else 1), (cell, kind, difference, largest)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mesh")
-    for family in FAMILIES:
+    for family in FAMILIES | OTHERS:
         pipelines.make(family, folder / family)
     (folder / "prompts.txt").write_text("\n".join(TEXTS) + "\n")
     return folder
@@ -162,6 +183,13 @@ def all_end(runs, seconds=600):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layout_changes_nothing(place, family, size):
     all_end(ranks(place / f"{family}{size}.yaml", size, hook=cells, PLACE=str(place), FAMILY=family))
+
+
+@pytest.mark.dist
+@pytest.mark.full
+def test_a_layout_changes_nothing_in_any_family(place):
+    families = " ".join(OTHERS)
+    all_end(ranks(place / "others.yaml", 2, hook=cells, PLACE=str(place), FAMILY=families), 1500)
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------------------
