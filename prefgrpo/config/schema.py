@@ -360,6 +360,9 @@ class Config:
     attention: Attention = "native"
     """diffusers' attention backend, in rollout and training alike; its gradients are compared with torch's own first.
     native: torch's choice; all flash and cudnn ones need bf16; names ending in _hub download a kernel."""
+    compile: bool = False
+    """Compile the denoisers' repeated blocks (torch.compile), for rollout and training alike. Rollouts then hold the
+    activations that training holds. Not with context parallelism."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is a GPU."""
     gpus: PositiveInt = 1
@@ -435,6 +438,7 @@ def check(c: Config) -> list[str]:
             f"attention: ring attention needs log-sum-exps; expected one of {', '.join(SPLITTING[1:])} (on GPUs), got "
             "native",
         ),
+        (not c.compile or p.ring * p.ulysses == 1, "compile: expected false under context parallelism, got true"),
         (not (p.offload and p.keep_gathered), "parallel.offload: expected keep_gathered off, which undoes it, got on"),
     ]
     return [text for ok, text in rules if not ok]
