@@ -27,7 +27,7 @@ from prefgrpo.models.weights import Weights
 from prefgrpo.ops.args import Guidance
 from prefgrpo.ops.reference import guided
 
-__all__ = ["Adapter", "Condition", "Sampling", "text_mask"]
+__all__ = ["Adapter", "Condition", "Sampling", "after_guidance", "text_mask"]
 
 TEXT_WIDTHS = (
     "joint_attention_dim", "text_dim", "cap_feat_dim", "caption_channels", "text_embed_dim", "cross_attention_dim"
@@ -61,6 +61,11 @@ class Sampling(Protocol):
     @property
     def guidance_2(self) -> float | None:
         """Guidance scale of the second expert; None: the published model's."""
+
+
+def after_guidance(c: Tensor, more: Guidance | None) -> Tensor:
+    """The velocity of what `cond_uncond` returns."""
+    return c if more is None else guided(c, more.uncond, more.scale, more.from_cond, more.rescale)
 
 
 def text_mask(condition: Condition, multiple: int = 1) -> Tensor:
@@ -109,12 +114,14 @@ class Adapter(Weights, ABC):
         *,
         target_components: tuple[str, ...] = (),
         source_area: int | None = None,
+        guidance_gradient: guiding.Gradient = "both",
         fingerprint: str = "",
     ) -> None:
         """Adopt a loaded pipeline.
 
         target_components: which denoisers train (default: all). source_area: pixels that source images are resized to
-        (editing families that resize them; default: as the stock pipeline does). fingerprint: of what makes conditions
+        (editing families that resize them; default: as the stock pipeline does). guidance_gradient: through which
+        predictions of a guidance pair the gradient flows. fingerprint: of what makes conditions
         (`folder.encoder_fingerprint`).
         """
         if source_area is not None and self.default_source_area is None:
@@ -125,7 +132,7 @@ class Adapter(Weights, ABC):
             raise ValueError(f"target_components: expected some of {', '.join(self.denoisers)}, got {unknown}")
         self.pipe, self.transformer = pipe, getattr(pipe, self.denoisers[0])
         self.trained = tuple(name for name in self.denoisers if name in (target_components or self.denoisers))
-        self.fingerprint = fingerprint
+        self.fingerprint, self.guidance_gradient = fingerprint, guidance_gradient
         self.source_area = self.default_source_area if source_area is None else source_area
         self.dtype: torch.dtype = self.transformer.dtype  # type: ignore[assignment]
         """Compute dtype; bf16 and fp16 run under autocast, so fp32 LoRA masters may sit on a bf16 base."""
@@ -335,8 +342,7 @@ class Adapter(Weights, ABC):
 
     def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Model velocity v [B, …] at latents x [B, …] of any dtype, σ [B] fp32, for a batched condition."""
-        c, more = self.cond_uncond(x, sigma, condition, sampling)
-        return c if more is None else guided(c, more.uncond, more.scale, more.from_cond, more.rescale)
+        return after_guidance(*self.cond_uncond(x, sigma, condition, sampling))
 
     def cond_uncond(
         self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling
@@ -355,7 +361,7 @@ class Adapter(Weights, ABC):
         with torch.autocast(x.device.type, dtype=self.dtype if low else None, enabled=low):
             if self.cfg is None or not self.guided(sampling):
                 return predict(x, sigma, condition), None
-            c, u = guiding.both(predict, x, sigma, condition)
+            c, u = guiding.both(predict, x, sigma, condition, self.guidance_gradient)
         return c, self.cfg.guidance_for(u, scale)
 
     def grid(self, sampling: Sampling) -> tuple[int, int]:

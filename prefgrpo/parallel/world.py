@@ -1,17 +1,18 @@
 """The processes of a run (torchrun's): gloo on CPUs, nccl on GPUs, nothing at all for one process.
 
 Each has a data-parallel index, its share of the samples. Context-parallel processes have one in common: they make the
-same samples together, and the first of them answers for all. Invariant: every rank calls every collective the same
-number of times, whatever its share of the data. Gradients of whole parameters are summed once per optimiser update,
-after local accumulation (no per-backward hooks), so a rank whose groups carry no signal takes part with zeros.
+same samples together, and the first of them answers for all. What is sent from one process to another (`send`,
+`receive`) lies on the CPU and goes over gloo, beside the GPUs' work. Invariant: every rank calls every collective the
+same number of times, whatever its share of the data. Gradients of whole parameters are summed once per optimiser
+update, after local accumulation (no per-backward hooks), so a rank whose groups carry no signal takes part with zeros.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,19 @@ from prefgrpo.config.schema import Config, ConfigError
 from prefgrpo.parallel.mesh import Layout, device_mesh
 
 T = TypeVar("T")
+
+
+class Transfer(NamedTuple):
+    """A tensor on its way from one process to another."""
+
+    tensor: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> Tensor:
+        """The tensor, once it has been sent or received."""
+        assert self.work is not None  # it is for ranks outside the group only
+        self.work.wait()
+        return self.tensor
 
 
 @dataclass(frozen=True)
@@ -61,21 +75,43 @@ class World:
 
     @property
     def equal_forwards(self) -> bool:
-        """Whether every process must run as many forwards as the others: each gathers weights from all of them."""
+        """Whether every process must run as many forwards and backwards as the others, since weights are split."""
         return self.layout.split > 1
 
+    def owner(self, slot: int) -> int:
+        """The data-parallel index whose `slots` include this one."""
+        return slot % self.dp_size
+
     def slots(self, total: int) -> range:
-        """This rank's of `total` slots, dealt out one by one; total must be a multiple of dp_size."""
+        """This rank's of `total` slots, dealt out one by one."""
         return range(self.dp_index, total, self.dp_size)
 
-    def share(self, limit: int) -> int:
-        """This rank's part of a limit for all ranks together; at least 1."""
-        return max(limit // self.dp_size + (self.dp_index < limit % self.dp_size), 1)
+    def share(self, limit: int, indices: int | None = None) -> int:
+        """This rank's part of a limit for all ranks together, or for the first so many `indices`; at least 1."""
+        indices = min(indices or self.dp_size, self.dp_size)
+        return max((limit // indices + (self.dp_index < limit % indices)) * (self.dp_index < indices), 1)
 
-    def gather_slots(self, local: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Rows [total / dp_size, …] of this rank's `slots` → rows [total, …] of all, in slot order."""
-        parts = self.gather(local).reshape(self.dp_size, *local.shape)
-        return np.swapaxes(parts, 0, 1).reshape(-1, *local.shape[1:])
+    def gather_slots(self, local: NDArray[np.float64], total: int) -> NDArray[np.float64]:
+        """Rows [n, …] of this rank's `slots(total)` → rows [total, …] of all, in slot order."""
+        each = -(-total // self.dp_size)
+        padded = np.full((each, *local.shape[1:]), np.nan)
+        padded[: len(local)] = local
+        parts = self.gather(padded).reshape(self.dp_size, *padded.shape)
+        return np.swapaxes(parts, 0, 1).reshape(-1, *local.shape[1:])[:total]
+
+    def send(self, tensor: Tensor, index: int, tag: int) -> Transfer:
+        """Begin to send a tensor to a data-parallel index; returns at once. `tag` names it among those on the way."""
+        tensor = tensor.cpu().contiguous()
+        return Transfer(tensor, dist.isend(tensor, self._peer(index), tag=tag))
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, index: int, tag: int) -> Transfer:
+        """Begin to receive what a data-parallel index sends under `tag`, on the CPU; returns at once."""
+        tensor = torch.empty(shape, dtype=dtype)
+        return Transfer(tensor, dist.irecv(tensor, self._peer(index), tag=tag))
+
+    def _peer(self, index: int) -> int:
+        """The rank of a data-parallel index that has this process's place among the context-parallel ones."""
+        return index * self.layout.context + self.rank % self.layout.context
 
     def sum_gradients(self, parameters: list[Tensor]) -> None:
         """Replace every .grad by its sum over ranks, in one flat all-reduce per dtype; missing ones count as 0.
@@ -181,9 +217,7 @@ def start(device_name: str, config: Config | None = None) -> World:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = Layout.of(config, size) if config else Layout(size)
     if size > 1 and not dist.is_initialized():
-        offload = config is not None and config.parallel.offload  # whose gradients and norms are on the CPU
-        both = "cpu:gloo,cuda:nccl"
-        dist.init_process_group("gloo" if device.type == "cpu" else both if offload else "nccl")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return World(int(os.environ.get("RANK", "0")), size, device, layout, device_mesh(layout, device))
 
 

@@ -116,21 +116,22 @@ class Evaluator:
     def render(self, index: list[int]) -> Tensor:
         """Images [n, 3, H, W], or clips [n, F, 3, H, W], fp32 in [0, 1] of the current policy under the ODE rule.
 
-        Where every process must run as many forwards, one that has no images left makes the first one again.
+        With `World.equal_forwards` all processes call this together; one with fewer images makes some once more.
         """
-        r, parts, most = self.sizes, [], len(index)
+        r, parts, count = self.sizes, [], len(index)
         at_once, seed = self.config.memory.decode_batch, self.config.seed
         if self.world.equal_forwards:
-            most = int(self.world.gather(np.array([float(most)])).max())
+            most = int(self.world.gather(np.array([float(count)])).max())
+            index = index + [0] * (most - count)
         with gathered(self.adapter, self.config.parallel.keep_gathered):
-            for start in range(0, most, r.batch_size):
+            for start in range(0, len(index), r.batch_size):
                 chunk = index[start : start + r.batch_size]
-                items, ids = [self.held.items[i] for i in chunk or [0]], self.ids(chunk or [0])
+                items, ids = [self.held.items[i] for i in chunk], self.ids(chunk)
                 made = render(self.adapter, self.schedule, self.embeddings, items, ids, r, seed, at_once, self.world)
-                parts.append(made[: len(chunk)].cpu())
+                parts.append(made.cpu())
         clip = self.adapter.frames(r)
         frames = () if clip is None else (clip,)
-        return torch.cat(parts) if parts else torch.zeros(0, *frames, 3, r.height, r.width)
+        return torch.cat(parts)[:count] if parts else torch.zeros(0, *frames, 3, r.height, r.width)
 
     def ids(self, index: list[int]) -> Tensor:
         """Noise addresses of the given images, int64."""
@@ -159,13 +160,16 @@ class Evaluator:
     def save_proof(self, count: int) -> None:
         """What a stock pipeline needs to reproduce `count` images: prompts and call, initial latents, our float images.
 
-        Every rank must call it; rank 0 writes.
-
+        Rank 0 writes it; where they share samples or weights, all processes render its images.
         Of edits also the source images, `source_PROMPT_NUMBER` uint8 [H, W, 3], as the model saw them. Where the
         folder's own scheduler steps otherwise (published sigmas, truncated times, a multistep solver): an Euler
         scheduler, and `sigmas` and `timesteps` [T] fp32 for it.
         """
         index = (self.shown() or [0])[:count]
+        together = self.world.mesh is not None
+        images = self.render(index).contiguous() if self.world.main or together else None
+        if images is None or not self.world.main:
+            return
         r, c, items = self.sizes, self.config, [self.held.items[i] for i in index]
         prompts = [item.text for item in items]
         latents = initial_latents(c.seed, self.ids(index), self.adapter.latent_shape(r))
@@ -191,9 +195,7 @@ class Evaluator:
             for i, own in enumerate(fitted_sources(items, r.height, r.width))
             for k, image in enumerate(own)
         }
-        tensors = {"latents": latents.cpu().contiguous(), "images": self.render(index).cpu().contiguous()}
-        if not self.world.main:
-            return
+        tensors = {"latents": latents.cpu().contiguous(), "images": images}
         save_file(tensors | shown | pinned, self.folder.proof, metadata=meta)
         sort_header(self.folder.proof)
 

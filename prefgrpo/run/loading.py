@@ -90,7 +90,11 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, sp
 
 def model_options(config: Config) -> dict[str, Any]:
     """What an adapter takes of the configuration."""
-    return {"source_area": config.rollout.source_area, "target_components": config.train.target_components}
+    return {
+        "source_area": config.rollout.source_area,
+        "target_components": config.train.target_components,
+        "guidance_gradient": config.train.guidance_gradient,
+    }
 
 
 def trainable(config: Config, adapter: Adapter, world: World | None = None) -> Adapter:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -32,8 +33,11 @@ from prefgrpo.data.prompts import read_prompts
 from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.parking import KINDS
+from prefgrpo.objectives import objective
 from prefgrpo.parallel.mesh import Layout, problem
 from prefgrpo.parallel.shard import kept_whole
+from prefgrpo.rollout.deal import deal_batches
+from prefgrpo.rollout.sampling import window_range
 from prefgrpo.run.loading import config_errors_as, model_options, trainable
 
 GIB = 2**30
@@ -99,10 +103,11 @@ def _hint(config: Config, whole: Estimate) -> str:
 
 def _knobs(config: Config, part: str) -> list[tuple[str, Any]]:
     """(field, next value) for what is not yet at its end and may make this part or phase of an `Estimate` smaller."""
-    r, t, m = config.rollout, config.train, config.memory
-    larger = range(config.gpus + 1, r.prompts_per_step * config.parallel.ring * config.parallel.ulysses + 1)
-    fits = [n for n in larger if not problem(config.parallel, n)]
-    more = [n for n in fits if r.prompts_per_step % Layout.of(config, n).data == 0]
+    r, t, m, p = config.rollout, config.train, config.memory, config.parallel
+    larger = range(config.gpus + 1, r.prompts_per_step * r.group_size * p.ring * p.ulysses + 1)
+    fits = (n for n in larger if not problem(p, n))
+    now = _dealt(config, Layout.of(config, config.gpus).data)
+    more = [n for n in fits if _dealt(config, Layout.of(config, n).data) < now]
     batch = [("rollout.batch_size", r.batch_size // 2)] if r.batch_size > 1 else []
     trained = [("train.lora_rank", t.lora_rank // 2 if t.lora_rank else 64)] if t.lora_rank != 1 else []
     if part in ("rollout", "update"):
@@ -129,10 +134,6 @@ def estimate(config: Config) -> Estimate:
     if wrong := problem(config.parallel, gpus):
         raise ConfigError([f"gpus: {wrong}"])
     layout = Layout.of(config, gpus)
-    if r.prompts_per_step % layout.data:
-        expected = f"expected a divisor of rollout.prompts_per_step = {r.prompts_per_step}"
-        shares = f" ({layout.data} data-parallel shares)" if layout.data < gpus else ""
-        raise ConfigError([f"gpus: {expected}, got {gpus}{shares}"])
     adapter, encoders = without_weights(config)
     parts, parameters = known_bytes(config, adapter, gpus), adapter.parameter_counts() | encoders
     mode, known, batch = stand_ins(config, adapter, _source_count(config, type(adapter)))
@@ -144,7 +145,7 @@ def estimate(config: Config) -> Estimate:
     _clear_caches("prefgrpo.models")
     for name in ("rollout", "update"):
         phases[name] //= layout.context  # every process has its part of the tokens
-    samples = r.prompts_per_step // layout.data * r.group_size
+    samples, _ = _dealt(config, layout.data)
     parts["embeddings"] = samples * sum(value.nbytes for value in batch[2].all_tensors()) // r.batch_size
     texts = {} if config.data.cache else {"text encoders": DTYPES[config.dtype].itemsize * sum(encoders.values())}
     (phases if "text_encoder" in config.memory.offload else parts).update(texts)
@@ -157,9 +158,10 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
     Split weights count with this process's part, and as `gathered` what a forward has whole: two blocks (one on its
     way), or all with `parallel.keep_gathered`.
     """
-    r, layout = config.rollout, Layout.of(config, world)
-    window = r.window_size or (r.window_high or r.steps - 1) - r.window_low
-    samples = r.prompts_per_step // layout.data * r.group_size
+    r, layout, goal = config.rollout, Layout.of(config, world), objective(config.train)
+    stored = r.window_size or len(window_range(r)) if goal.collector == "trajectory" else 0
+    stored *= 2 if r.window_policy == "subset" or goal.keeps_velocity else 1  # neighbours share latents
+    made, scored = _dealt(config, layout.data)
     whole_ones = {id(p) for name in adapter.denoisers for p in kept_whole(getattr(adapter.pipe, name), adapter)}
     if layout.split == 1:
         whole_ones |= {id(p) for name in adapter.denoisers for p in getattr(adapter.pipe, name).parameters()}
@@ -171,15 +173,30 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
     weights = _weights(adapter, "") - _weights(adapter, *(s for k in config.memory.offload for s in KINDS[k]))
     parts = {
         "weights": weights - round(sum(p.numel() * p.element_size() for p in split) * (1 - part)),
-        "optimiser": round(here * 4 * (3 + bool(config.train.ema_decay))),  # gradient, two moments, average
-        "latents": samples * 4 * math.prod(adapter.latent_shape(r)) * (window + 1),
-        "images": samples * r.height * r.width * 3 * (adapter.frames(r) or 1),
+        "optimiser": round(here * 4 * (3 + _copies(config))),  # gradient, two moments, averages
+        "latents": made * 4 * math.prod(adapter.latent_shape(r)) * (stored + 1),
+        "images": scored * r.height * r.width * 3 * (adapter.frames(r) or 1),
     }
     if layout.split > 1:
         low, parted = DTYPES[config.dtype].itemsize, {id(p) for p in split}
         sizes = [sum(p.numel() for p in b.parameters() if id(p) in parted) for m in models for b in adapter.blocks(m)]
         parts["gathered"] = low * (sum(p.numel() for p in split) if config.parallel.keep_gathered else 2 * max(sizes))
     return parts
+
+
+def _dealt(config: Config, indices: int) -> tuple[int, int]:
+    """Most samples of a step that one of so many data-parallel indices makes, and that it scores."""
+    r, made = config.rollout, Counter[int]()
+    for batch in deal_batches(config, [r] * r.prompts_per_step, indices):
+        made[batch.index] += len(batch.places)
+    return max(made.values()), -(-r.prompts_per_step // indices) * r.group_size
+
+
+def _copies(config: Config) -> int:
+    """Copies of the trained weights that a run keeps beside them."""
+    goal, t = objective(config.train), config.train
+    old = goal.anchor == "old" or goal.sampled_by_old
+    return bool(t.ema_decay) + old + (not t.lora_rank and (goal.anchor == "base" or t.kl_coef > 0))
 
 
 def _weights(adapter: Adapter, *starts: str) -> int:

@@ -1,14 +1,14 @@
-"""The trained weights with their optimiser and moving average.
+"""The trained weights with their optimiser, moving average and the copies that objectives compare with.
 
-AdamW over fp32 masters; EMA by one fused lerp per update. Split weights (FSDP2) are DTensors, with gradients that are
-summed already; torch's fused operations take either kind, but not both at once. Invariant: `state_dict` holds
-everything that the next update depends on, so a resumed run continues bit by bit.
+AdamW over fp32 masters; EMA by one fused lerp per update, the old policy by one per training step. Split weights
+(FSDP2) are DTensors, with gradients that are summed already; torch's fused operations take either kind, but not both at
+once. Invariant: `state_dict` holds everything that the next update depends on, so a resumed run continues bit by bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -27,7 +27,10 @@ class NonFiniteGradient(RuntimeError):
 class Policy:
     """Trainable parameters, AdamW and EMA."""
 
-    def __init__(self, parameters: dict[str, Tensor], train: TrainConfig) -> None:
+    def __init__(
+        self, parameters: dict[str, Tensor], train: TrainConfig, old: bool = False, base: bool = False
+    ) -> None:
+        """old: keep an old policy's weights. base: keep the starting weights (a LoRA is switched off instead)."""
         self.train = train
         self.parameters = parameters
         self.params = list(parameters.values())
@@ -39,7 +42,7 @@ class Policy:
             betas=(train.beta1, train.beta2),
             weight_decay=train.weight_decay,
         )
-        self.ema = {n: p.detach().clone() for n, p in parameters.items()} if train.ema_decay else {}
+        self.ema, self.old, self.base = (self._copy() if kept else {} for kept in (train.ema_decay, old, base))
         self.updates = 0
 
     def update(self, world: World) -> float:
@@ -67,16 +70,29 @@ class Policy:
                 torch._foreach_lerp_(parts(self.ema.values()), parts(self.params), 1.0 - self.train.ema_decay)
         return norm
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def _copy(self) -> dict[str, Tensor]:
+        return {n: p.detach().clone() for n, p in self.parameters.items()}
+
+    def follow(self, decay: float) -> None:
+        """old ← decay · old + (1 − decay) · parameters (no-op without an old policy)."""
+        if self.old:
+            with torch.no_grad():
+                torch._foreach_lerp_(parts(self.old.values()), parts(self.params), 1.0 - decay)
+
+    def averaged(self) -> AbstractContextManager[None]:
         """Inside, the parameters hold their moving average (no-op without EMA)."""
-        if not self.ema:
+        return self.holding(self.ema)
+
+    @contextmanager
+    def holding(self, weights: dict[str, Tensor]) -> Iterator[None]:
+        """Inside, the parameters hold `weights`: `ema`, `old` or `base` (no-op where it is empty)."""
+        if not weights:
             yield
             return
         live = parts(self.params)
         saved = [p.detach().clone() for p in live]
         with torch.no_grad():
-            torch._foreach_copy_(live, parts(self.ema.values()))
+            torch._foreach_copy_(live, parts(weights.values()))
         try:
             yield
         finally:
@@ -85,7 +101,8 @@ class Policy:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything a checkpoint keeps, by name."""
-        out = {f"param.{n}": p for n, p in self.parameters.items()} | {f"ema.{n}": t for n, t in self.ema.items()}
+        parts = {"param": self.parameters, "ema": self.ema, "old": self.old}
+        out = {f"{part}.{n}": t for part, tensors in parts.items() for n, t in tensors.items()}
         for name, p in self.parameters.items():
             for key, value in self.optimizer.state.get(p, {}).items():
                 out[f"adamw.{key}.{name}"] = value
@@ -102,6 +119,7 @@ class Policy:
         """Restore what `state_dict()` gave after `updates` updates. Raises CheckpointError if the names do not fit."""
         load_into(self.parameters, tensors, "param.")
         load_into(self.ema, tensors, "ema.")
+        load_into(self.old, tensors, "old.")
         self.updates = updates
         for name, p in self.parameters.items():
             keys = [k for k in ("step", "exp_avg", "exp_avg_sq") if f"adamw.{k}.{name}" in tensors]
