@@ -10,6 +10,7 @@ follow: what is written, and resumed on other layouts.
 import os
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from prefgrpo.config.schema import from_dict
 from prefgrpo.data.prompts import read_prompts
 from prefgrpo.models import family as family_class
 from prefgrpo.objectives import objective
+from prefgrpo.objectives.base import Targets
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.context import undivided
 from prefgrpo.parallel.mesh import Layout
@@ -32,9 +34,10 @@ from prefgrpo.parallel.shard import gathered, whole
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings
-from prefgrpo.rollout.replay import replay
+from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.run.loading import open_adapter, trainable, unsupported
 from prefgrpo.run.memory import without_weights
+from prefgrpo.run.metrics import FACTS
 from prefgrpo.run.policy import Policy
 from prefgrpo.run.session import open_schedules
 from prefgrpo.tiny import pipelines
@@ -76,13 +79,14 @@ def settings(place, family, lora, dtype, layout):
         "rollout": {
             "height": 32, "width": 32, "steps": 4, "prompts_per_step": P, "group_size": G, "batch_size": G, "eta": 0.5,
         },
-        "train": {"lora_rank": 4 if lora else 0, "lr": LR, "ema_decay": 0.5, "gradient_checkpointing": True},
+        "train": {"lora_rank": 4 if lora else 0, "lr": LR, "ema_decay": 0.5, "gradient_checkpointing": True,
+                  "kl_coef": 0.1 if lora else 0.0},
     }  # fmt: skip
     return from_dict(merged(base, (FAMILIES | OTHERS)[family]))
 
 
 def one_step(config, world):
-    """What a training step makes and changes: tensors by sample and by weight; the loss; the largest |Δ log-prob|."""
+    """What a training step makes and changes: tensors by sample and by weight; the loss; the largest |ratio − 1|."""
     prompts = read_prompts(Path(config.data.prompts))
     adapter = trainable(config, open_adapter(config, world.device, True, world.layout.split > 1), world)
     if config.train.lora_rank:
@@ -94,18 +98,20 @@ def one_step(config, world):
     with gathered(adapter, config.parallel.keep_gathered):
         rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world)
         batches = list(rollouts(0, lambda group, member, sample: media.update({(group, member): sample.media.pixels})))
-    loss, total, moved, samples = objective(config.train).loss, 0.0, 0.0, {}
+    collector = TrajectoryCollector(
+        adapter, objective(config.train), config.train, adapter.reference, world.equal_forwards
+    )
     advantage = torch.randn(P, G, generator=torch.Generator().manual_seed(5))
-    for batch in batches:
-        adv, steps = advantage[batch.slots, batch.members], batch.trajectory.steps
-        for step in steps:
-            new = replay(adapter, batch.schedule, batch.condition, step, batch.sizes)
-            out = loss(config.train, new, step.logp, adv, float(P * G * len(steps)))
-            out.loss.backward()
-            total += float(out.loss.detach())
-            moved = max(moved, float((new.logp.detach() - step.logp).abs().max()))
+    columns = (*FACTS, *collector.metrics)
+    table = [
+        dict(zip(columns, row.tolist(), strict=True))
+        for row in collector.accumulate(batches, Targets.of(advantage), P * G)
+    ]
+    moved = max((abs(row[name] - 1) for row in table for name in ("ratio_min", "ratio_max")), default=0.0)
+    samples = {}
+    for batch in (b for b in batches if b.weight):
         for row, slot in enumerate(zip(batch.slots, batch.members, strict=True)):
-            samples[slot] = [t[row].float() for step in steps for t in (step.x, step.x_next)]
+            samples[slot] = [t[row].float() for step in batch.trajectory.steps for t in (step.x, step.x_next)]
     gradients, real = {}, policy.optimizer.step
 
     def note_gradients():
@@ -117,7 +123,7 @@ def one_step(config, world):
     media = dict(world.gather_items((place, torch.from_numpy(pixels).float()) for place, pixels in media.items()))
     return {
         "samples": {place: [*stored, media[place]] for place, stored in world.gather_items(samples.items())},
-        "loss": float(world.gather(np.array([total])).sum()),
+        "loss": float(world.gather(np.array([sum(row["loss"] for row in table)], np.float64)).sum()),
         "gradients": gradients,
         "weights": {name: whole(p.detach()).clone() for name, p in policy.parameters.items()},
         "ema": {name: whole(p).clone() for name, p in policy.ema.items()},
@@ -195,6 +201,16 @@ def test_a_layout_changes_nothing_in_any_family(place):
     all_end(ranks(place / "others.yaml", 2, hook=cells, PLACE=str(place), FAMILY=families), 1500)
 
 
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_compiled_blocks_train_as_eager_ones(place):
+    """The same graph in rollout and replay, or the first ratio would not be 1; gradients are those of eager blocks."""
+    config = settings(place, "flux", True, "fp32", {})
+    want, got = (one_step(c, ALONE) for c in (config, replace(config, compile=True)))
+    assert got["moved"] <= 1e-6
+    compare("compiled", got | {"moved": 0.0}, want, bits=False)
+
+
 # ---- whole runs -----------------------------------------------------------------------------------------------------
 
 
@@ -213,7 +229,8 @@ def test_split_weights_are_resumed_on_any_layout(run_place):
     """Two processes: stopped and resumed, every bit is that of the run that was not; one process goes on with what two
     wrote and the other way round; and all of them train the same weights."""
     runs = run_place / "runs"
-    options = {"train": {"lora_rank": 0, "ema_decay": 0.5, "lr": 1e-4}, "eval": {"every": 0}}
+    trained = {"lora_rank": 0, "ema_decay": 0.5, "lr": 1e-4, "objective": "nft"}  # it keeps an old policy as well
+    options = {"train": trained, "eval": {"every": 0}}
     two = {"parallel": {"shard": 2}}
     all_end(ranks(recipe(run_place, "straight", **options, **two), 2))
     assert train(recipe(run_place, "one", **options))[0] == 0

@@ -406,11 +406,16 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
+def splits(c: Config) -> bool:
+    """Whether a run splits its denoisers' weights over processes."""
+    p = c.parallel
+    return p.shard > 1 or (not c.train.lora_rank and p.ring * p.ulysses > 1)
+
+
 def check(c: Config) -> list[str]:
     """The values that do not go together, as 'field: what was expected, what came'."""
     r, t, p = c.rollout, c.train, c.parallel
     high = r.window_high or r.steps - 1
-    split = p.shard > 1 or (not t.lora_rank and p.ring * p.ulysses > 1)
     rules = [
         (c.model, "model: expected the folder or hub id of a diffusers pipeline, got nothing"),
         (c.data.prompts, "data.prompts: expected a file of prompts (txt, csv, tsv, jsonl or parquet), got nothing"),
@@ -457,8 +462,8 @@ def check(c: Config) -> list[str]:
             f"train.kl_form: {t.kl_form} divides by a variance per unit of σ, which rule {r.rule} does not have; "
             "expected gaussian",
         ),
-        (split or not p.keep_gathered, "parallel.keep_gathered: expected parallel.shard above 1, got 1"),
-        (split or not p.offload, "parallel.offload: expected parallel.shard above 1, got 1"),
+        (splits(c) or not p.keep_gathered, "parallel.keep_gathered: expected parallel.shard above 1, got 1"),
+        (splits(c) or not p.offload, "parallel.offload: expected parallel.shard above 1, got 1"),
         (
             c.dtype == "bf16" or c.attention in IN_FP32,
             f"attention: {c.attention} computes in bf16; expected dtype bf16, got {c.dtype}",
