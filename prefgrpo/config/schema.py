@@ -393,6 +393,9 @@ class Config:
     attention: Attention = "native"
     """diffusers' attention backend, in rollout and training alike; its gradients are compared with torch's own first.
     native: torch's choice; all flash and cudnn ones need bf16; names ending in _hub download a kernel."""
+    compile: bool = False
+    """Compile the denoisers' repeated blocks (torch.compile), for rollout and training alike. Rollouts then hold the
+    activations that training holds. Not with context parallelism."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is a GPU."""
     gpus: PositiveInt = 1
@@ -410,11 +413,16 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
+def splits(c: Config) -> bool:
+    """Whether a run splits its denoisers' weights over processes."""
+    p = c.parallel
+    return p.shard > 1 or (not c.train.lora_rank and p.ring * p.ulysses > 1)
+
+
 def check(c: Config) -> list[str]:
     """The values that do not go together, as 'field: what was expected, what came'."""
     r, t, p = c.rollout, c.train, c.parallel
     high = r.window_high or r.steps - 1
-    split = p.shard > 1 or (not t.lora_rank and p.ring * p.ulysses > 1)
     rules = [
         (c.model, "model: expected the folder or hub id of a diffusers pipeline, got nothing"),
         (c.data.prompts, "data.prompts: expected a file of prompts (txt, csv, tsv, jsonl or parquet), got nothing"),
@@ -462,8 +470,8 @@ def check(c: Config) -> list[str]:
             f"train.kl_form: {t.kl_form} divides by a variance per unit of σ, which rule {r.rule} does not have; "
             "expected gaussian",
         ),
-        (split or not p.keep_gathered, "parallel.keep_gathered: expected parallel.shard above 1, got 1"),
-        (split or not p.offload, "parallel.offload: expected parallel.shard above 1, got 1"),
+        (splits(c) or not p.keep_gathered, "parallel.keep_gathered: expected parallel.shard above 1, got 1"),
+        (splits(c) or not p.offload, "parallel.offload: expected parallel.shard above 1, got 1"),
         (
             c.dtype == "bf16" or c.attention in IN_FP32,
             f"attention: {c.attention} computes in bf16; expected dtype bf16, got {c.dtype}",
@@ -477,6 +485,7 @@ def check(c: Config) -> list[str]:
             f"attention: ring attention needs log-sum-exps; expected one of {', '.join(SPLITTING[1:])} (on GPUs), got "
             "native",
         ),
+        (not c.compile or p.ring * p.ulysses == 1, "compile: expected false under context parallelism, got true"),
         (not (p.offload and p.keep_gathered), "parallel.offload: expected keep_gathered off, which undoes it, got on"),
     ]
     return [text for ok, text in rules if not ok]

@@ -111,7 +111,7 @@ class Policy:
     def templates(self, names: Collection[str]) -> dict[str, Tensor]:
         """Tensors, as this process holds them, to read those of these names of a `state_dict()` into."""
         live = {f"param.{n}": p.detach() for n, p in self.parameters.items()}
-        live |= {f"ema.{n}": t for n, t in self.ema.items()}
+        live |= {f"ema.{n}": t for n, t in self.ema.items()} | {f"old.{n}": t for n, t in self.old.items()}
         moments = {f"adamw.{key}.{n}": p for n, p in self.parameters.items() for key in ("exp_avg", "exp_avg_sq")}
         return {n: live[n] if n in live else torch.zeros_like(moments[n]) for n in names if n in live or n in moments}
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from prefgrpo.config.schema import Config, ConfigError, differences, load, to_dict
+from prefgrpo.config.schema import Config, ConfigError, differences, load, splits, to_dict
 from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt, fingerprint, prompt_sets
 from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.models.base import Adapter
@@ -29,7 +29,6 @@ from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import EndpointObjective, Objective, TrajectoryObjective
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.context import undivided
-from prefgrpo.parallel.mesh import splits
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import PYTHON, named_objects
 from prefgrpo.rewards.log import drop_from
