@@ -195,11 +195,11 @@ class Setting:
         for k in range(0, len(places), size):
             own = places[k : k + size]
             at = torch.tensor([p * G + g for p, g in own])
-            trajectory = Trajectory(self.x0[at], at, ())
+            trajectory = Trajectory(self.x0[at], 7 * P * G + at, ())
             slots, members = [p for p, _ in own], [g for _, g in own]
             condition = self.condition.select(torch.tensor(slots))
-            part = (slots, members, self.sampling, self.schedule, condition, trajectory, [7 * P + p for p in slots])
-            out.append(Batch(0, *part, [None] * len(slots)))
+            part = (slots, members, self.sampling, self.schedule, condition, trajectory)
+            out.append(Batch(k, 0, *part))
         return out
 
     def set(self, values):
@@ -258,7 +258,7 @@ def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, na
     groups = [p for p in range(P) if not o.signal(train, TARGETS)[p].isnan().all()]
     assert groups == ([0, 1, 2] if kind == "soft_dpo" else [0, 1])
     signal = o.signal(train, TARGETS)
-    kept = [b.select([k for k in range(len(b.slots)) if not signal[b.slots[k], b.members[k]].isnan()])
+    kept = [b.select((~signal.isnan()).tolist())
             for b in one.batches(size, groups)]  # fmt: skip
     params = [p for _, p in one.adapter.trainable()]
     for p in params:
@@ -272,7 +272,7 @@ def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, na
     truth = torch.zeros((), dtype=torch.float64)
     (batch,) = one.batches(P * G, groups)
     for draw in range(o.draws):
-        number = torch.tensor(batch.groups)
+        number = batch.trajectory.sample // G
         noise = endpoint_noise(SEED, number, draw, tuple(one.x0.shape[1:]))
         t, shown = drawn(o, one.schedule, number, draw)
         mix = t.view(-1, *[1] * (one.x0.dim() - 1))
@@ -390,12 +390,12 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(place, 
     loop = TrainingLoop(from_dict(settings(place, f"trajectory-{case[:5]}-{guided}", **more)))
     c, adapter = loop.config, loop.adapter
     perturb(adapter, 0.05)
-    batches = list(loop.rollouts(0))
+    batches = list(loop.rollouts(0, lambda group, member, sample: None))
     perturb(adapter, 0.02)
     advantage = torch.randn(2, 4, generator=torch.Generator().manual_seed(2))
     taken = []
     loop.policy.update = lambda world: taken.append([p.grad.double().flatten() for p in loop.policy.params]) or 0.0
-    values = loop.update(batches, Targets.of(advantage))
+    values = loop.update(0, batches, Targets.of(advantage))
     loop.policy.optimizer.zero_grad()
     total, count, masked = torch.zeros((), dtype=torch.float64), 0, []
     for batch in batches:

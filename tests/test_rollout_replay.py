@@ -5,6 +5,8 @@ value), whose noise it is (global ids, groups that share it), batching of stored
 the loop never reads a number back from the device (which would stall a GPU).
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from families import case_of, conditions, policy
@@ -128,6 +130,39 @@ def test_kl_is_of_its_form_and_its_gradient_skips_the_reference(adapter, conditi
     assert torch.allclose(new.kl.double(), truth, rtol=1e-4)
     new.kl.sum().backward()
     assert all(p.requires_grad for name, p in adapter.trainable()) and len(adapter.trainable()) == 60
+
+
+@pytest.mark.parametrize("family", ["sd3", "z_image", "qwen_image"])
+def test_the_gradient_of_a_guidance_pair(family):
+    """Against plain torch: the denoiser called per prompt, u detached where train.guidance_gradient is conditional."""
+    case = case_of(family)
+    adapter, sampling = policy(case), case.sampling()
+    condition, rows, gradients = conditions(adapter, case), torch.tensor([0, 1]), []
+    parameters, cfg = [p for _, p in adapter.trainable()], adapter.cfg
+
+    def gradient(of):
+        parts = torch.autograd.grad(of.sum(), parameters, allow_unused=True, materialize_grads=True)
+        return torch.cat([part.flatten() for part in parts])
+
+    schedule = make_schedule(adapter.sigmas(sampling), "flow", 0.7, (1, 2))
+    negative, sigma = replace(condition.negative, sources=condition.sources), schedule.times[1].expand(2)
+    for kind in ("both", "conditional"):
+        adapter.guidance_gradient = kind
+        step = rollout(adapter, schedule, condition, rows, sampling, seed=0).steps[0]
+        new = replay(adapter, schedule, condition, step, sampling)
+        assert torch.equal(new.logp, step.logp), "the ratio of the first update is exactly 1"
+        c, u = (
+            adapter.predict(adapter.transformer, step.x, sigma, prompt, sampling)
+            for prompt in (replace(condition, negative=None), negative)
+        )
+        u = u.detach() if kind == "conditional" else u
+        v = (c if cfg.from_cond else u) + sampling.guidance * (c - u)
+        v = v * (c.norm(dim=-1, keepdim=True) / v.norm(dim=-1, keepdim=True)) if cfg.rescale else v
+        a, b, _, w, shift = schedule.coef[1]
+        truth = gradient(w * (step.x_next - a * step.x - b * v).square().flatten(1).mean(1) + shift)
+        gradients.append(gradient(new.logp))
+        assert (gradients[-1] - truth).norm() < 1e-4 * truth.norm()
+    assert torch.cosine_similarity(*gradients, dim=0) < 0.99, "the two gradients differ"
 
 
 class NoReadback(TorchDispatchMode):

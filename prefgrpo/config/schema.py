@@ -36,6 +36,14 @@ STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attrib
 """Unknown keys are mistakes, true is no number, no number is text; the line below a field is its description."""
 Share = Annotated[float, Field(ge=0, lt=1)]
 T = TypeVar("T")
+Attention = Literal[
+    "native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math",
+    "flash", "flash_hub", "_flash_3", "_flash_3_hub", "xformers",
+]  # fmt: skip
+IN_FP32 = ("native", "_native_efficient", "_native_math", "xformers")
+SPLITTING = ("native", "_native_cudnn", "_native_flash", "flash", "flash_hub", "_flash_3_hub")
+"""Attention backends that take fp32, and those that run under context parallelism; under ring all of these but native,
+which does not return log-sum-exps."""
 Options = dict[str, dict[str, Any]]
 """Options per reward."""
 
@@ -259,6 +267,10 @@ class TrainConfig:
     kl_form: Literal["gaussian", "flow_grpo"] = "gaussian"
     """gaussian: mean_D (μ − μ_ref)² / 2s² with the step's variance s²; flow_grpo: that times |Δσ|, as in Flow-GRPO's
     SD3 and FLUX trainers, whose variance leaves out the length of the step."""
+    guidance_gradient: Literal["both", "conditional"] = "both"
+    """With classifier-free guidance: train through the predictions under the prompt and under the negative prompt, or
+    through the former alone, with the latter as a constant (a forward without graph, so an update costs less time and
+    memory; the gradient is another one)."""
     ema_decay: Share = 0.0
     """Exponential moving average of the trained weights, used for evaluation and export; 0: none."""
     gradient_checkpointing: bool = False
@@ -324,6 +336,28 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class ParallelConfig:
+    """How the processes of a run share its work: replicate × shard × ring × ulysses of them."""
+
+    replicate: NonNegativeInt = 0
+    """Copies of the denoisers' weights, each trained on samples of its own; 0: as many as fill the processes."""
+    shard: PositiveInt = 1
+    """Processes with samples of their own over which one copy of the denoisers' weights is split (FSDP2), and over
+    their context-parallel processes; 1: every process holds a whole copy, but in full fine-tuning context-parallel
+    ones split it all the same."""
+    ulysses: PositiveInt = 1
+    """Processes that share the tokens of each sample, and in attention its heads (Ulysses): one machine's."""
+    ring: PositiveInt = 1
+    """Processes that share the tokens of each sample and pass keys and values around (ring attention): across machines,
+    and where ulysses does not divide the heads. Not on CPUs."""
+    keep_gathered: bool = False
+    """Gather split weights once per rollout or evaluation and keep them until its end, instead of once per forward:
+    less traffic, but memory for a whole copy meanwhile."""
+    offload: bool = False
+    """Split weights, and their optimiser's state, wait in the CPU's memory, where the optimiser steps too."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
     """Saving."""
 
@@ -349,6 +383,9 @@ class Config:
     """Seed of prompts, noise, pair orders and LoRA initialisation."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Type of the frozen weights and of the forward; LoRA and optimiser are fp32."""
+    attention: Attention = "native"
+    """diffusers' attention backend, in rollout and training alike; its gradients are compared with torch's own first.
+    native: torch's choice; all flash and cudnn ones need bf16; names ending in _hub download a kernel."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is a GPU."""
     gpus: PositiveInt = 1
@@ -363,12 +400,14 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
 def check(c: Config) -> list[str]:
     """The values that do not go together, as 'field: what was expected, what came'."""
-    r, t = c.rollout, c.train
+    r, t, p = c.rollout, c.train, c.parallel
     high = r.window_high or r.steps - 1
+    split = p.shard > 1 or (not t.lora_rank and p.ring * p.ulysses > 1)
     rules = [
         (c.model, "model: expected the folder or hub id of a diffusers pipeline, got nothing"),
         (c.data.prompts, "data.prompts: expected a file of prompts (txt, csv, tsv, jsonl or parquet), got nothing"),
@@ -393,6 +432,10 @@ def check(c: Config) -> list[str]:
             f"group_size, got {r.window_policy}, {r.batch_size} and {r.group_size}",
         ),
         (
+            not r.window_per_prompt or t.updates_per_rollout <= r.prompts_per_step,
+            f"rollout.window_per_prompt: expected at most one update per prompt, got {t.updates_per_rollout} updates",
+        ),
+        (
             r.shift is None or r.sigmas == "published",
             f"rollout.shift: with rollout.sigmas: pipeline the model folder's scheduler sets the shift; expected none, "
             f"got {r.shift}; set rollout.sigmas: published to train on sigmas of this shift",
@@ -415,6 +458,22 @@ def check(c: Config) -> list[str]:
             f"train.kl_form: {t.kl_form} divides by a variance per unit of σ, which rule {r.rule} does not have; "
             "expected gaussian",
         ),
+        (split or not p.keep_gathered, "parallel.keep_gathered: expected parallel.shard above 1, got 1"),
+        (split or not p.offload, "parallel.offload: expected parallel.shard above 1, got 1"),
+        (
+            c.dtype == "bf16" or c.attention in IN_FP32,
+            f"attention: {c.attention} computes in bf16; expected dtype bf16, got {c.dtype}",
+        ),
+        (
+            p.ring * p.ulysses == 1 or c.attention in SPLITTING,
+            f"attention: expected one of {', '.join(SPLITTING)} under context parallelism, got {c.attention}",
+        ),
+        (
+            p.ring == 1 or c.attention != "native",
+            f"attention: ring attention needs log-sum-exps; expected one of {', '.join(SPLITTING[1:])} (on GPUs), got "
+            "native",
+        ),
+        (not (p.offload and p.keep_gathered), "parallel.offload: expected keep_gathered off, which undoes it, got on"),
     ]
     return [text for ok, text in rules if not ok]
 

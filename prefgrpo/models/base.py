@@ -68,11 +68,14 @@ def after_guidance(c: Tensor, more: Guidance | None) -> Tensor:
     return c if more is None else guided(c, more.uncond, more.scale, more.from_cond, more.rescale)
 
 
-def text_mask(condition: Condition) -> Tensor:
-    """bool [B, longest], on the CPU: which places of a batch's `prompt_embeds` hold a token of the prompt."""
+def text_mask(condition: Condition, multiple: int = 1) -> Tensor:
+    """bool [B, longest], on the CPU: which places of a batch's `prompt_embeds` hold a token of the prompt.
+
+    multiple: of which the longest is made one, by places without a token.
+    """
     lengths = condition.text_length
     assert lengths is not None
-    return torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
+    return torch.arange(-(-int(lengths.max()) // multiple) * multiple)[None, :] < lengths[:, None]
 
 
 class Adapter(Weights, ABC):
@@ -100,6 +103,8 @@ class Adapter(Weights, ABC):
     """Whether the latents of a source depend on the number of frames."""
     whole_times: ClassVar[bool] = False
     """Whether the model only knows whole times, so that there is nothing to truncate."""
+    context_parallel: ClassVar[str] = ""
+    """Context parallelism that its denoisers train under: none, "ulysses", or "ring" for both."""
     text_sees_sources: ClassVar[bool] = False
     """Whether the text encoder sees the source images: a prompt's embedding is then one per source."""
 
@@ -109,12 +114,14 @@ class Adapter(Weights, ABC):
         *,
         target_components: tuple[str, ...] = (),
         source_area: int | None = None,
+        guidance_gradient: guiding.Gradient = "both",
         fingerprint: str = "",
     ) -> None:
         """Adopt a loaded pipeline.
 
         target_components: which denoisers train (default: all). source_area: pixels that source images are resized to
-        (editing families that resize them; default: as the stock pipeline does). fingerprint: of what makes conditions
+        (editing families that resize them; default: as the stock pipeline does). guidance_gradient: through which
+        predictions of a guidance pair the gradient flows. fingerprint: of what makes conditions
         (`folder.encoder_fingerprint`).
         """
         if source_area is not None and self.default_source_area is None:
@@ -125,10 +132,14 @@ class Adapter(Weights, ABC):
             raise ValueError(f"target_components: expected some of {', '.join(self.denoisers)}, got {unknown}")
         self.pipe, self.transformer = pipe, getattr(pipe, self.denoisers[0])
         self.trained = tuple(name for name in self.denoisers if name in (target_components or self.denoisers))
-        self.fingerprint = fingerprint
+        self.fingerprint, self.guidance_gradient = fingerprint, guidance_gradient
         self.source_area = self.default_source_area if source_area is None else source_area
         self.dtype: torch.dtype = self.transformer.dtype  # type: ignore[assignment]
         """Compute dtype; bf16 and fp16 run under autocast, so fp32 LoRA masters may sit on a bf16 base."""
+        self.home: torch.device | None = None
+        """Where the denoisers work, if their weights may wait elsewhere."""
+        self.text_multiple = 1
+        """Joined text of the prompts' own lengths is padded to a multiple of so many tokens."""
         self.parked = Parked({}, (), torch.device("cpu"))
         """What waits in the CPU's memory; nothing, until `park`."""
 
@@ -161,8 +172,8 @@ class Adapter(Weights, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the transformer lives."""
-        return next(self.transformer.parameters()).device
+        """Where the transformer works."""
+        return self.home or next(self.transformer.parameters()).device
 
     @property
     def unit(self) -> int:
@@ -346,7 +357,7 @@ class Adapter(Weights, ABC):
         with torch.autocast(x.device.type, dtype=self.dtype if low else None, enabled=low):
             if self.cfg is None or not self.guided(sampling):
                 return predict(x, sigma, condition), None
-            c, u = guiding.both(predict, x, sigma, condition)
+            c, u = guiding.both(predict, x, sigma, condition, self.guidance_gradient)
         return c, self.cfg.guidance_for(u, scale)
 
     def grid(self, sampling: Sampling) -> tuple[int, int]:
@@ -361,6 +372,10 @@ class Adapter(Weights, ABC):
     def tokens(self, sampling: Sampling) -> int:
         """How many tokens the latents of a sample are."""
         return math.prod(self.grid(sampling))
+
+    def sequence(self, sampling: Sampling) -> int:
+        """Tokens of a sample that context parallelism divides: those of all latent frames."""
+        return self.tokens(sampling)
 
     def mu(self, sampling: Sampling) -> float:
         """The dynamic time shift: linear in the number of tokens, as the scheduler's config says."""
@@ -385,5 +400,9 @@ class Adapter(Weights, ABC):
                 getattr(self.pipe.vae, name)()
 
     def park(self, kinds: tuple[str, ...], device: torch.device) -> None:
-        """Move the pipeline to `device`, but for these kinds of parts (text_encoder, vae): they come to work only."""
-        self.parked = Parked(self.pipe.components, kinds, device)
+        """Move the pipeline to `device`, but for these kinds of parts (text_encoder, vae): they come to work only.
+
+        Denoisers that have a `home` stay as they are.
+        """
+        there = self.denoisers if self.home else ()
+        self.parked = Parked({n: part for n, part in self.pipe.components.items() if n not in there}, kinds, device)

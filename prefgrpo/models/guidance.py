@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from prefgrpo.models.condition import Condition, combine
 from prefgrpo.ops.args import Guidance
+
+Gradient = Literal["both", "conditional"]
+"""Through which of c and u the gradient flows."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +43,24 @@ class Cfg:
 
 
 def both(
-    predict: Callable[[Tensor, Tensor, Condition], Tensor], x: Tensor, sigma: Tensor, condition: Condition
+    predict: Callable[[Tensor, Tensor, Condition], Tensor],
+    x: Tensor,
+    sigma: Tensor,
+    condition: Condition,
+    gradient: Gradient = "both",
 ) -> tuple[Tensor, Tensor]:
     """(c, u): one forward of 2B where prompt and negative prompt have equal shapes, else two.
 
-    Raises ValueError for a condition that was encoded while guidance was off.
+    gradient: 'conditional' predicts u in a forward of its own without a graph, in rollout and replay alike. Raises
+    ValueError for a condition that was encoded while guidance was off.
     """
     if condition.negative is None:
         raise ValueError("guidance is on, but the condition has no negative prompt: encode it with guidance on")
     positive, negative = replace(condition, negative=None), replace(condition.negative, sources=condition.sources)
+    if gradient == "conditional":
+        with torch.no_grad():
+            u = predict(x, sigma, negative)
+        return predict(x, sigma, positive), u
     if positive.prompt_embeds.shape != negative.prompt_embeds.shape:
         return predict(x, sigma, positive), predict(x, sigma, negative)
     pair = combine([positive, negative], lambda _, tensors: torch.cat(tensors))

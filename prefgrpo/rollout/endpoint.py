@@ -56,7 +56,7 @@ class EndpointCollector:
         beside = ("anchor_error", "drift") if self.objective.anchor else ()
         return ("error", *beside, *(("kl",) if self.config.train.kl_coef else ()))
 
-    def accumulate(self, batches: Sequence[Batch], targets: Targets, samples: int) -> list[Tensor]:
+    def accumulate(self, batches: Sequence[Batch], targets: Targets, samples: float) -> list[Tensor]:
         """Add the gradient of an update's batches of this rank; rows [update, samples, loss, *metrics], one a forward.
 
         samples: of the whole update, over all ranks (`Objective.per_group` of each group).
@@ -69,7 +69,9 @@ class EndpointCollector:
                 slopes = self._slopes(objective, batches, draw, targets)
             for batch in batches:
                 p = self.predict(batch, draw)
-                if isinstance(objective, PointwiseObjective):
+                if not batch.weight:
+                    loss = 0.0 * p.error.sum()
+                elif isinstance(objective, PointwiseObjective):
                     loss = objective.loss(train, p, signal[batch.slots, batch.members]).sum()
                 elif slopes:
                     rows = [slopes[place] for place in zip(batch.slots, batch.members, strict=True)]
@@ -84,10 +86,11 @@ class EndpointCollector:
                     kl = mean_square(p.v - p.start)
                     loss, facts = loss + train.kl_coef * kl.sum(), [*facts, kl]
                 loss = loss / (samples * objective.draws)
-                loss.backward()
+                (loss * batch.weight).backward()
                 row = torch.stack([fact.detach().mean() for fact in facts])
                 head = row.new_tensor([batch.update, len(batch.slots)])
-                table.append(torch.cat([head, loss.detach()[None], row]))
+                if batch.weight:
+                    table.append(torch.cat([head, loss.detach()[None], row]))
         return table
 
     def predict(self, batch: Batch, draw: int) -> Prediction:
@@ -128,7 +131,8 @@ class EndpointCollector:
             with torch.no_grad():
                 p = self.predict(batch, draw)
             both = torch.stack([p.error, p.anchor_error], 1)
-            errors |= dict(zip(zip(batch.slots, batch.members, strict=True), both, strict=True))
+            if batch.weight:
+                errors |= dict(zip(zip(batch.slots, batch.members, strict=True), both, strict=True))
         size, slots = self.config.rollout.group_size, sorted({slot for slot, _ in errors})
         out: dict[tuple[int, int], Tensor] = {}
         for slot in slots:
@@ -151,7 +155,7 @@ class EndpointCollector:
     def _velocity(self, batch: Batch, draw: int) -> tuple[Tensor, Tensor, Tensor]:
         """(u, v [B, …], t [B]) of a batch in a draw."""
         x0 = batch.trajectory.latents.float()
-        groups = torch.tensor(batch.groups, dtype=torch.int64)
+        groups = batch.trajectory.sample.cpu() // self.config.rollout.group_size
         noise = endpoint_noise(self.config.seed, groups.to(x0.device), draw, tuple(x0.shape[1:]))
         t, shown = self.times(batch, groups, draw)
         on_device = t.to(x0.device, non_blocking=True)
@@ -160,7 +164,7 @@ class EndpointCollector:
         return noise - x0, self.adapter.velocity(x, shown, batch.condition, batch.sizes), on_device
 
     def times(self, batch: Batch, groups: Tensor, draw: int) -> tuple[Tensor, Tensor]:
-        """(t, the σ that the model is shown), both fp32 [B] on the host; groups: int64 [B] numbers in the run.
+        """(t, the σ that the model is shown), both fp32 [B] on the host; groups: int64 [B], step · P + slot.
 
         Where a family has several denoisers, all samples of a training step share t, so that a batch is of one.
         """

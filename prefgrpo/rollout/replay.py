@@ -88,13 +88,15 @@ class TrajectoryCollector:
     train: TrainConfig
     reference: Callable[[], AbstractContextManager[None]]
     """Inside, the model has the starting policy's weights."""
+    equal_forwards: bool = False
+    """Replay as many steps per forward in every batch, whatever it holds (`World.equal_forwards`)."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
         """What is reported of every forward."""
         return self.objective.metrics
 
-    def accumulate(self, batches: Sequence[Batch], targets: Targets, samples: int) -> list[Tensor]:
+    def accumulate(self, batches: Sequence[Batch], targets: Targets, samples: float) -> list[Tensor]:
         """Add the gradient of an update's batches of this rank; rows [update, samples, loss, *metrics], one a forward.
 
         samples: of the whole update, over all ranks.
@@ -103,13 +105,17 @@ class TrajectoryCollector:
         signal = self.objective.signal(train, targets)
         for batch in batches:
             steps = batch.trajectory.steps
-            adv = signal[batch.slots, batch.members]
-            for step in stacked(self.adapter, batch.schedule, steps, batch.sizes, train.replay_batch):
+            adv = signal[batch.slots, batch.members].nan_to_num(0.0)  # a batch of weight 0 may hold samples left out
+            limit = train.replay_batch
+            if self.equal_forwards:
+                limit = limit // batch.sizes.batch_size * len(batch.slots)
+            for step in stacked(self.adapter, batch.schedule, steps, batch.sizes, limit):
                 kl = train.kl_form if train.kl_coef else ""
                 new = replay(self.adapter, batch.schedule, batch.condition, step, batch.sizes, kl, self.reference)
                 together = len(step.step_indices)
                 out = self.objective.loss(train, new, adv.repeat(together), float(samples * len(steps)))
-                out.loss.backward()
+                (out.loss * batch.weight).backward()
                 facts = out.metrics.new_tensor([batch.update, together * len(adv)])
-                table.append(torch.cat([facts, out.loss.detach()[None], out.metrics]))
+                if batch.weight:
+                    table.append(torch.cat([facts, out.loss.detach()[None], out.metrics]))
         return table

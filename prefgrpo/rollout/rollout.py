@@ -65,10 +65,15 @@ class Trajectory:
     steps: tuple[Step, ...]
     """One entry per stochastic step that is trained, in rising k."""
 
+    def tensors(self) -> list[Tensor]:
+        """The final latents, then x, x_next, logp and the velocity, if it was kept, of every step."""
+        parts = (part for s in self.steps for part in (s.x, s.x_next, s.logp, s.v))
+        return [self.latents, *(part for part in parts if part is not None)]
+
     def select(self, rows: Tensor) -> Trajectory:
         """The samples `rows` (int64)."""
-        latents, sample = self.latents.index_select(0, rows), self.sample.index_select(0, rows)
-        return Trajectory(latents, sample, tuple(step.select(rows) for step in self.steps))
+        latents, ids = self.latents.index_select(0, rows), self.sample.index_select(0, rows)
+        return Trajectory(latents, ids, tuple(s.select(rows) for s in self.steps))
 
 
 @torch.no_grad()

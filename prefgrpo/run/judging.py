@@ -87,7 +87,8 @@ def judge_config(
 ) -> JudgeConfig:
     """The judge section as reward `name` asks with it: its own template, then what its options' `judge` changes.
 
-    `concurrency` is this rank's share. folder: of the run, where answers are kept; None: nowhere.
+    `concurrency` is this rank's share; a group is judged by one rank, so with fewer prompts per step than ranks only so
+    many share it, and the others get 1. folder: of the run, where answers are kept; None: nowhere.
     """
     template = config.judge.template or "compare" if name == PAIRWISE else load_class(name).template
     try:
@@ -95,7 +96,8 @@ def judge_config(
     except ConfigError as error:
         raise ConfigError([f"reward.options.{name}.{mistake}" for mistake in error.mistakes]) from error
     cache = judge.cache if isinstance(judge.cache, str) else str(folder / "verdicts") if judge.cache and folder else ""
-    return replace(judge, concurrency=world.share(judge.concurrency), cache=cache)
+    share = world.share(judge.concurrency, config.rollout.prompts_per_step)
+    return replace(judge, concurrency=share, cache=cache)
 
 
 def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str]]:
@@ -245,7 +247,7 @@ def training_scorer(
         raise ConfigError([f"{message} normalises its parts one by one; change one of the two"])
     judged = any(isinstance(r, VlmPairwise) for r in rewards.values())
     log = folder / "judgements.jsonl" if folder and judged and config.judge.log else None
-    return Scorer(rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log), weights
+    return Scorer(rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log, world.leads), weights
 
 
 def evaluation_scorers(

@@ -7,7 +7,7 @@ on each.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -72,9 +72,6 @@ def check_missing(shares: Mapping[str, float], limit: float, reasons: Sequence[s
     return f"{message} ({worst}); above judge.max_missing = {limit:.0%} the run stops" * (shares[worst] >= WARN_MISSING)
 
 
-_REDUCE: dict[str, Callable[[NDArray[np.float64]], np.float64]] = {"sum": np.sum, "max": np.max, "mean": np.mean}
-
-
 def over_ranks(local: Mapping[str, float], world: World) -> dict[str, float]:
     """A step's metrics over all ranks, each by its own reduction (`Metric`); ranks may have different ones.
 
@@ -82,11 +79,15 @@ def over_ranks(local: Mapping[str, float], world: World) -> dict[str, float]:
     """
     metrics = {name: value if isinstance(value, Metric) else Metric(value) for name, value in local.items()}
     kinds = dict(sorted(world.gather_items((name, (m.reduction, m.timed)) for name, m in metrics.items())))
-    table = world.gather(np.array([[local.get(name, np.nan) for name in kinds]]))
+    own = [(float(m), m.weight) if (m := metrics.get(name)) is not None else (np.nan, 0.0) for name in kinds]
+    table = world.gather(np.array([own]).reshape(1, -1, 2))
     out: dict[str, float] = {}
-    for (name, (reduction, timed)), column in zip(kinds.items(), table.T, strict=True):
-        if len(present := column[~np.isnan(column)]):
-            out[f"time/{name}" if timed else name] = float(_REDUCE[reduction](present))
+    for (name, (reduction, timed)), column in zip(kinds.items(), table.swapaxes(0, 1), strict=True):
+        values, weights = column[~np.isnan(column[:, 0])].T
+        if len(values):
+            mean = reduction == "mean"
+            value = np.average(values, weights=weights / weights.sum()) if mean else getattr(values, reduction)()
+            out[f"time/{name}" if timed else name] = float(value)
     return out
 
 

@@ -8,21 +8,24 @@ Invariant: all ranks take every decision (skip, stop, checkpoint) from gathered 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import fingerprint
 from prefgrpo.judge.information import Alarm, evidence
 from prefgrpo.objectives.base import Targets
+from prefgrpo.parallel.shard import gathered, whole_copies
 from prefgrpo.rewards.pairwise import VlmPairwise, judged
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batches import Batch
+from prefgrpo.rollout.deal import update_of
 from prefgrpo.rollout.render import stills
 from prefgrpo.run import checkpoint
 from prefgrpo.run.advantage import CombineError, advantages, part_table
@@ -122,25 +125,24 @@ class TrainingLoop:
     def step(self, step: int, clock: Clock) -> dict[str, float]:
         """Training step number `step` (from 0): metrics over all ranks."""
         batches, groups = list[Batch](), self.rollouts.groups(step)
-        samples = len(groups) * self.config.rollout.group_size
         maker = self.policy.holding(self.policy.old if self.objective.sampled_by_old else {})
-        with clock.phase("rollout"), self.log.bar("rollout", "sample", samples) as bar, maker:
+        kept = gathered(self.adapter, self.config.parallel.keep_gathered)
+        bar_of = self.log.bar("rollout", "sample", self.rollouts.count(step))
+        with clock.phase("rollout"), maker, kept, bar_of as bar:
             self.scorer.begin(step, groups)
-            for batch in self.rollouts(step):  # denoise and decode
-                for group, member, sample in zip(batch.groups, batch.members, batch.samples, strict=True):
-                    self.scorer.add(group, member, sample)  # judged while the next batch is made
+            for batch in self.rollouts(step, self.scorer.add):  # judged while the next batch is made
                 batches.append(batch)
-                bar.update(len(batch.samples))
+                bar.update(len(batch.slots))
             finite = all(bool(batch.trajectory.latents.isfinite().all()) for batch in batches)
             if self.world.any(not finite):
                 raise Diverged("the policy makes latents that are not finite (NaN or infinite)")
         streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(groups)
         with clock.phase("judge_wait"), self.log.bar("judging", "group", streamed) as bar:
             scores = self.scorer.finish(bar.update)
-        self._save_groups(step + 1, scores, batches)
+        self._save_groups(step + 1, scores)
         advantage, metrics = self.advantages(step + 1, scores)
         with clock.phase("update"):
-            metrics |= self.update(batches, self._targets(advantage, scores))
+            metrics |= self.update(step, batches, self._targets(advantage, scores))
             self.policy.follow(self.objective.old_decay(step))
         return metrics | over_ranks(scores.metrics, self.world)
 
@@ -179,11 +181,12 @@ class TrainingLoop:
                 self.log.say(f"missing in step {step}: {count} × {reason}")
         names = list(self.session.weights)
         weights = np.array([self.session.weights[n] for n in names])
-        local = np.stack([scores.values[n] for n in names], axis=-1)  # [P / world, G, R]
+        local = np.stack([scores.values[n] for n in names], axis=-1)  # [groups scored here, G, R]
         parts = {n: w for n in names if (w := self.scorer.rewards[n].part_weights)}
         if parts:
-            local = np.concatenate([local, part_table(scores.groups, parts)], axis=-1)
-        table = self.world.gather_slots(local).reshape(-1, local.shape[-1])
+            own = part_table(scores.groups, parts).reshape(*local.shape[:2], sum(map(len, parts.values())))
+            local = np.concatenate([local, own], axis=-1)
+        table = self.world.gather_slots(local, c.rollout.prompts_per_step).reshape(-1, local.shape[-1])
         rewards, sub_scores = table[:, : len(names)], table[:, len(names) :]
         verdicts = [[k.verdict.first for g in scores.groups[n] for k in g.comparisons] for n in names]
         counts = self.world.gather(np.array([[(len(v), v.count(None)) for v in verdicts]], np.float64)).sum(0)
@@ -209,9 +212,9 @@ class TrainingLoop:
             for k, group in enumerate(scores.groups[name]):
                 if group.wins is not None and group.counts is not None:
                     local[k] += weights[name] * np.stack([group.wins, group.counts])
-        table = torch.from_numpy(self.world.gather_slots(local)).to(advantage)
+        table = torch.from_numpy(self.world.gather_slots(local, len(advantage))).to(advantage)
         there = np.stack([~np.isnan(scores.values[n]) for n, w in weights.items() if w]).min(0).astype(np.float64)
-        known = torch.from_numpy(self.world.gather_slots(there) > 0).to(advantage.device)
+        known = torch.from_numpy(self.world.gather_slots(there, len(advantage)) > 0).to(advantage.device)
         return Targets(advantage, table[:, 0], table[:, 1], known)
 
     def _check_information(self, step: int, scores: StepScores) -> None:
@@ -233,28 +236,25 @@ class TrainingLoop:
 
     # ---- update -----------------------------------------------------------------------------------------------------
 
-    def update(self, batches: list[Batch], targets: Targets) -> dict[str, float]:
-        """The step's optimiser updates, each on its slots; one without any signal is skipped, on all ranks.
+    def update(self, step: int, batches: list[Batch], targets: Targets) -> dict[str, float]:
+        """The step's optimiser updates, each on its samples; one without any signal is skipped, on all ranks.
 
-        Groups without signal are left out: they cost no forward. A batch that loses some of its samples is a forward
-        of another shape than the rollout's, so its first ratio is 1 within rounding only. Raises NonFiniteGradient.
+        Groups without signal are left out: they cost no forward. A batch that loses some of its samples is a forward of
+        another shape than the rollout's, so its first ratio is 1 within rounding only. Raises NonFiniteGradient.
         """
-        updates, table, norms = self.config.train.updates_per_rollout, list[Tensor](), list[float]()
-        keep = ~self.objective.signal(self.config.train, targets).isnan().cpu()  # [P, G]
-        signal, per_group = keep.any(1), self.objective.per_group(self.config.rollout.group_size)
-        owner = torch.arange(len(signal)) * updates // len(signal)
-        for update in range(updates):
-            if not bool(signal[owner == update].any()):
-                continue
-            samples = int((owner == update).sum()) * per_group
-            own = [b for b in batches if b.update == update]
-            rows = [[k for k, place in enumerate(zip(b.slots, b.members, strict=True)) if keep[place]] for b in own]
-            kept = [batch.select(some) for batch, some in zip(own, rows, strict=True) if some]
-            table += self.collector.accumulate(kept, targets, samples)
+        r, table, norms = self.config.rollout, list[Tensor](), list[float]()
+        keep = (~self.objective.signal(self.config.train, targets).isnan()).tolist()  # [P][G]
+        places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
+        samples = Counter(update_of(self.config, place) for place in places)
+        trained = {update_of(self.config, (p, g)) for p, g in places if keep[p][g]}
+        left, share = self.rollouts.trained(step, batches, keep), self.objective.per_group(r.group_size) / r.group_size
+        for update in sorted(trained):
+            own = [batch for batch in left if batch.update == update]
+            table += self.collector.accumulate(own, targets, samples[update] * share)
             norms.append(self.policy.update(self.world))
         return policy_metrics(table, self.world, self.collector.metrics) | {
             "grad_norm": float(np.mean(norms)) if norms else 0.0,
-            "samples_trained": float(keep.sum()),
+            "samples_trained": float(sum(map(sum, keep))),
         }
 
     # ---- what is written --------------------------------------------------------------------------------------------
@@ -278,18 +278,16 @@ class TrainingLoop:
         if self.callbacks.on_step and self.world.main:
             self.callbacks.on_step(step, row)
 
-    def _save_groups(self, step: int, scores: StepScores, batches: list[Batch], most: int = 3) -> None:
+    def _save_groups(self, step: int, scores: StepScores, most: int = 3) -> None:
         """Images, wins, counts, win rates and prompts of a few judged groups for the report: of the first and the last
         step, and of those with an evaluation."""
         every = self.config.eval.every or 50
         if not self.world.main or not (step in (1, self.config.train.steps) or step % every == 0):
             return
-        slots, size = self.world.slots(self.config.rollout.prompts_per_step), self.config.rollout.group_size
-        made = {(p, g): s for b in batches for p, g, s in zip(b.slots, b.members, b.samples, strict=True)}
         judged = [
-            ([made[slots[k], g] for g in range(size)], group)
+            ([made[g] for g in sorted(made)], group)
             for groups in scores.groups.values()
-            for k, group in enumerate(groups)
+            for made, group in zip(self.scorer.samples.values(), groups, strict=True)
             if group.wins is not None
         ]
         judged = [(m, g) for m, g in judged if m[0].media.pixels.shape == judged[0][0][0].media.pixels.shape][:most]
@@ -315,25 +313,32 @@ class TrainingLoop:
             self.callbacks.on_evaluation(step, name, self.evaluation)
 
     def _save(self, done: int) -> Path:
-        """Checkpoint after `done` steps; rank 0 writes, all wait."""
-        path = self.folder.checkpoint(done)
-        if self.world.main:
-            meta = {
-                "updates": self.policy.updates,
-                "trained_s": self.session.trained_s,
-                "prompts": fingerprint(self.rollouts.prompts),
-            }
-            tensors, keep = self.policy.state_dict(), self.config.checkpoint.keep
-            checkpoint.save(self.folder, done, tensors, meta, lambda f: self._export(f / self.product.name), keep)
-            if self.callbacks.on_save:
-                self.callbacks.on_save(path)
+        """Checkpoint after `done` steps; rank 0 writes (and each its parts of split weights), all wait."""
+        path, export = self.folder.checkpoint(done), self._exporter()
+        meta = {
+            "updates": self.policy.updates,
+            "trained_s": self.session.trained_s,
+            "prompts": fingerprint(self.rollouts.prompts),
+        }
+        tensors, keep = self.policy.state_dict(), self.config.checkpoint.keep
+        checkpoint.save(self.folder, done, tensors, meta, lambda f: export(f / self.product.name), keep, self.world)
+        if self.callbacks.on_save and self.world.main:
+            self.callbacks.on_save(path)
         self.world.barrier()
         return path
 
-    def _export(self, folder: Path) -> None:
-        """The (averaged) weights in diffusers format."""
-        with self.policy.averaged():
-            (self.adapter.save_lora if self.config.train.lora_rank else self.adapter.save_full)(str(folder))
+    def _exporter(self) -> Callable[[Path], None]:
+        """Writes the (averaged) weights in diffusers format; every rank asks for it, rank 0 calls it."""
+        lora, copies = self.config.train.lora_rank > 0, dict[str, nn.Module]()
+        if not lora and self.world.equal_forwards:
+            with self.policy.averaged():
+                copies = whole_copies(self.adapter, self.world)
+
+        def export(folder: Path) -> None:
+            with self.policy.averaged():
+                self.adapter.save_lora(str(folder)) if lora else self.adapter.save_full(str(folder), copies)
+
+        return export
 
     def _finish(self, done: int) -> None:
         """Final evaluation and export."""
@@ -343,10 +348,12 @@ class TrainingLoop:
                 self._evaluate(done, name)
         if self.folder.latest() != self.folder.checkpoint(done):
             self._save(done)
+        export = self._exporter()
         if self.world.main:
-            checkpoint.write_folder(self.product, self._export)
-            for evaluator in list(self.evaluators.values())[-1:]:
-                with self.policy.averaged():
-                    evaluator.save_proof(min(4, c.rollout.batch_size))
+            checkpoint.write_folder(self.product, export)
+        for evaluator in list(self.evaluators.values())[-1:]:
+            with self.policy.averaged():
+                evaluator.save_proof(min(4, c.rollout.batch_size))
+        if self.world.main:
             self.log.say(f"finished after {done} steps; the result is in {self.folder.root}")
         self.world.barrier()
