@@ -234,6 +234,8 @@ class TrainConfig:
     """Rank of the LoRA on the transformer; 0: full fine-tuning."""
     lora_alpha: PositiveInt = 128
     """LoRA alpha; the update is scaled by alpha / rank."""
+    lora_init: Literal["kaiming", "gaussian"] = "kaiming"
+    """How LoRA's A starts (B is 0): Kaiming-uniform, or N(0, 1 / rank²) as peft's "gaussian" (Flow-GRPO)."""
     lora_targets: tuple[str, ...] = ()
     """Names of the Linear layers LoRA wraps, by their ending; empty: the family's own list."""
     target_components: tuple[str, ...] = ()
@@ -263,7 +265,12 @@ class TrainConfig:
     adv_clip_max: PositiveFloat = 5.0
     """Advantages are clamped to ± this."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL to the starting policy (LoRA switched off); 0: not computed."""
+    """Weight of the KL to the starting policy; 0: not computed. Of endpoint objectives it is mean_D (v − v_ref)²."""
+    kl_target: PositiveFloat | None = None
+    """Adapt kl_coef after every training step so that the KL comes to this: times
+    1 + kl_rate · clip(KL / kl_target − 1, −0.2, 0.2) (Ziegler et al. 2019); none: it stays."""
+    kl_rate: PositiveFloat = 0.1
+    """How fast."""
     kl_form: Literal["gaussian", "flow_grpo"] = "gaussian"
     """gaussian: mean_D (μ − μ_ref)² / 2s² with the step's variance s²; flow_grpo: that times |Δσ|, as in Flow-GRPO's
     SD3 and FLUX trainers, whose variance leaves out the length of the step."""
@@ -273,6 +280,8 @@ class TrainConfig:
     memory; the gradient is another one)."""
     ema_decay: Share = 0.0
     """Exponential moving average of the trained weights, used for evaluation and export; 0: none."""
+    ema_every: PositiveInt = 1
+    """Optimiser updates between two updates of the average."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     checkpointing_share: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -453,6 +462,7 @@ def check(c: Config) -> list[str]:
             (c.judge.timeout_s or 0) <= (c.judge.deadline_s or math.inf),
             f"judge.deadline_s: expected at least judge.timeout_s ({c.judge.timeout_s}), got {c.judge.deadline_s}",
         ),
+        (t.kl_target is None or t.kl_coef, "train.kl_target: expected a train.kl_coef above 0 to start from, got 0"),
         (
             t.kl_form == "gaussian" or not r.rule.startswith(("cps", "ddim")),
             f"train.kl_form: {t.kl_form} divides by a variance per unit of σ, which rule {r.rule} does not have; "

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,6 +55,10 @@ class EndpointCollector:
         """What is reported of every forward: d, the anchor's d, mean_D ‖v − v_anchor‖², and that to the reference."""
         beside = ("anchor_error", "drift") if self.objective.anchor else ()
         return ("error", *beside, *(("kl",) if self.config.train.kl_coef else ()))
+
+    def with_kl_coef(self, value: float) -> EndpointCollector:
+        """The same with another train.kl_coef."""
+        return replace(self, config=replace(self.config, train=replace(self.config.train, kl_coef=value)))
 
     def accumulate(self, batches: Sequence[Batch], targets: Targets, samples: float) -> list[Tensor]:
         """Add the gradient of an update's batches of this rank; rows [update, samples, loss, *metrics], one a forward.

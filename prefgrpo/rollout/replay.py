@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
@@ -95,6 +95,10 @@ class TrajectoryCollector:
     def metrics(self) -> tuple[str, ...]:
         """What is reported of every forward."""
         return self.objective.metrics
+
+    def with_kl_coef(self, value: float) -> TrajectoryCollector:
+        """The same with another train.kl_coef."""
+        return replace(self, train=replace(self.train, kl_coef=value))
 
     def accumulate(self, batches: Sequence[Batch], targets: Targets, samples: float) -> list[Tensor]:
         """Add the gradient of an update's batches of this rank; rows [update, samples, loss, *metrics], one a forward.

@@ -65,7 +65,7 @@ class Policy:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.updates += 1
-        if self.ema:
+        if self.ema and self.updates % self.train.ema_every == 0:
             with torch.no_grad():
                 torch._foreach_lerp_(parts(self.ema.values()), parts(self.params), 1.0 - self.train.ema_decay)
         return norm

@@ -130,6 +130,8 @@ class Session:
     """Steps already done."""
     trained_s: float = 0.0
     """Seconds of training already spent."""
+    kl_coef: float | None = None
+    """What train.kl_target made of train.kl_coef; None: nothing yet."""
     notes: list[str] = field(default_factory=list)
     """What the start-up checks found, to be printed."""
 
@@ -310,7 +312,7 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
                 "resume with the old file, or choose another --name"
             )
         session.policy.load_state_dict(tensors, meta["updates"])
-        session.start, session.trained_s = meta["step"], meta["trained_s"]
+        session.start, session.trained_s, session.kl_coef = meta["step"], meta["trained_s"], meta.get("kl_coef")
         session.notes.append(f"resumed from {path}")
     elif resume:
         session.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")

@@ -81,6 +81,8 @@ class TrainingLoop:
             self.folder, config.train.steps, self.session.start, tensorboard=config.tensorboard, active=self.world.main
         )
         self.objective, self.collector = self.session.objective, self.session.collector
+        if self.session.kl_coef is not None:
+            self.collector = self.collector.with_kl_coef(self.session.kl_coef)
         self.evaluation: dict[str, float] = {}
         """Metrics of the last evaluation."""
         self.verdict = ""
@@ -143,6 +145,7 @@ class TrainingLoop:
         advantage, metrics = self.advantages(step + 1, scores)
         with clock.phase("update"):
             metrics |= self.update(step, batches, self._targets(advantage, scores))
+            metrics |= self._adapt_kl(metrics)
             self.policy.follow(self.objective.old_decay(step))
         return metrics | over_ranks(scores.metrics, self.world)
 
@@ -257,6 +260,18 @@ class TrainingLoop:
             "samples_trained": float(sum(map(sum, keep))),
         }
 
+    def _adapt_kl(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Move the weight of the KL towards train.kl_target, which is the weight of the next step; it is reported."""
+        train = self.config.train
+        if train.kl_target is None:
+            return {}
+        used = self.session.kl_coef or train.kl_coef
+        if metrics["samples_trained"]:
+            error = min(max(metrics["policy/kl"] / train.kl_target - 1.0, -0.2), 0.2)
+            self.session.kl_coef = used * (1.0 + train.kl_rate * error)
+            self.collector = self.collector.with_kl_coef(self.session.kl_coef)
+        return {"policy/kl_coef": used}
+
     # ---- what is written --------------------------------------------------------------------------------------------
 
     def _report(self, step: int, metrics: dict[str, float], clock: Clock) -> None:
@@ -319,6 +334,7 @@ class TrainingLoop:
             "updates": self.policy.updates,
             "trained_s": self.session.trained_s,
             "prompts": fingerprint(self.rollouts.prompts),
+            "kl_coef": self.session.kl_coef,
         }
         tensors, keep = self.policy.state_dict(), self.config.checkpoint.keep
         checkpoint.save(self.folder, done, tensors, meta, lambda f: export(f / self.product.name), keep, self.world)
