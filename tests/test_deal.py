@@ -20,6 +20,7 @@ from prefgrpo.config.schema import from_dict
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import GroupScores, GroupwiseReward, PointwiseReward, Score
 from prefgrpo.rollout.deal import deal_batches, level
+from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.run.session import Clock, idle
 from prefgrpo.run.trainer import TrainingLoop
 
@@ -68,7 +69,7 @@ CELLS = {
     },
     "whole groups": {"rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": ONLY, "tied": (1,), "whole": True},
     "equal forwards": {
-        "rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": ONLY, "tied": (1,), "equal": True,
+        "rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": ONLY, "equal": True,
         "train": {"updates_per_rollout": 2, "kl_coef": 0.3, "replay_batch": 6}, "eval": {"every": 1},
     },
 }  # fmt: skip
@@ -86,13 +87,14 @@ def cell_settings(place: Path, cell: str, name: str) -> dict:
 
 def run_cells() -> None:
     """In the new process: every cell, one after the other; what each process saw of it goes into DUMP."""
-    place, torch_threads = Path(os.environ["PLACE"]), torch.get_num_threads()
-    torch.set_num_threads(min(torch_threads, 1))
-    true_sum, true_accumulate = World.sum_gradients, TrainingLoop._accumulate
+    place = Path(os.environ["PLACE"])
+    torch.set_num_threads(1)
+    true_sum, true_accumulate = World.sum_gradients, TrajectoryCollector.accumulate
     for cell, port in zip(CELLS, os.environ["PORTS"].split(","), strict=True):
         os.environ["MASTER_PORT"] = port
         seen = {"samples": {}, "gradients": [], "batches": [], "forwards": 0}
-        World.equal_forwards = property(lambda _: CELLS[cell].get("equal", False))  # noqa: B023
+        on = CELLS[cell].get("equal", False)
+        World.equal_forwards = property(lambda self, on=on: on)
         loop = TrainingLoop(from_dict(cell_settings(place, cell, f"{cell}-{os.environ['WORLD_SIZE']}")))
         slots = loop.rollouts._plan(0)[0]
         os.environ["TIED"] = "\n".join(slots[p][0].text for p in CELLS[cell].get("tied", ()))
@@ -103,14 +105,14 @@ def run_cells() -> None:
             true_sum(world, parameters)
             seen["gradients"].append(torch.cat([p.grad.flatten() for p in parameters]))
 
-        def accumulate(self, batch, *rest, seen=seen):
-            seen["batches"].append((batch.number, batch.update, batch.weight))
-            return true_accumulate(self, batch, *rest)
+        def accumulate(self, batches, *rest, seen=seen):
+            seen["batches"] += [(batch.number, batch.update, batch.weight) for batch in batches]
+            return true_accumulate(self, batches, *rest)
 
         def count(*_, seen=seen):
             seen["forwards"] += 1
 
-        World.sum_gradients, TrainingLoop._accumulate = sum_gradients, accumulate
+        World.sum_gradients, TrajectoryCollector.accumulate = sum_gradients, accumulate
         loop.adapter.transformer.register_forward_pre_hook(count)
         keep = loop.rollouts.trained
 
@@ -123,11 +125,11 @@ def run_cells() -> None:
             return keep(step, batches, signal)
 
         object.__setattr__(loop.rollouts, "trained", trained)
-        if loop.evaluators:
-            loop.run()
-            seen["metrics"] = {}
-        else:
-            seen["metrics"] = loop.step(0, Clock())
+        measured = {}
+        for evaluator in loop.evaluators.values():
+            evaluator.start(resumed=False)
+            measured |= evaluator.run(0)
+        seen["metrics"] = loop.step(0, Clock()) | measured
         media = {(group, g): s.media.pixels for group, made in loop.scorer.samples.items() for g, s in made.items()}
         seen["media"] = {place: torch.from_numpy(pixels) for place, pixels in media.items()}
         torch.save(seen, place / f"{cell}_{loop.world.rank}of{loop.world.size}.pt")

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from families import case_of, conditions, folder, load, perturb
-from tiny_run import ranks, recipe, rows, settings, weights, world
+from tiny_run import ALONE, ranks, recipe, rows, settings, weights, world
 from torch.nn import functional as F
 
 from prefgrpo.config.schema import Config, ConfigError, TrainConfig, from_dict
@@ -198,11 +198,10 @@ class Setting:
         for k in range(0, len(places), size):
             own = places[k : k + size]
             at = torch.tensor([p * G + g for p, g in own])
-            trajectory = Trajectory(self.x0[at], 7 * P * G + at, ())
+            trajectory = Trajectory(self.x0[at], at + 7 * P * G, ())
             slots, members = [p for p, _ in own], [g for _, g in own]
             condition = self.condition.select(torch.tensor(slots))
-            part = (slots, members, self.sampling, self.schedule, condition, trajectory)
-            out.append(Batch(k, 0, *part))
+            out.append(Batch(len(out), 0, slots, members, self.sampling, self.schedule, condition, trajectory))
         return out
 
     def set(self, values):
@@ -261,12 +260,11 @@ def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, na
     groups = [p for p in range(P) if not o.signal(train, TARGETS)[p].isnan().all()]
     assert groups == ([0, 1, 2] if kind == "soft_dpo" else [0, 1])
     signal = o.signal(train, TARGETS)
-    kept = [b.select((~signal.isnan()).tolist())
-            for b in one.batches(size, groups)]  # fmt: skip
+    kept = [batch.select(~signal.isnan().numpy()) for batch in one.batches(size, groups)]
     params = [p for _, p in one.adapter.trainable()]
     for p in params:
         p.grad = None
-    collector = open_collector(config, o, one.adapter, policy)
+    collector = open_collector(config, o, one.adapter, policy, ALONE)
     table = collector.accumulate([b for b in kept if b.slots], TARGETS, P * o.per_group(G))
     ours = torch.cat([p.grad.double().flatten() for p in params])
     loss = sum(float(row[2]) for row in table)

@@ -48,7 +48,9 @@ def dry_run(config: Config) -> int:
         batch = next(rollouts(0, lambda group, member, sample: samples.append(sample)))
         print(f"first batch: {len(samples)} samples of {samples[0].prompt[:80]!r} …")
         r, steps, middle = batch.sizes, batch.trajectory.steps, time.perf_counter()
-        collector = open_collector(config, goal := objective(config.train), adapter, open_policy(config, goal, adapter))
+        collector = open_collector(
+            config, goal := objective(config.train), adapter, open_policy(config, goal, adapter), world
+        )
         if isinstance(collector, EndpointCollector):
             error = collector.predict(batch, 0).error
             error.mean().backward()

@@ -35,7 +35,6 @@ MODEL_VALUES = "prefgrpo.yaml"
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 """Unknown keys are mistakes, true is no number, no number is text; the line below a field is its description."""
 Share = Annotated[float, Field(ge=0, lt=1)]
-T = TypeVar("T")
 Attention = Literal[
     "native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math",
     "flash", "flash_hub", "_flash_3", "_flash_3_hub", "xformers",
@@ -44,6 +43,7 @@ IN_FP32 = ("native", "_native_efficient", "_native_math", "xformers")
 SPLITTING = ("native", "_native_cudnn", "_native_flash", "flash", "flash_hub", "_flash_3_hub")
 """Attention backends that take fp32, and those that run under context parallelism; under ring all of these but native,
 which does not return log-sum-exps."""
+T = TypeVar("T")
 Options = dict[str, dict[str, Any]]
 """Options per reward."""
 

@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from prefgrpo.config.schema import Config, SamplingConfig
@@ -26,9 +28,6 @@ from prefgrpo.rollout.render import Images, decode, sample, to_uint8
 from prefgrpo.rollout.rollout import Step, Trajectory, rollout
 from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.sde.schedule import Schedule
-
-Kept = Sequence[Sequence[bool]]
-"""[P][G], which samples of a step are trained."""
 
 
 @dataclass
@@ -50,13 +49,13 @@ class Batch:
     weight: float = 1.0
     """0: a batch that is run once more, only so that every process runs as many forwards (`World.equal_forwards`)."""
 
-    def select(self, kept: Kept) -> Batch:
-        """Its samples that are kept."""
-        keep = [k for k, (p, g) in enumerate(zip(self.slots, self.members, strict=True)) if kept[p][g]]
-        if len(keep) == len(self.slots):
+    def select(self, keep: NDArray[np.bool_]) -> Batch:
+        """The samples that are kept, of all [P, G]; all of them: the batch itself."""
+        kept = np.flatnonzero(keep[self.slots, self.members])
+        if len(kept) == len(self.slots):
             return self
-        rows = torch.tensor(keep, dtype=torch.int64, device=self.trajectory.sample.device)
-        chosen, members = [self.slots[k] for k in keep], [self.members[k] for k in keep]
+        rows = torch.from_numpy(kept).to(self.trajectory.sample.device)
+        chosen, members = [self.slots[k] for k in kept], [self.members[k] for k in kept]
         condition, trajectory = self.condition.select(rows), self.trajectory.select(rows)
         return replace(self, slots=chosen, members=members, condition=condition, trajectory=trajectory)
 
@@ -118,8 +117,8 @@ class Rollouts:
                     batch.weight = 0.0
                 yield batch
 
-    def trained(self, step: int, batches: Sequence[Batch], kept: Kept) -> list[Batch]:
-        """What this index trains: the samples that are kept, dealt anew.
+    def trained(self, step: int, batches: Sequence[Batch], keep: NDArray[np.bool_]) -> list[Batch]:
+        """What this index trains on: the samples to `keep`, of all [P, G], dealt anew.
 
         batches: of `__call__`. Every index gets its share of what is left of each update, up to one batch (with
         `whole_groups` one unit); the stored latents of a batch move where they must. Batches are not cut anew, so one
@@ -129,7 +128,7 @@ class Rollouts:
         world, made = self.world, {b.number: b for b in batches if b.weight}
         updates: dict[int, list[Planned]] = {}
         for b in planned:
-            if places := tuple((p, g) for p, g in b.places if kept[p][g]):
+            if places := tuple(place for place in b.places if keep[place]):
                 updates.setdefault(b.update, []).append(replace(b, places=places))
         after = {update: level(left, world.dp_size) for update, left in updates.items()}
         moves = [
@@ -139,7 +138,7 @@ class Rollouts:
             world.send(tensor, new.index, _tag(new, k))
             for old, new in moves
             if old.index == world.dp_index
-            for k, tensor in enumerate(made[old.number].select(kept).trajectory.tensors())
+            for k, tensor in enumerate(made[old.number].select(keep).trajectory.tensors())
         ]
         came = {new.number: self._moved(step, slots, old, new) for old, new in moves if new.index == world.dp_index}
         for transfer in sent:
@@ -147,7 +146,7 @@ class Rollouts:
         out: list[Batch] = []
         for update, left in after.items():
             numbers = [b.number for b in left if b.index == world.dp_index]
-            out += [came[n] if n in came else made[n].select(kept) for n in numbers]
+            out += [came[n] if n in came else made[n].select(keep) for n in numbers]
             if world.equal_forwards:
                 most = max(Counter(b.index for b in left).values())
                 out += [replace([*batches, *out][-1], update=update, weight=0.0)] * (most - len(numbers))
@@ -165,11 +164,15 @@ class Rollouts:
     def _made(self, step: int, b: Planned, condition: Condition, sizes: SamplingConfig) -> Batch:
         """A batch of the present policy."""
         schedule, (first, ids) = self._schedule(step, b, sizes), self._ids(step, b)
-        start = first if self.config.rollout.same_noise else None
-        seed = self.config.seed
-        velocity = self.schedules.goal.keeps_velocity
         done = rollout(
-            self.adapter, schedule, condition, ids, sizes, seed=seed, initial_sample=start, keep_velocity=velocity
+            self.adapter,
+            schedule,
+            condition,
+            ids,
+            sizes,
+            seed=self.config.seed,
+            initial_sample=first if self.config.rollout.same_noise else None,
+            keep_velocity=self.schedules.goal.keeps_velocity,
         )
         return _batch(b, sizes, schedule, condition, done)
 
@@ -178,23 +181,22 @@ class Rollouts:
         sizes = slots[new.places[0][0]][1]
         schedule, (_, ids) = self._schedule(step, new, sizes), self._ids(step, new)
         latents, count = (len(new.places), *self.adapter.latent_shape(sizes)), len(new.places)
-        of_step = [latents, latents, (count,), *[latents] * self.schedules.goal.keeps_velocity]
-        kept, many = [k for k in schedule.trained if k in schedule.sde_steps], len(of_step)
-        shapes = [latents, *of_step * len(kept)]
+        kept = [k for k in schedule.trained if k in schedule.sde_steps]
+        each = [latents, latents, (count,)] + [latents] * self.schedules.goal.keeps_velocity
+        shapes = [latents, *each * len(kept)]
         transfers = [
             self.world.receive(shape, torch.float32, old.index, _tag(new, k)) for k, shape in enumerate(shapes)
         ]
         condition = self._condition(slots, new)
         final, *rest = [transfer.wait().to(ids.device) for transfer in transfers]
-        stored = [rest[k : k + many] for k in range(0, len(rest), many)]
+        of_steps = (rest[n * len(each) : (n + 1) * len(each)] for n in range(len(kept)))
         steps = tuple(
             Step(torch.full_like(ids, k), x, x_next, logp, (k,), *v)
-            for k, (x, x_next, logp, *v) in zip(kept, stored, strict=True)
+            for k, (x, x_next, logp, *v) in zip(kept, of_steps, strict=True)
         )
         return _batch(new, sizes, schedule, condition, Trajectory(final, ids, steps))
 
     def _schedule(self, step: int, b: Planned, sizes: SamplingConfig) -> Schedule:
-        """Of a batch; where prompts have windows of their own it holds one prompt's samples."""
         return self.schedules.step(sizes, step, step * self.config.rollout.prompts_per_step + b.places[0][0])
 
     def _ids(self, step: int, b: Planned) -> tuple[Tensor, Tensor]:

@@ -159,9 +159,9 @@ class EndpointCollector:
     def _velocity(self, batch: Batch, draw: int) -> tuple[Tensor, Tensor, Tensor]:
         """(u, v [B, …], t [B]) of a batch in a draw."""
         x0 = batch.trajectory.latents.float()
-        groups = batch.trajectory.sample.cpu() // self.config.rollout.group_size
-        noise = endpoint_noise(self.config.seed, groups.to(x0.device), draw, tuple(x0.shape[1:]))
-        t, shown = self.times(batch, groups, draw)
+        groups = batch.trajectory.sample // self.config.rollout.group_size
+        noise = endpoint_noise(self.config.seed, groups, draw, tuple(x0.shape[1:]))
+        t, shown = self.times(batch, groups.cpu(), draw)
         on_device = t.to(x0.device, non_blocking=True)
         mix = on_device.view(-1, *[1] * (x0.dim() - 1))
         x = (1.0 - mix) * x0 + mix * noise

@@ -66,9 +66,9 @@ class Trajectory:
     """One entry per stochastic step that is trained, in rising k."""
 
     def tensors(self) -> list[Tensor]:
-        """The final latents, then x, x_next, logp and the velocity, if it was kept, of every step."""
-        parts = (part for s in self.steps for part in (s.x, s.x_next, s.logp, s.v))
-        return [self.latents, *(part for part in parts if part is not None)]
+        """The final latents, then x, x_next and logp (and v, if it was kept) of every step, all fp32."""
+        of_steps = ((s.x, s.x_next, s.logp) + (() if s.v is None else (s.v.float(),)) for s in self.steps)
+        return [self.latents, *(tensor for step in of_steps for tensor in step)]
 
     def select(self, rows: Tensor) -> Trajectory:
         """The samples `rows` (int64)."""

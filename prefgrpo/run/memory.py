@@ -158,7 +158,9 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
     Split weights count with this process's part, and as `gathered` what a forward has whole: two blocks (one on its
     way), or all with `parallel.keep_gathered`.
     """
-    r, layout = config.rollout, Layout.of(config, world)
+    r, layout, goal = config.rollout, Layout.of(config, world), objective(config.train)
+    stored = r.window_size or len(window_range(r)) if goal.collector == "trajectory" else 0
+    stored *= 2 if r.window_policy == "subset" or goal.keeps_velocity else 1  # neighbours share latents
     made, scored = _dealt(config, layout.data)
     whole_ones = {id(p) for name in adapter.denoisers for p in kept_whole(getattr(adapter.pipe, name), adapter)}
     if layout.split == 1:
@@ -172,7 +174,7 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
     parts = {
         "weights": weights - round(sum(p.numel() * p.element_size() for p in split) * (1 - part)),
         "optimiser": round(here * 4 * (3 + _copies(config))),  # gradient, two moments, averages
-        "latents": made * 4 * math.prod(adapter.latent_shape(r)) * (_stored(config) + 1),
+        "latents": made * 4 * math.prod(adapter.latent_shape(r)) * (stored + 1),
         "images": scored * r.height * r.width * 3 * (adapter.frames(r) or 1),
     }
     if layout.split > 1:
@@ -195,15 +197,6 @@ def _copies(config: Config) -> int:
     goal, t = objective(config.train), config.train
     old = goal.anchor == "old" or goal.sampled_by_old
     return bool(t.ema_decay) + old + (not t.lora_rank and (goal.anchor == "base" or t.kl_coef > 0))
-
-
-def _stored(config: Config) -> int:
-    """Tensors of latents that a sample's trajectory keeps beside the final ones."""
-    r, goal = config.rollout, objective(config.train)
-    if goal.collector == "endpoint":
-        return 0
-    apart = r.window_policy == "subset" or goal.keeps_velocity  # neighbours share x' and x
-    return (r.window_size or len(window_range(r))) * (1 + apart)
 
 
 def _weights(adapter: Adapter, *starts: str) -> int:

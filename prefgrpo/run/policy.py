@@ -1,8 +1,8 @@
 """The trained weights with their optimiser, moving average and the copies that objectives compare with.
 
 AdamW over fp32 masters; EMA by one fused lerp per update, the old policy by one per training step. Split weights
-(FSDP2) are DTensors, with gradients that are summed already; torch's fused operations take either kind, but not both.
-Invariant: `state_dict` holds everything that the next update depends on, so a resumed run continues bit by bit.
+(FSDP2) are DTensors, with gradients that are summed already; torch's fused operations take either kind, but not both at
+once. Invariant: `state_dict` holds everything that the next update depends on, so a resumed run continues bit by bit.
 """
 
 from __future__ import annotations

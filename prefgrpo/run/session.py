@@ -184,7 +184,7 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
         chosen = held_out(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
         evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers[name], world, folder)
     rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world, goal.whole_groups)
-    collector = open_collector(config, goal, adapter, policy, world.equal_forwards)
+    collector = open_collector(config, goal, adapter, policy, world)
     session = Session(
         world, folder, adapter, policy, goal, collector, rollouts, scorer, weights, evaluators, judge, Interrupt(), lock
     )
@@ -203,14 +203,14 @@ def open_policy(config: Config, goal: Objective, adapter: Adapter) -> Policy:
     return Policy(dict(adapter.trainable()), config.train, old, base)
 
 
-def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Policy, equal: bool = False) -> Collector:
+def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Policy, world: World) -> Collector:
     """What makes an objective's gradients. Raises ConfigError for draws that a family with several denoisers lacks."""
 
     def reference() -> AbstractContextManager[None]:
         return adapter.reference() if config.train.lora_rank else policy.holding(policy.base)
 
     if isinstance(goal, TrajectoryObjective):
-        return TrajectoryCollector(adapter, goal, config.train, reference, equal)
+        return TrajectoryCollector(adapter, goal, config.train, reference, world.equal_forwards)
     assert isinstance(goal, EndpointObjective)
     if len(adapter.denoisers) > 1 and goal.times not in ("window", "schedule"):
         which = f"{config.family} has a denoiser for each part of the schedule: expected window or schedule"
@@ -236,6 +236,10 @@ def _objective_mistakes(config: Config) -> list[str]:
     if goal.needs_comparisons and not judging.trains_on_pairs(config):
         wanted = f"{config.train.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
         wrong.append(f"reward.spec: {wanted}, with a weight above 0, got {config.reward.spec!r}")
+    r = config.rollout
+    if goal.whole_groups and config.train.updates_per_rollout > r.prompts_per_step:
+        most = f"{config.train.objective} trains on whole groups: expected at most {r.prompts_per_step} updates"
+        wrong.append(f"train.updates_per_rollout: {most}, one per prompt, got {config.train.updates_per_rollout}")
     return wrong
 
 

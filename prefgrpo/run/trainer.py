@@ -127,8 +127,8 @@ class TrainingLoop:
     def step(self, step: int, clock: Clock) -> dict[str, float]:
         """Training step number `step` (from 0): metrics over all ranks."""
         batches, groups = list[Batch](), self.rollouts.groups(step)
-        maker = self.policy.holding(self.policy.old if self.objective.sampled_by_old else {})
         kept = gathered(self.adapter, self.config.parallel.keep_gathered)
+        maker = self.policy.holding(self.policy.old if self.objective.sampled_by_old else {})
         bar_of = self.log.bar("rollout", "sample", self.rollouts.count(step))
         with clock.phase("rollout"), maker, kept, bar_of as bar:
             self.scorer.begin(step, groups)
@@ -246,18 +246,19 @@ class TrainingLoop:
         another shape than the rollout's, so its first ratio is 1 within rounding only. Raises NonFiniteGradient.
         """
         r, table, norms = self.config.rollout, list[Tensor](), list[float]()
-        keep = (~self.objective.signal(self.config.train, targets).isnan()).tolist()  # [P][G]
+        keep = ~self.objective.signal(self.config.train, targets).isnan().cpu().numpy()  # [P, G]
         places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
         samples = Counter(update_of(self.config, place) for place in places)
-        trained = {update_of(self.config, (p, g)) for p, g in places if keep[p][g]}
-        left, share = self.rollouts.trained(step, batches, keep), self.objective.per_group(r.group_size) / r.group_size
+        trained = {update_of(self.config, place) for place in places if keep[place]}
+        counted = self.objective.per_group(r.group_size) / r.group_size
+        left = self.rollouts.trained(step, batches, keep)
         for update in sorted(trained):
             own = [batch for batch in left if batch.update == update]
-            table += self.collector.accumulate(own, targets, samples[update] * share)
+            table += self.collector.accumulate(own, targets, samples[update] * counted)
             norms.append(self.policy.update(self.world))
         return policy_metrics(table, self.world, self.collector.metrics) | {
             "grad_norm": float(np.mean(norms)) if norms else 0.0,
-            "samples_trained": float(sum(map(sum, keep))),
+            "samples_trained": float(keep.sum()),
         }
 
     def _adapt_kl(self, metrics: dict[str, float]) -> dict[str, float]:
