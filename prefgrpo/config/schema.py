@@ -234,6 +234,8 @@ class TrainConfig:
     """Rank of the LoRA on the transformer; 0: full fine-tuning."""
     lora_alpha: PositiveInt = 128
     """LoRA alpha; the update is scaled by alpha / rank."""
+    lora_init: Literal["kaiming", "gaussian"] = "kaiming"
+    """How LoRA's A starts (B is 0): Kaiming-uniform, or N(0, 1 / rank²) as peft's "gaussian" (Flow-GRPO)."""
     lora_targets: tuple[str, ...] = ()
     """Names of the Linear layers LoRA wraps, by their ending; empty: the family's own list."""
     target_components: tuple[str, ...] = ()
@@ -263,10 +265,15 @@ class TrainConfig:
     adv_clip_max: PositiveFloat = 5.0
     """Advantages are clamped to ± this."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL to the starting policy (LoRA switched off); 0: not computed."""
+    """Weight of the KL to the starting policy; 0: not computed. Of endpoint objectives it is mean_D (v − v_ref)²."""
     kl_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the trained steps whose KL is computed, drawn anew for every training step and weighted by its inverse:
+    """Share of the replayed steps whose KL is computed, drawn anew for every training step and weighted by its inverse:
     the expected loss is the same, with fewer forwards of the reference. At least one step."""
+    kl_target: PositiveFloat | None = None
+    """Adapt kl_coef after every training step so that the KL comes to this: times
+    1 + kl_rate · clip(KL / kl_target − 1, −0.2, 0.2) (Ziegler et al. 2019); none: it stays."""
+    kl_rate: PositiveFloat = 0.1
+    """How fast."""
     kl_form: Literal["gaussian", "flow_grpo"] = "gaussian"
     """gaussian: mean_D (μ − μ_ref)² / 2s² with the step's variance s²; flow_grpo: that times |Δσ|, as in Flow-GRPO's
     SD3 and FLUX trainers, whose variance leaves out the length of the step."""
@@ -276,6 +283,8 @@ class TrainConfig:
     memory; the gradient is another one)."""
     ema_decay: Share = 0.0
     """Exponential moving average of the trained weights, used for evaluation and export; 0: none."""
+    ema_every: PositiveInt = 1
+    """Optimiser updates between two updates of the average."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     checkpointing_share: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -447,6 +456,10 @@ def check(c: Config) -> list[str]:
             f"group_size, got {r.window_policy}, {r.batch_size} and {r.group_size}",
         ),
         (
+            not r.window_per_prompt or t.updates_per_rollout <= r.prompts_per_step,
+            f"rollout.window_per_prompt: expected at most one update per prompt, got {t.updates_per_rollout} updates",
+        ),
+        (
             r.shift is None or r.sigmas == "published",
             f"rollout.shift: with rollout.sigmas: pipeline the model folder's scheduler sets the shift; expected none, "
             f"got {r.shift}; set rollout.sigmas: published to train on sigmas of this shift",
@@ -465,6 +478,7 @@ def check(c: Config) -> list[str]:
             f"judge.deadline_s: expected at least judge.timeout_s ({c.judge.timeout_s}), got {c.judge.deadline_s}",
         ),
         (t.kl_coef or t.kl_fraction == 1, f"train.kl_fraction: expected 1 without train.kl_coef, got {t.kl_fraction}"),
+        (t.kl_target is None or t.kl_coef, "train.kl_target: expected a train.kl_coef above 0 to start from, got 0"),
         (
             t.kl_form == "gaussian" or not r.rule.startswith(("cps", "ddim")),
             f"train.kl_form: {t.kl_form} divides by a variance per unit of σ, which rule {r.rule} does not have; "

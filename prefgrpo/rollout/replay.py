@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
@@ -100,6 +100,10 @@ class TrajectoryCollector:
         """What is reported of every forward."""
         return self.objective.metrics
 
+    def with_kl_coef(self, value: float) -> TrajectoryCollector:
+        """The same with another train.kl_coef."""
+        return replace(self, train=replace(self.train, kl_coef=value))
+
     def accumulate(self, batches: Sequence[Batch], targets: Targets, samples: float) -> list[Tensor]:
         """Add the gradient of an update's batches of this rank; rows [update, samples, loss, *metrics], one a forward.
 
@@ -109,7 +113,7 @@ class TrajectoryCollector:
         signal = self.objective.signal(train, targets)
         for batch in batches:
             steps = batch.trajectory.steps
-            adv = signal[batch.slots, batch.members]
+            adv = signal[batch.slots, batch.members].nan_to_num(0.0)  # a batch of weight 0 may hold samples left out
             limit = train.replay_batch
             if self.equal_forwards:
                 limit = limit // batch.sizes.batch_size * len(batch.slots)

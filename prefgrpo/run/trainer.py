@@ -81,6 +81,8 @@ class TrainingLoop:
             self.folder, config.train.steps, self.session.start, tensorboard=config.tensorboard, active=self.world.main
         )
         self.objective, self.collector = self.session.objective, self.session.collector
+        if self.session.kl_coef is not None:
+            self.collector = self.collector.with_kl_coef(self.session.kl_coef)
         self.evaluation: dict[str, float] = {}
         """Metrics of the last evaluation."""
         self.verdict = ""
@@ -143,6 +145,7 @@ class TrainingLoop:
         advantage, metrics = self.advantages(step + 1, scores)
         with clock.phase("update"):
             metrics |= self.update(step, batches, self._targets(advantage, scores))
+            metrics |= self._adapt_kl(metrics)
             self.policy.follow(self.objective.old_decay(step))
         return metrics | over_ranks(scores.metrics, self.world)
 
@@ -258,6 +261,18 @@ class TrainingLoop:
             "samples_trained": float(keep.sum()),
         }
 
+    def _adapt_kl(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Move the weight of the KL towards train.kl_target, which is the weight of the next step; it is reported."""
+        train = self.config.train
+        if train.kl_target is None:
+            return {}
+        used = self.session.kl_coef or train.kl_coef
+        if metrics["samples_trained"]:
+            error = min(max(metrics["policy/kl"] / train.kl_target - 1.0, -0.2), 0.2)
+            self.session.kl_coef = used * (1.0 + train.kl_rate * error)
+            self.collector = self.collector.with_kl_coef(self.session.kl_coef)
+        return {"policy/kl_coef": used}
+
     # ---- what is written --------------------------------------------------------------------------------------------
 
     def _report(self, step: int, metrics: dict[str, float], clock: Clock) -> None:
@@ -320,6 +335,7 @@ class TrainingLoop:
             "updates": self.policy.updates,
             "trained_s": self.session.trained_s,
             "prompts": fingerprint(self.rollouts.prompts),
+            "kl_coef": self.session.kl_coef,
         }
         state, keep, product = self.policy.state_dict(), self.config.checkpoint.keep, self.product.name
         checkpoint.save(self.folder, done, state, meta, lambda f: self._export(f / product, copies), keep, self.world)
