@@ -8,7 +8,10 @@ one, and a resumed run bit by bit.
 """
 
 import functools
+import itertools
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -344,13 +347,17 @@ def options(name, **train):
 def test_a_run_by_two_processes_and_resumed(place, name):
     """Three real steps with a pairwise judge: the weights move; two processes end where one does; a resumed run ends
     with the same bytes."""
-    more = options(name, updates_per_rollout=2, kl_coef=0.01)
+    own = {"kl_target": 1e-3, "ema_decay": 0.5, "ema_every": 2, "lora_init": "gaussian"}
+    more = options(name, updates_per_rollout=2, kl_coef=0.01, **own)
     loop = TrainingLoop(from_dict(settings(place, f"{name}-one", **more)))
     start = [p.detach().clone() for p in loop.policy.params]
     loop.run()
     one = rows(loop.folder.root)
     assert [r["step"] for r in one] == [1, 2, 3] and all(r["grad_norm"] > 0 for r in one)
     assert any(not torch.equal(a, b) for a, b in zip(start, loop.policy.params, strict=True))
+    for row, after in itertools.pairwise(one):
+        error = np.clip(row["policy/kl"] / 1e-3 - 1, -0.2, 0.2)
+        assert after["policy/kl_coef"] == pytest.approx(row["policy/kl_coef"] * (1 + 0.1 * error))
     file = recipe(place, f"{name}-two", **more)
     runs = ranks(file, 2)
     assert [r.wait() for r in runs] == [0, 0], runs[0].output
@@ -381,6 +388,7 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(place, 
     """On steps that another policy made, so that ratios, masks and means differ."""
     name, own = TRAJECTORY[case]
     train = {"objective": name, "objective_options": own, "clip_range": 2e-3, "lora_rank": 4}
+    train |= {"reuse_rollout_forward": False}  # the policy moves in between
     more = {"eval": {"every": 0}, "train": train, "rollout": {"steps": 5, "group_size": 4, "batch_size": 4}}
     if guided:
         more |= {"model": str(folder("sd3")), "family": "sd3"}
@@ -434,6 +442,20 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(place, 
     assert values["samples_trained"] == (4 if "best_of" in own else 8)
     if name == "flow_dppo":
         assert 0 < np.mean(masked) < 1 and values["policy/clip_fraction"] == pytest.approx(np.mean(masked))
+
+
+def test_the_example_of_the_docs_is_an_objective(place):
+    """docs/objectives.md: under 40 lines, named by its file, trained for a step."""
+    page = (Path(__file__).parent.parent / "docs" / "objectives.md").read_text()
+    (text,) = re.findall(r"<!-- example: begin -->\n```python\n(.*?)```\n<!-- example: end -->", page, re.S)
+    assert len(text.splitlines()) < 40
+    (place / "hinge.py").write_text(text)
+    named = {"objective": f"{place}/hinge.py:Hinge", "objective_options": {"margin": 0.5}, "steps": 1}
+    loop = TrainingLoop(from_dict(settings(place, "hinge", train=named, eval={"every": 0})))
+    loop.run()
+    assert rows(loop.folder.root)[0]["loss"] == pytest.approx(0.5), "h = 0 at the start"
+    assert rows(loop.folder.root)[0]["grad_norm"] > 0
+    assert all(f"| `{name}` |" in page for name in OBJECTIVES)
 
 
 MISTAKES = {

@@ -9,12 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+import torch
 from torch import nn
 
 from prefgrpo.models import folder as folders
 from prefgrpo.models import lora, recompute
+
+GRAPHS = 64
+"""Compiled graphs of a kind of block: one per shape, dtype and place of gradients."""
 
 
 def innermost(module: nn.Module, classes: Iterable[str]) -> list[nn.Module]:
@@ -41,6 +45,8 @@ class Weights:
     """The (first) denoiser (peft adapters are injected into it in place)."""
     trained: tuple[str, ...]
     """Names of the denoisers that train."""
+    compiled = False
+    """Whether the repeated blocks are compiled."""
 
     def modules(self) -> dict[str, nn.Module]:
         """The denoisers that train, by name."""
@@ -55,10 +61,17 @@ class Weights:
         """The repeated blocks of a denoiser in their order; of nested ones, the innermost."""
         return innermost(module, self.repeated_blocks)
 
-    def add_lora(self, rank: int, alpha: float, targets: tuple[str, ...] | None = None, seed: int = 0) -> None:
+    def add_lora(
+        self,
+        rank: int,
+        alpha: float,
+        targets: tuple[str, ...] | None = None,
+        seed: int = 0,
+        init: Literal["kaiming", "gaussian"] = "kaiming",
+    ) -> None:
         """Inject trainable fp32 LoRA layers (A seeded, B = 0) into what trains; see `lora.add`."""
         for number, module in enumerate(self.modules().values()):
-            lora.add(module, rank, alpha, self.lora_targets if targets is None else targets, seed + number)
+            lora.add(module, rank, alpha, self.lora_targets if targets is None else targets, seed + number, init)
 
     def enable_full(self) -> None:
         """Train every weight of the denoisers, in fp32 masters."""
@@ -69,6 +82,19 @@ class Weights:
         """Recompute the activations of a share of the repeated blocks, evenly spread, in the backward pass."""
         for module in self.modules().values():
             recompute.enable(self.blocks(module), share)
+
+    def compile_blocks(self) -> None:
+        """Compile the repeated blocks of all denoisers, a graph per shape.
+
+        Inductor makes other graphs, with other roundings, where no gradient is wanted: from now on every forward is
+        that of training (`Adapter.cond_uncond`), and holds its activations while it runs.
+        """
+        dynamo: Any = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
+        for name in self.denoisers:
+            for block in self.blocks(getattr(self.pipe, name)):
+                block.compile(dynamic=False)
+        self.compiled = True
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """(name, parameter) of everything that trains, in a fixed order."""

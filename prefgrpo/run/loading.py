@@ -102,13 +102,15 @@ def trainable(config: Config, adapter: Adapter, world: World | None = None) -> A
     t = config.train
     if t.lora_rank:
         with config_errors_as("train.lora_targets"):
-            adapter.add_lora(t.lora_rank, t.lora_alpha, t.lora_targets or None, seed=config.seed)
+            adapter.add_lora(t.lora_rank, t.lora_alpha, t.lora_targets or None, config.seed, t.lora_init)
     else:
         adapter.enable_full()
     if t.gradient_checkpointing:
         adapter.checkpoint_gradients(t.checkpointing_share)
     if world is not None:
         attention.use(adapter, config, world.layout, world.device)
+        if config.compile:
+            adapter.compile_blocks()
         context.enable(adapter, world)
         shard.split(adapter, world, config.parallel)
         if world.layout.split > 1:

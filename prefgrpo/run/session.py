@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from prefgrpo.config.schema import Config, ConfigError, differences, load, to_dict
+from prefgrpo.config.schema import Config, ConfigError, differences, load, splits, to_dict
 from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt, fingerprint, prompt_sets
 from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.models.base import Adapter
@@ -29,7 +29,6 @@ from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import EndpointObjective, Objective, TrajectoryObjective
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.context import undivided
-from prefgrpo.parallel.mesh import splits
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import PYTHON, named_objects
 from prefgrpo.rewards.log import drop_from
@@ -130,6 +129,8 @@ class Session:
     """Steps already done."""
     trained_s: float = 0.0
     """Seconds of training already spent."""
+    kl_coef: float | None = None
+    """What train.kl_target made of train.kl_coef; None: nothing yet."""
     notes: list[str] = field(default_factory=list)
     """What the start-up checks found, to be printed."""
 
@@ -244,7 +245,12 @@ def _objective_mistakes(config: Config) -> list[str]:
         return error.mistakes
     except ValueError as error:
         return [f"train.objective: {error}"]
-    wrong = [f"train.objective_options.{mistake}" for mistake in goal.mistakes(config.rollout.group_size)]
+    r, wrong = config.rollout, [f"train.objective_options.{one}" for one in goal.mistakes(config.rollout.group_size)]
+    if goal.whole_groups and config.train.updates_per_rollout > r.prompts_per_step:
+        problem = f"{config.train.objective} needs whole groups: expected at most rollout.prompts_per_step"
+        wrong.append(
+            f"train.updates_per_rollout: {problem} = {r.prompts_per_step}, got {config.train.updates_per_rollout}"
+        )
     if goal.needs_comparisons and not judging.trains_on_pairs(config):
         wanted = f"{config.train.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
         wrong.append(f"reward.spec: {wanted}, with a weight above 0, got {config.reward.spec!r}")
@@ -328,7 +334,7 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
                 "resume with the old file, or choose another --name"
             )
         session.policy.load_state_dict(tensors, meta["updates"])
-        session.start, session.trained_s = meta["step"], meta["trained_s"]
+        session.start, session.trained_s, session.kl_coef = meta["step"], meta["trained_s"], meta.get("kl_coef")
         session.notes.append(f"resumed from {path}")
     elif resume:
         session.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")

@@ -81,6 +81,8 @@ class TrainingLoop:
             self.folder, config.train.steps, self.session.start, tensorboard=config.tensorboard, active=self.world.main
         )
         self.objective, self.collector = self.session.objective, self.session.collector
+        if self.session.kl_coef is not None:
+            self.collector = self.collector.with_kl_coef(self.session.kl_coef)
         self.evaluation: dict[str, float] = {}
         """Metrics of the last evaluation."""
         self.verdict = ""
@@ -143,6 +145,7 @@ class TrainingLoop:
         advantage, metrics = self.advantages(step + 1, scores)
         with clock.phase("update"):
             metrics |= self.update(step, batches, self._targets(advantage, scores))
+            metrics |= self._adapt_kl(metrics)
             self.policy.follow(self.objective.old_decay(step))
         return metrics | over_ranks(scores.metrics, self.world)
 
@@ -258,6 +261,18 @@ class TrainingLoop:
             "samples_trained": float(keep.sum()),
         }
 
+    def _adapt_kl(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Move the weight of the KL towards train.kl_target, which is the weight of the next step; it is reported."""
+        train = self.config.train
+        if train.kl_target is None:
+            return {}
+        used = self.session.kl_coef or train.kl_coef
+        if metrics["samples_trained"]:
+            error = min(max(metrics["policy/kl"] / train.kl_target - 1.0, -0.2), 0.2)
+            self.session.kl_coef = used * (1.0 + train.kl_rate * error)
+            self.collector = self.collector.with_kl_coef(self.session.kl_coef)
+        return {"policy/kl_coef": used}
+
     # ---- what is written --------------------------------------------------------------------------------------------
 
     def _report(self, step: int, metrics: dict[str, float], clock: Clock) -> None:
@@ -315,31 +330,34 @@ class TrainingLoop:
 
     def _save(self, done: int) -> Path:
         """Checkpoint after `done` steps; rank 0 writes (and each its parts of split weights), all wait."""
-        path, export = self.folder.checkpoint(done), self._exporter()
+        path, copies = self.folder.checkpoint(done), self._copies()
         meta = {
             "updates": self.policy.updates,
             "trained_s": self.session.trained_s,
             "prompts": fingerprint(self.rollouts.prompts),
+            "kl_coef": self.session.kl_coef,
         }
-        tensors, keep = self.policy.state_dict(), self.config.checkpoint.keep
-        checkpoint.save(self.folder, done, tensors, meta, lambda f: export(f / self.product.name), keep, self.world)
+        state, keep, product = self.policy.state_dict(), self.config.checkpoint.keep, self.product.name
+        checkpoint.save(self.folder, done, state, meta, lambda f: self._export(f / product, copies), keep, self.world)
         if self.callbacks.on_save and self.world.main:
             self.callbacks.on_save(path)
         self.world.barrier()
         return path
 
-    def _exporter(self) -> Callable[[Path], None]:
-        """Writes the (averaged) weights in diffusers format; every rank asks for it, rank 0 calls it."""
-        lora, copies = self.config.train.lora_rank > 0, dict[str, nn.Module]()
-        if not lora and self.world.equal_forwards:
-            with self.policy.averaged():
-                copies = whole_copies(self.adapter, self.world)
+    def _copies(self) -> dict[str, nn.Module]:
+        """Whole (averaged) copies, on rank 0, of trained weights that are split; every rank must call it."""
+        if self.config.train.lora_rank or not self.world.equal_forwards:
+            return {}
+        with self.policy.averaged():
+            return whole_copies(self.adapter, self.world)
 
-        def export(folder: Path) -> None:
-            with self.policy.averaged():
-                self.adapter.save_lora(str(folder)) if lora else self.adapter.save_full(str(folder), copies)
-
-        return export
+    def _export(self, folder: Path, copies: dict[str, nn.Module]) -> None:
+        """The (averaged) weights in diffusers format."""
+        with self.policy.averaged():
+            if self.config.train.lora_rank:
+                self.adapter.save_lora(str(folder))
+            else:
+                self.adapter.save_full(str(folder), copies)
 
     def _finish(self, done: int) -> None:
         """Final evaluation and export."""
@@ -349,9 +367,9 @@ class TrainingLoop:
                 self._evaluate(done, name)
         if self.folder.latest() != self.folder.checkpoint(done):
             self._save(done)
-        export = self._exporter()
+        copies = self._copies()
         if self.world.main:
-            checkpoint.write_folder(self.product, export)
+            checkpoint.write_folder(self.product, lambda folder: self._export(folder, copies))
         for evaluator in list(self.evaluators.values())[-1:]:
             with self.policy.averaged():
                 evaluator.save_proof(min(4, c.rollout.batch_size))
