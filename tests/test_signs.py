@@ -64,7 +64,8 @@ def test_a_monitor_that_falls_while_the_judge_rises():
 
 def test_a_run_ends_at_a_sign(tmp_path, monkeypatch, capsys):
     place = world(tmp_path)
-    monkeypatch.setattr("prefgrpo.run.trainer.pixel_distance", lambda images, left=iter(range(999, 0, -1)): next(left))
+    falling = iter(range(999, 0, -1))
+    monkeypatch.setattr("prefgrpo.run.trainer.pixel_distance", lambda images: next(falling))
     monkeypatch.setattr("prefgrpo.run.signs.WINDOW", 1)
     monkeypatch.setattr("prefgrpo.run.signs.LESS_DIVERSE", 0.9965)
     config = settings(place, "signs", train={"steps": 6, "stop_when": ["diversity"]}, eval={"every": 0})
