@@ -448,6 +448,7 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(place, 
     """On steps that another policy made, so that ratios, masks and means differ."""
     name, own = TRAJECTORY[case]
     train = {"objective": name, "objective_options": own, "clip_range": 2e-3, "lora_rank": 4}
+    train |= {"reuse_rollout_forward": False}  # the policy moves in between
     more = {"eval": {"every": 0}, "train": train, "rollout": {"steps": 5, "group_size": 4, "batch_size": 4}}
     if guided:
         more |= {"model": str(folder("sd3")), "family": "sd3"}

@@ -11,11 +11,10 @@ import time
 import torch
 import yaml
 
-from prefgrpo.config.schema import Config, to_dict
+from prefgrpo.config.schema import Config, splits, to_dict
 from prefgrpo.data.prompts import prompt_sets
 from prefgrpo.objectives import objective
 from prefgrpo.parallel import world as parallel
-from prefgrpo.parallel.mesh import splits
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rollout.batches import Rollouts

@@ -271,6 +271,9 @@ class TrainConfig:
     """Advantages are clamped to ± this."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the starting policy; 0: not computed. Of endpoint objectives it is mean_D (v − v_ref)²."""
+    kl_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the replayed steps whose KL is computed, drawn anew for every training step and weighted by its inverse:
+    the expected loss is the same, with fewer forwards of the reference. At least one step."""
     kl_target: PositiveFloat | None = None
     """Adapt kl_coef after every training step so that the KL comes to this: times
     1 + kl_rate · clip(KL / kl_target − 1, −0.2, 0.2) (Ziegler et al. 2019); none: it stays."""
@@ -291,6 +294,10 @@ class TrainConfig:
     """Recompute activations in the backward pass."""
     checkpointing_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the repeated blocks that gradient_checkpointing recomputes, evenly spread; the others stay in memory."""
+    reuse_rollout_forward: bool | Literal["auto"] = "auto"
+    """Keep the autograd graphs of the rollout's trained steps for the first update, which then needs no forward of its
+    own. auto: where that changes no bit (no batch loses some of its samples, as when batch_size divides group_size), if
+    the graphs take at most half of the memory that is free at the start."""
     replay_batch: NonNegativeInt = 0
     """Images per forward when stored steps are trained on: as many steps of a batch as fit are replayed at once. The
     first ratio is then 1 up to rounding only. 0: one step at a time, as in the rollout."""
@@ -400,6 +407,9 @@ class Config:
     attention: Attention = "native"
     """diffusers' attention backend, in rollout and training alike; its gradients are compared with torch's own first.
     native: torch's choice; all flash and cudnn ones need bf16; names ending in _hub download a kernel."""
+    compile: bool = False
+    """Compile the denoisers' repeated blocks (torch.compile), for rollout and training alike. Rollouts then hold the
+    activations that training holds. Not with context parallelism."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is a GPU."""
     gpus: PositiveInt = 1
@@ -417,11 +427,16 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
+def splits(c: Config) -> bool:
+    """Whether a run splits its denoisers' weights over processes."""
+    p = c.parallel
+    return p.shard > 1 or (not c.train.lora_rank and p.ring * p.ulysses > 1)
+
+
 def check(c: Config) -> list[str]:
     """The values that do not go together, as 'field: what was expected, what came'."""
     r, t, p = c.rollout, c.train, c.parallel
     high = r.window_high or r.steps - 1
-    split = p.shard > 1 or (not t.lora_rank and p.ring * p.ulysses > 1)
     rules = [
         (c.model, "model: expected the folder or hub id of a diffusers pipeline, got nothing"),
         (c.data.prompts, "data.prompts: expected a file of prompts (txt, csv, tsv, jsonl or parquet), got nothing"),
@@ -473,14 +488,15 @@ def check(c: Config) -> list[str]:
             (c.judge.timeout_s or 0) <= (c.judge.deadline_s or math.inf),
             f"judge.deadline_s: expected at least judge.timeout_s ({c.judge.timeout_s}), got {c.judge.deadline_s}",
         ),
+        (t.kl_coef or t.kl_fraction == 1, f"train.kl_fraction: expected 1 without train.kl_coef, got {t.kl_fraction}"),
         (t.kl_target is None or t.kl_coef, "train.kl_target: expected a train.kl_coef above 0 to start from, got 0"),
         (
             t.kl_form == "gaussian" or not r.rule.startswith(("cps", "ddim")),
             f"train.kl_form: {t.kl_form} divides by a variance per unit of σ, which rule {r.rule} does not have; "
             "expected gaussian",
         ),
-        (split or not p.keep_gathered, "parallel.keep_gathered: expected parallel.shard above 1, got 1"),
-        (split or not p.offload, "parallel.offload: expected parallel.shard above 1, got 1"),
+        (splits(c) or not p.keep_gathered, "parallel.keep_gathered: expected parallel.shard above 1, got 1"),
+        (splits(c) or not p.offload, "parallel.offload: expected parallel.shard above 1, got 1"),
         (
             c.dtype == "bf16" or c.attention in IN_FP32,
             f"attention: {c.attention} computes in bf16; expected dtype bf16, got {c.dtype}",
@@ -494,6 +510,7 @@ def check(c: Config) -> list[str]:
             f"attention: ring attention needs log-sum-exps; expected one of {', '.join(SPLITTING[1:])} (on GPUs), got "
             "native",
         ),
+        (not c.compile or p.ring * p.ulysses == 1, "compile: expected false under context parallelism, got true"),
         (not (p.offload and p.keep_gathered), "parallel.offload: expected keep_gathered off, which undoes it, got on"),
     ]
     return [text for ok, text in rules if not ok]

@@ -354,6 +354,10 @@ class Adapter(Weights, ABC):
         name, scale = self.expert(sigma, sampling)
         predict = partial(self.predict, getattr(self.pipe, name), sampling=sampling)
         x, sigma, low = x.float(), sigma.to(x.device, non_blocking=True), self.dtype != torch.float32
+        if self.compiled and not torch.is_grad_enabled():  # the graph of training; see `compile_blocks`
+            with torch.enable_grad():
+                c, more = self.cond_uncond(x, sigma, condition, sampling)
+            return c.detach(), more if more is None else more._replace(uncond=more.uncond.detach())
         with torch.autocast(x.device.type, dtype=self.dtype if low else None, enabled=low):
             if self.cfg is None or not self.guided(sampling):
                 return predict(x, sigma, condition), None

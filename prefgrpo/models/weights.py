@@ -11,10 +11,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import nn
 
 from prefgrpo.models import folder as folders
 from prefgrpo.models import lora, recompute
+
+GRAPHS = 64
+"""Compiled graphs of a kind of block: one per shape, dtype and place of gradients."""
 
 
 def innermost(module: nn.Module, classes: Iterable[str]) -> list[nn.Module]:
@@ -41,6 +45,8 @@ class Weights:
     """The (first) denoiser (peft adapters are injected into it in place)."""
     trained: tuple[str, ...]
     """Names of the denoisers that train."""
+    compiled = False
+    """Whether the repeated blocks are compiled."""
 
     def modules(self) -> dict[str, nn.Module]:
         """The denoisers that train, by name."""
@@ -76,6 +82,19 @@ class Weights:
         """Recompute the activations of a share of the repeated blocks, evenly spread, in the backward pass."""
         for module in self.modules().values():
             recompute.enable(self.blocks(module), share)
+
+    def compile_blocks(self) -> None:
+        """Compile the repeated blocks of all denoisers, a graph per shape.
+
+        Inductor makes other graphs, with other roundings, where no gradient is wanted: from now on every forward is
+        that of training (`Adapter.cond_uncond`), and holds its activations while it runs.
+        """
+        dynamo: Any = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
+        for name in self.denoisers:
+            for block in self.blocks(getattr(self.pipe, name)):
+                block.compile(dynamic=False)
+        self.compiled = True
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """(name, parameter) of everything that trains, in a fixed order."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from prefgrpo.config.schema import Config, ConfigError, ParallelConfig
+from prefgrpo.config.schema import Config, ConfigError, ParallelConfig, splits
 
 DIMENSIONS = ("replicate", "shard", "ring", "ulysses")
 
@@ -49,12 +49,6 @@ class Layout:
             raise ConfigError([wrong])
         inner = p.shard * p.ring * p.ulysses
         return cls(processes // inner, p.shard, p.ring, p.ulysses, inner if splits(config) else 1)
-
-
-def splits(config: Config) -> bool:
-    """Whether a run splits its denoisers' weights over processes."""
-    p = config.parallel
-    return p.shard > 1 or (not config.train.lora_rank and p.ring * p.ulysses > 1)
 
 
 def problem(parallel: ParallelConfig, processes: int) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -26,6 +27,8 @@ from prefgrpo.config.schema import Config, ConfigError
 from prefgrpo.parallel.mesh import Layout, device_mesh
 
 T = TypeVar("T")
+LONGEST_WAIT = timedelta(hours=2)
+"""For one that judges or writes a large model while the others wait; torch's own limit is 10 minutes on GPUs."""
 
 
 class Transfer(NamedTuple):
@@ -217,7 +220,7 @@ def start(device_name: str, config: Config | None = None) -> World:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = Layout.of(config, size) if config else Layout(size)
     if size > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=LONGEST_WAIT)
     return World(int(os.environ.get("RANK", "0")), size, device, layout, device_mesh(layout, device))
 
 

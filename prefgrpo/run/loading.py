@@ -109,6 +109,8 @@ def trainable(config: Config, adapter: Adapter, world: World | None = None) -> A
         adapter.checkpoint_gradients(t.checkpointing_share)
     if world is not None:
         attention.use(adapter, config, world.layout, world.device)
+        if config.compile:
+            adapter.compile_blocks()
         context.enable(adapter, world)
         shard.split(adapter, world, config.parallel)
         if world.layout.split > 1:

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from prefgrpo.config.schema import Config, ConfigError, differences, load, to_dict
+from prefgrpo.config.schema import Config, ConfigError, differences, load, splits, to_dict
 from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt, fingerprint, prompt_sets
 from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.models.base import Adapter
@@ -29,7 +29,6 @@ from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import EndpointObjective, Objective, TrajectoryObjective
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.context import undivided
-from prefgrpo.parallel.mesh import splits
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import PYTHON, named_objects
 from prefgrpo.rewards.log import drop_from
@@ -44,7 +43,7 @@ from prefgrpo.run import checkpoint, judging
 from prefgrpo.run.evaluate import Evaluator, held_out
 from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
 from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
-from prefgrpo.run.memory import known_bytes, without_weights
+from prefgrpo.run.memory import free_bytes, graph_bytes, known_bytes, without_weights
 from prefgrpo.run.policy import Policy
 from prefgrpo.run.run_folder import RunFolder
 
@@ -191,7 +190,8 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     for number, (name, held) in enumerate(measured.items()):
         chosen = held_out(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
         evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers[name], world, folder)
-    rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world, goal.whole_groups)
+    graph = keeps_graph(config, goal, world)
+    rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world, goal.whole_groups, graph)
     collector = open_collector(config, goal, adapter, policy, world)
     session = Session(
         world, folder, adapter, policy, goal, collector, rollouts, scorer, weights, evaluators, judge, Interrupt(), lock
@@ -209,6 +209,24 @@ def open_policy(config: Config, goal: Objective, adapter: Adapter) -> Policy:
     old = goal.anchor == "old" or goal.sampled_by_old
     base = not config.train.lora_rank and (goal.anchor == "base" or config.train.kl_coef > 0)
     return Policy(dict(adapter.trainable()), config.train, old, base)
+
+
+def keeps_graph(config: Config, goal: Objective, world: World) -> bool:
+    """Whether the first update reuses the rollout's forwards. Raises ConfigError if it must and cannot."""
+    wanted, t = config.train.reuse_rollout_forward, config.train
+    obstacles = {
+        f"{t.objective} replays no steps": goal.collector != "trajectory",
+        "an old policy makes the rollouts": goal.sampled_by_old,
+        "parallel splits weights or tokens": world.mesh is not None,
+        "with train.lora_rank 0 the KL's reference takes the weights' place": bool(t.kl_coef and not t.lora_rank),
+    }
+    why = [reason for reason, there in obstacles.items() if there]
+    if wanted is True and why:
+        raise ConfigError([f"train.reuse_rollout_forward: expected auto or false, got true: {'; '.join(why)}"])
+    r, size = config.rollout, config.rollout.group_size
+    if wanted == "auto" and not why and size % r.batch_size == 0 and goal.per_group(size) == size:
+        return graph_bytes(config, world.dp_size) <= free_bytes(world.device) / 2
+    return wanted is True
 
 
 def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Policy, world: World) -> Collector:
@@ -359,11 +377,12 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
     else:
         share = f"{held['dev']} of {count + held['dev']} prompts are held out (eval.holdout {e.holdout:g})"
         yield f"{share}: evaluated on every {e.every} steps, never trained on"
+    if session.rollouts.keep_graph:
+        yield "the first update of each step reuses the rollout's forwards (train.reuse_rollout_forward)"
     if waits := idle(config, session.world.dp_size):
         yield waits
     parts, device = known_bytes(config, adapter, session.world.size), session.world.device
-    total, pages = sum(parts.values()), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else pages) / 2**30
+    total, free = sum(parts.values()), free_bytes(device) / 2**30
     unit, name = (2**30, "GiB") if total >= 2**30 else (2**20, "MiB")
     listed = " + ".join(f"{part} {size / unit:.3g}" for part, size in parts.items())
     yield (

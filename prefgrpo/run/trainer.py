@@ -351,32 +351,34 @@ class TrainingLoop:
 
     def _save(self, done: int) -> Path:
         """Checkpoint after `done` steps; rank 0 writes (and each its parts of split weights), all wait."""
-        path, export = self.folder.checkpoint(done), self._exporter()
+        path, copies = self.folder.checkpoint(done), self._copies()
         meta = {
             "updates": self.policy.updates,
             "trained_s": self.session.trained_s,
             "prompts": fingerprint(self.rollouts.prompts),
             "kl_coef": self.session.kl_coef,
         }
-        tensors, keep = self.policy.state_dict(), self.config.checkpoint.keep
-        checkpoint.save(self.folder, done, tensors, meta, lambda f: export(f / self.product.name), keep, self.world)
+        state, keep, product = self.policy.state_dict(), self.config.checkpoint.keep, self.product.name
+        checkpoint.save(self.folder, done, state, meta, lambda f: self._export(f / product, copies), keep, self.world)
         if self.callbacks.on_save and self.world.main:
             self.callbacks.on_save(path)
         self.world.barrier()
         return path
 
-    def _exporter(self) -> Callable[[Path], None]:
-        """Writes the (averaged) weights in diffusers format; every rank asks for it, rank 0 calls it."""
-        lora, copies = self.config.train.lora_rank > 0, dict[str, nn.Module]()
-        if not lora and self.world.equal_forwards:
-            with self.policy.averaged():
-                copies = whole_copies(self.adapter, self.world)
+    def _copies(self) -> dict[str, nn.Module]:
+        """Whole (averaged) copies, on rank 0, of trained weights that are split; every rank must call it."""
+        if self.config.train.lora_rank or not self.world.equal_forwards:
+            return {}
+        with self.policy.averaged():
+            return whole_copies(self.adapter, self.world)
 
-        def export(folder: Path) -> None:
-            with self.policy.averaged():
-                self.adapter.save_lora(str(folder)) if lora else self.adapter.save_full(str(folder), copies)
-
-        return export
+    def _export(self, folder: Path, copies: dict[str, nn.Module]) -> None:
+        """The (averaged) weights in diffusers format."""
+        with self.policy.averaged():
+            if self.config.train.lora_rank:
+                self.adapter.save_lora(str(folder))
+            else:
+                self.adapter.save_full(str(folder), copies)
 
     def _finish(self, done: int) -> None:
         """Final evaluation and export."""
@@ -386,9 +388,9 @@ class TrainingLoop:
                 self._evaluate(done, name)
         if self.folder.latest() != self.folder.checkpoint(done):
             self._save(done)
-        export = self._exporter()
+        copies = self._copies()
         if self.world.main:
-            checkpoint.write_folder(self.product, export)
+            checkpoint.write_folder(self.product, lambda folder: self._export(folder, copies))
         for evaluator in list(self.evaluators.values())[-1:]:
             with self.policy.averaged():
                 evaluator.save_proof(min(4, c.rollout.batch_size))
