@@ -116,11 +116,10 @@ def _other(config: Config, against: str, which: Which) -> Side:
 def _facts(side: Side, prompts: Sequence[Prompt], samples: int) -> dict[str, Any]:
     """What the files of one side depend on."""
     c, w = side.config, side.weights
-    state = w.checkpoint and json.loads((w.checkpoint / checkpoint.META).read_text(encoding="utf-8")).get("sha256")
     return {
         "model": c.model,
-        "checkpoint": None if w.checkpoint is None else str(w.checkpoint),
-        "state": state,
+        "checkpoint": w.checkpoint and w.checkpoint.name,
+        "sha256": w.checkpoint and _sha256(w.checkpoint),
         "weights": None if w.checkpoint is None else "ema" if w.averaged else "live",
         "dtype": c.dtype,
         "seed": c.seed,
@@ -128,6 +127,15 @@ def _facts(side: Side, prompts: Sequence[Prompt], samples: int) -> dict[str, Any
         "samples": samples,
         "sampling": {k: v for k, v in asdict(evaluation(c)).items() if k != "batch_size"},
     }
+
+
+def _sha256(path: Path) -> str:
+    """The hash that a checkpoint states of itself; what it holds is checked when it is read. Raises CheckpointError."""
+    try:
+        return str(json.loads((path / checkpoint.META).read_text(encoding="utf-8"))["sha256"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        there = ", ".join(p.name for p in RunFolder(path.parent.parent).all_checkpoints()) or "none"
+        raise CheckpointError(f"{path} is not a whole checkpoint ({error!r}); the run has {there}") from error
 
 
 def _claim(out: Path, facts: Mapping[str, Any]) -> int:
@@ -382,12 +390,12 @@ def _write_comparison(
     for key, value in metrics.items():
         name, _, measure = key.partition("/")
         if measure.startswith("win_") and not measure.endswith(PARTS):
-            row = {part: metrics.get(f"{key}_{part}", math.nan) for part in ("low", "high", "first", "second")}
-            row["missing"] = metrics.get(f"{key}_missing", 0.0)
-            rates[key] = {"rate": value, **row, "verdict": verdict(row["low"], row["high"], counts[name])}
+            own = {part: metrics.get(f"{key}_{part}", math.nan) for part in ("low", "high", "first", "second")}
+            own["missing"] = metrics.get(f"{key}_missing", 0.0)
+            rates[key] = {"rate": value, **own, "verdict": verdict(own["low"], own["high"], counts[name])}
         elif f"{key}_before" in metrics:
-            missing = max(metrics.get(f"{key}{end}_missing", 0.0) for end in ("", "_before"))
-            means[key] = {"now": value, "against": metrics[f"{key}_before"], "missing": missing}
+            worst = max(metrics.get(f"{key}{end}_missing", 0.0) for end in ("", "_before"))
+            means[key] = {"now": value, "against": metrics[f"{key}_before"], "missing": worst}
     everything = {"about": facts, "prompts": counts, "win_rates": rates, "means": means, "judges": list(notes)}
     text = json.dumps(_finite(everything), indent=1, ensure_ascii=False, allow_nan=False)
     write_atomic(out / "comparison.json", text + "\n")
@@ -395,11 +403,11 @@ def _write_comparison(
     lines += ["| win rate by | rate | 95 % interval over prompts | shown first, second | missing | |"]
     lines += ["|---|---:|---:|---:|---:|---|"]
     for key, row in rates.items():
-        rate, low, high, first, second, missing = (
+        rate, lowest, highest, first, second, missing = (
             "–" if math.isnan(row[part]) else f"{100 * row[part]:.1f} %"
             for part in ("rate", "low", "high", "first", "second", "missing")
         )
-        cells = [key.replace("win_", ""), rate, f"{low} – {high}", f"{first} / {second}", missing, row["verdict"]]
+        cells = [key.replace("win_", ""), rate, f"{lowest} – {highest}", f"{first} / {second}", missing, row["verdict"]]
         lines.append(f"| {' | '.join(cells)} |")
     if means:
         lines += ["", f"| mean | {labels[0]} | {labels[1]} | missing |", "|---|---:|---:|---:|"]

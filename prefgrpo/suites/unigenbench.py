@@ -89,8 +89,8 @@ class UniGenBench(Suite):
             try:
                 names: list[str] = ast.literal_eval(row["testpoint"])
                 result = json.loads(row["result_json"] or "null")
-            except (KeyError, ValueError, SyntaxError) as error:
-                raise DataError(f"{path}: expected the columns {', '.join(COLUMNS)}: {error!r}") from error
+            except (ValueError, SyntaxError) as error:
+                raise DataError(f"--results: {path}: a row cannot be read: {error!r}") from error
             scored = result["score"] if result else [None] * len(names)
             marks += [(name, None if score is None else float(score == 1)) for name, score in zip(names, scored)]
             unread += [] if result else [f"{Path(row['img_path']).name}: its reply was not read"]
@@ -102,7 +102,11 @@ def _rows(path: Path) -> Iterable[dict[str, str]]:
     csv.field_size_limit(1 << 24)
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            yield from csv.DictReader(file)
+            rows = csv.DictReader(file)
+            if not {"testpoint", "result_json", "img_path"} <= set(rows.fieldnames or ()):
+                expected = f"expected a table with the columns {', '.join(COLUMNS)}"
+                raise DataError(f"--results: {path}: {expected}, got {rows.fieldnames}")
+            yield from rows
     except OSError as error:
         raise DataError(f"--results: {error}") from error
 
