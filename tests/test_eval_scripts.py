@@ -21,7 +21,8 @@ from PIL import Image
 from tiny_run import settings
 
 from prefgrpo.data.media import Media
-from prefgrpo.rewards.base import Score
+from prefgrpo.rewards import build
+from prefgrpo.rewards.base import Sample, Score
 from prefgrpo.suites.vbench import QUALITY, SEMANTIC
 from prefgrpo.tiny import pipelines
 
@@ -52,8 +53,7 @@ def script(root, name, *argv, **env):
 
 def value(path, name):
     with Image.open(path) as image:
-        kilobytes = len(Media(np.array(image.convert("RGB"))).jpeg) / 1000
-    return kilobytes if name == "jpeg_incompressibility" else -kilobytes
+        return build(name)[name].score([Sample("", Media(np.array(image.convert("RGB"))))])[0].value
 
 
 class Dispatcher:
