@@ -6,6 +6,9 @@ plain formulas, written here without any of the project's ops. Groups without si
 """
 
 import math
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +16,9 @@ import torch
 from tiny_run import collect, rows, settings, world
 
 from prefgrpo.config.schema import from_dict
+from prefgrpo.objectives.base import Targets
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.rollout.batches import deal_batches
+from prefgrpo.rollout.deal import deal_batches
 from prefgrpo.run.trainer import TrainingLoop, TrainingStopped
 from prefgrpo.sde import noise
 
@@ -111,6 +115,13 @@ def test_the_first_update_is_on_policy_to_the_last_bit(trainer, case):
     assert any(not torch.equal(a, b) for a, b in zip(weights, one.policy.params, strict=True))
 
 
+def around_loss(one, function):
+    """Let the objective's loss go through function(loss, *its arguments)."""
+    loss = function and partial(function, one.objective.loss)
+    parts = {name: getattr(one.objective, name) for name in ("metrics", "signal")}
+    one.collector = replace(one.collector, objective=SimpleNamespace(loss=loss, **parts))
+
+
 def moved(one, scale=0.05):
     """Put the policy away from its start, where KL and ratios are not trivial."""
     generator = torch.Generator().manual_seed(1)
@@ -143,7 +154,7 @@ def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
         moved(one, 0.02)
     taken = []
     one.policy.update = lambda world: taken.append([p.grad.clone() for p in one.policy.params]) or 0.0
-    values = one.update(batches, advantage)
+    values = one.update(0, batches, Targets.of(advantage))
     one.policy.optimizer.zero_grad()
 
     low, high = 1 - c.train.clip_range, 1 + (c.train.clip_range_high or c.train.clip_range)
@@ -190,7 +201,8 @@ def test_every_image_goes_to_its_own_prompt_and_group(trainer):
     shape = one.adapter.latent_shape(one.config.rollout)
     assert torch.equal(first.x, noise.initial_latents(0, torch.tensor(ids), shape))
     for batch in batches:
-        for row, sample in enumerate(batch.samples):
+        for row, (p, g) in enumerate(zip(batch.slots, batch.members, strict=True)):
+            sample = one.scorer.samples[5 * 3 + p][g]
             (condition,) = one.rollouts.embeddings([sample.prompt], one.config.rollout)
             for key, value in condition.tensors().items():
                 assert torch.equal(value, batch.condition.tensors()[key][row])
@@ -205,7 +217,7 @@ def test_groups_without_any_signal_change_nothing(trainer):
     """All rewards equal: no forward, no update (weight decay and EMA included), and the run ends well."""
     one = trainer(reward={"spec": f"{HERE}Constant"}, train={"steps": 3, "weight_decay": 0.5, "ema_decay": 0.5})
     before = [p.detach().clone() for p in one.policy.params]
-    one.loss = None  # calling it would fail: no sample may be replayed
+    around_loss(one, None)  # calling it would fail: no sample may be replayed
     one.run()
     assert all(torch.equal(a, b) for a, b in zip(before, one.policy.params, strict=True)) and one.policy.updates == 0
     for row in (r for r in rows(one.folder.root) if r["kind"] == "train"):
@@ -222,8 +234,7 @@ def test_a_tied_group_costs_no_forward_and_stays_in_the_mean(trainer, batch_size
     over = {"train": {"steps": 1}, "eval": {"every": 0}, "rollout": {"batch_size": batch_size}}
     one = trainer(reward={"spec": f"{HERE}HalfTied"}, **over)
     seen = []
-    true_loss = one.loss
-    one.loss = lambda train, new, old, adv, n: seen.append((len(adv), n)) or true_loss(train, new, old, adv, n)
+    around_loss(one, lambda loss, train, new, adv, n: seen.append((len(adv), n)) or loss(train, new, adv, n))
     one.run()
     row, output = rows(one.folder.root)[0], capsys.readouterr().out
     assert ("it is exact where rollout.batch_size divides" in output) == (row["policy/on_policy_error"] > 0)
@@ -255,14 +266,18 @@ def test_too_many_missing_rewards_stop_with_a_checkpoint(trainer):
     assert (one.folder.checkpoint(0) / "state.json").is_file() and "--resume" in told
 
 
-def test_updates_share_the_prompts_not_the_samples(trainer):
-    """Update u trains the slots p with p·U // P = u; each sample exactly once."""
+def test_updates_share_the_prompts_not_the_samples(trainer, place):
+    """Update u trains the slots p with p·U // P = u, or where there are more updates than slots a part of a group."""
     over = {"rollout": {"prompts_per_step": 5, "group_size": 2, "batch_size": 3}, "train": {"updates_per_rollout": 2}}
     one = trainer(**over, eval={"every": 0})
-    plan = deal_batches(one.config, [one.config.rollout] * 5, range(5))
-    assert sorted(p for _, places in plan for p in places) == [(p, g) for p in range(5) for g in range(2)]
-    for update, places in plan:
-        assert {p * 2 // 5 for p, _ in places} == {update} and len(places) <= 3
+    plan = deal_batches(one.config, [one.config.rollout] * 5)
+    assert sorted(p for b in plan for p in b.places) == [(p, g) for p in range(5) for g in range(2)]
+    for b in plan:
+        assert {p * 2 // 5 for p, _ in b.places} == {b.update} and len(b.places) <= 3
+    more = from_dict(settings(place, "more", rollout={"prompts_per_step": 2}, train={"updates_per_rollout": 4}))
+    halves = [[(p, 0), (p, 1)] for p in (0, 1)] + [[(p, 2), (p, 3)] for p in (0, 1)]
+    plan = deal_batches(more, [more.rollout] * 2)
+    assert [list(b.places) for b in plan] == sorted(halves) and [b.update for b in plan] == [0, 1, 2, 3]
 
 
 def test_monitors_are_logged_and_not_trained_on(trainer):
@@ -279,13 +294,12 @@ def test_monitors_are_logged_and_not_trained_on(trainer):
 
 def poison(one, at):
     """From optimiser update `at` on, the gradient is NaN."""
-    true_loss = one.loss
 
-    def loss(train, new, old, adv, n):
-        out = true_loss(train, new, old, adv, n)
+    def loss(true_loss, *arguments):
+        out = true_loss(*arguments)
         return out._replace(loss=out.loss * float("nan")) if one.policy.updates >= at else out
 
-    one.loss = loss
+    around_loss(one, loss)
 
 
 def test_a_nan_loss_stops_before_any_weight_is_touched(trainer):

@@ -67,7 +67,7 @@ FIELDS = {
     "evaluate": "seed dtype device data.cache rollout.height rollout.width rollout.frames rollout.steps "
     "rollout.guidance* rollout.batch_size judge.model judge.endpoints judge.concurrency eval.prompts "
     "eval.samples_per_prompt eval.max_prompts eval.height eval.width eval.frames eval.steps eval.guidance* eval.spec "
-    "eval.options eval.judge memory.*",
+    "eval.options eval.judge memory.* parallel.*",
 }
 """The configuration's fields that --help shows: the most common ones of `train`, those that the others use."""
 
@@ -317,7 +317,7 @@ def _read(recipe: Path | None, values: Mapping[str, Any], training: bool) -> Con
     if training:
         from prefgrpo.run import session
 
-        mistakes += session.mistakes(config, int(os.environ.get("WORLD_SIZE", "1")))
+        mistakes += session.mistakes(config)
     if mistakes:
         raise ConfigError(mistakes)
     changed = differences(parse(recipe)[0], parse(recipe, model)[0]) if model else {}

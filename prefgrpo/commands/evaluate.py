@@ -92,20 +92,27 @@ def _side(config: Config, target: str, which: Which) -> Side:
     if (run := _run_of(path)) is None:
         if which == "ema":
             raise ConfigError([f"--weights: {target} is no run, so it keeps no moving average"])
-        return Side(config, Weights(), "base")
+        return Side(config, Weights(trainable=_split(config)), "base")
     if which == "ema" and not config.train.ema_decay:
         raise ConfigError([f"--weights: {run.root} keeps no moving average (train.ema_decay is 0); expected live"])
     newest = path if path.resolve().parent.name == "checkpoints" else run.latest()
     if newest is None:
         raise CheckpointError(f"{run.root} has no checkpoint to evaluate; expected one in {run.checkpoints}")
     averaged = config.train.ema_decay > 0 and which != "live"
-    return Side(config, Weights(checkpoint=newest, averaged=averaged), f"{newest.name}_{'ema' if averaged else 'live'}")
+    weights = Weights(trainable=True, checkpoint=newest, averaged=averaged)
+    return Side(config, weights, f"{newest.name}_{'ema' if averaged else 'live'}")
 
 
-def _other(config: Config, against: str, which: Which) -> Side:
+def _split(config: Config) -> bool:
+    """Whether the processes share weights or samples, for which the model must be opened as for training."""
+    return config.parallel.shard * config.parallel.ring * config.parallel.ulysses > 1
+
+
+def _other(side: Side, against: str, which: Which) -> Side:
     """The side to compare with: base, or another target, which samples as the first one does. Raises ConfigError."""
+    config = side.config
     if against == "base":
-        return Side(config, Weights(), "base")
+        return Side(config, Weights(trainable=side.weights.trainable), "base")
     if (run := _run_of(Path(against))) is not None:
         own = load(run.config)
         same = {name: getattr(own, name) for name in ("model", "family", "dtype", "train")}
@@ -186,11 +193,11 @@ def evaluate(
         return _report(load_suite(suite).read_results(results), {}, out or results.parent, suite)
     side = _side(config, target, weights)
     where = out or Path(config.output) / config.name / "evaluations" / side.label
-    world = parallel.start(config.device)
+    world = parallel.start(config.device, config)
     try:
         if suite:
             return _suite(side, load_suite(suite), suite, prompts, out or where / suite, samples, question, fps, world)
-        other = _other(config, against, against_weights)
+        other = _other(side, against, against_weights)
         return _against(side, other, prompts, out or where / f"against_{_slug(against, other)}", judge2, fps, world)
     finally:
         parallel.stop()
@@ -270,10 +277,14 @@ def _report(results: Results, facts: Mapping[str, Any], out: Path, name: str) ->
 # ---- two sides ------------------------------------------------------------------------------------------------------
 
 
-def _against(side: Side, other: Side, file: str, out: Path, judge2: str, fps: int, world: World) -> int:
+def _against(side: Side, other: Side, prompts: str, out: Path, judge2: str, fps: int, world: World) -> int:
     """Render both sides from the same noise, compare them, report."""
     config, ending = side.config, ".mp4" if judging.makes_clips(side.config) else ".png"
-    sets = {"prompts": read_prompts(file)} if file else prompt_sets(config)[1]
+
+    def file(part: str, name: str, number: int) -> Path:
+        return out / part / f"{name}_{number:06d}{ending}"
+
+    sets = {"prompts": read_prompts(prompts)} if prompts else prompt_sets(config)[1]
     if not sets:
         raise ConfigError(["--prompts: the run held no prompts out; expected a file of prompts to compare on"])
     samples = config.eval.samples_per_prompt
@@ -288,17 +299,17 @@ def _against(side: Side, other: Side, file: str, out: Path, judge2: str, fps: in
     handle = world.on_main(partial(_claim, out, facts), CheckpointError)
     try:
         metrics: dict[str, float] = {}
+        for one, part in zip((side, other), facts, strict=True):
+            made = [Job(p, h.first_id + i, file(part, h.name, i)) for h in held for i, p in enumerate(h.items)]
+            make(one.config, one.weights, made, world, fps)
         for h in held:
-            files = [[out / part / f"{h.name}_{i:06d}{ending}" for i in range(len(h.items))] for part in facts]
-            for one, own in zip((side, other), files, strict=True):
-                places = enumerate(zip(h.items, own, strict=True))
-                make(one.config, one.weights, [Job(p, h.first_id + i, f) for i, (p, f) in places], world, fps)
             each = -(-len(h.items) // world.dp_size)
             mine = range(world.dp_index * each, min((world.dp_index + 1) * each, len(h.items)))
             parts: list[Table] = []
-            for start in range(0, len(mine), AT_ONCE):
+            for start in range(0, len(mine) * world.leads, AT_ONCE):
                 rows = mine[start : start + AT_ONCE]
-                parts.append(compare(scorers, [_pair(config, h.items[i], *(own[i] for own in files)) for i in rows]))
+                pairs = [_pair(config, h.items[i], *(file(part, h.name, i) for part in facts)) for i in rows]
+                parts.append(compare(scorers, pairs))
             metrics |= over_ranks(world, h.name, h.group[list(mine)], _joined(parts), len(h.items))
         for scorer in scorers.values():
             scorer.close()

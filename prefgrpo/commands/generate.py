@@ -8,7 +8,7 @@ noise address), not on the world size or on what was there.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 from tqdm import tqdm
 
 from prefgrpo.config.schema import Config, ConfigError, SamplingConfig
@@ -24,6 +25,7 @@ from prefgrpo.data.prompts import DataError, Prompt, read_prompts
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError
 from prefgrpo.parallel import world as parallel
+from prefgrpo.parallel.shard import gathered
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.render import Images, render, to_uint8
@@ -49,12 +51,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Weights:
-    """Which weights draw: those of the model itself, with a LoRA on them, or as a checkpoint has them."""
+    """Which weights draw: those of the model itself, with a LoRA on them, or as a checkpoint has them.
+
+    Where nothing else is given: the model as it is.
+    """
 
     lora: Path | None = None
     """Folder of a trained LoRA, or a run folder that has one."""
+    trainable: bool = False
+    """Open the model as its run does: with what trains, its attention backend, and split over processes."""
     checkpoint: Path | None = None
-    """Folder of a checkpoint, RUN/checkpoints/step_NNNNNN, of the run whose configuration opens the model."""
+    """Folder of a checkpoint, RUN/checkpoints/step_NNNNNN, of that run; needs `trainable`."""
     averaged: bool = False
     """The checkpoint's moving average in place of its live weights."""
 
@@ -108,23 +115,30 @@ def make(config: Config, weights: Weights, jobs: Sequence[Job], world: World, fp
     """
     missing = [job for job in jobs[world.dp_index :: world.dp_size] if not job.file.exists()]
     if world.any(bool(missing)):
-        prompts, shown = list({job.prompt.id: job.prompt for job in jobs}.values()), evaluation(config)
+        prompts, shown = list({id(job.prompt): job.prompt for job in jobs}.values()), evaluation(config)
         absent = uncached(config, encoding_jobs(replace(config, rollout=shown), prompts))
         adapter = _open(config, weights, world, encoders=bool(absent))
         with config_errors_as("eval, or a prompt's own size"):
             for sizes in all_sizes(prompts, shown, config.data.own_sizes):
                 adapter.latent_shape(sizes)
-        _render(config, adapter, missing, world, fps)
+        with gathered(adapter, config.parallel.keep_gathered):
+            _render(config, adapter, missing, jobs[0], world, fps)
     world.barrier()
 
 
 def _open(config: Config, weights: Weights, world: World, encoders: bool) -> Adapter:
     """The model with these weights. Raises ConfigError, ModelError or CheckpointError."""
-    adapter = open_adapter(config, world.device, encoders=encoders)
+    adapter = open_adapter(config, world.device, encoders, split=weights.trainable and world.layout.split > 1)
+    if weights.trainable:
+        trainable(config, adapter, world)
     if weights.checkpoint is not None:
-        tensors, _ = checkpoint.read(weights.checkpoint)
-        trained: dict[str, torch.Tensor] = dict(trainable(config, adapter).trainable())
-        checkpoint.load_into(trained, tensors, "ema." if weights.averaged else "param.")
+        trained, prefix = dict[str, Tensor](adapter.trainable()), "ema." if weights.averaged else "param."
+
+        def templates(names: Collection[str]) -> dict[str, Tensor]:
+            return {prefix + n: p.detach() for n, p in trained.items() if prefix + n in names}
+
+        tensors, _ = checkpoint.read(weights.checkpoint, world, templates)
+        checkpoint.load_into(trained, tensors, prefix)
     if (lora := weights.lora) is not None:
         try:
             adapter.load_lora(str(lora / "lora" if (lora / "lora").is_dir() else lora))
@@ -137,8 +151,11 @@ def _open(config: Config, weights: Weights, world: World, encoders: bool) -> Ada
     return adapter
 
 
-def _render(config: Config, adapter: Adapter, jobs: Sequence[Job], world: World, fps: int) -> None:
-    """Render and write this rank's files, a batch at a time."""
+def _render(config: Config, adapter: Adapter, jobs: Sequence[Job], any_job: Job, world: World, fps: int) -> None:
+    """Render and write this rank's files, a batch at a time.
+
+    With `World.equal_forwards` a rank with fewer batches renders `any_job` for each that it lacks, and writes nothing.
+    """
     r, own, m = evaluation(config), config.data.own_sizes, config.memory
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     schedules = Schedules(config, adapter, world.device)
@@ -146,14 +163,19 @@ def _render(config: Config, adapter: Adapter, jobs: Sequence[Job], world: World,
     for job in jobs:
         by_size.setdefault(of_prompt(job.prompt, r, own), []).append(job)
     batches = [(s, js[k : k + r.batch_size]) for s, js in by_size.items() for k in range(0, len(js), r.batch_size)]
+    count = len(batches)
+    if world.equal_forwards:
+        most = int(world.gather(np.array([float(count)])).max())
+        batches += [(of_prompt(any_job.prompt, r, own), [any_job])] * (most - count)
     with tqdm(total=len(jobs), unit="file", dynamic_ncols=True, disable=None if world.main else True) as bar:
-        for sizes, batch in batches:
+        for number, (sizes, batch) in enumerate(batches):
             ids = torch.tensor([job.noise for job in batch], dtype=torch.int64, device=world.device)
             prompts, schedule = [job.prompt for job in batch], schedules.ode(sizes)
-            media = render(adapter, schedule, embeddings, prompts, ids, sizes, config.seed, m.decode_batch)
-            for job, pixels in zip(batch, to_uint8(media), strict=True):
-                write(job.file, pixels, fps)
-            bar.update(len(batch))
+            media = render(adapter, schedule, embeddings, prompts, ids, sizes, config.seed, m.decode_batch, world)
+            if number < count and world.leads:
+                for job, pixels in zip(batch, to_uint8(media), strict=True):
+                    write(job.file, pixels, fps)
+            bar.update(len(batch) * (number < count))
 
 
 def write(file: Path, pixels: Images, fps: int) -> None:

@@ -183,7 +183,7 @@ def score_files(
     rewards: Mapping[str, Reward], files: Sequence[Generated], batch: int, seed: int, deadline_s: float, world: World
 ) -> list[dict[str, Score]]:
     """Scores of every file by reward, in the files' order, on every rank."""
-    mine = _units(_groups(files), batch)[world.dp_index :: world.dp_size]
+    mine = _units(_groups(files), batch)[world.dp_index :: world.dp_size] if world.leads else []
     scored: list[tuple[int, dict[str, Score]]] = []
     total = sum(len(group) for _, groups in mine for group in groups)
     with tqdm(total=total, unit="file", dynamic_ncols=True, disable=None if world.main else True) as bar:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     ConfigDict,
@@ -35,6 +35,15 @@ MODEL_VALUES = "prefgrpo.yaml"
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 """Unknown keys are mistakes, true is no number, no number is text; the line below a field is its description."""
 Share = Annotated[float, Field(ge=0, lt=1)]
+Attention = Literal[
+    "native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math",
+    "flash", "flash_hub", "_flash_3", "_flash_3_hub", "xformers",
+]  # fmt: skip
+IN_FP32 = ("native", "_native_efficient", "_native_math", "xformers")
+SPLITTING = ("native", "_native_cudnn", "_native_flash", "flash", "flash_hub", "_flash_3_hub")
+"""Attention backends that take fp32, and those that run under context parallelism; under ring all of these but native,
+which does not return log-sum-exps."""
+T = TypeVar("T")
 Options = dict[str, dict[str, Any]]
 """Options per reward."""
 
@@ -88,7 +97,26 @@ class SamplingConfig:
     window_high: NonNegativeInt = 0
     """One past the last such step; 0: all but the last step."""
     window_size: NonNegativeInt = 0
-    """Consecutive steps per rollout, drawn anew inside the range; 0: the whole range."""
+    """Steps that are trained per rollout, chosen from the range by window_policy; 0: the whole range."""
+    window_steps: tuple[NonNegativeInt, ...] = ()
+    """The range as a list of steps, in place of window_low and window_high."""
+    window_policy: Literal["random", "subset", "progressive"] = "random"
+    """random: neighbours, their start drawn anew for every training step (Flow-GRPO-Fast); subset: any steps, drawn
+    anew (DanceGRPO, Pref-GRPO); progressive: neighbours that move through the range and begin again (MixGRPO)."""
+    window_interval: PositiveInt = 25
+    """progressive: training steps until the window moves."""
+    window_stride: PositiveInt = 1
+    """progressive: by how many steps it moves."""
+    window_decay: NonNegativeFloat = 0.0
+    """progressive: the interval is divided by exp(window_decay) for every step that the window's start is beyond
+    window_decay_from (MixGRPO's exponential strategy: 0.1 from 13)."""
+    window_decay_from: NonNegativeInt = 13
+    """Where this begins."""
+    window_per_prompt: bool = False
+    """Draw random and subset windows for every prompt of its own (Flash-GRPO). A batch then holds samples of one
+    prompt: batch_size must divide group_size."""
+    sde_everywhere: bool = False
+    """Make all steps stochastic, not only those that are trained (DanceGRPO, Pref-GRPO)."""
     prompts_per_step: PositiveInt = 8
     """P, prompts per training step over all processes."""
     group_size: Annotated[int, Field(ge=2)] = 8
@@ -224,8 +252,10 @@ class TrainConfig:
     """Gradient norm is clipped to this."""
     updates_per_rollout: PositiveInt = 1
     """Optimiser updates per rollout, each on its share of the batches; the first is on-policy."""
-    objective: Literal["grpo"] = "grpo"
-    """Policy loss."""
+    objective: str = "grpo"
+    """What is optimised (docs/objectives.md): grpo, nft, awm, soft_dpo, …, or a class of your own, as file.py:Class."""
+    objective_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the objective, by name."""
     clip_range: PositiveFloat = 1e-4
     """PPO clip of the mean-log-prob ratio, below 1."""
     clip_range_high: PositiveFloat | None = None
@@ -306,6 +336,28 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class ParallelConfig:
+    """How the processes of a run share its work: replicate × shard × ring × ulysses of them."""
+
+    replicate: NonNegativeInt = 0
+    """Copies of the denoisers' weights, each trained on samples of its own; 0: as many as fill the processes."""
+    shard: PositiveInt = 1
+    """Processes with samples of their own over which one copy of the denoisers' weights is split (FSDP2), and over
+    their context-parallel processes; 1: every process holds a whole copy, but in full fine-tuning context-parallel
+    ones split it all the same."""
+    ulysses: PositiveInt = 1
+    """Processes that share the tokens of each sample, and in attention its heads (Ulysses): one machine's."""
+    ring: PositiveInt = 1
+    """Processes that share the tokens of each sample and pass keys and values around (ring attention): across machines,
+    and where ulysses does not divide the heads. Not on CPUs."""
+    keep_gathered: bool = False
+    """Gather split weights once per rollout or evaluation and keep them until its end, instead of once per forward:
+    less traffic, but memory for a whole copy meanwhile."""
+    offload: bool = False
+    """Split weights, and their optimiser's state, wait in the CPU's memory, where the optimiser steps too."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
     """Saving."""
 
@@ -331,6 +383,9 @@ class Config:
     """Seed of prompts, noise, pair orders and LoRA initialisation."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Type of the frozen weights and of the forward; LoRA and optimiser are fp32."""
+    attention: Attention = "native"
+    """diffusers' attention backend, in rollout and training alike; its gradients are compared with torch's own first.
+    native: torch's choice; all flash and cudnn ones need bf16; names ending in _hub download a kernel."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is a GPU."""
     gpus: PositiveInt = 1
@@ -345,12 +400,14 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
 
 def check(c: Config) -> list[str]:
     """The values that do not go together, as 'field: what was expected, what came'."""
-    r, t = c.rollout, c.train
+    r, t, p = c.rollout, c.train, c.parallel
     high = r.window_high or r.steps - 1
+    split = p.shard > 1 or (not t.lora_rank and p.ring * p.ulysses > 1)
     rules = [
         (c.model, "model: expected the folder or hub id of a diffusers pipeline, got nothing"),
         (c.data.prompts, "data.prompts: expected a file of prompts (txt, csv, tsv, jsonl or parquet), got nothing"),
@@ -362,8 +419,17 @@ def check(c: Config) -> list[str]:
             f"rollout.window_low/high: expected 0 <= low < high <= steps ({r.steps}), got {r.window_low} and {high}",
         ),
         (
-            r.window_size <= max(high - r.window_low, 0),
-            f"rollout.window_size: expected 0 … {high - r.window_low}, got {r.window_size}",
+            max(r.window_steps, default=0) < r.steps,
+            f"rollout.window_steps: expected steps below {r.steps}, got {list(r.window_steps)}",
+        ),
+        (
+            r.window_size <= (many := len(set(r.window_steps)) or max(high - r.window_low, 0)),
+            f"rollout.window_size: expected 0 … {many}, got {r.window_size}",
+        ),
+        (
+            not r.window_per_prompt or (r.group_size % r.batch_size == 0 and r.window_policy != "progressive"),
+            "rollout.window_per_prompt: expected window_policy random or subset, and a batch_size that divides "
+            f"group_size, got {r.window_policy}, {r.batch_size} and {r.group_size}",
         ),
         (
             r.shift is None or r.sigmas == "published",
@@ -383,14 +449,44 @@ def check(c: Config) -> list[str]:
             (c.judge.timeout_s or 0) <= (c.judge.deadline_s or math.inf),
             f"judge.deadline_s: expected at least judge.timeout_s ({c.judge.timeout_s}), got {c.judge.deadline_s}",
         ),
-        (t.lora_rank or not t.kl_coef, "train.kl_coef: the reference is the LoRA switched off; expected lora_rank > 0"),
         (
             t.kl_form == "gaussian" or not r.rule.startswith(("cps", "ddim")),
             f"train.kl_form: {t.kl_form} divides by a variance per unit of σ, which rule {r.rule} does not have; "
             "expected gaussian",
         ),
+        (split or not p.keep_gathered, "parallel.keep_gathered: expected parallel.shard above 1, got 1"),
+        (split or not p.offload, "parallel.offload: expected parallel.shard above 1, got 1"),
+        (
+            c.dtype == "bf16" or c.attention in IN_FP32,
+            f"attention: {c.attention} computes in bf16; expected dtype bf16, got {c.dtype}",
+        ),
+        (
+            p.ring * p.ulysses == 1 or c.attention in SPLITTING,
+            f"attention: expected one of {', '.join(SPLITTING)} under context parallelism, got {c.attention}",
+        ),
+        (
+            p.ring == 1 or c.attention != "native",
+            f"attention: ring attention needs log-sum-exps; expected one of {', '.join(SPLITTING[1:])} (on GPUs), got "
+            "native",
+        ),
+        (not (p.offload and p.keep_gathered), "parallel.offload: expected keep_gathered off, which undoes it, got on"),
     ]
     return [text for ok, text in rules if not ok]
+
+
+def options(kind: type[T], content: Mapping[str, Any], name: str) -> T:
+    """A dataclass of options from a mapping called `name`. Raises ConfigError with every mistake in it."""
+    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    listed = ", ".join(known) or "none"
+    unknown = [f"{name}.{key}: unknown key; known keys here: {listed}" for key in content if key not in known]
+    given = {key: value for key, value in content.items() if key in known}
+    try:
+        made = TypeAdapter(kind).validate_json(json.dumps(given, default=str))
+    except ValidationError as error:
+        raise ConfigError([*unknown, *_mistakes(error, given, (name,)).values()]) from error
+    if unknown:
+        raise ConfigError(unknown)
+    return made
 
 
 def load(recipe: str | Path) -> Config:

@@ -11,8 +11,9 @@ import resource
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,19 +25,26 @@ from prefgrpo.config.schema import Config, ConfigError, differences, load, to_di
 from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt, fingerprint, prompt_sets
 from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.models.base import Adapter
+from prefgrpo.objectives import objective
+from prefgrpo.objectives.base import EndpointObjective, Objective, TrajectoryObjective
 from prefgrpo.parallel import world as parallel
+from prefgrpo.parallel.context import undivided
+from prefgrpo.parallel.mesh import splits
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import PYTHON, named_objects
 from prefgrpo.rewards.log import drop_from
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.batches import Rollouts
+from prefgrpo.rollout.deal import deal_batches
 from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
+from prefgrpo.rollout.endpoint import EndpointCollector
+from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.rollout.sampling import Schedules, all_sizes, evaluation
 from prefgrpo.run import checkpoint, judging
 from prefgrpo.run.evaluate import Evaluator, held_out
 from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
 from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
-from prefgrpo.run.memory import known_bytes
+from prefgrpo.run.memory import known_bytes, without_weights
 from prefgrpo.run.policy import Policy
 from prefgrpo.run.run_folder import RunFolder
 
@@ -45,7 +53,8 @@ FREE = (
     *("output", "name", "device", "gpus", "tensorboard", "data.cache", "memory.offload"),
     *("judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s"),
     *("judge.max_missing", "judge.patience_steps", "judge.log", "judge.cache", "judge.hedge_s"),
-    *("judge.retries", "judge.patience_s"),
+    *("judge.retries", "judge.patience_s", "parallel.replicate", "parallel.shard", "parallel.ulysses"),
+    *("parallel.ring", "parallel.keep_gathered", "parallel.offload"),
 )
 """What a resumed run may change: where and how it runs, and what mends a run that stopped."""
 FREE_OPTIONS = (
@@ -58,6 +67,7 @@ FREE_OPTIONS = (
     f".{PYTHON}",
 )
 """Likewise among a reward's options."""
+Collector = TrajectoryCollector | EndpointCollector
 
 
 @dataclass
@@ -106,6 +116,8 @@ class Session:
     folder: RunFolder
     adapter: Adapter
     policy: Policy
+    objective: Objective
+    collector: Collector
     rollouts: Rollouts
     scorer: Scorer
     weights: dict[str, float]
@@ -135,11 +147,11 @@ class Session:
 
 def open_session(config: Config, resume: bool) -> Session:
     """Build and check everything. Raises ConfigError, DataError, CheckpointError, ModelError or JudgeError."""
-    world = parallel.start(config.device)
+    world = parallel.start(config.device, config)
     lock: int | None = None
     try:
         folder = RunFolder(Path(config.output) / config.name)
-        check_run(config, world.dp_size)
+        check_run(config)
         lock = world.on_main(partial(checkpoint.claim, folder, resume), checkpoint.CheckpointError)
         if resume:
             _check_same_run(config, folder)
@@ -158,8 +170,10 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     scorer, weights = training_scorer(config, judge, folder.root if world.main else None, prompts, world)
     scorers = {name: evaluation_scorers(config, judge, held, scorer, world) for name, held in measured.items()}
     absent = len(uncached(config, encoding_jobs(config, prompts, [p for held in sets.values() for p in held])))
-    adapter = trainable(config, open_adapter(config, world.device, encoders=bool(absent)))
-    policy = Policy(dict(adapter.trainable()), config.train)
+    _check_context(config, world, [*prompts, *(p for held in sets.values() for p in held)])
+    adapter = trainable(config, open_adapter(config, world.device, bool(absent), splits(config)), world)
+    goal = objective(config.train)
+    policy = open_policy(config, goal, adapter)
     schedules = open_schedules(config, adapter, world, prompts)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     ode = schedules.ode(evaluation(config))
@@ -167,8 +181,11 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     for number, (name, held) in enumerate(measured.items()):
         chosen = held_out(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
         evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers[name], world, folder)
-    rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world)
-    session = Session(world, folder, adapter, policy, rollouts, scorer, weights, evaluators, judge, Interrupt(), lock)
+    rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world, goal.whole_groups)
+    collector = open_collector(config, goal, adapter, policy, world)
+    session = Session(
+        world, folder, adapter, policy, goal, collector, rollouts, scorer, weights, evaluators, judge, Interrupt(), lock
+    )
     session.notes = [*_notes(config, session), *judge_notes]
     if config.data.cache:
         state = f"{absent} texts are not in it yet" if absent else "it has all prompts, no text encoder was loaded"
@@ -177,31 +194,82 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     return session
 
 
-def mistakes(config: Config, processes: int) -> list[str]:
-    """What is wrong with a run as far as it shows without its model: files, rewards, judge, split of prompts."""
+def open_policy(config: Config, goal: Objective, adapter: Adapter) -> Policy:
+    """The trained weights, with the copies of them that the objective needs."""
+    old = goal.anchor == "old" or goal.sampled_by_old
+    base = not config.train.lora_rank and (goal.anchor == "base" or config.train.kl_coef > 0)
+    return Policy(dict(adapter.trainable()), config.train, old, base)
+
+
+def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Policy, world: World) -> Collector:
+    """What makes an objective's gradients. Raises ConfigError for draws that a family with several denoisers lacks."""
+
+    def reference() -> AbstractContextManager[None]:
+        return adapter.reference() if config.train.lora_rank else policy.holding(policy.base)
+
+    if isinstance(goal, TrajectoryObjective):
+        return TrajectoryCollector(adapter, goal, config.train, reference, world.equal_forwards)
+    assert isinstance(goal, EndpointObjective)
+    if len(adapter.denoisers) > 1 and goal.times not in ("window", "schedule"):
+        which = f"{config.family} has a denoiser for each part of the schedule: expected window or schedule"
+        raise ConfigError([f"train.objective_options.times: {which}, got {goal.times}"])
+    anchor = reference if goal.anchor == "base" else lambda: policy.holding(policy.old)
+    return EndpointCollector(adapter, goal, config, anchor, reference)
+
+
+def _objective_mistakes(config: Config) -> list[str]:
+    """What is wrong with the objective and its options."""
+    try:
+        goal = objective(config.train)
+    except ConfigError as error:
+        return error.mistakes
+    except ValueError as error:
+        return [f"train.objective: {error}"]
+    wrong = [f"train.objective_options.{mistake}" for mistake in goal.mistakes(config.rollout.group_size)]
+    if goal.needs_comparisons and not judging.trains_on_pairs(config):
+        wanted = f"{config.train.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
+        wrong.append(f"reward.spec: {wanted}, with a weight above 0, got {config.reward.spec!r}")
+    r = config.rollout
+    if goal.whole_groups and config.train.updates_per_rollout > r.prompts_per_step:
+        most = f"{config.train.objective} trains on whole groups: expected at most {r.prompts_per_step} updates"
+        wrong.append(f"train.updates_per_rollout: {most}, one per prompt, got {config.train.updates_per_rollout}")
+    return wrong
+
+
+def mistakes(config: Config) -> list[str]:
+    """What is wrong with a run as far as it shows without its model: files, rewards, judge, split into updates."""
     r, e, options = config.rollout, config.eval, config.reward.options
     if absent := [name for name, own in options.items() if PYTHON in own and name not in named_objects()]:
         origin = ", ".join(f"{name} is {options[name][PYTHON]}" for name in absent)
         advice = "resume it there, with prefgrpo.Trainer(…, resume=True)"
         return [f"reward.spec: {origin}, which exists only in the Python program that started the run; {advice}"]
     problems = judging.mistakes(config)
+    problems += [] if problems else _objective_mistakes(config)
     if not problems and not any(judging.specs(config)[0].values()):
         problems.append("reward.spec: every weight is 0, which leaves nothing to train on; measure with eval.spec")
     files = {"data.prompts": config.data.prompts, "eval.prompts": e.prompts, "eval.final_prompts": e.final_prompts}
     problems += [f"{field}: prompts file not found: {f}" for field, f in files.items() if f and not Path(f).is_file()]
-    if r.prompts_per_step % processes:
-        problem = f"{r.prompts_per_step} prompts cannot be split evenly over {processes} processes"
-        problems.append(f"rollout.prompts_per_step: {problem}; expected a multiple of {processes}")
-    if config.train.updates_per_rollout > r.prompts_per_step:
-        problem = f"expected at most one update per prompt, got {config.train.updates_per_rollout} updates"
-        problems.append(f"train.updates_per_rollout: {problem} and rollout.prompts_per_step = {r.prompts_per_step}")
+    if config.train.updates_per_rollout > (samples := r.prompts_per_step * r.group_size):
+        problem = f"expected at most one update per sample, got {config.train.updates_per_rollout} updates"
+        problems.append(f"train.updates_per_rollout: {problem} of {samples} samples per step")
     return problems
 
 
-def check_run(config: Config, processes: int) -> None:
+def check_run(config: Config) -> None:
     """Raise ConfigError with all of `mistakes`."""
-    if problems := mistakes(config, processes):
+    if problems := mistakes(config):
         raise ConfigError(problems)
+
+
+def _check_context(config: Config, world: World, prompts: list[Prompt]) -> None:
+    """Raise ConfigError for sizes whose tokens cannot be divided; from the model's configs, before it loads."""
+    if world.layout.context == 1:
+        return
+    adapter, _ = without_weights(config)
+    sizes = [*all_sizes(prompts, config.rollout, config.data.own_sizes), evaluation(config)]
+    problems = [text for s in sizes for text in undivided(adapter, s, config.data.max_length, world.layout)]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
 
 
 def _check_same_run(config: Config, folder: RunFolder) -> None:
@@ -234,7 +302,7 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
     folder, world = session.folder, session.world
     path = folder.latest() if resume else None
     if path is not None:
-        tensors, meta = checkpoint.read(path)
+        tensors, meta = checkpoint.read(path, world, session.policy.templates)
         if meta["prompts"] != fingerprint(session.rollouts.prompts):
             raise checkpoint.CheckpointError(
                 f"{config.data.prompts} holds other prompts than when {folder.root} was started; "
@@ -274,6 +342,8 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
     else:
         share = f"{held['dev']} of {count + held['dev']} prompts are held out (eval.holdout {e.holdout:g})"
         yield f"{share}: evaluated on every {e.every} steps, never trained on"
+    if waits := idle(config, session.world.dp_size):
+        yield waits
     parts, device = known_bytes(config, adapter, session.world.size), session.world.device
     total, pages = sum(parts.values()), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else pages) / 2**30
@@ -282,6 +352,21 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
     yield (
         f"memory per process: {listed} = {total / unit:.3g} {name} of {free:.1f} GiB free, and the activations of "
         f"{r.batch_size} images"
+    )
+
+
+def idle(config: Config, indices: int) -> str:
+    """How long processes wait for each other in an update because its batches cannot be dealt evenly; '' if never."""
+    r = config.rollout
+    batches = Counter(b.update for b in deal_batches(config, [r] * r.prompts_per_step))
+    rounds = sum(-(-count // indices) for count in batches.values())
+    share = 1 - batches.total() / (rounds * indices)
+    if not share:
+        return ""
+    counts = " or ".join(str(count) for count in sorted(set(batches.values())))
+    return (
+        f"an update has {counts} batches of up to {r.batch_size} samples for {indices} processes, which are idle "
+        f"{share:.0%} of it; a rollout.batch_size that makes it a multiple of {indices} avoids that"
     )
 
 
