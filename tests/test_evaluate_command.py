@@ -144,6 +144,29 @@ def test_ranks_share_the_prompts(place):
         assert row.get("rate", row.get("now")) == pytest.approx(known[key], abs=0.01)
 
 
+@pytest.mark.dist
+def test_split_weights_are_read_by_any_number_of_processes(place, evaluate):
+    """All weights train, split over two processes: their parts make the whole model of one process again."""
+    over = {"train": {"lora_rank": 0, "lr": 1e-3, "steps": 1}, "parallel": {"shard": 2}, "eval": {"every": 1}}
+    target = place / "split.yaml"
+    target.write_text(yaml.safe_dump(settings(place, "split", **over)))
+    both = ranks(target, 2)
+    assert [run.wait(600) for run in both] == [0, 0], both[0].output
+    assert list((place / "runs/split").glob("checkpoints/*/parts"))
+    known, means = last(place, "split"), []
+    code, output, found = evaluate("split", "--parallel.shard", "1", "--out", place / "whole")
+    assert code == 0, output
+    means.append(found["means"]["dev/jpeg_incompressibility"])
+    both = ranks(place / "runs/split", 2, "--out", str(place / "parts"), command="evaluate")
+    assert [run.wait(600) for run in both] == [0, 0], both[0].output
+    means.append(json.loads((place / "parts/comparison.json").read_text())["means"]["dev/jpeg_incompressibility"])
+    for mean in means:
+        assert mean["now"] == pytest.approx(known["dev/jpeg_incompressibility"], abs=0.01) and mean["missing"] == 0
+        assert mean["against"] == pytest.approx(known["dev/jpeg_incompressibility_before"], abs=0.01)
+    code, output, _ = evaluate("split", "--out", place / "none")
+    assert code == 2 and "parallel: expected a multiple of shard 2" in output
+
+
 @pytest.mark.parametrize(
     ("low", "high", "prompts", "said"),
     [
