@@ -541,14 +541,17 @@ def from_dict(content: Mapping[str, Any]) -> Config:
     return _checked(*_typed(content))
 
 
-def parse(recipe: str | Path, model: str = "", overrides: Mapping[str, Any] | None = None) -> tuple[Config, list[str]]:
-    """(configuration, mistakes in keys, types and limits) of a YAML recipe; wrong entries are left at their defaults.
+def parse(
+    recipe: str | Path | None, model: str = "", overrides: Mapping[str, Any] | None = None
+) -> tuple[Config, list[str]]:
+    """(configuration, mistakes in keys, types and limits) of a YAML recipe (None: of the defaults); wrong entries are
+    left at their defaults.
 
     model: replaces the recipe's. A folder may hold a recipe of its own, MODEL_VALUES, whose values then replace those
     that were written for another model (a tiny pipeline cannot draw 720 pixels). overrides: nested, stronger than both.
     `check` is left to the caller. Raises ConfigError if a file is missing or no YAML mapping.
     """
-    values, own = read_yaml(recipe), Path(model) / MODEL_VALUES
+    values, own = read_yaml(recipe) if recipe else {}, Path(model) / MODEL_VALUES
     if model and values.get("model") != model and own.is_file():
         values = merged(values, read_yaml(own))
     return _typed(merged(values, dict(overrides or {})))
