@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from prefgrpo import integrations
 from prefgrpo.integrations.__main__ import run as launch
+from prefgrpo.ops import native  # noqa: F401  # its table of dtypes is made at import
 from prefgrpo.tiny import pipelines
 
 WIDE = {
@@ -257,7 +259,8 @@ def flow_grpo(family: str) -> Callable[[Path, Path, Work], list[str]]:
             "pretrained.model": str(folder), "dataset": str(folder), "resolution": work.side, "mixed_precision": "no",
             "reward_fn": {"jpeg_compressibility": 1.0}, "prompt_fn": "general_ocr", "logdir": "logs",
             "save_dir": "save", "save_freq": 10**9, "eval_freq": 10**9, "sample.num_steps": work.steps,
-            "sample.eval_num_steps": 1, "sample.train_batch_size": work.batch, "sample.num_image_per_prompt": work.group,
+            "sample.eval_num_steps": 1, "sample.train_batch_size": work.batch,
+            "sample.num_image_per_prompt": work.group,
             "sample.num_batches_per_epoch": batches, "sample.test_batch_size": 1, "train.batch_size": work.batch,
             "train.gradient_accumulation_steps": batches // work.updates, "train.beta": work.kl,
         }  # fmt: skip
@@ -280,6 +283,12 @@ def flow_grpo(family: str) -> Callable[[Path, Path, Work], list[str]]:
     return prepare
 
 
+def without_autocast() -> None:
+    """Leave out torch.autocast: losses can be equal in float32 only."""
+    autocast = torch.autocast
+    torch.autocast = lambda *_, **__: autocast("cpu", enabled=False)  # type: ignore[assignment, misc]
+
+
 def on_cpu() -> None:
     """CUDA's names, which two peers' scripts fix, on the CPU; their bfloat16 is float32, in which losses can be equal.
 
@@ -295,8 +304,7 @@ def on_cpu() -> None:
     dist.init_process_group = lambda *_, **__: start("gloo", store=store, rank=0, world_size=1)
     torch.cuda.set_device = lambda _: None  # type: ignore[assignment]
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
-    autocast = torch.autocast
-    torch.autocast = lambda *_, **__: autocast("cpu", enabled=False)  # type: ignore[assignment, misc]
+    without_autocast()
     torch.bfloat16 = torch.float32  # type: ignore[misc]
     batches, listed = DataLoader.__iter__, lambda data: list(data) if isinstance(data, tuple) else data
     # pinning memory makes lists of tuples, which the scripts count on
@@ -317,7 +325,7 @@ def embeddings(folder: Path) -> Path:
             path = folder / name.removesuffix("_path") / f"{k}.pt"
             path.parent.mkdir(exist_ok=True)
             torch.save(tensor.clone(), path)
-        table.append({name: f"{k}.pt" for name in row} | {"caption": prompt})
+        table.append(dict.fromkeys(row, f"{k}.pt") | {"caption": prompt})
     (folder / "table.json").write_text(json.dumps(table * 200))  # one checkpoint is saved per pass
     return folder / "table.json"
 
@@ -394,6 +402,65 @@ def fastvideo(name: str) -> Callable[[Path, Path, Work], list[str]]:
     return prepare
 
 
+RED_REWARD = """
+import numpy as np, torch
+from flow_factory.rewards.abc import PointwiseRewardModel, RewardModelOutput
+class Red(PointwiseRewardModel):
+    required_fields = ("prompt", "image")
+    use_tensor_inputs = False
+    def __call__(self, prompt, image=None, **_):
+        red = [float(np.asarray(i.convert("RGB"))[..., 0].mean()) / 255 for i in image]
+        return RewardModelOutput(rewards=torch.tensor(red), extra_info={})
+"""
+
+
+class Rows(list[dict[str, Any]]):
+    """datasets.Dataset, as far as prompts need it."""
+
+    column_names = ("prompt",)
+
+    @staticmethod
+    def from_dict(columns: dict[str, list[Any]]) -> Any:
+        """Rows of columns."""
+        return Rows(dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+
+    def select(self, indices: Any) -> Any:
+        """The rows of these indices."""
+        return Rows(self[k] for k in indices)
+
+
+def flow_factory(root: Path, folder: Path, work: Work) -> list[str]:
+    """Flow-Factory's FLUX recipe with this work; prompts are encoded in the run, since `datasets` is not installed."""
+    import yaml
+
+    without_autocast()
+    module("datasets", Dataset=Rows, load_dataset=None, load_from_disk=None).__path__ = []
+    module("datasets.utils").__path__ = []
+    module("datasets.utils.logging", disable_progress_bar=lambda: None)
+    config = yaml.safe_load((root.parent / "examples/grpo/lora/flux1/default.yaml").read_text())
+    changes: dict[str, dict[str, Any]] = {
+        "data": {"dataset_dir": str(folder), "enable_preprocess": False, "dataloader_num_workers": 0,
+                 "cache_dir": "cache"},
+        "model": {"model_name_or_path": str(folder), "lora_rank": work.lora, "lora_alpha": 2 * work.lora},
+        "log": {"save_dir": "saves", "save_freq": 0, "run_name": "run"},
+        "train": {"ref_param_device": "cpu", "ema_device": "cpu", "resolution": work.side, "kl_beta": 0.0,
+                  "num_inference_steps": work.steps, "per_device_batch_size": work.batch, "group_size": work.group,
+                  "unique_sample_num_per_epoch": work.prompts, "gradient_step_per_epoch": work.updates,
+                  "latent_storage_dtype": "fp32"},
+        "scheduler": {"sde_steps": None, "num_sde_steps": None},
+        "eval": {"eval_freq": 0, "resolution": work.side},
+    }  # fmt: skip
+    for section, values in changes.items():
+        config[section] |= values
+    config |= {"mixed_precision": "no", "num_processes": 1}
+    config["rewards"] = [{"name": "red", "reward_model": "red_reward.Red", "batch_size": 16, "device": "cpu"}]
+    del config["eval_rewards"]
+    (folder / "red_reward.py").write_text(RED_REWARD)
+    (folder / "settings.yaml").write_text(yaml.safe_dump(config))
+    sys.path.append(str(folder))
+    return [str(folder / "settings.yaml")]
+
+
 PEERS = {
     "flow_grpo_sd3": Peer(
         "flow_grpo", "sd3", "flow_grpo", "scripts/train_sd3.py", flow_grpo("sd3"), "loss", lambda work: work.updates
@@ -407,6 +474,10 @@ PEERS = {
     ),
     "pref_grpo_flux": Peer(
         "pref_grpo", "flux", "Pref-GRPO", "fastvideo/train_flux.py", fastvideo("pref_grpo"), "train_loss", lambda _: 1
+    ),
+    "flow_factory_flux": Peer(
+        "flow_factory", "flux", "Flow-Factory/src", "flow_factory.train", flow_factory, "train/loss",
+        lambda work: work.updates,
     ),
 }  # fmt: skip
 
@@ -424,14 +495,16 @@ def train(peer: Peer, root: Path, folder: Path, work: Work, recorder: Recorder, 
     arguments = peer.prepare(root, folder, work)
     sys.path.insert(0, "")  # the launcher and runpy put the script's folder here
     sys.path.insert(1, str(root))
-    script = str(root / peer.script)
+    is_module = not peer.script.endswith(".py")
+    script = peer.script if is_module else str(root / peer.script)
     del accelerate, peft  # imported before the stand-ins, so that they do not take one for a package
     try:
         if launcher:
-            launch(peer.codebase, script, arguments)
+            launch(peer.codebase, script, arguments, module=is_module)
         else:
             sys.argv = [script, *arguments]
-            runpy.run_path(script, run_name="__main__")
+            run: Callable[..., Any] = partial(runpy.run_module, alter_sys=True) if is_module else runpy.run_path
+            run(script, run_name="__main__")
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
