@@ -1,54 +1,68 @@
 // CUDA kernels of the affine step, its replay and their gradient.
 //
-// A block takes 4096 elements of one sample, 8 neighbours per thread by 128-bit accesses; partial sums go to fp64
-// scratch and the block that finishes last adds them in a fixed order. Invariant: the order of every sum depends on D
+// A block takes 1 to 8 tiles of 1024 elements of one sample, 8 neighbours per thread by 128-bit accesses; partial sums
+// go to fp64 scratch and the block that finishes last adds them in a fixed order. The usual pairs of dtypes without
+// extras have kernels of their own; <kAny, kAny> takes everything else. Invariant: the order of every sum depends on D
 // alone (no float atomics), and step and replay share it, so their log-probs are equal bit for bit.
-#include <cuda_runtime.h>
+#include <initializer_list>
 
-#include "cuda.h"
 #include "cuda_io.cuh"
-#include "math.h"
+#include "cuda_launch.cuh"
 
 namespace prefgrpo {
 namespace {
 
-using namespace base;
+constexpr int kThreads = 128, kWarps = kThreads / 32, kTile = kThreads * kVector;
 
-constexpr int kThreads = 256, kTiles = 2, kBlock = kThreads * kVector * kTiles;
+enum Noise { kNone, kGiven, kAddressed };
 
-struct Sums {
-  double v[3];
+// How a launch is cut: tiles per block, and whether every sample of every tensor starts on 16 bytes.
+struct Cut {
+  int tiles;
+  bool aligned;
 };
 
-__device__ __forceinline__ void four(const NoiseAddress& a, int64_t i, int64_t block, float (&z)[4]) {
-  const uint64_t id = static_cast<uint64_t>(a.sample[i]);
-  const Words w = philox({{static_cast<uint32_t>(block), static_cast<uint32_t>(a.step[i]), static_cast<uint32_t>(id),
-                           static_cast<uint32_t>(id >> 32)}},
-                         static_cast<uint32_t>(a.seed), static_cast<uint32_t>(a.seed >> 32));
-  const Pair p = normal_pair(w.x[0], w.x[1]), q = normal_pair(w.x[2], w.x[3]);
-  z[0] = p.cos_part, z[1] = p.sin_part, z[2] = q.cos_part, z[3] = q.sin_part;
+// Tile t of this thread; false where the block has none. Threads past the end of the sample get an empty one.
+__device__ __forceinline__ bool tile(int64_t dim, const Cut& cut, int t, Tile& at) {
+  const int64_t from = (static_cast<int64_t>(blockIdx.y) * cut.tiles + t) * kTile;
+  at.k = from + threadIdx.x * kVector;
+  const int64_t rest = dim - at.k;
+  at.n = rest < kVector ? rest < 0 ? 0 : static_cast<int>(rest) : kVector;
+  at.whole = cut.aligned && at.n == kVector;
+  return from < dim;
 }
 
-__device__ __forceinline__ void addressed(const NoiseAddress& a, int64_t i, int64_t k, float (&e)[kVector]) {
-  const int64_t from = a.offset + k;
-  const int skip = static_cast<int>(from & 3);
-  float z[4];
-  four(a, i, from >> 2, z);
-  if (skip == 0) {
-    e[0] = z[0], e[1] = z[1], e[2] = z[2], e[3] = z[3];
-    four(a, i, (from >> 2) + 1, z);
-    e[4] = z[0], e[5] = z[1], e[6] = z[2], e[7] = z[3];
-    return;
+// ---------------------------------------------------------------- addressed noise
+struct Counter {
+  uint32_t step, low, high;
+};
+
+__device__ __forceinline__ Counter counter_of(const NoiseAddress& a, int64_t i) {
+  const uint64_t id = static_cast<uint64_t>(a.sample[i]);
+  return {static_cast<uint32_t>(a.step[i]), static_cast<uint32_t>(id), static_cast<uint32_t>(id >> 32)};
+}
+
+__device__ __forceinline__ void addressed(const NoiseAddress& a, const Counter& c, const Tile& at,
+                                          float (&e)[kVector]) {
+  const uint32_t block = static_cast<uint32_t>((a.offset + at.k) >> 2), skip = static_cast<uint32_t>(a.offset) & 3;
+  float z[kVector + 4];
+#pragma unroll
+  for (int j = 0; j < kVector + 4; j += 4) {
+    if (j == kVector && skip == 0) continue;
+    const Words w = philox({{block + j / 4, c.step, c.low, c.high}}, static_cast<uint32_t>(a.seed),
+                           static_cast<uint32_t>(a.seed >> 32));
+    const Pair p = normal_pair(w.x[0], w.x[1]), q = normal_pair(w.x[2], w.x[3]);
+    z[j] = p.cos_part, z[j + 1] = p.sin_part, z[j + 2] = q.cos_part, z[j + 3] = q.sin_part;
   }
 #pragma unroll
-  for (int j = 0; j < kVector; ++j) {
-    const int lane = (skip + j) & 3;
-    if (j > 0 && lane == 0) four(a, i, (from + j) >> 2, z);
-    e[j] = lane == 0 ? z[0] : lane == 1 ? z[1] : lane == 2 ? z[2] : z[3];
-  }
+  for (int j = 0; j < kVector; ++j) e[j] = skip == 0 ? z[j] : skip == 1 ? z[j + 1] : skip == 2 ? z[j + 2] : z[j + 3];
+  if (at.n == kVector) return;
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) e[j] = j < at.n ? e[j] : 0.f;
 }
 
-// Row i of the table; NaN where the index lies outside.
+// ---------------------------------------------------------------- what a sample and a tile are made of
+// The row of sample i; NaN where its index lies outside the table.
 __device__ __forceinline__ Row row_of(const AffineParams& p, int64_t i) {
   const int64_t k = p.index ? p.index[i] : i;
   if (k < 0 || k >= p.rows) {
@@ -59,259 +73,370 @@ __device__ __forceinline__ Row row_of(const AffineParams& p, int64_t i) {
   return {r[0], r[1], r[2], r[3], r[4]};
 }
 
-__device__ __forceinline__ void velocity(const AffineParams& p, int64_t i, int64_t k, int n, float (&v)[kVector]) {
-  load(p.v, i, k, n, v);
-  if (!p.u.data) return;
-  float u[kVector];
-  load(p.u, i, k, n, u);
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) v[j] = guide(v[j], u[j], p.guidance, p.from_cond);
-}
-
-__device__ __forceinline__ double warp_sum(double x) {
-#pragma unroll
-  for (int width = 16; width > 0; width >>= 1) x += __shfl_xor_sync(0xffffffffu, x, width);
+__device__ __forceinline__ double warp_sum(double x, int lanes = 32) {
+  for (int width = lanes / 2; width > 0; width >>= 1) x += __shfl_xor_sync(0xffffffffu, x, width);
   return x;
 }
 
-// Sum over the block in a fixed order; valid in thread 0.
-__device__ __forceinline__ double block_sum(double x) {
-  __shared__ double warps[kThreads / 32];
-  x = warp_sum(x);
-  __syncthreads();
-  if ((threadIdx.x & 31) == 0) warps[threadIdx.x >> 5] = x;
-  __syncthreads();
-  double sum = 0;
-  if (threadIdx.x == 0)
-    for (int k = 0; k < kThreads / 32; ++k) sum += warps[k];
-  return sum;
+// What restores the norm of a row of the last dimension that `lanes` neighbouring threads share: ‖c‖/‖q‖, the factors
+// of q and c in the gradient, and whether any of its dv differs from 0 (else its gradient is 0, whatever c and u hold).
+struct Norm {
+  float ratio, on_q, on_c;
+  bool used;
+};
+
+template <bool kBackward>
+__device__ __forceinline__ Norm norm_of(double cc, double qq, double gq, double gg, int lanes) {
+  cc = warp_sum(cc, lanes), qq = warp_sum(qq, lanes);
+  const double ratio = qq > 0 ? sqrt(cc / qq) : 0;
+  if (!kBackward) return {static_cast<float>(ratio), 0.f, 0.f, true};
+  gq = warp_sum(gq, lanes), gg = warp_sum(gg, lanes);
+  const double along = qq > 0 ? gq / qq : 0;
+  return {static_cast<float>(ratio), static_cast<float>(ratio * along),
+          cc > 0 ? static_cast<float>(along * sqrt(qq / cc)) : 0.f, gg != 0};
 }
 
-// Adds this block's sums; in the sample's last block, true in thread 0 with the totals.
+template <bool kBackward>
+__device__ __forceinline__ Norm norm_of(const AffineParams& p, const float (&c)[kVector], const float (&q)[kVector],
+                                        const float (&g)[kVector]) {
+  double cc = 0, qq = 0, gq = 0, gg = 0;
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    cc += static_cast<double>(c[j]) * c[j], qq += static_cast<double>(q[j]) * q[j];
+    if (kBackward) gq += static_cast<double>(g[j]) * q[j], gg += fabsf(g[j]);
+  }
+  return norm_of<kBackward>(cc, qq, gq, gg, static_cast<int>(p.rescale_dim) / kVector);
+}
+
+// The velocity, guided if there is a pair; `u` is read only then.
+template <int kType>
+__device__ __forceinline__ void velocity(const AffineParams& p, const Raw& v, const Raw& u, float (&out)[kVector]) {
+  unpack<kType>(p.v, v, out);
+  if (kType != kAny || !p.u.data) return;
+  float c[kVector], other[kVector];
+  unpack<kAny>(p.u, u, other);
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) c[j] = out[j], out[j] = guide(c[j], other[j], p.guidance, p.from_cond);
+  if (!p.rescale_dim) return;
+  const float ratio = norm_of<false>(p, c, out, out).ratio;
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) out[j] *= ratio;
+}
+
+// Adds this block's sums in a fixed order; in the sample's last block, true in thread 0 with the totals.
 template <int kPlanes>
-__device__ bool reduce(const AffineParams& p, int64_t i, int64_t chunk, int64_t chunks, Sums& sums) {
+__device__ __forceinline__ bool reduce(const AffineParams& p, double (&sums)[kPlanes]) {
+  __shared__ double warps[kPlanes][kWarps];
   __shared__ bool last;
+  const int64_t i = blockIdx.x, chunks = gridDim.y;
 #pragma unroll
   for (int k = 0; k < kPlanes; ++k) {
-    const double sum = block_sum(sums.v[k]);
-    if (threadIdx.x == 0) p.partial[(k * p.batch + i) * chunks + chunk] = sum;
+    const double sum = warp_sum(sums[k]);
+    if (threadIdx.x % 32 == 0) warps[k][threadIdx.x / 32] = sum;
   }
+  __syncthreads();
   if (threadIdx.x == 0) {
+    for (int k = 0; k < kPlanes; ++k) {
+      double sum = 0;
+      for (int w = 0; w < kWarps; ++w) sum += warps[k][w];
+      p.partial[(k * p.batch + i) * chunks + blockIdx.y] = sum;
+    }
     __threadfence();
     last = atomicAdd(p.ticket + i, 1u) == static_cast<uint32_t>(chunks - 1);
   }
   __syncthreads();
-  if (!last) return false;
+  if (!last || threadIdx.x >= 32) return false;
   __threadfence();
 #pragma unroll
   for (int k = 0; k < kPlanes; ++k) {
     double sum = 0;
-    for (int64_t j = threadIdx.x; j < chunks; j += kThreads) sum += __ldcg(p.partial + (k * p.batch + i) * chunks + j);
-    sums.v[k] = block_sum(sum);
+    for (int64_t j = threadIdx.x; j < chunks; j += 32) sum += __ldcg(p.partial + (k * p.batch + i) * chunks + j);
+    sums[k] = warp_sum(sum);
   }
   if (threadIdx.x == 0) p.ticket[i] = 0;
   return threadIdx.x == 0;
 }
 
-__global__ void __launch_bounds__(kThreads, 4) step_kernel(const __grid_constant__ AffineParams p, int64_t chunks) {
-  const int64_t i = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
-  const Row r = row_of(p, i);
+// ---------------------------------------------------------------- kernels: kLatent is the dtype of x and x'
+template <int kLatent, int kVelocity, int kNoise>
+__global__ void __launch_bounds__(kThreads) step_kernel(const __grid_constant__ AffineParams p, const Cut cut) {
+  constexpr bool kMore = kVelocity == kAny;
+  begin();
+  const int64_t i = blockIdx.x;
+  Row r{};
+  Counter counter{};
   float acc = 0.f;
-  for (int tile = 0; tile < kTiles; ++tile) {
-    const int64_t k = chunk * kBlock + tile * (kThreads * kVector) + static_cast<int64_t>(threadIdx.x) * kVector;
-    if (k >= p.dim) break;
-    const int n = p.dim - k < kVector ? static_cast<int>(p.dim - k) : kVector;
-    float x[kVector], v[kVector], e[kVector], mean[kVector];
-    load(p.x, i, k, n, x);
-    velocity(p, i, k, n, v);
-    if (p.x0.data) {
-      const int64_t t = p.index ? p.index[i] : i;
-      const float sigma = t >= 0 && t < p.rows ? p.sigma[t] : r.a;
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) mean[j] = x[j] - sigma * v[j];
-      store(p.x0, i, k, n, mean);
+  Tile at;
+  for (int t = 0; t < cut.tiles && tile(p.dim, cut, t, at); ++t) {
+    const Raw raw_x = fetch<kLatent>(p.x, i, at), raw_v = fetch<kVelocity>(p.v, i, at);
+    Raw raw_u{}, raw_e{};
+    if (kMore && p.u.data) raw_u = fetch<kAny>(p.u, i, at);
+    if (kNoise == kGiven) raw_e = fetch<kAny>(p.eps, i, at);
+    if (t == 0) {
+      r = row_of(p, i);
+      if (kNoise == kAddressed) counter = counter_of(p.noise, i);
     }
+    float e[kVector], x[kVector], v[kVector], mean[kVector], y[kVector];
+    if (kNoise == kAddressed) addressed(p.noise, counter, at, e);
+    if (kNoise == kGiven) unpack<kAny>(p.eps, raw_e, e);
+    unpack<kLatent>(p.x, raw_x, x);
+    velocity<kVelocity>(p, raw_v, raw_u, v);
+    if (kMore && p.x0.data) {
+      const int64_t row = p.index ? p.index[i] : i;
+      const float sigma = row >= 0 && row < p.rows ? p.sigma[row] : r.a;
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) mean[j] = mean_of(r, x[j], v[j]);
-    if (p.mean.data) store(p.mean, i, k, n, mean);
-    const bool noisy = p.noise.sample || p.eps.data;
-    if (p.noise.sample)
-      addressed(p.noise, i, k, e);
-    else if (p.eps.data)
-      load(p.eps, i, k, n, e);
+      for (int j = 0; j < kVector; ++j) y[j] = x[j] - sigma * v[j];
+      store<kAny>(p.x0, i, at, y);
+    }
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      const float y = noisy ? mean[j] + r.s * e[j] : mean[j];
-      x[j] = rounded(y, p.out.dtype);
-      const float d = j < n ? x[j] - mean[j] : 0.f;
-      acc += d * d;
+      mean[j] = mean_of(r, x[j], v[j]);
+      y[j] = kNoise == kNone ? mean[j] : mean[j] + r.s * e[j];
     }
-    store(p.out, i, k, n, x);
+    if (kMore && p.mean.data) store<kF32>(p.mean, i, at, mean);
+    const Raw out = pack<kLatent>(p.out, y);
+    flush<kLatent>(p.out, i, at, out);
+    unpack<kLatent>(p.out, out, y);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) acc = fma_(y[j] - mean[j], y[j] - mean[j], acc);
   }
-  Sums sums{{acc, 0, 0}};
-  if (reduce<1>(p, i, chunk, chunks, sums)) p.logp[i] = finish_logp(r, sums.v[0], p.dim);
+  double sums[1] = {acc};
+  if (reduce(p, sums)) p.logp[i] = finish_logp(row_of(p, i), sums[0], p.dim);
 }
 
-template <int kPlanes>
-__global__ void __launch_bounds__(kThreads) logp_kernel(const __grid_constant__ AffineParams p, int64_t chunks) {
-  const int64_t i = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
-  const Row r = row_of(p, i);
+template <int kLatent, int kVelocity>
+__global__ void __launch_bounds__(kThreads) logp_kernel(const __grid_constant__ AffineParams p, const Cut cut) {
+  constexpr bool kMore = kVelocity == kAny;
+  begin();
+  const int64_t i = blockIdx.x;
+  Row r{};
   float acc = 0.f, kl = 0.f, guard = 0.f;
-  for (int tile = 0; tile < kTiles; ++tile) {
-    const int64_t k = chunk * kBlock + tile * (kThreads * kVector) + static_cast<int64_t>(threadIdx.x) * kVector;
-    if (k >= p.dim) break;
-    const int n = p.dim - k < kVector ? static_cast<int>(p.dim - k) : kVector;
+  Tile at;
+  for (int t = 0; t < cut.tiles && tile(p.dim, cut, t, at); ++t) {
+    const Raw raw_x = fetch<kLatent>(p.x, i, at), raw_v = fetch<kVelocity>(p.v, i, at);
+    const Raw raw_y = fetch<kLatent>(p.out, i, at);
+    Raw raw_u{}, raw_ref{}, raw_old{};
+    if (kMore && p.u.data) raw_u = fetch<kAny>(p.u, i, at);
+    if (kMore && p.kl) raw_ref = fetch<kAny>(p.v_ref, i, at);
+    if (kMore && p.guard) raw_old = fetch<kAny>(p.v_old, i, at);
+    if (t == 0) r = row_of(p, i);
     float x[kVector], v[kVector], y[kVector], o[kVector];
-    load(p.x, i, k, n, x);
-    velocity(p, i, k, n, v);
-    load(p.out, i, k, n, y);
+    unpack<kLatent>(p.x, raw_x, x);
+    velocity<kVelocity>(p, raw_v, raw_u, v);
+    unpack<kLatent>(p.out, raw_y, y);
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      const float d = j < n ? y[j] - mean_of(r, x[j], v[j]) : 0.f;
-      acc += d * d;
+      const float d = y[j] - mean_of(r, x[j], v[j]);
+      acc = fma_(d, d, acc);
     }
-    if (kPlanes == 1) continue;
-    if (p.v_ref.data) {
-      load(p.v_ref, i, k, n, o);
+    if (kMore && p.kl) {
+      unpack<kAny>(p.v_ref, raw_ref, o);
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        const float d = j < n ? v[j] - o[j] : 0.f;
-        kl += d * d;
-      }
+      for (int j = 0; j < kVector; ++j) kl = fma_(v[j] - o[j], v[j] - o[j], kl);
     }
-    if (p.v_old.data) {
-      load(p.v_old, i, k, n, o);
+    if (kMore && p.guard) {
+      unpack<kAny>(p.v_old, raw_old, o);
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        const float d = j < n ? (y[j] - mean_of(r, x[j], o[j])) * (v[j] - o[j]) : 0.f;
-        guard += d;
-      }
+      for (int j = 0; j < kVector; ++j) guard = fma_(y[j] - mean_of(r, x[j], o[j]), v[j] - o[j], guard);
     }
   }
-  Sums sums{{acc, kl, guard}};
-  if (!reduce<kPlanes>(p, i, chunk, chunks, sums)) return;
-  p.logp[i] = finish_logp(r, sums.v[0], p.dim);
-  if (kPlanes == 1) return;
-  if (p.kl) p.kl[i] = finish_kl(r, sums.v[1], p.dim);
-  if (p.guard) p.guard[i] = finish_guard(r, sums.v[2], p.dim);
+  double sums[kMore ? 3 : 1] = {acc};
+  if (kMore) sums[kMore] = kl, sums[2 * kMore] = guard;
+  if (!reduce(p, sums)) return;
+  r = row_of(p, i);
+  p.logp[i] = finish_logp(r, sums[0], p.dim);
+  if (kMore && p.kl) p.kl[i] = finish_kl(r, sums[kMore], p.dim);
+  if (kMore && p.guard) p.guard[i] = finish_guard(r, sums[2 * kMore], p.dim);
 }
 
-__global__ void __launch_bounds__(kThreads) grad_kernel(const __grid_constant__ AffineParams p, int64_t chunks) {
-  const int64_t i = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
-  const Row r = row_of(p, i);
-  const GradScale g =
-      grad_scale(r, p.dim, p.g_logp ? p.g_logp[i] : 0.f, p.g_kl ? p.g_kl[i] : 0.f, p.g_guard ? p.g_guard[i] : 0.f);
+template <int kLatent, int kVelocity>
+__global__ void __launch_bounds__(kThreads) grad_kernel(const __grid_constant__ AffineParams p, const Cut cut) {
+  constexpr bool kMore = kVelocity == kAny;
+  __shared__ GradScale scale;
+  begin();
+  const int64_t i = blockIdx.x;
   const float to_c = p.from_cond ? 1.0f + p.guidance : p.guidance, to_u = p.from_cond ? -p.guidance : 1.0f - p.guidance;
-  for (int tile = 0; tile < kTiles; ++tile) {
-    const int64_t k = chunk * kBlock + tile * (kThreads * kVector) + static_cast<int64_t>(threadIdx.x) * kVector;
-    if (k >= p.dim) break;
-    const int n = p.dim - k < kVector ? static_cast<int>(p.dim - k) : kVector;
+  Row r{};
+  Tile at;
+  for (int t = 0; t < cut.tiles && tile(p.dim, cut, t, at); ++t) {
+    const Raw raw_x = fetch<kLatent>(p.x, i, at), raw_v = fetch<kVelocity>(p.v, i, at);
+    const Raw raw_y = fetch<kLatent>(p.out, i, at);
+    Raw raw_u{}, raw_ref{}, raw_old{};
+    if (kMore && p.u.data) raw_u = fetch<kAny>(p.u, i, at);
+    if (kMore && p.g_kl) raw_ref = fetch<kAny>(p.v_ref, i, at);
+    if (kMore && p.g_guard) raw_old = fetch<kAny>(p.v_old, i, at);
+    if (t == 0) {
+      r = row_of(p, i);
+      if (threadIdx.x == 0)  // divisions in fp64, once
+        scale = grad_scale(r, p.dim, p.g_logp ? p.g_logp[i] : 0.f, kMore && p.g_kl ? p.g_kl[i] : 0.f,
+                           kMore && p.g_guard ? p.g_guard[i] : 0.f);
+      __syncthreads();
+    }
+    const GradScale g = scale;
     float x[kVector], v[kVector], y[kVector], o[kVector], d[kVector];
-    load(p.x, i, k, n, x);
-    velocity(p, i, k, n, v);
-    load(p.out, i, k, n, y);
+    unpack<kLatent>(p.x, raw_x, x);
+    velocity<kVelocity>(p, raw_v, raw_u, v);
+    unpack<kLatent>(p.out, raw_y, y);
 #pragma unroll
     for (int j = 0; j < kVector; ++j) d[j] = scaled(g.logp, y[j] - mean_of(r, x[j], v[j]));
-    if (p.v_ref.data && g.kl != 0.f) {
-      load(p.v_ref, i, k, n, o);
+    if (kMore && p.g_kl && g.kl != 0.f) {
+      unpack<kAny>(p.v_ref, raw_ref, o);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) d[j] += g.kl * (v[j] - o[j]);
     }
-    if (p.v_old.data && g.guard != 0.f) {
-      load(p.v_old, i, k, n, o);
+    if (kMore && p.g_guard && g.guard != 0.f) {
+      unpack<kAny>(p.v_old, raw_old, o);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) d[j] += g.guard * (y[j] - mean_of(r, x[j], o[j]));
     }
-    if (p.u.data) {
+    if (kMore && p.u.data) {
+      Norm n{1.f, 0.f, 0.f, true};
+      unpack<kAny>(p.v, raw_v, x), unpack<kAny>(p.u, raw_u, o);
+      if (p.rescale_dim) {
 #pragma unroll
-      for (int j = 0; j < kVector; ++j) o[j] = to_u * d[j], d[j] = to_c * d[j];
-      store(p.du, i, k, n, o);
+        for (int j = 0; j < kVector; ++j) v[j] = guide(x[j], o[j], p.guidance, p.from_cond);
+        n = norm_of<true>(p, x, v, d);
+      }
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const float dq = p.rescale_dim ? n.ratio * d[j] - n.on_q * v[j] : d[j];
+        d[j] = n.used ? p.rescale_dim ? to_c * dq + n.on_c * x[j] : to_c * dq : 0.f;
+        o[j] = n.used ? to_u * dq : 0.f;
+      }
+      store<kAny>(p.du, i, at, o);
     }
-    store(p.dv, i, k, n, d);
+    store<kVelocity>(p.dv, i, at, d);
   }
 }
 
-__global__ void __launch_bounds__(kThreads) normal_kernel(const __grid_constant__ NormalParams p, int64_t chunks) {
-  const int64_t i = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
-  for (int tile = 0; tile < kTiles; ++tile) {
-    const int64_t k = chunk * kBlock + tile * (kThreads * kVector) + static_cast<int64_t>(threadIdx.x) * kVector;
-    if (k >= p.dim) break;
+__global__ void __launch_bounds__(kThreads) normal_kernel(const __grid_constant__ NormalParams p, const Cut cut) {
+  begin();
+  const int64_t i = blockIdx.x;
+  const Counter counter = counter_of(p.noise, i);
+  Tile at;
+  for (int t = 0; t < cut.tiles && tile(p.dim, cut, t, at); ++t) {
     float e[kVector];
-    addressed(p.noise, i, k, e);
-    store(p.out, i, k, p.dim - k < kVector ? static_cast<int>(p.dim - k) : kVector, e);
+    addressed(p.noise, counter, at, e);
+    store<kAny>(p.out, i, at, e);
   }
 }
 
-// ------------------------------------------------ guidance with the norm restored: one warp per row of the last
-// dimension
+// Guidance with the norm restored where a row does not fit whole threads of a warp: one warp per row.
 template <bool kBackward>
-__global__ void __launch_bounds__(kThreads, 1) guide_kernel(const __grid_constant__ AffineParams p, int64_t rows) {
-  const int64_t warp = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) >> 5;
+__global__ void __launch_bounds__(kThreads) guide_kernel(const __grid_constant__ AffineParams p, const int64_t rows) {
+  begin();
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (warp >= p.batch * rows) return;
   const int64_t i = warp / rows, from = (warp % rows) * p.rescale_dim;
-  const int lane = threadIdx.x & 31;
   double cc = 0, qq = 0, gq = 0, gg = 0;
-  for (int64_t k = lane; k < p.rescale_dim; k += 32) {
-    const float c = one(p.v, i, from + k), q = guide(c, one(p.u, i, from + k), p.guidance, p.from_cond);
+  for (int64_t k = from + threadIdx.x % 32; k < from + p.rescale_dim; k += 32) {
+    const float c = one(p.v, i, k), q = guide(c, one(p.u, i, k), p.guidance, p.from_cond);
     cc += static_cast<double>(c) * c, qq += static_cast<double>(q) * q;
-    if (kBackward) {
-      const float g = one(p.eps, i, from + k);
-      gq += static_cast<double>(g) * q, gg += fabsf(g);
-    }
+    if (!kBackward) continue;
+    const float g = one(p.eps, i, k);
+    gq += static_cast<double>(g) * q, gg += fabsf(g);
   }
-  const bool used = kBackward && warp_sum(gg) != 0;  // a row whose dv is 0 gets 0, whatever c and u hold
-  cc = warp_sum(cc), qq = warp_sum(qq), gq = kBackward ? warp_sum(gq) : 0;
-  const float ratio = qq > 0 ? static_cast<float>(sqrt(cc / qq)) : 0.f;
-  const double along = qq > 0 ? gq / qq : 0;
-  const float on_q = static_cast<float>(ratio * along), on_c = cc > 0 ? static_cast<float>(along * sqrt(qq / cc)) : 0.f;
+  const Norm n = norm_of<kBackward>(cc, qq, gq, gg, 32);
   const float to_c = p.from_cond ? 1.0f + p.guidance : p.guidance, to_u = p.from_cond ? -p.guidance : 1.0f - p.guidance;
-  for (int64_t k = lane; k < p.rescale_dim; k += 32) {
-    const float c = one(p.v, i, from + k), q = guide(c, one(p.u, i, from + k), p.guidance, p.from_cond);
+  for (int64_t k = from + threadIdx.x % 32; k < from + p.rescale_dim; k += 32) {
+    const float c = one(p.v, i, k), q = guide(c, one(p.u, i, k), p.guidance, p.from_cond);
     if (!kBackward) {
-      put(p.out, i, from + k, q * ratio);
+      put(p.out, i, k, q * n.ratio);
       continue;
     }
-    const float dq = ratio * one(p.eps, i, from + k) - on_q * q;
-    put(p.dv, i, from + k, used ? to_c * dq + on_c * c : 0.f);
-    put(p.du, i, from + k, used ? to_u * dq : 0.f);
+    const float dq = n.ratio * one(p.eps, i, k) - n.on_q * q;
+    put(p.dv, i, k, n.used ? to_c * dq + n.on_c * c : 0.f);
+    put(p.du, i, k, n.used ? to_u * dq : 0.f);
   }
 }
 
-const char* status() {
-  const cudaError_t code = cudaGetLastError();
-  return code == cudaSuccess ? nullptr : cudaGetErrorString(code);
+// ---------------------------------------------------------------- launches
+bool aligned(std::initializer_list<View> views) {
+  for (const View& t : views)
+    if ((reinterpret_cast<uintptr_t>(t.data) | static_cast<uintptr_t>(t.stride * (t.dtype == kF32 ? 4 : 2))) & 15)
+      return false;
+  return true;
 }
 
+// More tiles per block for larger samples, so that 4 of FLUX 512² fill 132 multiprocessors and video wastes no sums.
+int tiles_of(int64_t dim) { return dim < 2 << 17 ? 1 : dim < 8 << 17 ? static_cast<int>(dim >> 17) : 8; }
+
 template <class Params>
-const char* launch(void (*kernel)(Params, int64_t), const Params& p, cuda::Stream stream) {
+const char* launch(void (*kernel)(Params, Cut), const Params& p, bool is_aligned, cuda::Stream stream) {
   if (p.batch == 0 || p.dim == 0) return nullptr;
-  const int64_t chunks = cuda::partials_of(p.dim), blocks = chunks * p.batch;
-  if (blocks > 0x7fffffffll) return "the batch is too large for one launch (more than 2^31 blocks); split it";
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p, chunks);
-  return status();
+  const int64_t chunks = cuda::partials_of(p.dim);
+  if (p.batch > 0x7fffffffll || chunks > 0xffff)
+    return "the batch is too large for one launch (more than 2^31 samples, or 2^29 elements of one); split it";
+  const dim3 grid(static_cast<unsigned>(p.batch), static_cast<unsigned>(chunks));
+  return run(kernel, grid, kThreads, stream, p, Cut{tiles_of(p.dim), is_aligned});
+}
+
+template <int kLatentType, int kVelocityType>
+struct Types {
+  static constexpr int kLatent = kLatentType, kVelocity = kVelocityType;
+};
+
+// Calls `with` the Types of a launch: x and x' alike and a usual v, without `more`; else whatever there is.
+template <class With>
+const char* by_types(const AffineParams& p, bool more, With with) {
+  if (!more && p.x.dtype == p.out.dtype) switch (3 * p.x.dtype + p.v.dtype) {
+      case 3 * kF32 + kF32:
+        return with(Types<kF32, kF32>());
+      case 3 * kF32 + kBF16:
+        return with(Types<kF32, kBF16>());
+      case 3 * kF32 + kF16:
+        return with(Types<kF32, kF16>());
+      case 3 * kBF16 + kBF16:
+        return with(Types<kBF16, kBF16>());
+      case 3 * kF16 + kF16:
+        return with(Types<kF16, kF16>());
+    }
+  return with(Types<kAny, kAny>());
 }
 
 template <bool kBackward>
 const char* launch_rows(const AffineParams& p, cuda::Stream stream) {
   if (p.batch == 0 || p.dim == 0) return nullptr;
-  const int64_t rows = p.dim / p.rescale_dim, blocks = (p.batch * rows + kThreads / 32 - 1) / (kThreads / 32);
+  const int64_t rows = p.dim / p.rescale_dim, blocks = (p.batch * rows + kWarps - 1) / kWarps;
   if (blocks > 0x7fffffffll) return "the batch is too large for one launch (more than 2^31 blocks); split it";
-  guide_kernel<kBackward><<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p, rows);
-  return status();
+  return run(guide_kernel<kBackward>, dim3(static_cast<unsigned>(blocks)), kThreads, stream, p, rows);
 }
 
 }  // namespace
 
 namespace cuda {
 
-int64_t partials_of(int64_t dim) { return (dim + kBlock - 1) / kBlock; }
-
-const char* launch_affine_step(const AffineParams& p, Stream s) { return launch(step_kernel, p, s); }
-const char* launch_affine_logp(const AffineParams& p, Stream s) {
-  return p.kl || p.guard ? launch(logp_kernel<3>, p, s) : launch(logp_kernel<1>, p, s);
+int64_t partials_of(int64_t dim) {
+  const int64_t chunk = static_cast<int64_t>(kTile) * tiles_of(dim);
+  return (dim + chunk - 1) / chunk;
 }
-const char* launch_affine_grad(const AffineParams& p, Stream s) { return launch(grad_kernel, p, s); }
-const char* launch_normal(const NormalParams& p, Stream s) { return launch(normal_kernel, p, s); }
+
+bool fuses_norm(int64_t rescale_dim) {
+  return rescale_dim >= kVector && rescale_dim <= 32 * kVector && (rescale_dim & (rescale_dim - 1)) == 0;
+}
+
+const char* launch_affine_step(const AffineParams& p, Stream s) {
+  const bool all = aligned({p.x, p.v, p.u, p.eps, p.out, p.mean, p.x0});
+  return by_types(p, p.u.data || p.mean.data || p.x0.data, [&](auto t) {
+    constexpr int x = decltype(t)::kLatent, v = decltype(t)::kVelocity;
+    if (p.noise.sample) return launch(step_kernel<x, v, kAddressed>, p, all, s);
+    return launch(p.eps.data ? step_kernel<x, v, kGiven> : step_kernel<x, v, kNone>, p, all, s);
+  });
+}
+
+const char* launch_affine_logp(const AffineParams& p, Stream s) {
+  const bool all = aligned({p.x, p.v, p.u, p.out, p.v_ref, p.v_old});
+  return by_types(p, p.u.data || p.kl || p.guard,
+                  [&](auto t) { return launch(logp_kernel<decltype(t)::kLatent, decltype(t)::kVelocity>, p, all, s); });
+}
+
+const char* launch_affine_grad(const AffineParams& p, Stream s) {
+  const bool all = aligned({p.x, p.v, p.u, p.out, p.v_ref, p.v_old, p.dv, p.du});
+  return by_types(p, p.u.data || p.g_kl || p.g_guard,
+                  [&](auto t) { return launch(grad_kernel<decltype(t)::kLatent, decltype(t)::kVelocity>, p, all, s); });
+}
+
+const char* launch_normal(const NormalParams& p, Stream s) { return launch(normal_kernel, p, aligned({p.out}), s); }
 const char* launch_guide(const AffineParams& p, Stream s) { return launch_rows<false>(p, s); }
 const char* launch_guide_grad(const AffineParams& p, Stream s) { return launch_rows<true>(p, s); }
 

@@ -1,7 +1,8 @@
-// Loads and stores of fp32, bf16 and fp16 tensors on the device, 8 neighbours at a time where alignment allows.
+// Loads and stores of 8 neighbours on the device: raw words first, so that all loads are under way before one is used.
 //
-// The dtype is a run-time branch, uniform over a launch, so one kernel serves all mixtures. Invariant: a value becomes
-// fp32 exactly, and is rounded to storage by math.h alone.
+// A dtype is a template argument, or kAny where only the launch knows it. A tile that is whole and aligned moves 128
+// bits at a time; tails and odd addresses fill and empty the same words element by element, so the arithmetic in
+// between exists once. Invariant: a value becomes fp32 exactly, and is rounded to nearest even.
 #pragma once
 #include "math.h"
 #include "params.h"
@@ -11,94 +12,118 @@ namespace {
 
 using namespace base;
 
-constexpr int kVector = 8;
+constexpr int kVector = 8, kAny = -1;
 
-// A view whose samples all start on 16 bytes may be read 8 elements at a time.
-__device__ __forceinline__ bool wide(const View& t) {
-  const int64_t size = t.dtype == kF32 ? 4 : 2;
-  return ((reinterpret_cast<uintptr_t>(t.data) | static_cast<uintptr_t>(t.stride * size)) & 15) == 0;
+struct Raw {
+  uint32_t w[kVector];  // 16-bit elements fill the first four
+};
+
+struct Tile {
+  int64_t k;   // its first element
+  int n;       // how many lie inside the sample
+  bool whole;  // all 8, and every tensor of the launch on 16 bytes
+};
+
+__device__ __forceinline__ bool single(const View& t, int type) { return (type == kAny ? t.dtype : type) == kF32; }
+__device__ __forceinline__ bool bfloat(const View& t, int type) { return (type == kAny ? t.dtype : type) == kBF16; }
+
+// Where element k of sample i lies.
+__device__ __forceinline__ char* place(const View& t, int type, int64_t i, int64_t k) {
+  return static_cast<char*>(t.data) + (i * t.stride + k) * (single(t, type) ? 4 : 2);
 }
 
-__device__ __forceinline__ void unpack(uint32_t word, bool bf16, float& low, float& high) {
-  const uint16_t l = static_cast<uint16_t>(word), h = static_cast<uint16_t>(word >> 16);
-  low = bf16 ? bf16_to_float(l) : half_to_float(l);
-  high = bf16 ? bf16_to_float(h) : half_to_float(h);
-}
-
-__device__ __forceinline__ void load(const View& t, int64_t i, int64_t k, int n, float (&out)[kVector]) {
-  const int64_t at = i * t.stride + k;
-  if (t.dtype == kF32) {
-    const float* p = static_cast<const float*>(t.data) + at;
-    if (n == kVector && wide(t)) {
-      const float4 a = *reinterpret_cast<const float4*>(p), b = *reinterpret_cast<const float4*>(p + 4);
-      out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w, out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
-      return;
-    }
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) out[j] = j < n ? p[j] : 0.f;
-    return;
-  }
-  const uint16_t* p = static_cast<const uint16_t*>(t.data) + at;
-  const bool bf16 = t.dtype == kBF16;
-  if (n == kVector && wide(t)) {
+// Elements outside the sample are 0.
+template <int kType>
+__device__ __forceinline__ Raw fetch(const View& t, int64_t i, const Tile& at) {
+  const char* p = place(t, kType, i, at.k);
+  Raw r{};
+  if (at.whole) {
     const uint4 a = *reinterpret_cast<const uint4*>(p);
-    unpack(a.x, bf16, out[0], out[1]), unpack(a.y, bf16, out[2], out[3]);
-    unpack(a.z, bf16, out[4], out[5]), unpack(a.w, bf16, out[6], out[7]);
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) out[j] = j < n ? (bf16 ? bf16_to_float(p[j]) : half_to_float(p[j])) : 0.f;
-}
-
-__device__ __forceinline__ uint16_t narrow(float x, bool bf16) { return bf16 ? float_to_bf16(x) : float_to_half(x); }
-__device__ __forceinline__ uint32_t pack(float low, float high, bool bf16) {
-  return narrow(low, bf16) | static_cast<uint32_t>(narrow(high, bf16)) << 16;
-}
-
-__device__ __forceinline__ float rounded(float x, int32_t dtype) {
-  if (dtype == kF32) return x;
-  return dtype == kBF16 ? bf16_to_float(float_to_bf16(x)) : half_to_float(float_to_half(x));
-}
-
-__device__ __forceinline__ void store(const View& t, int64_t i, int64_t k, int n, const float (&y)[kVector]) {
-  const int64_t at = i * t.stride + k;
-  if (t.dtype == kF32) {
-    float* p = static_cast<float*>(t.data) + at;
-    if (n == kVector && wide(t)) {
-      reinterpret_cast<float4*>(p)[0] = make_float4(y[0], y[1], y[2], y[3]);
-      reinterpret_cast<float4*>(p)[1] = make_float4(y[4], y[5], y[6], y[7]);
-      return;
+    r.w[0] = a.x, r.w[1] = a.y, r.w[2] = a.z, r.w[3] = a.w;
+    if (single(t, kType)) {
+      const uint4 b = *reinterpret_cast<const uint4*>(p + 16);
+      r.w[4] = b.x, r.w[5] = b.y, r.w[6] = b.z, r.w[7] = b.w;
     }
-#pragma unroll
-    for (int j = 0; j < kVector; ++j)
-      if (j < n) p[j] = y[j];
-    return;
-  }
-  uint16_t* p = static_cast<uint16_t*>(t.data) + at;
-  const bool bf16 = t.dtype == kBF16;
-  if (n == kVector && wide(t)) {
-    *reinterpret_cast<uint4*>(p) =
-        make_uint4(pack(y[0], y[1], bf16), pack(y[2], y[3], bf16), pack(y[4], y[5], bf16), pack(y[6], y[7], bf16));
-    return;
+    return r;
   }
 #pragma unroll
-  for (int j = 0; j < kVector; ++j)
-    if (j < n) p[j] = narrow(y[j], bf16);
+  for (int j = 0; j < kVector; ++j) {
+    if (j >= at.n) continue;
+    if (single(t, kType))
+      r.w[j] = reinterpret_cast<const uint32_t*>(p)[j];
+    else
+      r.w[j / 2] |= static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(p)[j]) << (16 * (j % 2));
+  }
+  return r;
+}
+
+template <int kType>
+__device__ __forceinline__ void unpack(const View& t, const Raw& r, float (&out)[kVector]) {
+  if (single(t, kType)) {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) out[j] = from_bits(r.w[j]);
+    return;
+  }
+  if (bfloat(t, kType)) {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) out[j] = from_bits(j % 2 ? r.w[j / 2] & 0xffff0000u : r.w[j / 2] << 16);
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) out[j] = half_to_float(static_cast<uint16_t>(r.w[j / 2] >> (16 * (j % 2))));
+}
+
+template <int kType>
+__device__ __forceinline__ Raw pack(const View& t, const float (&y)[kVector]) {
+  Raw r{};
+  if (single(t, kType)) {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) r.w[j] = bits(y[j]);
+    return r;
+  }
+  const bool b = bfloat(t, kType);
+#pragma unroll
+  for (int j = 0; j < kVector; j += 2) r.w[j / 2] = b ? pack_bf16(y[j], y[j + 1]) : pack_half(y[j], y[j + 1]);
+  return r;
+}
+
+// Inverse of `fetch`. __stwb is an ordinary store that the compiler does not cut into the tail's narrow ones.
+template <int kType>
+__device__ __forceinline__ void flush(const View& t, int64_t i, const Tile& at, const Raw& r) {
+  char* p = place(t, kType, i, at.k);
+  if (at.whole) {
+    __stwb(reinterpret_cast<uint4*>(p), make_uint4(r.w[0], r.w[1], r.w[2], r.w[3]));
+    if (single(t, kType)) __stwb(reinterpret_cast<uint4*>(p) + 1, make_uint4(r.w[4], r.w[5], r.w[6], r.w[7]));
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    if (j >= at.n) continue;
+    if (single(t, kType))
+      reinterpret_cast<uint32_t*>(p)[j] = r.w[j];
+    else
+      reinterpret_cast<uint16_t*>(p)[j] = static_cast<uint16_t>(r.w[j / 2] >> (16 * (j % 2)));
+  }
+}
+
+template <int kType>
+__device__ __forceinline__ void store(const View& t, int64_t i, const Tile& at, const float (&y)[kVector]) {
+  flush<kType>(t, i, at, pack<kType>(t, y));
 }
 
 __device__ __forceinline__ float one(const View& t, int64_t i, int64_t k) {
-  const int64_t at = i * t.stride + k;
-  if (t.dtype == kF32) return static_cast<const float*>(t.data)[at];
-  const uint16_t h = static_cast<const uint16_t*>(t.data)[at];
-  return t.dtype == kBF16 ? bf16_to_float(h) : half_to_float(h);
+  const char* p = place(t, kAny, i, k);
+  if (single(t, kAny)) return *reinterpret_cast<const float*>(p);
+  const uint16_t h = *reinterpret_cast<const uint16_t*>(p);
+  return bfloat(t, kAny) ? bf16_to_float(h) : half_to_float(h);
 }
 
 __device__ __forceinline__ void put(const View& t, int64_t i, int64_t k, float y) {
-  const int64_t at = i * t.stride + k;
-  if (t.dtype == kF32)
-    static_cast<float*>(t.data)[at] = y;
+  char* p = place(t, kAny, i, k);
+  if (single(t, kAny))
+    *reinterpret_cast<float*>(p) = y;
   else
-    static_cast<uint16_t*>(t.data)[at] = narrow(y, t.dtype == kBF16);
+    *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(bfloat(t, kAny) ? pack_bf16(y, 0.f) : pack_half(y, 0.f));
 }
 
 }  // namespace

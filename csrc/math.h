@@ -119,28 +119,38 @@ PG_INLINE Words philox(Words c, uint32_t k0, uint32_t k1) {
   return c;
 }
 
-// Word → uniform ((w >> 9) + ½)·2⁻²³: exact in fp32, never 0 or 1.
-PG_INLINE float uniform(uint32_t w) { return (static_cast<float>(static_cast<int32_t>(w >> 9)) + 0.5f) * 0x1p-23f; }
+// Word → uniform ((w >> 9) + ½)·2⁻²³: exact in fp32, never 0 or 1; by the bits of 1 + (w >> 9)·2⁻²³.
+PG_INLINE float uniform(uint32_t w) { return from_bits((w >> 9) + 0x3f800000u) - (1.0f - 0x1p-24f); }
 
-// ln u for u in (0, 1), about 1 ulp (polynomial of Cephes' logf).
-PG_INLINE float ln(float u) {
-  const uint32_t shifted = bits(u) - 0x3f3504f3u;  // exponent such that the mantissa lies in [√½, √2)
-  const int32_t e = static_cast<int32_t>(shifted) >> 23;
-  const float z = from_bits((shifted & 0x007fffffu) + 0x3f3504f3u) - 1.0f;
-  const float k = static_cast<float>(e);
-  float p = 7.0376836292e-2f;
-  p = fma_(p, z, -1.1514610310e-1f);
-  p = fma_(p, z, 1.1676998740e-1f);
-  p = fma_(p, z, -1.2420140846e-1f);
-  p = fma_(p, z, 1.4249322787e-1f);
-  p = fma_(p, z, -1.6668057665e-1f);
-  p = fma_(p, z, 2.0000714765e-1f);
-  p = fma_(p, z, -2.4999993993e-1f);
-  p = fma_(p, z, 3.3333331174e-1f);
+// −2 ln u for u in (0, 1), about 1 ulp: Cephes' logf, every constant times −2, which changes no rounding.
+PG_INLINE float minus_two_ln(float u) {
+  const uint32_t exponent = (bits(u) - 0x3f3504f3u) & 0xff800000u;  // such that the mantissa lies in [√½, √2)
+  const float z = from_bits(bits(u) - exponent) - 1.0f;
+  const float k = static_cast<float>(static_cast<int32_t>(exponent));  // times 2²³, exactly
+  float p = -2 * 7.0376836292e-2f;
+  p = fma_(p, z, -2 * -1.1514610310e-1f);
+  p = fma_(p, z, -2 * 1.1676998740e-1f);
+  p = fma_(p, z, -2 * -1.2420140846e-1f);
+  p = fma_(p, z, -2 * 1.4249322787e-1f);
+  p = fma_(p, z, -2 * -1.6668057665e-1f);
+  p = fma_(p, z, -2 * 2.0000714765e-1f);
+  p = fma_(p, z, -2 * -2.4999993993e-1f);
+  p = fma_(p, z, -2 * 3.3333331174e-1f);
   const float z2 = z * z;
-  float y = fma_(z * z2, p, k * -2.12194440e-4f);
-  y = fma_(z2, -0.5f, y);
-  return fma_(k, 0.693359375f, z + y);
+  const float y = fma_(z * z2, p, k * (-2 * -2.12194440e-4f * 0x1p-23f)) + z2;
+  return fma_(k, -2 * 0.693359375f * 0x1p-23f, fma_(z, -2.0f, y));
+}
+
+// √x, rounded to nearest, of a normal number: on the GPU the steps that the compiler takes after its range check.
+PG_INLINE float root(float x) {
+#if defined(__CUDA_ARCH__)
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  const float s = x * r;
+  return fma_(fma_(-s, s, x), 0.5f * r, s);
+#else
+  return sqrtf(x);
+#endif
 }
 
 struct Pair {
@@ -149,14 +159,10 @@ struct Pair {
 
 // Box-Muller on two words: √(−2 ln u₀)·(cos, sin)(2π u₁), the angle reduced exactly in turns.
 PG_INLINE Pair normal_pair(uint32_t w0, uint32_t w1) {
-#if defined(__CUDA_ARCH__)
-  const float radius = __fsqrt_rn(-2.0f * ln(uniform(w0)));
-#else
-  const float radius = sqrtf(-2.0f * ln(uniform(w0)));
-#endif
-  const float t = uniform(w1);
-  const int32_t quadrant = static_cast<int32_t>(fma_(t, 4.0f, 0.5f));
-  const float x = fma_(static_cast<float>(quadrant), -0.25f, t) * 6.283185307179586f;
+  const float radius = root(minus_two_ln(uniform(w0)));
+  const float t = uniform(w1), shifted = fma_(t, 4.0f, 0x1.8p23f);  // the nearest quadrant in the lowest bits
+  const uint32_t quadrant = bits(shifted);
+  const float x = fma_(shifted - 0x1.8p23f, -0.25f, t) * 6.283185307179586f;
   const float z = x * x;
   float s = fma_(-1.9515295891e-4f, z, 8.3321608736e-3f);
   s = fma_(s, z, -1.6666654611e-1f);
@@ -165,8 +171,7 @@ PG_INLINE Pair normal_pair(uint32_t w0, uint32_t w1) {
   c = fma_(c, z, 4.166664568298827e-2f);
   c = fma_(c * z, z, fma_(z, -0.5f, 1.0f));
   const bool odd = quadrant & 1;
-  const uint32_t flip_cos = static_cast<uint32_t>((quadrant + 1) & 2) << 30;
-  const uint32_t flip_sin = static_cast<uint32_t>(quadrant & 2) << 30;
+  const uint32_t flip_sin = quadrant << 30 & 0x80000000u, flip_cos = ((quadrant << 30) + 0x40000000u) & 0x80000000u;
   const uint32_t cos_bits = bits(odd ? s : c) ^ flip_cos, sin_bits = bits(odd ? c : s) ^ flip_sin;
   return {radius * from_bits(cos_bits), radius * from_bits(sin_bits)};
 }
@@ -183,10 +188,16 @@ PG_INLINE uint32_t round_to_bf16(float x) {  // the bits of the rounded fp32: to
 PG_INLINE uint16_t float_to_bf16(float x) { return static_cast<uint16_t>(round_to_bf16(x) >> 16); }
 
 PG_INLINE float half_to_float(uint16_t h) {  // normal numbers by scaling, subnormals by subtraction
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(h));
+  return y;
+#else
   const uint32_t w = static_cast<uint32_t>(h) << 16, two = w + w;
   const float normal = from_bits((two >> 4) + (0xE0u << 23)) * 0x1p-112f;
   const float subnormal = from_bits((two >> 17) | (126u << 23)) - 0.5f;
   return from_bits((w & 0x80000000u) | bits(two < (1u << 27) ? subnormal : normal));
+#endif
 }
 
 PG_INLINE uint16_t float_to_half(float x) {  // to nearest even, by adding a number that pushes out the low bits
@@ -197,6 +208,27 @@ PG_INLINE uint16_t float_to_half(float x) {  // to nearest even, by adding a num
   const uint32_t r = bits(from_bits((bias >> 1) + 0x07800000u) + scaled);
   const uint32_t magnitude = ((r >> 13) & 0x7C00u) + (r & 0x0FFFu);
   return static_cast<uint16_t>((w >> 16 & 0x8000u) | (two > 0xFF000000u ? 0x7E00u : magnitude));
+}
+
+// Two at once, `low` in the low half; the hardware differs in the bits of a NaN alone.
+PG_INLINE uint32_t pack_bf16(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t w;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(high), "f"(low));
+  return w;
+#else
+  return round_to_bf16(low) >> 16 | round_to_bf16(high);
+#endif
+}
+
+PG_INLINE uint32_t pack_half(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t w;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(high), "f"(low));
+  return w;
+#else
+  return float_to_half(low) | static_cast<uint32_t>(float_to_half(high)) << 16;
+#endif
 }
 
 // ---------------------------------------------------------------- policy loss, one sample
