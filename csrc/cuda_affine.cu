@@ -16,20 +16,33 @@ constexpr int kThreads = 128, kWarps = kThreads / 32, kTile = kThreads * kVector
 
 enum Noise { kNone, kGiven, kAddressed };
 
-// How a launch is cut: tiles per block, and whether every sample of every tensor starts on 16 bytes.
+// How a launch is cut: tiles per block, and how many elements make a whole tile of a thread (8; none is where a sample
+// of some tensor starts off 16 bytes). With it the keys of the noise.
 struct Cut {
-  int tiles;
-  bool aligned;
+  int tiles, whole;
+  Keys keys;
 };
 
-// Tile t of this thread; false where the block has none. Threads past the end of the sample get an empty one.
-__device__ __forceinline__ bool tile(int64_t dim, const Cut& cut, int t, Tile& at) {
-  const int64_t from = (static_cast<int64_t>(blockIdx.y) * cut.tiles + t) * kTile;
-  at.k = from + threadIdx.x * kVector;
-  const int64_t rest = dim - at.k;
-  at.n = rest < kVector ? rest < 0 ? 0 : static_cast<int>(rest) : kVector;
-  at.whole = cut.aligned && at.n == kVector;
-  return from < dim;
+// What remains of a block's tile for this thread; one past the sample's end has an empty one.
+__device__ __forceinline__ void take(const Cut& cut, Tile& at) {
+  const int rest = at.left - static_cast<int>(at.thread);
+  at.n = rest < 0 ? 0 : rest < kVector ? rest : kVector;
+  at.whole = rest >= cut.whole;
+}
+
+__device__ __forceinline__ Tile first_tile(int64_t dim, const Cut& cut) {
+  Tile at;
+  at.block = static_cast<int64_t>(blockIdx.y) * (cut.tiles * kTile), at.thread = threadIdx.x * kVector;
+  at.left = dim - at.block < cut.tiles * kTile ? static_cast<int>(dim - at.block) : cut.tiles * kTile;
+  take(cut, at);
+  return at;
+}
+
+// To the next tile; false after the block's last.
+__device__ __forceinline__ bool next(const Cut& cut, Tile& at) {
+  at.thread += kTile;
+  take(cut, at);
+  return at.thread - threadIdx.x * kVector < static_cast<uint32_t>(at.left);
 }
 
 // ---------------------------------------------------------------- addressed noise
@@ -42,20 +55,27 @@ __device__ __forceinline__ Counter counter_of(const NoiseAddress& a, int64_t i) 
   return {static_cast<uint32_t>(a.step[i]), static_cast<uint32_t>(id), static_cast<uint32_t>(id >> 32)};
 }
 
-__device__ __forceinline__ void addressed(const NoiseAddress& a, const Counter& c, const Tile& at,
-                                          float (&e)[kVector]) {
-  const uint32_t block = static_cast<uint32_t>((a.offset + at.k) >> 2), skip = static_cast<uint32_t>(a.offset) & 3;
-  float z[kVector + 4];
+__device__ __forceinline__ void four(const Keys& keys, const Counter& c, uint32_t block, float* z) {
+  const Words w = philox({{block, c.step, c.low, c.high}}, keys);
+  const Pair p = normal_pair(w.x[0], w.x[1]), q = normal_pair(w.x[2], w.x[3]);
+  z[0] = p.cos_part, z[1] = p.sin_part, z[2] = q.cos_part, z[3] = q.sin_part;
+}
+
+// Noise of a tile: two counter blocks; a third where `any_offset`, which need be no multiple of 4. 0 past the end.
+__device__ __forceinline__ void addressed(const Cut& cut, const NoiseAddress& a, const Counter& c, const Tile& at,
+                                          bool any_offset, float (&e)[kVector]) {
+  const uint32_t block = static_cast<uint32_t>((a.offset + at.block) >> 2) + at.thread / 4;
+  const int skip = any_offset ? static_cast<int>(a.offset & 3) : 0;
+  four(cut.keys, c, block, e), four(cut.keys, c, block + 1, e + 4);
+  if (skip != 0) {
+    float more[4];
+    four(cut.keys, c, block + 2, more);
+    for (int s = 0; s < skip; ++s) {
 #pragma unroll
-  for (int j = 0; j < kVector + 4; j += 4) {
-    if (j == kVector && skip == 0) continue;
-    const Words w = philox({{block + j / 4, c.step, c.low, c.high}}, static_cast<uint32_t>(a.seed),
-                           static_cast<uint32_t>(a.seed >> 32));
-    const Pair p = normal_pair(w.x[0], w.x[1]), q = normal_pair(w.x[2], w.x[3]);
-    z[j] = p.cos_part, z[j + 1] = p.sin_part, z[j + 2] = q.cos_part, z[j + 3] = q.sin_part;
+      for (int j = 0; j < kVector - 1; ++j) e[j] = e[j + 1];
+      e[kVector - 1] = more[0], more[0] = more[1], more[1] = more[2];
+    }
   }
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) e[j] = skip == 0 ? z[j] : skip == 1 ? z[j + 1] : skip == 2 ? z[j + 2] : z[j + 3];
   if (at.n == kVector) return;
 #pragma unroll
   for (int j = 0; j < kVector; ++j) e[j] = j < at.n ? e[j] : 0.f;
@@ -159,25 +179,27 @@ __device__ __forceinline__ bool reduce(const AffineParams& p, double (&sums)[kPl
 
 // ---------------------------------------------------------------- kernels: kLatent is the dtype of x and x'
 template <int kLatent, int kVelocity, int kNoise>
-__global__ void __launch_bounds__(kThreads) step_kernel(const __grid_constant__ AffineParams p, const Cut cut) {
+__global__ void __launch_bounds__(kThreads)
+    step_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Cut cut) {
   constexpr bool kMore = kVelocity == kAny;
   begin();
   const int64_t i = blockIdx.x;
   Row r{};
   Counter counter{};
   float acc = 0.f;
-  Tile at;
-  for (int t = 0; t < cut.tiles && tile(p.dim, cut, t, at); ++t) {
+  Tile at = first_tile(p.dim, cut);
+  bool first = true;
+  do {
     const Raw raw_x = fetch<kLatent>(p.x, i, at), raw_v = fetch<kVelocity>(p.v, i, at);
     Raw raw_u{}, raw_e{};
     if (kMore && p.u.data) raw_u = fetch<kAny>(p.u, i, at);
     if (kNoise == kGiven) raw_e = fetch<kAny>(p.eps, i, at);
-    if (t == 0) {
+    if (first) {
       r = row_of(p, i);
       if (kNoise == kAddressed) counter = counter_of(p.noise, i);
     }
     float e[kVector], x[kVector], v[kVector], mean[kVector], y[kVector];
-    if (kNoise == kAddressed) addressed(p.noise, counter, at, e);
+    if (kNoise == kAddressed) addressed(cut, p.noise, counter, at, kMore, e);
     if (kNoise == kGiven) unpack<kAny>(p.eps, raw_e, e);
     unpack<kLatent>(p.x, raw_x, x);
     velocity<kVelocity>(p, raw_v, raw_u, v);
@@ -199,27 +221,30 @@ __global__ void __launch_bounds__(kThreads) step_kernel(const __grid_constant__ 
     unpack<kLatent>(p.out, out, y);
 #pragma unroll
     for (int j = 0; j < kVector; ++j) acc = fma_(y[j] - mean[j], y[j] - mean[j], acc);
-  }
+    first = false;
+  } while (next(cut, at));
   double sums[1] = {acc};
   if (reduce(p, sums)) p.logp[i] = finish_logp(row_of(p, i), sums[0], p.dim);
 }
 
 template <int kLatent, int kVelocity>
-__global__ void __launch_bounds__(kThreads) logp_kernel(const __grid_constant__ AffineParams p, const Cut cut) {
+__global__ void __launch_bounds__(kThreads)
+    logp_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Cut cut) {
   constexpr bool kMore = kVelocity == kAny;
   begin();
   const int64_t i = blockIdx.x;
   Row r{};
   float acc = 0.f, kl = 0.f, guard = 0.f;
-  Tile at;
-  for (int t = 0; t < cut.tiles && tile(p.dim, cut, t, at); ++t) {
+  Tile at = first_tile(p.dim, cut);
+  bool first = true;
+  do {
     const Raw raw_x = fetch<kLatent>(p.x, i, at), raw_v = fetch<kVelocity>(p.v, i, at);
     const Raw raw_y = fetch<kLatent>(p.out, i, at);
     Raw raw_u{}, raw_ref{}, raw_old{};
     if (kMore && p.u.data) raw_u = fetch<kAny>(p.u, i, at);
     if (kMore && p.kl) raw_ref = fetch<kAny>(p.v_ref, i, at);
     if (kMore && p.guard) raw_old = fetch<kAny>(p.v_old, i, at);
-    if (t == 0) r = row_of(p, i);
+    if (first) r = row_of(p, i);
     float x[kVector], v[kVector], y[kVector], o[kVector];
     unpack<kLatent>(p.x, raw_x, x);
     velocity<kVelocity>(p, raw_v, raw_u, v);
@@ -239,7 +264,8 @@ __global__ void __launch_bounds__(kThreads) logp_kernel(const __grid_constant__ 
 #pragma unroll
       for (int j = 0; j < kVector; ++j) guard = fma_(y[j] - mean_of(r, x[j], o[j]), v[j] - o[j], guard);
     }
-  }
+    first = false;
+  } while (next(cut, at));
   double sums[kMore ? 3 : 1] = {acc};
   if (kMore) sums[kMore] = kl, sums[2 * kMore] = guard;
   if (!reduce(p, sums)) return;
@@ -250,22 +276,24 @@ __global__ void __launch_bounds__(kThreads) logp_kernel(const __grid_constant__ 
 }
 
 template <int kLatent, int kVelocity>
-__global__ void __launch_bounds__(kThreads) grad_kernel(const __grid_constant__ AffineParams p, const Cut cut) {
+__global__ void __launch_bounds__(kThreads)
+    grad_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Cut cut) {
   constexpr bool kMore = kVelocity == kAny;
   __shared__ GradScale scale;
   begin();
   const int64_t i = blockIdx.x;
   const float to_c = p.from_cond ? 1.0f + p.guidance : p.guidance, to_u = p.from_cond ? -p.guidance : 1.0f - p.guidance;
   Row r{};
-  Tile at;
-  for (int t = 0; t < cut.tiles && tile(p.dim, cut, t, at); ++t) {
+  Tile at = first_tile(p.dim, cut);
+  bool first = true;
+  do {
     const Raw raw_x = fetch<kLatent>(p.x, i, at), raw_v = fetch<kVelocity>(p.v, i, at);
     const Raw raw_y = fetch<kLatent>(p.out, i, at);
     Raw raw_u{}, raw_ref{}, raw_old{};
     if (kMore && p.u.data) raw_u = fetch<kAny>(p.u, i, at);
     if (kMore && p.g_kl) raw_ref = fetch<kAny>(p.v_ref, i, at);
     if (kMore && p.g_guard) raw_old = fetch<kAny>(p.v_old, i, at);
-    if (t == 0) {
+    if (first) {
       r = row_of(p, i);
       if (threadIdx.x == 0)  // divisions in fp64, once
         scale = grad_scale(r, p.dim, p.g_logp ? p.g_logp[i] : 0.f, kMore && p.g_kl ? p.g_kl[i] : 0.f,
@@ -306,19 +334,21 @@ __global__ void __launch_bounds__(kThreads) grad_kernel(const __grid_constant__ 
       store<kAny>(p.du, i, at, o);
     }
     store<kVelocity>(p.dv, i, at, d);
-  }
+    first = false;
+  } while (next(cut, at));
 }
 
-__global__ void __launch_bounds__(kThreads) normal_kernel(const __grid_constant__ NormalParams p, const Cut cut) {
+__global__ void __launch_bounds__(kThreads)
+    normal_kernel(const __grid_constant__ NormalParams p, const __grid_constant__ Cut cut) {
   begin();
   const int64_t i = blockIdx.x;
   const Counter counter = counter_of(p.noise, i);
-  Tile at;
-  for (int t = 0; t < cut.tiles && tile(p.dim, cut, t, at); ++t) {
+  Tile at = first_tile(p.dim, cut);
+  do {
     float e[kVector];
-    addressed(p.noise, counter, at, e);
+    addressed(cut, p.noise, counter, at, true, e);
     store<kAny>(p.out, i, at, e);
-  }
+  } while (next(cut, at));
 }
 
 // Guidance with the norm restored where a row does not fit whole threads of a warp: one warp per row.
@@ -368,7 +398,8 @@ const char* launch(void (*kernel)(Params, Cut), const Params& p, bool is_aligned
   if (p.batch > 0x7fffffffll || chunks > 0xffff)
     return "the batch is too large for one launch (more than 2^31 samples, or 2^29 elements of one); split it";
   const dim3 grid(static_cast<unsigned>(p.batch), static_cast<unsigned>(chunks));
-  return run(kernel, grid, kThreads, stream, p, Cut{tiles_of(p.dim), is_aligned});
+  return run(kernel, grid, kThreads, stream, p,
+             Cut{tiles_of(p.dim), is_aligned ? kVector : kTile + 1, keys_of(p.noise.seed)});
 }
 
 template <int kLatentType, int kVelocityType>
@@ -417,7 +448,7 @@ bool fuses_norm(int64_t rescale_dim) {
 
 const char* launch_affine_step(const AffineParams& p, Stream s) {
   const bool all = aligned({p.x, p.v, p.u, p.eps, p.out, p.mean, p.x0});
-  return by_types(p, p.u.data || p.mean.data || p.x0.data, [&](auto t) {
+  return by_types(p, p.u.data || p.mean.data || p.x0.data || (p.noise.offset & 3), [&](auto t) {
     constexpr int x = decltype(t)::kLatent, v = decltype(t)::kVelocity;
     if (p.noise.sample) return launch(step_kernel<x, v, kAddressed>, p, all, s);
     return launch(p.eps.data ? step_kernel<x, v, kGiven> : step_kernel<x, v, kNone>, p, all, s);

@@ -18,10 +18,13 @@ struct Raw {
   uint32_t w[kVector];  // 16-bit elements fill the first four
 };
 
+// The 8 neighbours that a thread takes from a block's tile.
 struct Tile {
-  int64_t k;   // its first element
-  int n;       // how many lie inside the sample
-  bool whole;  // all 8, and every tensor of the launch on 16 bytes
+  int64_t block;    // the block's first element
+  uint32_t thread;  // from there to this thread's first
+  int left;         // how many elements the block has
+  int n;            // how many of the 8 it has
+  bool whole;       // all, and every tensor of the launch starts on 16 bytes
 };
 
 __device__ __forceinline__ bool single(const View& t, int type) { return (type == kAny ? t.dtype : type) == kF32; }
@@ -32,10 +35,14 @@ __device__ __forceinline__ char* place(const View& t, int type, int64_t i, int64
   return static_cast<char*>(t.data) + (i * t.stride + k) * (single(t, type) ? 4 : 2);
 }
 
+__device__ __forceinline__ char* place(const View& t, int type, int64_t i, const Tile& at) {
+  return place(t, type, i, at.block) + at.thread * (single(t, type) ? 4u : 2u);
+}
+
 // Elements outside the sample are 0.
 template <int kType>
 __device__ __forceinline__ Raw fetch(const View& t, int64_t i, const Tile& at) {
-  const char* p = place(t, kType, i, at.k);
+  const char* p = place(t, kType, i, at);
   Raw r{};
   if (at.whole) {
     const uint4 a = *reinterpret_cast<const uint4*>(p);
@@ -90,7 +97,7 @@ __device__ __forceinline__ Raw pack(const View& t, const float (&y)[kVector]) {
 // Inverse of `fetch`. __stwb is an ordinary store that the compiler does not cut into the tail's narrow ones.
 template <int kType>
 __device__ __forceinline__ void flush(const View& t, int64_t i, const Tile& at, const Raw& r) {
-  char* p = place(t, kType, i, at.k);
+  char* p = place(t, kType, i, at);
   if (at.whole) {
     __stwb(reinterpret_cast<uint4*>(p), make_uint4(r.w[0], r.w[1], r.w[2], r.w[3]));
     if (single(t, kType)) __stwb(reinterpret_cast<uint4*>(p) + 1, make_uint4(r.w[4], r.w[5], r.w[6], r.w[7]));

@@ -101,20 +101,45 @@ struct Words {
   uint32_t x[4];
 };
 
+// The key of each round of Philox4x32-10.
+struct Keys {
+  uint32_t low[10], high[10];
+};
+
+PG_INLINE Keys keys_of(uint64_t seed) {
+  Keys k;
+  for (uint32_t round = 0; round < 10; ++round) {
+    k.low[round] = static_cast<uint32_t>(seed) + round * 0x9E3779B9u;
+    k.high[round] = static_cast<uint32_t>(seed >> 32) + round * 0xBB67AE85u;
+  }
+  return k;
+}
+
+struct Product {
+  uint32_t low, high;
+};
+
+PG_INLINE Product product(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)  // written as 64 bits, the compiler adds the constant's upper half, which is 0
+  Product p;
+  asm("{.reg .u64 t; mul.wide.u32 t, %2, %3; mov.b64 {%0, %1}, t;}" : "=r"(p.low), "=r"(p.high) : "r"(a), "r"(b));
+  return p;
+#else
+  const uint64_t p = static_cast<uint64_t>(a) * b;
+  return {static_cast<uint32_t>(p), static_cast<uint32_t>(p >> 32)};
+#endif
+}
+
 // Philox4x32-10 (Salmon et al., SC 2011).
-PG_INLINE Words philox(Words c, uint32_t k0, uint32_t k1) {
+PG_INLINE Words philox(Words c, const Keys& keys) {
 #if defined(__CUDA_ARCH__)
 #pragma unroll
 #else
 #pragma GCC unroll 10
 #endif
   for (int round = 0; round < 10; ++round) {
-    const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c.x[0];
-    const uint64_t p1 = static_cast<uint64_t>(0xCD9E8D57u) * c.x[2];
-    c = {{static_cast<uint32_t>(p1 >> 32) ^ c.x[1] ^ k0, static_cast<uint32_t>(p1),
-          static_cast<uint32_t>(p0 >> 32) ^ c.x[3] ^ k1, static_cast<uint32_t>(p0)}};
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+    const Product p = product(c.x[0], 0xD2511F53u), q = product(c.x[2], 0xCD9E8D57u);
+    c = {{q.high ^ c.x[1] ^ keys.low[round], q.low, p.high ^ c.x[3] ^ keys.high[round], p.low}};
   }
   return c;
 }
@@ -170,7 +195,7 @@ PG_INLINE Pair normal_pair(uint32_t w0, uint32_t w1) {
   float c = fma_(2.443315711809948e-5f, z, -1.388731625493765e-3f);
   c = fma_(c, z, 4.166664568298827e-2f);
   c = fma_(c * z, z, fma_(z, -0.5f, 1.0f));
-  const bool odd = quadrant & 1;
+  const bool odd = quadrant & 0x80000001u;  // bit 31 is 0, and two bits make one instruction on the GPU
   const uint32_t flip_sin = quadrant << 30 & 0x80000000u, flip_cos = ((quadrant << 30) + 0x40000000u) & 0x80000000u;
   const uint32_t cos_bits = bits(odd ? s : c) ^ flip_cos, sin_bits = bits(odd ? c : s) ^ flip_sin;
   return {radius * from_bits(cos_bits), radius * from_bits(sin_bits)};

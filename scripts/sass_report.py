@@ -93,13 +93,13 @@ def blocks_of(lines: list[str]) -> list[Block]:
             start[label[1]] = len(code) - 1
         elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
             code[-1].append(found[1])
-            if re.match(r"(@\S+ )?(BRA|EXIT|RET)", found[1]):
+            if re.match(r"(@\S+ )?(BRA|EXIT|RET|CALL.*\.L_x_)", found[1]):
                 code.append([])
     graph = []
     for k, words in enumerate(code):
         last = words[-1] if words else ""
-        target = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", last)
-        always = re.match(r"(BRA(\.\w+)* `|EXIT|RET)", last)
+        target = re.search(r"\b(?:BRA|CALL)\b.*`\((\.L_x_\d+)\)", last)
+        always = re.match(r"(BRA(\.\w+)* `|EXIT|RET|CALL)", last)
         follow = [start[target[1]]] if target and not last.startswith("BRA.DIV") else []
         graph.append(Block(words, follow + ([] if always or k + 1 == len(code) else [k + 1])))
     return graph
