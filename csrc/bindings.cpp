@@ -124,6 +124,7 @@ PYBIND11_MODULE(_C, m) {
 #if defined(PG_CUDA)
   m.attr("cuda_archs") = PG_CUDA;
   m.def("partials", &cuda::partials_of, "CUDA scratch doubles per sample and plane");
+  m.def("fuses_norm", &cuda::fuses_norm, "whether the CUDA kernels restore a norm over so many elements themselves");
   m.def("guide", [](const py::args& given) {  // guided velocity in fp32, or with dv its gradient in c and u
     Arguments in(given.ptr(), 1);
     AffineParams p;

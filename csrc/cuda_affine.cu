@@ -16,33 +16,26 @@ constexpr int kThreads = 128, kWarps = kThreads / 32, kTile = kThreads * kVector
 
 enum Noise { kNone, kGiven, kAddressed };
 
-// How a launch is cut: tiles per block, and how many elements make a whole tile of a thread (8; none is where a sample
-// of some tensor starts off 16 bytes). With it the keys of the noise.
+// How a launch is cut: elements per block and of a sample's last block, and from how many on a tile is whole (1024;
+// none is where a sample of some tensor starts off 16 bytes). With it the keys of the noise.
 struct Cut {
-  int tiles, whole;
+  int block, last, whole;
   Keys keys;
 };
 
-// What remains of a block's tile for this thread; one past the sample's end has an empty one.
-__device__ __forceinline__ void take(const Cut& cut, Tile& at) {
-  const int rest = at.left - static_cast<int>(at.thread);
-  at.n = rest < 0 ? 0 : rest < kVector ? rest : kVector;
-  at.whole = rest >= cut.whole;
+__device__ __forceinline__ int64_t block_start(const Cut& cut) {
+  return static_cast<int64_t>(blockIdx.y) * static_cast<unsigned>(cut.block);
 }
 
-__device__ __forceinline__ Tile first_tile(int64_t dim, const Cut& cut) {
-  Tile at;
-  at.block = static_cast<int64_t>(blockIdx.y) * (cut.tiles * kTile), at.thread = threadIdx.x * kVector;
-  at.left = dim - at.block < cut.tiles * kTile ? static_cast<int>(dim - at.block) : cut.tiles * kTile;
-  take(cut, at);
-  return at;
+__device__ __forceinline__ Tile first_tile(const Cut& cut) {
+  const int left = blockIdx.y + 1 == gridDim.y ? cut.last : cut.block;
+  return {0, left, left >= cut.whole};
 }
 
 // To the next tile; false after the block's last.
 __device__ __forceinline__ bool next(const Cut& cut, Tile& at) {
-  at.thread += kTile;
-  take(cut, at);
-  return at.thread - threadIdx.x * kVector < static_cast<uint32_t>(at.left);
+  at.from += kTile, at.left -= kTile, at.whole = at.left >= cut.whole;
+  return at.left > 0;
 }
 
 // ---------------------------------------------------------------- addressed noise
@@ -64,7 +57,7 @@ __device__ __forceinline__ void four(const Keys& keys, const Counter& c, uint32_
 // Noise of a tile: two counter blocks; a third where `any_offset`, which need be no multiple of 4. 0 past the end.
 __device__ __forceinline__ void addressed(const Cut& cut, const NoiseAddress& a, const Counter& c, const Tile& at,
                                           bool any_offset, float (&e)[kVector]) {
-  const uint32_t block = static_cast<uint32_t>((a.offset + at.block) >> 2) + at.thread / 4;
+  const uint32_t block = static_cast<uint32_t>((a.offset + block_start(cut)) >> 2) + (at.from / 4 + threadIdx.x * 2);
   const int skip = any_offset ? static_cast<int>(a.offset & 3) : 0;
   four(cut.keys, c, block, e), four(cut.keys, c, block + 1, e + 4);
   if (skip != 0) {
@@ -76,9 +69,10 @@ __device__ __forceinline__ void addressed(const Cut& cut, const NoiseAddress& a,
       e[kVector - 1] = more[0], more[0] = more[1], more[1] = more[2];
     }
   }
-  if (at.n == kVector) return;
+  if (at.whole) return;
+  const int n = at.count();
 #pragma unroll
-  for (int j = 0; j < kVector; ++j) e[j] = j < at.n ? e[j] : 0.f;
+  for (int j = 0; j < kVector; ++j) e[j] = j < n ? e[j] : 0.f;
 }
 
 // ---------------------------------------------------------------- what a sample and a tile are made of
@@ -128,15 +122,16 @@ __device__ __forceinline__ Norm norm_of(const AffineParams& p, const float (&c)[
   return norm_of<kBackward>(cc, qq, gq, gg, static_cast<int>(p.rescale_dim) / kVector);
 }
 
-// The velocity, guided if there is a pair; `u` is read only then.
+// The velocity, guided if there is a pair; `other` is read only then.
 template <int kType>
-__device__ __forceinline__ void velocity(const AffineParams& p, const Raw& v, const Raw& u, float (&out)[kVector]) {
-  unpack<kType>(p.v, v, out);
+__device__ __forceinline__ void velocity(const AffineParams& p, const Stream<kType>& v, const Raw& raw,
+                                         const Stream<kAny>& u, const Raw& other, float (&out)[kVector]) {
+  v.unpack(raw, out);
   if (kType != kAny || !p.u.data) return;
-  float c[kVector], other[kVector];
-  unpack<kAny>(p.u, u, other);
+  float c[kVector], d[kVector];
+  u.unpack(other, d);
 #pragma unroll
-  for (int j = 0; j < kVector; ++j) c[j] = out[j], out[j] = guide(c[j], other[j], p.guidance, p.from_cond);
+  for (int j = 0; j < kVector; ++j) c[j] = out[j], out[j] = guide(c[j], d[j], p.guidance, p.from_cond);
   if (!p.rescale_dim) return;
   const float ratio = norm_of<false>(p, c, out, out).ratio;
 #pragma unroll
@@ -187,38 +182,44 @@ __global__ void __launch_bounds__(kThreads)
   Row r{};
   Counter counter{};
   float acc = 0.f;
-  Tile at = first_tile(p.dim, cut);
+  const int64_t start = block_start(cut);
+  const Stream<kLatent> xs(p.x, i, start);
+  const Stream<kVelocity> vs(p.v, i, start);
+  const Stream<kLatent> outs(p.out, i, start);
+  const Stream<kAny> us(p.u, i, start);
+  const Stream<kAny> es(p.eps, i, start);
+  Tile at = first_tile(cut);
   bool first = true;
   do {
-    const Raw raw_x = fetch<kLatent>(p.x, i, at), raw_v = fetch<kVelocity>(p.v, i, at);
+    const Raw raw_x = xs.fetch(at), raw_v = vs.fetch(at);
     Raw raw_u{}, raw_e{};
-    if (kMore && p.u.data) raw_u = fetch<kAny>(p.u, i, at);
-    if (kNoise == kGiven) raw_e = fetch<kAny>(p.eps, i, at);
+    if (kMore && p.u.data) raw_u = us.fetch(at);
+    if (kNoise == kGiven) raw_e = es.fetch(at);
     if (first) {
       r = row_of(p, i);
       if (kNoise == kAddressed) counter = counter_of(p.noise, i);
     }
     float e[kVector], x[kVector], v[kVector], mean[kVector], y[kVector];
     if (kNoise == kAddressed) addressed(cut, p.noise, counter, at, kMore, e);
-    if (kNoise == kGiven) unpack<kAny>(p.eps, raw_e, e);
-    unpack<kLatent>(p.x, raw_x, x);
-    velocity<kVelocity>(p, raw_v, raw_u, v);
+    if (kNoise == kGiven) es.unpack(raw_e, e);
+    xs.unpack(raw_x, x);
+    velocity(p, vs, raw_v, us, raw_u, v);
     if (kMore && p.x0.data) {
       const int64_t row = p.index ? p.index[i] : i;
       const float sigma = row >= 0 && row < p.rows ? p.sigma[row] : r.a;
 #pragma unroll
       for (int j = 0; j < kVector; ++j) y[j] = x[j] - sigma * v[j];
-      store<kAny>(p.x0, i, at, y);
+      Stream<kAny>(p.x0, i, start).store(at, y);
     }
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       mean[j] = mean_of(r, x[j], v[j]);
       y[j] = kNoise == kNone ? mean[j] : mean[j] + r.s * e[j];
     }
-    if (kMore && p.mean.data) store<kF32>(p.mean, i, at, mean);
-    const Raw out = pack<kLatent>(p.out, y);
-    flush<kLatent>(p.out, i, at, out);
-    unpack<kLatent>(p.out, out, y);
+    if (kMore && p.mean.data) Stream<kF32>(p.mean, i, start).store(at, mean);
+    const Raw out = outs.pack(y);
+    outs.flush(at, out);
+    outs.unpack(out, y);
 #pragma unroll
     for (int j = 0; j < kVector; ++j) acc = fma_(y[j] - mean[j], y[j] - mean[j], acc);
     first = false;
@@ -235,32 +236,39 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t i = blockIdx.x;
   Row r{};
   float acc = 0.f, kl = 0.f, guard = 0.f;
-  Tile at = first_tile(p.dim, cut);
+  const int64_t start = block_start(cut);
+  const Stream<kLatent> xs(p.x, i, start);
+  const Stream<kVelocity> vs(p.v, i, start);
+  const Stream<kLatent> ys(p.out, i, start);
+  const Stream<kAny> us(p.u, i, start);
+  const Stream<kAny> refs(p.v_ref, i, start);
+  const Stream<kAny> olds(p.v_old, i, start);
+  Tile at = first_tile(cut);
   bool first = true;
   do {
-    const Raw raw_x = fetch<kLatent>(p.x, i, at), raw_v = fetch<kVelocity>(p.v, i, at);
-    const Raw raw_y = fetch<kLatent>(p.out, i, at);
+    const Raw raw_x = xs.fetch(at), raw_v = vs.fetch(at);
+    const Raw raw_y = ys.fetch(at);
     Raw raw_u{}, raw_ref{}, raw_old{};
-    if (kMore && p.u.data) raw_u = fetch<kAny>(p.u, i, at);
-    if (kMore && p.kl) raw_ref = fetch<kAny>(p.v_ref, i, at);
-    if (kMore && p.guard) raw_old = fetch<kAny>(p.v_old, i, at);
+    if (kMore && p.u.data) raw_u = us.fetch(at);
+    if (kMore && p.kl) raw_ref = refs.fetch(at);
+    if (kMore && p.guard) raw_old = olds.fetch(at);
     if (first) r = row_of(p, i);
     float x[kVector], v[kVector], y[kVector], o[kVector];
-    unpack<kLatent>(p.x, raw_x, x);
-    velocity<kVelocity>(p, raw_v, raw_u, v);
-    unpack<kLatent>(p.out, raw_y, y);
+    xs.unpack(raw_x, x);
+    velocity(p, vs, raw_v, us, raw_u, v);
+    ys.unpack(raw_y, y);
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       const float d = y[j] - mean_of(r, x[j], v[j]);
       acc = fma_(d, d, acc);
     }
     if (kMore && p.kl) {
-      unpack<kAny>(p.v_ref, raw_ref, o);
+      refs.unpack(raw_ref, o);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) kl = fma_(v[j] - o[j], v[j] - o[j], kl);
     }
     if (kMore && p.guard) {
-      unpack<kAny>(p.v_old, raw_old, o);
+      olds.unpack(raw_old, o);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) guard = fma_(y[j] - mean_of(r, x[j], o[j]), v[j] - o[j], guard);
     }
@@ -284,15 +292,24 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t i = blockIdx.x;
   const float to_c = p.from_cond ? 1.0f + p.guidance : p.guidance, to_u = p.from_cond ? -p.guidance : 1.0f - p.guidance;
   Row r{};
-  Tile at = first_tile(p.dim, cut);
+  const int64_t start = block_start(cut);
+  const Stream<kLatent> xs(p.x, i, start);
+  const Stream<kVelocity> vs(p.v, i, start);
+  const Stream<kLatent> ys(p.out, i, start);
+  const Stream<kVelocity> dvs(p.dv, i, start);
+  const Stream<kAny> us(p.u, i, start);
+  const Stream<kAny> refs(p.v_ref, i, start);
+  const Stream<kAny> olds(p.v_old, i, start);
+  const Stream<kAny> dus(p.du, i, start);
+  Tile at = first_tile(cut);
   bool first = true;
   do {
-    const Raw raw_x = fetch<kLatent>(p.x, i, at), raw_v = fetch<kVelocity>(p.v, i, at);
-    const Raw raw_y = fetch<kLatent>(p.out, i, at);
+    const Raw raw_x = xs.fetch(at), raw_v = vs.fetch(at);
+    const Raw raw_y = ys.fetch(at);
     Raw raw_u{}, raw_ref{}, raw_old{};
-    if (kMore && p.u.data) raw_u = fetch<kAny>(p.u, i, at);
-    if (kMore && p.g_kl) raw_ref = fetch<kAny>(p.v_ref, i, at);
-    if (kMore && p.g_guard) raw_old = fetch<kAny>(p.v_old, i, at);
+    if (kMore && p.u.data) raw_u = us.fetch(at);
+    if (kMore && p.g_kl) raw_ref = refs.fetch(at);
+    if (kMore && p.g_guard) raw_old = olds.fetch(at);
     if (first) {
       r = row_of(p, i);
       if (threadIdx.x == 0)  // divisions in fp64, once
@@ -302,24 +319,24 @@ __global__ void __launch_bounds__(kThreads)
     }
     const GradScale g = scale;
     float x[kVector], v[kVector], y[kVector], o[kVector], d[kVector];
-    unpack<kLatent>(p.x, raw_x, x);
-    velocity<kVelocity>(p, raw_v, raw_u, v);
-    unpack<kLatent>(p.out, raw_y, y);
+    xs.unpack(raw_x, x);
+    velocity(p, vs, raw_v, us, raw_u, v);
+    ys.unpack(raw_y, y);
 #pragma unroll
     for (int j = 0; j < kVector; ++j) d[j] = scaled(g.logp, y[j] - mean_of(r, x[j], v[j]));
     if (kMore && p.g_kl && g.kl != 0.f) {
-      unpack<kAny>(p.v_ref, raw_ref, o);
+      refs.unpack(raw_ref, o);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) d[j] += g.kl * (v[j] - o[j]);
     }
     if (kMore && p.g_guard && g.guard != 0.f) {
-      unpack<kAny>(p.v_old, raw_old, o);
+      olds.unpack(raw_old, o);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) d[j] += g.guard * (y[j] - mean_of(r, x[j], o[j]));
     }
     if (kMore && p.u.data) {
       Norm n{1.f, 0.f, 0.f, true};
-      unpack<kAny>(p.v, raw_v, x), unpack<kAny>(p.u, raw_u, o);
+      vs.unpack(raw_v, x), us.unpack(raw_u, o);
       if (p.rescale_dim) {
 #pragma unroll
         for (int j = 0; j < kVector; ++j) v[j] = guide(x[j], o[j], p.guidance, p.from_cond);
@@ -331,9 +348,9 @@ __global__ void __launch_bounds__(kThreads)
         d[j] = n.used ? p.rescale_dim ? to_c * dq + n.on_c * x[j] : to_c * dq : 0.f;
         o[j] = n.used ? to_u * dq : 0.f;
       }
-      store<kAny>(p.du, i, at, o);
+      dus.store(at, o);
     }
-    store<kVelocity>(p.dv, i, at, d);
+    dvs.store(at, d);
     first = false;
   } while (next(cut, at));
 }
@@ -343,11 +360,12 @@ __global__ void __launch_bounds__(kThreads)
   begin();
   const int64_t i = blockIdx.x;
   const Counter counter = counter_of(p.noise, i);
-  Tile at = first_tile(p.dim, cut);
+  const Stream<kAny> out(p.out, i, block_start(cut));
+  Tile at = first_tile(cut);
   do {
     float e[kVector];
     addressed(cut, p.noise, counter, at, true, e);
-    store<kAny>(p.out, i, at, e);
+    out.store(at, e);
   } while (next(cut, at));
 }
 
@@ -397,9 +415,11 @@ const char* launch(void (*kernel)(Params, Cut), const Params& p, bool is_aligned
   const int64_t chunks = cuda::partials_of(p.dim);
   if (p.batch > 0x7fffffffll || chunks > 0xffff)
     return "the batch is too large for one launch (more than 2^31 samples, or 2^29 elements of one); split it";
+  const int block = kTile * tiles_of(p.dim);
+  const Cut cut{block, static_cast<int>(p.dim - (chunks - 1) * block), is_aligned ? kTile : 0x7fffffff,
+                keys_of(p.noise.seed)};
   const dim3 grid(static_cast<unsigned>(p.batch), static_cast<unsigned>(chunks));
-  return run(kernel, grid, kThreads, stream, p,
-             Cut{tiles_of(p.dim), is_aligned ? kVector : kTile + 1, keys_of(p.noise.seed)});
+  return run(kernel, grid, kThreads, stream, p, cut);
 }
 
 template <int kLatentType, int kVelocityType>

@@ -2,9 +2,7 @@
 //
 // Statistics are fp64 and two-pass, a group's members in the order of their index, as on the CPU. Invariant: every sum
 // has a fixed order; a missing value (NaN) or a masked sample enters none.
-#include <cuda_runtime.h>
-
-#include "cuda.h"
+#include "cuda_launch.cuh"
 #include "math.h"
 
 namespace prefgrpo {
@@ -41,6 +39,7 @@ __device__ float block_min(float x) {
 }
 
 __global__ void __launch_bounds__(kThreads, 1) policy_kernel(const __grid_constant__ PolicyParams p) {
+  begin();
   double kept = 0;
   for (int64_t i = threadIdx.x; i < p.batch; i += kThreads) kept += !p.mask || p.mask[i];
   const double count = fmax(block_sum(kept), 1.0), norm = p.denominator != 0 ? p.denominator : count;
@@ -149,6 +148,7 @@ __device__ bool missing(const AdvantageParams& p, int64_t i) {
 }
 
 __global__ void __launch_bounds__(kThreads, 1) advantage_kernel(const __grid_constant__ AdvantageParams p) {
+  begin();
   double *value = p.scratch, *other = p.scratch + p.batch;
   const Members m{p.group, 0, p.batch};
   bool any = false;
@@ -166,6 +166,7 @@ __global__ void __launch_bounds__(kThreads, 1) advantage_kernel(const __grid_con
 }
 
 __global__ void __launch_bounds__(kThreads, 1) winrate_kernel(const __grid_constant__ WinrateParams p) {
+  begin();
   const int64_t n = p.prompts * p.group;
   for (int64_t i = threadIdx.x; i < n; i += kThreads) {
     double wins = 0, count = 0;
@@ -180,29 +181,13 @@ __global__ void __launch_bounds__(kThreads, 1) winrate_kernel(const __grid_const
   normalise(p.scratch, {nullptr, p.group, n}, p.std_mode, p.eps, p.ddof, false, 1.0, nullptr, p.advantage);
 }
 
-const char* status() {
-  const cudaError_t code = cudaGetLastError();
-  return code == cudaSuccess ? nullptr : cudaGetErrorString(code);
-}
-
 }  // namespace
 
 namespace cuda {
 
-const char* launch_policy(const PolicyParams& p, Stream s) {
-  policy_kernel<<<1, kThreads, 0, static_cast<cudaStream_t>(s)>>>(p);
-  return status();
-}
-
-const char* launch_advantage(const AdvantageParams& p, Stream s) {
-  advantage_kernel<<<1, kThreads, 0, static_cast<cudaStream_t>(s)>>>(p);
-  return status();
-}
-
-const char* launch_winrate(const WinrateParams& p, Stream s) {
-  winrate_kernel<<<1, kThreads, 0, static_cast<cudaStream_t>(s)>>>(p);
-  return status();
-}
+const char* launch_policy(const PolicyParams& p, Stream s) { return run(policy_kernel, 1, kThreads, s, p); }
+const char* launch_advantage(const AdvantageParams& p, Stream s) { return run(advantage_kernel, 1, kThreads, s, p); }
+const char* launch_winrate(const WinrateParams& p, Stream s) { return run(winrate_kernel, 1, kThreads, s, p); }
 
 }  // namespace cuda
 }  // namespace prefgrpo

@@ -76,8 +76,8 @@ def _too_wide(a: Affine) -> bool:
 
 
 def _guided(a: Any) -> Any:
-    """On CUDA a norm is restored in a launch of its own, and v is then the velocity itself."""
-    if not a.rescale or not rescaled_dim(a) or _on_cpu(a.x):
+    """On CUDA a norm that the kernels do not restore gets a launch of its own, and v is then the velocity itself."""
+    if not (length := a.rescale and rescaled_dim(a)) or _on_cpu(a.x) or _C.fuses_norm(length):
         return a
     v = torch.empty_like(a.x, dtype=torch.float32, memory_format=torch.contiguous_format)
     _guide(a, None, v, None)
