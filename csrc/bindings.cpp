@@ -161,8 +161,8 @@ PYBIND11_MODULE(_C, m) {
         p.clip_high >> p.adv_clip >> p.kl_coef >> p.denominator >> p.loss >> p.metrics >> p.d_delta >> p.d_kl;
   });
   def<AdvantageParams>(m, "group_advantage", PG_LAUNCHES(advantage), [](Arguments& in, AdvantageParams& p) {
-    in >> p.rewards >> p.batch >> p.values >> p.dtype >> p.group >> p.weights >> p.combine >> p.std_mode >> p.eps >>
-        p.ddof >> p.rank >> p.scratch >> p.advantage;
+    in >> p.rewards >> p.batch >> p.values >> p.dtype >> p.group >> p.sorted >> p.weights >> p.combine >> p.std_mode >>
+        p.eps >> p.ddof >> p.rank >> p.scratch >> p.advantage;
   });
   def<WinrateParams>(m, "winrate_advantage", PG_LAUNCHES(winrate), [](Arguments& in, WinrateParams& p) {
     in >> p.prompts >> p.group >> p.wins >> p.counts >> p.dtype >> p.std_mode >> p.eps >> p.ddof >> p.rate >>

@@ -406,15 +406,18 @@ bool aligned(std::initializer_list<View> views) {
   return true;
 }
 
-// More tiles per block for larger samples, so that 4 of FLUX 512² fill 132 multiprocessors and video wastes no sums.
-int tiles_of(int64_t dim) { return dim < 2 << 17 ? 1 : dim < 8 << 17 ? static_cast<int>(dim >> 17) : 8; }
+// More tiles per block for larger samples: 4 of FLUX 512² fill 132 multiprocessors, and video wastes nothing on sums.
+// A sample has at most 2^15 blocks.
+int tiles_of(int64_t dim) {
+  const int64_t few = dim >> 17 < 1 ? 1 : dim >> 17 > 8 ? 8 : dim >> 17, many = dim >> 25;
+  return static_cast<int>(few > many ? few : many);
+}
 
 template <class Params>
 const char* launch(void (*kernel)(Params, Cut), const Params& p, bool is_aligned, cuda::Stream stream) {
   if (p.batch == 0 || p.dim == 0) return nullptr;
   const int64_t chunks = cuda::partials_of(p.dim);
-  if (p.batch > 0x7fffffffll || chunks > 0xffff)
-    return "the batch is too large for one launch (more than 2^31 samples, or 2^29 elements of one); split it";
+  if (p.batch > 0x7fffffffll) return "the batch is too large for one launch (more than 2^31 samples); split it";
   const int block = kTile * tiles_of(p.dim);
   const Cut cut{block, static_cast<int>(p.dim - (chunks - 1) * block), is_aligned ? kTile : 0x7fffffff,
                 keys_of(p.noise.seed)};

@@ -1,4 +1,4 @@
-"""What nvcc makes of csrc/cuda_affine.cu, without a GPU: registers, spills, occupancy, wide accesses, issue-bound ceiling.
+"""What nvcc makes of csrc/cuda_affine.cu, without a GPU: registers, spills, occupancy, wide accesses, ceilings.
 
     python scripts/sass_report.py [--arch 80 90a 100a] [--json FILE] [--source FILE]
 
