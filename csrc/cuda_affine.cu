@@ -23,17 +23,17 @@ struct Cut {
   Keys keys;
 };
 
-__device__ __forceinline__ int64_t block_start(const Cut& cut) {
+PG_DEVICE int64_t block_start(const Cut& cut) {
   return static_cast<int64_t>(blockIdx.y) * static_cast<unsigned>(cut.block);
 }
 
-__device__ __forceinline__ Tile first_tile(const Cut& cut) {
+PG_DEVICE Tile first_tile(const Cut& cut) {
   const int left = blockIdx.y + 1 == gridDim.y ? cut.last : cut.block;
   return {0, left, left >= cut.whole};
 }
 
 // To the next tile; false after the block's last.
-__device__ __forceinline__ bool next(const Cut& cut, Tile& at) {
+PG_DEVICE bool next(const Cut& cut, Tile& at) {
   at.from += kTile, at.left -= kTile, at.whole = at.left >= cut.whole;
   return at.left > 0;
 }
@@ -43,41 +43,39 @@ struct Counter {
   uint32_t step, low, high;
 };
 
-__device__ __forceinline__ Counter counter_of(const NoiseAddress& a, int64_t i) {
+PG_DEVICE Counter counter_of(const NoiseAddress& a, int64_t i) {
   const uint64_t id = static_cast<uint64_t>(a.sample[i]);
   return {static_cast<uint32_t>(a.step[i]), static_cast<uint32_t>(id), static_cast<uint32_t>(id >> 32)};
 }
 
-__device__ __forceinline__ void four(const Keys& keys, const Counter& c, uint32_t block, float* z) {
+PG_DEVICE void four(const Keys& keys, const Counter& c, uint32_t block, float* z) {
   const Words w = philox({{block, c.step, c.low, c.high}}, keys);
   const Pair p = normal_pair(w.x[0], w.x[1]), q = normal_pair(w.x[2], w.x[3]);
   z[0] = p.cos_part, z[1] = p.sin_part, z[2] = q.cos_part, z[3] = q.sin_part;
 }
 
 // Noise of a tile: two counter blocks; a third where `any_offset`, which need be no multiple of 4. 0 past the end.
-__device__ __forceinline__ void addressed(const Cut& cut, const NoiseAddress& a, const Counter& c, const Tile& at,
-                                          bool any_offset, float (&e)[kVector]) {
+PG_DEVICE void addressed(const Cut& cut, const NoiseAddress& a, const Counter& c, const Tile& at, bool any_offset,
+                         Values& e) {
   const uint32_t block = static_cast<uint32_t>((a.offset + block_start(cut)) >> 2) + (at.from / 4 + threadIdx.x * 2);
   const int skip = any_offset ? static_cast<int>(a.offset & 3) : 0;
-  four(cut.keys, c, block, e), four(cut.keys, c, block + 1, e + 4);
+  four(cut.keys, c, block, e.v), four(cut.keys, c, block + 1, e.v + 4);
   if (skip != 0) {
     float more[4];
     four(cut.keys, c, block + 2, more);
     for (int s = 0; s < skip; ++s) {
-#pragma unroll
       for (int j = 0; j < kVector - 1; ++j) e[j] = e[j + 1];
       e[kVector - 1] = more[0], more[0] = more[1], more[1] = more[2];
     }
   }
   if (at.whole) return;
   const int n = at.count();
-#pragma unroll
   for (int j = 0; j < kVector; ++j) e[j] = j < n ? e[j] : 0.f;
 }
 
 // ---------------------------------------------------------------- what a sample and a tile are made of
 // The row of sample i; NaN where its index lies outside the table.
-__device__ __forceinline__ Row row_of(const AffineParams& p, int64_t i) {
+PG_DEVICE Row row_of(const AffineParams& p, int64_t i) {
   const int64_t k = p.index ? p.index[i] : i;
   if (k < 0 || k >= p.rows) {
     const float nan = from_bits(0x7fc00000u);
@@ -87,7 +85,7 @@ __device__ __forceinline__ Row row_of(const AffineParams& p, int64_t i) {
   return {r[0], r[1], r[2], r[3], r[4]};
 }
 
-__device__ __forceinline__ double warp_sum(double x, int lanes = 32) {
+PG_DEVICE double warp_sum(double x, int lanes = 32) {
   for (int width = lanes / 2; width > 0; width >>= 1) x += __shfl_xor_sync(0xffffffffu, x, width);
   return x;
 }
@@ -100,7 +98,7 @@ struct Norm {
 };
 
 template <bool kBackward>
-__device__ __forceinline__ Norm norm_of(double cc, double qq, double gq, double gg, int lanes) {
+PG_DEVICE Norm norm_of(double cc, double qq, double gq, double gg, int lanes) {
   cc = warp_sum(cc, lanes), qq = warp_sum(qq, lanes);
   const double ratio = qq > 0 ? sqrt(cc / qq) : 0;
   if (!kBackward) return {static_cast<float>(ratio), 0.f, 0.f, true};
@@ -111,10 +109,8 @@ __device__ __forceinline__ Norm norm_of(double cc, double qq, double gq, double 
 }
 
 template <bool kBackward>
-__device__ __forceinline__ Norm norm_of(const AffineParams& p, const float (&c)[kVector], const float (&q)[kVector],
-                                        const float (&g)[kVector]) {
+PG_DEVICE Norm norm_of(const AffineParams& p, const Values& c, const Values& q, const Values& g) {
   double cc = 0, qq = 0, gq = 0, gg = 0;
-#pragma unroll
   for (int j = 0; j < kVector; ++j) {
     cc += static_cast<double>(c[j]) * c[j], qq += static_cast<double>(q[j]) * q[j];
     if (kBackward) gq += static_cast<double>(g[j]) * q[j], gg += fabsf(g[j]);
@@ -122,29 +118,33 @@ __device__ __forceinline__ Norm norm_of(const AffineParams& p, const float (&c)[
   return norm_of<kBackward>(cc, qq, gq, gg, static_cast<int>(p.rescale_dim) / kVector);
 }
 
-// The velocity, guided if there is a pair; `other` is read only then.
+// From dv of the guided velocity (in d) to the gradients in c (in d) and in u.
+PG_DEVICE void guide_back(const AffineParams& p, const Norm& n, float c, float q, float& d, float& du) {
+  const float to_c = p.from_cond ? 1.0f + p.guidance : p.guidance, to_u = p.from_cond ? -p.guidance : 1.0f - p.guidance;
+  const float dq = p.rescale_dim ? n.ratio * d - n.on_q * q : d;
+  du = n.used ? to_u * dq : 0.f;
+  d = !n.used ? 0.f : p.rescale_dim ? to_c * dq + n.on_c * c : to_c * dq;
+}
+
+// The velocity, guided if there is a pair.
 template <int kType>
-__device__ __forceinline__ void velocity(const AffineParams& p, const Stream<kType>& v, const Raw& raw,
-                                         const Stream<kAny>& u, const Raw& other, float (&out)[kVector]) {
-  v.unpack(raw, out);
-  if (kType != kAny || !p.u.data) return;
-  float c[kVector], d[kVector];
-  u.unpack(other, d);
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) c[j] = out[j], out[j] = guide(c[j], d[j], p.guidance, p.from_cond);
-  if (!p.rescale_dim) return;
-  const float ratio = norm_of<false>(p, c, out, out).ratio;
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) out[j] *= ratio;
+PG_DEVICE Values velocity(const AffineParams& p, const Stream<kType>& v, const Stream<kAny>& u) {
+  const Values c = v.values();
+  if (kType != kAny || !p.u.data) return c;
+  Values q = u.values();
+  for (int j = 0; j < kVector; ++j) q[j] = guide(c[j], q[j], p.guidance, p.from_cond);
+  if (!p.rescale_dim) return q;
+  const float ratio = norm_of<false>(p, c, q, q).ratio;
+  for (int j = 0; j < kVector; ++j) q[j] *= ratio;
+  return q;
 }
 
 // Adds this block's sums in a fixed order; in the sample's last block, true in thread 0 with the totals.
 template <int kPlanes>
-__device__ __forceinline__ bool reduce(const AffineParams& p, double (&sums)[kPlanes]) {
+PG_DEVICE bool reduce(const AffineParams& p, double (&sums)[kPlanes]) {
   __shared__ double warps[kPlanes][kWarps];
   __shared__ bool last;
   const int64_t i = blockIdx.x, chunks = gridDim.y;
-#pragma unroll
   for (int k = 0; k < kPlanes; ++k) {
     const double sum = warp_sum(sums[k]);
     if (threadIdx.x % 32 == 0) warps[k][threadIdx.x / 32] = sum;
@@ -162,7 +162,6 @@ __device__ __forceinline__ bool reduce(const AffineParams& p, double (&sums)[kPl
   __syncthreads();
   if (!last || threadIdx.x >= 32) return false;
   __threadfence();
-#pragma unroll
   for (int k = 0; k < kPlanes; ++k) {
     double sum = 0;
     for (int64_t j = threadIdx.x; j < chunks; j += 32) sum += __ldcg(p.partial + (k * p.batch + i) * chunks + j);
@@ -174,105 +173,84 @@ __device__ __forceinline__ bool reduce(const AffineParams& p, double (&sums)[kPl
 
 // ---------------------------------------------------------------- kernels: kLatent is the dtype of x and x'
 template <int kLatent, int kVelocity, int kNoise>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 5)
     step_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Cut cut) {
   constexpr bool kMore = kVelocity == kAny;
   begin();
-  const int64_t i = blockIdx.x;
+  const int64_t i = blockIdx.x, start = block_start(cut);
+  Stream<kLatent> x_(p.x, i, start), out_(p.out, i, start);
+  Stream<kVelocity> v_(p.v, i, start);
+  Stream<kAny> u_(p.u, i, start), eps_(p.eps, i, start);
   Row r{};
   Counter counter{};
   float acc = 0.f;
-  const int64_t start = block_start(cut);
-  const Stream<kLatent> xs(p.x, i, start);
-  const Stream<kVelocity> vs(p.v, i, start);
-  const Stream<kLatent> outs(p.out, i, start);
-  const Stream<kAny> us(p.u, i, start);
-  const Stream<kAny> es(p.eps, i, start);
   Tile at = first_tile(cut);
   bool first = true;
   do {
-    const Raw raw_x = xs.fetch(at), raw_v = vs.fetch(at);
-    Raw raw_u{}, raw_e{};
-    if (kMore && p.u.data) raw_u = us.fetch(at);
-    if (kNoise == kGiven) raw_e = es.fetch(at);
+    x_.fetch(at), v_.fetch(at);
+    if (kMore && p.u.data) u_.fetch(at);
+    if (kNoise == kGiven) eps_.fetch(at);
     if (first) {
       r = row_of(p, i);
       if (kNoise == kAddressed) counter = counter_of(p.noise, i);
     }
-    float e[kVector], x[kVector], v[kVector], mean[kVector], y[kVector];
+    first = false;
+    Values e{}, mean, y;
     if (kNoise == kAddressed) addressed(cut, p.noise, counter, at, kMore, e);
-    if (kNoise == kGiven) es.unpack(raw_e, e);
-    xs.unpack(raw_x, x);
-    velocity(p, vs, raw_v, us, raw_u, v);
+    if (kNoise == kGiven) e = eps_.values();
+    const Values x = x_.values(), v = velocity(p, v_, u_);
     if (kMore && p.x0.data) {
       const int64_t row = p.index ? p.index[i] : i;
       const float sigma = row >= 0 && row < p.rows ? p.sigma[row] : r.a;
-#pragma unroll
       for (int j = 0; j < kVector; ++j) y[j] = x[j] - sigma * v[j];
       Stream<kAny>(p.x0, i, start).store(at, y);
     }
-#pragma unroll
     for (int j = 0; j < kVector; ++j) {
       mean[j] = mean_of(r, x[j], v[j]);
       y[j] = kNoise == kNone ? mean[j] : mean[j] + r.s * e[j];
     }
     if (kMore && p.mean.data) Stream<kF32>(p.mean, i, start).store(at, mean);
-    const Raw out = outs.pack(y);
-    outs.flush(at, out);
-    outs.unpack(out, y);
-#pragma unroll
+    out_.store(at, y);
+    y = out_.values();
     for (int j = 0; j < kVector; ++j) acc = fma_(y[j] - mean[j], y[j] - mean[j], acc);
-    first = false;
   } while (next(cut, at));
   double sums[1] = {acc};
   if (reduce(p, sums)) p.logp[i] = finish_logp(row_of(p, i), sums[0], p.dim);
 }
 
 template <int kLatent, int kVelocity>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 5)
     logp_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Cut cut) {
   constexpr bool kMore = kVelocity == kAny;
   begin();
-  const int64_t i = blockIdx.x;
+  const int64_t i = blockIdx.x, start = block_start(cut);
+  Stream<kLatent> x_(p.x, i, start), y_(p.out, i, start);
+  Stream<kVelocity> v_(p.v, i, start);
+  Stream<kAny> u_(p.u, i, start), ref_(p.v_ref, i, start), old_(p.v_old, i, start);
   Row r{};
   float acc = 0.f, kl = 0.f, guard = 0.f;
-  const int64_t start = block_start(cut);
-  const Stream<kLatent> xs(p.x, i, start);
-  const Stream<kVelocity> vs(p.v, i, start);
-  const Stream<kLatent> ys(p.out, i, start);
-  const Stream<kAny> us(p.u, i, start);
-  const Stream<kAny> refs(p.v_ref, i, start);
-  const Stream<kAny> olds(p.v_old, i, start);
   Tile at = first_tile(cut);
   bool first = true;
   do {
-    const Raw raw_x = xs.fetch(at), raw_v = vs.fetch(at);
-    const Raw raw_y = ys.fetch(at);
-    Raw raw_u{}, raw_ref{}, raw_old{};
-    if (kMore && p.u.data) raw_u = us.fetch(at);
-    if (kMore && p.kl) raw_ref = refs.fetch(at);
-    if (kMore && p.guard) raw_old = olds.fetch(at);
+    x_.fetch(at), v_.fetch(at), y_.fetch(at);
+    if (kMore && p.u.data) u_.fetch(at);
+    if (kMore && p.kl) ref_.fetch(at);
+    if (kMore && p.guard) old_.fetch(at);
     if (first) r = row_of(p, i);
-    float x[kVector], v[kVector], y[kVector], o[kVector];
-    xs.unpack(raw_x, x);
-    velocity(p, vs, raw_v, us, raw_u, v);
-    ys.unpack(raw_y, y);
-#pragma unroll
+    first = false;
+    const Values x = x_.values(), v = velocity(p, v_, u_), y = y_.values();
     for (int j = 0; j < kVector; ++j) {
       const float d = y[j] - mean_of(r, x[j], v[j]);
       acc = fma_(d, d, acc);
     }
     if (kMore && p.kl) {
-      refs.unpack(raw_ref, o);
-#pragma unroll
+      const Values o = ref_.values();
       for (int j = 0; j < kVector; ++j) kl = fma_(v[j] - o[j], v[j] - o[j], kl);
     }
     if (kMore && p.guard) {
-      olds.unpack(raw_old, o);
-#pragma unroll
+      const Values o = old_.values();
       for (int j = 0; j < kVector; ++j) guard = fma_(y[j] - mean_of(r, x[j], o[j]), v[j] - o[j], guard);
     }
-    first = false;
   } while (next(cut, at));
   double sums[kMore ? 3 : 1] = {acc};
   if (kMore) sums[kMore] = kl, sums[2 * kMore] = guard;
@@ -284,32 +262,23 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <int kLatent, int kVelocity>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 5)
     grad_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Cut cut) {
   constexpr bool kMore = kVelocity == kAny;
   __shared__ GradScale scale;
   begin();
-  const int64_t i = blockIdx.x;
-  const float to_c = p.from_cond ? 1.0f + p.guidance : p.guidance, to_u = p.from_cond ? -p.guidance : 1.0f - p.guidance;
+  const int64_t i = blockIdx.x, start = block_start(cut);
+  Stream<kLatent> x_(p.x, i, start), y_(p.out, i, start);
+  Stream<kVelocity> v_(p.v, i, start), dv_(p.dv, i, start);
+  Stream<kAny> u_(p.u, i, start), ref_(p.v_ref, i, start), old_(p.v_old, i, start), du_(p.du, i, start);
   Row r{};
-  const int64_t start = block_start(cut);
-  const Stream<kLatent> xs(p.x, i, start);
-  const Stream<kVelocity> vs(p.v, i, start);
-  const Stream<kLatent> ys(p.out, i, start);
-  const Stream<kVelocity> dvs(p.dv, i, start);
-  const Stream<kAny> us(p.u, i, start);
-  const Stream<kAny> refs(p.v_ref, i, start);
-  const Stream<kAny> olds(p.v_old, i, start);
-  const Stream<kAny> dus(p.du, i, start);
   Tile at = first_tile(cut);
   bool first = true;
   do {
-    const Raw raw_x = xs.fetch(at), raw_v = vs.fetch(at);
-    const Raw raw_y = ys.fetch(at);
-    Raw raw_u{}, raw_ref{}, raw_old{};
-    if (kMore && p.u.data) raw_u = us.fetch(at);
-    if (kMore && p.g_kl) raw_ref = refs.fetch(at);
-    if (kMore && p.g_guard) raw_old = olds.fetch(at);
+    x_.fetch(at), v_.fetch(at), y_.fetch(at);
+    if (kMore && p.u.data) u_.fetch(at);
+    if (kMore && p.g_kl) ref_.fetch(at);
+    if (kMore && p.g_guard) old_.fetch(at);
     if (first) {
       r = row_of(p, i);
       if (threadIdx.x == 0)  // divisions in fp64, once
@@ -317,53 +286,43 @@ __global__ void __launch_bounds__(kThreads)
                            kMore && p.g_guard ? p.g_guard[i] : 0.f);
       __syncthreads();
     }
+    first = false;
     const GradScale g = scale;
-    float x[kVector], v[kVector], y[kVector], o[kVector], d[kVector];
-    xs.unpack(raw_x, x);
-    velocity(p, vs, raw_v, us, raw_u, v);
-    ys.unpack(raw_y, y);
-#pragma unroll
+    const Values x = x_.values(), v = velocity(p, v_, u_), y = y_.values();
+    Values d, o;
     for (int j = 0; j < kVector; ++j) d[j] = scaled(g.logp, y[j] - mean_of(r, x[j], v[j]));
     if (kMore && p.g_kl && g.kl != 0.f) {
-      refs.unpack(raw_ref, o);
-#pragma unroll
+      o = ref_.values();
       for (int j = 0; j < kVector; ++j) d[j] += g.kl * (v[j] - o[j]);
     }
     if (kMore && p.g_guard && g.guard != 0.f) {
-      olds.unpack(raw_old, o);
-#pragma unroll
+      o = old_.values();
       for (int j = 0; j < kVector; ++j) d[j] += g.guard * (y[j] - mean_of(r, x[j], o[j]));
     }
     if (kMore && p.u.data) {
+      const Values c = v_.values(), u = u_.values();
+      Values q{};
       Norm n{1.f, 0.f, 0.f, true};
-      vs.unpack(raw_v, x), us.unpack(raw_u, o);
       if (p.rescale_dim) {
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) v[j] = guide(x[j], o[j], p.guidance, p.from_cond);
-        n = norm_of<true>(p, x, v, d);
+        for (int j = 0; j < kVector; ++j) q[j] = guide(c[j], u[j], p.guidance, p.from_cond);
+        n = norm_of<true>(p, c, q, d);
       }
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        const float dq = p.rescale_dim ? n.ratio * d[j] - n.on_q * v[j] : d[j];
-        d[j] = n.used ? p.rescale_dim ? to_c * dq + n.on_c * x[j] : to_c * dq : 0.f;
-        o[j] = n.used ? to_u * dq : 0.f;
-      }
-      dus.store(at, o);
+      for (int j = 0; j < kVector; ++j) guide_back(p, n, c[j], q[j], d[j], o[j]);
+      du_.store(at, o);
     }
-    dvs.store(at, d);
-    first = false;
+    dv_.store(at, d);
   } while (next(cut, at));
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 5)
     normal_kernel(const __grid_constant__ NormalParams p, const __grid_constant__ Cut cut) {
   begin();
   const int64_t i = blockIdx.x;
   const Counter counter = counter_of(p.noise, i);
-  const Stream<kAny> out(p.out, i, block_start(cut));
+  Stream<kAny> out(p.out, i, block_start(cut));
   Tile at = first_tile(cut);
   do {
-    float e[kVector];
+    Values e;
     addressed(cut, p.noise, counter, at, true, e);
     out.store(at, e);
   } while (next(cut, at));
@@ -385,16 +344,15 @@ __global__ void __launch_bounds__(kThreads) guide_kernel(const __grid_constant__
     gq += static_cast<double>(g) * q, gg += fabsf(g);
   }
   const Norm n = norm_of<kBackward>(cc, qq, gq, gg, 32);
-  const float to_c = p.from_cond ? 1.0f + p.guidance : p.guidance, to_u = p.from_cond ? -p.guidance : 1.0f - p.guidance;
   for (int64_t k = from + threadIdx.x % 32; k < from + p.rescale_dim; k += 32) {
     const float c = one(p.v, i, k), q = guide(c, one(p.u, i, k), p.guidance, p.from_cond);
     if (!kBackward) {
       put(p.out, i, k, q * n.ratio);
       continue;
     }
-    const float dq = n.ratio * one(p.eps, i, k) - n.on_q * q;
-    put(p.dv, i, k, n.used ? to_c * dq + n.on_c * c : 0.f);
-    put(p.du, i, k, n.used ? to_u * dq : 0.f);
+    float d = one(p.eps, i, k), du;
+    guide_back(p, n, c, q, d, du);
+    put(p.dv, i, k, d), put(p.du, i, k, du);
   }
 }
 

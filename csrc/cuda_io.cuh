@@ -9,6 +9,8 @@
 #include "math.h"
 #include "params.h"
 
+#define PG_DEVICE __device__ __forceinline__
+
 namespace prefgrpo {
 namespace {
 
@@ -27,112 +29,105 @@ struct Tile {
   bool whole;
 
   // How many of this thread's 8 lie inside the sample.
-  __device__ __forceinline__ int count() const {
+  PG_DEVICE int count() const {
     const int n = left - static_cast<int>(threadIdx.x) * kVector;
     return n < 0 ? 0 : n < kVector ? n : kVector;
   }
 };
 
-// One tensor as a thread of the kernel sees it.
+struct Values {
+  float v[kVector];
+  PG_DEVICE float& operator[](int j) { return v[j]; }
+  PG_DEVICE float operator[](int j) const { return v[j]; }
+};
+
+// One tensor as a thread of the kernel sees it; `raw` is the tile that was fetched or stored last.
 template <int kType>
 struct Stream {
   const View& t;
   char* p;  // this thread's first element
+  Raw raw{};
 
-  __device__ __forceinline__ Stream(const View& view, int64_t i, int64_t block) : t(view) {
+  PG_DEVICE Stream(const View& view, int64_t i, int64_t block) : t(view) {
     p = static_cast<char*>(t.data) + (i * t.stride + block + threadIdx.x * kVector) * size();
   }
 
-  __device__ __forceinline__ bool f32() const { return (kType == kAny ? t.dtype : kType) == kF32; }
-  __device__ __forceinline__ bool bf16() const { return (kType == kAny ? t.dtype : kType) == kBF16; }
-  __device__ __forceinline__ int size() const { return f32() ? 4 : 2; }
+  PG_DEVICE bool f32() const { return (kType == kAny ? t.dtype : kType) == kF32; }
+  PG_DEVICE bool bf16() const { return (kType == kAny ? t.dtype : kType) == kBF16; }
+  PG_DEVICE int size() const { return f32() ? 4 : 2; }
 
   // Elements outside the sample are 0.
-  __device__ __forceinline__ Raw fetch(const Tile& at) const {
+  PG_DEVICE void fetch(const Tile& at) {
     const char* q = p + at.from * size();
-    Raw r{};
+    raw = {};
     if (at.whole) {
       const uint4 a = *reinterpret_cast<const uint4*>(q);
-      r.w[0] = a.x, r.w[1] = a.y, r.w[2] = a.z, r.w[3] = a.w;
-      if (f32()) {
-        const uint4 b = *reinterpret_cast<const uint4*>(q + 16);
-        r.w[4] = b.x, r.w[5] = b.y, r.w[6] = b.z, r.w[7] = b.w;
-      }
-      return r;
-    }
-    const int n = at.count();
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      if (j >= n) continue;
-      if (f32())
-        r.w[j] = reinterpret_cast<const uint32_t*>(q)[j];
-      else
-        r.w[j / 2] |= static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(q)[j]) << (16 * (j % 2));
-    }
-    return r;
-  }
-
-  // Inverse of `fetch`. __stwb is an ordinary store that the compiler does not cut into the tail's narrow ones.
-  __device__ __forceinline__ void flush(const Tile& at, const Raw& r) const {
-    char* q = p + at.from * size();
-    if (at.whole) {
-      __stwb(reinterpret_cast<uint4*>(q), make_uint4(r.w[0], r.w[1], r.w[2], r.w[3]));
-      if (f32()) __stwb(reinterpret_cast<uint4*>(q) + 1, make_uint4(r.w[4], r.w[5], r.w[6], r.w[7]));
+      raw.w[0] = a.x, raw.w[1] = a.y, raw.w[2] = a.z, raw.w[3] = a.w;
+      if (!f32()) return;
+      const uint4 b = *reinterpret_cast<const uint4*>(q + 16);
+      raw.w[4] = b.x, raw.w[5] = b.y, raw.w[6] = b.z, raw.w[7] = b.w;
       return;
     }
     const int n = at.count();
-#pragma unroll
     for (int j = 0; j < kVector; ++j) {
       if (j >= n) continue;
       if (f32())
-        reinterpret_cast<uint32_t*>(q)[j] = r.w[j];
+        raw.w[j] = reinterpret_cast<const uint32_t*>(q)[j];
       else
-        reinterpret_cast<uint16_t*>(q)[j] = static_cast<uint16_t>(r.w[j / 2] >> (16 * (j % 2)));
+        raw.w[j / 2] |= static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(q)[j]) << (16 * (j % 2));
     }
   }
 
-  __device__ __forceinline__ void unpack(const Raw& r, float (&out)[kVector]) const {
+  PG_DEVICE Values values() const {
+    Values y;
     const bool full = f32(), brain = bf16();
-    if (full) {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) out[j] = from_bits(r.w[j]);
-    } else if (brain) {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) out[j] = from_bits(j % 2 ? r.w[j / 2] & 0xffff0000u : r.w[j / 2] << 16);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) out[j] = half_to_float(static_cast<uint16_t>(r.w[j / 2] >> (16 * (j % 2))));
-    }
+    if (full)
+      for (int j = 0; j < kVector; ++j) y[j] = from_bits(raw.w[j]);
+    else if (brain)
+      for (int j = 0; j < kVector; ++j) y[j] = from_bits(j % 2 ? raw.w[j / 2] & 0xffff0000u : raw.w[j / 2] << 16);
+    else
+      for (int j = 0; j < kVector; ++j) y[j] = half_to_float(static_cast<uint16_t>(raw.w[j / 2] >> (16 * (j % 2))));
+    return y;
   }
 
-  __device__ __forceinline__ Raw pack(const float (&y)[kVector]) const {
-    Raw r{};
+  // __stwb is an ordinary store that the compiler does not cut into the tail's narrow ones.
+  PG_DEVICE void store(const Tile& at, const Values& y) {
+    char* q = p + at.from * size();
     const bool full = f32(), brain = bf16();
-#pragma unroll
     for (int j = 0; j < kVector; j += 2) {
       if (full)
-        r.w[j] = bits(y[j]), r.w[j + 1] = bits(y[j + 1]);
+        raw.w[j] = bits(y[j]), raw.w[j + 1] = bits(y[j + 1]);
       else
-        r.w[j / 2] = brain ? pack_bf16(y[j], y[j + 1]) : pack_half(y[j], y[j + 1]);
+        raw.w[j / 2] = brain ? pack_bf16(y[j], y[j + 1]) : pack_half(y[j], y[j + 1]);
     }
-    return r;
+    if (at.whole) {
+      __stwb(reinterpret_cast<uint4*>(q), make_uint4(raw.w[0], raw.w[1], raw.w[2], raw.w[3]));
+      if (full) __stwb(reinterpret_cast<uint4*>(q) + 1, make_uint4(raw.w[4], raw.w[5], raw.w[6], raw.w[7]));
+      return;
+    }
+    const int n = at.count();
+    for (int j = 0; j < kVector; ++j) {
+      if (j >= n) continue;
+      if (full)
+        reinterpret_cast<uint32_t*>(q)[j] = raw.w[j];
+      else
+        reinterpret_cast<uint16_t*>(q)[j] = static_cast<uint16_t>(raw.w[j / 2] >> (16 * (j % 2)));
+    }
   }
-
-  __device__ __forceinline__ void store(const Tile& at, const float (&y)[kVector]) const { flush(at, pack(y)); }
 };
 
-__device__ __forceinline__ char* place(const View& t, int64_t i, int64_t k) {
+PG_DEVICE char* place(const View& t, int64_t i, int64_t k) {
   return static_cast<char*>(t.data) + (i * t.stride + k) * (t.dtype == kF32 ? 4 : 2);
 }
 
-__device__ __forceinline__ float one(const View& t, int64_t i, int64_t k) {
+PG_DEVICE float one(const View& t, int64_t i, int64_t k) {
   const char* p = place(t, i, k);
   if (t.dtype == kF32) return *reinterpret_cast<const float*>(p);
   const uint16_t h = *reinterpret_cast<const uint16_t*>(p);
   return t.dtype == kBF16 ? bf16_to_float(h) : half_to_float(h);
 }
 
-__device__ __forceinline__ void put(const View& t, int64_t i, int64_t k, float y) {
+PG_DEVICE void put(const View& t, int64_t i, int64_t k, float y) {
   char* p = place(t, i, k);
   if (t.dtype == kF32)
     *reinterpret_cast<float*>(p) = y;

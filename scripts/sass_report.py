@@ -57,7 +57,7 @@ class Kernel:
     name: str
     registers: int
     spills: int
-    """Bytes stored and loaded."""
+    """Bytes of stack, and stored to and loaded from it."""
     occupancy: float
     """Of 64 warps per multiprocessor, as far as registers allow."""
     wide_loads: int
@@ -192,7 +192,7 @@ def report(arch: str, source: Path = SOURCE) -> list[Kernel]:
     kernels = []
     for part in re.split(r"(?m)^\s*\.section\s+(?=\.text\.)", text)[1:]:
         mangled = re.match(r"\.text\.(\w+)", part)[1]
-        spills, registers = re.search(rf"'{mangled}'.*?frame, (.*?)\n.*?Used (\d+) reg", usage, re.DOTALL).groups()
+        spills, registers = re.search(rf"'{mangled}'.*?\n(.*?)\n.*?Used (\d+) reg", usage, re.DOTALL).groups()
         graph = blocks_of(part.splitlines())
         path, turn = ([w for k in way for w in graph[k].code] for way in hot_path(graph))
         turn = turn or path  # without a loop the tiles are unrolled
