@@ -173,7 +173,7 @@ PG_DEVICE bool reduce(const AffineParams& p, double (&sums)[kPlanes]) {
 
 // ---------------------------------------------------------------- kernels: kLatent is the dtype of x and x'
 template <int kLatent, int kVelocity, int kNoise>
-__global__ void __launch_bounds__(kThreads, 5)
+__global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
     step_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Cut cut) {
   constexpr bool kMore = kVelocity == kAny;
   begin();
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kThreads, 5)
 }
 
 template <int kLatent, int kVelocity>
-__global__ void __launch_bounds__(kThreads, 5)
+__global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
     logp_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Cut cut) {
   constexpr bool kMore = kVelocity == kAny;
   begin();
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(kThreads, 5)
 }
 
 template <int kLatent, int kVelocity>
-__global__ void __launch_bounds__(kThreads, 5)
+__global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
     grad_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Cut cut) {
   constexpr bool kMore = kVelocity == kAny;
   __shared__ GradScale scale;
@@ -314,7 +314,7 @@ __global__ void __launch_bounds__(kThreads, 5)
   } while (next(cut, at));
 }
 
-__global__ void __launch_bounds__(kThreads, 5)
+__global__ void __launch_bounds__(kThreads, 9)
     normal_kernel(const __grid_constant__ NormalParams p, const __grid_constant__ Cut cut) {
   begin();
   const int64_t i = blockIdx.x;
