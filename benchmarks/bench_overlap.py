@@ -80,14 +80,13 @@ def demo(url: str, folder: str, prompts: int, batch: int, side: int) -> Config:
 def step(config: Config, parts: Session, number: int) -> tuple[float, StepScores, Any]:
     """(seconds of one step's rollout with its rewards, the scores, the samples)."""
     start = time.perf_counter()
-    samples = {}
     parts.scorer.begin(number, parts.rollouts.groups(number))
-    for batch in parts.rollouts(number):
-        for group, member, sample in zip(batch.groups, batch.members, batch.samples, strict=True):
-            parts.scorer.add(group, member, sample)
-            samples[group % config.rollout.prompts_per_step, member] = sample
+    for _ in parts.rollouts(number, parts.scorer.add):
+        pass
     scores = parts.scorer.finish()
-    return time.perf_counter() - start, scores, samples
+    seconds, prompts = time.perf_counter() - start, config.rollout.prompts_per_step
+    samples = {(group % prompts, g): s for group, made in parts.scorer.samples.items() for g, s in made.items()}
+    return seconds, scores, samples
 
 
 def judge_alone(config: Config, scorer: Scorer, number: int, samples: Any) -> float:

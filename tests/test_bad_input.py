@@ -90,7 +90,7 @@ MISTAKES = [
     # another kind of media, reported before anything loads
     ("model: ./nowhere, reward: {spec: videoalign}", "videoalign takes video, but this run makes images"),
     (MANY, "did you mean 'sd3' … data.prompts: prompts file not found: /no/p.txt … group_size: expected 2 or more … "
-           "at most one update per prompt … train.stepps: unknown key … judge template 'compar' not found … "
+           "at most one update per sample … train.stepps: unknown key … judge template 'compar' not found … "
            "judge.plan: unknown … endpoints: expected a list … eval.spec: unknown reward 'jpeg'"),
     ("rollout: {frames: 5, source_area: 4096}, train: {target_components: [transformer_2]}",
      "rollout.frames: flux makes images … source_area: flux resizes no … expected some of transformer, got"),
@@ -99,7 +99,7 @@ MISTAKES = [
     ("reward: {spec: no.such.Thing}", "cannot load reward 'no.such.Thing'"),
     ("rollout: {rule: cps, eta: 0.5, window_low: 2, window_high: 3}",
      "rule cps has no noise … in step(s) [2]; expected windows that train"),
-    ("train: {updates_per_rollout: 3}", "expected at most one update per prompt, got 3 updates"),
+    ("train: {updates_per_rollout: 9}", "expected at most one update per sample, got 9 updates of 8 samples per step"),
     ("device: cuda", "device: cuda was asked for, but torch sees no GPU"),
     ("output: /dev/null/runs", "cannot be made or written … --output"),
     (VLM + "{backend: local, model: /no/judge}", "judge checkpoint not found: expected /no/judge/config.json"),

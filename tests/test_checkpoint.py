@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from tiny_run import Hold, merged, recipe, rows, start, train, tree, weights, world
+from tiny_run import ALONE, Hold, merged, recipe, rows, start, train, tree, weights, world
 
 import prefgrpo
 from prefgrpo.run import checkpoint
@@ -42,7 +42,7 @@ def export(folder: Path) -> None:
 
 
 def save_one(folder: Path, step: int, keep: int = 2) -> Path:
-    save(RunFolder(folder), step, STATE, {"updates": step, "trained_s": 1.5}, export, keep)
+    save(RunFolder(folder), step, STATE, {"updates": step, "trained_s": 1.5}, export, keep, ALONE)
     return RunFolder(folder).checkpoint(step)
 
 
@@ -50,7 +50,7 @@ def save_one(folder: Path, step: int, keep: int = 2) -> Path:
 
 
 def test_what_is_saved_is_read(tmp_path):
-    tensors, meta = read(save_one(tmp_path, 7))
+    tensors, meta = read(save_one(tmp_path, 7), ALONE)
     (tmp_path / "file").touch()
     modes = {p.stat().st_mode for p in tmp_path.rglob("*") if p.is_file()}
     assert modes == {(tmp_path / "file").stat().st_mode}, "who may read other files may read weights"
@@ -70,7 +70,7 @@ def test_old_ones_go_in_order_of_steps_and_foreign_folders_stay(tmp_path):
 def test_one_that_exists_is_never_replaced(tmp_path):
     path = save_one(tmp_path, 3)
     before = tree(path)
-    save(RunFolder(tmp_path), 3, {"param.a": torch.zeros(1)}, {"updates": 0, "trained_s": 0.0}, export, 2)
+    save(RunFolder(tmp_path), 3, {"param.a": torch.zeros(1)}, {"updates": 0, "trained_s": 0.0}, export, 2, ALONE)
     assert tree(path) == before
 
 
@@ -90,7 +90,7 @@ def test_every_damage_to_every_file_is_seen(tmp_path, name, damage):
     path = save_one(tmp_path, 4)
     DAMAGE[damage](path / name)
     with pytest.raises(CheckpointError) as caught:
-        read(path)
+        read(path, ALONE)
     told = str(caught.value)
     assert str(path) in told and Path(name).name in told and "remove that folder to resume from step_000002" in told
 
@@ -105,11 +105,11 @@ def test_every_bit_of_the_facts_is_checked(tmp_path):
             continue
         (path / "state.json").write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
         with pytest.raises(CheckpointError):
-            read(path)
+            read(path, ALONE)
     for content in (b"[]", b"3", b"{}", b'{"files": {}}', b"null"):
         (path / "state.json").write_bytes(content)
         with pytest.raises(CheckpointError, match="remove that folder and start again"):
-            read(path)
+            read(path, ALONE)
 
 
 def test_loading_checks_names_and_shapes():
@@ -287,7 +287,7 @@ def test_killed_at_every_write_of_a_checkpoint(tmp_path):
         done = int((folder / "done").read_text()) if (folder / "done").is_file() else 1
         os.close(claim(RunFolder(folder), resume=True))
         newest = RunFolder(folder).latest()
-        assert read(newest)[1]["step"] in (done, done + 1), "what was saved stays, whole"
+        assert read(newest, ALONE)[1]["step"] in (done, done + 1), "what was saved stays, whole"
         assert [p.name for p in folder.rglob(".*")] == [".lock"], "nothing half-written stays"
         product = folder / "product"
         assert not product.exists() or tree(product).keys() == {"lora/w.safetensors"}

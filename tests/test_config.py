@@ -89,7 +89,6 @@ def test_every_mistake_is_listed_at_once():
         "rollout.group_size: expected 2 or more, got 1",
         "rollout.rule: expected 'flow', 'dance', 'cps', 'cps_normalised', 'ddim' or 'wan', got 'flwo'",
         "rollout.steps: expected a whole number, got 'many'",
-        "train.kl_coef: the reference is the LoRA switched off; expected lora_rank > 0",
         "train.lr: expected a value above 0, got -1",
         "train.updates_per_rollout: expected a value above 0, got 0",
         "trian: unknown key; did you mean 'train'?",

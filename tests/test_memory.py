@@ -12,6 +12,7 @@ from torch import nn
 from prefgrpo.config.schema import from_dict
 from prefgrpo.models import recompute
 from prefgrpo.models.parking import Parked
+from prefgrpo.models.weights import innermost
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.render import decode
 from prefgrpo.run.loading import open_adapter
@@ -73,7 +74,7 @@ def test_recomputed_blocks_get_all_that_they_are_called_with():
         return y, *grads
 
     plain, once = run(), len(calls)
-    recompute.enable(net, ["Masked"], 1.0)
+    recompute.enable(innermost(net, ["Masked"]), 1.0)
     assert all(torch.equal(a, b) for a, b in zip(plain, run(), strict=True)) and len(calls) == 2 * once
     with torch.no_grad():
         calls.clear()

@@ -2,7 +2,7 @@
 
 Why these cases: a run on 8 GPUs must be the run on one, only faster: the same noise and samples to the bit, the same
 group statistics. And a rank that stops alone leaves the others waiting for ever, so each trouble of a single rank
-(prompts that cannot be split evenly, a folder only rank 0 may touch, a dead judge, lost rewards, a signal, nothing to
+(a mistake, a folder only rank 0 may touch, a dead judge, lost rewards, a signal, nothing to
 evaluate, no signal in its groups) must reach all of them.
 """
 
@@ -56,15 +56,15 @@ def dump() -> None:
     """In the new process: every stored latent and every image goes into DUMP by (step, slot, member)."""
     true_update = TrainingLoop.update
 
-    def update(self, batches, advantage):
+    def update(self, step, batches, advantage):
         out = {}
         for batch in batches:
-            for row, (*place, sample) in enumerate(zip(batch.slots, batch.members, batch.samples, strict=True)):
+            for row, (p, g) in enumerate(zip(batch.slots, batch.members, strict=True)):
                 latents = [t[row].clone() for s in batch.trajectory.steps for t in (s.x, s.x_next, s.logp)]
-                out[tuple(place)] = (latents, torch.from_numpy(sample.media.pixels), sample.prompt)
-        step = batches[0].groups[0] // P
+                sample = self.scorer.samples[step * P + p][g]  # one batch per group: it is scored where it is made
+                out[p, g] = (latents, torch.from_numpy(sample.media.pixels), sample.prompt)
         torch.save(out, Path(os.environ["DUMP"]) / f"{step}_{self.world.rank}of{self.world.size}.pt")
-        return true_update(self, batches, advantage)
+        return true_update(self, step, batches, advantage)
 
     TrainingLoop.update = update
 
@@ -139,7 +139,7 @@ def test_torchrun_starts_it(place):
 
 LAUNCHED = {
     "value": (["--train.steps", "many"], {}, 2, "many"),
-    "mistake": ([], {"rollout": {"prompts_per_step": 3}}, 2, "3 prompts cannot be split evenly over 2 processes"),
+    "mistake": ([], {"train": {"updates_per_rollout": 9}}, 2, "expected at most one update per sample, got 9"),
     "folder": ([], {}, 2, "holds another run (thesis.tex)"),
     "stopped": ([], {"reward": {"spec": f"{HERE}RankOneHasNone"}, "eval": {"every": 0}}, 3, "50% of the rewards are"),
 }
@@ -166,9 +166,9 @@ def test_launch_ends_with_the_runs_exit_code_and_one_message(place, case):
 NOBODY = {"reward": {"spec": "vlm_pairwise"}, "judge": {"endpoints": ["http://127.0.0.1:9"]}}
 TROUBLES = {
     "odd": (
-        {"rollout": {"prompts_per_step": 3}, "train": {"updates_per_rollout": 4}}, 2,
-        ("cannot be split evenly over 2 processes; expected a multiple of 2", "at most one update per prompt"),
-        ("3 prompts cannot be split evenly over 2 processes",),
+        {"rollout": {"prompts_per_step": 3}, "train": {"updates_per_rollout": 13}}, 2,
+        ("expected at most one update per sample, got 13 updates of 12 samples per step",),
+        ("expected at most one update per sample",),
     ),
     "taken": ({}, 2, ("holds another run (thesis.tex)",), ("rank 0 found a problem",)),
     "down": (NOBODY, 2, ("not reachable",), ("rank 0 found a problem",)),
@@ -180,7 +180,7 @@ TROUBLES = {
 
 @pytest.mark.parametrize("case", TROUBLES)
 def test_the_trouble_of_one_rank_reaches_all(place, case):
-    """Prompts that cannot be split, a foreign folder, no judge, lost rewards, and no signal in a rank's groups."""
+    """Too many updates, a foreign folder, no judge, lost rewards, and no signal in a rank's groups."""
     over, code, *parts = TROUBLES[case]
     folder = place / "runs" / case
     if case == "taken":
@@ -236,8 +236,24 @@ def collectives() -> None:
     rank, size = world.rank, world.size
     assert world.main == (rank == 0) and list(world.slots(6)) == list(range(rank, 6, size))
     local = np.array([[float(p), 10.0 * p] for p in world.slots(6)])
-    assert np.array_equal(world.gather_slots(local), [[p, 10.0 * p] for p in range(6)])
-    assert world.gather_slots(local.reshape(-1, 2, 1)).shape == (6, 2, 1)
+    assert np.array_equal(world.gather_slots(local, 6), [[p, 10.0 * p] for p in range(6)])
+    assert world.gather_slots(local.reshape(-1, 2, 1), 6).shape == (6, 2, 1)
+    for total in (1, 7):
+        mine = np.array([[float(p)] for p in world.slots(total)]).reshape(-1, 1)
+        assert world.gather_slots(mine, total).tolist() == [[float(p)] for p in range(total)]
+        assert [p for p in range(total) if world.owner(p) == rank] == list(world.slots(total))
+    others = [k for k in range(size) if k != rank]
+    coming = {(k, tag): world.receive((2, tag), torch.uint8, k, tag) for k in others for tag in (1, 3)}
+    sent = [
+        world.send(torch.full((2, tag), 16 * rank + tag, dtype=torch.uint8), k, tag) for tag in (3, 1) for k in others
+    ]
+    for (k, tag), transfer in reversed(coming.items()):
+        assert transfer.wait().tolist() == [[16 * k + tag] * tag] * 2
+    for transfer in sent:
+        transfer.wait()
+    assert sum(world.gather(np.array([float(world.share(10, 2))]))) == 10 + size - 2, (
+        "two that ask, and 1 for each other"
+    )
     assert world.gather(np.array([float(rank), np.nan]))[::2].tolist() == list(range(size))
     assert world.any(rank == size - 1) and not world.any(False)
     assert world.union(["b", f"r{rank}"] if rank else []) == sorted({n for k in range(1, size) for n in ("b", f"r{k}")})

@@ -4,6 +4,7 @@ Why these cases: the table must be what the rules say at the fp32 σ that the mo
 every rank, move over steps, stay in range and cover it evenly; a step without noise must never be trained.
 """
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefgrpo.sde.rules import RULES, StepInfo
-from prefgrpo.sde.schedule import make_schedule, sde_window, shifted_sigmas
+from prefgrpo.sde.schedule import consecutive, make_schedule, progressive, shifted_sigmas, step_weights, subset
 
 
 def test_shift_three_of_dance():
@@ -65,25 +66,49 @@ def test_a_window_is_consecutive_in_range_and_a_function_of_its_draw(steps, data
     low = data.draw(st.integers(0, steps - 1))
     high = data.draw(st.integers(low + 1, steps))
     size = data.draw(st.integers(0, high - low))
-    seed, draw = data.draw(st.integers(0, 2**63 - 1)), data.draw(st.integers(0, 10**6))
-    window = sde_window(steps, size, low, high, seed, draw)
-    assert window == sde_window(steps, size, low, high, seed, draw)
+    draw, steps = data.draw(st.integers(0, 2**63 - 1)), range(low, high)
+    window = consecutive(steps, size, draw)
+    assert window == consecutive(steps, size, draw)
     assert window == tuple(range(window[0], window[0] + (size or high - low)))
     assert low <= window[0] and window[-1] < high
+    some = subset(steps, size, draw)
+    assert some == subset(steps, size, draw) and len(some) == (size or high - low)
+    assert list(some) == sorted(set(some)) and set(some) <= set(steps)
 
 
 def test_windows_move_and_cover_the_range_evenly():
-    starts = Counter(sde_window(10, 2, 1, 9, 0, k)[0] for k in range(7000))
+    starts = Counter(consecutive(range(1, 9), 2, k)[0] for k in range(7000))
     assert sorted(starts) == list(range(1, 8))
     assert all(abs(n - 1000) < 5 * 30 for n in starts.values()), starts
+    members = Counter(k for draw in range(4000) for k in subset((1, 3, 4, 8), 2, draw))
+    assert sorted(members) == [1, 3, 4, 8] and all(abs(n - 2000) < 5 * 32 for n in members.values()), members
     state = torch.random.get_rng_state()
-    sde_window(10, 2, 1, 9, 0, 0)
+    consecutive(range(1, 9), 2, 0), subset(range(9), 2, 0)
     assert torch.equal(state, torch.random.get_rng_state()), "the global generator is left alone"
 
 
-def test_windows_that_do_not_fit():
-    with pytest.raises(ValueError, match="a window of 3 steps does not fit into steps 0 … 1"):
-        sde_window(4, 3, 0, 2, 0, 0)
-    for low, high in ((2, 2), (-1, 2), (0, 5)):
-        with pytest.raises(ValueError, match="0 <= low < high <= steps"):
-            sde_window(4, 0, low, high, 0, 0)
+def test_progressive_windows_are_those_of_mixgrpo():
+    """Its progressive strategy counted out (stay 3 steps, move by 2, begin again), its exponential one by formula."""
+    seen = [progressive(range(1, 8), 3, k, interval=3, stride=2) for k in range(12)]
+    assert seen == [(1, 2, 3)] * 3 + [(3, 4, 5)] * 3 + [(5, 6, 7)] * 3 + [(1, 2, 3)] * 3
+    stays = [math.ceil(25 * math.exp(-0.1 * max(0, place - 13))) for place in range(13)]
+    long = [progressive(range(16), 4, k, 25, 1, 0.1, 13)[0] for k in range(sum(stays))]
+    assert Counter(long) == dict(enumerate(stays))
+    late = Counter(progressive(range(12, 20), 4, k, 25, 1, 0.1, 13)[0] for k in range(25 + 25 + 23 + 21 + 19))
+    assert late == {12: 25, 13: 25, 14: 23, 15: 21, 16: 19}
+
+
+def test_step_weights_even_out_what_noise_does_to_the_velocity():
+    """velocity: Flash-GRPO's 1 / (√Δt/σ_t + σ_t√Δt(1 − t)/(2t)) with the flow rule's σ_t, divided by its mean."""
+    sigmas = shifted_sigmas(6, 3.0)
+    schedule, over = make_schedule(sigmas, "flow", 0.7), (1, 2, 3)
+    t, dt = sigmas[:-1].double(), -sigmas.double().diff()
+    level = 0.7 * torch.sqrt(t / (1 - torch.where(t == 1, t[1], t)))
+    published = 1 / (dt.sqrt() / level + level * dt.sqrt() * (1 - t) / (2 * t))
+    expected = {
+        "velocity": published / published[list(over)].mean(),
+        "noise": level * dt.sqrt() / (level * dt.sqrt())[list(over)].mean(),
+        "inverse_step": 1 / dt,
+    }
+    for kind, wanted in expected.items():
+        assert torch.allclose(step_weights(schedule, kind, over).double()[:-1], wanted[:-1], rtol=1e-5), kind

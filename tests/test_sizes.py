@@ -17,7 +17,7 @@ from tiny_run import attempt, ranks, rows, settings, start, train, weights, worl
 
 from prefgrpo.config.schema import from_dict
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.rollout.batches import deal_batches, slot_prompts
+from prefgrpo.rollout.deal import deal_batches, slot_prompts
 from prefgrpo.rollout.sampling import Schedules, of_prompt
 from prefgrpo.sde.schedule import make_schedule, shifted_sigmas, truncated_times
 
@@ -72,16 +72,16 @@ def test_batches_have_one_size_and_ranks_share_the_large_ones(size):
     prompts = [Prompt(k, f"{k}", {"height": 16 if k % 2 else 64, "width": "16"}) for k in range(8)]
     slots = slot_prompts(config, prompts, 3)
     sizes = [s for _, s in slots]
-    ranks = [deal_batches(config, sizes, range(r, 8, size)) for r in range(size)]
-    places = [place for batches in ranks for _, chunk in batches for place in chunk]
+    planned = deal_batches(config, sizes, size)
+    places = [place for b in planned for place in b.places]
     assert sorted(places) == [(p, g) for p in range(8) for g in range(2)], "each sample once"
-    pixels = []
-    for batches in ranks:
-        for update, chunk in batches:
-            assert len({(sizes[p].height, sizes[p].width) for p, _ in chunk}) == 1 and len(chunk) <= 4
-            assert {p * 2 // 8 for p, _ in chunk} == {update}
-        pixels.append(sum(sizes[p].height * sizes[p].width for _, chunk in batches for p, _ in chunk))
-    assert max(pixels) <= min(pixels) + 64 * 16 * 2, "no rank has more than one large group more than another"
+    for b in planned:
+        assert len({(sizes[p].height, sizes[p].width) for p, _ in b.places}) == 1 and len(b.places) <= 4
+        assert {p * 2 // 8 for p, _ in b.places} == {b.update}
+    pixels = [
+        sum(sizes[p].height * sizes[p].width for b in planned if b.index == k for p, _ in b.places) for k in range(size)
+    ]
+    assert max(pixels) <= min(pixels) + 64 * 16 * 4, "no rank has more than one large batch more than another"
     assert sorted(p.id for p, _ in slots) == list(range(8))
 
 

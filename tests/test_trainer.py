@@ -6,15 +6,19 @@ plain formulas, written here without any of the project's ops. Groups without si
 """
 
 import math
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from tiny_run import collect, rows, settings, world
 
-from prefgrpo.config.schema import from_dict
+from prefgrpo.config.schema import ConfigError, from_dict
+from prefgrpo.objectives.base import Targets
 from prefgrpo.rewards.base import PointwiseReward, Score
-from prefgrpo.rollout.batches import deal_batches
+from prefgrpo.rollout.deal import deal_batches
 from prefgrpo.run.trainer import TrainingLoop, TrainingStopped
 from prefgrpo.sde import noise
 
@@ -111,6 +115,72 @@ def test_the_first_update_is_on_policy_to_the_last_bit(trainer, case):
     assert any(not torch.equal(a, b) for a, b in zip(weights, one.policy.params, strict=True))
 
 
+REUSE = {
+    "plain": {},
+    "kl, tied groups": {"train": {"kl_coef": 0.5}, "reward": {"spec": "HalfTied"}},
+    "two updates, guard": {"train": {"updates_per_rollout": 2, "objective": "grpo_guard"}},
+    "checkpointing, full": {"train": {"gradient_checkpointing": True, "lora_rank": 0, "lr": 1e-4}},
+}
+
+
+@pytest.mark.parametrize("case", REUSE)
+def test_reusing_the_forward_of_the_rollout_changes_no_bit(trainer, case):
+    """Against replaying: the same metrics and weights, with fewer forwards of the model."""
+    seen = []
+    for reuse in (True, False, "auto"):
+        over = {"eval": {"every": 0}} | REUSE[case]
+        over["train"] = {"steps": 2} | over.get("train", {}) | {"reuse_rollout_forward": reuse}
+        if "reward" in over:
+            over["reward"] = {"spec": f"{HERE}{over['reward']['spec']}"}
+        one, forwards = trainer(name=f"{case} {reuse}", **over), []
+        one.adapter.transformer.register_forward_pre_hook(lambda *_, forwards=forwards: forwards.append(1))
+        one.run()
+        metrics = [{k: v for k, v in row.items() if "time" not in k} for row in rows(one.folder.root)]
+        seen.append((metrics, [p.detach().clone() for p in one.policy.params], len(forwards)))
+    (metrics, weights, few), (want, true, many), (same, _, auto) = seen
+    assert metrics == want == same and all(torch.equal(a, b) for a, b in zip(weights, true, strict=True))
+    assert few == auto < many
+
+
+def test_the_kl_of_a_share_of_the_steps_is_unbiased(trainer, monkeypatch):
+    """The mean gradient over every choice of one of three steps is the gradient of the KL of all three."""
+    advantage = torch.randn(2, 4, generator=torch.Generator().manual_seed(2))
+    over = {"rollout": {"steps": 4}, "eval": {"every": 0}}
+
+    def gradient(fraction, chosen=None):
+        train = {"kl_coef": 0.7, "kl_fraction": fraction, "reuse_rollout_forward": False}
+        one, taken = trainer(name=f"kl {fraction} {chosen}", train=train, **over), []
+        moved(one)
+        batches = list(one.rollouts(0, lambda group, member, sample: None))
+        forwards = []
+        one.adapter.transformer.register_forward_pre_hook(lambda *_: forwards.append(1))
+        one.policy.update = lambda world: taken.append(torch.cat([p.grad.flatten() for p in one.policy.params])) or 0.0
+        if chosen is not None:
+            monkeypatch.setattr(
+                "prefgrpo.rollout.replay.subset", lambda steps, size, draw: steps[chosen : chosen + size]
+            )
+        one.update(0, batches, Targets.of(advantage))
+        return taken[0].double(), len(forwards)
+
+    whole, all_forwards = gradient(1.0)
+    parts = [gradient(0.34, chosen) for chosen in range(3)]
+    assert all_forwards == 2 * (3 + 3) and {count for _, count in parts} == {2 * (3 + 1)}
+    mean = sum(g for g, _ in parts) / 3
+    assert (mean - whole).norm() < 1e-5 * whole.norm() < 1e-2 * (parts[0][0] - whole).norm()
+
+
+def test_the_forward_of_the_rollout_cannot_always_be_reused(trainer):
+    with pytest.raises(ConfigError, match="reuse_rollout_forward: expected auto or false, got true: nft replays no"):
+        trainer(train={"objective": "nft", "reuse_rollout_forward": True})
+
+
+def around_loss(one, function):
+    """Let the objective's loss go through function(loss, *its arguments)."""
+    loss = function and partial(function, one.objective.loss)
+    parts = {name: getattr(one.objective, name) for name in ("metrics", "signal")}
+    one.collector = replace(one.collector, objective=SimpleNamespace(loss=loss, **parts))
+
+
 def moved(one, scale=0.05):
     """Put the policy away from its start, where KL and ratios are not trivial."""
     generator = torch.Generator().manual_seed(1)
@@ -121,7 +191,7 @@ def moved(one, scale=0.05):
 PLAIN_FORMULA = {
     "on-policy": {},
     "kl": {"train": {"kl_coef": 0.7}},
-    "off-policy and clipped": {"train": {"clip_range": 2e-4, "clip_range_high": 3e-4}},
+    "off-policy and clipped": {"train": {"clip_range": 2e-4, "clip_range_high": 3e-4, "reuse_rollout_forward": False}},
     "steps replayed at once": {"train": {"kl_coef": 0.7, "replay_batch": 99}},
     "kl, window, batches": {
         "train": {"kl_coef": 0.3, "adv_clip_max": 0.8},
@@ -143,7 +213,7 @@ def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
         moved(one, 0.02)
     taken = []
     one.policy.update = lambda world: taken.append([p.grad.clone() for p in one.policy.params]) or 0.0
-    values = one.update(batches, advantage)
+    values = one.update(0, batches, Targets.of(advantage))
     one.policy.optimizer.zero_grad()
 
     low, high = 1 - c.train.clip_range, 1 + (c.train.clip_range_high or c.train.clip_range)
@@ -190,7 +260,8 @@ def test_every_image_goes_to_its_own_prompt_and_group(trainer):
     shape = one.adapter.latent_shape(one.config.rollout)
     assert torch.equal(first.x, noise.initial_latents(0, torch.tensor(ids), shape))
     for batch in batches:
-        for row, sample in enumerate(batch.samples):
+        for row, (p, g) in enumerate(zip(batch.slots, batch.members, strict=True)):
+            sample = one.scorer.samples[5 * 3 + p][g]
             (condition,) = one.rollouts.embeddings([sample.prompt], one.config.rollout)
             for key, value in condition.tensors().items():
                 assert torch.equal(value, batch.condition.tensors()[key][row])
@@ -205,7 +276,7 @@ def test_groups_without_any_signal_change_nothing(trainer):
     """All rewards equal: no forward, no update (weight decay and EMA included), and the run ends well."""
     one = trainer(reward={"spec": f"{HERE}Constant"}, train={"steps": 3, "weight_decay": 0.5, "ema_decay": 0.5})
     before = [p.detach().clone() for p in one.policy.params]
-    one.loss = None  # calling it would fail: no sample may be replayed
+    around_loss(one, None)  # calling it would fail: no sample may be replayed
     one.run()
     assert all(torch.equal(a, b) for a, b in zip(before, one.policy.params, strict=True)) and one.policy.updates == 0
     for row in (r for r in rows(one.folder.root) if r["kind"] == "train"):
@@ -222,8 +293,7 @@ def test_a_tied_group_costs_no_forward_and_stays_in_the_mean(trainer, batch_size
     over = {"train": {"steps": 1}, "eval": {"every": 0}, "rollout": {"batch_size": batch_size}}
     one = trainer(reward={"spec": f"{HERE}HalfTied"}, **over)
     seen = []
-    true_loss = one.loss
-    one.loss = lambda train, new, old, adv, n: seen.append((len(adv), n)) or true_loss(train, new, old, adv, n)
+    around_loss(one, lambda loss, train, new, adv, n: seen.append((len(adv), n)) or loss(train, new, adv, n))
     one.run()
     row, output = rows(one.folder.root)[0], capsys.readouterr().out
     assert ("it is exact where rollout.batch_size divides" in output) == (row["policy/on_policy_error"] > 0)
@@ -255,14 +325,18 @@ def test_too_many_missing_rewards_stop_with_a_checkpoint(trainer):
     assert (one.folder.checkpoint(0) / "state.json").is_file() and "--resume" in told
 
 
-def test_updates_share_the_prompts_not_the_samples(trainer):
-    """Update u trains the slots p with p·U // P = u; each sample exactly once."""
+def test_updates_share_the_prompts_not_the_samples(trainer, place):
+    """Update u trains the slots p with p·U // P = u, or where there are more updates than slots a part of a group."""
     over = {"rollout": {"prompts_per_step": 5, "group_size": 2, "batch_size": 3}, "train": {"updates_per_rollout": 2}}
     one = trainer(**over, eval={"every": 0})
-    plan = deal_batches(one.config, [one.config.rollout] * 5, range(5))
-    assert sorted(p for _, places in plan for p in places) == [(p, g) for p in range(5) for g in range(2)]
-    for update, places in plan:
-        assert {p * 2 // 5 for p, _ in places} == {update} and len(places) <= 3
+    plan = deal_batches(one.config, [one.config.rollout] * 5)
+    assert sorted(p for b in plan for p in b.places) == [(p, g) for p in range(5) for g in range(2)]
+    for b in plan:
+        assert {p * 2 // 5 for p, _ in b.places} == {b.update} and len(b.places) <= 3
+    more = from_dict(settings(place, "more", rollout={"prompts_per_step": 2}, train={"updates_per_rollout": 4}))
+    halves = [[(p, 0), (p, 1)] for p in (0, 1)] + [[(p, 2), (p, 3)] for p in (0, 1)]
+    plan = deal_batches(more, [more.rollout] * 2)
+    assert [list(b.places) for b in plan] == sorted(halves) and [b.update for b in plan] == [0, 1, 2, 3]
 
 
 def test_monitors_are_logged_and_not_trained_on(trainer):
@@ -279,13 +353,12 @@ def test_monitors_are_logged_and_not_trained_on(trainer):
 
 def poison(one, at):
     """From optimiser update `at` on, the gradient is NaN."""
-    true_loss = one.loss
 
-    def loss(train, new, old, adv, n):
-        out = true_loss(train, new, old, adv, n)
+    def loss(true_loss, *arguments):
+        out = true_loss(*arguments)
         return out._replace(loss=out.loss * float("nan")) if one.policy.updates >= at else out
 
-    one.loss = loss
+    around_loss(one, loss)
 
 
 def test_a_nan_loss_stops_before_any_weight_is_touched(trainer):

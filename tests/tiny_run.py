@@ -209,11 +209,7 @@ def _child(argv: list[str], log: str, env: dict[str, str], hook: Callable[[], No
 def collect(loop: TrainingLoop, step: int) -> list[Batch]:
     """The rollouts of a training step, handed to the scorer as the loop does."""
     loop.scorer.begin(step, loop.rollouts.groups(step))
-    batches = list(loop.rollouts(step))
-    for batch in batches:
-        for place in zip(batch.groups, batch.members, batch.samples, strict=True):
-            loop.scorer.add(*place)
-    return batches
+    return list(loop.rollouts(step, loop.scorer.add))
 
 
 def rows(folder: Path, timeless: bool = True) -> list[dict[str, Any]]:

@@ -264,7 +264,7 @@ def _read(recipe: Path, values: Mapping[str, Any], training: bool) -> Config:
     if training:
         from prefgrpo.run import session
 
-        mistakes += session.mistakes(config, int(os.environ.get("WORLD_SIZE", "1")))
+        mistakes += session.mistakes(config)
     if mistakes:
         raise ConfigError(mistakes)
     changed = differences(parse(recipe)[0], parse(recipe, model)[0]) if model else {}

@@ -8,7 +8,6 @@ reference itself is wrong.
 from __future__ import annotations
 
 import importlib.metadata
-import math
 import os
 import platform
 import shutil
@@ -18,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -195,7 +194,7 @@ def _attention(device: torch.device, hub: bool) -> Iterator[Row]:
         return
     names = [b.value for b in dispatch.AttentionBackendName if b.value not in OTHER_DEVICES]
     tried = [name for name in names if hub or "_hub" not in name]
-    rows = [_tried(name, partial(_probe, dispatch, name, device)) for name in tried]
+    rows = [_tried(name, partial(_probe, name, device)) for name in tried]
     absent = [row.name for row in rows if "missing package" in row.detail]
     yield from (row for row in rows if row.name not in absent)
     yield Row("not installed", None, ", ".join(absent))
@@ -203,19 +202,13 @@ def _attention(device: torch.device, hub: bool) -> Iterator[Row]:
         yield Row("from the hub", None, f"{skipped}: not tried, they download a kernel; --hub tries them")
 
 
-def _probe(dispatch: Any, name: str, device: torch.device) -> tuple[bool, str]:
-    """Forward and backward of one backend on [1, 32, 2, 64], against attention written out in fp32."""
+def _probe(name: str, device: torch.device) -> tuple[bool, str]:
+    """Results and gradients of one backend on [1, 32, 2, 64] against torch's own attention in fp32."""
+    from prefgrpo.parallel.attention import LIMIT, errors
+
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 32, 2, 64, generator=generator).to(device, dtype).requires_grad_() for _ in range(3))
-    with dispatch.attention_backend(name):
-        out = dispatch.dispatch_attention_fn(q, k, v)
-    try:
-        out.float().sum().backward()
-    except Exception as error:  # noqa: BLE001 - as in `_tried`
-        return False, f"forward runs, backward does not ({str(error)[:160]}): evaluation only"
-    q, k, v = (t.detach().float().transpose(1, 2) for t in (q, k, v))
-    expected = torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]), -1) @ v
-    wrong = float((out.detach().float() - expected.transpose(1, 2)).abs().max())
-    detail = f"forward and backward run; largest error {wrong:.1e} in {str(dtype).removeprefix('torch.')}"
-    return wrong < (2e-2 if dtype is torch.bfloat16 else 1e-4), detail
+    output, gradient = errors(name, (1, 32, 2, 64), dtype, device)
+    detail = f"errors of results {output:.1e}, of gradients {gradient:.1e} in {str(dtype).removeprefix('torch.')}"
+    if output <= LIMIT[dtype] < gradient:
+        detail += ": evaluation only"
+    return max(output, gradient) <= LIMIT[dtype], detail

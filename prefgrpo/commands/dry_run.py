@@ -11,26 +11,30 @@ import time
 import torch
 import yaml
 
-from prefgrpo.config.schema import Config, to_dict
+from prefgrpo.config.schema import Config, splits, to_dict
 from prefgrpo.data.prompts import prompt_sets
+from prefgrpo.objectives import objective
 from prefgrpo.parallel import world as parallel
+from prefgrpo.parallel.world import World
+from prefgrpo.rewards.base import Sample
 from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
+from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.replay import replay
 from prefgrpo.run.loading import open_adapter, trainable
 from prefgrpo.run.memory import GIB, known_bytes
-from prefgrpo.run.session import check_run, open_schedules, peak_memory
+from prefgrpo.run.session import check_run, open_collector, open_policy, open_schedules, peak_memory
 
 
 def dry_run(config: Config) -> int:
     """Print configuration, plan and the first batch; returns the exit code. Raises what `train` raises at start."""
-    world = parallel.start(config.device)
+    world = parallel.start(config.device, config)
     try:
-        check_run(config, world.size)
+        check_run(config)
         print(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
         prompts, sets = prompt_sets(config)
         absent = uncached(config, encoding_jobs(config, prompts))
-        adapter = trainable(config, open_adapter(config, world.device, bool(absent)))
+        adapter = trainable(config, open_adapter(config, world.device, bool(absent), splits(config)), world)
         schedules = open_schedules(config, adapter, world, prompts)
         for name, value in known_bytes(config, adapter, world.size).items():
             print(f"{name:<10} {value / GIB:10.4g} GiB per process")
@@ -38,15 +42,26 @@ def dry_run(config: Config) -> int:
         print(f"{len(prompts)} training prompts; to evaluate on: {evaluated or 'none'}")
         embeddings = Embeddings(adapter, config.data.max_length, None if absent else config.data.cache or None)
         begin = time.perf_counter()
-        batch = next(Rollouts(config, adapter, embeddings, schedules, prompts, world)(0))
-        print(f"first batch: {len(batch.samples)} samples of {batch.samples[0].prompt[:80]!r} …")
+        samples, alone = list[Sample](), World(0, 1, world.device)
+        rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, alone)
+        batch = next(rollouts(0, lambda group, member, sample: samples.append(sample)))
+        print(f"first batch: {len(samples)} samples of {samples[0].prompt[:80]!r} …")
         r, steps, middle = batch.sizes, batch.trajectory.steps, time.perf_counter()
-        kl = config.train.kl_form if config.train.kl_coef else ""
-        new = replay(adapter, batch.schedule, batch.condition, steps[0], r, kl)
-        new.logp.mean().backward()
-        error = float((torch.exp(new.logp.detach() - steps[0].logp) - 1).abs().max())
-        shape = [len(batch.samples), *batch.samples[0].media.pixels.shape]
-        print(f"samples {shape}, trained steps {list(batch.schedule.sde_steps)}, max |ratio − 1| = {error:.1e}")
+        collector = open_collector(
+            config, goal := objective(config.train), adapter, open_policy(config, goal, adapter), world
+        )
+        if isinstance(collector, EndpointCollector):
+            error = collector.predict(batch, 0).error
+            error.mean().backward()
+            checked = f"error of the velocity {float(error.detach().mean()):.3g}"
+        else:
+            kl = config.train.kl_form if config.train.kl_coef else ""
+            new = replay(adapter, batch.schedule, batch.condition, steps[0], r, kl, collector.reference)
+            new.logp.mean().backward()
+            off = float((torch.exp(new.logp.detach() - steps[0].logp) - 1).abs().max())
+            checked = f"max |ratio − 1| = {off:.1e}"
+        shape = [len(samples), *samples[0].media.pixels.shape]
+        print(f"samples {shape}, trained steps {list(batch.schedule.trained)}, {checked}")
         seconds = time.perf_counter() - middle
         print(f"texts, rollout and decode {middle - begin:.2f} s, one trained step {seconds:.2f} s")
         print(f"peak memory {peak_memory(world.device) / GIB:.2f} GiB; nothing was written")

@@ -77,7 +77,7 @@ def generate(
                 raise ModelError(f"--lora {lora}: {message}, and {len(lines) - 2} more") from error
         jobs = _jobs(held, samples, out, naming, ".mp4" if makes_clips(config) else ".png")
         mine = jobs[world.dp_index :: world.dp_size]
-        _make(config, adapter, [job for job in mine if not job.file.exists()], world, fps)
+        _make(config, adapter, [job for job in mine if not job.file.exists()], jobs[0], world, fps)
         world.barrier()
         if world.main:
             print(f"{len(jobs)} files are in {out}")
@@ -97,8 +97,11 @@ def _jobs(held: list[Prompt], samples: int, out: Path, naming: Naming, ending: s
     return list(seen.values())
 
 
-def _make(config: Config, adapter: Any, jobs: list[Job], world: World, fps: int) -> None:
-    """Render and write this rank's files, a batch at a time."""
+def _make(config: Config, adapter: Any, jobs: list[Job], any_job: Job, world: World, fps: int) -> None:
+    """Render and write this rank's files, a batch at a time.
+
+    With `World.equal_forwards` a rank with fewer batches renders `any_job` for each that it lacks, and writes nothing.
+    """
     r, own, m = evaluation(config), config.data.own_sizes, config.memory
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     schedules = Schedules(config, adapter, world.device)
@@ -106,15 +109,20 @@ def _make(config: Config, adapter: Any, jobs: list[Job], world: World, fps: int)
     for job in jobs:
         by_size.setdefault(of_prompt(job.prompt, r, own), []).append(job)
     batches = [(s, js[k : k + r.batch_size]) for s, js in by_size.items() for k in range(0, len(js), r.batch_size)]
+    count = len(batches)
+    if world.equal_forwards:
+        most = int(world.gather(np.array([float(count)])).max())
+        batches += [(of_prompt(any_job.prompt, r, own), [any_job])] * (most - count)
     with tqdm(total=len(jobs), unit="file", dynamic_ncols=True, disable=None if world.main else True) as bar:
-        for sizes, batch in batches:
+        for number, (sizes, batch) in enumerate(batches):
             places = [FIRST_ID + job.prompt.id * PER_PROMPT + job.sample for job in batch]
             ids = torch.tensor(places, dtype=torch.int64, device=world.device)
             prompts, schedule = [job.prompt for job in batch], schedules.ode(sizes)
             media = render(adapter, schedule, embeddings, prompts, ids, sizes, config.seed, m.decode_batch)
-            for job, pixels in zip(batch, to_uint8(media), strict=True):
-                write(job.file, pixels, fps)
-            bar.update(len(batch))
+            if number < count:
+                for job, pixels in zip(batch, to_uint8(media), strict=True):
+                    write(job.file, pixels, fps)
+                bar.update(len(batch))
 
 
 def write(file: Path, pixels: Images, fps: int) -> None:

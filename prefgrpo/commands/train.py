@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +148,7 @@ class Trainer:
         self._objects, self._resume = objects, resume
         self._callbacks = Callbacks(on_step, on_evaluation, on_save)
         with named(objects):
-            if problems := unsupported(self.config) + mistakes(self.config, int(os.environ.get("WORLD_SIZE", "1"))):
+            if problems := unsupported(self.config) + mistakes(self.config):
                 raise ConfigError(problems)
 
     @classmethod

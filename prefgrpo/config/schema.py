@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     ConfigDict,
@@ -35,6 +35,15 @@ MODEL_VALUES = "prefgrpo.yaml"
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 """Unknown keys are mistakes, true is no number, no number is text; the line below a field is its description."""
 Share = Annotated[float, Field(ge=0, lt=1)]
+Attention = Literal[
+    "native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math",
+    "flash", "flash_hub", "_flash_3", "_flash_3_hub", "xformers",
+]  # fmt: skip
+IN_FP32 = ("native", "_native_efficient", "_native_math", "xformers")
+SPLITTING = ("native", "_native_cudnn", "_native_flash", "flash", "flash_hub", "_flash_3_hub")
+"""Attention backends that take fp32, and those that run under context parallelism; under ring all of these but native,
+which does not return log-sum-exps."""
+T = TypeVar("T")
 Options = dict[str, dict[str, Any]]
 """Options per reward."""
 
@@ -88,7 +97,26 @@ class SamplingConfig:
     window_high: NonNegativeInt = 0
     """One past the last such step; 0: all but the last step."""
     window_size: NonNegativeInt = 0
-    """Consecutive steps per rollout, drawn anew inside the range; 0: the whole range."""
+    """Steps that are trained per rollout, chosen from the range by window_policy; 0: the whole range."""
+    window_steps: tuple[NonNegativeInt, ...] = ()
+    """The range as a list of steps, in place of window_low and window_high."""
+    window_policy: Literal["random", "subset", "progressive"] = "random"
+    """random: neighbours, their start drawn anew for every training step (Flow-GRPO-Fast); subset: any steps, drawn
+    anew (DanceGRPO, Pref-GRPO); progressive: neighbours that move through the range and begin again (MixGRPO)."""
+    window_interval: PositiveInt = 25
+    """progressive: training steps until the window moves."""
+    window_stride: PositiveInt = 1
+    """progressive: by how many steps it moves."""
+    window_decay: NonNegativeFloat = 0.0
+    """progressive: the interval is divided by exp(window_decay) for every step that the window's start is beyond
+    window_decay_from (MixGRPO's exponential strategy: 0.1 from 13)."""
+    window_decay_from: NonNegativeInt = 13
+    """Where this begins."""
+    window_per_prompt: bool = False
+    """Draw random and subset windows for every prompt of its own (Flash-GRPO). A batch then holds samples of one
+    prompt: batch_size must divide group_size."""
+    sde_everywhere: bool = False
+    """Make all steps stochastic, not only those that are trained (DanceGRPO, Pref-GRPO)."""
     prompts_per_step: PositiveInt = 8
     """P, prompts per training step over all processes."""
     group_size: Annotated[int, Field(ge=2)] = 8
@@ -206,6 +234,8 @@ class TrainConfig:
     """Rank of the LoRA on the transformer; 0: full fine-tuning."""
     lora_alpha: PositiveInt = 128
     """LoRA alpha; the update is scaled by alpha / rank."""
+    lora_init: Literal["kaiming", "gaussian"] = "kaiming"
+    """How LoRA's A starts (B is 0): Kaiming-uniform, or N(0, 1 / rank²) as peft's "gaussian" (Flow-GRPO)."""
     lora_targets: tuple[str, ...] = ()
     """Names of the Linear layers LoRA wraps, by their ending; empty: the family's own list."""
     target_components: tuple[str, ...] = ()
@@ -224,8 +254,10 @@ class TrainConfig:
     """Gradient norm is clipped to this."""
     updates_per_rollout: PositiveInt = 1
     """Optimiser updates per rollout, each on its share of the batches; the first is on-policy."""
-    objective: Literal["grpo"] = "grpo"
-    """Policy loss."""
+    objective: str = "grpo"
+    """What is optimised (docs/objectives.md): grpo, nft, awm, soft_dpo, …, or a class of your own, as file.py:Class."""
+    objective_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the objective, by name."""
     clip_range: PositiveFloat = 1e-4
     """PPO clip of the mean-log-prob ratio, below 1."""
     clip_range_high: PositiveFloat | None = None
@@ -233,7 +265,15 @@ class TrainConfig:
     adv_clip_max: PositiveFloat = 5.0
     """Advantages are clamped to ± this."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL to the starting policy (LoRA switched off); 0: not computed."""
+    """Weight of the KL to the starting policy; 0: not computed. Of endpoint objectives it is mean_D (v − v_ref)²."""
+    kl_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the replayed steps whose KL is computed, drawn anew for every training step and weighted by its inverse:
+    the expected loss is the same, with fewer forwards of the reference. At least one step."""
+    kl_target: PositiveFloat | None = None
+    """Adapt kl_coef after every training step so that the KL comes to this: times
+    1 + kl_rate · clip(KL / kl_target − 1, −0.2, 0.2) (Ziegler et al. 2019); none: it stays."""
+    kl_rate: PositiveFloat = 0.1
+    """How fast."""
     kl_form: Literal["gaussian", "flow_grpo"] = "gaussian"
     """gaussian: mean_D (μ − μ_ref)² / 2s² with the step's variance s²; flow_grpo: that times |Δσ|, as in Flow-GRPO's
     SD3 and FLUX trainers, whose variance leaves out the length of the step."""
@@ -243,10 +283,16 @@ class TrainConfig:
     memory; the gradient is another one)."""
     ema_decay: Share = 0.0
     """Exponential moving average of the trained weights, used for evaluation and export; 0: none."""
+    ema_every: PositiveInt = 1
+    """Optimiser updates between two updates of the average."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     checkpointing_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the repeated blocks that gradient_checkpointing recomputes, evenly spread; the others stay in memory."""
+    reuse_rollout_forward: bool | Literal["auto"] = "auto"
+    """Keep the autograd graphs of the rollout's trained steps for the first update, which then needs no forward of its
+    own. auto: where that changes no bit (no batch loses some of its samples, as when batch_size divides group_size), if
+    the graphs take at most half of the memory that is free at the start."""
     replay_batch: NonNegativeInt = 0
     """Images per forward when stored steps are trained on: as many steps of a batch as fit are replayed at once. The
     first ratio is then 1 up to rounding only. 0: one step at a time, as in the rollout."""
@@ -306,6 +352,28 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True, config=STRICT)
+class ParallelConfig:
+    """How the processes of a run share its work: replicate × shard × ring × ulysses of them."""
+
+    replicate: NonNegativeInt = 0
+    """Copies of the denoisers' weights, each trained on samples of its own; 0: as many as fill the processes."""
+    shard: PositiveInt = 1
+    """Processes with samples of their own over which one copy of the denoisers' weights is split (FSDP2), and over
+    their context-parallel processes; 1: every process holds a whole copy, but in full fine-tuning context-parallel
+    ones split it all the same."""
+    ulysses: PositiveInt = 1
+    """Processes that share the tokens of each sample, and in attention its heads (Ulysses): one machine's."""
+    ring: PositiveInt = 1
+    """Processes that share the tokens of each sample and pass keys and values around (ring attention): across machines,
+    and where ulysses does not divide the heads. Not on CPUs."""
+    keep_gathered: bool = False
+    """Gather split weights once per rollout or evaluation and keep them until its end, instead of once per forward:
+    less traffic, but memory for a whole copy meanwhile."""
+    offload: bool = False
+    """Split weights, and their optimiser's state, wait in the CPU's memory, where the optimiser steps too."""
+
+
+@dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
     """Saving."""
 
@@ -331,6 +399,12 @@ class Config:
     """Seed of prompts, noise, pair orders and LoRA initialisation."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Type of the frozen weights and of the forward; LoRA and optimiser are fp32."""
+    attention: Attention = "native"
+    """diffusers' attention backend, in rollout and training alike; its gradients are compared with torch's own first.
+    native: torch's choice; all flash and cudnn ones need bf16; names ending in _hub download a kernel."""
+    compile: bool = False
+    """Compile the denoisers' repeated blocks (torch.compile), for rollout and training alike. Rollouts then hold the
+    activations that training holds. Not with context parallelism."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is a GPU."""
     gpus: PositiveInt = 1
@@ -345,11 +419,18 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+
+def splits(c: Config) -> bool:
+    """Whether a run splits its denoisers' weights over processes."""
+    p = c.parallel
+    return p.shard > 1 or (not c.train.lora_rank and p.ring * p.ulysses > 1)
 
 
 def check(c: Config) -> list[str]:
     """The values that do not go together, as 'field: what was expected, what came'."""
-    r, t = c.rollout, c.train
+    r, t, p = c.rollout, c.train, c.parallel
     high = r.window_high or r.steps - 1
     rules = [
         (c.model, "model: expected the folder or hub id of a diffusers pipeline, got nothing"),
@@ -362,8 +443,21 @@ def check(c: Config) -> list[str]:
             f"rollout.window_low/high: expected 0 <= low < high <= steps ({r.steps}), got {r.window_low} and {high}",
         ),
         (
-            r.window_size <= max(high - r.window_low, 0),
-            f"rollout.window_size: expected 0 … {high - r.window_low}, got {r.window_size}",
+            max(r.window_steps, default=0) < r.steps,
+            f"rollout.window_steps: expected steps below {r.steps}, got {list(r.window_steps)}",
+        ),
+        (
+            r.window_size <= (many := len(set(r.window_steps)) or max(high - r.window_low, 0)),
+            f"rollout.window_size: expected 0 … {many}, got {r.window_size}",
+        ),
+        (
+            not r.window_per_prompt or (r.group_size % r.batch_size == 0 and r.window_policy != "progressive"),
+            "rollout.window_per_prompt: expected window_policy random or subset, and a batch_size that divides "
+            f"group_size, got {r.window_policy}, {r.batch_size} and {r.group_size}",
+        ),
+        (
+            not r.window_per_prompt or t.updates_per_rollout <= r.prompts_per_step,
+            f"rollout.window_per_prompt: expected at most one update per prompt, got {t.updates_per_rollout} updates",
         ),
         (
             r.shift is None or r.sigmas == "published",
@@ -383,14 +477,47 @@ def check(c: Config) -> list[str]:
             (c.judge.timeout_s or 0) <= (c.judge.deadline_s or math.inf),
             f"judge.deadline_s: expected at least judge.timeout_s ({c.judge.timeout_s}), got {c.judge.deadline_s}",
         ),
-        (t.lora_rank or not t.kl_coef, "train.kl_coef: the reference is the LoRA switched off; expected lora_rank > 0"),
+        (t.kl_coef or t.kl_fraction == 1, f"train.kl_fraction: expected 1 without train.kl_coef, got {t.kl_fraction}"),
+        (t.kl_target is None or t.kl_coef, "train.kl_target: expected a train.kl_coef above 0 to start from, got 0"),
         (
             t.kl_form == "gaussian" or not r.rule.startswith(("cps", "ddim")),
             f"train.kl_form: {t.kl_form} divides by a variance per unit of σ, which rule {r.rule} does not have; "
             "expected gaussian",
         ),
+        (splits(c) or not p.keep_gathered, "parallel.keep_gathered: expected parallel.shard above 1, got 1"),
+        (splits(c) or not p.offload, "parallel.offload: expected parallel.shard above 1, got 1"),
+        (
+            c.dtype == "bf16" or c.attention in IN_FP32,
+            f"attention: {c.attention} computes in bf16; expected dtype bf16, got {c.dtype}",
+        ),
+        (
+            p.ring * p.ulysses == 1 or c.attention in SPLITTING,
+            f"attention: expected one of {', '.join(SPLITTING)} under context parallelism, got {c.attention}",
+        ),
+        (
+            p.ring == 1 or c.attention != "native",
+            f"attention: ring attention needs log-sum-exps; expected one of {', '.join(SPLITTING[1:])} (on GPUs), got "
+            "native",
+        ),
+        (not c.compile or p.ring * p.ulysses == 1, "compile: expected false under context parallelism, got true"),
+        (not (p.offload and p.keep_gathered), "parallel.offload: expected keep_gathered off, which undoes it, got on"),
     ]
     return [text for ok, text in rules if not ok]
+
+
+def options(kind: type[T], content: Mapping[str, Any], name: str) -> T:
+    """A dataclass of options from a mapping called `name`. Raises ConfigError with every mistake in it."""
+    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    listed = ", ".join(known) or "none"
+    unknown = [f"{name}.{key}: unknown key; known keys here: {listed}" for key in content if key not in known]
+    given = {key: value for key, value in content.items() if key in known}
+    try:
+        made = TypeAdapter(kind).validate_json(json.dumps(given, default=str))
+    except ValidationError as error:
+        raise ConfigError([*unknown, *_mistakes(error, given, (name,)).values()]) from error
+    if unknown:
+        raise ConfigError(unknown)
+    return made
 
 
 def load(recipe: str | Path) -> Config:

@@ -27,7 +27,7 @@ from prefgrpo.models.weights import Weights
 from prefgrpo.ops.args import Guidance
 from prefgrpo.ops.reference import guided
 
-__all__ = ["Adapter", "Condition", "Sampling", "text_mask"]
+__all__ = ["Adapter", "Condition", "Sampling", "after_guidance", "text_mask"]
 
 TEXT_WIDTHS = (
     "joint_attention_dim", "text_dim", "cap_feat_dim", "caption_channels", "text_embed_dim", "cross_attention_dim"
@@ -63,11 +63,19 @@ class Sampling(Protocol):
         """Guidance scale of the second expert; None: the published model's."""
 
 
-def text_mask(condition: Condition) -> Tensor:
-    """bool [B, longest], on the CPU: which places of a batch's `prompt_embeds` hold a token of the prompt."""
+def after_guidance(c: Tensor, more: Guidance | None) -> Tensor:
+    """The velocity of what `cond_uncond` returns."""
+    return c if more is None else guided(c, more.uncond, more.scale, more.from_cond, more.rescale)
+
+
+def text_mask(condition: Condition, multiple: int = 1) -> Tensor:
+    """bool [B, longest], on the CPU: which places of a batch's `prompt_embeds` hold a token of the prompt.
+
+    multiple: of which the longest is made one, by places without a token.
+    """
     lengths = condition.text_length
     assert lengths is not None
-    return torch.arange(int(lengths.max()))[None, :] < lengths[:, None]
+    return torch.arange(-(-int(lengths.max()) // multiple) * multiple)[None, :] < lengths[:, None]
 
 
 class Adapter(Weights, ABC):
@@ -95,6 +103,8 @@ class Adapter(Weights, ABC):
     """Whether the latents of a source depend on the number of frames."""
     whole_times: ClassVar[bool] = False
     """Whether the model only knows whole times, so that there is nothing to truncate."""
+    context_parallel: ClassVar[str] = ""
+    """Context parallelism that its denoisers train under: none, "ulysses", or "ring" for both."""
     text_sees_sources: ClassVar[bool] = False
     """Whether the text encoder sees the source images: a prompt's embedding is then one per source."""
 
@@ -126,6 +136,10 @@ class Adapter(Weights, ABC):
         self.source_area = self.default_source_area if source_area is None else source_area
         self.dtype: torch.dtype = self.transformer.dtype  # type: ignore[assignment]
         """Compute dtype; bf16 and fp16 run under autocast, so fp32 LoRA masters may sit on a bf16 base."""
+        self.home: torch.device | None = None
+        """Where the denoisers work, if their weights may wait elsewhere."""
+        self.text_multiple = 1
+        """Joined text of the prompts' own lengths is padded to a multiple of so many tokens."""
         self.parked = Parked({}, (), torch.device("cpu"))
         """What waits in the CPU's memory; nothing, until `park`."""
 
@@ -158,8 +172,8 @@ class Adapter(Weights, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the transformer lives."""
-        return next(self.transformer.parameters()).device
+        """Where the transformer works."""
+        return self.home or next(self.transformer.parameters()).device
 
     @property
     def unit(self) -> int:
@@ -328,8 +342,7 @@ class Adapter(Weights, ABC):
 
     def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Model velocity v [B, …] at latents x [B, …] of any dtype, σ [B] fp32, for a batched condition."""
-        c, more = self.cond_uncond(x, sigma, condition, sampling)
-        return c if more is None else guided(c, more.uncond, more.scale, more.from_cond, more.rescale)
+        return after_guidance(*self.cond_uncond(x, sigma, condition, sampling))
 
     def cond_uncond(
         self, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling
@@ -341,6 +354,10 @@ class Adapter(Weights, ABC):
         name, scale = self.expert(sigma, sampling)
         predict = partial(self.predict, getattr(self.pipe, name), sampling=sampling)
         x, sigma, low = x.float(), sigma.to(x.device, non_blocking=True), self.dtype != torch.float32
+        if self.compiled and not torch.is_grad_enabled():  # the graph of training; see `compile_blocks`
+            with torch.enable_grad():
+                c, more = self.cond_uncond(x, sigma, condition, sampling)
+            return c.detach(), more if more is None else more._replace(uncond=more.uncond.detach())
         with torch.autocast(x.device.type, dtype=self.dtype if low else None, enabled=low):
             if self.cfg is None or not self.guided(sampling):
                 return predict(x, sigma, condition), None
@@ -359,6 +376,10 @@ class Adapter(Weights, ABC):
     def tokens(self, sampling: Sampling) -> int:
         """How many tokens the latents of a sample are."""
         return math.prod(self.grid(sampling))
+
+    def sequence(self, sampling: Sampling) -> int:
+        """Tokens of a sample that context parallelism divides: those of all latent frames."""
+        return self.tokens(sampling)
 
     def mu(self, sampling: Sampling) -> float:
         """The dynamic time shift: linear in the number of tokens, as the scheduler's config says."""
@@ -383,5 +404,9 @@ class Adapter(Weights, ABC):
                 getattr(self.pipe.vae, name)()
 
     def park(self, kinds: tuple[str, ...], device: torch.device) -> None:
-        """Move the pipeline to `device`, but for these kinds of parts (text_encoder, vae): they come to work only."""
-        self.parked = Parked(self.pipe.components, kinds, device)
+        """Move the pipeline to `device`, but for these kinds of parts (text_encoder, vae): they come to work only.
+
+        Denoisers that have a `home` stay as they are.
+        """
+        there = self.denoisers if self.home else ()
+        self.parked = Parked({n: part for n, part in self.pipe.components.items() if n not in there}, kinds, device)

@@ -25,6 +25,7 @@ class Flux2Klein(Adapter):
 
     pipeline = "Flux2KleinPipeline"
     most_sources = 4
+    context_parallel = "ring"
     cfg = Cfg()
     lora_targets = (
         *JOINT_ATTENTION, "attn.to_qkv_mlp_proj",

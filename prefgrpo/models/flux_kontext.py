@@ -22,6 +22,7 @@ class FluxKontext(Flux):
 
     pipeline = "FluxKontextPipeline"
     most_sources = 1
+    context_parallel = ""  # source tokens, of sizes of their own, follow the generated ones
 
     def encode_source(self, source: Image.Image) -> Tensor:
         """[rows, columns, 4C]: the packed latents of the source image at its own size."""

@@ -24,6 +24,7 @@ class QwenImage(Adapter):
     pipeline = "QwenImagePipeline"
     packed = True
     own_lengths = True
+    context_parallel = "ulysses"
     cfg = Cfg(rescale=True, negative=" ")
     lora_targets = JOINT_ATTENTION
 
@@ -54,15 +55,17 @@ class QwenImage(Adapter):
     ) -> Tensor:
         """The transformer on the tokens [B, L, 4C] of one or several images of (rows, columns) tokens.
 
-        A mask is passed only where prompts of different lengths share a batch.
+        A mask is passed only where prompts of different lengths share a batch, or context parallelism pads them.
         """
-        mask, lengths = text_mask(condition), condition.text_length
+        mask, lengths = text_mask(condition, self.text_multiple), condition.text_length
         assert lengths is not None
-        padded = int(lengths.min()) < int(lengths.max())  # not of the mask: `plan` knows the lengths alone
+        padded = int(lengths.min()) < mask.shape[1]  # not of the mask: `plan` knows the lengths alone
+        embeds = condition.prompt_embeds[:, : mask.shape[1]]
+        embeds = nn.functional.pad(embeds, (0, 0, 0, mask.shape[1] - embeds.shape[1]))
         return net(
             hidden_states=tokens,
             timestep=sigma * 1000 / 1000,
-            encoder_hidden_states=condition.prompt_embeds[:, : mask.shape[1]],
+            encoder_hidden_states=embeds,
             encoder_hidden_states_mask=mask.to(tokens.device, non_blocking=True) if padded else None,
             img_shapes=[[(1, *grid) for grid in grids]] * tokens.shape[0],
             return_dict=False,

@@ -26,6 +26,7 @@ class QwenImageEdit(QwenImage):
     most_sources = 1
     needs_source = True
     text_sees_sources = True
+    context_parallel = ""  # source tokens, of sizes of their own, follow the generated ones
     default_source_area = 1024 * 1024
     seen_area: ClassVar[int] = 1024 * 1024
     """Pixels of a source before the language model's own image processor, if `source_area` is not less."""

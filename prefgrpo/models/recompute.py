@@ -16,10 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
-def enable(model: nn.Module, block_classes: Iterable[str], share: float) -> None:
-    """Recompute a share of the modules of these classes; of nested ones, the innermost."""
-    names = set(block_classes)
-    blocks = [m for m in model.modules() if [n for n in m.modules() if type(n).__name__ in names] == [m]]
+def enable(blocks: Iterable[nn.Module], share: float) -> None:
+    """Recompute a share of a model's blocks."""
     for i, block in enumerate(blocks):
         if int((i + 1) * share) > int(i * share):
             block.forward = partial(_recomputed, block.forward)

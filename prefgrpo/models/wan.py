@@ -20,6 +20,7 @@ class Wan(PatchVideo):
 
     pipeline = "WanPipeline"
     default_frames = 81
+    context_parallel = "ring"
     cfg = Cfg()
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
 
@@ -59,6 +60,10 @@ class Wan(PatchVideo):
             encoder_hidden_states_image=image_embeds,
             return_dict=False,
         )[0]
+
+    def sequence(self, sampling: Sampling) -> int:
+        """Tokens of all latent frames."""
+        return self.tokens(sampling) * self.latent_shape(sampling)[1]
 
     def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """Undo the VAE's normalisation, decode to [B, F, 3, H, W]."""

@@ -5,15 +5,30 @@ Invariant: what is saved here loads in the stock pipeline (alpha included), and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
+import torch
 from torch import nn
 
 from prefgrpo.models import folder as folders
 from prefgrpo.models import lora, recompute
+
+GRAPHS = 64
+"""Compiled graphs of a kind of block: one per shape, dtype and place of gradients."""
+
+
+def innermost(module: nn.Module, classes: Iterable[str]) -> list[nn.Module]:
+    """The modules of these classes that hold no other of them, in their order."""
+    names = set(classes)
+
+    def named(part: nn.Module) -> bool:  # FSDP2 makes subclasses of its own
+        return any(cls.__name__ in names for cls in type(part).__mro__)
+
+    return [m for m in module.modules() if [n for n in m.modules() if named(n)] == [m]]
 
 
 class Weights:
@@ -30,6 +45,8 @@ class Weights:
     """The (first) denoiser (peft adapters are injected into it in place)."""
     trained: tuple[str, ...]
     """Names of the denoisers that train."""
+    compiled = False
+    """Whether the repeated blocks are compiled."""
 
     def modules(self) -> dict[str, nn.Module]:
         """The denoisers that train, by name."""
@@ -40,10 +57,21 @@ class Weights:
         """Class names of the blocks that the transformer repeats: units of regional compile and of FSDP."""
         return tuple(self.transformer._no_split_modules or self.transformer._repeated_blocks)  # type: ignore[arg-type]
 
-    def add_lora(self, rank: int, alpha: float, targets: tuple[str, ...] | None = None, seed: int = 0) -> None:
+    def blocks(self, module: nn.Module) -> list[nn.Module]:
+        """The repeated blocks of a denoiser in their order; of nested ones, the innermost."""
+        return innermost(module, self.repeated_blocks)
+
+    def add_lora(
+        self,
+        rank: int,
+        alpha: float,
+        targets: tuple[str, ...] | None = None,
+        seed: int = 0,
+        init: Literal["kaiming", "gaussian"] = "kaiming",
+    ) -> None:
         """Inject trainable fp32 LoRA layers (A seeded, B = 0) into what trains; see `lora.add`."""
         for number, module in enumerate(self.modules().values()):
-            lora.add(module, rank, alpha, self.lora_targets if targets is None else targets, seed + number)
+            lora.add(module, rank, alpha, self.lora_targets if targets is None else targets, seed + number, init)
 
     def enable_full(self) -> None:
         """Train every weight of the denoisers, in fp32 masters."""
@@ -53,7 +81,20 @@ class Weights:
     def checkpoint_gradients(self, share: float = 1.0) -> None:
         """Recompute the activations of a share of the repeated blocks, evenly spread, in the backward pass."""
         for module in self.modules().values():
-            recompute.enable(module, self.repeated_blocks, share)
+            recompute.enable(self.blocks(module), share)
+
+    def compile_blocks(self) -> None:
+        """Compile the repeated blocks of all denoisers, a graph per shape.
+
+        Inductor makes other graphs, with other roundings, where no gradient is wanted: from now on every forward is
+        that of training (`Adapter.cond_uncond`), and holds its activations while it runs.
+        """
+        dynamo: Any = torch._dynamo.config
+        dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
+        for name in self.denoisers:
+            for block in self.blocks(getattr(self.pipe, name)):
+                block.compile(dynamic=False)
+        self.compiled = True
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """(name, parameter) of everything that trains, in a fixed order."""
@@ -68,7 +109,7 @@ class Weights:
     @contextmanager
     def reference(self) -> Iterator[None]:
         """Inside, `velocity` is that of the starting policy: the LoRA is off. Raises RuntimeError without a LoRA."""
-        if not self._has_lora():
+        if not self.has_lora():
             raise RuntimeError("there is no reference policy: a KL term needs LoRA")
         modules: list[Any] = list(self.modules().values())
         for module in modules:
@@ -79,7 +120,8 @@ class Weights:
             for module in modules:
                 module.enable_adapters()
 
-    def _has_lora(self) -> bool:
+    def has_lora(self) -> bool:
+        """Whether a LoRA trains."""
         return any(lora.has(module) for module in self.modules().values())
 
     def save_lora(self, folder: str) -> None:
@@ -99,11 +141,16 @@ class Weights:
     def _lora_folders(self, folder: str) -> list[tuple[str, str]]:
         return [(name, folder if name == self.denoisers[0] else f"{folder}/{name}") for name in self.trained]
 
-    def save_full(self, folder: str) -> None:
-        """Write a whole pipeline folder for the stock `from_pretrained`."""
-        if self._has_lora():
+    def save_full(self, folder: str, copies: Mapping[str, nn.Module] = MappingProxyType({})) -> None:
+        """Write a whole pipeline folder for the stock `from_pretrained`; `copies` are written in place of denoisers."""
+        if self.has_lora():
             raise RuntimeError("this policy is a LoRA: write it with save_lora (save_full is for full fine-tuning)")
-        self.pipe.save_pretrained(folder)
+        own = {name: getattr(self.pipe, name) for name in copies}
+        try:
+            self.pipe.register_modules(**copies)
+            self.pipe.save_pretrained(folder)
+        finally:
+            self.pipe.register_modules(**own)
         folders.complete(self.pipe, Path(folder))
 
     def parameter_counts(self) -> dict[str, int]:

@@ -1,15 +1,40 @@
-"""Policy losses by name; each is a `loss(train, new, logp_old, advantage, denominator)` in a file of its own."""
+"""Training objectives by name; each is a class in a file of its own (`objectives.base`)."""
 
-from collections.abc import Callable
+from prefgrpo.config.schema import TrainConfig, options
+from prefgrpo.objectives.base import Objective
+from prefgrpo.rewards import load_object
 
-from prefgrpo.objectives import grpo
-from prefgrpo.ops import PolicyLoss
+OBJECTIVES = {
+    "grpo": "prefgrpo.objectives.grpo:GRPO",
+    "grpo_guard": "prefgrpo.objectives.grpo_guard:GRPOGuard",
+    "flow_dppo": "prefgrpo.objectives.flow_dppo:FlowDPPO",
+    "nft": "prefgrpo.objectives.nft:NFT",
+    "awm": "prefgrpo.objectives.awm:AWM",
+    "sft": "prefgrpo.objectives.sft:SFT",
+    "rwr": "prefgrpo.objectives.rwr:RWR",
+    "dpo": "prefgrpo.objectives.dpo:DPO",
+    "soft_dpo": "prefgrpo.objectives.soft_dpo:SoftDPO",
+    "plackett_luce": "prefgrpo.objectives.plackett_luce:PlackettLuce",
+    "dgpo": "prefgrpo.objectives.dgpo:DGPO",
+    "crd": "prefgrpo.objectives.crd:CRD",
+}
+"""Name → import path of the class."""
 
-OBJECTIVES: dict[str, Callable[..., PolicyLoss]] = {"grpo": grpo.loss}
+
+def objective_class(name: str) -> type[Objective]:
+    """The class called `name`, or at the import path `name`. ValueError says what was expected."""
+    path = OBJECTIVES.get(name, name)
+    if not {".", ":"} & set(path):
+        raise ValueError(f"expected one of {', '.join(OBJECTIVES)}, or the import path of a class, got {name!r}")
+    try:
+        kind = load_object(path)
+    except Exception as error:
+        raise ValueError(f"cannot load {name!r}: {type(error).__name__}: {error}") from error
+    if not (isinstance(kind, type) and issubclass(kind, Objective)):
+        raise ValueError(f"expected a class derived from prefgrpo.objectives.base.Objective at {name!r}, got {kind!r}")
+    return kind
 
 
-def objective(name: str) -> Callable[..., PolicyLoss]:
-    """The loss called `name`; ValueError lists what there is."""
-    if name not in OBJECTIVES:
-        raise ValueError(f"unknown objective '{name}': expected one of {', '.join(OBJECTIVES)}")
-    return OBJECTIVES[name]
+def objective(train: TrainConfig) -> Objective:
+    """The objective of a run with its options. Raises ValueError for its name, ConfigError for its options."""
+    return options(objective_class(train.objective), train.objective_options, "train.objective_options")

@@ -1,29 +1,36 @@
 """GRPO's clipped policy loss on replayed steps (Flow-GRPO, arXiv 2505.05470, eq. 5-6).
 
-    loss = (1 / (N·K)) Σ_{i, k} max(−A_i r_ik, −A_i clip(r_ik)) + kl_coef · KL_ik
+    loss = (1 / (N·K)) Σ_{i, k} weight_k · max(−A_i r_ik, −A_i clip(r_ik)) + kl_coef · KL_ik
 
-N counts the samples of the whole optimiser update over all ranks and K the trained steps, so that neither the
-batch size nor the number of processes changes the gradient.
+N counts the samples of the whole optimiser update over all ranks and K the trained steps.
 """
 
 from __future__ import annotations
 
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from prefgrpo.config.schema import TrainConfig
-from prefgrpo.ops import AffineLogp, PolicyLoss, policy_loss
+from prefgrpo.config.schema import STRICT, TrainConfig
+from prefgrpo.objectives.base import Replayed, TrajectoryObjective
+from prefgrpo.ops import PolicyLoss, policy_loss
 
 
-def loss(train: TrainConfig, new: AffineLogp, logp_old: Tensor, advantage: Tensor, denominator: float) -> PolicyLoss:
-    """Loss of one replayed step of B samples; `denominator` is N·K."""
-    return policy_loss(
-        new.logp,
-        logp_old,
-        advantage,
-        clip_low=train.clip_range,
-        clip_high=train.clip_range_high,
-        adv_clip=train.adv_clip_max,
-        kl=new.kl,
-        kl_coef=train.kl_coef,
-        denominator=denominator,
-    )
+@dataclass(frozen=True, config=STRICT)
+class GRPO(TrajectoryObjective):
+    """The clipped ratio."""
+
+    def loss(self, train: TrainConfig, new: Replayed, advantage: Tensor, denominator: float) -> PolicyLoss:
+        """Loss of one replayed step of B samples; `denominator` is N·K."""
+        return policy_loss(
+            new.logp,
+            new.logp_old,
+            advantage,
+            clip_low=train.clip_range,
+            clip_high=train.clip_range_high,
+            adv_clip=train.adv_clip_max,
+            weight=new.weight,
+            kl=new.kl,
+            kl_coef=train.kl_coef,
+            log_ratio=new.log_ratio,
+            denominator=denominator,
+        )

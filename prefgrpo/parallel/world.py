@@ -1,26 +1,47 @@
-"""Data parallelism over torchrun processes: gloo on CPUs, nccl on GPUs, nothing at all for one process.
+"""The processes of a run (torchrun's): gloo on CPUs, nccl on GPUs, nothing at all for one process.
 
-Invariant: every rank calls every collective the same number of times, whatever its share of the data. Gradients
-are summed once per optimiser update, after local accumulation (no per-backward hooks), so a rank whose groups
-carry no signal takes part with zeros.
+Each has a data-parallel index, its share of the samples. Context-parallel processes have one in common: they make the
+same samples together, and the first of them answers for all. What is sent from one process to another (`send`,
+`receive`) lies on the CPU and goes over gloo, beside the GPUs' work. Invariant: every rank calls every collective the
+same number of times, whatever its share of the data. Gradients of whole parameters are summed once per optimiser
+update, after local accumulation (no per-backward hooks), so a rank whose groups carry no signal takes part with zeros.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from prefgrpo.config.schema import ConfigError
+from prefgrpo.config.schema import Config, ConfigError
+from prefgrpo.parallel.mesh import Layout, device_mesh
 
 T = TypeVar("T")
+LONGEST_WAIT = timedelta(hours=2)
+"""For one that judges or writes a large model while the others wait; torch's own limit is 10 minutes on GPUs."""
+
+
+class Transfer(NamedTuple):
+    """A tensor on its way from one process to another."""
+
+    tensor: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> Tensor:
+        """The tensor, once it has been sent or received."""
+        assert self.work is not None  # it is for ranks outside the group only
+        self.work.wait()
+        return self.tensor
 
 
 @dataclass(frozen=True)
@@ -30,6 +51,10 @@ class World:
     rank: int
     size: int
     device: torch.device
+    layout: Layout = field(default_factory=Layout)
+    """Sizes of the mesh."""
+    mesh: DeviceMesh | None = None
+    """Dimensions replicate, shard, ring and ulysses; None where every process holds whole weights and whole samples."""
 
     @property
     def main(self) -> bool:
@@ -39,33 +64,69 @@ class World:
     @property
     def dp_index(self) -> int:
         """This process's data-parallel index: which share of the samples it works on."""
-        return self.rank
+        return self.rank // self.layout.context
 
     @property
     def dp_size(self) -> int:
         """Number of data-parallel shares."""
-        return self.size
+        return self.size // self.layout.context
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first process of its share, which asks rewards and is heard in `gather`."""
+        return self.rank % self.layout.context == 0
+
+    @property
+    def equal_forwards(self) -> bool:
+        """Whether every process must run as many forwards and backwards as the others, since weights are split."""
+        return self.layout.split > 1
+
+    def owner(self, slot: int) -> int:
+        """The data-parallel index whose `slots` include this one."""
+        return slot % self.dp_size
 
     def slots(self, total: int) -> range:
-        """This rank's of `total` slots, dealt out one by one; total must be a multiple of dp_size."""
+        """This rank's of `total` slots, dealt out one by one."""
         return range(self.dp_index, total, self.dp_size)
 
-    def share(self, limit: int) -> int:
-        """This rank's part of a limit for all ranks together; at least 1."""
-        return max(limit // self.dp_size + (self.dp_index < limit % self.dp_size), 1)
+    def share(self, limit: int, indices: int | None = None) -> int:
+        """This rank's part of a limit for all ranks together, or for the first so many `indices`; at least 1."""
+        indices = min(indices or self.dp_size, self.dp_size)
+        return max((limit // indices + (self.dp_index < limit % indices)) * (self.dp_index < indices), 1)
 
-    def gather_slots(self, local: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Rows [total / dp_size, …] of this rank's `slots` → rows [total, …] of all, in slot order."""
-        parts = self.gather(local).reshape(self.dp_size, *local.shape)
-        return np.swapaxes(parts, 0, 1).reshape(-1, *local.shape[1:])
+    def gather_slots(self, local: NDArray[np.float64], total: int) -> NDArray[np.float64]:
+        """Rows [n, …] of this rank's `slots(total)` → rows [total, …] of all, in slot order."""
+        each = -(-total // self.dp_size)
+        padded = np.full((each, *local.shape[1:]), np.nan)
+        padded[: len(local)] = local
+        parts = self.gather(padded).reshape(self.dp_size, *padded.shape)
+        return np.swapaxes(parts, 0, 1).reshape(-1, *local.shape[1:])[:total]
+
+    def send(self, tensor: Tensor, index: int, tag: int) -> Transfer:
+        """Begin to send a tensor to a data-parallel index; returns at once. `tag` names it among those on the way."""
+        tensor = tensor.cpu().contiguous()
+        return Transfer(tensor, dist.isend(tensor, self._peer(index), tag=tag))
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, index: int, tag: int) -> Transfer:
+        """Begin to receive what a data-parallel index sends under `tag`, on the CPU; returns at once."""
+        tensor = torch.empty(shape, dtype=dtype)
+        return Transfer(tensor, dist.irecv(tensor, self._peer(index), tag=tag))
+
+    def _peer(self, index: int) -> int:
+        """The rank of a data-parallel index that has this process's place among the context-parallel ones."""
+        return index * self.layout.context + self.rank % self.layout.context
 
     def sum_gradients(self, parameters: list[Tensor]) -> None:
-        """Replace every .grad by its sum over ranks, in one flat all-reduce per dtype; missing ones count as 0."""
+        """Replace every .grad by its sum over ranks, in one flat all-reduce per dtype; missing ones count as 0.
+
+        Those of split parameters (DTensors) are sums already.
+        """
         for p in parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         if self.size == 1:
             return
+        parameters = [p for p in parameters if not isinstance(p, DTensor)]
         for dtype in sorted({p.grad.dtype for p in parameters if p.grad is not None}, key=str):
             grads = [p.grad for p in parameters if p.grad is not None and p.grad.dtype == dtype]
             flat = torch.cat([g.flatten() for g in grads])
@@ -74,24 +135,47 @@ class World:
                 g.copy_(part.view_as(g))
 
     def gather(self, local: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Rows of all ranks in rank order; every rank passes the same shape, fp64."""
+        """Rows of all shares in their order; every rank passes the same shape, fp64."""
+        parts = self._gather_ranks(local)[:: self.layout.context]
+        return np.concatenate(parts) if self.size > 1 else local
+
+    def _gather_ranks(self, local: NDArray[np.float64]) -> list[NDArray[np.float64]]:
         if self.size == 1:
-            return local
+            return [local]
         mine = torch.from_numpy(np.ascontiguousarray(local, dtype=np.float64)).to(self.device)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(parts, mine)
-        return torch.cat(parts).cpu().numpy()
+        return [part.cpu().numpy() for part in parts]
 
     def any(self, flag: bool) -> bool:
         """True on all ranks if `flag` is True on one."""
-        return bool(self.gather(np.array([float(flag)])).any())
+        return any(bool(part[0]) for part in self._gather_ranks(np.array([float(flag)])))
 
     def gather_items(self, mine: Iterable[T]) -> list[T]:
-        """Objects of all ranks in rank order; each rank has as many as it likes."""
-        items: list[list[T]] = [list(mine)] * self.size
+        """Objects of all shares in their order; each share has as many as it likes."""
+        return [item for part in self.every(list(mine))[:: self.layout.context] for item in part]
+
+    def every(self, mine: T) -> list[T]:
+        """One object of every rank, in rank order."""
+        items = [mine] * self.size
         if self.size > 1:
-            dist.all_gather_object(items, items[0])
-        return [item for part in items for item in part]
+            dist.all_gather_object(items, mine)
+        return items
+
+    def spread(self, rows: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
+        """`work(rows)` for rows [B, …] that all processes of a share have, each doing a part of them; rows [B, …]."""
+        count = self.layout.context
+        if count == 1:
+            return work(rows)
+        assert self.mesh is not None
+        group = self.mesh["ring", "ulysses"]._flatten().get_group()
+        each, mine = -(-len(rows) // count), self.rank % count
+        own = rows[mine * each : (mine + 1) * each]
+        done = work(own if len(own) else rows[:1])  # without rows of its own, one whose result only gives the shape
+        done = torch.cat([done, done[:1].expand(each - len(done), *done.shape[1:])]) if len(done) < each else done
+        parts = [torch.empty_like(done) for _ in range(count)]
+        dist.all_gather(parts, done.contiguous(), group=group)
+        return torch.cat(parts)[: len(rows)]
 
     def union(self, names: Iterable[str]) -> list[str]:
         """All names that any rank has, sorted: the same list on all ranks."""
@@ -125,15 +209,19 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def start(device_name: str) -> World:
-    """Join the torchrun group if there is one."""
+def start(device_name: str, config: Config | None = None) -> World:
+    """Join the torchrun group if there is one; without `config`, to work on whole models and samples.
+
+    Raises ConfigError if the section `parallel` does not fit the number of processes.
+    """
     device = pick_device(device_name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     size = int(os.environ.get("WORLD_SIZE", "1"))
+    layout = Layout.of(config, size) if config else Layout(size)
     if size > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return World(int(os.environ.get("RANK", "0")), size, device)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=LONGEST_WAIT)
+    return World(int(os.environ.get("RANK", "0")), size, device, layout, device_mesh(layout, device))
 
 
 def stop() -> None:

@@ -8,6 +8,7 @@ the order of arrival; a metric that does not exist (latency without an answer) i
 
 from __future__ import annotations
 
+import threading
 import time
 import traceback
 from collections import Counter
@@ -65,9 +66,11 @@ class Scorer:
         deadline_s: float | None = None,
         seed: int = 0,
         log_path: str | Path | None = None,
+        asks: bool = True,
     ) -> None:
         """`deadline_s`: the longest that `finish` waits for a judge; none: ten times the longest answer that a reward
-        may wait for, at least 600 s. `log_path`: JSONL file of every judgement.
+        may wait for, at least 600 s. `log_path`: JSONL file of every judgement. `asks`: False for a process whose
+        samples another one has scored: all values are missing.
         """
         if group_size < 2 and any(isinstance(r, GroupwiseReward) for r in rewards.values()):
             raise ValueError(f"pairwise rewards need groups of at least 2 samples, got group_size={group_size}")
@@ -78,8 +81,11 @@ class Scorer:
         if not deadline_s > 0:
             raise ValueError(f"the judge's deadline must be positive seconds, got {deadline_s}")
         self.rewards, self.group_size, self.deadline_s, self.seed = rewards, group_size, deadline_s, seed
+        self.asks = asks
         self._log = JudgementLog(log_path) if log_path else None
-        self._samples: dict[int, dict[int, Sample]] = {}
+        self.samples: dict[int, dict[int, Sample]] = {}
+        """Group → member → what was added since `begin`."""
+        self._lock = threading.Lock()
         self._sessions: dict[str, dict[int, GroupSession]] = {}
         self._flights: dict[str, Flight] = {}
         self._before = TRAFFIC.copy()
@@ -91,28 +97,33 @@ class Scorer:
         if len(set(groups)) != len(groups):
             raise ValueError(f"group ids of a step must be different, got {list(groups)}")
         self._step, self._flights = step, {name: Flight() for name in self.rewards}
-        self._samples, self._before = {g: {} for g in groups}, TRAFFIC.copy()
+        self.samples, self._before = {g: {} for g in groups}, TRAFFIC.copy()
         self._sessions = {
             name: {g: self._session(name, reward, g) for g in groups}
             for name, reward in self.rewards.items()
-            if reward.streams
+            if reward.streams and self.asks
         }
 
     def add(self, group: int, member: int, sample: Sample) -> None:
-        """Hand over member 0 … G − 1 of a group; returns at once."""
-        if group not in self._samples:
-            raise ValueError(f"group {group} is not part of this step: {list(self._samples)}")
-        if not 0 <= member < self.group_size or member in self._samples[group]:
-            raise ValueError(f"member {member} of group {group} is out of range or was added before")
-        self._samples[group][member] = sample
-        for sessions in self._sessions.values():
-            sessions[group].add(member, sample)
+        """Hand over member 0 … G − 1 of a group, on any thread; returns at once."""
+        if group not in self.samples:
+            raise ValueError(f"group {group} is not part of this step: {list(self.samples)}")
+        with self._lock:
+            if not 0 <= member < self.group_size or member in self.samples[group]:
+                raise ValueError(f"member {member} of group {group} is out of range or was added before")
+            self.samples[group][member] = sample
+            for sessions in self._sessions.values():
+                sessions[group].add(member, sample)
 
     def finish(self, progress: Callable[[int], object] = lambda n: None) -> StepScores:
         """All scores of the step; takes at most the in-process rewards' time plus `deadline_s`.
 
         progress: called with 1 for every group that a judge or server has scored.
         """
+        if not self.asks:
+            none = {name: [GroupScores([_ABSENT] * self.group_size) for _ in self.samples] for name in self.rewards}
+            missing = np.full((len(self.samples), self.group_size), np.nan)
+            return StepScores(dict.fromkeys(self.rewards, missing), none, {}, {})
         groups = {name: self._in_process(name, r) for name, r in self.rewards.items() if not r.streams}
         started = time.monotonic()
         for name, sessions in self._sessions.items():
@@ -163,14 +174,14 @@ class Scorer:
             scores = self._pointwise(name, reward)
         else:
             assert isinstance(reward, GroupwiseReward)
-            scores = [self._groupwise(reward, g) for g in self._samples]
+            scores = [self._groupwise(reward, g) for g in self.samples]
         flight.done(time.monotonic() - started)
         return scores
 
     def _pointwise(self, name: str, reward: PointwiseReward) -> list[GroupScores]:
         """One call for the whole step, in the order of groups and members; one for each if that one raises."""
-        keys = [(g, m) for g, members in self._samples.items() for m in sorted(members)]
-        samples = [self._samples[g][m] for g, m in keys]
+        keys = [(g, m) for g, members in self.samples.items() for m in sorted(members)]
+        samples = [self.samples[g][m] for g, m in keys]
         try:
             scores = reward.score(samples) if samples else []
         except RewardError:  # what it returned is no list of scores
@@ -183,15 +194,15 @@ class Scorer:
             got = f"expected one Score for each of {len(samples)} samples, got {len(scores)} of {kinds}"
             raise RewardError(f"reward '{name}': {got}")
         scored = dict(zip(keys, scores, strict=True))
-        return [GroupScores([scored.get((g, m), _ABSENT) for m in range(self.group_size)]) for g in self._samples]
+        return [GroupScores([scored.get((g, m), _ABSENT) for m in range(self.group_size)]) for g in self.samples]
 
     def _groupwise(self, reward: GroupwiseReward, group: int) -> GroupScores:
         """A groupwise reward in process, on the members that exist."""
-        members = sorted(self._samples[group])
+        members = sorted(self.samples[group])
         if len(members) < 2:
             return GroupScores([Score(None, "fewer than two samples of the group exist")] * self.group_size)
         try:
-            part = reward.score_group([self._samples[group][m] for m in members], self._seed(group))
+            part = reward.score_group([self.samples[group][m] for m in members], self._seed(group))
         except Exception as error:  # noqa: BLE001
             traceback.print_exc()
             return GroupScores([_raised(error)] * self.group_size)
@@ -203,10 +214,13 @@ class Scorer:
         metrics: dict[str, float] = {}
         for name, scored in groups.items():
             own: Counter[str] = Counter()
-            values[name] = np.array([[_finite(s, own) for s in g.scores] for g in scored], dtype=np.float64)
+            own_values = [[_finite(s, own) for s in g.scores] for g in scored]
+            values[name] = np.array(own_values, dtype=np.float64).reshape(-1, self.group_size)
             own.update(c.verdict.reason for g in scored for c in g.comparisons if c.verdict.first is None)
             reasons.update({f"{name}: {reason}": count for reason, count in own.items()})
-            metrics[f"reward/{name}/missing_rate"] = float(np.isnan(values[name]).mean()) if values[name].size else 0.0
+            missing = np.isnan(values[name])
+            if missing.size:
+                metrics[f"reward/{name}/missing_rate"] = Metric(float(missing.mean()), weight=missing.size)
             metrics |= latency(f"reward/{name}/", self._flights[name].seconds)
         judged = [name for name, scored in groups.items() if any(g.comparisons for g in scored)]
         if judged:
@@ -215,8 +229,8 @@ class Scorer:
         metrics |= traffic.metrics(self._before)
         if self._log:
             for name, scored in groups.items():
-                for group, scores in zip(self._samples, scored, strict=True):
-                    prompt = next((s.prompt for s in self._samples[group].values()), "")
+                for group, scores in zip(self.samples, scored, strict=True):
+                    prompt = next((s.prompt for s in self.samples[group].values()), "")
                     self._log.write(name, self._step, group, prompt, scores.comparisons)
         return StepScores(values, groups, metrics, dict(reasons.most_common()))
 
@@ -271,11 +285,11 @@ def judge_metrics(groups: list[list[Comparison]], flights: Sequence[Flight], wai
     if answered:
         signs = np.sign([float(c.verdict.value or 0.0) - 0.5 for c in answered])
         metrics |= latency("judge/", [c.verdict.latency_s for c in answered])
-        metrics["judge/tie_rate"] = float(np.mean(signs == 0))
-        metrics["judge/position_bias"] = float(np.mean((signs + 1) / 2))
+        metrics["judge/tie_rate"] = Metric(float(np.mean(signs == 0)), weight=len(signs))
+        metrics["judge/position_bias"] = Metric(float(np.mean((signs + 1) / 2)), weight=len(signs))
     contradicts = [c for group in groups for c in _contradictions(group)]
     if contradicts:
-        metrics["judge/order_inconsistency"] = float(np.mean(contradicts))
+        metrics["judge/order_inconsistency"] = Metric(float(np.mean(contradicts)), weight=len(contradicts))
     return metrics
 
 

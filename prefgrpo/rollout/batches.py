@@ -1,36 +1,41 @@
-"""The rollout of one training step: which samples this rank makes, in which batches, and making them.
+"""The rollout of one training step: making this process's batches, and what is left of them for the update.
 
-A batch holds samples of one size. The groups of an update are dealt out over the ranks in the order of their sizes, so
-every rank gets its share of each. Invariant: a sample depends on (weights, prompt, seed, step, slot, member) alone, not
-on the number of ranks.
+Samples travel to the index that scores their group while the next batch is made; batches are dealt anew where groups
+without signal leave the processes unequal work. Invariant: a sample depends on (weights, prompt, seed, step, slot,
+member) and the other prompts of its batch alone, not on the number of processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from prefgrpo.config.schema import Config, SamplingConfig
-from prefgrpo.data.prompts import Prompt, step_prompts
+from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
+from prefgrpo.rollout.deal import Place, Planned, Slots, deal_batches, level, slot_prompts
 from prefgrpo.rollout.embeddings import Embeddings, conditions
-from prefgrpo.rollout.render import decode, sample, to_uint8
-from prefgrpo.rollout.rollout import Trajectory, rollout
-from prefgrpo.rollout.sampling import Schedules, of_prompt
+from prefgrpo.rollout.exchange import MediaExchange
+from prefgrpo.rollout.render import Images, decode, sample, to_uint8
+from prefgrpo.rollout.rollout import Step, Trajectory, rollout
+from prefgrpo.rollout.sampling import Schedules
 from prefgrpo.sde.schedule import Schedule
-
-Place = tuple[int, int]
-"""(slot 0 … P − 1 of the prompt, member 0 … G − 1 of its group)."""
 
 
 @dataclass
 class Batch:
-    """One rollout batch of this rank, kept until the update."""
+    """One rollout batch of this process, kept until the update."""
 
+    number: int
+    """Place among the step's batches."""
     update: int
     """Which of the step's optimiser updates it belongs to."""
     slots: list[int]
@@ -41,45 +46,23 @@ class Batch:
     schedule: Schedule
     condition: Condition
     trajectory: Trajectory
-    groups: list[int]
-    """Number of each sample's group in the run, step · P + slot."""
-    samples: list[Sample]
-    """The decoded media, as the rewards take them."""
+    weight: float = 1.0
+    """0: a batch that is run once more, only so that every process runs as many forwards (`World.equal_forwards`)."""
 
-
-def slot_prompts(config: Config, prompts: Sequence[Prompt], step: int) -> list[tuple[Prompt, SamplingConfig]]:
-    """The prompt and the sizes of every slot of a step; within an update sorted by size, up and down in turn."""
-    r, updates = config.rollout, config.train.updates_per_rollout
-    chosen = [prompts[i] for i in step_prompts(len(prompts), r.prompts_per_step, config.seed, step)]
-    sized = [(prompt, of_prompt(prompt, r, config.data.own_sizes)) for prompt in chosen]
-
-    def order(p: int) -> tuple[int, int, int]:
-        update, size = p * updates // r.prompts_per_step, (sized[p][1].height, sized[p][1].width)
-        return (update, *size) if update % 2 == 0 else (update, -size[0], -size[1])
-
-    return [sized[p] for p in sorted(range(len(sized)), key=order)]
-
-
-def deal_batches(config: Config, sizes: Sequence[SamplingConfig], mine: Sequence[int]) -> list[tuple[int, list[Place]]]:
-    """The batches of a rank that has the slots `mine`, as (update, places); sizes: of every slot.
-
-    Update u holds the slots p with p·U // P = u, so neither it nor the samples depend on the number of ranks.
-    """
-    r, updates = config.rollout, config.train.updates_per_rollout
-    places_of: dict[tuple[int, int, int], list[Place]] = {}
-    for p in mine:
-        key = (p * updates // r.prompts_per_step, sizes[p].height, sizes[p].width)
-        places_of.setdefault(key, []).extend((p, g) for g in range(r.group_size))
-    return [
-        (update, places[k : k + r.batch_size])
-        for (update, _, _), places in places_of.items()
-        for k in range(0, len(places), r.batch_size)
-    ]
+    def select(self, keep: NDArray[np.bool_]) -> Batch:
+        """The samples that are kept, of all [P, G]; all of them: the batch itself."""
+        kept = np.flatnonzero(keep[self.slots, self.members])
+        if len(kept) == len(self.slots):
+            return self
+        rows = torch.from_numpy(kept).to(self.trajectory.sample.device)
+        chosen, members = [self.slots[k] for k in kept], [self.members[k] for k in kept]
+        condition, trajectory = self.condition.select(rows), self.trajectory.select(rows)
+        return replace(self, slots=chosen, members=members, condition=condition, trajectory=trajectory)
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """This rank's rollouts: `for batch in rollouts(step)` makes the samples of a training step, batch after batch."""
+    """This process's rollouts: `for batch in rollouts(step, add)` makes its share of a training step."""
 
     config: Config
     adapter: Adapter
@@ -87,39 +70,155 @@ class Rollouts:
     schedules: Schedules
     prompts: Sequence[Prompt]
     world: World
+    whole_groups: bool = False
+    """Whether the objective needs all samples of a group on one index."""
+    keep_graph: bool = False
+    """Keep the autograd graphs of the first update's trained steps, which then need no second forward."""
 
     def groups(self, step: int) -> list[int]:
-        """Numbers in the run, step · P + slot, of the groups that this rank makes in a step."""
+        """Numbers in the run, step · P + slot, of the groups that are scored on this index."""
         size = self.config.rollout.prompts_per_step
         return [step * size + p for p in self.world.slots(size)]
 
-    def __call__(self, step: int) -> Iterator[Batch]:
-        """Encode the texts of all batches, then denoise and decode one batch at a time."""
-        r, device = self.config.rollout, self.world.device
-        slots, first = slot_prompts(self.config, self.prompts, step), step * r.prompts_per_step
-        planned = deal_batches(self.config, [sizes for _, sizes in slots], self.world.slots(r.prompts_per_step))
+    def count(self, step: int) -> int:
+        """Samples that this index makes in a step."""
+        return sum(len(b.places) for b in self._plan(step)[1] if b.index == self.world.dp_index)
+
+    def __call__(self, step: int, add: Callable[[int, int, Sample], object]) -> Iterator[Batch]:
+        """Encode the texts of all batches, then denoise and decode one batch at a time.
+
+        add: called with (group, member, sample) for every sample of `groups(step)`, wherever it is made, as soon as it
+        is there; from another thread for what other processes made. All were added when the iteration ends.
+        """
+        slots, planned = self._plan(step)
+        index, first = self.world.dp_index, step * self.config.rollout.prompts_per_step
+
+        def take(place: Place, pixels: Images) -> None:
+            p, g = place
+            add(first + p, g, sample(slots[p][0], pixels, slots[p][1]))
+
+        def shape(batch: Planned) -> tuple[int, ...]:
+            sizes = slots[batch.places[0][0]][1]
+            frames = self.adapter.frames(sizes) or 1
+            return (*(frames,) * (frames > 1), sizes.height, sizes.width, 3)
+
+        mine = [b for b in planned if b.index == index]
+        most = max(Counter(b.index for b in planned).values()) if self.world.equal_forwards else 0
+        fill = [planned[-1]] * (most - len(mine))
         with self.adapter.parked.hold():
-            texts = [
-                conditions(self.embeddings, [slots[p][0] for p, _ in places], slots[places[0][0]][1], device)
-                for _, places in planned
-            ]
-        schedules: dict[SamplingConfig, Schedule] = {}
-        for (update, places), condition in zip(planned, texts, strict=True):
-            prompts, sizes = [slots[p][0] for p, _ in places], slots[places[0][0]][1]
-            groups, members = [first + p for p, _ in places], [g for _, g in places]
-            start = torch.tensor(groups, dtype=torch.int64, device=device) * r.group_size
-            if sizes not in schedules:
-                schedules[sizes] = self.schedules.step(sizes, step)
-            done = rollout(
-                self.adapter,
-                schedules[sizes],
-                condition,
-                start + torch.tensor(members, dtype=torch.int64, device=device),
-                sizes,
-                seed=self.config.seed,
-                initial_sample=start if r.same_noise else None,
-            )
-            images = to_uint8(decode(self.adapter, done.latents, sizes, self.config.memory.decode_batch))
-            samples = [sample(prompt, pixels, sizes) for prompt, pixels in zip(prompts, images, strict=True)]
-            slot_numbers = [p for p, _ in places]
-            yield Batch(update, slot_numbers, members, sizes, schedules[sizes], condition, done, groups, samples)
+            texts = [self._condition(slots, b) for b in mine + fill]
+        with MediaExchange(self.world, planned, shape, take) as exchange:
+            for number, (b, condition) in enumerate(zip(mine + fill, texts, strict=True)):
+                sizes = slots[b.places[0][0]][1]
+                batch = self._made(step, b, condition, sizes)
+                at_once = self.config.memory.decode_batch
+                media = to_uint8(decode(self.adapter, batch.trajectory.latents, sizes, at_once, self.world))
+                if number < len(mine):
+                    exchange.put(b, media)
+                else:
+                    batch.weight = 0.0
+                yield batch
+
+    def trained(self, step: int, batches: Sequence[Batch], keep: NDArray[np.bool_]) -> list[Batch]:
+        """What this index trains on: the samples to `keep`, of all [P, G], dealt anew.
+
+        batches: of `__call__`. Every index gets its share of what is left of each update, up to one batch (with
+        `whole_groups` one unit); the stored latents of a batch move where they must. Batches are not cut anew, so one
+        that keeps all its samples keeps its shape. All processes call this together.
+        """
+        slots, planned = self._plan(step)
+        world, made = self.world, {b.number: b for b in batches if b.weight}
+        updates: dict[int, list[Planned]] = {}
+        for b in planned:
+            if places := tuple(place for place in b.places if keep[place]):
+                updates.setdefault(b.update, []).append(replace(b, places=places))
+        after = {update: level(left, world.dp_size) for update, left in updates.items()}
+        moves = [
+            (old, new) for u, left in updates.items() for old, new in zip(left, after[u], strict=True) if old != new
+        ]
+        sent = [
+            world.send(tensor, new.index, _tag(new, k))
+            for old, new in moves
+            if old.index == world.dp_index
+            for k, tensor in enumerate(made[old.number].select(keep).trajectory.tensors())
+        ]
+        came = {new.number: self._moved(step, slots, old, new) for old, new in moves if new.index == world.dp_index}
+        for transfer in sent:
+            transfer.wait()
+        out: list[Batch] = []
+        for update, left in after.items():
+            numbers = [b.number for b in left if b.index == world.dp_index]
+            out += [came[n] if n in came else made[n].select(keep) for n in numbers]
+            if world.equal_forwards:
+                most = max(Counter(b.index for b in left).values())
+                out += [replace([*batches, *out][-1], update=update, weight=0.0)] * (most - len(numbers))
+        return out
+
+    def _plan(self, step: int) -> tuple[Slots, list[Planned]]:
+        slots = slot_prompts(self.config, self.prompts, step)
+        return slots, deal_batches(self.config, [sizes for _, sizes in slots], self.world.dp_size, self.whole_groups)
+
+    def _condition(self, slots: Slots, b: Planned) -> Condition:
+        return conditions(
+            self.embeddings, [slots[p][0] for p, _ in b.places], slots[b.places[0][0]][1], self.world.device
+        )
+
+    def _made(self, step: int, b: Planned, condition: Condition, sizes: SamplingConfig) -> Batch:
+        """A batch of the present policy."""
+        schedule, (first, ids) = self._schedule(step, b, sizes), self._ids(step, b)
+        done = rollout(
+            self.adapter,
+            schedule,
+            condition,
+            ids,
+            sizes,
+            seed=self.config.seed,
+            initial_sample=first if self.config.rollout.same_noise else None,
+            keep_velocity=self.schedules.goal.keeps_velocity,
+            keep_graph=self.keep_graph and b.update == 0,
+        )
+        return _batch(b, sizes, schedule, condition, done)
+
+    def _moved(self, step: int, slots: Slots, old: Planned, new: Planned) -> Batch:
+        """A batch that another index made; its condition is made here."""
+        sizes = slots[new.places[0][0]][1]
+        schedule, (_, ids) = self._schedule(step, new, sizes), self._ids(step, new)
+        latents, count = (len(new.places), *self.adapter.latent_shape(sizes)), len(new.places)
+        kept = [k for k in schedule.trained if k in schedule.sde_steps]
+        each = [latents, latents, (count,)] + [latents] * self.schedules.goal.keeps_velocity
+        shapes = [latents, *each * len(kept)]
+        transfers = [
+            self.world.receive(shape, torch.float32, old.index, _tag(new, k)) for k, shape in enumerate(shapes)
+        ]
+        condition = self._condition(slots, new)
+        final, *rest = [transfer.wait().to(ids.device) for transfer in transfers]
+        of_steps = (rest[n * len(each) : (n + 1) * len(each)] for n in range(len(kept)))
+        steps = tuple(
+            Step(torch.full_like(ids, k), x, x_next, logp, (k,), v[0] if v else None)
+            for k, (x, x_next, logp, *v) in zip(kept, of_steps, strict=True)
+        )
+        return _batch(new, sizes, schedule, condition, Trajectory(final, ids, steps))
+
+    def _schedule(self, step: int, b: Planned, sizes: SamplingConfig) -> Schedule:
+        return self.schedules.step(sizes, step, step * self.config.rollout.prompts_per_step + b.places[0][0])
+
+    def _ids(self, step: int, b: Planned) -> tuple[Tensor, Tensor]:
+        """int64 [B] on the device: the noise address of the first sample of each sample's group, and its own."""
+        r, device = self.config.rollout, self.world.device
+        groups, members = (
+            torch.tensor(column, dtype=torch.int64, device=device) for column in zip(*b.places, strict=True)
+        )
+        start = (step * r.prompts_per_step + groups) * r.group_size
+        return start, start + members
+
+
+def _batch(
+    b: Planned, sizes: SamplingConfig, schedule: Schedule, condition: Condition, trajectory: Trajectory
+) -> Batch:
+    slots, members = [p for p, _ in b.places], [g for _, g in b.places]
+    return Batch(b.number, b.update, slots, members, sizes, schedule, condition, trajectory)
+
+
+def _tag(b: Planned, part: int) -> int:
+    """Number of a message: tensor `part` of a batch's trajectory."""
+    return b.number * 4096 + part

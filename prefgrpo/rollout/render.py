@@ -19,6 +19,7 @@ from prefgrpo.config.schema import SamplingConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
+from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rollout.embeddings import Embeddings, conditions, fitted_sources
 from prefgrpo.rollout.rollout import rollout
@@ -49,22 +50,28 @@ def render(
     sizes: SamplingConfig,
     seed: int,
     at_once: int = 0,
+    world: World | None = None,
 ) -> Tensor:
     """Images [B, 3, H, W] or clips [B, F, 3, H, W], fp32 in [0, 1], of B prompts; ids: int64 [B] noise addresses.
 
-    at_once: samples per call of the VAE; 0: all.
+    at_once: samples per call of the VAE; 0: all. world: its context-parallel processes decode a part each.
     """
     condition = conditions(embeddings, prompts, sizes, ids.device)
     done = rollout(adapter, schedule, condition, ids, sizes, seed=seed)
-    return decode(adapter, done.latents, sizes, at_once)
+    return decode(adapter, done.latents, sizes, at_once, world)
 
 
 @torch.no_grad()
-def decode(adapter: Adapter, latents: Tensor, sizes: SamplingConfig, at_once: int = 0) -> Tensor:
-    """Images or clips of final latents [B, …], `at_once` per call of the VAE (0: all)."""
+def decode(
+    adapter: Adapter, latents: Tensor, sizes: SamplingConfig, at_once: int = 0, world: World | None = None
+) -> Tensor:
+    """Images or clips of final latents [B, …], `at_once` per call of the VAE (0: all); world: as for `render`."""
+
+    def work(rows: Tensor) -> Tensor:
+        return torch.cat([adapter.decode(part, sizes) for part in rows.split(at_once or len(rows))])
+
     with adapter.parked.present("vae"):
-        parts = latents.split(at_once or len(latents))
-        return torch.cat([adapter.decode(part, sizes) for part in parts])
+        return work(latents) if world is None else world.spread(latents, work)
 
 
 def stills(media: Images, most: int = 4) -> Images:

@@ -1,13 +1,13 @@
 """How the samples of one call are made: sizes, steps and guidance of training, of evaluation, of one prompt.
 
 A `SamplingConfig` says it all; evaluation and prompts with sizes of their own replace some of its fields. The time
-shift may depend on the size, so a schedule belongs to one size. Invariant: the window of a training step is drawn from
-(seed, step) alone, so all sizes train the same steps.
+shift may depend on the size, so a schedule belongs to one size. Invariant: the window of a training step is a function
+of (seed, step), or of (seed, group) where every prompt has its own, so neither sizes nor processes change it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,18 @@ from torch import Tensor
 from prefgrpo.config.schema import Config, ConfigError, SamplingConfig
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
-from prefgrpo.sde.schedule import Schedule, make_schedule, sde_window, shifted_sigmas, truncated_times
+from prefgrpo.objectives import objective
+from prefgrpo.objectives.base import TrajectoryObjective
+from prefgrpo.sde.schedule import (
+    Schedule,
+    consecutive,
+    make_schedule,
+    progressive,
+    shifted_sigmas,
+    step_weights,
+    subset,
+    truncated_times,
+)
 
 
 def evaluation(config: Config) -> SamplingConfig:
@@ -43,6 +54,7 @@ class Schedules:
 
     def __init__(self, config: Config, adapter: Adapter, device: torch.device) -> None:
         self.config, self.adapter, self.device = config, adapter, device
+        self.goal = objective(config.train)
         self._truncate = config.rollout.truncate_timesteps and not adapter.whole_times
         self._tables: dict[SamplingConfig, tuple[Tensor, Tensor]] = {}
 
@@ -69,9 +81,18 @@ class Schedules:
         sigmas, times = self._table(sizes)
         return make_schedule(sigmas, "ode", 0.0, times=times).to(self.device)
 
-    def step(self, sizes: SamplingConfig, step: int) -> Schedule:
-        """With the stochastic window of training step `step`."""
-        window = sde_window(sizes.steps, sizes.window_size, *_range(sizes), self.config.seed, step)
+    def step(self, sizes: SamplingConfig, step: int, group: int = 0) -> Schedule:
+        """With the window of training step `step`, stochastic unless the objective only needs final latents.
+
+        group: number in the run of the group, which has a window of its own with rollout.window_per_prompt.
+        """
+        steps, size = window_range(sizes), sizes.window_size
+        draw = (self.config.seed * 1_000_003 + (group if sizes.window_per_prompt else step)) % 2**63
+        if sizes.window_policy == "progressive":
+            decay = sizes.window_decay, sizes.window_decay_from
+            window = progressive(steps, size, step, sizes.window_interval, sizes.window_stride, *decay)
+        else:
+            window = (consecutive if sizes.window_policy == "random" else subset)(steps, size, draw)
         return self._with(sizes, self.trained(sizes, window)).to(self.device)
 
     def trained(self, sizes: SamplingConfig, window: Iterable[int]) -> tuple[int, ...]:
@@ -81,17 +102,27 @@ class Schedules:
 
     def _with(self, sizes: SamplingConfig, steps: tuple[int, ...]) -> Schedule:
         sigmas, times = self._table(sizes)
-        return make_schedule(sigmas, sizes.rule, sizes.eta, steps, times)
+        if self.goal.collector == "endpoint":
+            return make_schedule(sigmas, "ode", 0.0, times=times, trained=steps)
+        made = make_schedule(sigmas, sizes.rule, sizes.eta, None if sizes.sde_everywhere else steps, times)
+        made = replace(made, trained=tuple(k for k in made.sde_steps if k in steps))
+        kind = self.goal.step_weight if isinstance(self.goal, TrajectoryObjective) else "none"
+        if kind == "none":
+            return made
+        all_steps = make_schedule(sigmas, sizes.rule, sizes.eta, tuple(window_range(sizes)), times)
+        return replace(made, weights=step_weights(all_steps, kind, all_steps.sde_steps))
 
     def check(self, sizes: SamplingConfig) -> None:
         """Every window that may be drawn must hold a stochastic step of a denoiser that trains. Raises ConfigError."""
-        low, high = _range(sizes)
-        trained = self.trained(sizes, range(low, high))
-        random = self._with(sizes, trained).sde_steps
-        size = sizes.window_size or high - low
-        empty = [k for k in range(low, high - size + 1) if not set(random) & set(range(k, k + size))]
+        steps = window_range(sizes)
+        trained, size = self.trained(sizes, steps), sizes.window_size or len(steps)
+        random = self._with(sizes, trained).trained
+        empty = [steps[p] for p in range(len(steps) - size + 1) if not set(random) & set(steps[p : p + size])]
+        if sizes.window_policy == "subset":
+            idle = [k for k in steps if k not in random]
+            empty = idle if len(idle) >= size else []
         if empty:
-            only = f" (train.target_components trains only step(s) {list(trained)})" * (len(trained) < high - low)
+            only = f" (train.target_components trains only step(s) {list(trained)})" * (len(trained) < len(steps))
             raise ConfigError(
                 [
                     f"rollout.window_low/high: rule {sizes.rule} has no noise in step(s) {empty}{only}; "
@@ -100,6 +131,6 @@ class Schedules:
             )
 
 
-def _range(sizes: SamplingConfig) -> tuple[int, int]:
-    """First step that may be stochastic, and one past the last."""
-    return sizes.window_low, sizes.window_high or sizes.steps - 1
+def window_range(sizes: SamplingConfig) -> Sequence[int]:
+    """The steps that may be trained, rising."""
+    return sorted(set(sizes.window_steps)) or range(sizes.window_low, sizes.window_high or sizes.steps - 1)

@@ -1,7 +1,9 @@
 """Checkpoints and the run folder: written whole or not at all, checked before they are used.
 
 A checkpoint is a folder `step_NNNNNN` with `state.safetensors` (trained weights, AdamW moments, EMA), `state.json`
-(step, optimiser counters, sizes and hashes) and `lora/` or `pipeline/` in diffusers format. Noise and prompt
+(step, optimiser counters, sizes and hashes) and `lora/` or `pipeline/` in diffusers format. Weights that are split
+over processes, with their moments and EMA, are in `parts/` instead (torch.distributed.checkpoint), of which every
+process writes and hashes its own files, and which any number of processes reads. Noise and prompt
 order are functions of (seed, step), so there is no generator state to keep. Invariant: a folder with the final
 name is complete, because it is renamed into place after everything in it is on disk, and it is never replaced.
 """
@@ -14,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,15 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_parts
+from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
+from prefgrpo.parallel.shard import is_split, part_of
+from prefgrpo.parallel.world import World
 from prefgrpo.run.run_folder import RunFolder
 
-STATE, META = "state.safetensors", "state.json"
+STATE, META, PARTS = "state.safetensors", "state.json", "parts"
 
 
 class CheckpointError(RuntimeError):
@@ -94,29 +101,78 @@ def save(
     meta: dict[str, Any],
     export: Callable[[Path], None],
     keep: int,
+    world: World,
 ) -> None:
     """Write the checkpoint of a step; `export(path)` adds the diffusers-format weights. Old ones beyond `keep` go.
 
-    One that exists stays as it is: the state after a step is a function of the run and the step.
+    Every rank calls it: rank 0 writes, and each its parts of split tensors. One that exists stays as it is: the state
+    after a step is a function of the run and the step.
     """
-    if (final := run.checkpoint(step)).exists():
+    final = run.checkpoint(step)
+    if world.any(world.main and final.exists()):
+        return
+    parts = {key: t.detach() for key, t in tensors.items() if is_split(t)}
+    if not world.main:
+        if parts:
+            _save_parts(None, parts, world)
+        world.barrier()
         return
 
     def write(inside: Path) -> None:
-        save_file({k: t.detach().contiguous().cpu() for k, t in tensors.items()}, inside / STATE)
+        listing = _save_parts(inside, parts, world) if parts else {}
+        whole = {k: t.detach().contiguous().cpu() for k, t in tensors.items() if k not in parts}
+        save_file(whole, inside / STATE)
         export(inside)
-        files = [p for p in sorted(inside.rglob("*")) if p.is_file()]
-        listing = {str(p.relative_to(inside)): {"bytes": p.stat().st_size, "sha256": _hash(p)} for p in files}
-        facts = {"step": step, **meta, "files": listing}
+        listing |= _listing(inside, (p for p in inside.rglob("*") if str(p.relative_to(inside)) not in listing))
+        facts = {"step": step, **meta, "files": dict(sorted(listing.items()))}
         (inside / META).write_text(json.dumps(facts | {"sha256": _hash_facts(facts)}, indent=1), encoding="utf-8")
 
     write_folder(final, write)
     for old in run.all_checkpoints()[:-keep]:
         shutil.rmtree(old)
+    world.barrier()
 
 
-def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, meta) of a checkpoint folder. Raises CheckpointError if anything in it is missing or damaged."""
+def _save_parts(inside: Path | None, parts: dict[str, Tensor], world: World) -> dict[str, Any]:
+    """Write split tensors into rank 0's folder `inside`; every rank calls it, and hashes what it wrote."""
+    folder = next(place for place in world.every(inside) if place is not None)
+    save_parts(parts, checkpoint_id=folder / PARTS)
+    mine = [*(folder / PARTS).glob(f"__{world.rank}_*"), *((folder / PARTS).glob(".*") if world.main else ())]
+    return {name: facts for own in world.every(_listing(folder, mine)) for name, facts in own.items()}
+
+
+def _listing(folder: Path, files: Iterable[Path]) -> dict[str, Any]:
+    """Size and hash of files, by name below `folder`."""
+    found = sorted(p for p in files if p.is_file())
+    return {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "sha256": _hash(p)} for p in found}
+
+
+def read(
+    path: Path, world: World, templates: Callable[[Collection[str]], dict[str, Tensor]] = lambda names: {}
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, meta) of a checkpoint folder; every rank calls it. Split tensors are read into those that
+    `templates(names)` gives. Raises CheckpointError, on all ranks, if anything in it is missing or damaged.
+    """
+    problem = None
+    try:
+        meta = _checked(path, world.rank, world.size)
+        tensors = load_file(path / STATE)
+    except CheckpointError as error:
+        problem = error
+    except SafetensorError as error:
+        problem = _unusable(path, f"is damaged: {STATE}: {error}")
+    if first := next((p for p in world.every(problem) if p is not None), None):
+        raise first
+    if (path / PARTS).is_dir():
+        names = FileSystemReader(path / PARTS).read_metadata().state_dict_metadata
+        parts = templates(names.keys())
+        load_parts(parts, checkpoint_id=path / PARTS)
+        tensors |= parts
+    return tensors, meta
+
+
+def _checked(path: Path, rank: int, size: int) -> dict[str, Any]:
+    """The meta of a whole, undamaged checkpoint; each of `size` ranks reads its share of the files of split tensors."""
     try:
         meta = json.loads((path / META).read_text(encoding="utf-8"))
         listing, own = meta["files"], meta.pop("sha256")
@@ -124,18 +180,17 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise _unusable(path, f"is not a whole checkpoint ({META}: {error!r})") from error
     if own != _hash_facts(meta):
         raise _unusable(path, f"is damaged: the content of {META} does not match its hash")
+    split = [name for name in listing if name.startswith(f"{PARTS}/")]
+    skipped = set(split) - set(split[rank::size])
     for name, facts in listing.items():
         file = path / name
-        size = file.stat().st_size if file.is_file() else None
-        if size != facts["bytes"]:
-            has = "it is missing" if size is None else f"it has {size}"
+        length = file.stat().st_size if file.is_file() else None
+        if length != facts["bytes"]:
+            has = "it is missing" if length is None else f"it has {length}"
             raise _unusable(path, f"is damaged: {name} should have {facts['bytes']} bytes, {has}")
-        if _hash(file) != facts["sha256"]:
+        if name not in skipped and _hash(file) != facts["sha256"]:
             raise _unusable(path, f"is damaged: the content of {name} does not match its hash")
-    try:
-        return load_file(path / STATE), meta
-    except SafetensorError as error:
-        raise _unusable(path, f"is damaged: {STATE}: {error}") from error
+    return meta
 
 
 def _unusable(path: Path, problem: str) -> CheckpointError:
@@ -155,7 +210,7 @@ def load_into(parameters: dict[str, Tensor], tensors: dict[str, Tensor], prefix:
         )
     with torch.no_grad():
         for key, p in wanted.items():
-            p.copy_(stored[key])
+            p.copy_(part_of(stored[key], p))
 
 
 def _hash(path: Path) -> str:

@@ -22,6 +22,7 @@ from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import hub_id
 from prefgrpo.models.lora import sort_header
+from prefgrpo.parallel.shard import gathered
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import GroupScores
 from prefgrpo.rewards.scorer import Scorer
@@ -82,7 +83,8 @@ class Evaluator:
             self.before = load_before(self.folder, name, self.world.dp_size)[mine]
             return
         self.before = to_uint8(self.render(mine))
-        save_images(self.folder.before(name, self.world.dp_index, self.world.dp_size), images=self.before)
+        if self.world.leads:
+            save_images(self.folder.before(name, self.world.dp_index, self.world.dp_size), images=self.before)
         if self.world.main:
             shown = [self.held.items[i] for i in self.shown()]
             write_atomic(self.folder.prompts(name), json.dumps([item.text for item in shown]))
@@ -112,16 +114,24 @@ class Evaluator:
 
     @torch.no_grad()
     def render(self, index: list[int]) -> Tensor:
-        """Images [n, 3, H, W], or clips [n, F, 3, H, W], fp32 in [0, 1] of the current policy under the ODE rule."""
-        r, parts = self.sizes, []
+        """Images [n, 3, H, W], or clips [n, F, 3, H, W], fp32 in [0, 1] of the current policy under the ODE rule.
+
+        With `World.equal_forwards` all processes call this together; one with fewer images makes some once more.
+        """
+        r, parts, count = self.sizes, [], len(index)
         at_once, seed = self.config.memory.decode_batch, self.config.seed
-        for start in range(0, len(index), r.batch_size):
-            chunk = index[start : start + r.batch_size]
-            items, ids = [self.held.items[i] for i in chunk], self.ids(chunk)
-            parts.append(render(self.adapter, self.schedule, self.embeddings, items, ids, r, seed, at_once).cpu())
+        if self.world.equal_forwards:
+            most = int(self.world.gather(np.array([float(count)])).max())
+            index = index + [0] * (most - count)
+        with gathered(self.adapter, self.config.parallel.keep_gathered):
+            for start in range(0, len(index), r.batch_size):
+                chunk = index[start : start + r.batch_size]
+                items, ids = [self.held.items[i] for i in chunk], self.ids(chunk)
+                made = render(self.adapter, self.schedule, self.embeddings, items, ids, r, seed, at_once, self.world)
+                parts.append(made.cpu())
         clip = self.adapter.frames(r)
         frames = () if clip is None else (clip,)
-        return torch.cat(parts) if parts else torch.zeros(0, *frames, 3, r.height, r.width)
+        return torch.cat(parts)[:count] if parts else torch.zeros(0, *frames, 3, r.height, r.width)
 
     def ids(self, index: list[int]) -> Tensor:
         """Noise addresses of the given images, int64."""
@@ -150,11 +160,16 @@ class Evaluator:
     def save_proof(self, count: int) -> None:
         """What a stock pipeline needs to reproduce `count` images: prompts and call, initial latents, our float images.
 
+        Rank 0 writes it; where they share samples or weights, all processes render its images.
         Of edits also the source images, `source_PROMPT_NUMBER` uint8 [H, W, 3], as the model saw them. Where the
         folder's own scheduler steps otherwise (published sigmas, truncated times, a multistep solver): an Euler
         scheduler, and `sigmas` and `timesteps` [T] fp32 for it.
         """
         index = (self.shown() or [0])[:count]
+        together = self.world.mesh is not None
+        images = self.render(index).contiguous() if self.world.main or together else None
+        if images is None or not self.world.main:
+            return
         r, c, items = self.sizes, self.config, [self.held.items[i] for i in index]
         prompts = [item.text for item in items]
         latents = initial_latents(c.seed, self.ids(index), self.adapter.latent_shape(r))
@@ -180,14 +195,14 @@ class Evaluator:
             for i, own in enumerate(fitted_sources(items, r.height, r.width))
             for k, image in enumerate(own)
         }
-        tensors = {"latents": latents.cpu().contiguous(), "images": self.render(index).cpu().contiguous()}
+        tensors = {"latents": latents.cpu().contiguous(), "images": images}
         save_file(tensors | shown | pinned, self.folder.proof, metadata=meta)
         sort_header(self.folder.proof)
 
     def _table(self, index: list[int], now: Images) -> dict[str, NDArray[np.float64]]:
-        """One column of values per measure, one row per image of this rank."""
+        """One column of values per measure, one row per image of this rank; none where it is not heard."""
         table: dict[str, NDArray[np.float64]] = {}
-        if not index:
+        if not index or not self.world.leads:
             return table
         for name, scorer in self.scorers.items():
             scorer.begin(0, range(len(index)))

@@ -24,7 +24,7 @@ from prefgrpo.judge.verdict import JudgeError, PairJudge
 from prefgrpo.models import family
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import build, load_class, parse_reward_spec
-from prefgrpo.rewards.base import PointwiseReward, Reward
+from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Reward
 from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
@@ -67,6 +67,13 @@ def mistakes(config: Config) -> list[str]:
     return wrong
 
 
+def trains_on_pairs(config: Config) -> bool:
+    """Whether a trained reward compares members of a group (one behind a server may)."""
+    trained = [name for name, weight in specs(config)[0].items() if weight > 0]
+    remote = {name for name in trained if "url" in config.reward.options.get(name, {})}
+    return any(name in remote or issubclass(load_class(name), GroupwiseReward) for name in trained)
+
+
 def shared(config: Config) -> str:
     """Name of the reward whose judge evaluation asks too: the first pairwise one that trains, else vlm_pairwise."""
     remote = {name for name, own in config.reward.options.items() if "url" in own}
@@ -80,7 +87,8 @@ def judge_config(
 ) -> JudgeConfig:
     """The judge section as reward `name` asks with it: its own template, then what its options' `judge` changes.
 
-    `concurrency` is this rank's share. folder: of the run, where answers are kept; None: nowhere.
+    `concurrency` is this rank's share; a group is judged by one rank, so with fewer prompts per step than ranks only so
+    many share it, and the others get 1. folder: of the run, where answers are kept; None: nowhere.
     """
     template = config.judge.template or "compare" if name == PAIRWISE else load_class(name).template
     try:
@@ -88,7 +96,8 @@ def judge_config(
     except ConfigError as error:
         raise ConfigError([f"reward.options.{name}.{mistake}" for mistake in error.mistakes]) from error
     cache = judge.cache if isinstance(judge.cache, str) else str(folder / "verdicts") if judge.cache and folder else ""
-    return replace(judge, concurrency=world.share(judge.concurrency), cache=cache)
+    share = world.share(judge.concurrency, config.rollout.prompts_per_step)
+    return replace(judge, concurrency=share, cache=cache)
 
 
 def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str]]:
@@ -238,7 +247,7 @@ def training_scorer(
         raise ConfigError([f"{message} normalises its parts one by one; change one of the two"])
     judged = any(isinstance(r, VlmPairwise) for r in rewards.values())
     log = folder / "judgements.jsonl" if folder and judged and config.judge.log else None
-    return Scorer(rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log), weights
+    return Scorer(rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log, world.leads), weights
 
 
 def evaluation_scorers(

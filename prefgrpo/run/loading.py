@@ -16,6 +16,9 @@ from prefgrpo.models import DTYPES, family
 from prefgrpo.models import load as load_model
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError
+from prefgrpo.parallel import attention, context, shard
+from prefgrpo.parallel.mesh import Layout
+from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import cached_fingerprint
 from prefgrpo.run.log import quiet_libraries
 
@@ -37,7 +40,8 @@ def unsupported(config: Config) -> list[str]:
         cls = family(config.family)
     except ValueError as error:
         return [f"family: {error}"]
-    mistakes, unknown = [], set(config.train.target_components) - set(cls.denoisers)
+    p, unknown = config.parallel, set(config.train.target_components) - set(cls.denoisers)
+    mistakes = context.unsupported(cls, config.family, Layout(ring=p.ring, ulysses=p.ulysses))
     for name, part in (("rollout", config.rollout), ("eval", config.eval)):
         if part.frames is not None and cls.default_frames is None:
             mistakes.append(f"{name}.frames: {config.family} makes images, expected none, got {part.frames}")
@@ -55,8 +59,11 @@ def unsupported(config: Config) -> list[str]:
     return mistakes
 
 
-def open_adapter(config: Config, device: torch.device, encoders: bool = True) -> Adapter:
-    """The model of a run, frozen, its size and frames checked. Raises ConfigError or ModelError."""
+def open_adapter(config: Config, device: torch.device, encoders: bool = True, split: bool = False) -> Adapter:
+    """The model of a run, frozen, its size and frames checked. Raises ConfigError or ModelError.
+
+    split: leave all of it in the CPU's memory, for `trainable` to split.
+    """
     m = config.memory
     quiet_libraries()
     if mistakes := unsupported(config):
@@ -66,7 +73,7 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True) ->
             config.family,
             config.model,
             DTYPES[config.dtype],
-            torch.device("cpu") if m.offload else device,
+            torch.device("cpu") if m.offload or split else device,
             encoders=encoders,
             **model_options(config),
         )
@@ -74,7 +81,7 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True) ->
         adapter.latent_shape(config.rollout)
     with config_errors_as("memory"):
         adapter.vae_options(m.vae_slicing, m.vae_tiling)
-    if m.offload:
+    if m.offload and not split:
         adapter.park(m.offload, device)
     if not encoders:
         adapter.fingerprint = cached_fingerprint(config)
@@ -90,14 +97,22 @@ def model_options(config: Config) -> dict[str, Any]:
     }
 
 
-def trainable(config: Config, adapter: Adapter) -> Adapter:
-    """The adapter with what trains switched on. Raises ConfigError."""
+def trainable(config: Config, adapter: Adapter, world: World | None = None) -> Adapter:
+    """The adapter with what trains switched on, split over the processes of `world`. Raises ConfigError."""
     t = config.train
     if t.lora_rank:
         with config_errors_as("train.lora_targets"):
-            adapter.add_lora(t.lora_rank, t.lora_alpha, t.lora_targets or None, seed=config.seed)
+            adapter.add_lora(t.lora_rank, t.lora_alpha, t.lora_targets or None, config.seed, t.lora_init)
     else:
         adapter.enable_full()
     if t.gradient_checkpointing:
         adapter.checkpoint_gradients(t.checkpointing_share)
+    if world is not None:
+        attention.use(adapter, config, world.layout, world.device)
+        if config.compile:
+            adapter.compile_blocks()
+        context.enable(adapter, world)
+        shard.split(adapter, world, config.parallel)
+        if world.layout.split > 1:
+            adapter.park(config.memory.offload, world.device)
     return adapter

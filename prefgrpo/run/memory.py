@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -32,6 +34,11 @@ from prefgrpo.data.prompts import read_prompts
 from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter, Condition
 from prefgrpo.models.parking import KINDS
+from prefgrpo.objectives import objective
+from prefgrpo.parallel.mesh import Layout, problem
+from prefgrpo.parallel.shard import kept_whole
+from prefgrpo.rollout.deal import deal_batches
+from prefgrpo.rollout.sampling import window_range
 from prefgrpo.run.loading import config_errors_as, model_options, trainable
 
 GIB = 2**30
@@ -92,13 +99,16 @@ def _hint(config: Config, whole: Estimate) -> str:
                 option = " ".join([f"--{name.replace('_', '-')}", *map(str, words)])
                 now = getattr(owner, key) or "none"
                 return f"{part} is large; {option} (now {now}) makes the sum {less / GIB:.4g} GiB"
-    return "no field makes it smaller; a model that is larger than one GPU needs sharding, which prefgrpo has not yet"
+    return "no field makes it smaller; more GPUs with a larger parallel.shard (or ulysses) do: docs/scale.md"
 
 
 def _knobs(config: Config, part: str) -> list[tuple[str, Any]]:
     """(field, next value) for what is not yet at its end and may make this part or phase of an `Estimate` smaller."""
-    r, t, m = config.rollout, config.train, config.memory
-    more = [n for n in range(config.gpus + 1, r.prompts_per_step + 1) if r.prompts_per_step % n == 0]
+    r, t, m, p = config.rollout, config.train, config.memory, config.parallel
+    larger = range(config.gpus + 1, r.prompts_per_step * r.group_size * p.ring * p.ulysses + 1)
+    fits = (n for n in larger if not problem(p, n))
+    now = _dealt(config, Layout.of(config, config.gpus).data)
+    more = [n for n in fits if _dealt(config, Layout.of(config, n).data) < now]
     batch = [("rollout.batch_size", r.batch_size // 2)] if r.batch_size > 1 else []
     trained = [("train.lora_rank", t.lora_rank // 2 if t.lora_rank else 64)] if t.lora_rank != 1 else []
     if part in ("rollout", "update"):
@@ -122,9 +132,9 @@ def _knobs(config: Config, part: str) -> list[tuple[str, Any]]:
 def estimate(config: Config) -> Estimate:
     """What each of `config.gpus` processes holds. Raises ConfigError or ModelError."""
     r, gpus = config.rollout, config.gpus
-    if r.prompts_per_step % gpus:
-        expected = f"expected a divisor of rollout.prompts_per_step = {r.prompts_per_step}"
-        raise ConfigError([f"gpus: {expected}, got {gpus}"])
+    if wrong := problem(config.parallel, gpus):
+        raise ConfigError([f"gpus: {wrong}"])
+    layout = Layout.of(config, gpus)
     adapter, encoders = without_weights(config)
     parts, parameters = known_bytes(config, adapter, gpus), adapter.parameter_counts() | encoders
     mode, known, batch = stand_ins(config, adapter, _source_count(config, type(adapter)))
@@ -134,7 +144,9 @@ def estimate(config: Config) -> Estimate:
             known.append(p.grad)
         phases = {name: _phase(name, config, adapter, batch, known) for name in ("rollout", "decode", "update")}
     _clear_caches("prefgrpo.models")
-    samples = r.prompts_per_step // gpus * r.group_size
+    for name in ("rollout", "update"):
+        phases[name] //= layout.context  # every process has its part of the tokens
+    samples, _ = _dealt(config, layout.data)
     parts["embeddings"] = samples * sum(value.nbytes for value in batch[2].all_tensors()) // r.batch_size
     texts = {} if config.data.cache else {"text encoders": DTYPES[config.dtype].itemsize * sum(encoders.values())}
     (phases if "text_encoder" in config.memory.offload else parts).update(texts)
@@ -142,17 +154,71 @@ def estimate(config: Config) -> Estimate:
 
 
 def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
-    """Bytes per process before the first step, by kind; activations and text encoders on disk are not in it."""
-    r = config.rollout
-    trained = sum(p.numel() for _, p in adapter.trainable())
-    window = r.window_size or (r.window_high or r.steps - 1) - r.window_low
-    samples = r.prompts_per_step // world * r.group_size
-    return {
-        "weights": _weights(adapter, "") - _weights(adapter, *(s for k in config.memory.offload for s in KINDS[k])),
-        "optimiser": trained * 4 * (3 + bool(config.train.ema_decay)),  # gradient, two moments, average
-        "latents": samples * 4 * math.prod(adapter.latent_shape(r)) * (window + 1),
-        "images": samples * r.height * r.width * 3 * (adapter.frames(r) or 1),
+    """Bytes per process of `world` before the first step, by kind; activations and text encoders on disk are not in it.
+
+    Split weights count with this process's part, and as `gathered` what a forward has whole: two blocks (one on its
+    way), or all with `parallel.keep_gathered`.
+    """
+    r, layout, goal = config.rollout, Layout.of(config, world), objective(config.train)
+    stored = r.window_size or len(window_range(r)) if goal.collector == "trajectory" else 0
+    stored *= 2 if r.window_policy == "subset" or goal.keeps_velocity else 1  # neighbours share latents
+    made, scored = _dealt(config, layout.data)
+    whole_ones = {id(p) for name in adapter.denoisers for p in kept_whole(getattr(adapter.pipe, name), adapter)}
+    if layout.split == 1:
+        whole_ones |= {id(p) for name in adapter.denoisers for p in getattr(adapter.pipe, name).parameters()}
+    part = 0 if config.parallel.offload else 1 / layout.split
+    trained = [p for _, p in adapter.trainable()]
+    here = sum(p.numel() * (1 if id(p) in whole_ones else part) for p in trained)
+    models: list[nn.Module] = [getattr(adapter.pipe, name) for name in adapter.denoisers]
+    split = [p for model in models for p in model.parameters() if id(p) not in whole_ones]
+    weights = _weights(adapter, "") - _weights(adapter, *(s for k in config.memory.offload for s in KINDS[k]))
+    parts = {
+        "weights": weights - round(sum(p.numel() * p.element_size() for p in split) * (1 - part)),
+        "optimiser": round(here * 4 * (3 + _copies(config))),  # gradient, two moments, averages
+        "latents": made * 4 * math.prod(adapter.latent_shape(r)) * (stored + 1),
+        "images": scored * r.height * r.width * 3 * (adapter.frames(r) or 1),
     }
+    if layout.split > 1:
+        low, parted = DTYPES[config.dtype].itemsize, {id(p) for p in split}
+        sizes = [sum(p.numel() for p in b.parameters() if id(p) in parted) for m in models for b in adapter.blocks(m)]
+        parts["gathered"] = low * (sum(p.numel() for p in split) if config.parallel.keep_gathered else 2 * max(sizes))
+    return parts
+
+
+def graph_bytes(config: Config, indices: int) -> int:
+    """Bytes of the autograd graphs that one of so many data-parallel indices keeps with train.reuse_rollout_forward."""
+    r, adapter = config.rollout, without_weights(config)[0]
+    _, known, (x, sigma, condition) = stand_ins(config, adapter, _source_count(config, type(adapter)))
+    with Weigh(known) as scale:
+        velocity = adapter.cond_uncond(x, sigma, condition, r)
+        one = scale.now()
+    del velocity
+    _clear_caches("prefgrpo.models")
+    first = Counter(b.index for b in deal_batches(config, [r] * r.prompts_per_step, indices) if b.update == 0)
+    return one * max(first.values()) * (r.window_size or len(window_range(r)))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a device; of a CPU this process's share of it."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // here
+
+
+def _dealt(config: Config, indices: int) -> tuple[int, int]:
+    """Most samples of a step that one of so many data-parallel indices makes, and that it scores."""
+    r, made = config.rollout, Counter[int]()
+    for batch in deal_batches(config, [r] * r.prompts_per_step, indices):
+        made[batch.index] += len(batch.places)
+    return max(made.values()), -(-r.prompts_per_step // indices) * r.group_size
+
+
+def _copies(config: Config) -> int:
+    """Copies of the trained weights that a run keeps beside them."""
+    goal, t = objective(config.train), config.train
+    old = goal.anchor == "old" or goal.sampled_by_old
+    return bool(t.ema_decay) + old + (not t.lora_rank and (goal.anchor == "base" or t.kl_coef > 0))
 
 
 def _weights(adapter: Adapter, *starts: str) -> int:
@@ -175,7 +241,8 @@ def _phase(name: str, config: Config, adapter: Adapter, batch: Batch, known: lis
     r, parked = config.rollout, 0
     with Weigh(known) as scale, torch.set_grad_enabled(name == "update"):
         if name == "decode":
-            adapter.decode(x[: config.memory.decode_batch or r.batch_size], r)
+            mine = -(-r.batch_size // (config.parallel.ring * config.parallel.ulysses))
+            adapter.decode(x[: min(config.memory.decode_batch or mine, mine)], r)
             parked = _weights(adapter, *KINDS["vae"]) if "vae" in config.memory.offload else 0
         else:
             v = adapter.velocity(x, sigma, condition, r)

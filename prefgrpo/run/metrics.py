@@ -7,7 +7,7 @@ on each.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -72,9 +72,6 @@ def check_missing(shares: Mapping[str, float], limit: float, reasons: Sequence[s
     return f"{message} ({worst}); above judge.max_missing = {limit:.0%} the run stops" * (shares[worst] >= WARN_MISSING)
 
 
-_REDUCE: dict[str, Callable[[NDArray[np.float64]], np.float64]] = {"sum": np.sum, "max": np.max, "mean": np.mean}
-
-
 def over_ranks(local: Mapping[str, float], world: World) -> dict[str, float]:
     """A step's metrics over all ranks, each by its own reduction (`Metric`); ranks may have different ones.
 
@@ -82,24 +79,28 @@ def over_ranks(local: Mapping[str, float], world: World) -> dict[str, float]:
     """
     metrics = {name: value if isinstance(value, Metric) else Metric(value) for name, value in local.items()}
     kinds = dict(sorted(world.gather_items((name, (m.reduction, m.timed)) for name, m in metrics.items())))
-    table = world.gather(np.array([[local.get(name, np.nan) for name in kinds]]))
+    own = [(float(m), m.weight) if (m := metrics.get(name)) is not None else (np.nan, 0.0) for name in kinds]
+    table = world.gather(np.array([own]).reshape(1, -1, 2))
     out: dict[str, float] = {}
-    for (name, (reduction, timed)), column in zip(kinds.items(), table.T, strict=True):
-        if len(present := column[~np.isnan(column)]):
-            out[f"time/{name}" if timed else name] = float(_REDUCE[reduction](present))
+    for (name, (reduction, timed)), column in zip(kinds.items(), table.swapaxes(0, 1), strict=True):
+        values, weights = column[~np.isnan(column[:, 0])].T
+        if len(values):
+            mean = reduction == "mean"
+            value = np.average(values, weights=weights / weights.sum()) if mean else getattr(values, reduction)()
+            out[f"time/{name}" if timed else name] = float(value)
     return out
 
 
-def policy_metrics(rows: list[Tensor], world: World) -> dict[str, float]:
-    """Combine rows [update, samples, loss, *METRICS] of all ranks: sample-weighted means, extremes of the ratio."""
-    columns = (*FACTS, *METRICS)
+def policy_metrics(rows: list[Tensor], world: World, names: Sequence[str] = METRICS) -> dict[str, float]:
+    """Combine rows [update, samples, loss, *names] of all ranks: sample-weighted means, extremes of the ratio."""
+    columns = (*FACTS, *names)
     table = torch.stack(rows).double().cpu().numpy() if rows else np.zeros((0, len(columns)))
     at = {name: k for k, name in enumerate(columns)}
-    means = [name for name in METRICS if name not in ("ratio_min", "ratio_max")]
+    means = [name for name in names if name not in ("ratio_min", "ratio_max")]
     samples = table[:, at["samples"]]
     sums = [samples.sum(), table[:, at["loss"]].sum(), *((samples * table[:, at[name]]).sum() for name in means)]
-    bounds = [-np.inf, -np.inf, 0.0]
-    if len(table):
+    bounds, ratios = [-np.inf, -np.inf, 0.0], "ratio_min" in at
+    if len(table) and ratios:
         ratio = table[:, [at["ratio_min"], at["ratio_max"]]]
         first = ratio[table[:, at["update"]] == 0]
         bounds = [-ratio[:, 0].min(), ratio[:, 1].max(), np.abs(first - 1.0).max() if len(first) else 0.0]
@@ -108,7 +109,8 @@ def policy_metrics(rows: list[Tensor], world: World) -> dict[str, float]:
     out = {"loss": total[1]} | {f"policy/{n}": total[2 + k] / max(total[0], 1.0) for k, n in enumerate(means)}
     if np.isfinite(top[0]):
         out |= {"policy/ratio_min": -top[0], "policy/ratio_max": top[1]}
-    return {k: float(v) for k, v in out.items()} | {"policy/on_policy_error": float(top[2])}
+    out |= {"policy/on_policy_error": top[2]} if ratios else {}
+    return {k: float(v) for k, v in out.items()}
 
 
 PARTS_OF_WINS = ("_low", "_high", "_missing", "_first", "_second")
@@ -143,11 +145,14 @@ def step_line(
         parts.append(judged + f" in {busy:.2f} s, waited {waited:.2f}" * (busy > 0 and waited > 0))
     if values["reward/missing"]:
         parts.append(f"missing {values['reward/missing']:.0%}")
-    parts += [
-        f"clipped {values['policy/clip_fraction']:.0%}",
-        f"|Δratio| ≤ {max(1 - values.get('policy/ratio_min', 1.0), values.get('policy/ratio_max', 1.0) - 1):.1e}",
-        f"grad {values['grad_norm']:.1e}",
-    ]
+    if "policy/clip_fraction" in values:
+        low, high = values.get("policy/ratio_min", 1.0), values.get("policy/ratio_max", 1.0)
+        parts += [f"clipped {values['policy/clip_fraction']:.0%}", f"|Δratio| ≤ {max(1 - low, high - 1):.1e}"]
+    if "policy/error" in values:
+        parts.append(f"error {values['policy/error']:.3g}")
+    if "policy/drift" in values:
+        parts.append(f"drift {values['policy/drift']:.1e}")
+    parts.append(f"grad {values['grad_norm']:.1e}")
     if values.get("policy/kl"):
         parts.append(f"kl {values['policy/kl']:.1e}")
     phases = " ".join(f"{name} {s:.2f}" for name, s in seconds.items())

@@ -1,18 +1,21 @@
-"""The trained weights with their optimiser and moving average.
+"""The trained weights with their optimiser, moving average and the copies that objectives compare with.
 
-AdamW over fp32 masters; EMA by one fused lerp per update. Invariant: `state_dict` holds everything that the
-next update depends on, so a resumed run continues bit by bit.
+AdamW over fp32 masters; EMA by one fused lerp per update, the old policy by one per training step. Split weights
+(FSDP2) are DTensors, with gradients that are summed already; torch's fused operations take either kind, but not both at
+once. Invariant: `state_dict` holds everything that the next update depends on, so a resumed run continues bit by bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from prefgrpo.config.schema import TrainConfig
+from prefgrpo.parallel.shard import is_split, part_of, parts, whole
 from prefgrpo.parallel.world import World
 from prefgrpo.run.checkpoint import load_into
 
@@ -24,14 +27,22 @@ class NonFiniteGradient(RuntimeError):
 class Policy:
     """Trainable parameters, AdamW and EMA."""
 
-    def __init__(self, parameters: dict[str, Tensor], train: TrainConfig) -> None:
+    def __init__(
+        self, parameters: dict[str, Tensor], train: TrainConfig, old: bool = False, base: bool = False
+    ) -> None:
+        """old: keep an old policy's weights. base: keep the starting weights (a LoRA is switched off instead)."""
         self.train = train
         self.parameters = parameters
         self.params = list(parameters.values())
+        self.kinds = [kind for wanted in (False, True) if (kind := [p for p in self.params if is_split(p) == wanted])]
+        """The parameters that every process holds whole, and those it holds a part of."""
         self.optimizer = torch.optim.AdamW(
-            self.params, lr=train.lr, betas=(train.beta1, train.beta2), weight_decay=train.weight_decay
+            [{"params": kind} for kind in self.kinds],
+            lr=train.lr,
+            betas=(train.beta1, train.beta2),
+            weight_decay=train.weight_decay,
         )
-        self.ema = {n: p.detach().clone() for n, p in parameters.items()} if train.ema_decay else {}
+        self.ema, self.old, self.base = (self._copy() if kept else {} for kept in (train.ema_decay, old, base))
         self.updates = 0
 
     def update(self, world: World) -> float:
@@ -40,7 +51,11 @@ class Policy:
         Raises NonFiniteGradient, on all ranks alike and before any weight is touched.
         """
         world.sum_gradients(self.params)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.params, self.train.max_grad_norm))
+        norms = [whole(get_total_norm([p.grad for p in kind if p.grad is not None])) for kind in self.kinds]
+        total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        for kind in self.kinds:
+            clip_grads_with_norm_(kind, self.train.max_grad_norm, total)
+        norm = float(total)
         if norm != norm or norm == float("inf"):
             self.optimizer.zero_grad()
             raise NonFiniteGradient(f"gradient norm is {norm}")
@@ -50,38 +65,61 @@ class Policy:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.updates += 1
-        if self.ema:
+        if self.ema and self.updates % self.train.ema_every == 0:
             with torch.no_grad():
-                torch._foreach_lerp_(list(self.ema.values()), self.params, 1.0 - self.train.ema_decay)
+                torch._foreach_lerp_(parts(self.ema.values()), parts(self.params), 1.0 - self.train.ema_decay)
         return norm
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def _copy(self) -> dict[str, Tensor]:
+        return {n: p.detach().clone() for n, p in self.parameters.items()}
+
+    def follow(self, decay: float) -> None:
+        """old ← decay · old + (1 − decay) · parameters (no-op without an old policy)."""
+        if self.old:
+            with torch.no_grad():
+                torch._foreach_lerp_(parts(self.old.values()), parts(self.params), 1.0 - decay)
+
+    def averaged(self) -> AbstractContextManager[None]:
         """Inside, the parameters hold their moving average (no-op without EMA)."""
-        if not self.ema:
+        return self.holding(self.ema)
+
+    @contextmanager
+    def holding(self, weights: dict[str, Tensor]) -> Iterator[None]:
+        """Inside, the parameters hold `weights`: `ema`, `old` or `base` (no-op where it is empty)."""
+        if not weights:
             yield
             return
-        live = [p.detach().clone() for p in self.params]
+        live = parts(self.params)
+        saved = [p.detach().clone() for p in live]
         with torch.no_grad():
-            torch._foreach_copy_(self.params, list(self.ema.values()))
+            torch._foreach_copy_(live, parts(weights.values()))
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(self.params, live)
+                torch._foreach_copy_(live, saved)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything a checkpoint keeps, by name."""
-        out = {f"param.{n}": p for n, p in self.parameters.items()} | {f"ema.{n}": t for n, t in self.ema.items()}
+        kinds = {"param": self.parameters, "ema": self.ema, "old": self.old}
+        out = {f"{kind}.{n}": t for kind, tensors in kinds.items() for n, t in tensors.items()}
         for name, p in self.parameters.items():
             for key, value in self.optimizer.state.get(p, {}).items():
                 out[f"adamw.{key}.{name}"] = value
         return out
 
+    def templates(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Tensors, as this process holds them, to read those of these names of a `state_dict()` into."""
+        live = {f"param.{n}": p.detach() for n, p in self.parameters.items()}
+        live |= {f"{kind}.{n}": t for kind in ("ema", "old") for n, t in getattr(self, kind).items()}
+        moments = {f"adamw.{key}.{n}": p for n, p in self.parameters.items() for key in ("exp_avg", "exp_avg_sq")}
+        return {n: live[n] if n in live else torch.zeros_like(moments[n]) for n in names if n in live or n in moments}
+
     def load_state_dict(self, tensors: dict[str, Tensor], updates: int) -> None:
         """Restore what `state_dict()` gave after `updates` updates. Raises CheckpointError if the names do not fit."""
         load_into(self.parameters, tensors, "param.")
         load_into(self.ema, tensors, "ema.")
+        load_into(self.old, tensors, "old.")
         self.updates = updates
         for name, p in self.parameters.items():
             keys = [k for k in ("step", "exp_avg", "exp_avg_sq") if f"adamw.{k}.{name}" in tensors]
@@ -90,4 +128,4 @@ class Policy:
 
 
 def _like(value: Tensor, parameter: Tensor, key: str) -> Tensor:
-    return value.clone() if key == "step" else value.clone().to(parameter.device)
+    return value.clone() if key == "step" else part_of(value, parameter).clone().to(parameter.device)

@@ -11,8 +11,9 @@ import resource
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,23 +21,29 @@ from pathlib import Path
 import torch
 import yaml
 
-from prefgrpo.config.schema import Config, ConfigError, differences, load, to_dict
+from prefgrpo.config.schema import Config, ConfigError, differences, load, splits, to_dict
 from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt, fingerprint, prompt_sets
 from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.models.base import Adapter
+from prefgrpo.objectives import objective
+from prefgrpo.objectives.base import EndpointObjective, Objective, TrajectoryObjective
 from prefgrpo.parallel import world as parallel
+from prefgrpo.parallel.context import undivided
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import PYTHON, named_objects
 from prefgrpo.rewards.log import drop_from
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.batches import Rollouts
+from prefgrpo.rollout.deal import deal_batches
 from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
+from prefgrpo.rollout.endpoint import EndpointCollector
+from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.rollout.sampling import Schedules, all_sizes, evaluation
 from prefgrpo.run import checkpoint, judging
 from prefgrpo.run.evaluate import Evaluator, held_out
 from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
 from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
-from prefgrpo.run.memory import known_bytes
+from prefgrpo.run.memory import free_bytes, graph_bytes, known_bytes, without_weights
 from prefgrpo.run.policy import Policy
 from prefgrpo.run.run_folder import RunFolder
 
@@ -45,7 +52,8 @@ FREE = (
     *("output", "name", "device", "gpus", "tensorboard", "data.cache", "memory.offload"),
     *("judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s"),
     *("judge.max_missing", "judge.patience_steps", "judge.log", "judge.cache", "judge.hedge_s"),
-    *("judge.retries", "judge.patience_s"),
+    *("judge.retries", "judge.patience_s", "parallel.replicate", "parallel.shard", "parallel.ulysses"),
+    *("parallel.ring", "parallel.keep_gathered", "parallel.offload"),
 )
 """What a resumed run may change: where and how it runs, and what mends a run that stopped."""
 FREE_OPTIONS = (
@@ -58,6 +66,7 @@ FREE_OPTIONS = (
     f".{PYTHON}",
 )
 """Likewise among a reward's options."""
+Collector = TrajectoryCollector | EndpointCollector
 
 
 @dataclass
@@ -106,6 +115,8 @@ class Session:
     folder: RunFolder
     adapter: Adapter
     policy: Policy
+    objective: Objective
+    collector: Collector
     rollouts: Rollouts
     scorer: Scorer
     weights: dict[str, float]
@@ -118,6 +129,8 @@ class Session:
     """Steps already done."""
     trained_s: float = 0.0
     """Seconds of training already spent."""
+    kl_coef: float | None = None
+    """What train.kl_target made of train.kl_coef; None: nothing yet."""
     notes: list[str] = field(default_factory=list)
     """What the start-up checks found, to be printed."""
 
@@ -135,11 +148,11 @@ class Session:
 
 def open_session(config: Config, resume: bool) -> Session:
     """Build and check everything. Raises ConfigError, DataError, CheckpointError, ModelError or JudgeError."""
-    world = parallel.start(config.device)
+    world = parallel.start(config.device, config)
     lock: int | None = None
     try:
         folder = RunFolder(Path(config.output) / config.name)
-        check_run(config, world.dp_size)
+        check_run(config)
         lock = world.on_main(partial(checkpoint.claim, folder, resume), checkpoint.CheckpointError)
         if resume:
             _check_same_run(config, folder)
@@ -158,8 +171,10 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     scorer, weights = training_scorer(config, judge, folder.root if world.main else None, prompts, world)
     scorers = {name: evaluation_scorers(config, judge, held, scorer, world) for name, held in measured.items()}
     absent = len(uncached(config, encoding_jobs(config, prompts, [p for held in sets.values() for p in held])))
-    adapter = trainable(config, open_adapter(config, world.device, encoders=bool(absent)))
-    policy = Policy(dict(adapter.trainable()), config.train)
+    _check_context(config, world, [*prompts, *(p for held in sets.values() for p in held)])
+    adapter = trainable(config, open_adapter(config, world.device, bool(absent), splits(config)), world)
+    goal = objective(config.train)
+    policy = open_policy(config, goal, adapter)
     schedules = open_schedules(config, adapter, world, prompts)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     ode = schedules.ode(evaluation(config))
@@ -167,8 +182,12 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     for number, (name, held) in enumerate(measured.items()):
         chosen = held_out(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
         evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers[name], world, folder)
-    rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world)
-    session = Session(world, folder, adapter, policy, rollouts, scorer, weights, evaluators, judge, Interrupt(), lock)
+    graph = keeps_graph(config, goal, world)
+    rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world, goal.whole_groups, graph)
+    collector = open_collector(config, goal, adapter, policy, world)
+    session = Session(
+        world, folder, adapter, policy, goal, collector, rollouts, scorer, weights, evaluators, judge, Interrupt(), lock
+    )
     session.notes = [*_notes(config, session), *judge_notes]
     if config.data.cache:
         state = f"{absent} texts are not in it yet" if absent else "it has all prompts, no text encoder was loaded"
@@ -177,31 +196,105 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     return session
 
 
-def mistakes(config: Config, processes: int) -> list[str]:
-    """What is wrong with a run as far as it shows without its model: files, rewards, judge, split of prompts."""
+def open_policy(config: Config, goal: Objective, adapter: Adapter) -> Policy:
+    """The trained weights, with the copies of them that the objective needs."""
+    old = goal.anchor == "old" or goal.sampled_by_old
+    base = not config.train.lora_rank and (goal.anchor == "base" or config.train.kl_coef > 0)
+    return Policy(dict(adapter.trainable()), config.train, old, base)
+
+
+def keeps_graph(config: Config, goal: Objective, world: World) -> bool:
+    """Whether the first update reuses the rollout's forwards. Raises ConfigError if it must and cannot."""
+    wanted, t = config.train.reuse_rollout_forward, config.train
+    obstacles = {
+        f"{t.objective} replays no steps": goal.collector != "trajectory",
+        "an old policy makes the rollouts": goal.sampled_by_old,
+        "parallel splits weights or tokens": world.mesh is not None,
+        "with train.lora_rank 0 the KL's reference takes the weights' place": bool(t.kl_coef and not t.lora_rank),
+    }
+    why = [reason for reason, there in obstacles.items() if there]
+    if wanted is True and why:
+        raise ConfigError([f"train.reuse_rollout_forward: expected auto or false, got true: {'; '.join(why)}"])
+    r, size = config.rollout, config.rollout.group_size
+    if wanted == "auto" and not why and size % r.batch_size == 0 and goal.per_group(size) == size:
+        return graph_bytes(config, world.dp_size) <= free_bytes(world.device) / 2
+    return wanted is True
+
+
+def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Policy, world: World) -> Collector:
+    """What makes an objective's gradients. Raises ConfigError for draws that a family with several denoisers lacks."""
+
+    def reference() -> AbstractContextManager[None]:
+        return adapter.reference() if config.train.lora_rank else policy.holding(policy.base)
+
+    if isinstance(goal, TrajectoryObjective):
+        return TrajectoryCollector(adapter, goal, config.train, reference, world.equal_forwards)
+    assert isinstance(goal, EndpointObjective)
+    if len(adapter.denoisers) > 1 and goal.times not in ("window", "schedule"):
+        which = f"{config.family} has a denoiser for each part of the schedule: expected window or schedule"
+        raise ConfigError([f"train.objective_options.times: {which}, got {goal.times}"])
+    anchor = reference if goal.anchor == "base" else lambda: policy.holding(policy.old)
+    return EndpointCollector(adapter, goal, config, anchor, reference)
+
+
+def _objective_mistakes(config: Config) -> list[str]:
+    """What is wrong with the objective and its options."""
+    try:
+        goal = objective(config.train)
+    except ConfigError as error:
+        return error.mistakes
+    except ValueError as error:
+        return [f"train.objective: {error}"]
+    r, wrong = config.rollout, [f"train.objective_options.{one}" for one in goal.mistakes(config.rollout.group_size)]
+    if goal.whole_groups and config.train.updates_per_rollout > r.prompts_per_step:
+        problem = f"{config.train.objective} needs whole groups: expected at most rollout.prompts_per_step"
+        wrong.append(
+            f"train.updates_per_rollout: {problem} = {r.prompts_per_step}, got {config.train.updates_per_rollout}"
+        )
+    if goal.needs_comparisons and not judging.trains_on_pairs(config):
+        wanted = f"{config.train.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
+        wrong.append(f"reward.spec: {wanted}, with a weight above 0, got {config.reward.spec!r}")
+    r = config.rollout
+    if goal.whole_groups and config.train.updates_per_rollout > r.prompts_per_step:
+        most = f"{config.train.objective} trains on whole groups: expected at most {r.prompts_per_step} updates"
+        wrong.append(f"train.updates_per_rollout: {most}, one per prompt, got {config.train.updates_per_rollout}")
+    return wrong
+
+
+def mistakes(config: Config) -> list[str]:
+    """What is wrong with a run as far as it shows without its model: files, rewards, judge, split into updates."""
     r, e, options = config.rollout, config.eval, config.reward.options
     if absent := [name for name, own in options.items() if PYTHON in own and name not in named_objects()]:
         origin = ", ".join(f"{name} is {options[name][PYTHON]}" for name in absent)
         advice = "resume it there, with prefgrpo.Trainer(…, resume=True)"
         return [f"reward.spec: {origin}, which exists only in the Python program that started the run; {advice}"]
     problems = judging.mistakes(config)
+    problems += [] if problems else _objective_mistakes(config)
     if not problems and not any(judging.specs(config)[0].values()):
         problems.append("reward.spec: every weight is 0, which leaves nothing to train on; measure with eval.spec")
     files = {"data.prompts": config.data.prompts, "eval.prompts": e.prompts, "eval.final_prompts": e.final_prompts}
     problems += [f"{field}: prompts file not found: {f}" for field, f in files.items() if f and not Path(f).is_file()]
-    if r.prompts_per_step % processes:
-        problem = f"{r.prompts_per_step} prompts cannot be split evenly over {processes} processes"
-        problems.append(f"rollout.prompts_per_step: {problem}; expected a multiple of {processes}")
-    if config.train.updates_per_rollout > r.prompts_per_step:
-        problem = f"expected at most one update per prompt, got {config.train.updates_per_rollout} updates"
-        problems.append(f"train.updates_per_rollout: {problem} and rollout.prompts_per_step = {r.prompts_per_step}")
+    if config.train.updates_per_rollout > (samples := r.prompts_per_step * r.group_size):
+        problem = f"expected at most one update per sample, got {config.train.updates_per_rollout} updates"
+        problems.append(f"train.updates_per_rollout: {problem} of {samples} samples per step")
     return problems
 
 
-def check_run(config: Config, processes: int) -> None:
+def check_run(config: Config) -> None:
     """Raise ConfigError with all of `mistakes`."""
-    if problems := mistakes(config, processes):
+    if problems := mistakes(config):
         raise ConfigError(problems)
+
+
+def _check_context(config: Config, world: World, prompts: list[Prompt]) -> None:
+    """Raise ConfigError for sizes whose tokens cannot be divided; from the model's configs, before it loads."""
+    if world.layout.context == 1:
+        return
+    adapter, _ = without_weights(config)
+    sizes = [*all_sizes(prompts, config.rollout, config.data.own_sizes), evaluation(config)]
+    problems = [text for s in sizes for text in undivided(adapter, s, config.data.max_length, world.layout)]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
 
 
 def _check_same_run(config: Config, folder: RunFolder) -> None:
@@ -234,14 +327,14 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
     folder, world = session.folder, session.world
     path = folder.latest() if resume else None
     if path is not None:
-        tensors, meta = checkpoint.read(path)
+        tensors, meta = checkpoint.read(path, world, session.policy.templates)
         if meta["prompts"] != fingerprint(session.rollouts.prompts):
             raise checkpoint.CheckpointError(
                 f"{config.data.prompts} holds other prompts than when {folder.root} was started; "
                 "resume with the old file, or choose another --name"
             )
         session.policy.load_state_dict(tensors, meta["updates"])
-        session.start, session.trained_s = meta["step"], meta["trained_s"]
+        session.start, session.trained_s, session.kl_coef = meta["step"], meta["trained_s"], meta.get("kl_coef")
         session.notes.append(f"resumed from {path}")
     elif resume:
         session.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
@@ -274,14 +367,32 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
     else:
         share = f"{held['dev']} of {count + held['dev']} prompts are held out (eval.holdout {e.holdout:g})"
         yield f"{share}: evaluated on every {e.every} steps, never trained on"
+    if session.rollouts.keep_graph:
+        yield "the first update of each step reuses the rollout's forwards (train.reuse_rollout_forward)"
+    if waits := idle(config, session.world.dp_size):
+        yield waits
     parts, device = known_bytes(config, adapter, session.world.size), session.world.device
-    total, pages = sum(parts.values()), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else pages) / 2**30
+    total, free = sum(parts.values()), free_bytes(device) / 2**30
     unit, name = (2**30, "GiB") if total >= 2**30 else (2**20, "MiB")
     listed = " + ".join(f"{part} {size / unit:.3g}" for part, size in parts.items())
     yield (
         f"memory per process: {listed} = {total / unit:.3g} {name} of {free:.1f} GiB free, and the activations of "
         f"{r.batch_size} images"
+    )
+
+
+def idle(config: Config, indices: int) -> str:
+    """How long processes wait for each other in an update because its batches cannot be dealt evenly; '' if never."""
+    r = config.rollout
+    batches = Counter(b.update for b in deal_batches(config, [r] * r.prompts_per_step))
+    rounds = sum(-(-count // indices) for count in batches.values())
+    share = 1 - batches.total() / (rounds * indices)
+    if not share:
+        return ""
+    counts = " or ".join(str(count) for count in sorted(set(batches.values())))
+    return (
+        f"an update has {counts} batches of up to {r.batch_size} samples for {indices} processes, which are idle "
+        f"{share:.0%} of it; a rollout.batch_size that makes it a multiple of {indices} avoids that"
     )
 
 

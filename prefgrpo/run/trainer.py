@@ -1,6 +1,6 @@
 """The training loop, for every family, reward and objective.
 
-    prompts → rollout → judge (streamed) → advantage → replay → clipped loss → AdamW
+    prompts → rollout → judge (streamed) → advantage → gradients of the objective → AdamW
 
 Noise, prompts and pair orders are functions of (seed, step), so a step depends on the weights and its number only.
 Invariant: all ranks take every decision (skip, stop, checkpoint) from gathered numbers, hence together.
@@ -8,23 +8,25 @@ Invariant: all ranks take every decision (skip, stop, checkpoint) from gathered 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import fingerprint
 from prefgrpo.judge.information import Alarm, evidence
-from prefgrpo.objectives import objective
+from prefgrpo.objectives.base import Targets
+from prefgrpo.parallel.shard import gathered, whole_copies
 from prefgrpo.rewards.pairwise import VlmPairwise, judged
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batches import Batch
+from prefgrpo.rollout.deal import update_of
 from prefgrpo.rollout.render import stills
-from prefgrpo.rollout.replay import replay, stacked
 from prefgrpo.run import checkpoint
 from prefgrpo.run.advantage import CombineError, advantages, part_table
 from prefgrpo.run.log import Log
@@ -78,7 +80,9 @@ class TrainingLoop:
         self.log = Log(
             self.folder, config.train.steps, self.session.start, tensorboard=config.tensorboard, active=self.world.main
         )
-        self.loss = objective(config.train.objective)
+        self.objective, self.collector = self.session.objective, self.session.collector
+        if self.session.kl_coef is not None:
+            self.collector = self.collector.with_kl_coef(self.session.kl_coef)
         self.evaluation: dict[str, float] = {}
         """Metrics of the last evaluation."""
         self.verdict = ""
@@ -123,24 +127,26 @@ class TrainingLoop:
     def step(self, step: int, clock: Clock) -> dict[str, float]:
         """Training step number `step` (from 0): metrics over all ranks."""
         batches, groups = list[Batch](), self.rollouts.groups(step)
-        samples = len(groups) * self.config.rollout.group_size
-        with clock.phase("rollout"), self.log.bar("rollout", "sample", samples) as bar:
+        kept = gathered(self.adapter, self.config.parallel.keep_gathered)
+        maker = self.policy.holding(self.policy.old if self.objective.sampled_by_old else {})
+        bar_of = self.log.bar("rollout", "sample", self.rollouts.count(step))
+        with clock.phase("rollout"), maker, kept, bar_of as bar:
             self.scorer.begin(step, groups)
-            for batch in self.rollouts(step):  # denoise and decode
-                for group, member, sample in zip(batch.groups, batch.members, batch.samples, strict=True):
-                    self.scorer.add(group, member, sample)  # judged while the next batch is made
+            for batch in self.rollouts(step, self.scorer.add):  # judged while the next batch is made
                 batches.append(batch)
-                bar.update(len(batch.samples))
+                bar.update(len(batch.slots))
             finite = all(bool(batch.trajectory.latents.isfinite().all()) for batch in batches)
             if self.world.any(not finite):
                 raise Diverged("the policy makes latents that are not finite (NaN or infinite)")
         streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(groups)
         with clock.phase("judge_wait"), self.log.bar("judging", "group", streamed) as bar:
             scores = self.scorer.finish(bar.update)
-        self._save_groups(step + 1, scores, batches)
+        self._save_groups(step + 1, scores)
         advantage, metrics = self.advantages(step + 1, scores)
         with clock.phase("update"):
-            metrics |= self.update(batches, advantage)
+            metrics |= self.update(step, batches, self._targets(advantage, scores))
+            metrics |= self._adapt_kl(metrics)
+            self.policy.follow(self.objective.old_decay(step))
         return metrics | over_ranks(scores.metrics, self.world)
 
     def close(self) -> None:
@@ -178,11 +184,12 @@ class TrainingLoop:
                 self.log.say(f"missing in step {step}: {count} × {reason}")
         names = list(self.session.weights)
         weights = np.array([self.session.weights[n] for n in names])
-        local = np.stack([scores.values[n] for n in names], axis=-1)  # [P / world, G, R]
+        local = np.stack([scores.values[n] for n in names], axis=-1)  # [groups scored here, G, R]
         parts = {n: w for n in names if (w := self.scorer.rewards[n].part_weights)}
         if parts:
-            local = np.concatenate([local, part_table(scores.groups, parts)], axis=-1)
-        table = self.world.gather_slots(local).reshape(-1, local.shape[-1])
+            own = part_table(scores.groups, parts).reshape(*local.shape[:2], sum(map(len, parts.values())))
+            local = np.concatenate([local, own], axis=-1)
+        table = self.world.gather_slots(local, c.rollout.prompts_per_step).reshape(-1, local.shape[-1])
         rewards, sub_scores = table[:, : len(names)], table[:, len(names) :]
         verdicts = [[k.verdict.first for g in scores.groups[n] for k in g.comparisons] for n in names]
         counts = self.world.gather(np.array([[(len(v), v.count(None)) for v in verdicts]], np.float64)).sum(0)
@@ -197,6 +204,21 @@ class TrainingLoop:
             "advantage/zero_groups": float((advantage == 0).all(1).float().mean()),
             "advantage/max": float(advantage.abs().max()),
         }
+
+    def _targets(self, advantage: Tensor, scores: StepScores) -> Targets:
+        """Advantages and comparisons of all ranks' samples; pairwise rewards count by their weights."""
+        size = self.config.rollout.group_size
+        weights = self.session.weights
+        trained = [n for n, w in weights.items() if w > 0 and any(g.wins is not None for g in scores.groups[n])]
+        local = np.zeros((len(self.world.slots(len(advantage))), 2, size, size))
+        for name in trained:
+            for k, group in enumerate(scores.groups[name]):
+                if group.wins is not None and group.counts is not None:
+                    local[k] += weights[name] * np.stack([group.wins, group.counts])
+        table = torch.from_numpy(self.world.gather_slots(local, len(advantage))).to(advantage)
+        there = np.stack([~np.isnan(scores.values[n]) for n, w in weights.items() if w]).min(0).astype(np.float64)
+        known = torch.from_numpy(self.world.gather_slots(there, len(advantage)) > 0).to(advantage.device)
+        return Targets(advantage, table[:, 0], table[:, 1], known)
 
     def _check_information(self, step: int, scores: StepScores) -> None:
         """Warn of a judge whose verdicts say nothing. Raises NoInformation after `judge.patience_steps` such steps."""
@@ -217,53 +239,39 @@ class TrainingLoop:
 
     # ---- update -----------------------------------------------------------------------------------------------------
 
-    def update(self, batches: list[Batch], advantage: Tensor) -> dict[str, float]:
-        """The step's optimiser updates, each on its slots; one without any signal is skipped, on all ranks.
+    def update(self, step: int, batches: list[Batch], targets: Targets) -> dict[str, float]:
+        """The step's optimiser updates, each on its samples; one without any signal is skipped, on all ranks.
 
-        Raises NonFiniteGradient.
+        Groups without signal are left out: they cost no forward. A batch that loses some of its samples is a forward of
+        another shape than the rollout's, so its first ratio is 1 within rounding only. Raises NonFiniteGradient.
         """
-        updates, table, norms = self.config.train.updates_per_rollout, list[Tensor](), list[float]()
-        signal = (advantage != 0).any(1).cpu()  # [P]
-        owner = torch.arange(len(signal)) * updates // len(signal)
-        for update in range(updates):
-            if not bool(signal[owner == update].any()):
-                continue
-            samples = int((owner == update).sum()) * self.config.rollout.group_size
-            for batch in batches:
-                if batch.update == update:
-                    table += self._accumulate(batch, advantage, signal, samples)
+        r, table, norms = self.config.rollout, list[Tensor](), list[float]()
+        keep = ~self.objective.signal(self.config.train, targets).isnan().cpu().numpy()  # [P, G]
+        places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
+        samples = Counter(update_of(self.config, place) for place in places)
+        trained = {update_of(self.config, place) for place in places if keep[place]}
+        counted = self.objective.per_group(r.group_size) / r.group_size
+        left = self.rollouts.trained(step, batches, keep)
+        for update in sorted(trained):
+            own = [batch for batch in left if batch.update == update]
+            table += self.collector.accumulate(own, targets, samples[update] * counted)
             norms.append(self.policy.update(self.world))
-        return policy_metrics(table, self.world) | {
+        return policy_metrics(table, self.world, self.collector.metrics) | {
             "grad_norm": float(np.mean(norms)) if norms else 0.0,
-            "samples_trained": float(signal.sum() * self.config.rollout.group_size),
+            "samples_trained": float(keep.sum()),
         }
 
-    def _accumulate(self, batch: Batch, advantage: Tensor, signal: Tensor, samples: int) -> list[Tensor]:
-        """Gradient of one batch, step by step (or several at once: `train.replay_batch`); rows [update, samples, loss,
-        *METRICS] for `policy_metrics`.
-
-        Groups without signal are left out: they cost no forward. A batch that loses some of its samples is a forward
-        of another shape than the rollout's, so its first ratio is 1 within rounding only. `samples`: of the whole
-        update, over all ranks.
-        """
-        r, keep = batch.sizes, [k for k, p in enumerate(batch.slots) if signal[p]]
-        condition, steps, device = batch.condition, batch.trajectory.steps, self.world.device
-        if not keep:
-            return []
-        if len(keep) < len(batch.slots):
-            rows = torch.tensor(keep, device=device)
-            condition, steps = condition.select(rows), tuple(s.select(rows) for s in steps)
-        adv = advantage[[batch.slots[k] for k in keep], [batch.members[k] for k in keep]]
-        table = []
-        train, kl = self.config.train, self.config.train.kl_form if self.config.train.kl_coef else ""
-        for step in stacked(self.adapter, batch.schedule, steps, r, train.replay_batch):
-            new = replay(self.adapter, batch.schedule, condition, step, r, kl)
-            together = len(step.step_indices)
-            out = self.loss(train, new, step.logp, adv.repeat(together), float(samples * len(steps)))
-            out.loss.backward()
-            facts = out.metrics.new_tensor([batch.update, together * len(keep)])
-            table.append(torch.cat([facts, out.loss.detach()[None], out.metrics]))
-        return table
+    def _adapt_kl(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Move the weight of the KL towards train.kl_target, which is the weight of the next step; it is reported."""
+        train = self.config.train
+        if train.kl_target is None:
+            return {}
+        used = self.session.kl_coef or train.kl_coef
+        if metrics["samples_trained"]:
+            error = min(max(metrics["policy/kl"] / train.kl_target - 1.0, -0.2), 0.2)
+            self.session.kl_coef = used * (1.0 + train.kl_rate * error)
+            self.collector = self.collector.with_kl_coef(self.session.kl_coef)
+        return {"policy/kl_coef": used}
 
     # ---- what is written --------------------------------------------------------------------------------------------
 
@@ -273,8 +281,8 @@ class TrainingLoop:
         row = metrics | {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
         self.log.row("train", step, row)
         self.log.step(step, metrics, clock.seconds)
-        error, limit = metrics["policy/on_policy_error"], self.config.train.clip_range / 10
-        if trained and (first or error > limit):
+        error, limit = metrics.get("policy/on_policy_error"), self.config.train.clip_range / 10
+        if trained and error is not None and (first or error > limit):
             verdict = "exact" if error == 0 else "fine" if error <= limit else f"above clip_range / 10 = {limit:.1e}"
             r, cut = self.config.rollout, metrics["advantage/zero_groups"] > 0
             if error and cut and r.group_size % r.batch_size:
@@ -286,18 +294,16 @@ class TrainingLoop:
         if self.callbacks.on_step and self.world.main:
             self.callbacks.on_step(step, row)
 
-    def _save_groups(self, step: int, scores: StepScores, batches: list[Batch], most: int = 3) -> None:
+    def _save_groups(self, step: int, scores: StepScores, most: int = 3) -> None:
         """Images, wins, counts, win rates and prompts of a few judged groups for the report: of the first and the last
         step, and of those with an evaluation."""
         every = self.config.eval.every or 50
         if not self.world.main or not (step in (1, self.config.train.steps) or step % every == 0):
             return
-        slots, size = self.world.slots(self.config.rollout.prompts_per_step), self.config.rollout.group_size
-        made = {(p, g): s for b in batches for p, g, s in zip(b.slots, b.members, b.samples, strict=True)}
         judged = [
-            ([made[slots[k], g] for g in range(size)], group)
+            ([made[g] for g in sorted(made)], group)
             for groups in scores.groups.values()
-            for k, group in enumerate(groups)
+            for made, group in zip(self.scorer.samples.values(), groups, strict=True)
             if group.wins is not None
         ]
         judged = [(m, g) for m, g in judged if m[0].media.pixels.shape == judged[0][0][0].media.pixels.shape][:most]
@@ -323,25 +329,35 @@ class TrainingLoop:
             self.callbacks.on_evaluation(step, name, self.evaluation)
 
     def _save(self, done: int) -> Path:
-        """Checkpoint after `done` steps; rank 0 writes, all wait."""
-        path = self.folder.checkpoint(done)
-        if self.world.main:
-            meta = {
-                "updates": self.policy.updates,
-                "trained_s": self.session.trained_s,
-                "prompts": fingerprint(self.rollouts.prompts),
-            }
-            tensors, keep = self.policy.state_dict(), self.config.checkpoint.keep
-            checkpoint.save(self.folder, done, tensors, meta, lambda f: self._export(f / self.product.name), keep)
-            if self.callbacks.on_save:
-                self.callbacks.on_save(path)
+        """Checkpoint after `done` steps; rank 0 writes (and each its parts of split weights), all wait."""
+        path, copies = self.folder.checkpoint(done), self._copies()
+        meta = {
+            "updates": self.policy.updates,
+            "trained_s": self.session.trained_s,
+            "prompts": fingerprint(self.rollouts.prompts),
+            "kl_coef": self.session.kl_coef,
+        }
+        state, keep, product = self.policy.state_dict(), self.config.checkpoint.keep, self.product.name
+        checkpoint.save(self.folder, done, state, meta, lambda f: self._export(f / product, copies), keep, self.world)
+        if self.callbacks.on_save and self.world.main:
+            self.callbacks.on_save(path)
         self.world.barrier()
         return path
 
-    def _export(self, folder: Path) -> None:
+    def _copies(self) -> dict[str, nn.Module]:
+        """Whole (averaged) copies, on rank 0, of trained weights that are split; every rank must call it."""
+        if self.config.train.lora_rank or not self.world.equal_forwards:
+            return {}
+        with self.policy.averaged():
+            return whole_copies(self.adapter, self.world)
+
+    def _export(self, folder: Path, copies: dict[str, nn.Module]) -> None:
         """The (averaged) weights in diffusers format."""
         with self.policy.averaged():
-            (self.adapter.save_lora if self.config.train.lora_rank else self.adapter.save_full)(str(folder))
+            if self.config.train.lora_rank:
+                self.adapter.save_lora(str(folder))
+            else:
+                self.adapter.save_full(str(folder), copies)
 
     def _finish(self, done: int) -> None:
         """Final evaluation and export."""
@@ -351,10 +367,12 @@ class TrainingLoop:
                 self._evaluate(done, name)
         if self.folder.latest() != self.folder.checkpoint(done):
             self._save(done)
+        copies = self._copies()
         if self.world.main:
-            checkpoint.write_folder(self.product, self._export)
-            for evaluator in list(self.evaluators.values())[-1:]:
-                with self.policy.averaged():
-                    evaluator.save_proof(min(4, c.rollout.batch_size))
+            checkpoint.write_folder(self.product, lambda folder: self._export(folder, copies))
+        for evaluator in list(self.evaluators.values())[-1:]:
+            with self.policy.averaged():
+                evaluator.save_proof(min(4, c.rollout.batch_size))
+        if self.world.main:
             self.log.say(f"finished after {done} steps; the result is in {self.folder.root}")
         self.world.barrier()

@@ -1,7 +1,8 @@
 """Noise is addressed, not drawn: ε(seed, sample id, step, element) by Philox4x32-10 (`ops.NoiseAddress`).
 
 The same numbers come out of any backend, batch split, rank layout or slice of a latent, so nothing is stored,
-broadcast or restored. Initial latents use step −1; denoising step k uses step k.
+broadcast or restored. Initial latents use step −1; denoising step k uses step k; draw k of an endpoint objective uses
+steps −2 − 2k (its ε) and −3 − 2k (its t), with the number of the group as sample id.
 """
 
 from __future__ import annotations
@@ -20,3 +21,15 @@ def initial_latents(seed: int, sample: Tensor, shape: tuple[int, ...]) -> Tensor
     """x_0 ~ N(0, I), fp32 [B, *shape] for int64 sample ids [B]; equal ids give equal latents (`init_same_noise`)."""
     step = torch.full_like(sample, INITIAL_STEP)
     return philox_normal(seed, sample, step, math.prod(shape)).view(-1, *shape)
+
+
+def endpoint_noise(seed: int, group: Tensor, draw: int, shape: tuple[int, ...]) -> Tensor:
+    """ε ~ N(0, I) of a draw, fp32 [B, *shape]; group: int64 [B], equal for the members of a group."""
+    step = torch.full_like(group, -2 - 2 * draw)
+    return philox_normal(seed, group, step, math.prod(shape)).view(-1, *shape)
+
+
+def endpoint_normal(seed: int, group: Tensor, draw: int) -> Tensor:
+    """N(0, 1) of a draw, from which its t is made, fp64 [B] on the host, whatever the device of `group`."""
+    group = group.cpu()
+    return philox_normal(seed, group, torch.full_like(group, -3 - 2 * draw), 1).view(-1).double()

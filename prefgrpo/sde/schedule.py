@@ -7,6 +7,8 @@ chosen rule; all others are `ode` rows and carry no log-prob.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,9 +26,13 @@ class Schedule:
     coef: Tensor
     """[T, 5] fp32 rows (a, b, s, w, c)."""
     sde_steps: tuple[int, ...]
-    """Indices of the stochastic steps, rising; only these are stored and trained."""
+    """Indices of the stochastic steps, rising."""
     times: Tensor
     """[T] fp32, the σ that the model is shown at each step: its own, or the truncated one."""
+    trained: tuple[int, ...]
+    """Indices of the steps that are trained, rising: where stochastic, they are stored."""
+    weights: Tensor | None = None
+    """[T] fp32 factor of each step's loss; None: 1."""
 
     @property
     def steps(self) -> int:
@@ -35,17 +41,24 @@ class Schedule:
 
     def to(self, device: torch.device | str) -> Schedule:
         """The same schedule with its table on `device`; the sigmas stay on the host."""
-        return replace(self, coef=self.coef.to(device))
+        weights = None if self.weights is None else self.weights.to(device)
+        return replace(self, coef=self.coef.to(device), weights=weights)
 
 
 def make_schedule(
-    sigmas: Tensor, rule: str, eta: float, sde_steps: tuple[int, ...] | None = None, times: Tensor | None = None
+    sigmas: Tensor,
+    rule: str,
+    eta: float,
+    sde_steps: tuple[int, ...] | None = None,
+    times: Tensor | None = None,
+    trained: tuple[int, ...] | None = None,
 ) -> Schedule:
     """Schedule from `sigmas` [T + 1].
 
     `sde_steps`: which steps follow `rule` (None: all; a rule of 'ode' has none). times: [T] the σ that the model is
-    shown (None: the step's own). Raises ValueError for an unknown rule, sigmas that do not fall, η out of range, or a
-    step index outside 0 … T − 1.
+    shown (None: the step's own). trained: the steps that are trained (None: the stochastic
+    ones). Raises ValueError for an unknown rule, sigmas that do not fall, η out of range, or a step index outside
+    0 … T − 1.
     """
     if rule not in RULES:
         raise ValueError(f"unknown step rule '{rule}': expected one of {', '.join(RULES)}")
@@ -64,7 +77,10 @@ def make_schedule(
         check(info, name)
         rows.append(RULES[name](info))
     coef = torch.tensor(rows, dtype=torch.float64).to(torch.float32)
-    return Schedule(sigmas, coef, tuple(k for k in chosen if rows[k][2] > 0.0), sigmas[:-1] if times is None else times)
+    random = tuple(k for k in chosen if rows[k][2] > 0.0)
+    return Schedule(
+        sigmas, coef, random, sigmas[:-1] if times is None else times, random if trained is None else trained
+    )
 
 
 def truncated_times(sigmas: Tensor) -> Tensor:
@@ -72,23 +88,52 @@ def truncated_times(sigmas: Tensor) -> Tensor:
     return (sigmas[:-1] * 1000).floor() / 1000
 
 
-def sde_window(steps: int, size: int, low: int, high: int, seed: int, draw: int) -> tuple[int, ...]:
-    """`size` consecutive steps whose start is drawn from low … high − size by (seed, draw): the same on all ranks.
+def step_weights(schedule: Schedule, kind: str, over: Sequence[int]) -> Tensor:
+    """[T] fp32 weights of the steps' losses.
 
-    Flow-GRPO-Fast / MixGRPO windows. `size` 0 means every step from low to high. Raises ValueError if the range
-    does not hold the window.
+    inverse_step: 1 / |Δσ|. noise: s, velocity: s / |b|, each divided by its mean over the steps `over`; 0 where s = 0.
     """
-    if not 0 <= low < high <= steps:
-        raise ValueError(
-            f"window range must satisfy 0 <= low < high <= steps, got low={low}, high={high}, steps={steps}"
-        )
-    if size == 0:
-        return tuple(range(low, high))
-    if size > high - low:
-        raise ValueError(f"a window of {size} steps does not fit into steps {low} … {high - 1}")
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + draw) % 2**63)
-    start = low + int(torch.randint(high - low - size + 1, (1,), generator=generator))
-    return tuple(range(start, start + size))
+    coef = schedule.coef.double()
+    if kind == "inverse_step":
+        return (-1.0 / schedule.sigmas.double().diff()).float()
+    value = coef[:, 2] if kind == "noise" else coef[:, 2] / coef[:, 1].abs()
+    return (value / value[list(over)].mean()).float()
+
+
+def consecutive(steps: Sequence[int], size: int, draw: int) -> tuple[int, ...]:
+    """`size` neighbours of `steps` (0: all), their start drawn by the number `draw` (Flow-GRPO-Fast)."""
+    size = size or len(steps)
+    start = _uniform(len(steps) - size + 1, draw)
+    return tuple(steps[start : start + size])
+
+
+def subset(steps: Sequence[int], size: int, draw: int) -> tuple[int, ...]:
+    """`size` of `steps` (0: all) in their order, drawn by the number `draw` (DanceGRPO, Pref-GRPO)."""
+    generator = torch.Generator().manual_seed(draw)
+    chosen = torch.randperm(len(steps), generator=generator)[: size or len(steps)]
+    return tuple(steps[k] for k in sorted(chosen.tolist()))
+
+
+def progressive(
+    steps: Sequence[int], size: int, step: int, interval: int, stride: int, decay: float = 0.0, decay_from: int = 0
+) -> tuple[int, ...]:
+    """`size` neighbours of `steps` at training step `step`: the start moves by `stride` and comes back (MixGRPO).
+
+    It stays at the place p for ⌈interval · exp(−decay · max(0, steps[p] − decay_from))⌉ training steps.
+    """
+    size = size or len(steps)
+    places = range(0, len(steps) - size + 1, stride)
+    stays = [math.ceil(interval * math.exp(-decay * max(0, steps[p] - decay_from))) for p in places]
+    step %= sum(stays)
+    for place, stay in zip(places, stays, strict=True):
+        if step < stay:
+            return tuple(steps[place : place + size])
+        step -= stay
+    raise AssertionError("a step of the cycle belongs to a place")
+
+
+def _uniform(count: int, draw: int) -> int:
+    return int(torch.randint(count, (1,), generator=torch.Generator().manual_seed(draw)))
 
 
 def shifted_sigmas(steps: int, shift: float) -> Tensor:

@@ -1,0 +1,52 @@
+"""Advantage-weighted matching (AWM, arXiv 2509.25050): the flow-matching loss takes the place of the log-likelihood.
+
+    ℓ = −weight(t)·d    r = exp(ℓ − ℓ_old)    loss = mean_i max(−A_i r_i, −A_i clip(r_i))
+
+Without `ratio` the loss is −A_i ℓ_i, which has the same gradient while the policy is the one that made the rollout.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from prefgrpo.config.schema import STRICT, TrainConfig
+from prefgrpo.objectives.base import OldPolicy, PointwiseObjective, Prediction
+
+HUBER_POWER = 0.25
+
+
+@dataclass(frozen=True, config=STRICT)
+class AWM(OldPolicy, PointwiseObjective):
+    """Advantage-weighted matching."""
+
+    weight: Literal["uniform", "t", "t2", "huber", "ghuber"] = "uniform"
+    """What ℓ is of d: −d, −t·d, −t²·d, −t·(√(d + 1e-10) − 1e-5), or −t·((d + 1e-10)^p − 1e-10^p) / p with p = ¼."""
+    ratio: bool = False
+    """Clip the ratio to the old policy (train.clip_range), for several updates per rollout; one more forward."""
+
+    @property
+    def anchor(self) -> Literal["", "base", "old"]:
+        """The old policy, for ratios."""
+        return "old" if self.ratio else ""
+
+    def log_likelihood(self, error: Tensor, t: Tensor) -> Tensor:
+        """[B] ℓ."""
+        if self.weight == "huber":
+            return -t * ((error + 1e-10).sqrt() - 1e-5)
+        if self.weight == "ghuber":
+            return -t * ((error + 1e-10) ** HUBER_POWER - 1e-10**HUBER_POWER) / HUBER_POWER
+        return -error * {"uniform": torch.ones_like(t), "t": t, "t2": t.square()}[self.weight]
+
+    def loss(self, train: TrainConfig, p: Prediction, signal: Tensor) -> Tensor:
+        """[B]."""
+        advantage = signal.clamp(-train.adv_clip_max, train.adv_clip_max)
+        new = self.log_likelihood(p.error, p.t)
+        if not self.ratio:
+            return -advantage * new
+        high = train.clip_range if train.clip_range_high is None else train.clip_range_high
+        ratio = torch.exp(new - self.log_likelihood(p.anchor_error, p.t))
+        return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1.0 - train.clip_range, 1.0 + high))

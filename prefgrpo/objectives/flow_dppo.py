@@ -1,0 +1,53 @@
+"""Flow-DPPO: a trust region in KL instead of a clipped ratio.
+
+    loss = (1 / (N·K)) Σ −A r · [KL(old, new) < δ, or the step leads back]    KL = mean_D (μ − μ_old)² / 2s²
+
+A sample leads away where r > 1 and A > 0, or r < 1 and A < 0. Source: verl-omni's FlowDPPOLoss.
+"""
+
+from __future__ import annotations
+
+from pydantic import PositiveFloat
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from prefgrpo.config.schema import STRICT, TrainConfig
+from prefgrpo.objectives.base import Replayed, TrajectoryObjective
+from prefgrpo.ops import METRICS, PolicyLoss, policy_loss
+
+
+@dataclass(frozen=True, config=STRICT)
+class FlowDPPO(TrajectoryObjective):
+    """The masked ratio; its clip fractions are the masked shares."""
+
+    keeps_velocity = True
+
+    kl_threshold: PositiveFloat = 1e-5
+    """δ of the mean KL per latent element."""
+
+    def loss(self, train: TrainConfig, new: Replayed, advantage: Tensor, denominator: float) -> PolicyLoss:
+        """Loss of one replayed step of B samples; `denominator` is N·K."""
+        assert new.kl_old is not None
+        moved, far = (new.logp - new.logp_old).detach(), new.kl_old >= self.kl_threshold
+        above, below = far & (moved > 0) & (advantage > 0), far & (moved < 0) & (advantage < 0)
+        kept = (~(above | below)).float()
+        out = policy_loss(
+            new.logp,
+            new.logp_old,
+            advantage,
+            clip_low=1.0,  # a ratio is never clipped
+            clip_high=1e30,
+            adv_clip=train.adv_clip_max,
+            weight=kept if new.weight is None else kept * new.weight,
+            kl=new.kl,
+            kl_coef=train.kl_coef,
+            denominator=denominator,
+        )
+        metrics = out.metrics.clone()
+        for name, masked in (
+            ("clip_fraction", above | below),
+            ("clip_fraction_high", above),
+            ("clip_fraction_low", below),
+        ):
+            metrics[METRICS.index(name)] = masked.float().mean()
+        return PolicyLoss(out.loss, metrics)

@@ -1,0 +1,33 @@
+"""Supervised fine-tuning on the best sample of every group (rejection sampling; Flow-GRPO's online SFT).
+
+    loss = mean_p d_best(p)
+
+The best has the largest advantage; the other members cost no forward.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from prefgrpo.config.schema import STRICT, TrainConfig
+from prefgrpo.objectives.base import PointwiseObjective, Prediction, Targets, where_known
+
+
+@dataclass(frozen=True, config=STRICT)
+class SFT(PointwiseObjective):
+    """Flow matching on the best of every group."""
+
+    def signal(self, train: TrainConfig, targets: Targets) -> Tensor:
+        """1 for the best member of a group, else NaN."""
+        best = torch.full_like(targets.advantage, torch.nan).scatter(1, targets.advantage.argmax(1, keepdim=True), 1.0)
+        return where_known(best, targets)
+
+    def per_group(self, group_size: int) -> int:
+        """The best."""
+        return 1
+
+    def loss(self, train: TrainConfig, p: Prediction, signal: Tensor) -> Tensor:
+        """[B]."""
+        return p.error

@@ -1,0 +1,79 @@
+"""Context parallelism: the processes of a share split the tokens of each sample, in rollout and in training alike.
+
+diffusers' hooks split the inputs and gather the output, so noise, steps and losses are computed on every process as
+without it, from the same bits. A process has the part of a gradient that flows through its tokens: gradients are summed
+over all processes (`World.sum_gradients`, or FSDP2). Invariant: what cannot be divided is refused before a model loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from prefgrpo.models.base import Adapter, Sampling
+from prefgrpo.parallel.mesh import Layout, Sequence, sequence_problems
+from prefgrpo.parallel.world import World
+
+NEARBY = 4
+"""Sizes named in a message."""
+
+
+def enable(adapter: Adapter, world: World) -> None:
+    """Split the tokens of every denoiser's forward over the context-parallel processes."""
+    from diffusers import ContextParallelConfig
+
+    layout = world.layout
+    if world.mesh is None or layout.context == 1:
+        return
+    adapter.text_multiple = layout.context
+    for name in adapter.denoisers:
+        mesh = world.mesh["ring", "ulysses"]
+        config = ContextParallelConfig(ring_degree=layout.ring, ulysses_degree=layout.ulysses, mesh=mesh)
+        with _a_device(world.device):
+            getattr(adapter.pipe, name).enable_parallelism(config=config)
+
+
+@contextmanager
+def _a_device(device: torch.device) -> Iterator[None]:
+    """Inside, a CPU counts as one accelerator: diffusers takes the rank modulo their number."""
+    real: Any = torch.accelerator.device_count
+    if device.type == "cpu":
+        torch.accelerator.device_count = lambda: 1
+    try:
+        yield
+    finally:
+        torch.accelerator.device_count = real
+
+
+def unsupported(cls: type[Adapter], family: str, layout: Layout) -> list[str]:
+    """Why a family does not run under this layout, from its class alone."""
+    if layout.context > 1 and not cls.context_parallel:
+        return [f"parallel.ulysses/ring: {family} does not train under context parallelism; expected 1 and 1"]
+    if layout.ring > 1 and cls.context_parallel != "ring":
+        return [f"parallel.ring: {family} masks its text, which ring attention does not take; use ulysses"]
+    return []
+
+
+def undivided(adapter: Adapter, sizes: Sampling, max_length: int, layout: Layout) -> list[str]:
+    """Why these sizes cannot be split over the context-parallel processes; the adapter may be without weights."""
+    if layout.context == 1:
+        return []
+    model: Any = adapter.transformer
+    plan = [entry for entry in (model._cp_plan or {}).values() if isinstance(entry, dict)]
+    joined = any("encoder_hidden_states" in entry for entry in plan) and not adapter.own_lengths
+    tokens = adapter.sequence(sizes)
+    sequence = Sequence(model.config.num_attention_heads, tokens, max_length if joined else 0)
+    return sequence_problems(layout, sequence, _near(adapter, sizes, layout.context))
+
+
+def _near(adapter: Adapter, sizes: Any, multiple: int) -> list[str]:
+    """Heights and widths around these whose tokens are a multiple, the nearest first."""
+    unit, rows, columns = adapter.unit, *adapter.grid(sizes)
+    around = [(r, c) for r in range(max(rows - 4, 1), rows + 5) for c in range(max(columns - 4, 1), columns + 5)]
+    around.sort(key=lambda place: (abs(place[0] - rows) + abs(place[1] - columns), place))
+    fits = (p for p in around if not adapter.sequence(replace(sizes, height=p[0] * unit, width=p[1] * unit)) % multiple)
+    return [f"{r * unit}×{c * unit}" for r, c in list(fits)[:NEARBY]]

@@ -1,0 +1,98 @@
+"""The config's `parallel` section as a device mesh, and what does not go together, by arithmetic.
+
+    processes = replicate × shard × ring × ulysses        data-parallel index = rank // (ring · ulysses)
+
+The last dimensions vary fastest: the processes of a Ulysses group have consecutive ranks, hence one machine. Weights
+are split over shard × ring × ulysses processes where shard is above 1, or all weights train (whole copies with their
+optimiser on context-parallel processes would be waste). Invariant: nothing here needs a model's weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from prefgrpo.config.schema import Config, ConfigError, ParallelConfig, splits
+
+DIMENSIONS = ("replicate", "shard", "ring", "ulysses")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the mesh's dimensions."""
+
+    replicate: int = 1
+    shard: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    split: int = 1
+    """Processes over which one copy of the denoisers' weights is split; 1: each holds a whole one."""
+
+    @property
+    def context(self) -> int:
+        """Processes that make one share's samples together."""
+        return self.ring * self.ulysses
+
+    @property
+    def data(self) -> int:
+        """Number of shares, where the layout is that of a started run."""
+        return self.replicate * self.shard
+
+    @classmethod
+    def of(cls, config: Config, processes: int) -> Layout:
+        """The layout of so many processes. Raises ConfigError if they are not replicate × shard × ring × ulysses."""
+        p = config.parallel
+        if wrong := problem(p, processes):
+            raise ConfigError([wrong])
+        inner = p.shard * p.ring * p.ulysses
+        return cls(processes // inner, p.shard, p.ring, p.ulysses, inner if splits(config) else 1)
+
+
+def problem(parallel: ParallelConfig, processes: int) -> str:
+    """What is wrong with `parallel` for so many processes; empty: nothing."""
+    p, inner = parallel, parallel.shard * parallel.ring * parallel.ulysses
+    sizes = f"shard {p.shard} × ring {p.ring} × ulysses {p.ulysses} = {inner}"
+    if processes % inner:
+        return f"parallel: expected a multiple of {sizes} processes, got {processes}; start more, or set smaller sizes"
+    if p.replicate and processes != p.replicate * inner:
+        return f"parallel.replicate: expected {processes // inner} ({processes} processes / {sizes}), got {p.replicate}"
+    return ""
+
+
+def device_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
+    """The mesh of a started process group; None where nothing is split."""
+    if layout.shard * layout.context == 1:
+        return None
+    sizes = (layout.replicate, layout.shard, layout.ring, layout.ulysses)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=DIMENSIONS)
+
+
+class Sequence(NamedTuple):
+    """What context parallelism divides of one forward, from a model's config."""
+
+    heads: int
+    tokens: int
+    """Of the latents."""
+    text: int
+    """Of the text, where the model joins it to the latents' tokens; 0: it does not, or pads it itself."""
+
+
+def sequence_problems(layout: Layout, sequence: Sequence, next_sizes: list[str]) -> list[str]:
+    """Why a sequence cannot be divided; next_sizes: heights and widths near the run's whose tokens can."""
+    cp, heads, out = layout.context, sequence.heads, []
+    if heads % layout.ulysses:
+        fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        out.append(
+            f"parallel.ulysses: expected a divisor of the {heads} attention heads ({fits}), got {layout.ulysses}"
+        )
+    if sequence.tokens % cp:
+        near = f"; sizes that work: {', '.join(next_sizes)}" if next_sizes else ""
+        message = f"expected a multiple of ring × ulysses = {cp} tokens, got {sequence.tokens}{near}"
+        out.append(f"rollout.height/width/frames: {message}")
+    if sequence.text % cp:
+        message = f"expected a multiple of ring × ulysses = {cp}, got {sequence.text}"
+        out.append(f"data.max_length: {message}; the next is {-(-sequence.text // cp) * cp}")
+    return out

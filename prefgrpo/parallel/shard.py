@@ -1,0 +1,122 @@
+"""Denoisers whose weights are split over processes (FSDP2), block by block.
+
+A frozen base is split and its LoRA stays plain and whole on every process: gradients are bit for bit those of an
+unsplit model. In full fine-tuning the fp32 masters are split and gathered in the compute dtype; what diffusers keeps in
+fp32 (a few norms and tables) stays plain and whole too. Gradients are sums over all processes, never means. Invariant:
+nothing gathered outlives a forward or backward, so no forward sees weights from before an optimiser step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from prefgrpo.config.schema import ParallelConfig
+from prefgrpo.models.base import Adapter
+from prefgrpo.parallel.world import World
+
+
+def split(adapter: Adapter, world: World, parallel: ParallelConfig) -> None:
+    """Split the weights of all denoisers over the mesh; they, and what stays whole of them, move to the device.
+
+    Call it after all that changes a block: LoRA, full fine-tuning, gradient checkpointing, context parallelism.
+    """
+    if world.mesh is None or world.layout.split == 1:
+        return
+    weights = world.mesh["shard", "ring", "ulysses"]._flatten("weights")
+    mesh = world.mesh["replicate", "weights"] if world.layout.replicate > 1 else weights
+    offload = CPUOffloadPolicy(pin_memory=world.device.type != "cpu") if parallel.offload else OffloadPolicy()
+    for name in adapter.denoisers:
+        _split(getattr(adapter.pipe, name), adapter, world.device, {"mesh": mesh, "offload_policy": offload})
+    adapter.home = world.device
+
+
+def _split(model: nn.Module, adapter: Adapter, device: torch.device, options: dict[str, Any]) -> None:
+    whole = set(kept_whole(model, adapter))
+    low = any(p.requires_grad and p not in whole for p in model.parameters()) and adapter.dtype != torch.float32
+    options = options | {"ignored_params": whole, "reshard_after_forward": True}
+    if low:  # autocast casts the inputs of the layers that want it, as without splitting
+        options["mp_policy"] = MixedPrecisionPolicy(adapter.dtype, torch.float32, cast_forward_inputs=False)
+    for part in [*adapter.blocks(model), model]:
+        fully_shard(part, **options)
+    for p in whole:
+        p.data = p.data.to(device)
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = None if buffer is None else buffer.to(device)
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other sum with a factor
+
+
+def kept_whole(model: nn.Module, adapter: Adapter) -> Iterator[nn.Parameter]:
+    """What every process holds whole: a LoRA, or among trained weights those that diffusers keeps in fp32."""
+    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
+    lora = adapter.has_lora()
+    for name, p in model.named_parameters():
+        if p.requires_grad and (lora or any(part in kept for part in name.split("."))):
+            yield p
+
+
+def is_split(tensor: Tensor) -> bool:
+    """Whether this process holds a part of it only."""
+    return isinstance(tensor, DTensor)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor; all processes must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """What this process holds of each tensor, in its own memory: to be read and written elementwise."""
+    return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+
+
+def part_of(value: Tensor, like: Tensor) -> Tensor:
+    """Of a whole tensor that every process has, the part that this one holds of `like`; no communication."""
+    if not isinstance(like, DTensor) or isinstance(value, DTensor):
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+@contextmanager
+def gathered(adapter: Adapter, keep: bool) -> Iterator[None]:
+    """Inside, with `keep`, split weights stay gathered: forwards need no traffic, nor be as many on every process."""
+    models: list[nn.Module] = [getattr(adapter.pipe, name) for name in adapter.denoisers] if keep else []
+    parts = [part for model in models for part in model.modules() if isinstance(part, FSDPModule)]
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.set_reshard_after_forward(True, recurse=False)
+            part.reshard()
+
+
+def whole_copies(adapter: Adapter, world: World) -> dict[str, nn.Module]:
+    """Plain copies on the CPU of the split denoisers, by name, on rank 0 (elsewhere none); all must call it."""
+    copies: dict[str, nn.Module] = {}
+    for name in adapter.denoisers:
+        model: nn.Module = getattr(adapter.pipe, name)
+        if FSDPModule not in type(model).__mro__:
+            continue
+        state: dict[str, Tensor] = {}
+        for key, value in model.state_dict().items():
+            one = whole(value)
+            if world.main:
+                state[key] = one.detach().cpu()
+        if world.main:
+            cls: Any = next(c for c in type(model).__mro__[1:] if not issubclass(c, FSDPModule))
+            with torch.device("meta"):
+                copies[name] = cls.from_config(model.config)
+            copies[name].load_state_dict(state, assign=True)
+    return copies

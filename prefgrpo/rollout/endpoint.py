@@ -1,0 +1,188 @@
+"""Endpoint objectives: noise final latents at (ε, t) of the group, predict the velocity, compare errors.
+
+    x_t = (1 − t)·x0 + t·ε    u = ε − x0    d = mean_D ‖v(x_t, t) − u‖²
+
+A draw is addressed by (seed, group, number of the draw), so it is the same for all members of a group, any batch split
+and any number of processes. Draw k of K takes its t from the k-th of K equal parts of the distribution.
+
+A loss of whole groups needs d of all members. Where a batch holds whole groups (rollout.batch_size is a multiple of
+group_size) one pass does it; else a first pass without gradient finds d, ∂loss/∂d follows, and the second pass is
+exact. It costs one more forward per sample and draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from prefgrpo.config.schema import Config
+from prefgrpo.models.base import Adapter
+from prefgrpo.objectives.base import (
+    EndpointObjective,
+    GroupObjective,
+    PointwiseObjective,
+    Prediction,
+    Targets,
+    mean_square,
+)
+from prefgrpo.rollout.batches import Batch
+from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
+
+EDGE = 1e-3
+"""t stays so far from 0 and 1 where it is drawn from the whole interval."""
+Weights = Callable[[], AbstractContextManager[None]]
+"""Inside, the model has other weights."""
+
+
+@dataclass(frozen=True)
+class EndpointCollector:
+    """Gradients of an endpoint objective."""
+
+    adapter: Adapter
+    objective: EndpointObjective
+    config: Config
+    anchor: Weights
+    """Those of `objective.anchor`."""
+    reference: Weights
+    """The starting policy's, for train.kl_coef."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What is reported of every forward: d, the anchor's d, mean_D ‖v − v_anchor‖², and that to the reference."""
+        beside = ("anchor_error", "drift") if self.objective.anchor else ()
+        return ("error", *beside, *(("kl",) if self.config.train.kl_coef else ()))
+
+    def with_kl_coef(self, value: float) -> EndpointCollector:
+        """The same with another train.kl_coef."""
+        return replace(self, config=replace(self.config, train=replace(self.config.train, kl_coef=value)))
+
+    def accumulate(self, batches: Sequence[Batch], targets: Targets, samples: float) -> list[Tensor]:
+        """Add the gradient of an update's batches of this rank; rows [update, samples, loss, *metrics], one a forward.
+
+        samples: of the whole update, over all ranks (`Objective.per_group` of each group).
+        """
+        objective, train, table = self.objective, self.config.train, list[Tensor]()
+        signal = objective.signal(train, targets)
+        for draw in range(objective.draws):
+            slopes = {}
+            if isinstance(objective, GroupObjective) and not self._whole:
+                slopes = self._slopes(objective, batches, draw, targets)
+            for batch in batches:
+                p = self.predict(batch, draw)
+                if not batch.weight:
+                    loss = 0.0 * p.error.sum()
+                elif isinstance(objective, PointwiseObjective):
+                    loss = objective.loss(train, p, signal[batch.slots, batch.members]).sum()
+                elif slopes:
+                    rows = [slopes[place] for place in zip(batch.slots, batch.members, strict=True)]
+                    slope, value = torch.stack(rows).unbind(1)
+                    loss = (slope * p.error).sum()
+                    loss = loss + (value.sum() - loss.detach())  # reported: the loss itself
+                else:
+                    assert isinstance(objective, GroupObjective)
+                    loss = self._of_groups(objective, batch, p.error, p, targets)
+                facts = [p.error] if p.anchor is None else [p.error, p.anchor_error, mean_square(p.v - p.anchor)]
+                if p.start is not None:
+                    kl = mean_square(p.v - p.start)
+                    loss, facts = loss + train.kl_coef * kl.sum(), [*facts, kl]
+                loss = loss / (samples * objective.draws)
+                (loss * batch.weight).backward()
+                row = torch.stack([fact.detach().mean() for fact in facts])
+                head = row.new_tensor([batch.update, len(batch.slots)])
+                if batch.weight:
+                    table.append(torch.cat([head, loss.detach()[None], row]))
+        return table
+
+    def predict(self, batch: Batch, draw: int) -> Prediction:
+        """The velocities of a batch, with gradient where it is switched on.
+
+        The model's own come last: other weights may be put in its place, and back, only before a graph holds them.
+        """
+        anchor = self._beside(self.anchor, batch, draw) if self.objective.anchor else None
+        start = self._beside(self.reference, batch, draw) if self.config.train.kl_coef else None
+        u, v, t = self._velocity(batch, draw)
+        return Prediction(t, v, u, anchor, start)
+
+    # ---- groups -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _whole(self) -> bool:
+        """Whether batches hold whole groups; the same on all ranks."""
+        r = self.config.rollout
+        return r.batch_size % r.group_size == 0
+
+    def _of_groups(
+        self, objective: GroupObjective, batch: Batch, error: Tensor, p: Prediction, targets: Targets
+    ) -> Tensor:
+        """Loss of a batch of whole groups, each as many times as it has members."""
+        size = self.config.rollout.group_size
+        slots = batch.slots[::size]
+        if batch.slots != [p for p in slots for _ in range(size)] or batch.members != list(range(size)) * len(slots):
+            raise RuntimeError(f"expected a batch of whole groups of {size}, got members {batch.members}")
+        own = targets.select(slots)
+        return objective.loss(self.config.train, error.view(-1, size), p.anchor_error.view(-1, size), own).sum() * size
+
+    def _slopes(
+        self, objective: GroupObjective, batches: Sequence[Batch], draw: int, targets: Targets
+    ) -> dict[tuple[int, int], Tensor]:
+        """Of every (slot, member): [2] ∂loss/∂d, and the loss that its group has, in equal parts."""
+        errors: dict[tuple[int, int], Tensor] = {}
+        for batch in batches:
+            with torch.no_grad():
+                p = self.predict(batch, draw)
+            both = torch.stack([p.error, p.anchor_error], 1)
+            if batch.weight:
+                errors |= dict(zip(zip(batch.slots, batch.members, strict=True), both, strict=True))
+        size, slots = self.config.rollout.group_size, sorted({slot for slot, _ in errors})
+        out: dict[tuple[int, int], Tensor] = {}
+        for slot in slots:
+            error, beside = torch.stack([errors[slot, g] for g in range(size)]).unbind(1)
+            error = error[None].requires_grad_()
+            with torch.enable_grad():
+                loss = objective.loss(self.config.train, error, beside[None], targets.select([slot])).sum() * size
+                (slope,) = torch.autograd.grad(loss, error)
+            parts = torch.stack([slope[0], (loss.detach() / size).expand(size)], 1)
+            out |= {(slot, g): parts[g] for g in range(size)}
+        return out
+
+    # ---- one draw ---------------------------------------------------------------------------------------------------
+
+    def _beside(self, weights: Weights, batch: Batch, draw: int) -> Tensor:
+        """[B, …] velocity under other weights."""
+        with torch.no_grad(), weights():
+            return self._velocity(batch, draw)[1]
+
+    def _velocity(self, batch: Batch, draw: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(u, v [B, …], t [B]) of a batch in a draw."""
+        x0 = batch.trajectory.latents.float()
+        groups = batch.trajectory.sample // self.config.rollout.group_size
+        noise = endpoint_noise(self.config.seed, groups, draw, tuple(x0.shape[1:]))
+        t, shown = self.times(batch, groups.cpu(), draw)
+        on_device = t.to(x0.device, non_blocking=True)
+        mix = on_device.view(-1, *[1] * (x0.dim() - 1))
+        x = (1.0 - mix) * x0 + mix * noise
+        return noise - x0, self.adapter.velocity(x, shown, batch.condition, batch.sizes), on_device
+
+    def times(self, batch: Batch, groups: Tensor, draw: int) -> tuple[Tensor, Tensor]:
+        """(t, the σ that the model is shown), both fp32 [B] on the host; groups: int64 [B], step · P + slot.
+
+        Where a family has several denoisers, all samples of a training step share t, so that a batch is of one.
+        """
+        o, schedule = self.objective, batch.schedule
+        address = groups if len(self.adapter.denoisers) == 1 else groups // self.config.rollout.prompts_per_step
+        z = endpoint_normal(self.config.seed, address, draw)
+        u = ((draw + torch.special.ndtr(z)) / o.draws).clamp(0.0, 1.0)
+        if o.times == "uniform":
+            t = u.clamp(EDGE, 1.0 - EDGE).float()
+            return t, t
+        if o.times == "logit_normal":
+            t = torch.special.ndtri(u.clamp(1e-9, 1.0 - 1e-9)).sigmoid().clamp(EDGE, 1.0 - EDGE).float()
+            return t, t
+        every = [k for k in range(schedule.steps) if self.adapter.trains(float(schedule.times[k]))]
+        steps = torch.tensor(schedule.trained if o.times == "window" else every)
+        k = steps[(u * len(steps)).long().clamp(max=len(steps) - 1)]
+        return schedule.sigmas[k], schedule.times[k]

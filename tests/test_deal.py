@@ -1,0 +1,251 @@
+"""A step's work over several processes against one: samples, scores and gradients, and who does how much of it.
+
+Why these cases: groups that lie on two processes (one prompt, prompts that are no multiple of the processes, batches
+that do not divide a group), several updates, two sizes, groups without signal, whole groups, and processes that must
+run as many forwards. A sample that travels must reach its group, and a batch that moves must be replayed as it was.
+"""
+
+import os
+import socket
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import ranks, settings, world
+
+from prefgrpo.config.schema import from_dict
+from prefgrpo.parallel.world import World
+from prefgrpo.rewards.base import GroupScores, GroupwiseReward, PointwiseReward, Score
+from prefgrpo.rollout.deal import deal_batches, level
+from prefgrpo.rollout.replay import TrajectoryCollector
+from prefgrpo.run.session import Clock, idle
+from prefgrpo.run.trainer import TrainingLoop
+
+
+class Streamed(PointwiseReward):
+    """Brightness, asked for as soon as a sample is there; 0 for the prompts of TIED."""
+
+    streams = True
+
+    def submit(self, sample):
+        answer = Future()
+        tied = sample.prompt in os.environ.get("TIED", "").split("\n")
+        answer.set_result(Score(0.0 if tied else float(sample.media.pixels.mean())))
+        return answer
+
+    def score(self, samples):
+        return [self.submit(sample).result() for sample in samples]
+
+
+class Pairs(GroupwiseReward):
+    """Win rate of the brighter one; needs all members."""
+
+    def score_group(self, group, seed):
+        values = [float(s.media.pixels.mean()) for s in group]
+        return GroupScores([Score(sum(v > w for w in values) / (len(values) - 1)) for v in values])
+
+
+HERE = f"{__name__}."
+BOTH = {"spec": f"{HERE}Streamed:1,{HERE}Pairs:0.5"}
+ONLY = {"spec": f"{HERE}Streamed:1"}
+CELLS = {
+    "one prompt": {"rollout": {"prompts_per_step": 1, "batch_size": 1}, "reward": BOTH},
+    "one prompt, two updates": {
+        "rollout": {"prompts_per_step": 1, "group_size": 8, "batch_size": 2}, "reward": BOTH,
+        "train": {"updates_per_rollout": 2},
+    },
+    "three prompts": {
+        "rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": BOTH,
+        "train": {"updates_per_rollout": 2, "kl_coef": 0.3, "replay_batch": 4},
+    },
+    "two sizes": {"rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": BOTH, "data": {"own_sizes": True}},
+    "no signal": {"rollout": {"prompts_per_step": 4}, "reward": ONLY, "tied": (1, 3)},
+    "part of a batch": {
+        "rollout": {"prompts_per_step": 5, "batch_size": 8}, "reward": ONLY, "tied": (0, 4),
+        "train": {"updates_per_rollout": 2},
+    },
+    "whole groups": {"rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": ONLY, "tied": (1,), "whole": True},
+    "equal forwards": {
+        "rollout": {"prompts_per_step": 3, "batch_size": 3}, "reward": ONLY, "equal": True,
+        "train": {"updates_per_rollout": 2, "kl_coef": 0.3, "replay_batch": 6}, "eval": {"every": 1},
+    },
+}  # fmt: skip
+
+
+def cell_settings(place: Path, cell: str, name: str) -> dict:
+    """The configuration of a cell: one step of a run, at a learning rate that hardly moves the second update."""
+    options = {key: value for key, value in CELLS[cell].items() if key not in ("tied", "whole", "equal")}
+    options.setdefault("eval", {"every": 0})
+    options["train"] = {"steps": 1, "lr": 1e-6} | options.get("train", {})
+    if cell == "two sizes":
+        options["data"] = options["data"] | {"prompts": str(place / "sized.jsonl")}
+    return settings(place, name, **options)
+
+
+def run_cells() -> None:
+    """In the new process: every cell, one after the other; what each process saw of it goes into DUMP."""
+    place = Path(os.environ["PLACE"])
+    torch.set_num_threads(1)
+    true_sum, true_accumulate = World.sum_gradients, TrajectoryCollector.accumulate
+    for cell, port in zip(CELLS, os.environ["PORTS"].split(","), strict=True):
+        os.environ["MASTER_PORT"] = port
+        seen = {"samples": {}, "gradients": [], "batches": [], "forwards": 0}
+        on = CELLS[cell].get("equal", False)
+        World.equal_forwards = property(lambda self, on=on: on)
+        loop = TrainingLoop(from_dict(cell_settings(place, cell, f"{cell}-{os.environ['WORLD_SIZE']}")))
+        slots = loop.rollouts._plan(0)[0]
+        os.environ["TIED"] = "\n".join(slots[p][0].text for p in CELLS[cell].get("tied", ()))
+        if CELLS[cell].get("whole"):
+            loop.rollouts = replace(loop.rollouts, whole_groups=True)
+
+        def sum_gradients(world, parameters, seen=seen):
+            true_sum(world, parameters)
+            seen["gradients"].append(torch.cat([p.grad.flatten() for p in parameters]))
+
+        def accumulate(self, batches, *rest, seen=seen):
+            seen["batches"] += [(batch.number, batch.update, batch.weight) for batch in batches]
+            return true_accumulate(self, batches, *rest)
+
+        def count(*_, seen=seen):
+            seen["forwards"] += 1
+
+        World.sum_gradients, TrajectoryCollector.accumulate = sum_gradients, accumulate
+        loop.adapter.transformer.register_forward_pre_hook(count)
+        keep = loop.rollouts.trained
+
+        def trained(step, batches, signal, seen=seen, keep=keep):
+            for batch in batches:
+                for row, place in enumerate(zip(batch.slots, batch.members, strict=True)):
+                    if batch.weight:
+                        assert place not in seen["samples"], "each sample is made once"
+                        seen["samples"][place] = [t[row].clone() for t in batch.trajectory.tensors()]
+            return keep(step, batches, signal)
+
+        object.__setattr__(loop.rollouts, "trained", trained)
+        measured = {}
+        for evaluator in loop.evaluators.values():
+            evaluator.start(resumed=False)
+            measured |= evaluator.run(0)
+        seen["metrics"] = loop.step(0, Clock()) | measured
+        media = {(group, g): s.media.pixels for group, made in loop.scorer.samples.items() for g, s in made.items()}
+        seen["media"] = {place: torch.from_numpy(pixels) for place, pixels in media.items()}
+        torch.save(seen, place / f"{cell}_{loop.world.rank}of{loop.world.size}.pt")
+        loop.close()
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = world(tmp_path_factory.mktemp("deal"))
+    rows = [f'{{"prompt": "a circle {k}", "height": {16 + 8 * (k % 2)}, "width": 16}}' for k in range(4)]
+    (folder / "sized.jsonl").write_text("\n".join(rows))
+    return folder
+
+
+def ports(count: int) -> str:
+    """So many free ports."""
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    found = ",".join(str(probe.getsockname()[1]) for probe in probes)
+    for probe in probes:
+        probe.close()
+    return found
+
+
+def run(place: Path, size: int) -> dict[str, list[dict]]:
+    """What every process saw of every cell."""
+    runs = ranks(place / "none.yaml", size, hook=run_cells, PLACE=str(place), PORTS=ports(len(CELLS)))
+    assert [r.wait(600) for r in runs] == [0] * size, "\n".join(r.output for r in runs)
+    return {cell: [torch.load(place / f"{cell}_{k}of{size}.pt") for k in range(size)] for cell in CELLS}
+
+
+@pytest.fixture(scope="module")
+def alone(place):
+    return run(place, 1)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
+def test_several_processes_make_and_train_what_one_does(place, alone, size):
+    for cell, seen in run(place, size).items():
+        (one,) = alone[cell]
+        samples, media = {}, {}
+        for process in seen:
+            assert not samples.keys() & process["samples"].keys() and not media.keys() & process["media"].keys(), cell
+            samples |= process["samples"]
+            media |= process["media"]
+        assert samples.keys() == one["samples"].keys() and media.keys() == one["media"].keys(), cell
+        for what, theirs in (
+            *((samples[k], one["samples"][k]) for k in samples),
+            *(([media[k]], [one["media"][k]]) for k in media),
+        ):
+            assert all(torch.equal(a, b) for a, b in zip(what, theirs, strict=True)), cell
+        for key, value in one["metrics"].items():
+            if not key.startswith("time/"):
+                assert all(p["metrics"][key] == pytest.approx(value, rel=1e-4, abs=1e-7) for p in seen), (cell, key)
+        for process in seen:
+            assert len(process["gradients"]) == len(one["gradients"]) > 0
+            for ours, truth in zip(process["gradients"], one["gradients"], strict=True):
+                assert float((ours - truth).norm() / truth.norm()) < 1e-5, cell
+        work = [[(n, u) for n, u, weight in p["batches"] if weight] for p in seen]
+        assert sorted(b for own in work for b in own) == sorted((n, u) for n, u, _ in one["batches"]), cell
+        for update in {u for _, u, _ in one["batches"]}:
+            counts = [sum(u == update for _, u in own) for own in work]
+            assert max(counts) - min(counts) <= (2 if "whole" in cell else 1), (cell, update, counts)
+        if cell == "equal forwards":
+            assert len({p["forwards"] for p in seen}) == 1 and any(not w for p in seen for *_, w in p["batches"])
+
+
+def test_an_equal_number_of_forwards_changes_nothing_for_one_process(alone):
+    assert all(weight for _, _, weight in alone["equal forwards"][0]["batches"])
+
+
+def config(**over):
+    return from_dict({"model": "m", "data": {"prompts": "p"}} | over)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("prompts", "group", "batch", "updates"), [(42, 24, 9, 2), (48, 12, 4, 3), (3, 4, 8, 1), (5, 6, 4, 5)]
+)
+def test_dealing(prompts, group, batch, updates, whole):
+    """The published numbers of prompts, and small ones: batches are the same for any number of processes."""
+    rollout = {"prompts_per_step": prompts, "group_size": group, "batch_size": batch}
+    c = config(rollout=rollout, train={"updates_per_rollout": updates})
+    sizes = [c.rollout] * prompts
+    one = deal_batches(c, sizes, 1, whole)
+    assert [p for b in one for p in b.places] == [(p, g) for p in range(prompts) for g in range(group)]
+    assert max(len(b.places) for b in one) <= batch and [b.number for b in one] == list(range(len(one)))
+    unit = max(Counter(b.unit for b in one).values())
+    for indices in (2, 3, 8, 32):
+        dealt = deal_batches(c, sizes, indices, whole)
+        assert [replace(b, index=0) for b in dealt] == one
+        for own in ([b for b in dealt if b.update == u] for u in range(updates)):
+            for left in (own, own[::2], own[: len(own) // 2]):
+                levelled = level(left, indices)
+                assert [replace(b, index=0) for b in levelled] == [replace(b, index=0) for b in left]
+                counts = Counter(dict.fromkeys(range(indices), 0) | Counter(b.index for b in levelled))
+                assert max(counts.values()) - min(counts.values()) <= unit
+                if whole:
+                    at = {}
+                    assert all(at.setdefault(p, b.index) == b.index for b in levelled for p, _ in b.places)
+        held = Counter(b.index for b in dealt)
+        assert max(held.values()) - min(held[k] for k in range(indices)) <= unit
+
+
+def test_what_is_level_stays_where_it_is():
+    c = config(rollout={"prompts_per_step": 6, "group_size": 4, "batch_size": 4})
+    dealt = deal_batches(c, [c.rollout] * 6, 2)
+    assert level(dealt, 2) == dealt and level(dealt[:1], 2) == dealt[:1] and level([], 2) == []
+    tied = [b for b in dealt if b.index == 0]
+    assert [b.index for b in level(tied, 2)] == [0, 0, 1], "one of three moves"
+
+
+def test_a_run_says_that_processes_wait():
+    c = config(rollout={"prompts_per_step": 1, "group_size": 8, "batch_size": 8})
+    assert idle(c, 1) == "" and "1 batches of up to 8 samples for 2 processes, which are idle 50% of it" in idle(c, 2)
+    assert idle(config(rollout={"prompts_per_step": 1, "group_size": 8, "batch_size": 4}), 2) == ""

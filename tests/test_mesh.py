@@ -1,0 +1,368 @@
+"""Every layout of processes against one process: the same samples, losses, gradients and first optimiser step.
+
+Why these cases: a layout must only change where the work is done. So one table of {data parallel, split weights, split
+tokens, and their pairs} × {LoRA, all weights} × families whose forwards differ in what is split (joint text, masked
+text of the prompts' own lengths, cross-attention with two experts) is compared with one process. All cells of a family
+run in one group of processes. Ring attention is not among them: no attention on a CPU returns what it needs. Whole runs
+follow: what is written, and resumed on other layouts.
+"""
+
+import os
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from families import perturb
+from safetensors.torch import load_file
+from tiny_run import ALONE, merged, ranks, recipe, rows, train
+from tiny_run import world as tiny_world
+
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import from_dict
+from prefgrpo.data.prompts import read_prompts
+from prefgrpo.models import family as family_class
+from prefgrpo.objectives import objective
+from prefgrpo.objectives.base import Targets
+from prefgrpo.parallel import world as parallel
+from prefgrpo.parallel.context import undivided
+from prefgrpo.parallel.mesh import Layout
+from prefgrpo.parallel.shard import gathered, whole
+from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.rollout.batches import Rollouts
+from prefgrpo.rollout.embeddings import Embeddings
+from prefgrpo.rollout.replay import TrajectoryCollector
+from prefgrpo.run.loading import open_adapter, trainable, unsupported
+from prefgrpo.run.memory import without_weights
+from prefgrpo.run.metrics import FACTS
+from prefgrpo.run.policy import Policy
+from prefgrpo.run.session import open_schedules
+from prefgrpo.tiny import pipelines
+
+P, G, LR = 4, 2, 1e-3
+
+
+class Brightness(PointwiseReward):
+    def score(self, samples):
+        return [Score(float(s.media.pixels.mean())) for s in samples]
+
+
+TEXTS = ["a cube", "two very blue balls on a large wooden table", "a red cube", "one small dog under a tree"]
+CP = {"ulysses": 2}
+LAYOUTS = {
+    2: {"dp": {}, "shard": {"shard": 2}, "kept": {"shard": 2, "keep_gathered": True}, "cp": CP},
+    4: {"dp": {}, "shard": {"shard": 4}, "dp×shard": {"shard": 2}, "shard×cp": {"shard": 2} | CP, "dp×cp": CP},
+}
+FAMILIES = {
+    "flux": {"rollout": {"batch_size": G}},
+    "qwen_image": {"rollout": {"batch_size": 2 * G, "guidance": 4.0}},
+    "wan22": {"rollout": {"batch_size": G, "frames": 5, "guidance": 4.0, "guidance_2": 3.0}},
+}
+"""In Qwen-Image's batches prompts of different lengths are masked."""
+CLIP = {"rollout": {"frames": 5}}
+OTHERS = {
+    "flux2_klein": {"rollout": {"height": 64, "width": 64}, "data": {"max_length": 64}},
+    "flux_kontext": {}, "hunyuan_video": CLIP, "ltx_video": CLIP, "sd1": {"rollout": {"rule": "ddim"}}, "sd3": {},
+    "wan": CLIP, "wan22_i2v": CLIP, "wan_i2v": CLIP, "wan_ti2v": CLIP, "z_image": {},
+}  # fmt: skip
+"""Split weights, and split tokens where the family takes them, of LoRA runs."""
+
+
+def settings(place, family, lora, dtype, layout):
+    own = Path(f"{place}/{family}/prompts.jsonl")  # of image-to-video
+    base = {
+        "model": f"{place}/{family}", "family": family, "dtype": dtype, "parallel": layout,
+        "data": {"prompts": str(own) if own.is_file() else f"{place}/prompts.txt", "max_length": 24},
+        "rollout": {
+            "height": 32, "width": 32, "steps": 4, "prompts_per_step": P, "group_size": G, "batch_size": G, "eta": 0.5,
+        },
+        "train": {"lora_rank": 4 if lora else 0, "lr": LR, "ema_decay": 0.5, "gradient_checkpointing": True,
+                  "kl_coef": 0.1 if lora else 0.0},
+    }  # fmt: skip
+    return from_dict(merged(base, (FAMILIES | OTHERS)[family]))
+
+
+def one_step(config, world):
+    """What a training step makes and changes: tensors by sample and by weight; the loss; the largest |ratio − 1|."""
+    prompts = read_prompts(Path(config.data.prompts))
+    adapter = trainable(config, open_adapter(config, world.device, True, world.layout.split > 1), world)
+    if config.train.lora_rank:
+        perturb(adapter, 0.02)
+    policy = Policy(dict(adapter.trainable()), config.train)
+    schedules = open_schedules(config, adapter, world, prompts)
+    embeddings = Embeddings(adapter, config.data.max_length, None)
+    media = {}
+    with gathered(adapter, config.parallel.keep_gathered):
+        rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world)
+        batches = list(rollouts(0, lambda group, member, sample: media.update({(group, member): sample.media.pixels})))
+    collector = TrajectoryCollector(
+        adapter, objective(config.train), config.train, adapter.reference, world.equal_forwards
+    )
+    advantage = torch.randn(P, G, generator=torch.Generator().manual_seed(5))
+    columns = (*FACTS, *collector.metrics)
+    table = [
+        dict(zip(columns, row.tolist(), strict=True))
+        for row in collector.accumulate(batches, Targets.of(advantage), P * G)
+    ]
+    moved = max((abs(row[name] - 1) for row in table for name in ("ratio_min", "ratio_max")), default=0.0)
+    samples = {}
+    for batch in (b for b in batches if b.weight):
+        for row, slot in enumerate(zip(batch.slots, batch.members, strict=True)):
+            samples[slot] = [t[row].float() for step in batch.trajectory.steps for t in (step.x, step.x_next)]
+    gradients, real = {}, policy.optimizer.step
+
+    def note_gradients():
+        gradients.update({name: whole(p.grad).clone() for name, p in policy.parameters.items()})
+        real()
+
+    policy.optimizer.step = note_gradients
+    policy.update(world)
+    media = dict(world.gather_items((place, torch.from_numpy(pixels).float()) for place, pixels in media.items()))
+    return {
+        "samples": {place: [*stored, media[place]] for place, stored in world.gather_items(samples.items())},
+        "loss": float(world.gather(np.array([sum(row["loss"] for row in table)], np.float64)).sum()),
+        "gradients": gradients,
+        "weights": {name: whole(p.detach()).clone() for name, p in policy.parameters.items()},
+        "ema": {name: whole(p).clone() for name, p in policy.ema.items()},
+        "moved": max(world.every(moved)),
+    }
+
+
+def far(got, want):
+    """Largest difference of two lists or dicts of tensors, and the largest element of the second."""
+    keys = want.keys() if isinstance(want, dict) else range(len(want))
+    assert len(got) == len(want)
+    return max(float((got[k] - want[k]).abs().max()) for k in keys), max(float(want[k].abs().max()) for k in keys)
+
+
+def cells():
+    """In the new process: all cells of some families; a failure is the exit code."""
+    torch.set_num_threads(1)
+    place, size = os.environ["PLACE"], int(os.environ["WORLD_SIZE"])
+    for family in os.environ["FAMILY"].split():
+        layouts = LAYOUTS[size]
+        if family in OTHERS:
+            layouts = {"shard": {"shard": size}} | ({"cp": CP} if family_class(family).context_parallel else {})
+        for lora in (True, False)[: 1 if family in OTHERS else 2]:
+            want = one_step(settings(place, family, lora, "fp32", {}), ALONE)
+            for name, layout in layouts.items():
+                cell = f"{family} {'LoRA' if lora else 'all weights'} {name}"
+                config = settings(place, family, lora, "fp32", layout)
+                world = parallel.start("cpu", config)
+                compare(cell, one_step(config, world), want, bits="cp" not in name)
+                if family in FAMILIES:
+                    low = one_step(settings(place, family, lora, "bf16", layout), world)
+                    assert low["moved"] == 0, f"{cell}: the first ratio is not exactly 1 in bf16"
+    os._exit(0)
+
+
+def compare(cell, got, want, bits):
+    """Fails unless two `one_step`s agree; bits: also samples to the last one."""
+    assert got["samples"].keys() == want["samples"].keys(), cell
+    assert got["moved"] == 0, f"{cell}: the first ratio is not exactly 1 in fp32"
+    for sample, stored in want["samples"].items():
+        own = got["samples"][sample]
+        assert torch.equal(own[0], stored[0]), f"{cell}: initial noise"
+        assert far(own[:-1], stored[:-1])[0] <= (0 if bits else 1e-5), f"{cell}: latents"
+        assert far(own[-1:], stored[-1:])[0] <= (0 if bits else 1), f"{cell}: pixels, of 255"
+    assert abs(got["loss"] - want["loss"]) <= 1e-5 * abs(want["loss"]), cell
+    for kind, limit in (("gradients", 1e-5), ("weights", 0.02 * LR), ("ema", 0.02 * LR)):
+        difference, largest = far(got[kind], want[kind])
+        assert difference <= limit * (largest if kind == "gradients" else 1), (cell, kind, difference, largest)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mesh")
+    for family in FAMILIES | OTHERS:
+        pipelines.make(family, folder / family)
+    (folder / "prompts.txt").write_text("\n".join(TEXTS) + "\n")
+    return folder
+
+
+def all_end(runs, seconds=600):
+    assert [r.wait(seconds) for r in runs] == [0] * len(runs), "\n".join(r.output for r in runs)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layout_changes_nothing(place, family, size):
+    all_end(ranks(place / f"{family}{size}.yaml", size, hook=cells, PLACE=str(place), FAMILY=family))
+
+
+@pytest.mark.dist
+@pytest.mark.full
+def test_a_layout_changes_nothing_in_any_family(place):
+    families = " ".join(OTHERS)
+    all_end(ranks(place / "others.yaml", 2, hook=cells, PLACE=str(place), FAMILY=families), 1500)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_compiled_blocks_train_as_eager_ones(place):
+    """The same graph in rollout and replay, or the first ratio would not be 1; gradients are those of eager blocks."""
+    config = settings(place, "flux", True, "fp32", {})
+    want, got = (one_step(c, ALONE) for c in (config, replace(config, compile=True)))
+    assert got["moved"] <= 1e-6
+    compare("compiled", got | {"moved": 0.0}, want, bits=False)
+
+
+# ---- whole runs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run_place(tmp_path_factory):
+    return tiny_world(tmp_path_factory.mktemp("runs"))
+
+
+def final(folder):
+    """The exported weights of a finished run."""
+    return load_file(next((folder / "pipeline" / "transformer").glob("*.safetensors")))
+
+
+@pytest.mark.dist
+def test_split_weights_are_resumed_on_any_layout(run_place):
+    """Two processes: stopped and resumed, every bit is that of the run that was not; one process goes on with what two
+    wrote and the other way round; and all of them train the same weights."""
+    runs = run_place / "runs"
+    trained = {"lora_rank": 0, "ema_decay": 0.5, "lr": 1e-4, "objective": "nft"}  # it keeps an old policy as well
+    options = {"train": trained, "eval": {"every": 0}}
+    two = {"parallel": {"shard": 2}}
+    all_end(ranks(recipe(run_place, "straight", **options, **two), 2))
+    assert train(recipe(run_place, "one", **options))[0] == 0
+    all_end(ranks(recipe(run_place, "two_two", **options, **two), 2, "--train.steps", "2"))
+    shutil.copytree(runs / "two_two", runs / "two_one")
+    assert train(recipe(run_place, "one_two", **options), "--train.steps", "2")[0] == 0
+    parts = runs / "two_two" / "checkpoints" / "step_000002" / "parts"
+    assert sorted(p.name for p in parts.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    all_end(ranks(recipe(run_place, "two_two", **options, **two), 2, "--resume"))
+    all_end(ranks(recipe(run_place, "one_two", **options, **two), 2, "--resume"))
+    code, output = train(recipe(run_place, "two_one", **options), "--resume")
+    assert code == 0 and "resumed from" in output, output
+    want, start = final(runs / "one"), load_file(next((run_place / "flux" / "transformer").glob("*.safetensors")))
+    assert max(float((want[k] - start[k]).abs().max()) for k in want) > 1e-4, "it has trained"
+    straight, resumed = (final(runs / name) for name in ("straight", "two_two"))
+    assert straight.keys() == want.keys() and all(torch.equal(straight[k], resumed[k]) for k in want)
+    for name in ("straight", "two_one", "one_two"):
+        got = final(runs / name)
+        assert far(got, want)[0] < 0.02 * 1e-4 * 4, name
+        rewards = [[row["reward/jpeg_compressibility"] for row in rows(runs / n)] for n in (name, "one")]
+        assert rewards[0] == pytest.approx(rewards[1], rel=1e-3)
+    page = (runs / "straight" / "pipeline" / "transformer" / "config.json").read_text()
+    assert '"FluxTransformer2DModel"' in page
+    damaged = next((runs / "straight" / "checkpoints" / "step_000004" / "parts").glob("__1_*"))
+    content = bytearray(damaged.read_bytes())
+    content[-9] ^= 1
+    damaged.write_bytes(content)
+    broken = ranks(recipe(run_place, "straight", **options, **two), 2, "--resume", "--train.steps", "6")
+    assert [r.wait(300) for r in broken] == [2, 2]
+    assert "the content of parts/__1_0.distcp does not match its hash" in broken[0].output, broken[0].output
+
+
+class OnlyTheFirstIsAsked(Brightness):
+    """The second process of a share asks nothing; its samples are the first one's."""
+
+    def score(self, samples):
+        assert os.environ.get("RANK", "0") == "0"
+        return super().score(samples)
+
+
+@pytest.mark.dist
+def test_a_run_of_context_parallel_processes(run_place):
+    """Rewards, evaluation, checkpoint and export as one process's: each sample is scored and counted once."""
+    spec = {"reward": {"spec": f"{__name__}.OnlyTheFirstIsAsked"}}
+    spec["eval"] = {"spec": f"{__name__}.OnlyTheFirstIsAsked", "every": 2}
+    all_end(ranks(recipe(run_place, "cp", parallel={"ulysses": 2}, **spec), 2))
+    assert train(recipe(run_place, "alone", **spec))[0] == 0
+    got, want = (rows(run_place / "runs" / name) for name in ("cp", "alone"))
+    assert [(r["kind"], r["step"]) for r in got] == [(r["kind"], r["step"]) for r in want]
+    for a, b in zip(got, want, strict=True):
+        assert a.keys() == b.keys()
+        for key in ("reward/missing", "samples_trained", "policy/on_policy_error"):
+            assert a.get(key) == b.get(key), key
+        for key in (k for k in a if "OnlyTheFirstIsAsked" in k or k == "grad_norm"):
+            assert a[key] == pytest.approx(b[key], rel=1e-2, abs=1e-3), key
+    lora = [load_file(run_place / "runs" / n / "lora" / "pytorch_lora_weights.safetensors") for n in ("cp", "alone")]
+    assert lora[0].keys() == lora[1].keys()
+    difference, largest = far(*lora)
+    assert difference < 0.01 * largest
+
+
+DATA = {"data": {"prompts": "p.txt"}, "attention": "_native_cudnn"}
+
+# ---- what does not go together --------------------------------------------------------------------------------------
+
+REFUSED = {
+    "too few": ({"shard": 4}, 2, "expected a multiple of shard 4 × ring 1 × ulysses 1 = 4 processes, got 2"),
+    "replicas": ({"replicate": 3, "shard": 2}, 4, "parallel.replicate: expected 2 (4 processes / shard 2"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_layout_that_does_not_fit_the_processes(place, case):
+    layout, processes, text = REFUSED[case]
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        Layout.of(settings(place, "flux", True, "fp32", layout), processes)
+
+
+def test_families_that_do_not_train_under_context_parallelism(place):
+    for family, layout, text in (
+        ("sd3", {"ulysses": 2}, "parallel.ulysses/ring: sd3 does not train under context parallelism"),
+        ("z_image", {"ring": 2}, "z_image does not train"),
+        ("hunyuan_video", {"ulysses": 2}, "hunyuan_video does not train"),
+        ("ltx_video", {"ulysses": 2}, "ltx_video does not train"),
+        ("qwen_image", {"ring": 2}, "parallel.ring: qwen_image masks its text"),
+    ):
+        assert text in "\n".join(unsupported(from_dict({"model": "m", "family": family, "parallel": layout, **DATA})))
+    for family in ("flux", "flux2_klein", "wan", "wan22", "wan_i2v", "wan22_i2v", "wan_ti2v"):
+        layout = {"ulysses": 2, "ring": 2}
+        assert not unsupported(from_dict({"model": "m", "family": family, "parallel": layout, **DATA}))
+
+
+FLUX, WAN = "black-forest-labs/FLUX.1-dev", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+PUBLISHED = {
+    "wan 480p": ("wan", WAN, (480, 832, 81), {"ulysses": 4}, 0, ""),
+    "wan heads": ("wan", WAN, (480, 832, 81), {"ulysses": 8}, 0, "12 attention heads"),
+    "wan 16": (
+        "wan",
+        WAN,
+        (480, 832, 81),
+        {"ring": 16},
+        0,
+        "got 32760; sizes that work",
+    ),
+    "flux": ("flux", FLUX, (1024, 1024, None), {"ulysses": 8}, 512, ""),
+    "flux 720": ("flux", FLUX, (720, 720, None), {"ulysses": 2}, 512, "got 2025; sizes that"),
+    "flux text": ("flux", FLUX, (1024, 1024, None), {"ulysses": 8}, 300, "the next is 304"),
+    "qwen": ("qwen_image", "Qwen/Qwen-Image", (1328, 1328, None), {"ulysses": 2}, 0, "tokens, got 6889"),
+}
+"""Tokens: 21·30·52 = 32760 of a Wan clip, 64² = 4096 and 45² = 2025 of a FLUX image, 83² of a Qwen image."""
+
+
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_published_models_are_divided_by_arithmetic(case):
+    family, model, (height, width, frames), layout, length, text = PUBLISHED[case]
+    rollout = {"height": height, "width": width, "frames": frames}
+    config = from_dict({"model": model, "family": family, "rollout": rollout, "parallel": layout, **DATA})
+    adapter, _ = without_weights(config)
+    problems = undivided(adapter, config.rollout, length or 512, Layout(**layout))
+    assert (text in problems[0] and len(problems) == 1) if text else not problems, problems
+
+
+def test_sizes_that_a_message_names_can_be_divided(place):
+    config = settings(place, "flux", True, "fp32", {"ulysses": 2})
+    adapter = open_adapter(config, ALONE.device)
+    odd = merged({"model": config.model, "rollout": {"height": 20, "width": 20}}, DATA)
+    (message,) = undivided(adapter, from_dict(odd).rollout, 24, Layout(ulysses=2))
+    sizes = [tuple(map(int, size.split("×"))) for size in message.partition("work: ")[2].split(", ")]
+    assert len(sizes) == 4 and all((h // adapter.unit) * (w // adapter.unit) % 2 == 0 for h, w in sizes), message
+
+
+def test_wrong_values_of_the_section():
+    for layout, text in (({"offload": True}, "parallel.offload: expected"), ({"keep_gathered": True}, "keep_gathered")):
+        with pytest.raises(ConfigError, match=text):
+            from_dict({"model": "m", "parallel": layout, **DATA})

@@ -1,0 +1,486 @@
+"""Every objective against its published formula, written here in fp64 sample by sample, and in real runs.
+
+Why these cases: the collectors share draws, anchors, batches and denominators between all objectives, so an error in
+one of them moves every gradient. The oracle takes the model's velocities and nothing else of the project's loss code,
+and differentiates the formula in fp64; it must hold for packed (FLUX), 4-d (SD3) and 5-d (Wan) latents, LoRA and full
+weights, groups inside a batch and over several (the two-pass form). Real runs: a pairwise judge, two processes against
+one, and a resumed run bit by bit.
+"""
+
+import functools
+import itertools
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from families import case_of, conditions, folder, load, perturb
+from tiny_run import ALONE, ranks, recipe, rows, settings, weights, world
+from torch.nn import functional as F
+
+from prefgrpo.config.schema import Config, ConfigError, TrainConfig, from_dict
+from prefgrpo.objectives import OBJECTIVES, objective
+from prefgrpo.objectives.base import Targets, TrajectoryObjective
+from prefgrpo.rewards.functions import FunctionPairwise
+from prefgrpo.rollout.batches import Batch
+from prefgrpo.rollout.rollout import Trajectory
+from prefgrpo.run.session import open_collector, open_policy
+from prefgrpo.run.trainer import TrainingLoop
+from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
+from prefgrpo.sde.schedule import make_schedule
+
+P, G, SEED = 3, 4, 5
+GENERATOR = torch.Generator().manual_seed(3)
+ADVANTAGE = torch.randn(P, G, generator=GENERATOR)
+ADVANTAGE[2] = 0.0
+WINS = torch.rand(P, G, G, generator=GENERATOR).triu(1)
+WINS = WINS + (1.0 - WINS).triu(1).mT
+COUNTS = 1.0 - torch.eye(G).repeat(P, 1, 1)
+COUNTS[0, 1, 2] = COUNTS[0, 2, 1] = WINS[0, 1, 2] = WINS[0, 2, 1] = 0.0  # was not compared
+WINS[1, 0, 3] = WINS[1, 3, 0] = 0.5  # a tie
+TARGETS = Targets(ADVANTAGE, WINS, COUNTS, torch.ones(P, G, dtype=torch.bool))
+
+
+def mse(a, b):
+    return (a - b).square().flatten(1).mean(1)
+
+
+def preference(case, x, of):
+    """Σ over the groups of a loss of h = ½β(d_ref − d) [G]."""
+    h = 0.5 * case.beta * (mse(x["anchor"], x["u"]) - mse(x["v"], x["u"])).view(-1, G)
+    return sum(of(h[k], slot) for k, slot in enumerate(x["slots"]))
+
+
+def pairs(h, slot, term):
+    wins, counts = WINS[slot].double(), COUNTS[slot]
+    there = [(i, j) for i in range(G) for j in range(i + 1, G) if counts[i, j]]
+    return sum(term(h[i] - h[j], wins[i, j]) for i, j in there) / len(there)
+
+
+def nft(o, x):
+    a_max, t = 5.0, x["t"].view(-1, *[1] * (x["v"].dim() - 1))
+    if o.optimality == "win_rate":
+        r = (WINS.sum(2) / COUNTS.sum(2))[x["slots"]].double().flatten()
+    else:
+        r = (x["adv"] / a_max / 2 + 0.5).clamp(0, 1)
+    scale = a_max if o.optimality == "advantage" else 1.0
+    total = 0.0
+    for sign, share in ((1, r), (-1, 1 - r)):
+        v = x["anchor"] + sign * o.beta * (x["v"] - x["anchor"])
+        if o.weighted:
+            x0, x0_hat = x["x0"], x["xt"] - t * v
+            w = (x0_hat - x0).detach().abs().flatten(1).mean(1)
+            total = total + share * mse(x0_hat, x0) / w
+        else:
+            total = total + share * mse(v, x["u"])
+    return (total * scale / o.beta).sum() / G
+
+
+def awm(o, x):
+    def likelihood(v):
+        d = mse(v, x["u"])
+        return {
+            "uniform": -d, "t": -d * x["t"], "t2": -d * x["t"] ** 2, "huber": -((d + 1e-10).sqrt() - 1e-5) * x["t"],
+            "ghuber": -((d + 1e-10) ** 0.25 - 1e-10**0.25) * x["t"] / 0.25,
+        }[o.weight]  # fmt: skip
+
+    if not o.ratio:
+        return -(x["adv"] * likelihood(x["v"])).sum() / G
+    ratio = torch.exp(likelihood(x["v"]) - likelihood(x["anchor"]))
+    return torch.maximum(-x["adv"] * ratio, -x["adv"] * ratio.clamp(1 - 1e-4, 1 + 1e-4)).sum() / G
+
+
+def best_of_groups(x):
+    return torch.cat([F.one_hot(ADVANTAGE[s].argmax(), G) for s in x["slots"]]).double()
+
+
+def dpo(o, x):
+    return preference(o, x, lambda h, s: -F.logsigmoid(h[ADVANTAGE[s].argmax()] - h[ADVANTAGE[s].argmin()]))
+
+
+def soft(o, x):
+    logit = lambda w: (w.clamp(0.02, 0.98) / (1 - w.clamp(0.02, 0.98))).log()  # noqa: E731
+    term = {
+        "logistic": lambda z, w: -w * F.logsigmoid(z) - (1 - w) * F.logsigmoid(-z),
+        "ipo": lambda z, w: w * (z - o.margin) ** 2 + (1 - w) * (z + o.margin) ** 2,  # the same up to a constant
+        "logit": lambda z, w: (z - logit(w)) ** 2,
+    }[o.form]
+    return preference(o, x, lambda h, s: pairs(h, s, term))
+
+
+def plackett_luce(o, x):
+    def one(h, s):
+        order = ADVANTAGE[s].argsort(descending=True)
+        return -sum(h[order[k]] - h[order[k:]].logsumexp(0) for k in range(G)) / (G - 1)
+
+    return preference(o, x, one)
+
+
+def dgpo(o, x):
+    total = 0.0
+    for k, s in enumerate(x["slots"]):
+        own = slice(k * G, k * G + G)
+        a, d = ADVANTAGE[s].double(), mse(x["v"], x["u"])[own]
+        s_p = (o.beta / G * a * (d - mse(x["anchor"], x["u"])[own])).sum().detach()
+        total = total + torch.sigmoid(s_p) * (a * d).mean()
+    return total
+
+
+def crd(o, x):
+    total, gain = 0.0, mse(x["anchor"], x["u"]) - mse(x["v"], x["u"])
+    for k, s in enumerate(x["slots"]):
+        rho, r = gain[k * G : k * G + G], (ADVANTAGE[s].double() / 10 + 0.5).clamp(0, 1)
+        rho, r = o.beta * (rho - rho.mean().detach()), r - r.mean()
+        p = torch.sigmoid(r)
+        bce = -p * F.logsigmoid(rho) - (1 - p) * F.logsigmoid(-rho)
+        total = total + ((rho - r) ** 2 if o.form == "mse" else bce).mean() * 5 / o.beta
+    return total
+
+
+ENDPOINT = {
+    "nft": ("nft", {}, nft),
+    "nft win rate": ("nft", {"optimality": "win_rate", "beta": 0.3, "weighted": False, "decay": 0.9}, nft),
+    "awm": ("awm", {}, awm),
+    "awm t": ("awm", {"weight": "t"}, awm),
+    "awm t2": ("awm", {"weight": "t2", "times": "uniform"}, awm),
+    "awm huber": ("awm", {"weight": "huber", "times": "logit_normal"}, awm),
+    "awm ghuber": ("awm", {"weight": "ghuber", "times": "schedule"}, awm),
+    "awm ratio": ("awm", {"ratio": True}, awm),
+    "sft": ("sft", {}, lambda o, x: (best_of_groups(x) * mse(x["v"], x["u"])).sum()),
+    "rwr": ("rwr", {"temperature": 0.7}, lambda o, x: (
+        torch.cat([(ADVANTAGE[s].double() / 0.7).softmax(0) for s in x["slots"]]) * mse(x["v"], x["u"])).sum()),
+    "dpo": ("dpo", {}, dpo),
+    "dpo old": ("dpo", {"reference": "old", "beta": 20.0}, dpo),
+    "soft dpo": ("soft_dpo", {}, soft),
+    "soft dpo, 2 draws": ("soft_dpo", {"draws": 2}, soft),
+    "ipo": ("soft_dpo", {"form": "ipo", "beta": 3.0}, soft),
+    "logit": ("soft_dpo", {"form": "logit", "beta": 3.0}, soft),
+    "plackett-luce": ("plackett_luce", {}, plackett_luce),
+    "dgpo": ("dgpo", {}, dgpo),
+    "crd": ("crd", {}, crd),
+    "crd bce": ("crd", {"form": "bce"}, crd),
+}  # fmt: skip
+"""Objective, its options, and the published loss: a sum over groups of the group's loss."""
+
+
+def test_the_table_has_every_objective():
+    trajectory = {n for n in OBJECTIVES if issubclass(type(objective(TrainConfig(objective=n))), TrajectoryObjective)}
+    assert {name for name, _, _ in ENDPOINT.values()} | trajectory == set(OBJECTIVES)
+
+
+class Setting:
+    """A tiny model whose weights, old weights and starting weights differ, and a step's final latents."""
+
+    def __init__(self, family, lora):
+        case = case_of(family)
+        self.adapter, self.lora = load(case), lora
+        if lora:
+            self.adapter.add_lora(4, 8.0)
+        else:
+            self.adapter.enable_full()
+        self.sampling = replace(case.sampling(), prompts_per_step=P, group_size=G)
+        self.base = [p.detach().clone() for _, p in self.adapter.trainable()]
+        perturb(self.adapter, 0.02)
+        self.old = [p.detach().clone() for _, p in self.adapter.trainable()]
+        perturb(self.adapter, 0.01)
+        self.live = [p.detach().clone() for _, p in self.adapter.trainable()]
+        self.condition = conditions(self.adapter, case, ["red", "a blue ball", "x"])
+        self.x0 = torch.randn(
+            P * G, *self.adapter.latent_shape(self.sampling), generator=torch.Generator().manual_seed(1)
+        )
+        self.schedule = make_schedule(self.adapter.sigmas(self.sampling), "ode", 0.0, trained=(0, 1))
+
+    def batches(self, size, groups):
+        places = [(p, g) for p in groups for g in range(G)]
+        out = []
+        for k in range(0, len(places), size):
+            own = places[k : k + size]
+            at = torch.tensor([p * G + g for p, g in own])
+            trajectory = Trajectory(self.x0[at], at + 7 * P * G, ())
+            slots, members = [p for p, _ in own], [g for _, g in own]
+            condition = self.condition.select(torch.tensor(slots))
+            out.append(Batch(len(out), 0, slots, members, self.sampling, self.schedule, condition, trajectory))
+        return out
+
+    def set(self, values):
+        with torch.no_grad():
+            torch._foreach_copy_([p for _, p in self.adapter.trainable()], values)
+
+    def velocity(self, x, sigma, condition, which):
+        """Under the weights of `which`."""
+        if which == "base" and self.lora:
+            with self.adapter.reference():
+                return self.adapter.velocity(x, sigma, condition, self.sampling).double()
+        self.set({"base": self.base, "old": self.old, "live": self.live}[which])
+        v = self.adapter.velocity(x, sigma, condition, self.sampling).double()
+        self.set(self.live)
+        return v
+
+
+@pytest.fixture(scope="module")
+def setting():
+    return functools.cache(Setting)
+
+
+def drawn(o, schedule, groups, draw):
+    """(t, σ shown), from the draw's normal number by the definition of each distribution."""
+    z = endpoint_normal(SEED, groups, draw)
+    u = (draw + 0.5 * (1 + torch.erf(z / 2**0.5))) / o.draws
+    if o.times == "uniform":
+        return (u.float(), u.float())
+    if o.times == "logit_normal":
+        assert o.draws == 1
+        return (torch.sigmoid(z).float(),) * 2
+    steps = [0, 1] if o.times == "window" else range(schedule.steps)
+    k = torch.tensor([steps[int(a * len(steps))] for a in u])
+    return schedule.sigmas[k], schedule.times[k]
+
+
+FAMILIES = [("flux", True), ("flux", False), ("sd3", True), ("sd3", False), ("wan", True), ("wan", False)]
+
+
+@pytest.mark.parametrize("size", [G, 3])
+@pytest.mark.parametrize("name", ENDPOINT)
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [pytest.param(*key, marks=[pytest.mark.full] * (key not in FAMILIES[:1])) for key in FAMILIES],
+)
+def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, name, size):
+    """size 3: groups lie over several batches. The KL to the start is added to all of them."""
+    one, (kind, options, formula) = setting(family, lora), ENDPOINT[name]
+    train = TrainConfig(objective=kind, objective_options=options, lora_rank=4 * lora, kl_coef=0.2)
+    config = Config(seed=SEED, rollout=replace(one.sampling, batch_size=size), train=train)
+    one.set(one.base)
+    o, policy = objective(train), open_policy(config, objective(train), one.adapter)
+    one.set(one.old)
+    policy.old and torch._foreach_copy_(list(policy.old.values()), one.old)
+    one.set(one.live)
+    groups = [p for p in range(P) if not o.signal(train, TARGETS)[p].isnan().all()]
+    assert groups == ([0, 1, 2] if kind == "soft_dpo" else [0, 1])
+    signal = o.signal(train, TARGETS)
+    kept = [batch.select(~signal.isnan().numpy()) for batch in one.batches(size, groups)]
+    params = [p for _, p in one.adapter.trainable()]
+    for p in params:
+        p.grad = None
+    collector = open_collector(config, o, one.adapter, policy, ALONE)
+    table = collector.accumulate([b for b in kept if b.slots], TARGETS, P * o.per_group(G))
+    ours = torch.cat([p.grad.double().flatten() for p in params])
+    loss = sum(float(row[2]) for row in table)
+    for p in params:
+        p.grad = None
+    truth = torch.zeros((), dtype=torch.float64)
+    (batch,) = one.batches(P * G, groups)
+    for draw in range(o.draws):
+        number = batch.trajectory.sample // G
+        noise = endpoint_noise(SEED, number, draw, tuple(one.x0.shape[1:]))
+        t, shown = drawn(o, one.schedule, number, draw)
+        mix = t.view(-1, *[1] * (one.x0.dim() - 1))
+        x0 = batch.trajectory.latents
+        xt = (1 - mix) * x0 + mix * noise
+        with torch.no_grad():
+            anchor = one.velocity(xt, shown, batch.condition, o.anchor) if o.anchor else None
+            start = one.velocity(xt, shown, batch.condition, "base")
+        v = one.adapter.velocity(xt, shown, batch.condition, one.sampling).double()
+        x = {"v": v, "anchor": anchor, "u": (noise - x0).double(), "t": t.double(), "x0": x0.double(),
+             "xt": xt.double(), "slots": groups, "adv": ADVANTAGE[groups].double().flatten()}  # fmt: skip
+        kept_rows = best_of_groups(x) if kind == "sft" else torch.ones(len(v), dtype=torch.float64)
+        loss_of_draw = formula(o, x) + 0.2 * (kept_rows * mse(v, start)).sum() / o.per_group(G)
+        (loss_of_draw / (P * o.draws)).backward()
+        truth = truth + loss_of_draw.detach() / (P * o.draws)
+    exact = torch.cat([p.grad.double().flatten() for p in params])
+    assert float(exact.norm()) > 0
+    assert float((ours - exact).norm() / exact.norm()) < 1e-5
+    if "form" not in options or options["form"] != "ipo":
+        assert loss == pytest.approx(float(truth), rel=1e-5, abs=1e-7)
+
+
+# ---- real runs ------------------------------------------------------------------------------------------------------
+
+
+def brighter(prompt, image_a, image_b):
+    """A judge of pairs that is unsure where images are near."""
+    return float(1 / (1 + np.exp((image_b.mean() - image_a.mean()) / 2.0)))
+
+
+class Judged(FunctionPairwise):
+    """`brighter`, by the name of a class."""
+
+    def __init__(self):
+        super().__init__(brighter)
+
+
+RUNS = {
+    "grpo": {},
+    "grpo_guard": {},
+    "flow_dppo": {},
+    "nft": {"optimality": "win_rate", "decay": 0.5, "sample_with_old": True},
+    "awm": {"ratio": True},
+    "sft": {},
+    "rwr": {},
+    "dpo": {"reference": "old"},
+    "soft_dpo": {"draws": 2},
+    "plackett_luce": {},
+    "dgpo": {"reference": "old", "clip": True},
+    "crd": {},
+}
+QUICK = ("soft_dpo", "nft")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return world(tmp_path_factory.mktemp("objectives"))
+
+
+def options(name, **train):
+    return {
+        "reward": {"spec": f"{__name__}.Judged"},
+        "train": {"steps": 3, "lr": 1e-3, "objective": name, "objective_options": RUNS[name], **train},
+        "rollout": {"prompts_per_step": 2, "batch_size": 3},
+        "eval": {"every": 0},
+        "checkpoint": {"every": 2},
+    }
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n not in QUICK)) for n in RUNS])
+def test_a_run_by_two_processes_and_resumed(place, name):
+    """Three real steps with a pairwise judge: the weights move; two processes end where one does; a resumed run ends
+    with the same bytes."""
+    own = {"kl_target": 1e-3, "ema_decay": 0.5, "ema_every": 2, "lora_init": "gaussian"}
+    more = options(name, updates_per_rollout=2, kl_coef=0.01, **own)
+    loop = TrainingLoop(from_dict(settings(place, f"{name}-one", **more)))
+    start = [p.detach().clone() for p in loop.policy.params]
+    loop.run()
+    one = rows(loop.folder.root)
+    assert [r["step"] for r in one] == [1, 2, 3] and all(r["grad_norm"] > 0 for r in one)
+    assert any(not torch.equal(a, b) for a, b in zip(start, loop.policy.params, strict=True))
+    for row, after in itertools.pairwise(one):
+        error = np.clip(row["policy/kl"] / 1e-3 - 1, -0.2, 0.2)
+        assert after["policy/kl_coef"] == pytest.approx(row["policy/kl_coef"] * (1 + 0.1 * error))
+    file = recipe(place, f"{name}-two", **more)
+    runs = ranks(file, 2)
+    assert [r.wait() for r in runs] == [0, 0], runs[0].output
+    two = rows(place / "runs" / f"{name}-two")
+    for a, b in zip(one, two, strict=True):
+        assert a.keys() == b.keys()
+        for key in ("loss", "grad_norm", "policy/error", "policy/drift", "policy/kl", "samples_trained"):
+            assert a.get(key, 0.0) == pytest.approx(b.get(key, 0.0), rel=5e-3, abs=1e-6), (a["step"], key)
+    first = from_dict(settings(place, f"{name}-again", **more | {"train": more["train"] | {"steps": 2}}))
+    TrainingLoop(first).run()
+    TrainingLoop(from_dict(settings(place, f"{name}-again", **more)), resume=True).run()
+    saved = [weights(place / "runs" / f"{name}-{run}" / "checkpoints" / "step_000003") for run in ("one", "again")]
+    assert saved[0] == saved[1] and len(saved[0]) > 0
+    assert rows(place / "runs" / f"{name}-again") == one
+
+
+TRAJECTORY = {
+    "best of 2, Flash-GRPO's weight": ("grpo", {"best_of": 2, "step_weight": "velocity"}),
+    "TempFlow-GRPO's weight": ("grpo", {"step_weight": "noise"}),
+    "guard": ("grpo_guard", {}),
+    "dppo": ("flow_dppo", {"kl_threshold": 2e-6}),
+}
+
+
+@pytest.mark.parametrize("case", TRAJECTORY)
+@pytest.mark.parametrize("guided", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(place, case, guided):
+    """On steps that another policy made, so that ratios, masks and means differ."""
+    name, own = TRAJECTORY[case]
+    train = {"objective": name, "objective_options": own, "clip_range": 2e-3, "lora_rank": 4}
+    train |= {"reuse_rollout_forward": False}  # the policy moves in between
+    more = {"eval": {"every": 0}, "train": train, "rollout": {"steps": 5, "group_size": 4, "batch_size": 4}}
+    if guided:
+        more |= {"model": str(folder("sd3")), "family": "sd3"}
+        more["rollout"] |= {"height": 32, "width": 32, "guidance": 3.0}
+    loop = TrainingLoop(from_dict(settings(place, f"trajectory-{case[:5]}-{guided}", **more)))
+    c, adapter = loop.config, loop.adapter
+    perturb(adapter, 0.05)
+    batches = list(loop.rollouts(0, lambda group, member, sample: None))
+    perturb(adapter, 0.02)
+    advantage = torch.randn(2, 4, generator=torch.Generator().manual_seed(2))
+    taken = []
+    loop.policy.update = lambda world: taken.append([p.grad.double().flatten() for p in loop.policy.params]) or 0.0
+    values = loop.update(0, batches, Targets.of(advantage))
+    loop.policy.optimizer.zero_grad()
+    total, count, masked = torch.zeros((), dtype=torch.float64), 0, []
+    for batch in batches:
+        schedule, (slot,) = batch.schedule, set(batch.slots)
+        order = advantage[slot].argsort(descending=True).tolist()
+        rows = sorted([order[0], order[-1]]) if "best_of" in own else list(range(4))
+        adv = advantage[slot][rows].double()
+        for step in batch.trajectory.steps:
+            k = int(step.index[0])
+            a, b, s, w, const = schedule.coef[k].double()
+            x, x_next = step.x[rows].double(), step.x_next[rows].double()
+            sigma, condition = schedule.sigmas[k].expand(len(rows)), batch.condition.select(torch.tensor(rows))
+            v = adapter.velocity(step.x[rows], sigma, condition, c.rollout).double()
+            ratio = torch.exp(w * mse(x_next, a * x + b * v) + const - step.logp[rows].double())
+            if name != "grpo":
+                mean, old = a * x + b * v, a * x + b * step.v[rows].double()
+            if name == "grpo_guard":
+                ratio = torch.exp(((x_next - old) / s * (mean - old)).flatten(1).mean(1))
+            dt = (schedule.sigmas[k] - schedule.sigmas[k + 1]).double()
+            coef = schedule.coef[: c.rollout.steps - 1].double()
+            weight = {
+                "velocity": s / b.abs() / (coef[:, 2] / coef[:, 1].abs()).mean(),
+                "noise": s / coef[:, 2].mean(),
+                "none": 1.0,
+            }[own.get("step_weight", "none")]
+            loss = torch.maximum(-adv * ratio, -adv * ratio.clamp(1 - 2e-3, 1 + 2e-3))
+            if name == "grpo_guard":
+                loss = loss / dt
+            if name == "flow_dppo":
+                far = mse(mean, old) / (2 * s * s) >= 2e-6
+                away = far & ((ratio > 1) & (adv > 0) | (ratio < 1) & (adv < 0))
+                loss, masked = torch.where(away, 0.0, -adv * ratio), [*masked, *away.tolist()]
+            total, count = total + (weight * loss).sum(), count + len(rows)
+    (total / count).backward()
+    exact, ours = torch.cat([p.grad.double().flatten() for p in loop.policy.params]), torch.cat(taken[0])
+    assert float((ours - exact).norm() / exact.norm()) < 1e-4
+    assert values["loss"] == pytest.approx(float(total.detach() / count), rel=1e-3, abs=1e-6)
+    assert values["samples_trained"] == (4 if "best_of" in own else 8)
+    if name == "flow_dppo":
+        assert 0 < np.mean(masked) < 1 and values["policy/clip_fraction"] == pytest.approx(np.mean(masked))
+
+
+def test_the_example_of_the_docs_is_an_objective(place):
+    """docs/objectives.md: under 40 lines, named by its file, trained for a step."""
+    page = (Path(__file__).parent.parent / "docs" / "objectives.md").read_text()
+    (text,) = re.findall(r"<!-- example: begin -->\n```python\n(.*?)```\n<!-- example: end -->", page, re.S)
+    assert len(text.splitlines()) < 40
+    (place / "hinge.py").write_text(text)
+    named = {"objective": f"{place}/hinge.py:Hinge", "objective_options": {"margin": 0.5}, "steps": 1}
+    loop = TrainingLoop(from_dict(settings(place, "hinge", train=named, eval={"every": 0})))
+    loop.run()
+    assert rows(loop.folder.root)[0]["loss"] == pytest.approx(0.5), "h = 0 at the start"
+    assert rows(loop.folder.root)[0]["grad_norm"] > 0
+    assert all(f"| `{name}` |" in page for name in OBJECTIVES)
+
+
+MISTAKES = {
+    "unknown": ({"objective": "nfd"}, "train.objective: expected one of grpo, "),
+    "option": (
+        {"objective": "nft", "objective_options": {"beto": 1}},
+        "objective_options.beto: unknown key; known keys",
+    ),
+    "limit": (
+        {"objective": "nft", "objective_options": {"beta": -1}},
+        "objective_options.beta: expected a value above 0",
+    ),
+    "alone": ({"objective_options": {"beta": 1}}, "train.objective_options.beta: unknown key; known keys here: "),
+    "pairs": ({"objective": "soft_dpo"}, "reward.spec: soft_dpo trains on comparisons: expected a pairwise reward"),
+    "class": ({"objective": f"{__name__}.Setting"}, "train.objective: expected a class derived from prefg"),
+    "clip": (
+        {"objective": "dgpo", "objective_options": {"clip": True}},
+        "options.clip: expected reference old",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_say_what_was_expected(place, case):
+    train, told = MISTAKES[case]
+    with pytest.raises(ConfigError) as caught:
+        TrainingLoop(from_dict(settings(place, f"mistake-{case}", train=train)))
+    assert told in str(caught.value)
