@@ -137,6 +137,9 @@ def estimate(config: Config) -> Estimate:
     layout = Layout.of(config, gpus)
     adapter, encoders = without_weights(config)
     parts, parameters = known_bytes(config, adapter, gpus), adapter.parameter_counts() | encoders
+    if layout.split > 1:  # gathered in the compute type: autocast then copies no weights
+        for module in adapter.modules().values():
+            module.to(adapter.dtype)
     mode, known, batch = stand_ins(config, adapter, _source_count(config, type(adapter)))
     with mode:
         for _, p in adapter.trainable():

@@ -347,6 +347,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 SMALL = """\
 # What replaces a recipe's values when this folder is its --model: little enough for a CPU.
 gpus: 1
+parallel: {{shard: 1}}
 data: {{max_length: 128, prompts: {prompts}}}
 rollout:
   height: {side}
