@@ -75,7 +75,7 @@ def test_prompt_files(place, tmp_path, capsys, case, field):
 
 VLM = "reward: {spec: vlm_pairwise}, judge: "
 MANY = """family: sd33, data: {prompts: /no/p.txt}, rollout: {group_size: 1, prompts_per_step: 3}, eval: {spec: jpeg},
-train: {updates_per_rollout: 4, stepps: 1}, judge: {template: compar, plan: robin, endpoints: here},
+train: {updates_per_rollout: 99, stepps: 1}, judge: {template: compar, plan: robin, endpoints: here},
 reward: {spec: 'vlm_pairwise:1'}"""
 MISTAKES = [
     ("model: ./nowhere", "model folder not found: './nowhere' … model_index.json"),

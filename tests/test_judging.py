@@ -72,10 +72,14 @@ def test_each_judged_reward_asks_its_own_server_with_its_own_template(place):
 
 @pytest.mark.parametrize(("limit", "ranks"), [(64, 8), (10, 4), (3, 8)])
 def test_ranks_share_the_limit(place, limit, ranks):
-    c = config(place, judge={"concurrency": limit})
-    judges = [judge_config(c, "vlm_pairwise", {}, World(k, ranks, torch.device("cpu"))) for k in range(ranks)]
-    shares = [judge.concurrency for judge in judges]
-    assert min(shares) >= 1 and max(shares) - min(shares) <= 1 and sum(shares) == max(limit, ranks)
+    def shares(prompts):
+        c = config(place, judge={"concurrency": limit}, rollout={"prompts_per_step": prompts})
+        judges = [judge_config(c, "vlm_pairwise", {}, World(k, ranks, torch.device("cpu"))) for k in range(ranks)]
+        return [judge.concurrency for judge in judges]
+
+    for asked in (shares(42), shares(2)[:2]):
+        assert min(asked) >= 1 and max(asked) - min(asked) <= 1 and sum(asked) == max(limit, len(asked))
+    assert shares(2)[2:] == [1] * (ranks - 2), "only two judge a group"
 
 
 def test_options_are_checked_by_name_and_type(place):

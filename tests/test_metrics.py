@@ -119,7 +119,8 @@ class TwoRanks(World):
         return [*mine, *kinds]
 
     def gather(self, local):
-        return np.concatenate([local, [[float(self.other.get(name, NAN)) for name, _ in self.names]]])
+        theirs = [(float(m := self.other.get(name, NAN)), getattr(m, "weight", 1.0)) for name, _ in self.names]
+        return np.concatenate([local, np.array([theirs]).reshape(local.shape)])
 
 
 def judge_step(latencies, retries):
@@ -131,13 +132,15 @@ def judge_step(latencies, retries):
 
 
 def test_every_metric_is_reduced_over_ranks_as_its_producer_says():
-    """Counts summed, times at their worst, rates averaged; one rank may have what the other has not."""
+    """Counts summed, times at their worst, rates averaged over what they are of; one rank may have what the other has
+    not."""
     a, b = judge_step([1.0, 3.0], 1) | {"reward/x": 0.25}, judge_step([2.0], 2) | {"only/b": 7.0}
     found = over_ranks(a, TwoRanks(b))
     assert (found["judge/requests"], found["judge/failures"], found["time/judge/retries"]) == (5, 2, 2 + 2)
     assert found["time/judge/queue_max"] == 2 and found["time/judge/wait_s"] == 2.0
     assert found["time/judge/latency_p50"] == (2.0 + 2.0) / 2 and found["time/judge/latency_p95"] == pytest.approx(2.9)
-    assert found["judge/tie_rate"] == 0.25 and found["reward/x"] == 0.25 and found["only/b"] == 7.0
+    assert found["judge/tie_rate"] == pytest.approx(1 / 3), "one of the three verdicts of both ranks"
+    assert found["reward/x"] == 0.25 and found["only/b"] == 7.0
     timed = {"retries", "busy_s", "wait_s", "queue_max", "queue_mean", "latency_p50", "latency_p95"}
     assert {name for name in found if name.startswith("time/")} == {f"time/judge/{name}" for name in timed}
     before, TRAFFIC["questions"] = TRAFFIC.copy(), TRAFFIC["questions"] + 2
