@@ -8,7 +8,10 @@ second, the peak of the allocator beside what `prefgrpo plan` estimates, and MFU
 
 MFU = (forward FLOP of the rollout + forward and backward FLOP of the trained steps, without what is computed twice)
 / seconds / FLOP/s of one large bf16 matrix product, timed in the same run. FLOP are counted by torch's FlopCounterMode
-on tensors without content. Invariant: what is timed is `prefgrpo train`, unchanged.
+on tensors without content. `--processes N` also trains two prompts in two updates a step, on one process
+and on N, and writes the share of an update that processes wait for the slowest: 1 − mean / max of their seconds in
+forwards and backwards (on CPUs CPU seconds, so that other load on the machine does not count).
+Invariant: what is timed is `prefgrpo train`, unchanged.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import argparse
 import dataclasses
 import json
 import multiprocessing
+import os
+import socket
 import statistics
 import tempfile
 import time
@@ -36,6 +41,8 @@ from prefgrpo.run.memory import GIB, estimate, stand_ins, without_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE, RESULTS = ROOT / "scripts" / "prefgrpo/lora_flux.yaml", ROOT / "benchmarks" / "results"
+UPDATES = 2
+"""Per step of `--processes`."""
 PROMPTS = ("a red cube left of a blue ball", "a street in the rain at night", "two cats asleep on a piano")
 
 
@@ -150,6 +157,57 @@ def measure(model: Path, work: Path, side: int, device: str, steps: int, peak_fl
     }  # fmt: skip
 
 
+def alone_s(device: str) -> float:
+    """A clock of this process's own work, seconds: CPU time, or with a GPU the time until all its work is done."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def worked(rank: int, count: int, port: int, file: Path, device: str) -> list[float]:
+    """Train as process `rank` of `count`; its seconds in forwards and backwards, update by update."""
+    from prefgrpo.rollout.replay import TrajectoryCollector
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_PORT": str(port)}
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    torch.set_num_threads(1)
+    seconds, accumulate = list[float](), TrajectoryCollector.accumulate
+
+    def timed(*given: Any) -> Any:
+        start = alone_s(device)
+        out = accumulate(*given)
+        seconds.append(alone_s(device) - start)
+        return out
+
+    TrajectoryCollector.accumulate = timed  # type: ignore[method-assign, assignment]
+    run("train", file)
+    return seconds
+
+
+def waits(model: Path, work: Path, side: int, device: str, steps: int, count: int) -> dict[str, Any]:
+    """Two updates a step on `count` processes; the first step is not counted."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    file, name = recipe(model, work, side, device, steps), f"on{count}"
+    changed = json.loads(file.read_text()) | {"name": name}
+    changed["train"] |= {"updates_per_rollout": UPDATES}
+    changed["rollout"] |= {"prompts_per_step": UPDATES, "group_size": 8, "batch_size": 2}
+    file = work / f"{name}.yaml"
+    file.write_text(json.dumps(changed))
+    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+        found = [pool.submit(worked, rank, count, port, file, device) for rank in range(count)]
+        seconds = [one.result()[UPDATES:] for one in found]
+    rows = [json.loads(line) for line in (work / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    trained = [r for r in rows if r["kind"] == "train"][1:]
+    waiting = [1 - statistics.mean(own) / max(own) for own in zip(*seconds, strict=True)]
+    phases = {
+        k.removeprefix("time/"): statistics.median(r[k] for r in trained) for k in ("time/rollout", "time/update")
+    }
+    return {"processes": count, "waiting": statistics.median(waiting), "seconds": phases}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -158,6 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sides", type=int, nargs="+", default=[512, 1024], help="picture sizes")
     parser.add_argument("--steps", type=int, default=3, help="steps of each run; the first is not timed")
     parser.add_argument("--matmul", type=int, default=8192, help="size of the matrix product that MFU is measured by")
+    parser.add_argument("--processes", type=int, default=0, help="compare one process with so many")
     parser.add_argument("--out", type=Path, default=None, help="the JSON; default results/train_DEVICE.json")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
@@ -175,6 +234,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "matmul_tflops": flops / 1e12, "model": str(given.model or "FLUX.1-dev, random weights"),
             "runs": [measure(model, work, side, given.device, given.steps, flops) for side in given.sides],
         }  # fmt: skip
+        if given.processes:
+            cases = [waits(model, work, given.sides[0], given.device, given.steps, n) for n in (1, given.processes)]
+            found["processes"] = cases
     write_json(given.out or RESULTS / f"train_{given.device}.json", rounded(found))
     print(json.dumps(rounded(found), indent=1))
 

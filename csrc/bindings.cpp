@@ -124,6 +124,7 @@ PYBIND11_MODULE(_C, m) {
 #if defined(PG_CUDA)
   m.attr("cuda_archs") = PG_CUDA;
   m.def("partials", &cuda::partials_of, "CUDA scratch doubles per sample and plane");
+  m.def("fuses_norm", &cuda::fuses_norm, "whether the CUDA kernels restore a norm over so many elements themselves");
   m.def("guide", [](const py::args& given) {  // guided velocity in fp32, or with dv its gradient in c and u
     Arguments in(given.ptr(), 1);
     AffineParams p;
@@ -160,8 +161,8 @@ PYBIND11_MODULE(_C, m) {
         p.clip_high >> p.adv_clip >> p.kl_coef >> p.denominator >> p.loss >> p.metrics >> p.d_delta >> p.d_kl;
   });
   def<AdvantageParams>(m, "group_advantage", PG_LAUNCHES(advantage), [](Arguments& in, AdvantageParams& p) {
-    in >> p.rewards >> p.batch >> p.values >> p.dtype >> p.group >> p.weights >> p.combine >> p.std_mode >> p.eps >>
-        p.ddof >> p.rank >> p.scratch >> p.advantage;
+    in >> p.rewards >> p.batch >> p.values >> p.dtype >> p.group >> p.sorted >> p.weights >> p.combine >> p.std_mode >>
+        p.eps >> p.ddof >> p.rank >> p.scratch >> p.advantage;
   });
   def<WinrateParams>(m, "winrate_advantage", PG_LAUNCHES(winrate), [](Arguments& in, WinrateParams& p) {
     in >> p.prompts >> p.group >> p.wins >> p.counts >> p.dtype >> p.std_mode >> p.eps >> p.ddof >> p.rate >>

@@ -81,14 +81,14 @@ static void store(const View& t, int64_t i, int64_t start, int n, float* y, bool
 
 // Noise of the counter blocks first … first + blocks − 1, 4 values each; writes up to kWide − 1 blocks more.
 static void normals(const NoiseAddress& a, int64_t i, int64_t first, int blocks, float* __restrict out) {
-  const uint32_t k0 = static_cast<uint32_t>(a.seed), k1 = static_cast<uint32_t>(a.seed >> 32);
+  const Keys keys = keys_of(a.seed);
   const uint32_t step = static_cast<uint32_t>(a.step[i]);
   const uint32_t low = static_cast<uint32_t>(a.sample[i]), high = static_cast<uint32_t>(a.sample[i] >> 32);
   for (int at = 0; at < blocks; at += kWide) {
     alignas(64) float z0[kWide], z1[kWide], z2[kWide], z3[kWide];
     const uint32_t block = static_cast<uint32_t>(first + at);
     for (int k = 0; k < kWide; ++k) {
-      const Words w = philox({{block + static_cast<uint32_t>(k), step, low, high}}, k0, k1);
+      const Words w = philox({{block + static_cast<uint32_t>(k), step, low, high}}, keys);
       const Pair p = normal_pair(w.x[0], w.x[1]), q = normal_pair(w.x[2], w.x[3]);
       z0[k] = p.cos_part, z1[k] = p.sin_part, z2[k] = q.cos_part, z3[k] = q.sin_part;
     }

@@ -17,7 +17,8 @@ const char* launch_policy(const PolicyParams&, Stream);
 const char* launch_advantage(const AdvantageParams&, Stream);
 const char* launch_winrate(const WinrateParams&, Stream);
 
-int64_t partials_of(int64_t dim);
+int64_t partials_of(int64_t dim);      // chunks of a sample
+bool fuses_norm(int64_t rescale_dim);  // whether the affine kernels restore this norm themselves
 
 }  // namespace cuda
 }  // namespace prefgrpo

@@ -1,55 +1,81 @@
 // CUDA kernels of the affine step, its replay and their gradient.
 //
-// A block takes 4096 elements of one sample, 8 neighbours per thread by 128-bit accesses; partial sums go to fp64
-// scratch and the block that finishes last adds them in a fixed order. Invariant: the order of every sum depends on D
+// A block takes 1 to 8 tiles of 1024 elements of one sample, 8 neighbours per thread by 128-bit accesses; partial sums
+// go to fp64 scratch and the block that finishes last adds them in a fixed order. The usual pairs of dtypes without
+// extras have kernels of their own; <kAny, kAny> takes everything else. Invariant: the order of every sum depends on D
 // alone (no float atomics), and step and replay share it, so their log-probs are equal bit for bit.
-#include <cuda_runtime.h>
+#include <initializer_list>
 
-#include "cuda.h"
 #include "cuda_io.cuh"
-#include "math.h"
+#include "cuda_launch.cuh"
 
 namespace prefgrpo {
 namespace {
 
-using namespace base;
+constexpr int kThreads = 128, kWarps = kThreads / 32, kTile = kThreads * kVector;
 
-constexpr int kThreads = 256, kTiles = 2, kBlock = kThreads * kVector * kTiles;
+enum Noise { kNone, kGiven, kAddressed };
 
-struct Sums {
-  double v[3];
+// How a launch is cut: elements per block and of a sample's last block, and from how many on a tile is whole (1024;
+// none is where a sample of some tensor starts off 16 bytes). With it the keys of the noise.
+struct Cut {
+  int block, last, whole;
+  Keys keys;
 };
 
-__device__ __forceinline__ void four(const NoiseAddress& a, int64_t i, int64_t block, float (&z)[4]) {
+PG_DEVICE int64_t block_start(const Cut& cut) {
+  return static_cast<int64_t>(blockIdx.y) * static_cast<unsigned>(cut.block);
+}
+
+PG_DEVICE Tile first_tile(const Cut& cut) {
+  const int left = blockIdx.y + 1 == gridDim.y ? cut.last : cut.block;
+  return {0, left, left >= cut.whole};
+}
+
+// To the next tile; false after the block's last.
+PG_DEVICE bool next(const Cut& cut, Tile& at) {
+  at.from += kTile, at.left -= kTile, at.whole = at.left >= cut.whole;
+  return at.left > 0;
+}
+
+// ---------------------------------------------------------------- addressed noise
+struct Counter {
+  uint32_t step, low, high;
+};
+
+PG_DEVICE Counter counter_of(const NoiseAddress& a, int64_t i) {
   const uint64_t id = static_cast<uint64_t>(a.sample[i]);
-  const Words w = philox({{static_cast<uint32_t>(block), static_cast<uint32_t>(a.step[i]), static_cast<uint32_t>(id),
-                           static_cast<uint32_t>(id >> 32)}},
-                         static_cast<uint32_t>(a.seed), static_cast<uint32_t>(a.seed >> 32));
+  return {static_cast<uint32_t>(a.step[i]), static_cast<uint32_t>(id), static_cast<uint32_t>(id >> 32)};
+}
+
+PG_DEVICE void four(const Keys& keys, const Counter& c, uint32_t block, float* z) {
+  const Words w = philox({{block, c.step, c.low, c.high}}, keys);
   const Pair p = normal_pair(w.x[0], w.x[1]), q = normal_pair(w.x[2], w.x[3]);
   z[0] = p.cos_part, z[1] = p.sin_part, z[2] = q.cos_part, z[3] = q.sin_part;
 }
 
-__device__ __forceinline__ void addressed(const NoiseAddress& a, int64_t i, int64_t k, float (&e)[kVector]) {
-  const int64_t from = a.offset + k;
-  const int skip = static_cast<int>(from & 3);
-  float z[4];
-  four(a, i, from >> 2, z);
-  if (skip == 0) {
-    e[0] = z[0], e[1] = z[1], e[2] = z[2], e[3] = z[3];
-    four(a, i, (from >> 2) + 1, z);
-    e[4] = z[0], e[5] = z[1], e[6] = z[2], e[7] = z[3];
-    return;
+// Noise of a tile: two counter blocks; a third where `any_offset`, which need be no multiple of 4. 0 past the end.
+PG_DEVICE void addressed(const Cut& cut, const NoiseAddress& a, const Counter& c, const Tile& at, bool any_offset,
+                         Values& e) {
+  const uint32_t block = static_cast<uint32_t>((a.offset + block_start(cut)) >> 2) + (at.from / 4 + threadIdx.x * 2);
+  const int skip = any_offset ? static_cast<int>(a.offset & 3) : 0;
+  four(cut.keys, c, block, e.v), four(cut.keys, c, block + 1, e.v + 4);
+  if (skip != 0) {
+    float more[4];
+    four(cut.keys, c, block + 2, more);
+    for (int s = 0; s < skip; ++s) {
+      for (int j = 0; j < kVector - 1; ++j) e[j] = e[j + 1];
+      e[kVector - 1] = more[0], more[0] = more[1], more[1] = more[2];
+    }
   }
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) {
-    const int lane = (skip + j) & 3;
-    if (j > 0 && lane == 0) four(a, i, (from + j) >> 2, z);
-    e[j] = lane == 0 ? z[0] : lane == 1 ? z[1] : lane == 2 ? z[2] : z[3];
-  }
+  if (at.whole) return;
+  const int n = at.count();
+  for (int j = 0; j < kVector; ++j) e[j] = j < n ? e[j] : 0.f;
 }
 
-// Row i of the table; NaN where the index lies outside.
-__device__ __forceinline__ Row row_of(const AffineParams& p, int64_t i) {
+// ---------------------------------------------------------------- what a sample and a tile are made of
+// The row of sample i; NaN where its index lies outside the table.
+PG_DEVICE Row row_of(const AffineParams& p, int64_t i) {
   const int64_t k = p.index ? p.index[i] : i;
   if (k < 0 || k >= p.rows) {
     const float nan = from_bits(0x7fc00000u);
@@ -59,259 +85,370 @@ __device__ __forceinline__ Row row_of(const AffineParams& p, int64_t i) {
   return {r[0], r[1], r[2], r[3], r[4]};
 }
 
-__device__ __forceinline__ void velocity(const AffineParams& p, int64_t i, int64_t k, int n, float (&v)[kVector]) {
-  load(p.v, i, k, n, v);
-  if (!p.u.data) return;
-  float u[kVector];
-  load(p.u, i, k, n, u);
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) v[j] = guide(v[j], u[j], p.guidance, p.from_cond);
-}
-
-__device__ __forceinline__ double warp_sum(double x) {
-#pragma unroll
-  for (int width = 16; width > 0; width >>= 1) x += __shfl_xor_sync(0xffffffffu, x, width);
+PG_DEVICE double warp_sum(double x, int lanes = 32) {
+  for (int width = lanes / 2; width > 0; width >>= 1) x += __shfl_xor_sync(0xffffffffu, x, width);
   return x;
 }
 
-// Sum over the block in a fixed order; valid in thread 0.
-__device__ __forceinline__ double block_sum(double x) {
-  __shared__ double warps[kThreads / 32];
-  x = warp_sum(x);
-  __syncthreads();
-  if ((threadIdx.x & 31) == 0) warps[threadIdx.x >> 5] = x;
-  __syncthreads();
-  double sum = 0;
-  if (threadIdx.x == 0)
-    for (int k = 0; k < kThreads / 32; ++k) sum += warps[k];
-  return sum;
+// What restores the norm of a row of the last dimension that `lanes` neighbouring threads share: ‖c‖/‖q‖, the factors
+// of q and c in the gradient, and whether any of its dv differs from 0 (else its gradient is 0, whatever c and u hold).
+struct Norm {
+  float ratio, on_q, on_c;
+  bool used;
+};
+
+template <bool kBackward>
+PG_DEVICE Norm norm_of(double cc, double qq, double gq, double gg, int lanes) {
+  cc = warp_sum(cc, lanes), qq = warp_sum(qq, lanes);
+  const double ratio = qq > 0 ? sqrt(cc / qq) : 0;
+  if (!kBackward) return {static_cast<float>(ratio), 0.f, 0.f, true};
+  gq = warp_sum(gq, lanes), gg = warp_sum(gg, lanes);
+  const double along = qq > 0 ? gq / qq : 0;
+  return {static_cast<float>(ratio), static_cast<float>(ratio * along),
+          cc > 0 ? static_cast<float>(along * sqrt(qq / cc)) : 0.f, gg != 0};
 }
 
-// Adds this block's sums; in the sample's last block, true in thread 0 with the totals.
-template <int kPlanes>
-__device__ bool reduce(const AffineParams& p, int64_t i, int64_t chunk, int64_t chunks, Sums& sums) {
-  __shared__ bool last;
-#pragma unroll
-  for (int k = 0; k < kPlanes; ++k) {
-    const double sum = block_sum(sums.v[k]);
-    if (threadIdx.x == 0) p.partial[(k * p.batch + i) * chunks + chunk] = sum;
+template <bool kBackward>
+PG_DEVICE Norm norm_of(const AffineParams& p, const Values& c, const Values& q, const Values& g) {
+  double cc = 0, qq = 0, gq = 0, gg = 0;
+  for (int j = 0; j < kVector; ++j) {
+    cc += static_cast<double>(c[j]) * c[j], qq += static_cast<double>(q[j]) * q[j];
+    if (kBackward) gq += static_cast<double>(g[j]) * q[j], gg += fabsf(g[j]);
   }
+  return norm_of<kBackward>(cc, qq, gq, gg, static_cast<int>(p.rescale_dim) / kVector);
+}
+
+// From dv of the guided velocity (in d) to the gradients in c (in d) and in u.
+PG_DEVICE void guide_back(const AffineParams& p, const Norm& n, float c, float q, float& d, float& du) {
+  const float to_c = p.from_cond ? 1.0f + p.guidance : p.guidance, to_u = p.from_cond ? -p.guidance : 1.0f - p.guidance;
+  const float dq = p.rescale_dim ? n.ratio * d - n.on_q * q : d;
+  du = n.used ? to_u * dq : 0.f;
+  d = !n.used ? 0.f : p.rescale_dim ? to_c * dq + n.on_c * c : to_c * dq;
+}
+
+// The velocity, guided if there is a pair.
+template <int kType>
+PG_DEVICE Values velocity(const AffineParams& p, const Stream<kType>& v, const Stream<kAny>& u) {
+  const Values c = v.values();
+  if (kType != kAny || !p.u.data) return c;
+  Values q = u.values();
+  for (int j = 0; j < kVector; ++j) q[j] = guide(c[j], q[j], p.guidance, p.from_cond);
+  if (!p.rescale_dim) return q;
+  const float ratio = norm_of<false>(p, c, q, q).ratio;
+  for (int j = 0; j < kVector; ++j) q[j] *= ratio;
+  return q;
+}
+
+// Adds this block's sums in a fixed order; in the sample's last block, true in thread 0 with the totals.
+template <int kPlanes>
+PG_DEVICE bool reduce(const AffineParams& p, double (&sums)[kPlanes]) {
+  __shared__ double warps[kPlanes][kWarps];
+  __shared__ bool last;
+  const int64_t i = blockIdx.x, chunks = gridDim.y;
+  for (int k = 0; k < kPlanes; ++k) {
+    const double sum = warp_sum(sums[k]);
+    if (threadIdx.x % 32 == 0) warps[k][threadIdx.x / 32] = sum;
+  }
+  __syncthreads();
   if (threadIdx.x == 0) {
+    for (int k = 0; k < kPlanes; ++k) {
+      double sum = 0;
+      for (int w = 0; w < kWarps; ++w) sum += warps[k][w];
+      p.partial[(k * p.batch + i) * chunks + blockIdx.y] = sum;
+    }
     __threadfence();
     last = atomicAdd(p.ticket + i, 1u) == static_cast<uint32_t>(chunks - 1);
   }
   __syncthreads();
-  if (!last) return false;
+  if (!last || threadIdx.x >= 32) return false;
   __threadfence();
-#pragma unroll
   for (int k = 0; k < kPlanes; ++k) {
     double sum = 0;
-    for (int64_t j = threadIdx.x; j < chunks; j += kThreads) sum += __ldcg(p.partial + (k * p.batch + i) * chunks + j);
-    sums.v[k] = block_sum(sum);
+    for (int64_t j = threadIdx.x; j < chunks; j += 32) sum += __ldcg(p.partial + (k * p.batch + i) * chunks + j);
+    sums[k] = warp_sum(sum);
   }
   if (threadIdx.x == 0) p.ticket[i] = 0;
   return threadIdx.x == 0;
 }
 
-__global__ void __launch_bounds__(kThreads, 4) step_kernel(const __grid_constant__ AffineParams p, int64_t chunks) {
-  const int64_t i = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
-  const Row r = row_of(p, i);
+// ---------------------------------------------------------------- kernels: kLatent is the dtype of x and x'
+template <int kLatent, int kVelocity, int kNoise>
+__global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
+    step_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Cut cut) {
+  constexpr bool kMore = kVelocity == kAny;
+  begin();
+  const int64_t i = blockIdx.x, start = block_start(cut);
+  Stream<kLatent> x_(p.x, i, start), out_(p.out, i, start);
+  Stream<kVelocity> v_(p.v, i, start);
+  Stream<kAny> u_(p.u, i, start), eps_(p.eps, i, start);
+  Row r{};
+  Counter counter{};
   float acc = 0.f;
-  for (int tile = 0; tile < kTiles; ++tile) {
-    const int64_t k = chunk * kBlock + tile * (kThreads * kVector) + static_cast<int64_t>(threadIdx.x) * kVector;
-    if (k >= p.dim) break;
-    const int n = p.dim - k < kVector ? static_cast<int>(p.dim - k) : kVector;
-    float x[kVector], v[kVector], e[kVector], mean[kVector];
-    load(p.x, i, k, n, x);
-    velocity(p, i, k, n, v);
-    if (p.x0.data) {
-      const int64_t t = p.index ? p.index[i] : i;
-      const float sigma = t >= 0 && t < p.rows ? p.sigma[t] : r.a;
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) mean[j] = x[j] - sigma * v[j];
-      store(p.x0, i, k, n, mean);
+  Tile at = first_tile(cut);
+  bool first = true;
+  do {
+    x_.fetch(at), v_.fetch(at);
+    if (kMore && p.u.data) u_.fetch(at);
+    if (kNoise == kGiven) eps_.fetch(at);
+    if (first) {
+      r = row_of(p, i);
+      if (kNoise == kAddressed) counter = counter_of(p.noise, i);
     }
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) mean[j] = mean_of(r, x[j], v[j]);
-    if (p.mean.data) store(p.mean, i, k, n, mean);
-    const bool noisy = p.noise.sample || p.eps.data;
-    if (p.noise.sample)
-      addressed(p.noise, i, k, e);
-    else if (p.eps.data)
-      load(p.eps, i, k, n, e);
-#pragma unroll
+    first = false;
+    Values e{}, mean, y;
+    if (kNoise == kAddressed) addressed(cut, p.noise, counter, at, kMore, e);
+    if (kNoise == kGiven) e = eps_.values();
+    const Values x = x_.values(), v = velocity(p, v_, u_);
+    if (kMore && p.x0.data) {
+      const int64_t row = p.index ? p.index[i] : i;
+      const float sigma = row >= 0 && row < p.rows ? p.sigma[row] : r.a;
+      for (int j = 0; j < kVector; ++j) y[j] = x[j] - sigma * v[j];
+      Stream<kAny>(p.x0, i, start).store(at, y);
+    }
     for (int j = 0; j < kVector; ++j) {
-      const float y = noisy ? mean[j] + r.s * e[j] : mean[j];
-      x[j] = rounded(y, p.out.dtype);
-      const float d = j < n ? x[j] - mean[j] : 0.f;
-      acc += d * d;
+      mean[j] = mean_of(r, x[j], v[j]);
+      y[j] = kNoise == kNone ? mean[j] : mean[j] + r.s * e[j];
     }
-    store(p.out, i, k, n, x);
-  }
-  Sums sums{{acc, 0, 0}};
-  if (reduce<1>(p, i, chunk, chunks, sums)) p.logp[i] = finish_logp(r, sums.v[0], p.dim);
+    if (kMore && p.mean.data) Stream<kF32>(p.mean, i, start).store(at, mean);
+    out_.store(at, y);
+    y = out_.values();
+    for (int j = 0; j < kVector; ++j) acc = fma_(y[j] - mean[j], y[j] - mean[j], acc);
+  } while (next(cut, at));
+  double sums[1] = {acc};
+  if (reduce(p, sums)) p.logp[i] = finish_logp(row_of(p, i), sums[0], p.dim);
 }
 
-template <int kPlanes>
-__global__ void __launch_bounds__(kThreads) logp_kernel(const __grid_constant__ AffineParams p, int64_t chunks) {
-  const int64_t i = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
-  const Row r = row_of(p, i);
+template <int kLatent, int kVelocity>
+__global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
+    logp_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Cut cut) {
+  constexpr bool kMore = kVelocity == kAny;
+  begin();
+  const int64_t i = blockIdx.x, start = block_start(cut);
+  Stream<kLatent> x_(p.x, i, start), y_(p.out, i, start);
+  Stream<kVelocity> v_(p.v, i, start);
+  Stream<kAny> u_(p.u, i, start), ref_(p.v_ref, i, start), old_(p.v_old, i, start);
+  Row r{};
   float acc = 0.f, kl = 0.f, guard = 0.f;
-  for (int tile = 0; tile < kTiles; ++tile) {
-    const int64_t k = chunk * kBlock + tile * (kThreads * kVector) + static_cast<int64_t>(threadIdx.x) * kVector;
-    if (k >= p.dim) break;
-    const int n = p.dim - k < kVector ? static_cast<int>(p.dim - k) : kVector;
-    float x[kVector], v[kVector], y[kVector], o[kVector];
-    load(p.x, i, k, n, x);
-    velocity(p, i, k, n, v);
-    load(p.out, i, k, n, y);
-#pragma unroll
+  Tile at = first_tile(cut);
+  bool first = true;
+  do {
+    x_.fetch(at), v_.fetch(at), y_.fetch(at);
+    if (kMore && p.u.data) u_.fetch(at);
+    if (kMore && p.kl) ref_.fetch(at);
+    if (kMore && p.guard) old_.fetch(at);
+    if (first) r = row_of(p, i);
+    first = false;
+    const Values x = x_.values(), v = velocity(p, v_, u_), y = y_.values();
     for (int j = 0; j < kVector; ++j) {
-      const float d = j < n ? y[j] - mean_of(r, x[j], v[j]) : 0.f;
-      acc += d * d;
+      const float d = y[j] - mean_of(r, x[j], v[j]);
+      acc = fma_(d, d, acc);
     }
-    if (kPlanes == 1) continue;
-    if (p.v_ref.data) {
-      load(p.v_ref, i, k, n, o);
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        const float d = j < n ? v[j] - o[j] : 0.f;
-        kl += d * d;
-      }
+    if (kMore && p.kl) {
+      const Values o = ref_.values();
+      for (int j = 0; j < kVector; ++j) kl = fma_(v[j] - o[j], v[j] - o[j], kl);
     }
-    if (p.v_old.data) {
-      load(p.v_old, i, k, n, o);
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        const float d = j < n ? (y[j] - mean_of(r, x[j], o[j])) * (v[j] - o[j]) : 0.f;
-        guard += d;
-      }
+    if (kMore && p.guard) {
+      const Values o = old_.values();
+      for (int j = 0; j < kVector; ++j) guard = fma_(y[j] - mean_of(r, x[j], o[j]), v[j] - o[j], guard);
     }
-  }
-  Sums sums{{acc, kl, guard}};
-  if (!reduce<kPlanes>(p, i, chunk, chunks, sums)) return;
-  p.logp[i] = finish_logp(r, sums.v[0], p.dim);
-  if (kPlanes == 1) return;
-  if (p.kl) p.kl[i] = finish_kl(r, sums.v[1], p.dim);
-  if (p.guard) p.guard[i] = finish_guard(r, sums.v[2], p.dim);
+  } while (next(cut, at));
+  double sums[kMore ? 3 : 1] = {acc};
+  if (kMore) sums[kMore] = kl, sums[2 * kMore] = guard;
+  if (!reduce(p, sums)) return;
+  r = row_of(p, i);
+  p.logp[i] = finish_logp(r, sums[0], p.dim);
+  if (kMore && p.kl) p.kl[i] = finish_kl(r, sums[kMore], p.dim);
+  if (kMore && p.guard) p.guard[i] = finish_guard(r, sums[2 * kMore], p.dim);
 }
 
-__global__ void __launch_bounds__(kThreads) grad_kernel(const __grid_constant__ AffineParams p, int64_t chunks) {
-  const int64_t i = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
-  const Row r = row_of(p, i);
-  const GradScale g =
-      grad_scale(r, p.dim, p.g_logp ? p.g_logp[i] : 0.f, p.g_kl ? p.g_kl[i] : 0.f, p.g_guard ? p.g_guard[i] : 0.f);
-  const float to_c = p.from_cond ? 1.0f + p.guidance : p.guidance, to_u = p.from_cond ? -p.guidance : 1.0f - p.guidance;
-  for (int tile = 0; tile < kTiles; ++tile) {
-    const int64_t k = chunk * kBlock + tile * (kThreads * kVector) + static_cast<int64_t>(threadIdx.x) * kVector;
-    if (k >= p.dim) break;
-    const int n = p.dim - k < kVector ? static_cast<int>(p.dim - k) : kVector;
-    float x[kVector], v[kVector], y[kVector], o[kVector], d[kVector];
-    load(p.x, i, k, n, x);
-    velocity(p, i, k, n, v);
-    load(p.out, i, k, n, y);
-#pragma unroll
+template <int kLatent, int kVelocity>
+__global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
+    grad_kernel(const __grid_constant__ AffineParams p, const __grid_constant__ Cut cut) {
+  constexpr bool kMore = kVelocity == kAny;
+  __shared__ GradScale scale;
+  begin();
+  const int64_t i = blockIdx.x, start = block_start(cut);
+  Stream<kLatent> x_(p.x, i, start), y_(p.out, i, start);
+  Stream<kVelocity> v_(p.v, i, start), dv_(p.dv, i, start);
+  Stream<kAny> u_(p.u, i, start), ref_(p.v_ref, i, start), old_(p.v_old, i, start), du_(p.du, i, start);
+  Row r{};
+  Tile at = first_tile(cut);
+  bool first = true;
+  do {
+    x_.fetch(at), v_.fetch(at), y_.fetch(at);
+    if (kMore && p.u.data) u_.fetch(at);
+    if (kMore && p.g_kl) ref_.fetch(at);
+    if (kMore && p.g_guard) old_.fetch(at);
+    if (first) {
+      r = row_of(p, i);
+      if (threadIdx.x == 0)  // divisions in fp64, once
+        scale = grad_scale(r, p.dim, p.g_logp ? p.g_logp[i] : 0.f, kMore && p.g_kl ? p.g_kl[i] : 0.f,
+                           kMore && p.g_guard ? p.g_guard[i] : 0.f);
+      __syncthreads();
+    }
+    first = false;
+    const GradScale g = scale;
+    const Values x = x_.values(), v = velocity(p, v_, u_), y = y_.values();
+    Values d, o;
     for (int j = 0; j < kVector; ++j) d[j] = scaled(g.logp, y[j] - mean_of(r, x[j], v[j]));
-    if (p.v_ref.data && g.kl != 0.f) {
-      load(p.v_ref, i, k, n, o);
-#pragma unroll
+    if (kMore && p.g_kl && g.kl != 0.f) {
+      o = ref_.values();
       for (int j = 0; j < kVector; ++j) d[j] += g.kl * (v[j] - o[j]);
     }
-    if (p.v_old.data && g.guard != 0.f) {
-      load(p.v_old, i, k, n, o);
-#pragma unroll
+    if (kMore && p.g_guard && g.guard != 0.f) {
+      o = old_.values();
       for (int j = 0; j < kVector; ++j) d[j] += g.guard * (y[j] - mean_of(r, x[j], o[j]));
     }
-    if (p.u.data) {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) o[j] = to_u * d[j], d[j] = to_c * d[j];
-      store(p.du, i, k, n, o);
+    if (kMore && p.u.data) {
+      const Values c = v_.values(), u = u_.values();
+      Values q{};
+      Norm n{1.f, 0.f, 0.f, true};
+      if (p.rescale_dim) {
+        for (int j = 0; j < kVector; ++j) q[j] = guide(c[j], u[j], p.guidance, p.from_cond);
+        n = norm_of<true>(p, c, q, d);
+      }
+      for (int j = 0; j < kVector; ++j) guide_back(p, n, c[j], q[j], d[j], o[j]);
+      du_.store(at, o);
     }
-    store(p.dv, i, k, n, d);
-  }
+    dv_.store(at, d);
+  } while (next(cut, at));
 }
 
-__global__ void __launch_bounds__(kThreads) normal_kernel(const __grid_constant__ NormalParams p, int64_t chunks) {
-  const int64_t i = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
-  for (int tile = 0; tile < kTiles; ++tile) {
-    const int64_t k = chunk * kBlock + tile * (kThreads * kVector) + static_cast<int64_t>(threadIdx.x) * kVector;
-    if (k >= p.dim) break;
-    float e[kVector];
-    addressed(p.noise, i, k, e);
-    store(p.out, i, k, p.dim - k < kVector ? static_cast<int>(p.dim - k) : kVector, e);
-  }
+__global__ void __launch_bounds__(kThreads, 9)
+    normal_kernel(const __grid_constant__ NormalParams p, const __grid_constant__ Cut cut) {
+  begin();
+  const int64_t i = blockIdx.x;
+  const Counter counter = counter_of(p.noise, i);
+  Stream<kAny> out(p.out, i, block_start(cut));
+  Tile at = first_tile(cut);
+  do {
+    Values e;
+    addressed(cut, p.noise, counter, at, true, e);
+    out.store(at, e);
+  } while (next(cut, at));
 }
 
-// ------------------------------------------------ guidance with the norm restored: one warp per row of the last
-// dimension
+// Guidance with the norm restored where a row does not fit whole threads of a warp: one warp per row.
 template <bool kBackward>
-__global__ void __launch_bounds__(kThreads, 1) guide_kernel(const __grid_constant__ AffineParams p, int64_t rows) {
-  const int64_t warp = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) >> 5;
+__global__ void __launch_bounds__(kThreads) guide_kernel(const __grid_constant__ AffineParams p, const int64_t rows) {
+  begin();
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (warp >= p.batch * rows) return;
   const int64_t i = warp / rows, from = (warp % rows) * p.rescale_dim;
-  const int lane = threadIdx.x & 31;
   double cc = 0, qq = 0, gq = 0, gg = 0;
-  for (int64_t k = lane; k < p.rescale_dim; k += 32) {
-    const float c = one(p.v, i, from + k), q = guide(c, one(p.u, i, from + k), p.guidance, p.from_cond);
+  for (int64_t k = from + threadIdx.x % 32; k < from + p.rescale_dim; k += 32) {
+    const float c = one(p.v, i, k), q = guide(c, one(p.u, i, k), p.guidance, p.from_cond);
     cc += static_cast<double>(c) * c, qq += static_cast<double>(q) * q;
-    if (kBackward) {
-      const float g = one(p.eps, i, from + k);
-      gq += static_cast<double>(g) * q, gg += fabsf(g);
-    }
+    if (!kBackward) continue;
+    const float g = one(p.eps, i, k);
+    gq += static_cast<double>(g) * q, gg += fabsf(g);
   }
-  const bool used = kBackward && warp_sum(gg) != 0;  // a row whose dv is 0 gets 0, whatever c and u hold
-  cc = warp_sum(cc), qq = warp_sum(qq), gq = kBackward ? warp_sum(gq) : 0;
-  const float ratio = qq > 0 ? static_cast<float>(sqrt(cc / qq)) : 0.f;
-  const double along = qq > 0 ? gq / qq : 0;
-  const float on_q = static_cast<float>(ratio * along), on_c = cc > 0 ? static_cast<float>(along * sqrt(qq / cc)) : 0.f;
-  const float to_c = p.from_cond ? 1.0f + p.guidance : p.guidance, to_u = p.from_cond ? -p.guidance : 1.0f - p.guidance;
-  for (int64_t k = lane; k < p.rescale_dim; k += 32) {
-    const float c = one(p.v, i, from + k), q = guide(c, one(p.u, i, from + k), p.guidance, p.from_cond);
+  const Norm n = norm_of<kBackward>(cc, qq, gq, gg, 32);
+  for (int64_t k = from + threadIdx.x % 32; k < from + p.rescale_dim; k += 32) {
+    const float c = one(p.v, i, k), q = guide(c, one(p.u, i, k), p.guidance, p.from_cond);
     if (!kBackward) {
-      put(p.out, i, from + k, q * ratio);
+      put(p.out, i, k, q * n.ratio);
       continue;
     }
-    const float dq = ratio * one(p.eps, i, from + k) - on_q * q;
-    put(p.dv, i, from + k, used ? to_c * dq + on_c * c : 0.f);
-    put(p.du, i, from + k, used ? to_u * dq : 0.f);
+    float d = one(p.eps, i, k), du;
+    guide_back(p, n, c, q, d, du);
+    put(p.dv, i, k, d), put(p.du, i, k, du);
   }
 }
 
-const char* status() {
-  const cudaError_t code = cudaGetLastError();
-  return code == cudaSuccess ? nullptr : cudaGetErrorString(code);
+// ---------------------------------------------------------------- launches
+bool aligned(std::initializer_list<View> views) {
+  for (const View& t : views)
+    if ((reinterpret_cast<uintptr_t>(t.data) | static_cast<uintptr_t>(t.stride * (t.dtype == kF32 ? 4 : 2))) & 15)
+      return false;
+  return true;
+}
+
+// More tiles per block for larger samples: 4 of FLUX 512² fill 132 multiprocessors, and video wastes nothing on sums.
+// A sample has at most 2^15 blocks.
+int tiles_of(int64_t dim) {
+  const int64_t few = dim >> 17 < 1 ? 1 : dim >> 17 > 8 ? 8 : dim >> 17, many = dim >> 25;
+  return static_cast<int>(few > many ? few : many);
 }
 
 template <class Params>
-const char* launch(void (*kernel)(Params, int64_t), const Params& p, cuda::Stream stream) {
+const char* launch(void (*kernel)(Params, Cut), const Params& p, bool is_aligned, cuda::Stream stream) {
   if (p.batch == 0 || p.dim == 0) return nullptr;
-  const int64_t chunks = cuda::partials_of(p.dim), blocks = chunks * p.batch;
-  if (blocks > 0x7fffffffll) return "the batch is too large for one launch (more than 2^31 blocks); split it";
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p, chunks);
-  return status();
+  const int64_t chunks = cuda::partials_of(p.dim);
+  if (p.batch > 0x7fffffffll) return "the batch is too large for one launch (more than 2^31 samples); split it";
+  const int block = kTile * tiles_of(p.dim);
+  const Cut cut{block, static_cast<int>(p.dim - (chunks - 1) * block), is_aligned ? kTile : 0x7fffffff,
+                keys_of(p.noise.seed)};
+  const dim3 grid(static_cast<unsigned>(p.batch), static_cast<unsigned>(chunks));
+  return run(kernel, grid, kThreads, stream, p, cut);
+}
+
+template <int kLatentType, int kVelocityType>
+struct Types {
+  static constexpr int kLatent = kLatentType, kVelocity = kVelocityType;
+};
+
+// Calls `with` the Types of a launch: x and x' alike and a usual v, without `more`; else whatever there is.
+template <class With>
+const char* by_types(const AffineParams& p, bool more, With with) {
+  if (!more && p.x.dtype == p.out.dtype) switch (3 * p.x.dtype + p.v.dtype) {
+      case 3 * kF32 + kF32:
+        return with(Types<kF32, kF32>());
+      case 3 * kF32 + kBF16:
+        return with(Types<kF32, kBF16>());
+      case 3 * kF32 + kF16:
+        return with(Types<kF32, kF16>());
+      case 3 * kBF16 + kBF16:
+        return with(Types<kBF16, kBF16>());
+      case 3 * kF16 + kF16:
+        return with(Types<kF16, kF16>());
+    }
+  return with(Types<kAny, kAny>());
 }
 
 template <bool kBackward>
 const char* launch_rows(const AffineParams& p, cuda::Stream stream) {
   if (p.batch == 0 || p.dim == 0) return nullptr;
-  const int64_t rows = p.dim / p.rescale_dim, blocks = (p.batch * rows + kThreads / 32 - 1) / (kThreads / 32);
+  const int64_t rows = p.dim / p.rescale_dim, blocks = (p.batch * rows + kWarps - 1) / kWarps;
   if (blocks > 0x7fffffffll) return "the batch is too large for one launch (more than 2^31 blocks); split it";
-  guide_kernel<kBackward><<<static_cast<unsigned>(blocks), kThreads, 0, static_cast<cudaStream_t>(stream)>>>(p, rows);
-  return status();
+  return run(guide_kernel<kBackward>, dim3(static_cast<unsigned>(blocks)), kThreads, stream, p, rows);
 }
 
 }  // namespace
 
 namespace cuda {
 
-int64_t partials_of(int64_t dim) { return (dim + kBlock - 1) / kBlock; }
-
-const char* launch_affine_step(const AffineParams& p, Stream s) { return launch(step_kernel, p, s); }
-const char* launch_affine_logp(const AffineParams& p, Stream s) {
-  return p.kl || p.guard ? launch(logp_kernel<3>, p, s) : launch(logp_kernel<1>, p, s);
+int64_t partials_of(int64_t dim) {
+  const int64_t chunk = static_cast<int64_t>(kTile) * tiles_of(dim);
+  return (dim + chunk - 1) / chunk;
 }
-const char* launch_affine_grad(const AffineParams& p, Stream s) { return launch(grad_kernel, p, s); }
-const char* launch_normal(const NormalParams& p, Stream s) { return launch(normal_kernel, p, s); }
+
+bool fuses_norm(int64_t rescale_dim) {
+  return rescale_dim >= kVector && rescale_dim <= 32 * kVector && (rescale_dim & (rescale_dim - 1)) == 0;
+}
+
+const char* launch_affine_step(const AffineParams& p, Stream s) {
+  const bool all = aligned({p.x, p.v, p.u, p.eps, p.out, p.mean, p.x0});
+  return by_types(p, p.u.data || p.mean.data || p.x0.data || (p.noise.offset & 3), [&](auto t) {
+    constexpr int x = decltype(t)::kLatent, v = decltype(t)::kVelocity;
+    if (p.noise.sample) return launch(step_kernel<x, v, kAddressed>, p, all, s);
+    return launch(p.eps.data ? step_kernel<x, v, kGiven> : step_kernel<x, v, kNone>, p, all, s);
+  });
+}
+
+const char* launch_affine_logp(const AffineParams& p, Stream s) {
+  const bool all = aligned({p.x, p.v, p.u, p.out, p.v_ref, p.v_old});
+  return by_types(p, p.u.data || p.kl || p.guard,
+                  [&](auto t) { return launch(logp_kernel<decltype(t)::kLatent, decltype(t)::kVelocity>, p, all, s); });
+}
+
+const char* launch_affine_grad(const AffineParams& p, Stream s) {
+  const bool all = aligned({p.x, p.v, p.u, p.out, p.v_ref, p.v_old, p.dv, p.du});
+  return by_types(p, p.u.data || p.g_kl || p.g_guard,
+                  [&](auto t) { return launch(grad_kernel<decltype(t)::kLatent, decltype(t)::kVelocity>, p, all, s); });
+}
+
+const char* launch_normal(const NormalParams& p, Stream s) { return launch(normal_kernel, p, aligned({p.out}), s); }
 const char* launch_guide(const AffineParams& p, Stream s) { return launch_rows<false>(p, s); }
 const char* launch_guide_grad(const AffineParams& p, Stream s) { return launch_rows<true>(p, s); }
 

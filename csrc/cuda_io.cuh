@@ -1,104 +1,138 @@
-// Loads and stores of fp32, bf16 and fp16 tensors on the device, 8 neighbours at a time where alignment allows.
+// Loads and stores of 8 neighbours on the device: raw words first, so that all loads are under way before one is used.
 //
-// The dtype is a run-time branch, uniform over a launch, so one kernel serves all mixtures. Invariant: a value becomes
-// fp32 exactly, and is rounded to storage by math.h alone.
+// A dtype is a template argument, or kAny where only the launch knows it. A tile that is whole and aligned moves 128
+// bits at a time; tails and odd addresses fill and empty the same words element by element, so the arithmetic in
+// between exists once. Invariant: a value becomes fp32 exactly, and is rounded to nearest even.
 #pragma once
+#include <cuda_runtime.h>
+
 #include "math.h"
 #include "params.h"
+
+#define PG_DEVICE __device__ __forceinline__
 
 namespace prefgrpo {
 namespace {
 
 using namespace base;
 
-constexpr int kVector = 8;
+constexpr int kVector = 8, kAny = -1;
 
-// A view whose samples all start on 16 bytes may be read 8 elements at a time.
-__device__ __forceinline__ bool wide(const View& t) {
-  const int64_t size = t.dtype == kF32 ? 4 : 2;
-  return ((reinterpret_cast<uintptr_t>(t.data) | static_cast<uintptr_t>(t.stride * size)) & 15) == 0;
-}
+struct Raw {
+  uint32_t w[kVector];  // 16-bit elements fill the first four
+};
 
-__device__ __forceinline__ void unpack(uint32_t word, bool bf16, float& low, float& high) {
-  const uint16_t l = static_cast<uint16_t>(word), h = static_cast<uint16_t>(word >> 16);
-  low = bf16 ? bf16_to_float(l) : half_to_float(l);
-  high = bf16 ? bf16_to_float(h) : half_to_float(h);
-}
+// A tile of 1024 elements, 8 neighbours to a thread. Whole: all lie inside the sample, and every tensor of the launch
+// starts on 16 bytes; the same for the whole block.
+struct Tile {
+  int from, left;  // elements of the block before it, and from it on
+  bool whole;
 
-__device__ __forceinline__ void load(const View& t, int64_t i, int64_t k, int n, float (&out)[kVector]) {
-  const int64_t at = i * t.stride + k;
-  if (t.dtype == kF32) {
-    const float* p = static_cast<const float*>(t.data) + at;
-    if (n == kVector && wide(t)) {
-      const float4 a = *reinterpret_cast<const float4*>(p), b = *reinterpret_cast<const float4*>(p + 4);
-      out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w, out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
+  // How many of this thread's 8 lie inside the sample.
+  PG_DEVICE int count() const {
+    const int n = left - static_cast<int>(threadIdx.x) * kVector;
+    return n < 0 ? 0 : n < kVector ? n : kVector;
+  }
+};
+
+struct Values {
+  float v[kVector];
+  PG_DEVICE float& operator[](int j) { return v[j]; }
+  PG_DEVICE float operator[](int j) const { return v[j]; }
+};
+
+// One tensor as a thread of the kernel sees it; `raw` is the tile that was fetched or stored last.
+template <int kType>
+struct Stream {
+  const View& t;
+  char* p;  // this thread's first element
+  Raw raw{};
+
+  PG_DEVICE Stream(const View& view, int64_t i, int64_t block) : t(view) {
+    p = static_cast<char*>(t.data) + (i * t.stride + block + threadIdx.x * kVector) * size();
+  }
+
+  PG_DEVICE bool f32() const { return (kType == kAny ? t.dtype : kType) == kF32; }
+  PG_DEVICE bool bf16() const { return (kType == kAny ? t.dtype : kType) == kBF16; }
+  PG_DEVICE int size() const { return f32() ? 4 : 2; }
+
+  // Elements outside the sample are 0.
+  PG_DEVICE void fetch(const Tile& at) {
+    const char* q = p + at.from * size();
+    raw = {};
+    if (at.whole) {
+      const uint4 a = *reinterpret_cast<const uint4*>(q);
+      raw.w[0] = a.x, raw.w[1] = a.y, raw.w[2] = a.z, raw.w[3] = a.w;
+      if (!f32()) return;
+      const uint4 b = *reinterpret_cast<const uint4*>(q + 16);
+      raw.w[4] = b.x, raw.w[5] = b.y, raw.w[6] = b.z, raw.w[7] = b.w;
       return;
     }
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) out[j] = j < n ? p[j] : 0.f;
-    return;
+    const int n = at.count();
+    for (int j = 0; j < kVector; ++j) {
+      if (j >= n) continue;
+      if (f32())
+        raw.w[j] = reinterpret_cast<const uint32_t*>(q)[j];
+      else
+        raw.w[j / 2] |= static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(q)[j]) << (16 * (j % 2));
+    }
   }
-  const uint16_t* p = static_cast<const uint16_t*>(t.data) + at;
-  const bool bf16 = t.dtype == kBF16;
-  if (n == kVector && wide(t)) {
-    const uint4 a = *reinterpret_cast<const uint4*>(p);
-    unpack(a.x, bf16, out[0], out[1]), unpack(a.y, bf16, out[2], out[3]);
-    unpack(a.z, bf16, out[4], out[5]), unpack(a.w, bf16, out[6], out[7]);
-    return;
+
+  PG_DEVICE Values values() const {
+    Values y;
+    const bool full = f32(), brain = bf16();
+    if (full)
+      for (int j = 0; j < kVector; ++j) y[j] = from_bits(raw.w[j]);
+    else if (brain)
+      for (int j = 0; j < kVector; ++j) y[j] = from_bits(j % 2 ? raw.w[j / 2] & 0xffff0000u : raw.w[j / 2] << 16);
+    else
+      for (int j = 0; j < kVector; ++j) y[j] = half_to_float(static_cast<uint16_t>(raw.w[j / 2] >> (16 * (j % 2))));
+    return y;
   }
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) out[j] = j < n ? (bf16 ? bf16_to_float(p[j]) : half_to_float(p[j])) : 0.f;
-}
 
-__device__ __forceinline__ uint16_t narrow(float x, bool bf16) { return bf16 ? float_to_bf16(x) : float_to_half(x); }
-__device__ __forceinline__ uint32_t pack(float low, float high, bool bf16) {
-  return narrow(low, bf16) | static_cast<uint32_t>(narrow(high, bf16)) << 16;
-}
-
-__device__ __forceinline__ float rounded(float x, int32_t dtype) {
-  if (dtype == kF32) return x;
-  return dtype == kBF16 ? bf16_to_float(float_to_bf16(x)) : half_to_float(float_to_half(x));
-}
-
-__device__ __forceinline__ void store(const View& t, int64_t i, int64_t k, int n, const float (&y)[kVector]) {
-  const int64_t at = i * t.stride + k;
-  if (t.dtype == kF32) {
-    float* p = static_cast<float*>(t.data) + at;
-    if (n == kVector && wide(t)) {
-      reinterpret_cast<float4*>(p)[0] = make_float4(y[0], y[1], y[2], y[3]);
-      reinterpret_cast<float4*>(p)[1] = make_float4(y[4], y[5], y[6], y[7]);
+  // __stwb is an ordinary store that the compiler does not cut into the tail's narrow ones.
+  PG_DEVICE void store(const Tile& at, const Values& y) {
+    char* q = p + at.from * size();
+    const bool full = f32(), brain = bf16();
+    for (int j = 0; j < kVector; j += 2) {
+      if (full)
+        raw.w[j] = bits(y[j]), raw.w[j + 1] = bits(y[j + 1]);
+      else
+        raw.w[j / 2] = brain ? pack_bf16(y[j], y[j + 1]) : pack_half(y[j], y[j + 1]);
+    }
+    if (at.whole) {
+      __stwb(reinterpret_cast<uint4*>(q), make_uint4(raw.w[0], raw.w[1], raw.w[2], raw.w[3]));
+      if (full) __stwb(reinterpret_cast<uint4*>(q) + 1, make_uint4(raw.w[4], raw.w[5], raw.w[6], raw.w[7]));
       return;
     }
-#pragma unroll
-    for (int j = 0; j < kVector; ++j)
-      if (j < n) p[j] = y[j];
-    return;
+    const int n = at.count();
+    for (int j = 0; j < kVector; ++j) {
+      if (j >= n) continue;
+      if (full)
+        reinterpret_cast<uint32_t*>(q)[j] = raw.w[j];
+      else
+        reinterpret_cast<uint16_t*>(q)[j] = static_cast<uint16_t>(raw.w[j / 2] >> (16 * (j % 2)));
+    }
   }
-  uint16_t* p = static_cast<uint16_t*>(t.data) + at;
-  const bool bf16 = t.dtype == kBF16;
-  if (n == kVector && wide(t)) {
-    *reinterpret_cast<uint4*>(p) =
-        make_uint4(pack(y[0], y[1], bf16), pack(y[2], y[3], bf16), pack(y[4], y[5], bf16), pack(y[6], y[7], bf16));
-    return;
-  }
-#pragma unroll
-  for (int j = 0; j < kVector; ++j)
-    if (j < n) p[j] = narrow(y[j], bf16);
+};
+
+PG_DEVICE char* place(const View& t, int64_t i, int64_t k) {
+  return static_cast<char*>(t.data) + (i * t.stride + k) * (t.dtype == kF32 ? 4 : 2);
 }
 
-__device__ __forceinline__ float one(const View& t, int64_t i, int64_t k) {
-  const int64_t at = i * t.stride + k;
-  if (t.dtype == kF32) return static_cast<const float*>(t.data)[at];
-  const uint16_t h = static_cast<const uint16_t*>(t.data)[at];
+PG_DEVICE float one(const View& t, int64_t i, int64_t k) {
+  const char* p = place(t, i, k);
+  if (t.dtype == kF32) return *reinterpret_cast<const float*>(p);
+  const uint16_t h = *reinterpret_cast<const uint16_t*>(p);
   return t.dtype == kBF16 ? bf16_to_float(h) : half_to_float(h);
 }
 
-__device__ __forceinline__ void put(const View& t, int64_t i, int64_t k, float y) {
-  const int64_t at = i * t.stride + k;
+PG_DEVICE void put(const View& t, int64_t i, int64_t k, float y) {
+  char* p = place(t, i, k);
   if (t.dtype == kF32)
-    static_cast<float*>(t.data)[at] = y;
+    *reinterpret_cast<float*>(p) = y;
   else
-    static_cast<uint16_t*>(t.data)[at] = narrow(y, t.dtype == kBF16);
+    *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(t.dtype == kBF16 ? pack_bf16(y, 0.f) : pack_half(y, 0.f));
 }
 
 }  // namespace

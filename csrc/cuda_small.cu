@@ -1,10 +1,9 @@
 // CUDA kernels of the small ops: policy loss, group advantages, win rates. One block each, so one launch and no sync.
 //
-// Statistics are fp64 and two-pass, a group's members in the order of their index, as on the CPU. Invariant: every sum
-// has a fixed order; a missing value (NaN) or a masked sample enters none.
-#include <cuda_runtime.h>
-
-#include "cuda.h"
+// Statistics are fp64 and two-pass, a group's members in the order of their index, as on the CPU; ids in ascending
+// order (which a large batch is given) make them neighbours. Invariant: every sum has a fixed order; a missing value
+// (NaN) or a masked sample enters none.
+#include "cuda_launch.cuh"
 #include "math.h"
 
 namespace prefgrpo {
@@ -41,6 +40,7 @@ __device__ float block_min(float x) {
 }
 
 __global__ void __launch_bounds__(kThreads, 1) policy_kernel(const __grid_constant__ PolicyParams p) {
+  begin();
   double kept = 0;
   for (int64_t i = threadIdx.x; i < p.batch; i += kThreads) kept += !p.mask || p.mask[i];
   const double count = fmax(block_sum(kept), 1.0), norm = p.denominator != 0 ? p.denominator : count;
@@ -76,10 +76,26 @@ __device__ double read(const void* data, int32_t dtype, int64_t at) {
 // Which samples form the group of sample i: by id, or `size` neighbours (id null), or everyone (size 0).
 struct Members {
   const int64_t* id;
+  bool sorted;  // a group's ids are neighbours
   int64_t size, batch;
-  __device__ int64_t from(int64_t i) const { return id || !size ? 0 : i / size * size; }
-  __device__ int64_t to(int64_t i) const { return id || !size ? batch : i / size * size + size; }
-  __device__ bool has(int64_t i, int64_t j) const { return !id || id[i] == id[j]; }
+
+  // The first sample whose id is at least, or more than, i's.
+  __device__ int64_t bound(int64_t i, bool more) const {
+    int64_t low = 0, high = batch;
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      if (id[middle] < id[i] || (more && id[middle] == id[i]))
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return low;
+  }
+  __device__ int64_t from(int64_t i) const { return sorted ? bound(i, false) : id || !size ? 0 : i / size * size; }
+  __device__ int64_t to(int64_t i) const {
+    return sorted ? bound(i, true) : id || !size ? batch : i / size * size + size;
+  }
+  __device__ bool has(int64_t i, int64_t j) const { return sorted || !id || id[i] == id[j]; }
 };
 
 struct Stats {
@@ -89,12 +105,12 @@ struct Stats {
 
 __device__ Stats stats_of(const double* v, const Members& m, int64_t i, int ddof) {
   double n = 0, sum = 0, low = INFINITY, high = -INFINITY, squares = 0;
-  for (int64_t j = m.from(i); j < m.to(i); ++j) {
+  for (int64_t j = m.from(i), to = m.to(i); j < to; ++j) {
     if (!m.has(i, j) || isnan(v[j])) continue;
     n += 1, sum += v[j], low = fmin(low, v[j]), high = fmax(high, v[j]);
   }
   const double mean = sum / fmax(n, 1.0);
-  for (int64_t j = m.from(i); j < m.to(i); ++j)
+  for (int64_t j = m.from(i), to = m.to(i); j < to; ++j)
     if (m.has(i, j) && !isnan(v[j])) squares += (v[j] - mean) * (v[j] - mean);
   return {mean, sqrt(squares / fmax(n - ddof, 1.0)), high > low};
 }
@@ -102,14 +118,15 @@ __device__ Stats stats_of(const double* v, const Members& m, int64_t i, int ddof
 // The rank of v[i] in its group, in [0, 1], ties at the middle of their places.
 __device__ double rank_of(const double* v, const Members& m, int64_t i) {
   double n = 0, below = 0, equal = 0;
-  for (int64_t j = m.from(i); j < m.to(i); ++j) {
+  for (int64_t j = m.from(i), to = m.to(i); j < to; ++j) {
     if (!m.has(i, j) || isnan(v[j])) continue;
     n += 1, below += v[j] < v[i], equal += v[j] == v[i];
   }
   return isnan(v[i]) ? v[i] : (below + 0.5 * (equal - 1)) / fmax(n - 1, 1.0);
 }
 
-// out += weight · normalised(v); `scratch` may receive the ranks.
+// out += weight · normalised(v); `scratch` [3, B] receives ranks, and with sorted ids each group's mean and deviation
+// (−1: its values are equal) at its first member, so that no one adds up a group twice.
 __device__ void normalise(const double* v, const Members& m, int std_mode, double eps, int ddof, bool rank,
                           double weight, double* scratch, float* out) {
   if (rank) {
@@ -117,11 +134,19 @@ __device__ void normalise(const double* v, const Members& m, int std_mode, doubl
     __syncthreads();
     v = scratch;
   }
-  const Members all{nullptr, 0, m.batch};
+  double *means = scratch + m.batch, *deviations = means + m.batch;
+  for (int64_t i = threadIdx.x; m.sorted && i < m.batch; i += kThreads) {
+    if (m.from(i) != i) continue;
+    const Stats s = stats_of(v, m, i, ddof);
+    means[i] = s.mean, deviations[i] = s.spread ? s.deviation : -1.0;
+  }
+  __syncthreads();
+  const Members all{nullptr, false, 0, m.batch};
   const double overall = std_mode == kStdGlobal && m.batch ? stats_of(v, all, 0, ddof).deviation : 0;
   for (int64_t i = threadIdx.x; i < m.batch; i += kThreads) {
     if (isnan(v[i])) continue;
-    const Stats s = stats_of(v, m, i, ddof);
+    const int64_t lead = m.sorted ? m.from(i) : i;
+    const Stats s = m.sorted ? Stats{means[lead], deviations[lead], deviations[lead] != -1.0} : stats_of(v, m, i, ddof);
     if (!s.spread) continue;
     const double scale = std_mode == kStdGroup ? s.deviation + eps : std_mode == kStdGlobal ? overall + eps : 1.0;
     out[i] += static_cast<float>(weight * ((v[i] - s.mean) / scale));
@@ -149,8 +174,9 @@ __device__ bool missing(const AdvantageParams& p, int64_t i) {
 }
 
 __global__ void __launch_bounds__(kThreads, 1) advantage_kernel(const __grid_constant__ AdvantageParams p) {
+  begin();
   double *value = p.scratch, *other = p.scratch + p.batch;
-  const Members m{p.group, 0, p.batch};
+  const Members m{p.group, p.sorted != 0, 0, p.batch};
   bool any = false;
   for (int64_t r = 0; r < p.rewards; ++r) any |= p.weights[r] != 0;
   for (int64_t i = threadIdx.x; i < p.batch; i += kThreads) p.advantage[i] = 0;
@@ -166,6 +192,7 @@ __global__ void __launch_bounds__(kThreads, 1) advantage_kernel(const __grid_con
 }
 
 __global__ void __launch_bounds__(kThreads, 1) winrate_kernel(const __grid_constant__ WinrateParams p) {
+  begin();
   const int64_t n = p.prompts * p.group;
   for (int64_t i = threadIdx.x; i < n; i += kThreads) {
     double wins = 0, count = 0;
@@ -177,32 +204,16 @@ __global__ void __launch_bounds__(kThreads, 1) winrate_kernel(const __grid_const
     p.scratch[i] = rate, p.rate[i] = static_cast<float>(rate), p.advantage[i] = 0;
   }
   __syncthreads();
-  normalise(p.scratch, {nullptr, p.group, n}, p.std_mode, p.eps, p.ddof, false, 1.0, nullptr, p.advantage);
-}
-
-const char* status() {
-  const cudaError_t code = cudaGetLastError();
-  return code == cudaSuccess ? nullptr : cudaGetErrorString(code);
+  normalise(p.scratch, {nullptr, false, p.group, n}, p.std_mode, p.eps, p.ddof, false, 1.0, nullptr, p.advantage);
 }
 
 }  // namespace
 
 namespace cuda {
 
-const char* launch_policy(const PolicyParams& p, Stream s) {
-  policy_kernel<<<1, kThreads, 0, static_cast<cudaStream_t>(s)>>>(p);
-  return status();
-}
-
-const char* launch_advantage(const AdvantageParams& p, Stream s) {
-  advantage_kernel<<<1, kThreads, 0, static_cast<cudaStream_t>(s)>>>(p);
-  return status();
-}
-
-const char* launch_winrate(const WinrateParams& p, Stream s) {
-  winrate_kernel<<<1, kThreads, 0, static_cast<cudaStream_t>(s)>>>(p);
-  return status();
-}
+const char* launch_policy(const PolicyParams& p, Stream s) { return run(policy_kernel, 1, kThreads, s, p); }
+const char* launch_advantage(const AdvantageParams& p, Stream s) { return run(advantage_kernel, 1, kThreads, s, p); }
+const char* launch_winrate(const WinrateParams& p, Stream s) { return run(winrate_kernel, 1, kThreads, s, p); }
 
 }  // namespace cuda
 }  // namespace prefgrpo

@@ -101,46 +101,81 @@ struct Words {
   uint32_t x[4];
 };
 
+// The key of each round of Philox4x32-10.
+struct Keys {
+  uint32_t low[10], high[10];
+};
+
+PG_INLINE Keys keys_of(uint64_t seed) {
+  Keys k;
+  for (uint32_t round = 0; round < 10; ++round) {
+    k.low[round] = static_cast<uint32_t>(seed) + round * 0x9E3779B9u;
+    k.high[round] = static_cast<uint32_t>(seed >> 32) + round * 0xBB67AE85u;
+  }
+  return k;
+}
+
+struct Product {
+  uint32_t low, high;
+};
+
+PG_INLINE Product product(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)  // written as 64 bits, the compiler adds the constant's upper half, which is 0
+  Product p;
+  asm("{.reg .u64 t; mul.wide.u32 t, %2, %3; mov.b64 {%0, %1}, t;}" : "=r"(p.low), "=r"(p.high) : "r"(a), "r"(b));
+  return p;
+#else
+  const uint64_t p = static_cast<uint64_t>(a) * b;
+  return {static_cast<uint32_t>(p), static_cast<uint32_t>(p >> 32)};
+#endif
+}
+
 // Philox4x32-10 (Salmon et al., SC 2011).
-PG_INLINE Words philox(Words c, uint32_t k0, uint32_t k1) {
+PG_INLINE Words philox(Words c, const Keys& keys) {
 #if defined(__CUDA_ARCH__)
 #pragma unroll
 #else
 #pragma GCC unroll 10
 #endif
   for (int round = 0; round < 10; ++round) {
-    const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c.x[0];
-    const uint64_t p1 = static_cast<uint64_t>(0xCD9E8D57u) * c.x[2];
-    c = {{static_cast<uint32_t>(p1 >> 32) ^ c.x[1] ^ k0, static_cast<uint32_t>(p1),
-          static_cast<uint32_t>(p0 >> 32) ^ c.x[3] ^ k1, static_cast<uint32_t>(p0)}};
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+    const Product p = product(c.x[0], 0xD2511F53u), q = product(c.x[2], 0xCD9E8D57u);
+    c = {{q.high ^ c.x[1] ^ keys.low[round], q.low, p.high ^ c.x[3] ^ keys.high[round], p.low}};
   }
   return c;
 }
 
-// Word → uniform ((w >> 9) + ½)·2⁻²³: exact in fp32, never 0 or 1.
-PG_INLINE float uniform(uint32_t w) { return (static_cast<float>(static_cast<int32_t>(w >> 9)) + 0.5f) * 0x1p-23f; }
+// Word → uniform ((w >> 9) + ½)·2⁻²³: exact in fp32, never 0 or 1; by the bits of 1 + (w >> 9)·2⁻²³.
+PG_INLINE float uniform(uint32_t w) { return from_bits((w >> 9) + 0x3f800000u) - (1.0f - 0x1p-24f); }
 
-// ln u for u in (0, 1), about 1 ulp (polynomial of Cephes' logf).
-PG_INLINE float ln(float u) {
-  const uint32_t shifted = bits(u) - 0x3f3504f3u;  // exponent such that the mantissa lies in [√½, √2)
-  const int32_t e = static_cast<int32_t>(shifted) >> 23;
-  const float z = from_bits((shifted & 0x007fffffu) + 0x3f3504f3u) - 1.0f;
-  const float k = static_cast<float>(e);
-  float p = 7.0376836292e-2f;
-  p = fma_(p, z, -1.1514610310e-1f);
-  p = fma_(p, z, 1.1676998740e-1f);
-  p = fma_(p, z, -1.2420140846e-1f);
-  p = fma_(p, z, 1.4249322787e-1f);
-  p = fma_(p, z, -1.6668057665e-1f);
-  p = fma_(p, z, 2.0000714765e-1f);
-  p = fma_(p, z, -2.4999993993e-1f);
-  p = fma_(p, z, 3.3333331174e-1f);
+// −2 ln u for u in (0, 1), about 1 ulp: Cephes' logf, every constant times −2, which changes no rounding.
+PG_INLINE float minus_two_ln(float u) {
+  const uint32_t exponent = (bits(u) - 0x3f3504f3u) & 0xff800000u;  // such that the mantissa lies in [√½, √2)
+  const float z = from_bits(bits(u) - exponent) - 1.0f;
+  const float k = static_cast<float>(static_cast<int32_t>(exponent));  // times 2²³, exactly
+  float p = -2 * 7.0376836292e-2f;
+  p = fma_(p, z, -2 * -1.1514610310e-1f);
+  p = fma_(p, z, -2 * 1.1676998740e-1f);
+  p = fma_(p, z, -2 * -1.2420140846e-1f);
+  p = fma_(p, z, -2 * 1.4249322787e-1f);
+  p = fma_(p, z, -2 * -1.6668057665e-1f);
+  p = fma_(p, z, -2 * 2.0000714765e-1f);
+  p = fma_(p, z, -2 * -2.4999993993e-1f);
+  p = fma_(p, z, -2 * 3.3333331174e-1f);
   const float z2 = z * z;
-  float y = fma_(z * z2, p, k * -2.12194440e-4f);
-  y = fma_(z2, -0.5f, y);
-  return fma_(k, 0.693359375f, z + y);
+  const float y = fma_(z * z2, p, k * (-2 * -2.12194440e-4f * 0x1p-23f)) + z2;
+  return fma_(k, -2 * 0.693359375f * 0x1p-23f, fma_(z, -2.0f, y));
+}
+
+// √x, rounded to nearest, of a normal number: on the GPU the steps that the compiler takes after its range check.
+PG_INLINE float root(float x) {
+#if defined(__CUDA_ARCH__)
+  float r;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  const float s = x * r;
+  return fma_(fma_(-s, s, x), 0.5f * r, s);
+#else
+  return sqrtf(x);
+#endif
 }
 
 struct Pair {
@@ -149,14 +184,10 @@ struct Pair {
 
 // Box-Muller on two words: √(−2 ln u₀)·(cos, sin)(2π u₁), the angle reduced exactly in turns.
 PG_INLINE Pair normal_pair(uint32_t w0, uint32_t w1) {
-#if defined(__CUDA_ARCH__)
-  const float radius = __fsqrt_rn(-2.0f * ln(uniform(w0)));
-#else
-  const float radius = sqrtf(-2.0f * ln(uniform(w0)));
-#endif
-  const float t = uniform(w1);
-  const int32_t quadrant = static_cast<int32_t>(fma_(t, 4.0f, 0.5f));
-  const float x = fma_(static_cast<float>(quadrant), -0.25f, t) * 6.283185307179586f;
+  const float radius = root(minus_two_ln(uniform(w0)));
+  const float t = uniform(w1), shifted = fma_(t, 4.0f, 0x1.8p23f);  // the nearest quadrant in the lowest bits
+  const uint32_t quadrant = bits(shifted);
+  const float x = fma_(shifted - 0x1.8p23f, -0.25f, t) * 6.283185307179586f;
   const float z = x * x;
   float s = fma_(-1.9515295891e-4f, z, 8.3321608736e-3f);
   s = fma_(s, z, -1.6666654611e-1f);
@@ -164,9 +195,8 @@ PG_INLINE Pair normal_pair(uint32_t w0, uint32_t w1) {
   float c = fma_(2.443315711809948e-5f, z, -1.388731625493765e-3f);
   c = fma_(c, z, 4.166664568298827e-2f);
   c = fma_(c * z, z, fma_(z, -0.5f, 1.0f));
-  const bool odd = quadrant & 1;
-  const uint32_t flip_cos = static_cast<uint32_t>((quadrant + 1) & 2) << 30;
-  const uint32_t flip_sin = static_cast<uint32_t>(quadrant & 2) << 30;
+  const bool odd = quadrant & 0x80000001u;  // bit 31 is 0, and two bits make one instruction on the GPU
+  const uint32_t flip_sin = quadrant << 30 & 0x80000000u, flip_cos = ((quadrant << 30) + 0x40000000u) & 0x80000000u;
   const uint32_t cos_bits = bits(odd ? s : c) ^ flip_cos, sin_bits = bits(odd ? c : s) ^ flip_sin;
   return {radius * from_bits(cos_bits), radius * from_bits(sin_bits)};
 }
@@ -183,10 +213,16 @@ PG_INLINE uint32_t round_to_bf16(float x) {  // the bits of the rounded fp32: to
 PG_INLINE uint16_t float_to_bf16(float x) { return static_cast<uint16_t>(round_to_bf16(x) >> 16); }
 
 PG_INLINE float half_to_float(uint16_t h) {  // normal numbers by scaling, subnormals by subtraction
+#if defined(__CUDA_ARCH__)
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(h));
+  return y;
+#else
   const uint32_t w = static_cast<uint32_t>(h) << 16, two = w + w;
   const float normal = from_bits((two >> 4) + (0xE0u << 23)) * 0x1p-112f;
   const float subnormal = from_bits((two >> 17) | (126u << 23)) - 0.5f;
   return from_bits((w & 0x80000000u) | bits(two < (1u << 27) ? subnormal : normal));
+#endif
 }
 
 PG_INLINE uint16_t float_to_half(float x) {  // to nearest even, by adding a number that pushes out the low bits
@@ -197,6 +233,27 @@ PG_INLINE uint16_t float_to_half(float x) {  // to nearest even, by adding a num
   const uint32_t r = bits(from_bits((bias >> 1) + 0x07800000u) + scaled);
   const uint32_t magnitude = ((r >> 13) & 0x7C00u) + (r & 0x0FFFu);
   return static_cast<uint16_t>((w >> 16 & 0x8000u) | (two > 0xFF000000u ? 0x7E00u : magnitude));
+}
+
+// Two at once, `low` in the low half; the hardware differs in the bits of a NaN alone.
+PG_INLINE uint32_t pack_bf16(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t w;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(high), "f"(low));
+  return w;
+#else
+  return round_to_bf16(low) >> 16 | round_to_bf16(high);
+#endif
+}
+
+PG_INLINE uint32_t pack_half(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint32_t w;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(w) : "f"(high), "f"(low));
+  return w;
+#else
+  return float_to_half(low) | static_cast<uint32_t>(float_to_half(high)) << 16;
+#endif
 }
 
 // ---------------------------------------------------------------- policy loss, one sample

@@ -72,11 +72,12 @@ struct AdvantageParams {
   const void* values = nullptr;
   int32_t dtype = kF64;
   const int64_t* group = nullptr;   // [B]
+  int32_t sorted = 0;               // CUDA: whether equal groups are neighbours, in ascending order
   const double* weights = nullptr;  // [R]
   int32_t combine = 0, std_mode = 0, ddof = 0, rank = 0;
   double eps = 0;
   float* advantage = nullptr;  // [B]
-  double* scratch = nullptr;   // [2, B]
+  double* scratch = nullptr;   // CUDA: [4, B]
 };
 
 struct WinrateParams {

@@ -3,7 +3,7 @@
     x' = a·x + b·v + s·ε      logp = w · mean_D (x' − a·x − b·v)² + c
 
 One program takes BLOCK elements of one sample; partial sums are added by a second kernel in a fixed order. Invariant:
-16-bit values become fp32 right after the load and are rounded by `rounded` alone, on the device as in the interpreter.
+16-bit values become fp32 right after the load and are rounded by `save` alone, on the device as in the interpreter.
 """
 
 import triton
@@ -11,37 +11,28 @@ import triton.language as tl
 
 from prefgrpo.kernels.noise import addressed
 
-
-@triton.jit
-def rounded(y, ptr):
-    """y as the storage dtype of `ptr` holds it, in fp32 (to nearest even; NaN stays)."""
-    if ptr.dtype.element_ty == tl.bfloat16:
-        u = y.to(tl.uint32, bitcast=True)
-        r = ((u + 0x7FFF + ((u >> 16) & 1)) >> 16) << 16
-        r = tl.where((u & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, r)
-        return r.to(tl.uint32).to(tl.float32, bitcast=True)
-    elif ptr.dtype.element_ty == tl.float16:
-        return y.to(tl.float16).to(tl.float32)
-    else:
-        return y
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # whose own conversion to bf16 truncates
 
 
 @triton.jit
 def save(ptr, y, mask):
-    """Store fp32 `y`, already `rounded`, in the dtype of `ptr`."""
-    if ptr.dtype.element_ty == tl.bfloat16:
-        word = (y.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16)
+    """Store fp32 `y` in the dtype of `ptr`, to nearest even (NaN stays); fp32 of what is stored."""
+    if ptr.dtype.element_ty == tl.bfloat16 and INTERPRETED:
+        u = y.to(tl.uint32, bitcast=True)
+        word = (u + 0x7FFF + ((u >> 16) & 1)) >> 16
+        word = tl.where((u & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, word).to(tl.uint16)
         tl.store(ptr, word.to(tl.bfloat16, bitcast=True), mask=mask)
-    elif ptr.dtype.element_ty == tl.float16:
-        tl.store(ptr, y.to(tl.float16), mask=mask)
+        return (word.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
-        tl.store(ptr, y, mask=mask)
+        stored = y.to(ptr.dtype.element_ty)
+        tl.store(ptr, stored, mask=mask)
+        return stored.to(tl.float32)
 
 
 @triton.jit
 def read(ptr, mask):
     """fp32 of whatever dtype."""
-    if ptr.dtype.element_ty == tl.bfloat16:  # by its bits: the interpreter's own conversion loses subnormals
+    if ptr.dtype.element_ty == tl.bfloat16:  # by its bits: shorter when compiled, right when interpreted
         word = tl.load(ptr, mask=mask, other=0.0).to(tl.uint16, bitcast=True)
         return (word.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -103,14 +94,13 @@ def step_kernel(
     if NOISE == 2:
         step, sample = tl.load(step_ptr + i), tl.load(sample_ptr + i)
         y = mean + s * addressed(start, offset, step, sample, seed_low, seed_high, BLOCK, ALIGNED)
-    y = rounded(y, out_ptr)
     at = i * dim + k
-    save(out_ptr + at, y, mask)
+    y = save(out_ptr + at, y, mask)
     if MEAN:
         tl.store(mean_ptr + at, mean, mask=mask)
     if X0:
         sigma = tl.where(ok, tl.load(sigma_ptr + tl.where(ok, row, 0)), float("nan"))
-        save(x0_ptr + at, rounded(x - sigma * v, x0_ptr), mask)
+        save(x0_ptr + at, x - sigma * v, mask)
     d = tl.where(mask, y - mean, 0.0)
     tl.store(partial_ptr + pid, tl.sum(d * d, axis=0))
 
@@ -209,9 +199,9 @@ def grad_kernel(
         d += scaled(g, y - (a * x + b * read(old_ptr + i * old_stride + k, mask)))
     at = i * dim + k
     if PAIR:
-        save(du_ptr + at, rounded(to_u * d, du_ptr), mask)
+        save(du_ptr + at, to_u * d, mask)
         d = to_c * d
-    save(dv_ptr + at, rounded(d, dv_ptr), mask)
+    save(dv_ptr + at, d, mask)
 
 
 @triton.jit
@@ -242,7 +232,7 @@ def guide_kernel(
         dq = ratio.to(tl.float32)[:, None] * g - (ratio * along).to(tl.float32)[:, None] * q
         used = (tl.max(tl.abs(tl.where(g == g, g, 1.0)), axis=1) > 0)[:, None]  # a row whose dv is 0 gets 0
         dc = tl.where(used, to_c * dq + on_c.to(tl.float32)[:, None] * c, 0.0)
-        save(out_ptr + at, rounded(dc, out_ptr), mask)
-        save(du_ptr + at, rounded(tl.where(used, to_u * dq, 0.0), du_ptr), mask)
+        save(out_ptr + at, dc, mask)
+        save(du_ptr + at, tl.where(used, to_u * dq, 0.0), mask)
     else:
         tl.store(out_ptr + at, q * ratio.to(tl.float32)[:, None], mask=mask)

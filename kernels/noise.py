@@ -10,37 +10,39 @@ import triton.language as tl
 
 @triton.jit
 def uniform(word):
-    """((w >> 9) + ½)·2⁻²³."""
-    return ((word >> 9).to(tl.int32).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+    """((w >> 9) + ½)·2⁻²³, by the bits of 1 + (w >> 9)·2⁻²³."""
+    return ((word >> 9) + 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
 
 
 @triton.jit
-def ln(u):
-    """ln u for u in (0, 1) (polynomial of Cephes' logf)."""
-    shifted = u.to(tl.int32, bitcast=True) - 0x3F3504F3
-    k = (shifted >> 23).to(tl.float32)
-    z = ((shifted & 0x007FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True) - 1.0
-    p = tl.fma(tl.full(z.shape, 7.0376836292e-2, tl.float32), z, tl.full(z.shape, -1.1514610310e-1, tl.float32))
-    p = tl.fma(p, z, tl.full(z.shape, 1.1676998740e-1, tl.float32))
-    p = tl.fma(p, z, tl.full(z.shape, -1.2420140846e-1, tl.float32))
-    p = tl.fma(p, z, tl.full(z.shape, 1.4249322787e-1, tl.float32))
-    p = tl.fma(p, z, tl.full(z.shape, -1.6668057665e-1, tl.float32))
-    p = tl.fma(p, z, tl.full(z.shape, 2.0000714765e-1, tl.float32))
-    p = tl.fma(p, z, tl.full(z.shape, -2.4999993993e-1, tl.float32))
-    p = tl.fma(p, z, tl.full(z.shape, 3.3333331174e-1, tl.float32))
+def minus_two_ln(u):
+    """−2 ln u for u in (0, 1) (Cephes' logf, every constant times −2)."""
+    word = u.to(tl.int32, bitcast=True)
+    exponent = (word - 0x3F3504F3) & -0x800000
+    k = exponent.to(tl.float32)  # times 2²³
+    z = (word - exponent).to(tl.float32, bitcast=True) - 1.0
+    p = tl.fma(tl.full(z.shape, -1.40753672584e-1, tl.float32), z, tl.full(z.shape, 2.302922062e-1, tl.float32))
+    p = tl.fma(p, z, tl.full(z.shape, -2.335399748e-1, tl.float32))
+    p = tl.fma(p, z, tl.full(z.shape, 2.4840281692e-1, tl.float32))
+    p = tl.fma(p, z, tl.full(z.shape, -2.8498645574e-1, tl.float32))
+    p = tl.fma(p, z, tl.full(z.shape, 3.333611533e-1, tl.float32))
+    p = tl.fma(p, z, tl.full(z.shape, -4.000142953e-1, tl.float32))
+    p = tl.fma(p, z, tl.full(z.shape, 4.9999987986e-1, tl.float32))
+    p = tl.fma(p, z, tl.full(z.shape, -6.6666662348e-1, tl.float32))
     z2 = z * z
-    y = tl.fma(z * z2, p, k * -2.12194440e-4)
-    y = tl.fma(z2, tl.full(z.shape, -0.5, tl.float32), y)
-    return tl.fma(k, tl.full(z.shape, 0.693359375, tl.float32), z + y)
+    y = tl.fma(z * z2, p, k * 5.0591097283669839157e-11) + z2
+    y = tl.fma(z, tl.full(z.shape, -2.0, tl.float32), y)
+    return tl.fma(k, tl.full(z.shape, -1.6530975699424743652e-07, tl.float32), y)
 
 
 @triton.jit
 def normal_pair(w0, w1):
     """√(−2 ln u₀)·(cos, sin)(2π u₁)."""
-    radius = tl.sqrt_rn(-2.0 * ln(uniform(w0)))
+    radius = tl.sqrt_rn(minus_two_ln(uniform(w0)))
     t = uniform(w1)
-    quadrant = tl.fma(t, tl.full(t.shape, 4.0, tl.float32), tl.full(t.shape, 0.5, tl.float32)).to(tl.int32)
-    x = tl.fma(quadrant.to(tl.float32), tl.full(t.shape, -0.25, tl.float32), t) * 6.283185307179586
+    shifted = tl.fma(t, tl.full(t.shape, 4.0, tl.float32), tl.full(t.shape, 12582912.0, tl.float32))
+    quadrant = shifted.to(tl.int32, bitcast=True)  # in the lowest bits
+    x = tl.fma(shifted - 12582912.0, tl.full(t.shape, -0.25, tl.float32), t) * 6.283185307179586
     z = x * x
     s = tl.fma(tl.full(z.shape, -1.9515295891e-4, tl.float32), z, tl.full(z.shape, 8.3321608736e-3, tl.float32))
     s = tl.fma(s, z, tl.full(z.shape, -1.6666654611e-1, tl.float32))

@@ -66,30 +66,40 @@ def policy_kernel(
 
 
 @triton.jit
-def moments(v_ptr, id_ptr, own, batch, ddof, ALL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def span(span_ptr, batch, SORTED: tl.constexpr):
+    """Where this program's groups begin and end: `span_ptr` [2, programs] with sorted ids, else among everyone."""
+    if SORTED:
+        at = span_ptr + tl.program_id(0)
+        return tl.load(at), tl.load(at + tl.num_programs(0))
+    else:
+        return tl.zeros((), tl.int64), tl.zeros((), tl.int64) + batch
+
+
+@triton.jit
+def moments(v_ptr, id_ptr, own, start, end, ddof, ALL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """(mean, deviation, whether values differ) [ROWS] over the members of the groups `own`, or over everyone."""
     n = tl.zeros((ROWS,), tl.float64)
     sums = tl.zeros((ROWS,), tl.float64)
     low = tl.full((ROWS,), float("inf"), tl.float64)
     high = tl.full((ROWS,), float("-inf"), tl.float64)
-    for at in range(0, batch, BLOCK):
+    for at in range(start, end, BLOCK):
         j = at + tl.arange(0, BLOCK)
-        v = tl.load(v_ptr + j, mask=j < batch, other=float("nan"))
+        v = tl.load(v_ptr + j, mask=j < end, other=float("nan"))
         ok = (v == v)[None, :] & (own == own)[:, None]
         if not ALL:
-            ok = ok & (tl.load(id_ptr + j, mask=j < batch, other=0)[None, :] == own[:, None])
+            ok = ok & (tl.load(id_ptr + j, mask=j < end, other=0)[None, :] == own[:, None])
         n += tl.sum(ok.to(tl.float64), axis=1)
         sums += tl.sum(tl.where(ok, v[None, :], 0.0), axis=1)
         low = tl.minimum(low, tl.min(tl.where(ok, v[None, :], float("inf")), axis=1))
         high = tl.maximum(high, tl.max(tl.where(ok, v[None, :], float("-inf")), axis=1))
     mean = sums / tl.maximum(n, 1.0)
     squares = tl.zeros((ROWS,), tl.float64)
-    for at in range(0, batch, BLOCK):
+    for at in range(start, end, BLOCK):
         j = at + tl.arange(0, BLOCK)
-        v = tl.load(v_ptr + j, mask=j < batch, other=float("nan"))
+        v = tl.load(v_ptr + j, mask=j < end, other=float("nan"))
         ok = (v == v)[None, :] & (own == own)[:, None]
         if not ALL:
-            ok = ok & (tl.load(id_ptr + j, mask=j < batch, other=0)[None, :] == own[:, None])
+            ok = ok & (tl.load(id_ptr + j, mask=j < end, other=0)[None, :] == own[:, None])
         d = tl.where(ok, v[None, :] - mean[:, None], 0.0)
         squares += tl.sum(d * d, axis=1)
     return mean, tl.sqrt(squares / tl.maximum(n - ddof, 1.0)), high > low
@@ -97,23 +107,24 @@ def moments(v_ptr, id_ptr, own, batch, ddof, ALL: tl.constexpr, ROWS: tl.constex
 
 @triton.jit
 def normalise_kernel(
-    v_ptr, id_ptr, weight_ptr, out_ptr, rewards, batch, eps, ddof,
-    STD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    v_ptr, id_ptr, span_ptr, weight_ptr, out_ptr, rewards, batch, eps, ddof,
+    STD: tl.constexpr, SORTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out[i] = Σ_r weight_r · (v_ri − mean of i's group) / scale; STD: 0 group, 1 global, 2 none."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = i < batch
     own = tl.load(id_ptr + i, mask=inside, other=0)
+    start, end = span(span_ptr, batch, SORTED)
     acc = tl.zeros((ROWS,), tl.float64)
     for r in range(rewards):
         row = v_ptr + r * batch
         v = tl.load(row + i, mask=inside, other=float("nan"))
-        mean, deviation, spread = moments(row, id_ptr, own, batch, ddof, False, ROWS, BLOCK)
+        mean, deviation, spread = moments(row, id_ptr, own, start, end, ddof, False, ROWS, BLOCK)
         scale = tl.full((ROWS,), 1.0, tl.float64)
         if STD == 0:
             scale = deviation + eps
         if STD == 1:
-            _, overall, _ = moments(row, id_ptr, own, batch, ddof, True, ROWS, BLOCK)
+            _, overall, _ = moments(row, id_ptr, own, 0, batch, ddof, True, ROWS, BLOCK)
             scale = overall + eps
         good = (v == v) & spread
         acc += tl.where(good, tl.load(weight_ptr + r) * ((v - mean) / tl.where(good, scale, 1.0)), 0.0)
@@ -121,19 +132,20 @@ def normalise_kernel(
 
 
 @triton.jit
-def rank_kernel(v_ptr, id_ptr, out_ptr, batch, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def rank_kernel(v_ptr, id_ptr, span_ptr, out_ptr, batch, SORTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Rank in the group, in [0, 1], ties at the middle of their places; NaN stays NaN."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = i < batch
     own = tl.load(id_ptr + i, mask=inside, other=0)
     mine = tl.load(v_ptr + i, mask=inside, other=float("nan"))
+    start, end = span(span_ptr, batch, SORTED)
     n = tl.zeros((ROWS,), tl.float64)
     below = tl.zeros((ROWS,), tl.float64)
     equal = tl.zeros((ROWS,), tl.float64)
-    for at in range(0, batch, BLOCK):
+    for at in range(start, end, BLOCK):
         j = at + tl.arange(0, BLOCK)
-        v = tl.load(v_ptr + j, mask=j < batch, other=float("nan"))
-        ok = (v == v)[None, :] & (tl.load(id_ptr + j, mask=j < batch, other=0)[None, :] == own[:, None])
+        v = tl.load(v_ptr + j, mask=j < end, other=float("nan"))
+        ok = (v == v)[None, :] & (tl.load(id_ptr + j, mask=j < end, other=0)[None, :] == own[:, None])
         n += tl.sum(ok.to(tl.float64), axis=1)
         below += tl.sum((ok & (v[None, :] < mine[:, None])).to(tl.float64), axis=1)
         equal += tl.sum((ok & (v[None, :] == mine[:, None])).to(tl.float64), axis=1)

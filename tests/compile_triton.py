@@ -5,15 +5,18 @@ Run as a script, in a process without TRITON_INTERPRET: python compile_triton.py
 
 import json
 import re
-import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from prefgrpo.kernels import affine, noise, small
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+import sass_report
 
 
 def arguments(kernel):
@@ -28,7 +31,7 @@ def arguments(kernel):
             name = p.name.removesuffix("_ptr")
             wide = kernel in (small.normalise_kernel, small.rank_kernel)
             velocity = name in ("v", "u", "c", "ref", "old", "dv", "du")
-            ids = name in ("index", "sample", "step", "id")
+            ids = name in ("index", "sample", "step", "id", "span")
             kind = "i64" if ids else "fp64" if wide else "i8" if name == "mask" else "bf16" if velocity else "fp32"
             types[p.name] = f"*{kind}"
         else:
@@ -66,14 +69,16 @@ KERNELS = {
 }
 
 
-def resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, bytes of stack) of a cubin."""
-    tool = f"{triton.__path__[0]}/backends/nvidia/bin/cuobjdump"
+def resources(cubin: bytes) -> tuple[int, int, int]:
+    """(registers, bytes of stack, instructions from entry to exit as scripts/sass_report.py counts them) of a cubin."""
+    tools = f"{triton.__path__[0]}/backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
+        text = sass_report.run(f"{tools}/cuobjdump", "-res-usage", file.name)
+        graph = sass_report.blocks_of(sass_report.run(f"{tools}/nvdisasm", "-c", file.name).splitlines())
+    length = sum(len(graph[k].code) for k in sass_report.hot_path(graph)[0])
+    return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1]), length
 
 
 def main() -> None:
@@ -88,9 +93,11 @@ def main() -> None:
             attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}  # as a launch would find
             source = ASTSource(kernel, types, {(names.index(n),): value for n, value in fixed.items()}, attrs)
             done = triton.compile(source, target=GPUTarget("cuda", int(arch), 32), options={"enable_fp_fusion": False})
-            registers, stack = resources(done.asm["cubin"])
+            registers, stack, instructions = resources(done.asm["cubin"])
             ptx = done.asm["ptx"]
             line = {"kernel": name, "arch": int(arch), "registers": registers, "stack": stack}
+            if "BLOCK" in fixed and fixed["BLOCK"] == 2048:
+                line["instructions"] = instructions * 128 / 2048  # per element: of 4 warps
             line["wide"] = len(re.findall(r"ld\.global[.\w]*\.v4", ptx)), len(re.findall(r"st\.global[.\w]*\.v4", ptx))
             line["fused"] = len(re.findall(r"\bfma\.rn\.f32", ptx)) + len(
                 re.findall(r"\bfma\.rn\.f32x2", ptx)

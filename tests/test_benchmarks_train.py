@@ -13,7 +13,7 @@ from prefgrpo.tiny.pipelines import make
 def test_a_run_is_timed_weighed_and_counted(tmp_path):
     make("flux", tmp_path / "model")
     out = tmp_path / "out.json"
-    flags = ["--sides", "32", "--steps", "2", "--matmul", "128", "--out", str(out)]
+    flags = ["--sides", "32", "--steps", "2", "--matmul", "128", "--processes", "2", "--out", str(out)]
     bench_train.main(["--device", "cpu", "--model", str(tmp_path / "model"), *flags])
     found = json.loads(out.read_text())
     (run,) = found["runs"]
@@ -25,6 +25,8 @@ def test_a_run_is_timed_weighed_and_counted(tmp_path):
     done = 4 * (10 * forward + 4 * train)
     assert run["mfu"] == pytest.approx(done / whole / (found["matmul_tflops"] * 1e12), rel=1e-3)
     assert run["plan_gib"] > 0 and run["peak_gib"] > 0
+    one, two = found["processes"]
+    assert (one["processes"], one["waiting"], two["processes"]) == (1, 0.0, 2) and 0 <= two["waiting"] < 0.4
 
 
 def test_the_true_size():

@@ -100,6 +100,10 @@ def test_lora_start_is_seeded_and_leaves_the_random_state(folder):
     values = [torch.cat([p.flatten() for name, p in x.trainable() if "lora_A" in name]) for x in (a, b, c)]
     assert torch.equal(values[0], values[1]) and not torch.equal(values[0], values[2])
     assert all((p == 0).all() for name, p in a.trainable() if "lora_B" in name)
+    d = load(folder)
+    d.add_lora(4, 8.0, seed=1, init="gaussian")
+    normal = torch.cat([p.detach().flatten() for name, p in d.trainable() if "lora_A" in name])
+    assert float(normal.std()) == pytest.approx(1 / 4, rel=0.05) and float(normal.abs().max()) > 2.5 / 4, "N(0, 1 / r²)"
 
 
 def test_lora_mistakes(folder, tmp_path):

@@ -122,6 +122,32 @@ def test_gradient_against_fp64_autograd(backend, shape, batch, x_dtype, v_dtype,
 
 
 @each_backend
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("guidance", [None, (3.0, False, True)])
+def test_a_latent_of_a_megapixel(backend, x_dtype, guidance):
+    """As large as FLUX's at 1024² and a little more: several tiles per block, the last one not whole."""
+    c = make((4099, 64), 1, x_dtype, torch.bfloat16)
+    v, u = c.v.clone().requires_grad_(), c.u.clone().requires_grad_()
+    pair = guidance and Guidance(u, *guidance)
+    results = []
+    for block in (serve(backend), use_backend("torch")):
+        plain = pair and pair._replace(uncond=c.u)
+        with block:
+            given = affine_step(c.x, c.v, c.coef, c.index, noise=c.eps, guidance=plain)
+            drawn = affine_step(c.x, c.v, c.coef, c.index, noise=NoiseAddress(7, c.index), guidance=plain)
+            replay = affine_logp(c.x, v, given.x_next, c.coef, c.index, v_ref=c.v_ref, guidance=pair)
+            again = affine_logp(c.x, c.v, drawn.x_next, c.coef, c.index, guidance=plain)
+            gradient = torch.autograd.grad((replay.logp + replay.kl).sum(), (v, u) if pair else v)
+        if not results:
+            assert torch.equal(given.logp, replay.logp.detach()) and torch.equal(drawn.logp, again.logp)
+        results.append((given.x_next, drawn.x_next, given.logp, replay.kl.detach(), *gradient))
+    for k, (got, want) in enumerate(zip(*results, strict=True)):
+        close = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[got.dtype]
+        assert_close(got, want, close, close * float(want.abs().max()))
+        assert k > 0 or guidance or ulps(got, want) <= 1
+
+
+@each_backend
 @pytest.mark.parametrize("guidance", [None, (3.0, False, True)])
 def test_a_sample_has_the_same_bits_in_any_batch(backend, guidance):
     c = make((40, 60), 6, torch.float32, torch.bfloat16)

@@ -4,6 +4,8 @@ Why these cases: AdamW's moments, its step count, the warm-up and the moving ave
 continue bit by bit; and a gradient that is not finite must leave every weight as it was.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -53,6 +55,23 @@ def test_ten_updates_against_the_formulas_in_fp64():
         assert torch.allclose(p.double(), w[n], rtol=1e-4, atol=1e-6), n
         assert torch.allclose(policy.ema[n].double(), ema[n], rtol=1e-4, atol=1e-6), n
     assert policy.updates == 10 and all(p.grad is None for p in policy.params)
+
+
+def test_averages_move_when_they_are_due():
+    """The EMA every third update; the old policy when it is told, by its own decay."""
+    policy = Policy(parameters(), replace(TRAIN, ema_every=3), old=True)
+    start = [t.clone() for t in policy.ema.values()]
+    for step in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(start, policy.ema.values(), strict=True))
+        give_gradients(policy, step)
+        policy.update(ALONE)
+    average = [0.9 * a + 0.1 * p for a, p in zip(start, policy.params, strict=True)]
+    assert all(torch.allclose(a, b) for a, b in zip(average, policy.ema.values(), strict=True))
+    policy.follow(0.25)
+    slow = [0.25 * a + 0.75 * p for a, p in zip(start, policy.params, strict=True)]
+    assert all(torch.allclose(a, b) for a, b in zip(slow, policy.old.values(), strict=True))
+    policy.follow(0.0)
+    assert all(torch.equal(a, b) for a, b in zip(policy.params, policy.old.values(), strict=True))
 
 
 @pytest.mark.parametrize("at", [0, 2, 7])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tiny_run import collect, rows, settings, world
 
-from prefgrpo.config.schema import from_dict
+from prefgrpo.config.schema import ConfigError, from_dict
 from prefgrpo.objectives.base import Targets
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout.deal import deal_batches
@@ -115,6 +115,65 @@ def test_the_first_update_is_on_policy_to_the_last_bit(trainer, case):
     assert any(not torch.equal(a, b) for a, b in zip(weights, one.policy.params, strict=True))
 
 
+REUSE = {
+    "plain": {},
+    "kl, tied groups": {"train": {"kl_coef": 0.5}, "reward": {"spec": "HalfTied"}},
+    "two updates, guard": {"train": {"updates_per_rollout": 2, "objective": "grpo_guard"}},
+    "checkpointing, full": {"train": {"gradient_checkpointing": True, "lora_rank": 0, "lr": 1e-4}},
+}
+
+
+@pytest.mark.parametrize("case", REUSE)
+def test_reusing_the_forward_of_the_rollout_changes_no_bit(trainer, case):
+    """Against replaying: the same metrics and weights, with fewer forwards of the model."""
+    seen = []
+    for reuse in (True, False, "auto"):
+        over = {"eval": {"every": 0}} | REUSE[case]
+        over["train"] = {"steps": 2} | over.get("train", {}) | {"reuse_rollout_forward": reuse}
+        if "reward" in over:
+            over["reward"] = {"spec": f"{HERE}{over['reward']['spec']}"}
+        one, forwards = trainer(name=f"{case} {reuse}", **over), []
+        one.adapter.transformer.register_forward_pre_hook(lambda *_, forwards=forwards: forwards.append(1))
+        one.run()
+        metrics = [{k: v for k, v in row.items() if "time" not in k} for row in rows(one.folder.root)]
+        seen.append((metrics, [p.detach().clone() for p in one.policy.params], len(forwards)))
+    (metrics, weights, few), (want, true, many), (same, _, auto) = seen
+    assert metrics == want == same and all(torch.equal(a, b) for a, b in zip(weights, true, strict=True))
+    assert few == auto < many
+
+
+def test_the_kl_of_a_share_of_the_steps_is_unbiased(trainer, monkeypatch):
+    """The mean gradient over every choice of one of three steps is the gradient of the KL of all three."""
+    advantage = torch.randn(2, 4, generator=torch.Generator().manual_seed(2))
+    over = {"rollout": {"steps": 4}, "eval": {"every": 0}}
+
+    def gradient(fraction, chosen=None):
+        train = {"kl_coef": 0.7, "kl_fraction": fraction, "reuse_rollout_forward": False}
+        one, taken = trainer(name=f"kl {fraction} {chosen}", train=train, **over), []
+        moved(one)
+        batches = list(one.rollouts(0, lambda group, member, sample: None))
+        forwards = []
+        one.adapter.transformer.register_forward_pre_hook(lambda *_: forwards.append(1))
+        one.policy.update = lambda world: taken.append(torch.cat([p.grad.flatten() for p in one.policy.params])) or 0.0
+        if chosen is not None:
+            monkeypatch.setattr(
+                "prefgrpo.rollout.replay.subset", lambda steps, size, draw: steps[chosen : chosen + size]
+            )
+        one.update(0, batches, Targets.of(advantage))
+        return taken[0].double(), len(forwards)
+
+    whole, all_forwards = gradient(1.0)
+    parts = [gradient(0.34, chosen) for chosen in range(3)]
+    assert all_forwards == 2 * (3 + 3) and {count for _, count in parts} == {2 * (3 + 1)}
+    mean = sum(g for g, _ in parts) / 3
+    assert (mean - whole).norm() < 1e-5 * whole.norm() < 1e-2 * (parts[0][0] - whole).norm()
+
+
+def test_the_forward_of_the_rollout_cannot_always_be_reused(trainer):
+    with pytest.raises(ConfigError, match="reuse_rollout_forward: expected auto or false, got true: nft replays no"):
+        trainer(train={"objective": "nft", "reuse_rollout_forward": True})
+
+
 def around_loss(one, function):
     """Let the objective's loss go through function(loss, *its arguments)."""
     loss = function and partial(function, one.objective.loss)
@@ -132,7 +191,7 @@ def moved(one, scale=0.05):
 PLAIN_FORMULA = {
     "on-policy": {},
     "kl": {"train": {"kl_coef": 0.7}},
-    "off-policy and clipped": {"train": {"clip_range": 2e-4, "clip_range_high": 3e-4}},
+    "off-policy and clipped": {"train": {"clip_range": 2e-4, "clip_range_high": 3e-4, "reuse_rollout_forward": False}},
     "steps replayed at once": {"train": {"kl_coef": 0.7, "replay_batch": 99}},
     "kl, window, batches": {
         "train": {"kl_coef": 0.3, "adv_clip_max": 0.8},

@@ -230,10 +230,14 @@ class TrainConfig:
     """Training steps: one rollout of all prompts_per_step groups each."""
     max_minutes: NonNegativeFloat = 0.0
     """End after this many minutes of training; 0: no limit."""
+    stop_when: tuple[Literal["diversity", "order_inconsistency", "monitors"], ...] = ()
+    """End with a checkpoint at the first of these signs of reward hacking; none: only warn (docs/objectives.md)."""
     lora_rank: NonNegativeInt = 64
     """Rank of the LoRA on the transformer; 0: full fine-tuning."""
     lora_alpha: PositiveInt = 128
     """LoRA alpha; the update is scaled by alpha / rank."""
+    lora_init: Literal["kaiming", "gaussian"] = "kaiming"
+    """How LoRA's A starts (B is 0): Kaiming-uniform, or N(0, 1 / rank²) as peft's "gaussian" (Flow-GRPO)."""
     lora_targets: tuple[str, ...] = ()
     """Names of the Linear layers LoRA wraps, by their ending; empty: the family's own list."""
     target_components: tuple[str, ...] = ()
@@ -252,6 +256,9 @@ class TrainConfig:
     """Gradient norm is clipped to this."""
     updates_per_rollout: PositiveInt = 1
     """Optimiser updates per rollout, each on its share of the batches; the first is on-policy."""
+    update_slices: Literal["prompts", "members"] = "prompts"
+    """What each of these updates gets: its share of the prompts with all their images, or of every prompt its share of
+    the images (not for objectives that compare the members of a group)."""
     objective: str = "grpo"
     """What is optimised (docs/objectives.md): grpo, nft, awm, soft_dpo, …, or a class of your own, as file.py:Class."""
     objective_options: dict[str, Any] = field(default_factory=dict)
@@ -263,7 +270,15 @@ class TrainConfig:
     adv_clip_max: PositiveFloat = 5.0
     """Advantages are clamped to ± this."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL to the starting policy (LoRA switched off); 0: not computed."""
+    """Weight of the KL to the starting policy; 0: not computed. Of endpoint objectives it is mean_D (v − v_ref)²."""
+    kl_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the replayed steps whose KL is computed, drawn anew for every training step and weighted by its inverse:
+    the expected loss is the same, with fewer forwards of the reference. At least one step."""
+    kl_target: PositiveFloat | None = None
+    """Adapt kl_coef after every training step so that the KL comes to this: times
+    1 + kl_rate · clip(KL / kl_target − 1, −0.2, 0.2) (Ziegler et al. 2019); none: it stays."""
+    kl_rate: PositiveFloat = 0.1
+    """How fast."""
     kl_form: Literal["gaussian", "flow_grpo"] = "gaussian"
     """gaussian: mean_D (μ − μ_ref)² / 2s² with the step's variance s²; flow_grpo: that times |Δσ|, as in Flow-GRPO's
     SD3 and FLUX trainers, whose variance leaves out the length of the step."""
@@ -273,10 +288,16 @@ class TrainConfig:
     memory; the gradient is another one)."""
     ema_decay: Share = 0.0
     """Exponential moving average of the trained weights, used for evaluation and export; 0: none."""
+    ema_every: PositiveInt = 1
+    """Optimiser updates between two updates of the average."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     checkpointing_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the repeated blocks that gradient_checkpointing recomputes, evenly spread; the others stay in memory."""
+    reuse_rollout_forward: bool | Literal["auto"] = "auto"
+    """Keep the autograd graphs of the rollout's trained steps for the first update, which then needs no forward of its
+    own. auto: where that changes no bit (no batch loses some of its samples, as when batch_size divides group_size), if
+    the graphs take at most half of the memory that is free at the start."""
     replay_batch: NonNegativeInt = 0
     """Images per forward when stored steps are trained on: as many steps of a batch as fit are replayed at once. The
     first ratio is then 1 up to rounding only. 0: one step at a time, as in the rollout."""
@@ -440,6 +461,16 @@ def check(c: Config) -> list[str]:
             f"group_size, got {r.window_policy}, {r.batch_size} and {r.group_size}",
         ),
         (
+            not r.window_per_prompt or (t.updates_per_rollout <= r.prompts_per_step and t.update_slices == "prompts"),
+            "rollout.window_per_prompt: expected at most one update per prompt, and train.update_slices: prompts, got "
+            f"{t.updates_per_rollout} updates and {t.update_slices}",
+        ),
+        (
+            t.update_slices == "prompts" or t.updates_per_rollout <= r.group_size,
+            f"train.updates_per_rollout: expected at most group_size = {r.group_size} with train.update_slices: "
+            f"members, got {t.updates_per_rollout}",
+        ),
+        (
             r.shift is None or r.sigmas == "published",
             f"rollout.shift: with rollout.sigmas: pipeline the model folder's scheduler sets the shift; expected none, "
             f"got {r.shift}; set rollout.sigmas: published to train on sigmas of this shift",
@@ -457,6 +488,8 @@ def check(c: Config) -> list[str]:
             (c.judge.timeout_s or 0) <= (c.judge.deadline_s or math.inf),
             f"judge.deadline_s: expected at least judge.timeout_s ({c.judge.timeout_s}), got {c.judge.deadline_s}",
         ),
+        (t.kl_coef or t.kl_fraction == 1, f"train.kl_fraction: expected 1 without train.kl_coef, got {t.kl_fraction}"),
+        (t.kl_target is None or t.kl_coef, "train.kl_target: expected a train.kl_coef above 0 to start from, got 0"),
         (
             t.kl_form == "gaussian" or not r.rule.startswith(("cps", "ddim")),
             f"train.kl_form: {t.kl_form} divides by a variance per unit of σ, which rule {r.rule} does not have; "
@@ -508,14 +541,17 @@ def from_dict(content: Mapping[str, Any]) -> Config:
     return _checked(*_typed(content))
 
 
-def parse(recipe: str | Path, model: str = "", overrides: Mapping[str, Any] | None = None) -> tuple[Config, list[str]]:
-    """(configuration, mistakes in keys, types and limits) of a YAML recipe; wrong entries are left at their defaults.
+def parse(
+    recipe: str | Path | None, model: str = "", overrides: Mapping[str, Any] | None = None
+) -> tuple[Config, list[str]]:
+    """(configuration, mistakes in keys, types and limits) of a YAML recipe (None: of the defaults); wrong entries are
+    left at their defaults.
 
     model: replaces the recipe's. A folder may hold a recipe of its own, MODEL_VALUES, whose values then replace those
     that were written for another model (a tiny pipeline cannot draw 720 pixels). overrides: nested, stronger than both.
     `check` is left to the caller. Raises ConfigError if a file is missing or no YAML mapping.
     """
-    values, own = read_yaml(recipe), Path(model) / MODEL_VALUES
+    values, own = read_yaml(recipe) if recipe else {}, Path(model) / MODEL_VALUES
     if model and values.get("model") != model and own.is_file():
         values = merged(values, read_yaml(own))
     return _typed(merged(values, dict(overrides or {})))

@@ -11,7 +11,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -30,11 +30,18 @@ def has(transformer: nn.Module) -> bool:
     return NAME in getattr(transformer, "peft_config", {})
 
 
-def add(transformer: nn.Module, rank: int, alpha: float, targets: tuple[str, ...], seed: int) -> None:
+def add(
+    transformer: nn.Module,
+    rank: int,
+    alpha: float,
+    targets: tuple[str, ...],
+    seed: int,
+    init: Literal["kaiming", "gaussian"] = "kaiming",
+) -> None:
     """Inject LoRA layers into every Linear whose name ends in one of `targets`.
 
-    A is Kaiming-uniform (peft's default) from `seed`, B is 0, so the model does not change. Raises ValueError for a
-    second LoRA, a rank below 1, or a target that names no module.
+    A is Kaiming-uniform (peft's default), or of peft's "gaussian" N(0, 1 / rank²), from `seed`; B is 0, so the model
+    does not change. Raises ValueError for a second LoRA, a rank below 1, or a target that names no module.
     """
     from peft import LoraConfig
 
@@ -53,7 +60,10 @@ def add(transformer: nn.Module, rank: int, alpha: float, targets: tuple[str, ...
     for name, parameter in transformer.named_parameters():
         if ".lora_A." in name:
             start = torch.empty(parameter.shape)
-            nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
+            if init == "gaussian":
+                nn.init.normal_(start, std=1.0 / rank, generator=generator)
+            else:
+                nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
             parameter.data.copy_(start)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -61,10 +61,17 @@ class Weights:
         """The repeated blocks of a denoiser in their order; of nested ones, the innermost."""
         return innermost(module, self.repeated_blocks)
 
-    def add_lora(self, rank: int, alpha: float, targets: tuple[str, ...] | None = None, seed: int = 0) -> None:
+    def add_lora(
+        self,
+        rank: int,
+        alpha: float,
+        targets: tuple[str, ...] | None = None,
+        seed: int = 0,
+        init: Literal["kaiming", "gaussian"] = "kaiming",
+    ) -> None:
         """Inject trainable fp32 LoRA layers (A seeded, B = 0) into what trains; see `lora.add`."""
         for number, module in enumerate(self.modules().values()):
-            lora.add(module, rank, alpha, self.lora_targets if targets is None else targets, seed + number)
+            lora.add(module, rank, alpha, self.lora_targets if targets is None else targets, seed + number, init)
 
     def enable_full(self) -> None:
         """Train every weight of the denoisers, in fp32 masters."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -175,6 +176,18 @@ class Group(NamedTuple):
     def results(self) -> Results:
         """Advantage [B]."""
         return [self.rewards.new_empty(self.rewards.shape[1], dtype=torch.float32)]
+
+
+SCANNED = 4096
+"""The largest batch whose groups a GPU finds by comparing every id with every other; `sorted_groups` makes a larger one
+neighbours first."""
+
+
+def sorted_groups(a: Group, op: Callable[[Group], Results]) -> Results:
+    """The results of `op` in the order of `a`, from samples in ascending order of their group's id."""
+    order = a.group_ids.argsort(stable=True)
+    (out,) = op(a._replace(rewards=a.rewards[:, order], group_ids=a.group_ids[order]))
+    return [torch.empty_like(out).index_copy_(0, order, out)]
 
 
 class Winrate(NamedTuple):

@@ -76,8 +76,8 @@ def _too_wide(a: Affine) -> bool:
 
 
 def _guided(a: Any) -> Any:
-    """On CUDA a norm is restored in a launch of its own, and v is then the velocity itself."""
-    if not a.rescale or not rescaled_dim(a) or _on_cpu(a.x):
+    """On CUDA a norm that the kernels do not restore gets a launch of its own, and v is then the velocity itself."""
+    if not (length := a.rescale and rescaled_dim(a)) or _on_cpu(a.x) or _C.fuses_norm(length):
         return a
     v = torch.empty_like(a.x, dtype=torch.float32, memory_format=torch.contiguous_format)
     _guide(a, None, v, None)
@@ -165,10 +165,16 @@ def _real(t: Tensor) -> Tensor:
 
 def group_advantage(a: args.Group) -> Results:
     """`Group.results`."""
+    if _on_cpu(a.rewards) or a.rewards.shape[1] <= args.SCANNED:
+        return _group_advantage(a)
+    return args.sorted_groups(a, lambda ordered: _group_advantage(ordered, is_sorted=True))
+
+
+def _group_advantage(a: args.Group, is_sorted: bool = False) -> Results:
     r, ids, w = _real(a.rewards), a.group_ids.contiguous(), a.weights.double().contiguous()
-    results, scratch = a.results(), None if _on_cpu(r) else r.new_empty(2, r.shape[1], dtype=torch.float64)
+    results, scratch = a.results(), None if _on_cpu(r) else r.new_empty(4, r.shape[1], dtype=torch.float64)
     options = (_COMBINE(a.combine), _STD(a.std), a.eps, a.ddof, a.rank)
-    values = (r.data_ptr(), _CODE[r.dtype], ids.data_ptr(), w.data_ptr())
+    values = (r.data_ptr(), _CODE[r.dtype], ids.data_ptr(), is_sorted, w.data_ptr())
     _launch(_C.group_advantage, r, *r.shape, *values, *options, _ptr(scratch), *map(_ptr, results))
     return results
 

@@ -182,19 +182,23 @@ def policy_loss(a: args.Policy) -> Results:
     return results
 
 
-def _normalised(a: args.Group | args.Winrate, values: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _normalised(a: args.Group | args.Winrate, values: Tensor, ids: Tensor, weights: Tensor, is_sorted: bool) -> Tensor:
     """Σ_r weight_r · normalised(values_r), fp64 [B], of fp64 [R, B], by the options of `a`."""
     rewards, batch = values.shape
     out = torch.empty(batch, dtype=torch.float64, device=values.device)
     rows, block = 8, min(128, triton.next_power_of_2(max(batch, 16)))
-    grid, sizes = (triton.cdiv(batch, rows),), (rows, block)
+    grid, sizes, span = (triton.cdiv(batch, rows),), (is_sorted, rows, block), ids
+    if is_sorted:  # of each program: where its first sample's group begins, and where its last one's ends
+        ends = torch.arange(rows - 1, batch + rows - 1, rows, device=ids.device).clamp_max_(batch - 1)
+        first, last = ids[::rows].contiguous(), ids[ends]
+        span = torch.stack([torch.searchsorted(ids, first), torch.searchsorted(ids, last, right=True)])
     if isinstance(a, args.Group) and a.rank:
         ranked = torch.empty_like(values)
         for r in range(rewards):
-            small.rank_kernel[grid](values[r], ids, ranked[r], batch, *sizes, **_EXACT)
+            small.rank_kernel[grid](values[r], ids, span, ranked[r], batch, *sizes, **_EXACT)
         values = ranked
     mode = get_args(Std).index(a.std)
-    small.normalise_kernel[grid](values, ids, weights, out, rewards, batch, a.eps, a.ddof, mode, *sizes, **_EXACT)
+    small.normalise_kernel[grid](values, ids, span, weights, out, rewards, batch, a.eps, a.ddof, mode, *sizes, **_EXACT)
     return out
 
 
@@ -203,13 +207,19 @@ def group_advantage(a: args.Group) -> Results:
     """`Group.results`."""
     if not a.rewards.numel():
         return [torch.zeros(a.rewards.shape[1], device=a.rewards.device)]
+    if a.rewards.shape[1] > args.SCANNED:
+        return args.sorted_groups(a, lambda ordered: _group_advantage(ordered, is_sorted=True))
+    return _group_advantage(a, is_sorted=False)
+
+
+def _group_advantage(a: args.Group, is_sorted: bool) -> Results:
     r, w, ids = a.rewards.double(), a.weights.double(), a.group_ids.contiguous()
     r = torch.where((w != 0)[:, None], r, 0.0)
     missing = torch.isnan(r).any(0)
     if a.combine != "weighted_advantage_sum":
         r, w = reference.combined(r, w, a.combine)[None], (w != 0).any().double().view(1)
     r = torch.where(missing, torch.nan, r).contiguous()
-    return [_normalised(a, r, ids, w).float()]
+    return [_normalised(a, r, ids, w, is_sorted).float()]
 
 
 @_on_its_device
@@ -220,5 +230,5 @@ def winrate_advantage(a: args.Winrate) -> Results:
         return [rate.float(), rate.float()]
     ids = torch.arange(rate.shape[0], device=rate.device).repeat_interleave(rate.shape[1])
     one = torch.ones(1, dtype=torch.float64, device=rate.device)
-    advantage = _normalised(a, rate.reshape(1, -1), ids, one)
+    advantage = _normalised(a, rate.reshape(1, -1), ids, one, is_sorted=ids.numel() > args.SCANNED)
     return [rate.float(), advantage.float().view(rate.shape)]

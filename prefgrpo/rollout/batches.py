@@ -72,6 +72,8 @@ class Rollouts:
     world: World
     whole_groups: bool = False
     """Whether the objective needs all samples of a group on one index."""
+    keep_graph: bool = False
+    """Keep the autograd graphs of the first update's trained steps, which then need no second forward."""
 
     def groups(self, step: int) -> list[int]:
         """Numbers in the run, step · P + slot, of the groups that are scored on this index."""
@@ -173,6 +175,7 @@ class Rollouts:
             seed=self.config.seed,
             initial_sample=first if self.config.rollout.same_noise else None,
             keep_velocity=self.schedules.goal.keeps_velocity,
+            keep_graph=self.keep_graph and b.update == 0,
         )
         return _batch(b, sizes, schedule, condition, done)
 
@@ -191,7 +194,7 @@ class Rollouts:
         final, *rest = [transfer.wait().to(ids.device) for transfer in transfers]
         of_steps = (rest[n * len(each) : (n + 1) * len(each)] for n in range(len(kept)))
         steps = tuple(
-            Step(torch.full_like(ids, k), x, x_next, logp, (k,), *v)
+            Step(torch.full_like(ids, k), x, x_next, logp, (k,), v[0] if v else None)
             for k, (x, x_next, logp, *v) in zip(kept, of_steps, strict=True)
         )
         return _batch(new, sizes, schedule, condition, Trajectory(final, ids, steps))

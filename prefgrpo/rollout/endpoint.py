@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -56,6 +56,10 @@ class EndpointCollector:
         beside = ("anchor_error", "drift") if self.objective.anchor else ()
         return ("error", *beside, *(("kl",) if self.config.train.kl_coef else ()))
 
+    def with_kl_coef(self, value: float) -> EndpointCollector:
+        """The same with another train.kl_coef."""
+        return replace(self, config=replace(self.config, train=replace(self.config.train, kl_coef=value)))
+
     def accumulate(self, batches: Sequence[Batch], targets: Targets, samples: float) -> list[Tensor]:
         """Add the gradient of an update's batches of this rank; rows [update, samples, loss, *metrics], one a forward.
 
@@ -69,11 +73,12 @@ class EndpointCollector:
                 slopes = self._slopes(objective, batches, draw, targets)
             for batch in batches:
                 p = self.predict(batch, draw)
-                if isinstance(objective, PointwiseObjective):
+                if not batch.weight:
+                    loss = 0.0 * p.error.sum()
+                elif isinstance(objective, PointwiseObjective):
                     loss = objective.loss(train, p, signal[batch.slots, batch.members]).sum()
                 elif slopes:
-                    none = p.error.new_zeros(2)
-                    rows = [slopes.get(place, none) for place in zip(batch.slots, batch.members, strict=True)]
+                    rows = [slopes[place] for place in zip(batch.slots, batch.members, strict=True)]
                     slope, value = torch.stack(rows).unbind(1)
                     loss = (slope * p.error).sum()
                     loss = loss + (value.sum() - loss.detach())  # reported: the loss itself
@@ -163,7 +168,7 @@ class EndpointCollector:
         return noise - x0, self.adapter.velocity(x, shown, batch.condition, batch.sizes), on_device
 
     def times(self, batch: Batch, groups: Tensor, draw: int) -> tuple[Tensor, Tensor]:
-        """(t, the σ that the model is shown), both fp32 [B] on the host; groups: int64 [B] numbers in the run.
+        """(t, the σ that the model is shown), both fp32 [B] on the host; groups: int64 [B], step · P + slot.
 
         Where a family has several denoisers, all samples of a training step share t, so that a batch is of one.
         """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Literal
 
@@ -23,7 +23,7 @@ from prefgrpo.ops import affine_logp
 from prefgrpo.ops.reference import affine_kl
 from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.rollout import Step, stack
-from prefgrpo.sde.schedule import Schedule
+from prefgrpo.sde.schedule import Schedule, subset
 
 
 def stacked(
@@ -31,10 +31,10 @@ def stacked(
 ) -> list[Step]:
     """Steps of B samples each, as few forwards of up to `replay_batch` rows; 0, or less than 2 · B: each on its own.
 
-    A forward holds steps of one denoiser only.
+    A forward holds steps of one denoiser only. Steps with their rollout's graph, which need none, stay as they are.
     """
-    if not steps:
-        return []
+    if not steps or steps[0].graph is not None:
+        return list(steps)
     together = max(1, replay_batch // len(steps[0].index))
     out = []
     for _, group in groupby(steps, lambda step: adapter.expert(schedule.times[list(step.step_indices)], sampling)):
@@ -57,7 +57,7 @@ def replay(
     condition: of the B samples; it is repeated for stacked steps. kl: also the KL to the reference policy, by a second
     forward without gradient inside `reference()` (None: the adapter's, its LoRA switched off); 'flow_grpo': times |Δσ|
     of its step (train.kl_form). Of a step with its velocities, also GRPO-Guard's log-ratio and the KL to the policy
-    that made it. The gradient flows through the velocity only.
+    that made it. The gradient flows through the velocity only: that of a step's graph, or of a new forward.
     """
     if (count := len(step.step_indices)) > 1:
         condition = condition.tile(count)
@@ -66,7 +66,7 @@ def replay(
     if kl:
         with torch.no_grad(), (reference or adapter.reference)():
             v_ref = adapter.velocity(step.x, sigma, condition, sampling)
-    v, guidance = adapter.cond_uncond(step.x, sigma, condition, sampling)
+    v, guidance = step.graph or adapter.cond_uncond(step.x, sigma, condition, sampling)
     moved = None
     if step.v is not None:
         v, guidance = after_guidance(v, guidance), None
@@ -77,6 +77,10 @@ def replay(
         away = away * (-schedule.sigmas.diff()).to(away.device)[step.index]
     weight = None if schedule.weights is None else schedule.weights[step.index]
     return Replayed(out.logp, step.logp, away, out.log_ratio, moved, weight)
+
+
+KL_DRAWS = 2**62
+"""Draws of train.kl_fraction are numbered from here, far from those of windows."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,10 @@ class TrajectoryCollector:
         """What is reported of every forward."""
         return self.objective.metrics
 
+    def with_kl_coef(self, value: float) -> TrajectoryCollector:
+        """The same with another train.kl_coef."""
+        return replace(self, train=replace(self.train, kl_coef=value))
+
     def accumulate(self, batches: Sequence[Batch], targets: Targets, samples: float) -> list[Tensor]:
         """Add the gradient of an update's batches of this rank; rows [update, samples, loss, *metrics], one a forward.
 
@@ -105,13 +113,20 @@ class TrajectoryCollector:
         signal = self.objective.signal(train, targets)
         for batch in batches:
             steps = batch.trajectory.steps
-            adv = signal[batch.slots, batch.members]
+            adv = signal[batch.slots, batch.members].nan_to_num(0.0)  # a batch of weight 0 may hold samples left out
             limit = train.replay_batch
             if self.equal_forwards:
                 limit = limit // batch.sizes.batch_size * len(batch.slots)
-            for step in stacked(self.adapter, batch.schedule, steps, batch.sizes, limit):
-                kl = train.kl_form if train.kl_coef else ""
+            measured = self._kl_steps(batch)
+            parts = (
+                [s for s in steps if s.step_indices[0] in measured],
+                [s for s in steps if s.step_indices[0] not in measured],
+            )
+            for step in (s for part in parts for s in stacked(self.adapter, batch.schedule, part, batch.sizes, limit)):
+                kl = train.kl_form if step.step_indices[0] in measured else ""
                 new = replay(self.adapter, batch.schedule, batch.condition, step, batch.sizes, kl, self.reference)
+                if new.kl is not None:
+                    new = new._replace(kl=new.kl * (len(steps) / len(measured)))
                 together = len(step.step_indices)
                 out = self.objective.loss(train, new, adv.repeat(together), float(samples * len(steps)))
                 (out.loss * batch.weight).backward()
@@ -119,3 +134,13 @@ class TrajectoryCollector:
                 if batch.weight:
                     table.append(torch.cat([facts, out.loss.detach()[None], out.metrics]))
         return table
+
+    def _kl_steps(self, batch: Batch) -> set[int]:
+        """The steps of a batch whose KL enters the loss: the same for all samples of a training step."""
+        if not self.train.kl_coef:
+            return set()
+        steps = [step.step_indices[0] for step in batch.trajectory.steps]
+        count = max(1, round(self.train.kl_fraction * len(steps)))
+        r = batch.sizes
+        number = int(batch.trajectory.sample[0]) // (r.prompts_per_step * r.group_size)
+        return set(subset(steps, count, KL_DRAWS + number)) if count < len(steps) else set(steps)

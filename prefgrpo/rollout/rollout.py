@@ -15,6 +15,7 @@ from torch import Tensor
 
 from prefgrpo.models.base import Adapter, Condition, Sampling, after_guidance
 from prefgrpo.ops import NoiseAddress, affine_step
+from prefgrpo.ops.args import Guidance
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.sde.schedule import Schedule
 
@@ -35,12 +36,18 @@ class Step:
     """The same k on the host: one per equal block of rows (several after `stack`)."""
     v: Tensor | None = None
     """[B, …] velocity of the policy that made it, after guidance; None: not kept."""
+    graph: tuple[Tensor, Guidance | None] | None = None
+    """What the rollout's forward returned, with its autograd graph: a replay then needs no forward. None: not kept."""
 
     def select(self, rows: Tensor) -> Step:
         """The samples `rows` (int64) of one step: for dropping groups that teach nothing."""
         index, x, x_next, logp = (p.index_select(0, rows) for p in (self.index, self.x, self.x_next, self.logp))
-        v = None if self.v is None else self.v.index_select(0, rows)
-        return Step(index, x, x_next, logp, self.step_indices, v)
+        v, graph = None if self.v is None else self.v.index_select(0, rows), self.graph
+        if graph is not None:
+            c, pair = graph
+            uncond = None if pair is None else pair._replace(uncond=pair.uncond.index_select(0, rows))
+            graph = c.index_select(0, rows), uncond
+        return Step(index, x, x_next, logp, self.step_indices, v, graph)
 
 
 def stack(steps: Sequence[Step]) -> Step:
@@ -88,12 +95,14 @@ def rollout(
     latent_dtype: torch.dtype = torch.float32,
     initial_sample: Tensor | None = None,
     keep_velocity: bool = False,
+    keep_graph: bool = False,
 ) -> Trajectory:
     """Denoise B samples along `schedule` (on the adapter's device) for a batched condition [B, …].
 
     sample: int64 [B], the noise address, unique per sample over the run. seed: key of the run's noise. latent_dtype:
     of the latents as stored and as the model sees them. initial_sample: int64 [B] ids for the initial noise only
     (equal ids in a group: `init_same_noise`). keep_velocity: store the velocities of the stored steps too.
+    keep_graph: and the autograd graphs of their forwards.
     """
     ids = sample if initial_sample is None else initial_sample
     x = initial_latents(seed, ids, adapter.latent_shape(sampling))
@@ -102,11 +111,16 @@ def rollout(
     for k in range(schedule.steps):
         index = torch.full_like(sample, k)
         sigma = schedule.times[k].expand(sample.numel())
-        v, guidance = adapter.cond_uncond(x, sigma, condition, sampling)
         noise = NoiseAddress(seed, sample) if k in schedule.sde_steps else None
+        kept, graph = noise is not None and k in schedule.trained, None
+        with torch.set_grad_enabled(kept and keep_graph):
+            v, guidance = adapter.cond_uncond(x, sigma, condition, sampling)
+        if v.requires_grad:
+            graph, v = (v, guidance), v.detach()
+            guidance = None if guidance is None else guidance._replace(uncond=guidance.uncond.detach())
         step = affine_step(x, v, schedule.coef, index, noise=noise, out_dtype=latent_dtype, guidance=guidance)
-        if noise is not None and k in schedule.trained:
+        if kept:
             own = after_guidance(v, guidance) if keep_velocity else None
-            stored.append(Step(index, x, step.x_next, step.logp, (k,), own))
+            stored.append(Step(index, x, step.x_next, step.logp, (k,), own, graph))
         x = step.x_next
     return Trajectory(adapter.final(x, condition), sample, tuple(stored))

@@ -102,7 +102,7 @@ def trainable(config: Config, adapter: Adapter, world: World | None = None) -> A
     t = config.train
     if t.lora_rank:
         with config_errors_as("train.lora_targets"):
-            adapter.add_lora(t.lora_rank, t.lora_alpha, t.lora_targets or None, seed=config.seed)
+            adapter.add_lora(t.lora_rank, t.lora_alpha, t.lora_targets or None, config.seed, t.lora_init)
     else:
         adapter.enable_full()
     if t.gradient_checkpointing:

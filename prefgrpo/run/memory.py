@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -182,6 +183,27 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
         sizes = [sum(p.numel() for p in b.parameters() if id(p) in parted) for m in models for b in adapter.blocks(m)]
         parts["gathered"] = low * (sum(p.numel() for p in split) if config.parallel.keep_gathered else 2 * max(sizes))
     return parts
+
+
+def graph_bytes(config: Config, indices: int) -> int:
+    """Bytes of the autograd graphs that one of so many data-parallel indices keeps with train.reuse_rollout_forward."""
+    r, adapter = config.rollout, without_weights(config)[0]
+    _, known, (x, sigma, condition) = stand_ins(config, adapter, _source_count(config, type(adapter)))
+    with Weigh(known) as scale:
+        velocity = adapter.cond_uncond(x, sigma, condition, r)
+        one = scale.now()
+    del velocity
+    _clear_caches("prefgrpo.models")
+    first = Counter(b.index for b in deal_batches(config, [r] * r.prompts_per_step, indices) if b.update == 0)
+    return one * max(first.values()) * (r.window_size or len(window_range(r)))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a device; of a CPU this process's share of it."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // here
 
 
 def _dealt(config: Config, indices: int) -> tuple[int, int]:

@@ -65,7 +65,7 @@ class Policy:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.updates += 1
-        if self.ema:
+        if self.ema and self.updates % self.train.ema_every == 0:
             with torch.no_grad():
                 torch._foreach_lerp_(parts(self.ema.values()), parts(self.params), 1.0 - self.train.ema_decay)
         return norm
@@ -101,8 +101,8 @@ class Policy:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything a checkpoint keeps, by name."""
-        parts = {"param": self.parameters, "ema": self.ema, "old": self.old}
-        out = {f"{part}.{n}": t for part, tensors in parts.items() for n, t in tensors.items()}
+        kinds = {"param": self.parameters, "ema": self.ema, "old": self.old}
+        out = {f"{kind}.{n}": t for kind, tensors in kinds.items() for n, t in tensors.items()}
         for name, p in self.parameters.items():
             for key, value in self.optimizer.state.get(p, {}).items():
                 out[f"adamw.{key}.{name}"] = value
@@ -111,7 +111,7 @@ class Policy:
     def templates(self, names: Collection[str]) -> dict[str, Tensor]:
         """Tensors, as this process holds them, to read those of these names of a `state_dict()` into."""
         live = {f"param.{n}": p.detach() for n, p in self.parameters.items()}
-        live |= {f"ema.{n}": t for n, t in self.ema.items()} | {f"old.{n}": t for n, t in self.old.items()}
+        live |= {f"{kind}.{n}": t for kind in ("ema", "old") for n, t in getattr(self, kind).items()}
         moments = {f"adamw.{key}.{n}": p for n, p in self.parameters.items() for key in ("exp_avg", "exp_avg_sq")}
         return {n: live[n] if n in live else torch.zeros_like(moments[n]) for n in names if n in live or n in moments}
 

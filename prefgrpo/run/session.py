@@ -43,12 +43,20 @@ from prefgrpo.run import checkpoint, judging
 from prefgrpo.run.evaluate import Evaluator, held_out
 from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
 from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
-from prefgrpo.run.memory import known_bytes, without_weights
+from prefgrpo.run.memory import free_bytes, graph_bytes, known_bytes, without_weights
 from prefgrpo.run.policy import Policy
 from prefgrpo.run.run_folder import RunFolder
 
 FREE = (
-    *("train.steps", "train.max_minutes", "train.lr", "train.max_grad_norm", "checkpoint.every", "checkpoint.keep"),
+    *(
+        "train.steps",
+        "train.max_minutes",
+        "train.stop_when",
+        "train.lr",
+        "train.max_grad_norm",
+        "checkpoint.every",
+        "checkpoint.keep",
+    ),
     *("output", "name", "device", "gpus", "tensorboard", "data.cache", "memory.offload"),
     *("judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s"),
     *("judge.max_missing", "judge.patience_steps", "judge.log", "judge.cache", "judge.hedge_s"),
@@ -129,6 +137,8 @@ class Session:
     """Steps already done."""
     trained_s: float = 0.0
     """Seconds of training already spent."""
+    kl_coef: float | None = None
+    """What train.kl_target made of train.kl_coef; None: nothing yet."""
     notes: list[str] = field(default_factory=list)
     """What the start-up checks found, to be printed."""
 
@@ -180,7 +190,8 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     for number, (name, held) in enumerate(measured.items()):
         chosen = held_out(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
         evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers[name], world, folder)
-    rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world, goal.whole_groups)
+    graph = keeps_graph(config, goal, world)
+    rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world, goal.whole_groups, graph)
     collector = open_collector(config, goal, adapter, policy, world)
     session = Session(
         world, folder, adapter, policy, goal, collector, rollouts, scorer, weights, evaluators, judge, Interrupt(), lock
@@ -198,6 +209,24 @@ def open_policy(config: Config, goal: Objective, adapter: Adapter) -> Policy:
     old = goal.anchor == "old" or goal.sampled_by_old
     base = not config.train.lora_rank and (goal.anchor == "base" or config.train.kl_coef > 0)
     return Policy(dict(adapter.trainable()), config.train, old, base)
+
+
+def keeps_graph(config: Config, goal: Objective, world: World) -> bool:
+    """Whether the first update reuses the rollout's forwards. Raises ConfigError if it must and cannot."""
+    wanted, t = config.train.reuse_rollout_forward, config.train
+    obstacles = {
+        f"{t.objective} replays no steps": goal.collector != "trajectory",
+        "an old policy makes the rollouts": goal.sampled_by_old,
+        "parallel splits weights or tokens": world.mesh is not None,
+        "with train.lora_rank 0 the KL's reference takes the weights' place": bool(t.kl_coef and not t.lora_rank),
+    }
+    why = [reason for reason, there in obstacles.items() if there]
+    if wanted is True and why:
+        raise ConfigError([f"train.reuse_rollout_forward: expected auto or false, got true: {'; '.join(why)}"])
+    r, size = config.rollout, config.rollout.group_size
+    if wanted == "auto" and not why and size % r.batch_size == 0 and goal.per_group(size) == size:
+        return graph_bytes(config, world.dp_size) <= free_bytes(world.device) / 2
+    return wanted is True
 
 
 def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Policy, world: World) -> Collector:
@@ -224,7 +253,14 @@ def _objective_mistakes(config: Config) -> list[str]:
         return error.mistakes
     except ValueError as error:
         return [f"train.objective: {error}"]
-    wrong = [f"train.objective_options.{mistake}" for mistake in goal.mistakes(config.rollout.group_size)]
+    r, wrong = config.rollout, [f"train.objective_options.{one}" for one in goal.mistakes(config.rollout.group_size)]
+    slices = config.train.update_slices == "members" and config.train.updates_per_rollout > 1
+    if goal.whole_groups and (slices or config.train.updates_per_rollout > r.prompts_per_step):
+        problem = f"{config.train.objective} compares the members of a group: expected update_slices: prompts"
+        wrong.append(
+            f"train.updates_per_rollout: {problem} and at most rollout.prompts_per_step = {r.prompts_per_step}, got "
+            f"{config.train.updates_per_rollout} with {config.train.update_slices}"
+        )
     if goal.needs_comparisons and not judging.trains_on_pairs(config):
         wanted = f"{config.train.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
         wrong.append(f"reward.spec: {wanted}, with a weight above 0, got {config.reward.spec!r}")
@@ -308,7 +344,7 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
                 "resume with the old file, or choose another --name"
             )
         session.policy.load_state_dict(tensors, meta["updates"])
-        session.start, session.trained_s = meta["step"], meta["trained_s"]
+        session.start, session.trained_s, session.kl_coef = meta["step"], meta["trained_s"], meta.get("kl_coef")
         session.notes.append(f"resumed from {path}")
     elif resume:
         session.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
@@ -341,11 +377,12 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
     else:
         share = f"{held['dev']} of {count + held['dev']} prompts are held out (eval.holdout {e.holdout:g})"
         yield f"{share}: evaluated on every {e.every} steps, never trained on"
+    if session.rollouts.keep_graph:
+        yield "the first update of each step reuses the rollout's forwards (train.reuse_rollout_forward)"
     if waits := idle(config, session.world.dp_size):
         yield waits
     parts, device = known_bytes(config, adapter, session.world.size), session.world.device
-    total, pages = sum(parts.values()), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = (torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else pages) / 2**30
+    total, free = sum(parts.values()), free_bytes(device) / 2**30
     unit, name = (2**30, "GiB") if total >= 2**30 else (2**20, "MiB")
     listed = " + ".join(f"{part} {size / unit:.3g}" for part, size in parts.items())
     yield (

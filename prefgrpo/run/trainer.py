@@ -42,6 +42,7 @@ from prefgrpo.run.metrics import (
 )
 from prefgrpo.run.policy import NonFiniteGradient
 from prefgrpo.run.session import Clock, open_session, peak_memory
+from prefgrpo.run.signs import DIVERSITY, pixel_distance
 
 REASONS_SHOWN = 3
 """Most frequent reasons for missing rewards that a step prints; ten times as many in a run."""
@@ -78,9 +79,16 @@ class TrainingLoop:
         self.evaluators = self.session.evaluators
         self.product = self.folder.product(lora=config.train.lora_rank > 0)
         self.log = Log(
-            self.folder, config.train.steps, self.session.start, tensorboard=config.tensorboard, active=self.world.main
+            self.folder,
+            config.train.steps,
+            self.session.start,
+            tensorboard=config.tensorboard,
+            active=self.world.main,
+            trained=[name for name, weight in self.session.weights.items() if weight],
         )
         self.objective, self.collector = self.session.objective, self.session.collector
+        if self.session.kl_coef is not None:
+            self.collector = self.collector.with_kl_coef(self.session.kl_coef)
         self.evaluation: dict[str, float] = {}
         """Metrics of the last evaluation."""
         self.verdict = ""
@@ -104,7 +112,7 @@ class TrainingLoop:
                 evaluator.start(resumed=done > 0)
                 if not done:
                     self._evaluate(0, name)
-            while done < c.train.steps and not self._out_of_time():
+            while done < c.train.steps and not self._out_of_time() and not self._hacked():
                 clock = Clock()
                 metrics = self._guarded_step(done, clock)
                 done += 1
@@ -143,8 +151,16 @@ class TrainingLoop:
         advantage, metrics = self.advantages(step + 1, scores)
         with clock.phase("update"):
             metrics |= self.update(step, batches, self._targets(advantage, scores))
+            metrics |= self._adapt_kl(metrics)
             self.policy.follow(self.objective.old_decay(step))
-        return metrics | over_ranks(scores.metrics, self.world)
+        return metrics | self._diversity(len(groups)) | over_ranks(scores.metrics, self.world)
+
+    def _diversity(self, groups: int) -> dict[str, float]:
+        """How far the images of a group are apart, mean over the groups of the step."""
+        local = np.full(groups, np.nan)
+        for k, made in enumerate(self.scorer.samples.values()):
+            local[k] = pixel_distance(np.stack([made[g].media.pixels for g in sorted(made)]))
+        return {DIVERSITY: float(self.world.gather_slots(local, self.config.rollout.prompts_per_step).mean())}
 
     def close(self) -> None:
         """Close the log and the session."""
@@ -169,6 +185,14 @@ class TrainingLoop:
     def _out_of_time(self) -> bool:
         limit = self.config.train.max_minutes * 60
         return limit > 0 and self.world.any(self.session.trained_s >= limit)
+
+    def _hacked(self) -> bool:
+        """Whether one of train.stop_when was seen."""
+        if not (seen := self.log.seen & set(self.config.train.stop_when)) and not self.config.train.stop_when:
+            return False
+        if seen:
+            self.log.say(f"training ends here (train.stop_when): {', '.join(sorted(seen))}")
+        return self.world.any(bool(seen))
 
     # ---- advantages -------------------------------------------------------------------------------------------------
 
@@ -258,6 +282,18 @@ class TrainingLoop:
             "samples_trained": float(keep.sum()),
         }
 
+    def _adapt_kl(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Move the weight of the KL towards train.kl_target, which is the weight of the next step; it is reported."""
+        train = self.config.train
+        if train.kl_target is None:
+            return {}
+        used = self.session.kl_coef or train.kl_coef
+        if metrics["samples_trained"]:
+            error = min(max(metrics["policy/kl"] / train.kl_target - 1.0, -0.2), 0.2)
+            self.session.kl_coef = used * (1.0 + train.kl_rate * error)
+            self.collector = self.collector.with_kl_coef(self.session.kl_coef)
+        return {"policy/kl_coef": used}
+
     # ---- what is written --------------------------------------------------------------------------------------------
 
     def _report(self, step: int, metrics: dict[str, float], clock: Clock) -> None:
@@ -320,6 +356,7 @@ class TrainingLoop:
             "updates": self.policy.updates,
             "trained_s": self.session.trained_s,
             "prompts": fingerprint(self.rollouts.prompts),
+            "kl_coef": self.session.kl_coef,
         }
         state, keep, product = self.policy.state_dict(), self.config.checkpoint.keep, self.product.name
         checkpoint.save(self.folder, done, state, meta, lambda f: self._export(f / product, copies), keep, self.world)

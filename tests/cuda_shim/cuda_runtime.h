@@ -20,7 +20,6 @@
 #define __grid_constant__
 #define __shared__ static
 #define threadIdx (cuda_shim::me->thread)
-#define blockIdx (cuda_shim::block)
 
 struct float4 {
   float x, y, z, w;
@@ -31,22 +30,24 @@ struct uint4 {
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
 
-namespace cuda_shim {
-
-struct Index {
-  unsigned x = 0;
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
+
+inline dim3 blockIdx, gridDim;
+
+namespace cuda_shim {
 
 struct Fiber {
   ucontext_t context;
   std::unique_ptr<char[]> stack;
-  Index thread;
+  dim3 thread;
   bool done = false;
   int waits = 0;  // how many barriers of the present kind it has reached
   double slot = 0;
 };
 
-inline Index block;
 inline Fiber* me = nullptr;
 inline std::vector<Fiber> fibers;
 inline ucontext_t scheduler;
@@ -69,15 +70,15 @@ inline void barrier(unsigned from, unsigned to) {
   }
 }
 
-inline void launch(unsigned blocks, unsigned threads, const std::function<void()>& kernel) {
+inline void launch(dim3 blocks, unsigned threads, const std::function<void()>& kernel) {
   constexpr size_t kStack = 64 << 10;
-  body = &kernel;
+  body = &kernel, gridDim = blocks;
   if (fibers.size() != threads) {
     fibers = std::vector<Fiber>(threads);
     for (Fiber& f : fibers) f.stack.reset(new char[kStack]);
   }
-  for (unsigned b = 0; b < blocks; ++b) {
-    block.x = b;
+  for (unsigned b = 0; b < blocks.x * blocks.y; ++b) {
+    blockIdx.x = b % blocks.x, blockIdx.y = b / blocks.x;
     for (unsigned t = 0; t < threads; ++t) {
       Fiber& f = fibers[t];
       f.done = false, f.waits = 0, f.thread.x = t;
@@ -117,10 +118,34 @@ template <class T>
 T __ldcg(const T* p) {
   return *p;
 }
+template <class T>
+void __stwb(T* p, T value) {
+  *p = value;
+}
 
 using cudaStream_t = void*;
 using cudaError_t = int;
 constexpr int cudaSuccess = 0;
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaGetDevice(int*) { return 1; }
+enum { cudaDevAttrComputeCapabilityMajor, cudaLaunchAttributeProgrammaticStreamSerialization };
+inline cudaError_t cudaDeviceGetAttribute(int*, int, int) { return 1; }
+struct cudaLaunchAttribute {
+  int id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+template <class... Taken, class... Given>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Taken...), const Given&... given) {
+  cuda_shim::launch(config->gridDim, config->blockDim.x, [&] { kernel(given...); });
+  return cudaSuccess;
+}
 inline const char* cudaGetErrorString(cudaError_t) { return ""; }
 using std::isnan;

@@ -6,7 +6,6 @@ module takes the place of prefgrpo._C before anything imports it; launches of th
 
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 import sysconfig
@@ -16,7 +15,6 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parent.parent / "csrc"
-LAUNCH = re.compile(r"(\w+(?:<\w+>)?)<<<(.+?), kThreads, 0, .+?>>>\((.*?)\);", re.DOTALL)
 
 
 def built(folder: Path) -> Path:
@@ -26,13 +24,7 @@ def built(folder: Path) -> Path:
     flags = ["-std=c++17", "-O1", "-fPIC", "-mfma", "-ffp-contract=off", "-fvisibility=hidden", '-DPG_CUDA="shim"']
     flags += [f"-I{p}" for p in (HERE, CSRC, pybind11.get_include(), sysconfig.get_paths()["include"])]
     jobs = [(CSRC / "bindings.cpp", ()), (CSRC / "cpu.cpp", ()), (CSRC / "cpu_kernels.cpp", ("-DPG_ISA=plain",))]
-    for name in ("cuda_affine", "cuda_small"):
-        text, count = LAUNCH.subn(
-            r"cuda_shim::launch(\2, kThreads, [&] { \1(\3); });", (CSRC / f"{name}.cu").read_text()
-        )
-        assert count and "<<<" not in text
-        (folder / f"{name}.cpp").write_text(text)
-        jobs.append((folder / f"{name}.cpp", ()))
+    jobs += [(CSRC / f"{name}.cu", ("-x", "c++")) for name in ("cuda_affine", "cuda_small")]
     objects = [folder / f"{source.stem}.o" for source, _ in jobs]
     running = [
         subprocess.Popen(["g++", *flags, *more, "-c", str(source), "-o", str(out)])
