@@ -30,13 +30,13 @@ from prefgrpo.objectives.base import Targets
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.context import undivided
 from prefgrpo.parallel.mesh import Layout
-from prefgrpo.parallel.shard import gathered, whole
+from prefgrpo.parallel.shard import gathered, parts, whole
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.run.loading import open_adapter, trainable, unsupported
-from prefgrpo.run.memory import without_weights
+from prefgrpo.run.memory import known_bytes, without_weights
 from prefgrpo.run.metrics import FACTS
 from prefgrpo.run.policy import Policy
 from prefgrpo.run.session import open_schedules
@@ -120,6 +120,14 @@ def one_step(config, world):
 
     policy.optimizer.step = note_gradients
     policy.update(world)
+    known, models = known_bytes(config, adapter, world.size), adapter.pipe.components.values()
+    moments = [t for state in policy.optimizer.state.values() for key, t in state.items() if key != "step"]
+    for kind, tensors in (
+        ("weights", [p for model in models if isinstance(model, torch.nn.Module) for p in model.parameters()]),
+        ("optimiser", [*policy.params, *moments, *policy.ema.values()]),  # a gradient is as large as its parameter
+    ):
+        held = sum(t.numel() * t.element_size() for t in parts(tensors))
+        assert known[kind] == pytest.approx(held, rel=0.1), (kind, known, held)
     media = dict(world.gather_items((place, torch.from_numpy(pixels).float()) for place, pixels in media.items()))
     return {
         "samples": {place: [*stored, media[place]] for place, stored in world.gather_items(samples.items())},
@@ -201,14 +209,24 @@ def test_a_layout_changes_nothing_in_any_family(place):
     all_end(ranks(place / "others.yaml", 2, hook=cells, PLACE=str(place), FAMILY=families), 1500)
 
 
+def compiled():
+    """In the new process: compiled and split blocks against eager and whole ones."""
+    torch.set_num_threads(1)
+    place, layout = os.environ["PLACE"], {"shard": 2}
+    want = one_step(settings(place, "flux", True, "fp32", {}), ALONE)
+    config = replace(settings(place, "flux", True, "fp32", layout), compile=True)
+    got = one_step(config, parallel.start("cpu", config))
+    assert got["moved"] <= 1e-6, "rollout and replay run different graphs"
+    compare("compiled", got | {"moved": 0.0}, want, bits=False)
+    os._exit(0)
+
+
+@pytest.mark.dist
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_compiled_blocks_train_as_eager_ones(place):
     """The same graph in rollout and replay, or the first ratio would not be 1; gradients are those of eager blocks."""
-    config = settings(place, "flux", True, "fp32", {})
-    want, got = (one_step(c, ALONE) for c in (config, replace(config, compile=True)))
-    assert got["moved"] <= 1e-6
-    compare("compiled", got | {"moved": 0.0}, want, bits=False)
+    all_end(ranks(place / "compiled.yaml", 2, hook=compiled, PLACE=str(place)), 1700)
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------------------

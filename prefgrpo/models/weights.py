@@ -114,9 +114,11 @@ class Weights:
         modules: list[Any] = list(self.modules().values())
         for module in modules:
             module.disable_adapters()
+        compiled, self.compiled = self.compiled, False  # nothing trains, so there is no graph of training
         try:
             yield
         finally:
+            self.compiled = compiled
             for module in modules:
                 module.enable_adapters()
 
