@@ -23,6 +23,7 @@ MANY = pytest.mark.parametrize("count", [700, pytest.param(14_500, marks=pytest.
 KINDS = (*PAIR_ANSWERS, "scores", "json", "text")
 TEMPLATES = {name: load_template(name, ("media_1",), ("prompt", "media_2", "source"), KINDS) for name in (
     "think", "edit_pairwise", "flex", "unifiedreward", "unifiedreward_sglang", "qwenvl", "edit_quality")}  # fmt: skip
+TEMPLATES["unigenbench"] = load_template("unigenbench", ("media_1", "checkpoints"), ("prompt",), ("marks",))
 TEMPLATES["plain"] = replace(TEMPLATES["think"], answer="plain")
 
 # {k}: 1 or 2; {n}: image, Image, edited image …; none of these is a verdict
@@ -213,6 +214,15 @@ OTHER = {
     ("edit_quality", '{"score": [1, 2], "score": [3, 4]}'): None,
     ("edit_quality", "[1, 2]"): None,
     **{("edit_quality", f'{{"score": [{bad}, 3]}}'): None for bad in BAD_JSON},
+    ("unigenbench", "<analysis>['it's [1, 1]']</analysis>\n<score>[1, 0, 1]</score>"): (1.0, 0.0, 1.0),
+    ("unigenbench", "<think><score>[0]</score></think><SCORE>\n[ 1 ,\n0, ]\n</SCORE></description>"): (1.0, 0.0),
+    ("unigenbench", "[1, 0]"): None,
+    ("unigenbench", "<score>[1, 0]"): None,
+    ("unigenbench", "<score>[1]</score><score>[0]</score>"): None,
+    **{
+        ("unigenbench", f"<score>{bad}</score>"): None
+        for bad in ("", "[]", "1, 0", "[1, 2]", "[1, 0.5]", "[True]", "[1 0]")
+    },
 }
 
 

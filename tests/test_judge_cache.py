@@ -105,6 +105,8 @@ def test_it_does_not_grow_without_bound(tmp_path):
     assert 30 < len(AnswerCache(tmp_path)) == len(kept) < 100
     kept.put("long", Answer(0.5, raw="x" * 100_000))
     assert kept.path.stat().st_size <= 10_000, "texts are cut as in the judgement log"
+    kept.put("whole", Answer(None, raw="y" * 4_000), whole=True)
+    assert AnswerCache(tmp_path).get("whole").raw == "y" * 4_000
 
 
 def test_each_rank_writes_its_own_file_and_reads_all(tmp_path, monkeypatch):

@@ -340,8 +340,8 @@ def _joined(parts: Sequence[Table]) -> Table:
 def _judges(config: Config, judge2: str, out: Path, world: World) -> tuple[dict[str, PairJudge], list[str]]:
     """(the run's judge and the second one by name, what their checks found). Raises ConfigError, JudgeError."""
     asked: dict[str, JudgeConfig] = {}
-    if config.eval.judge:
-        name = judging.shared(config)
+    name, files = judging.shared(config), config.eval.prompts or config.eval.final_prompts
+    if config.eval.judge and (name in judging.specs(config)[0] or files):  # as in training
         asked["judge"] = judging.judge_config(config, name, config.reward.options.get(name, {}), world)
     if judge2:
         own = JudgeConfig().override(_mapping(judge2))
