@@ -76,6 +76,7 @@ def run(codebase: str, script: str, arguments: Sequence[str] = (), module: bool 
     ImportError for a module that does not exist, and RuntimeError for another version of the codebase.
     """
     file, main, finder = script, ModuleType("__main__"), PatchingFinder(codebase)
+    sys.meta_path.insert(0, finder)
     if module:
         spec = importlib.util.find_spec(script)
         if spec is not None and spec.submodule_search_locations is not None:
@@ -83,14 +84,13 @@ def run(codebase: str, script: str, arguments: Sequence[str] = (), module: bool 
         if spec is None or not spec.has_location or spec.origin is None:
             raise ImportError(f"expected the name of a module with a source file, got '{script}'")
         file, main.__spec__, main.__package__ = spec.origin, spec, spec.parent
-    else:
+    elif not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path(file).resolve().parent)
     main.__file__ = file
     vars(main)[HOOK] = finder.patch
     body = code(codebase, file)
     sys.argv = [file, *arguments]
     sys.modules["__main__"] = main
-    sys.meta_path.insert(0, finder)
     try:
         exec(body, vars(main))
     except SystemExit as end:

@@ -66,13 +66,20 @@ def _table(values: tuple[float, ...], rule: str, eta: float, device: torch.devic
 
 
 @lru_cache(maxsize=256)
-def _keys(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Timesteps to look up; of equal ones the second counts, as in diffusers."""
+def _places(values: tuple[float, ...]) -> dict[float, int]:
+    """Timestep → its step; of equal ones the second counts, as in diffusers."""
     places: dict[float, list[int]] = {}
     for i, t in enumerate(values):
         places.setdefault(t, []).append(i)
-    keys = [t if i == places[t][:2][-1] else float("nan") for i, t in enumerate(values)]
+    return {t: of[:2][-1] for t, of in places.items()}
+
+
+@lru_cache(maxsize=256)
+def _keys(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Timesteps to look up on a device; NaN where another one of the same value counts."""
+    places = _places(values)
     with torch.inference_mode(False):
+        keys = [t if places[t] == i else float("nan") for i, t in enumerate(values)]
         return torch.tensor(keys, dtype=torch.float32, device=device)
 
 
@@ -86,15 +93,16 @@ def index_of(timesteps: Tensor, timestep: Any, device: torch.device) -> Tensor:
     if not isinstance(timestep, Tensor):
         timestep = torch.full((1,), timestep, device=device)  # a copy to the device would wait for it
     wanted = timestep.reshape(-1).to(device)
+    if device.type == "cpu":
+        places, given = _places(host(timesteps)), wanted.tolist()
+        if unknown := [t for t in given if t not in places]:
+            raise ValueError(
+                f"timestep: expected values of the scheduler's timesteps {host(timesteps)}, got {unknown}; pass them "
+                "unchanged, in fp32"
+            )
+        return torch.tensor([places[t] for t in given], dtype=torch.int64)
     hit = wanted[:, None] == _keys(host(timesteps), device)[None, :]  # [n, T]
-    known = hit.any(1).all()
-    if device.type != "cpu":
-        torch._assert_async(known, "prefgrpo: a timestep is not one of the scheduler's timesteps")
-    elif not known:
-        raise ValueError(
-            f"timestep: expected values of the scheduler's timesteps {host(timesteps)}, got {wanted.tolist()}; pass "
-            "them unchanged, in fp32"
-        )
+    torch._assert_async(hit.any(1).all(), "prefgrpo: a timestep is not one of the scheduler's timesteps")
     return hit.int().argmax(1)
 
 
