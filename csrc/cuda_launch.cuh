@@ -1,8 +1,9 @@
 // How every kernel is launched and begins.
 //
 // From sm_90 on a launch may start while the one before it in the stream ends (programmatic dependent launch): the
-// replay's three launches then follow each other without a gap. Invariant: a kernel calls `begin` before it touches
-// memory, which waits until everything before it in the stream is done and visible.
+// replay's three launches then follow each other without a gap. Not under graph capture, where older drivers refuse it.
+// Invariant: a kernel calls `begin` before it touches memory, which waits until everything before it in the stream is
+// done and visible.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -20,13 +21,15 @@ __device__ __forceinline__ void begin() {
 template <class... Given>
 const char* run(void (*kernel)(Given...), dim3 grid, int threads, cuda::Stream stream, Given... given) {
   int device = 0, major = 0;
+  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+  cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capturing);
   if (cudaGetDevice(&device) == cudaSuccess) cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid, config.blockDim = dim3(threads), config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &early, config.numAttrs = major >= 9 ? 1 : 0;
+  config.attrs = &early, config.numAttrs = major >= 9 && capturing == cudaStreamCaptureStatusNone;
   cudaLaunchKernelEx(&config, kernel, given...);
   const cudaError_t code = cudaGetLastError();
   return code == cudaSuccess ? nullptr : cudaGetErrorString(code);

@@ -130,6 +130,8 @@ inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaGetDevice(int*) { return 1; }
 enum { cudaDevAttrComputeCapabilityMajor, cudaLaunchAttributeProgrammaticStreamSerialization };
 inline cudaError_t cudaDeviceGetAttribute(int*, int, int) { return 1; }
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus*) { return cudaSuccess; }
 struct cudaLaunchAttribute {
   int id;
   struct {
