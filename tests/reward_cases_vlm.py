@@ -5,6 +5,7 @@ words state another form than its parser reads is found out.
 """
 
 import atexit
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,11 @@ def speak(b: list[float], text: str) -> str | dict[str, float]:
             scale = 0.5 if "Criterion: strict" in text else 1.0
             return split_yes_no(scale * (1 - abs(b[0] - b[1])))
         return split_yes_no(1 - abs(b[0] - b[-1]) if "everything else consistent" in text else b[-1])
+    if "<score>[1, 0]</score>" in text:
+        points = re.findall(r"^\d+\. ", text, re.M)
+        return (
+            f"<analysis>['a', 'b']</analysis>\n<score>{[int(b[0] > 0.2 * (k + 1)) for k in range(len(points))]}</score>"
+        )
     if "Read the text" in text:
         return f'"LEVEL {round(255 * b[0])}"'
     raise AssertionError(f"no answer for {text[:200]}")
@@ -102,8 +108,14 @@ def words() -> list[Sample]:
     return [Sample('a sign that says "level 40"', flat(level)) for level in (40, 41, 200)]
 
 
+def points() -> list[Sample]:
+    """Samples of two test points, of which they meet none, one, both."""
+    dims = {"Testpoints": ["Style", "Attribute - Color"], "Testpoint Description": ["ink", "red"]}
+    return [Sample("red ink", flat(level), (), {"sub_dims_en": json.dumps(dims)}) for level in (10, 90, 240)]
+
+
 CASES = (
-    {"genrm_ocr": Case(_served, words)}
+    {"genrm_ocr": Case(_served, words), "unigenbench": Case(_served, points)}
     | {
         name: Case(_served, pictures)
         for name in (

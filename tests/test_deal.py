@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import ranks, settings, world
+from tiny_run import ranks, recipe, settings, world
 
 from prefgrpo.config.schema import from_dict
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import GroupScores, GroupwiseReward, PointwiseReward, Score
+from prefgrpo.rollout import batches
 from prefgrpo.rollout.deal import deal_batches, level
 from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.run.session import Clock, idle
@@ -198,6 +199,27 @@ def test_several_processes_make_and_train_what_one_does(place, alone, size):
             assert max(counts) - min(counts) <= (2 if "whole" in cell else 1), (cell, update, counts)
         if cell == "equal forwards":
             assert len({p["forwards"] for p in seen}) == 1 and any(not w for p in seen for *_, w in p["batches"])
+
+
+def fail_on_rank_0() -> None:
+    """In the new process: rank 0 runs out of memory at its second batch, when the other waits for its images."""
+    true_decode, calls = batches.decode, []
+
+    def decode(*given):
+        calls.append(1)
+        if os.environ["RANK"] == "0" and len(calls) == 2:
+            raise MemoryError("no more of it")
+        return true_decode(*given)
+
+    batches.decode = decode
+
+
+@pytest.mark.dist
+def test_an_error_in_one_process_ends_all(place):
+    options = {"rollout": {"prompts_per_step": 1, "batch_size": 1}, "eval": {"every": 0}}
+    runs = ranks(recipe(place, "fails", **options), 2, hook=fail_on_rank_0)
+    assert all(r.wait() == 1 for r in runs), [r.output for r in runs]
+    assert "MemoryError: no more of it" in runs[0].output
 
 
 def test_an_equal_number_of_forwards_changes_nothing_for_one_process(alone):

@@ -1,8 +1,9 @@
-"""patch and unpatch on stand-in codebases made here, with the peers' module names and parameters.
+"""patch, unpatch and the launcher on stand-in codebases made here, with the peers' module names and parameters.
 
 Why these cases: every place a reference may sit (the defining module, `from x import f`, an alias, a script that runs
 as __main__, a class, a module imported later), twice, undone exactly; and codebases that are absent or differ, where
-nothing may be replaced. The peers' real code: test_integrations_peers.py.
+nothing may be replaced. The launcher: a script and a module, functions imported, imported late, and the script's own,
+under python and under torchrun. The peers' real code: test_integrations_peers.py.
 """
 
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from prefgrpo import integrations
+from prefgrpo.integrations import __main__ as launcher
 from prefgrpo.integrations import flow_grpo, patching
 
 SD3 = (
@@ -29,6 +31,10 @@ FILES = {
         PATCHES + "__init__.py": "",
         PATCHES + "sd3_sde_with_logprob.py": f"{SD3}, sde_type='sde', return_sqrt_dt=False): return 1\n",
         PATCHES + "wan_pipeline_with_logprob.py": WAN,
+        PATCHES + "solver.py": (
+            "def flow_grpo_step(model_output, latents, eta, sigmas, index, prev_sample, generator=None): return 6\n"
+            "def run_sampling(*args): return flow_grpo_step(*args)\n"
+        ),
         "flow_grpo/pipeline.py": f"from .diffusers_patch.sd3_sde_with_logprob {IMPORT}\n",
         "flow_grpo/trainer.py": f"from .diffusers_patch.sd3_sde_with_logprob {IMPORT} as step\n",
         "flow_grpo/late.py": (
@@ -88,6 +94,17 @@ def imported(*names):
     return [sys.modules[name] for name in names]
 
 
+SCRIPT = """
+import sys
+from flow_grpo.trainer import step
+wraps = lambda f: getattr(getattr(f, "__wrapped__", f), "__module__")
+if __name__ == "__main__":
+    from flow_grpo.late import wan
+    from flow_grpo.diffusers_patch import solver
+    seen = [wraps(f) for f in (step, wan, solver.run_sampling.__globals__["flow_grpo_step"])]
+    print(seen, sys.argv[1:], sys.path[0], __file__)
+    sys.exit(int(sys.argv[1]))
+"""
 BASE = "flow_grpo.diffusers_patch.sd3_sde_with_logprob"
 VIDEO = "flow_grpo.diffusers_patch.wan_pipeline_with_logprob"
 
@@ -210,3 +227,72 @@ def test_a_codebase_that_is_not_imported(name):
 def test_an_unknown_codebase(call):
     with pytest.raises(ValueError, match="unknown codebase 'trl': expected one of flow_grpo, dance_grpo"):
         call("trl")
+
+
+@pytest.fixture
+def launch(monkeypatch, capfd):
+    """launch(arguments): the launcher in this process, which is put back afterwards; what was printed."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", sys.argv)
+        monkeypatch.setattr(sys, "path", ["", *sys.path])
+        monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+        monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+        launcher.main([str(a) for a in arguments])
+        return capfd.readouterr().out
+
+    return call
+
+
+def test_the_launcher_replaces_before_the_script_imports(codebase, launch, capfd):
+    """Also what is imported within its main part; its arguments, path and status are those of `python SCRIPT`."""
+    folder = codebase("flow_grpo", train=SCRIPT)
+    ours = ["prefgrpo.integrations.flow_grpo"] * 2 + ["prefgrpo.integrations.pref_grpo"]
+    for way in ([folder / "train.py"], ["-m", "train"]):
+        out = launch("flow_grpo", *way, "0", "-m", "--config=x.py:y")
+        where = str(folder) if len(way) == 1 else ""
+        assert out.strip() == f"{ours} {['0', '-m', '--config=x.py:y']} {where} {folder / 'train.py'}"
+        integrations.unpatch("flow_grpo")
+        for name in [m for m in sys.modules if m.startswith("flow_grpo")]:
+            del sys.modules[name]
+    with pytest.raises(SystemExit) as end:
+        launch("flow_grpo", folder / "train.py", "3")
+    assert end.value.code == 3
+
+
+def test_the_launcher_replaces_the_functions_of_the_script_itself(codebase, root):
+    """As torchrun starts them: DanceGRPO's trainers define their step."""
+    folder = codebase("dance_grpo")
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=1", "--master_port=0"]
+    (folder / "train_grpo_flux.py").write_text(
+        f"from __future__ import annotations\n{FLUX_STEP} 3\nused = flux_step\n"
+        "if __name__ == '__main__': print(used.__wrapped__.__module__, used is flux_step, __file__)\n"
+    )
+    env = {"PYTHONPATH": str(root), "PATH": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *torchrun, "-m", "prefgrpo.integrations", "dance_grpo", "train_grpo_flux.py"]
+    run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "prefgrpo.integrations.dance_grpo True train_grpo_flux.py"
+    assert "prefgrpo: patched dance_grpo: train_grpo_flux.flux_step" in run.stderr
+
+
+@pytest.mark.parametrize(
+    "name, arguments, error, message",
+    [
+        ("flow_grpo", ["flow_factory", "train.py", "0"], SystemExit, "nothing was replaced: .*train.py imported none"),
+        ("dance_grpo", ["dance_grpo", "train_grpo_sd.py"], RuntimeError, "expected a function flux_step in .*sd.py"),
+        ("flow_grpo", ["flow_grpo", "-m", "flow_grpo.nothing"], ImportError, "expected the name of a module"),
+        ("flow_grpo", ["trl", "train.py"], SystemExit, "2"),
+    ],
+)
+def test_the_launcher_refuses(codebase, launch, monkeypatch, name, arguments, error, message):
+    monkeypatch.chdir(codebase(name, train=SCRIPT))
+    with pytest.raises(error, match=message):
+        launch(*arguments)
+
+
+def test_the_launcher_refuses_another_version(codebase, launch):
+    """Before the trainer has its function: nothing is trained with half of it replaced."""
+    folder = codebase("flow_grpo", train=SCRIPT, flow_grpo__diffusers_patch__solver="def flow_grpo_step(x): return 1\n")
+    with pytest.raises(RuntimeError, match=r"solver\.flow_grpo_step: expected the parameters"):
+        launch("flow_grpo", folder / "train.py", "0")

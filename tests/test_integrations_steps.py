@@ -254,6 +254,10 @@ def test_flow_factory_arguments(caplog):
     assert torch.equal(mixed.next_latents[1], mixed.next_latents_mean[1]) and mixed.log_prob[1] == 0, "no noise at 3"
     some = run(t[2], x, compute_log_prob=False, return_kwargs=["next_latents", "log_prob", "nonsense"])
     assert some.log_prob is None and some.dt is None and "nonsense" in caplog.text
+    scored = run(t[2], x, next_latents=base.next_latents, return_kwargs=["log_prob", "std_dev_t"])
+    assert torch.equal(scored.log_prob, base.log_prob) and scored.next_latents_mean is None
+    scored.std_dev_t.zero_()  # what the caller does with it does not reach the kept coefficients
+    assert torch.equal(run(t[2], x).std_dev_t, base.std_dev_t)
     capped = run(t[0], x, sigma_max=0.5)
     near(capped.std_dev_t.max(), 0.6 * (1 / 0.5) ** 0.5)
     scheduler.is_eval = True

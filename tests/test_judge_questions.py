@@ -41,7 +41,7 @@ def template(tmp_path):
 
     def load(text, needs=("prompt", "media_1"), may=("source", "criterion")):
         (tmp_path / "question.yaml").write_text(text)
-        kinds = ("soft", "plain", "think", "flex", "edit", "scores", "json", "text")
+        kinds = ("soft", "plain", "think", "flex", "edit", "scores", "json", "marks", "text")
         return load_template(str(tmp_path / "question.yaml"), needs, may, kinds)
 
     return load

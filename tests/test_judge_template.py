@@ -17,9 +17,9 @@ from prefgrpo.judge.body import chat_body
 from prefgrpo.judge.template import PAIR_ANSWERS, SOURCE, load_template, shipped
 from prefgrpo.judge.verdict import JudgeError, soft_verdict
 
-TEXTS = ("prompt", "criterion", "rows", "columns")
+TEXTS = ("prompt", "criterion", "rows", "columns", "checkpoints")
 MEDIA = ("source", "media_1", "media_2")
-KINDS = (*PAIR_ANSWERS, "scores", "json", "text")
+KINDS = (*PAIR_ANSWERS, "scores", "json", "marks", "text")
 
 NASTY = ["{media_1}", 'a "quoted" {prompt} {0} {', "🙂 \\u0041 \n\t\x00", "%s %(x)s", "x" * 1_000_000]
 

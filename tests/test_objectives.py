@@ -7,13 +7,16 @@ weights, groups inside a batch and over several (the two-pass form). Real runs: 
 one, and a resumed run bit by bit.
 """
 
+import ast
 import functools
 import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import peers
 import pytest
 import torch
 from families import case_of, conditions, folder, load, perturb
@@ -22,11 +25,12 @@ from torch.nn import functional as F
 
 from prefgrpo.config.schema import Config, ConfigError, TrainConfig, from_dict
 from prefgrpo.objectives import OBJECTIVES, objective
+from prefgrpo.objectives.awm import AWM
 from prefgrpo.objectives.base import Targets, TrajectoryObjective
 from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rollout.batches import Batch
 from prefgrpo.rollout.rollout import Trajectory
-from prefgrpo.run.session import open_collector, open_policy
+from prefgrpo.run.session import Clock, open_collector, open_policy
 from prefgrpo.run.trainer import TrainingLoop
 from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
 from prefgrpo.sde.schedule import make_schedule
@@ -296,6 +300,62 @@ def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, na
         assert loss == pytest.approx(float(truth), rel=1e-5, abs=1e-7)
 
 
+# ---- unit numbers of a peer's own functions ----------------------------------------------------------------------
+
+
+def methods(codebase, file, *names):
+    """Methods of a peer's class as plain functions of `self`: its module needs a cluster's worth of imports."""
+    source = (peers.folder(codebase) / file).read_text(encoding="utf-8")
+    found = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name in names]
+    for node in found:
+        node.decorator_list, node.returns = [], None
+        for argument in [*node.args.args, *node.args.kwonlyargs]:
+            argument.annotation = None
+    made = {"torch": torch, "F": F, "flow_match_sigma": lambda t: t / 1000}
+    exec(compile(ast.fix_missing_locations(ast.Module(found, [])), file, "exec"), made)
+    return [made[name] for name in names]
+
+
+@pytest.mark.parametrize("weight", ["uniform", "t", "t2", "huber", "ghuber"])
+def test_awm_weights_are_those_of_flow_factory(weight):
+    (theirs,) = methods("flow_factory", "flow_factory/trainers/awm.py", "compute_weighted_log_prob")
+    v, u, t = torch.randn(5, 3, 4), torch.randn(5, 3, 4), torch.rand(5)
+    name = {"uniform": "Uniform", "t2": "t**2"}.get(weight, weight)
+    ours = AWM(weight=weight).log_likelihood(mse(v, u), t)
+    assert torch.allclose(ours, theirs(v, u, t * 1000, name), rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["mse", "bce"])
+def test_crd_is_that_of_flow_factory(form):
+    """One group on one rank; its loss is scaled by adv_clip_max / β by its caller."""
+    (theirs,) = methods("flow_factory", "flow_factory/trainers/crd.py", "_compute_crd_loss")
+    error, old = torch.rand(1, G), torch.rand(1, G)
+    r = (ADVANTAGE[0] / 10 + 0.5).clamp(0, 1)
+    peer = SimpleNamespace(weight_temp=-1.0, crd_loss_type=form, crd_beta=0.7)
+    gain = (old - error)[0]
+    expected = theirs(peer, r, r, gain, gain) * 5.0 / 0.7
+    train = TrainConfig(objective="crd", objective_options={"form": form, "beta": 0.7})
+    ours = objective(train).loss(train, error, old, Targets.of(ADVANTAGE[:1]))
+    assert float(ours) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_dgpo_is_that_of_flow_factory():
+    (clip,) = methods("flow_factory", "flow_factory/trainers/dgpo.py", "_maybe_clip_dsm")
+    error, old, u = torch.rand(2, G), torch.rand(2, G), torch.zeros(2 * G, 1)
+    setting = SimpleNamespace(clip_range=(-0.3, 0.3))
+    peer = SimpleNamespace(clip_dsm=True, clip_kl=False, training_args=setting)
+    advantage = ADVANTAGE[:2].flatten()
+    facts = {"clip_ratio": []}
+    kept = error.flatten().clone().requires_grad_()
+    _, clipped = clip(peer, kept, old.flatten().sqrt()[:, None], u, advantage, facts)
+    inside = (100.0 * advantage * (error - old).flatten() / G).view(2, G).sum(1)  # dgpo.py:450-528
+    (torch.sigmoid(inside).repeat_interleave(G) * advantage * clipped).mean().backward()
+    train = TrainConfig(objective="dgpo", clip_range=0.3, objective_options={"reference": "old", "clip": True})
+    own = error.clone().requires_grad_()
+    objective(train).loss(train, own, old, Targets.of(ADVANTAGE[:2])).mean().backward()
+    assert torch.allclose(own.grad.flatten(), kept.grad, rtol=1e-5) and 0 < float(facts["clip_ratio"][0]) < 1
+
+
 # ---- real runs ------------------------------------------------------------------------------------------------------
 
 
@@ -444,6 +504,53 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(place, 
         assert 0 < np.mean(masked) < 1 and values["policy/clip_fraction"] == pytest.approx(np.mean(masked))
 
 
+WINDOWS = {
+    "subset": ({"window_policy": "subset", "window_size": 2, "sde_everywhere": True}, {}),
+    "listed": ({"window_steps": [1, 4], "window_size": 1}, {}),
+    "progressive": ({"window_policy": "progressive", "window_size": 2, "window_interval": 1, "window_high": 4}, {}),
+    "per prompt": ({"window_per_prompt": True, "window_size": 1, "batch_size": 2}, {"step_weight": "velocity"}),
+    "slices": ({"window_size": 1, "batch_size": 3}, {}),
+}
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+def test_windows_in_a_rollout(place, case):
+    """Which steps are stored and have noise, over training steps and prompts; the first ratio is exact with each."""
+    rollout, own = WINDOWS[case]
+    train = {"objective_options": own, "clip_range": 1e-3}
+    train |= {"updates_per_rollout": 2, "update_slices": "members"} if case == "slices" else {}
+    more = {"rollout": {"steps": 6, "prompts_per_step": 4} | rollout, "train": train, "eval": {"every": 0}}
+    loop = TrainingLoop(from_dict(settings(place, f"window-{case}", **more)))
+    seen = {}
+    for step in range(8):
+        for batch in loop.rollouts(step, lambda group, member, sample: None):
+            stored = tuple(int(s.index[0]) for s in batch.trajectory.steps)
+            assert stored == batch.schedule.trained
+            seen.setdefault(step, {}).update(dict.fromkeys(batch.slots, stored))
+            if case == "subset":
+                assert batch.schedule.sde_steps == tuple(range(6)), "noise at every step"
+            else:
+                assert batch.schedule.sde_steps == stored
+            if case == "slices":
+                assert {g * 2 // 4 for g in batch.members} == {batch.update}
+    of_steps = [set(each.values()) for each in seen.values()]
+    if case == "per prompt":
+        assert any(len(windows) > 1 for windows in of_steps), "prompts differ"
+    else:
+        assert all(len(windows) == 1 for windows in of_steps)
+    all_of = set.union(*of_steps)
+    expected = {
+        "subset": all(len(w) == 2 for w in all_of) and any(w[1] - w[0] > 1 for w in all_of),
+        "listed": all_of == {(1,), (4,)},
+        "progressive": [windows.pop() for windows in of_steps] == [(0, 1), (1, 2), (2, 3)] * 2 + [(0, 1), (1, 2)],
+        "per prompt": all_of == {(k,) for k in range(5)},
+        "slices": len(all_of) > 2,
+    }
+    assert expected[case]
+    values = loop.step(0, Clock())
+    assert values["policy/on_policy_error"] == 0.0 and values["samples_trained"] == 16 and values["grad_norm"] > 0
+
+
 def test_the_example_of_the_docs_is_an_objective(place):
     """docs/objectives.md: under 40 lines, named by its file, trained for a step."""
     page = (Path(__file__).parent.parent / "docs" / "objectives.md").read_text()
@@ -470,6 +577,10 @@ MISTAKES = {
     ),
     "alone": ({"objective_options": {"beta": 1}}, "train.objective_options.beta: unknown key; known keys here: "),
     "pairs": ({"objective": "soft_dpo"}, "reward.spec: soft_dpo trains on comparisons: expected a pairwise reward"),
+    "slices": (
+        {"objective": "dpo", "updates_per_rollout": 2, "update_slices": "members"},
+        "train.updates_per_rollout: dpo compares the members of a group: expected update_slices: prompts",
+    ),
     "class": ({"objective": f"{__name__}.Setting"}, "train.objective: expected a class derived from prefg"),
     "clip": (
         {"objective": "dgpo", "objective_options": {"clip": True}},

@@ -1,4 +1,4 @@
-"""The command line: `prefgrpo train | plan | preprocess | generate | report | judge … | tiny | demo | doctor`.
+"""The command line: `prefgrpo train | plan | preprocess | generate | evaluate | report | judge … | tiny | …`.
 
 A command is a function; its arguments are its options, so `--help` is complete by construction. One with an argument
 `config` takes a recipe and `--section.field value` overrides, which are checked together. Exit codes: 2 for a mistake
@@ -37,6 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "launch": ("prefgrpo.commands.launch:launch", "torchrun with the run's exit code: --nproc_per_node 8 train RECIPE"),
     "plan": ("prefgrpo.commands.cli:plan", "parameters and memory per GPU, from the model's config alone"),
     "generate": ("prefgrpo.commands.cli:generate", "make images or clips of every prompt of a file"),
+    "evaluate": ("prefgrpo.commands.cli:evaluate", "a published suite's table, or a checkpoint against its base"),
     "score": ("prefgrpo.commands.score:main", "score a folder of images or clips"),
     "reward list": ("prefgrpo.rewards.listing:show", "every reward: what it takes, what it is, where it runs"),
     "reward serve": ("prefgrpo.rewards.serve:main", "serve one reward over HTTP, from an environment of its own"),
@@ -63,6 +64,10 @@ FIELDS = {
     "generate": "model family seed dtype device data.* rollout.height rollout.width rollout.frames rollout.steps "
     "rollout.guidance* rollout.sigmas rollout.shift rollout.source_area rollout.truncate_timesteps rollout.batch_size "
     "eval.prompts eval.height eval.width eval.frames eval.steps eval.guidance* memory.*",
+    "evaluate": "seed dtype device data.cache rollout.height rollout.width rollout.frames rollout.steps "
+    "rollout.guidance* rollout.batch_size judge.model judge.endpoints judge.concurrency eval.prompts "
+    "eval.samples_per_prompt eval.max_prompts eval.height eval.width eval.frames eval.steps eval.guidance* eval.spec "
+    "eval.options eval.judge memory.* parallel.*",
 }
 """The configuration's fields that --help shows: the most common ones of `train`, those that the others use."""
 
@@ -151,11 +156,54 @@ def generate(
     return run(config, lora, prompts, out, samples, naming, fps)
 
 
+def evaluate(
+    config: Config,
+    target: tyro.conf.Positional[str],
+    suite: Literal["unigenbench", "geneval", "vbench", "dpg", "t2i_compbench"] | None = None,
+    prompts: str = "",
+    out: Path | None = None,
+    samples: int = 0,
+    weights: Literal["auto", "live", "ema"] = "auto",
+    against: str = "base",
+    against_weights: Literal["auto", "live", "ema"] = "auto",
+    judge2: str = "",
+    question: str = "",
+    results: Path | None = None,
+    fps: int = 16,
+) -> int:
+    """Evaluate a run, one of its checkpoints or a model (also under torchrun): with --suite on a published suite, else
+    its held-out prompts against those of another, from the same noise.
+
+    Args:
+        config: The target's configuration with its overrides.
+        target: Run folder (its newest checkpoint), RUN/checkpoints/step_000020, recipe, pipeline folder or hub id.
+        suite: Published suite; none: compare with --against.
+        prompts: The suite's own file or folder of prompts (docs/evaluation.md); without a suite: a file of prompts,
+            empty: those that the run held out.
+        out: Folder of files and tables; none: RUN/evaluations/…. What is there already is kept.
+        samples: Images or clips per prompt of a suite; 0: as many as the suite wants.
+        weights: Of a checkpoint: the moving average if the run keeps one (auto), or one of the two.
+        against: base, or another run, checkpoint or model, that is drawn as the target is.
+        against_weights: Likewise of its checkpoint.
+        judge2: A second judge: fields of the judge section, "{endpoints: [http://…], template: think}", or a YAML file.
+        question: What a suite's judge is asked: a template, or UniGenBench's own eval_common.py; empty: our own words.
+        results: What the suite's own tools wrote, to be read into our table instead of generating and scoring.
+        fps: Frames per second of clips.
+    """
+    from prefgrpo.commands.evaluate import evaluate as run
+
+    return run(
+        config, target, suite, prompts, out, samples, weights, against, against_weights, judge2, question, results, fps
+    )
+
+
 def _with_recipe(command: Any, name: str, argv: Sequence[str], recipe: Path | None = None) -> int:
     """Run a command on its recipe (the first argument without one), overridden and checked. Raises ConfigError."""
     own = {k: p.replace(kind=Parameter.KEYWORD_ONLY) for k, p in signature(command, eval_str=True).parameters.items()}
     del own["config"]
-    path = [] if recipe else [Parameter("recipe", Parameter.POSITIONAL_OR_KEYWORD, annotation=RECIPE)]
+    path = (
+        [] if recipe or "target" in own else [Parameter("recipe", Parameter.POSITIONAL_OR_KEYWORD, annotation=RECIPE)]
+    )
     parameters = [*path, *own.values()]
     if wanted := {"-h", "--help", "--help-all"} & set(argv):
         shown = ["*"] if wanted == {"--help-all"} else FIELDS[command.__name__].split()
@@ -173,6 +221,11 @@ def _with_recipe(command: Any, name: str, argv: Sequence[str], recipe: Path | No
     arguments.__annotations__ = {p.name: p.annotation for p in parameters}
     with nullcontext() if speaks() else redirect_stderr(StringIO()):
         given = tyro.cli(arguments, args=words, prog=f"prefgrpo {name}")
+    if "target" in given:
+        from prefgrpo.commands.evaluate import recipe_of
+
+        file, found = recipe_of(given["target"], given["prompts"] or str(given["results"] or ""))
+        return command(_read(file, merged(found, values), False), **given)
     return command(_read(recipe or given.pop("recipe"), values, command.__name__ == "train"), **given)
 
 
@@ -254,7 +307,7 @@ def _yaml(text: str) -> Any:
         return text
 
 
-def _read(recipe: Path, values: Mapping[str, Any], training: bool) -> Config:
+def _read(recipe: Path | None, values: Mapping[str, Any], training: bool) -> Config:
     """The configuration of a recipe and overrides. Raises ConfigError with every mistake."""
     from prefgrpo.run.loading import unsupported
 

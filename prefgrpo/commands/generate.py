@@ -1,34 +1,38 @@
 """`prefgrpo generate RECIPE --lora DIR`: images or clips of every prompt of a file, as the evaluation makes them.
 
 Sample j of prompt i has the noise address (seed, i, j), and belongs to rank (i·n + j) mod world size. Files that exist
-are skipped, so a killed run is continued by the same command. Invariant: a file depends on (weights, prompt, seed, i,
-j), not on the world size or on what was there.
+are skipped, so a killed run is continued by the same command. Invariant: a file depends on (weights, prompt, seed,
+noise address), not on the world size or on what was there.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 from tqdm import tqdm
 
 from prefgrpo.config.schema import Config, ConfigError, SamplingConfig
 from prefgrpo.data.file_names import Naming, file_name
 from prefgrpo.data.prompts import DataError, Prompt, read_prompts
+from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError
 from prefgrpo.parallel import world as parallel
+from prefgrpo.parallel.shard import gathered
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.render import Images, render, to_uint8
 from prefgrpo.rollout.sampling import Schedules, all_sizes, evaluation, of_prompt
+from prefgrpo.run import checkpoint
 from prefgrpo.run.judging import makes_clips
-from prefgrpo.run.loading import config_errors_as, open_adapter
+from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
 
 FIRST_ID = 2**61
 """Sample ids of generated noise start here, far from those of training and evaluation."""
@@ -40,15 +44,49 @@ class Job:
     """One file to make."""
 
     prompt: Prompt
-    sample: int
-    """Number j of the prompt's samples."""
+    noise: int
+    """Address of its initial noise: a sample id."""
     file: Path
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Which weights draw: those of the model itself, with a LoRA on them, or as a checkpoint has them.
+
+    Where nothing else is given: the model as it is.
+    """
+
+    lora: Path | None = None
+    """Folder of a trained LoRA, or a run folder that has one."""
+    trainable: bool = False
+    """Open the model as its run does: with what trains, its attention backend, and split over processes."""
+    checkpoint: Path | None = None
+    """Folder of a checkpoint, RUN/checkpoints/step_NNNNNN, of that run; needs `trainable`."""
+    averaged: bool = False
+    """The checkpoint's moving average in place of its live weights."""
 
 
 def generate(
     config: Config, lora: Path | None, prompts: str, out: Path, samples: int, naming: Naming, fps: int = 16
 ) -> int:
     """Make every missing file; returns the exit code. Raises ConfigError, DataError or ModelError."""
+    check_writing(config, out, samples, fps)
+    held = read_prompts(prompts or config.eval.prompts or config.data.prompts, unique=False)
+    ending = ".mp4" if makes_clips(config) else ".png"
+    places = [(p, j, out / file_name(p, j, naming, ending)) for p in held for j in range(samples)]
+    jobs = jobs_of(places, shared=naming == "vbench")
+    world = parallel.start(config.device)
+    try:
+        make(config, Weights(lora=lora), jobs, world, fps)
+        if world.main:
+            print(f"{len(jobs)} files are in {out}")
+    finally:
+        parallel.stop()
+    return 0
+
+
+def check_writing(config: Config, out: Path, samples: int, fps: int) -> None:
+    """Raise ConfigError unless files can be written into `out`, which is made."""
     if samples < 1 or fps < 1:
         raise ConfigError([f"samples and fps: expected at least 1, got {samples} and {fps}"])
     if makes_clips(config) and find_spec("imageio_ffmpeg") is None:
@@ -57,47 +95,63 @@ def generate(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError([f"--out: expected a folder that can be written: {error}"]) from error
-    held = read_prompts(prompts or config.eval.prompts or config.data.prompts, unique=False)
-    world = parallel.start(config.device)
-    try:
-        shown = evaluation(config)
-        absent = uncached(config, encoding_jobs(replace(config, rollout=shown), held))
-        adapter = open_adapter(config, world.device, encoders=bool(absent))
+
+
+def jobs_of(places: Iterable[tuple[Prompt, int, Path]], shared: bool = False) -> list[Job]:
+    """A job per (prompt, number of the sample, file), each file once. Raises DataError for two prompts with one file,
+    unless such files are `shared`."""
+    jobs: dict[Path, Job] = {}
+    for prompt, sample, file in places:
+        if file in jobs and not shared:
+            raise DataError(f"prompts {jobs[file].prompt.id + 1} and {prompt.id + 1} share the file {file}")
+        jobs.setdefault(file, Job(prompt, FIRST_ID + prompt.id * PER_PROMPT + sample, file))
+    return list(jobs.values())
+
+
+def make(config: Config, weights: Weights, jobs: Sequence[Job], world: World, fps: int) -> None:
+    """Make every missing file, each rank its share; the model is loaded only if one is missing. Waits for all ranks.
+
+    Raises ConfigError, ModelError or CheckpointError.
+    """
+    missing = [job for job in jobs[world.dp_index :: world.dp_size] if not job.file.exists()]
+    if world.any(bool(missing)):
+        prompts, shown = list({id(job.prompt): job.prompt for job in jobs}.values()), evaluation(config)
+        absent = uncached(config, encoding_jobs(replace(config, rollout=shown), prompts))
+        adapter = _open(config, weights, world, encoders=bool(absent))
         with config_errors_as("eval, or a prompt's own size"):
-            for sizes in all_sizes(held, shown, config.data.own_sizes):
+            for sizes in all_sizes(prompts, shown, config.data.own_sizes):
                 adapter.latent_shape(sizes)
-        if lora is not None:
-            try:
-                adapter.load_lora(str(lora / "lora" if (lora / "lora").is_dir() else lora))
-            except (FileNotFoundError, ValueError) as error:
-                raise ModelError(f"--lora: {error}") from error
-            except RuntimeError as error:
-                lines = str(error).splitlines()
-                message = f"{config.model} is not the model that it was trained on: {' '.join(lines[:2])}"
-                raise ModelError(f"--lora {lora}: {message}, and {len(lines) - 2} more") from error
-        jobs = _jobs(held, samples, out, naming, ".mp4" if makes_clips(config) else ".png")
-        mine = jobs[world.dp_index :: world.dp_size]
-        _make(config, adapter, [job for job in mine if not job.file.exists()], jobs[0], world, fps)
-        world.barrier()
-        if world.main:
-            print(f"{len(jobs)} files are in {out}")
-    finally:
-        parallel.stop()
-    return 0
+        with gathered(adapter, config.parallel.keep_gathered):
+            _render(config, adapter, missing, jobs[0], world, fps)
+    world.barrier()
 
 
-def _jobs(held: list[Prompt], samples: int, out: Path, naming: Naming, ending: str) -> list[Job]:
-    """All files, each once."""
-    every = [Job(p, j, out / file_name(p, j, naming, ending)) for p in held for j in range(samples)]
-    seen: dict[Path, Job] = {}
-    for job in every:
-        if job.file in seen and naming != "vbench":
-            raise DataError(f"prompts {seen[job.file].prompt.id + 1} and {job.prompt.id + 1} share the file {job.file}")
-        seen.setdefault(job.file, job)
-    return list(seen.values())
+def _open(config: Config, weights: Weights, world: World, encoders: bool) -> Adapter:
+    """The model with these weights. Raises ConfigError, ModelError or CheckpointError."""
+    adapter = open_adapter(config, world.device, encoders, split=weights.trainable and world.layout.split > 1)
+    if weights.trainable:
+        trainable(config, adapter, world)
+    if weights.checkpoint is not None:
+        trained, prefix = dict[str, Tensor](adapter.trainable()), "ema." if weights.averaged else "param."
+
+        def templates(names: Collection[str]) -> dict[str, Tensor]:
+            return {prefix + n: p.detach() for n, p in trained.items() if prefix + n in names}
+
+        tensors, _ = checkpoint.read(weights.checkpoint, world, templates)
+        checkpoint.load_into(trained, tensors, prefix)
+    if (lora := weights.lora) is not None:
+        try:
+            adapter.load_lora(str(lora / "lora" if (lora / "lora").is_dir() else lora))
+        except (FileNotFoundError, ValueError) as error:
+            raise ModelError(f"--lora: {error}") from error
+        except RuntimeError as error:
+            lines = str(error).splitlines()
+            message = f"{config.model} is not the model that it was trained on: {' '.join(lines[:2])}"
+            raise ModelError(f"--lora {lora}: {message}, and {len(lines) - 2} more") from error
+    return adapter
 
 
-def _make(config: Config, adapter: Any, jobs: list[Job], any_job: Job, world: World, fps: int) -> None:
+def _render(config: Config, adapter: Adapter, jobs: Sequence[Job], any_job: Job, world: World, fps: int) -> None:
     """Render and write this rank's files, a batch at a time.
 
     With `World.equal_forwards` a rank with fewer batches renders `any_job` for each that it lacks, and writes nothing.
@@ -115,18 +169,18 @@ def _make(config: Config, adapter: Any, jobs: list[Job], any_job: Job, world: Wo
         batches += [(of_prompt(any_job.prompt, r, own), [any_job])] * (most - count)
     with tqdm(total=len(jobs), unit="file", dynamic_ncols=True, disable=None if world.main else True) as bar:
         for number, (sizes, batch) in enumerate(batches):
-            places = [FIRST_ID + job.prompt.id * PER_PROMPT + job.sample for job in batch]
-            ids = torch.tensor(places, dtype=torch.int64, device=world.device)
+            ids = torch.tensor([job.noise for job in batch], dtype=torch.int64, device=world.device)
             prompts, schedule = [job.prompt for job in batch], schedules.ode(sizes)
-            media = render(adapter, schedule, embeddings, prompts, ids, sizes, config.seed, m.decode_batch)
-            if number < count:
+            media = render(adapter, schedule, embeddings, prompts, ids, sizes, config.seed, m.decode_batch, world)
+            if number < count and world.leads:
                 for job, pixels in zip(batch, to_uint8(media), strict=True):
                     write(job.file, pixels, fps)
-                bar.update(len(batch))
+            bar.update(len(batch) * (number < count))
 
 
 def write(file: Path, pixels: Images, fps: int) -> None:
     """An image [H, W, 3] as PNG or a clip [F, H, W, 3] as mp4; whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f".{os.getpid()}{file.suffix}")
     if pixels.ndim == 3:
         Image.fromarray(pixels).save(part)

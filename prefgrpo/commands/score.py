@@ -106,7 +106,7 @@ def score(
                 Scorer(rewards, size)
             except ValueError as error:
                 raise ConfigError([f"--reward-spec: {error}"]) from error
-        scores = _score(rewards, files, batch, seed, deadline_s, world)
+        scores = score_files(rewards, files, batch, seed, deadline_s, world)
         for reward in rewards.values():
             reward.close()
     finally:
@@ -179,11 +179,11 @@ def _units(groups: Groups, batch: int) -> list[Unit]:
     return units
 
 
-def _score(
+def score_files(
     rewards: Mapping[str, Reward], files: Sequence[Generated], batch: int, seed: int, deadline_s: float, world: World
 ) -> list[dict[str, Score]]:
     """Scores of every file by reward, in the files' order, on every rank."""
-    mine = _units(_groups(files), batch)[world.dp_index :: world.dp_size]
+    mine = _units(_groups(files), batch)[world.dp_index :: world.dp_size] if world.leads else []
     scored: list[tuple[int, dict[str, Score]]] = []
     total = sum(len(group) for _, groups in mine for group in groups)
     with tqdm(total=total, unit="file", dynamic_ncols=True, disable=None if world.main else True) as bar:

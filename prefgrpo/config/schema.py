@@ -230,6 +230,8 @@ class TrainConfig:
     """Training steps: one rollout of all prompts_per_step groups each."""
     max_minutes: NonNegativeFloat = 0.0
     """End after this many minutes of training; 0: no limit."""
+    stop_when: tuple[Literal["diversity", "order_inconsistency", "monitors"], ...] = ()
+    """End with a checkpoint at the first of these signs of reward hacking; none: only warn (docs/objectives.md)."""
     lora_rank: NonNegativeInt = 64
     """Rank of the LoRA on the transformer; 0: full fine-tuning."""
     lora_alpha: PositiveInt = 128
@@ -254,6 +256,9 @@ class TrainConfig:
     """Gradient norm is clipped to this."""
     updates_per_rollout: PositiveInt = 1
     """Optimiser updates per rollout, each on its share of the batches; the first is on-policy."""
+    update_slices: Literal["prompts", "members"] = "prompts"
+    """What each of these updates gets: its share of the prompts with all their images, or of every prompt its share of
+    the images (not for objectives that compare the members of a group)."""
     objective: str = "grpo"
     """What is optimised (docs/objectives.md): grpo, nft, awm, soft_dpo, …, or a class of your own, as file.py:Class."""
     objective_options: dict[str, Any] = field(default_factory=dict)
@@ -456,8 +461,14 @@ def check(c: Config) -> list[str]:
             f"group_size, got {r.window_policy}, {r.batch_size} and {r.group_size}",
         ),
         (
-            not r.window_per_prompt or t.updates_per_rollout <= r.prompts_per_step,
-            f"rollout.window_per_prompt: expected at most one update per prompt, got {t.updates_per_rollout} updates",
+            not r.window_per_prompt or (t.updates_per_rollout <= r.prompts_per_step and t.update_slices == "prompts"),
+            "rollout.window_per_prompt: expected at most one update per prompt, and train.update_slices: prompts, got "
+            f"{t.updates_per_rollout} updates and {t.update_slices}",
+        ),
+        (
+            t.update_slices == "prompts" or t.updates_per_rollout <= r.group_size,
+            f"train.updates_per_rollout: expected at most group_size = {r.group_size} with train.update_slices: "
+            f"members, got {t.updates_per_rollout}",
         ),
         (
             r.shift is None or r.sigmas == "published",
@@ -530,14 +541,17 @@ def from_dict(content: Mapping[str, Any]) -> Config:
     return _checked(*_typed(content))
 
 
-def parse(recipe: str | Path, model: str = "", overrides: Mapping[str, Any] | None = None) -> tuple[Config, list[str]]:
-    """(configuration, mistakes in keys, types and limits) of a YAML recipe; wrong entries are left at their defaults.
+def parse(
+    recipe: str | Path | None, model: str = "", overrides: Mapping[str, Any] | None = None
+) -> tuple[Config, list[str]]:
+    """(configuration, mistakes in keys, types and limits) of a YAML recipe (None: of the defaults); wrong entries are
+    left at their defaults.
 
     model: replaces the recipe's. A folder may hold a recipe of its own, MODEL_VALUES, whose values then replace those
     that were written for another model (a tiny pipeline cannot draw 720 pixels). overrides: nested, stronger than both.
     `check` is left to the caller. Raises ConfigError if a file is missing or no YAML mapping.
     """
-    values, own = read_yaml(recipe), Path(model) / MODEL_VALUES
+    values, own = read_yaml(recipe) if recipe else {}, Path(model) / MODEL_VALUES
     if model and values.get("model") != model and own.is_file():
         values = merged(values, read_yaml(own))
     return _typed(merged(values, dict(overrides or {})))

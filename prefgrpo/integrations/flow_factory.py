@@ -2,8 +2,9 @@
 
     μ = a·x + b·v, x' = μ + s·ε, logp = w · mean_D (x' − μ)² + c      (rules `flow`, `dance`, `cps`, `ode`)
 
-There σ, σ' and η may be any tensors [B], so the rules run on the device, in fp64. Invariant: same arguments, return
-order and random stream as X-GenGroup/Flow-Factory; where it returns a NaN log-prob (η = 0), this returns 0.
+There σ, σ' and η may be any tensors [B]: on a CPU their numbers are the key of kept coefficients, and on a GPU, where
+reading them would wait, the rules run on the device, in fp64. Invariant: same arguments, return order and random stream
+as X-GenGroup/Flow-Factory; where it returns a NaN log-prob (η = 0), this returns 0.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,13 +36,21 @@ def rows(dynamics: str, sigma: Tensor, sigma_next: Tensor, eta: Tensor, sigma_ma
     if dynamics not in DYNAMICS:
         raise ValueError(f"dynamics_type: expected one of {', '.join(DYNAMICS)}, got '{dynamics}'")
     step = StepInfo(sigma.double(), sigma_next.double(), eta.double(), sigma_max.double(), sigma_min=0.0)
-    coef = torch.stack([torch.zeros_like(step.sigma) + number for number in RULES[DYNAMICS[dynamics]](step)], 1)
+    zero = torch.zeros_like(step.sigma)
+    coef = torch.stack([zero + number for number in RULES[DYNAMICS[dynamics]](step)], 1)
     std = coef[:, 2]
     if dynamics == "CPS":
         coef[:, 3] = -1.0  # also where s = 0, as in the peer
     elif dynamics != "ODE":
         std = std / torch.sqrt(step.sigma - step.sigma_next)
     return coef.float(), std.float()
+
+
+@lru_cache(maxsize=4096)
+def _kept_rows(dynamics: str, *numbers: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """`rows` on the CPU for numbers of σ, σ', η and σ_max, each for all samples."""
+    with torch.inference_mode(False):  # else they could never be saved for a backward
+        return rows(dynamics, *(torch.tensor(n, dtype=torch.float32) for n in numbers))
 
 
 def step(
@@ -80,13 +90,20 @@ def step(
         noise_level = self.get_noise_levels().to(device).index_select(0, index)
     given = (sigma, sigma_next, noise_level, sigma_max or self.sigmas[1])
     sigma, sigma_next, eta, top = (_batched(t, batch, device) for t in given)
-    coef, std = rows(dynamics, sigma, sigma_next, eta, top)
+    if device.type == "cpu":
+        coef, std = _kept_rows(dynamics, *(tuple(t.tolist()) for t in (sigma, sigma_next, eta, top)))
+        std = std.clone()  # it is given to the caller
+    else:
+        coef, std = rows(dynamics, sigma, sigma_next, eta, top)
     noise, out_dtype, x_next = None, latents.dtype, None if next_latents is None else next_latents.float()
     if x_next is None and dynamics == "ODE":
         out_dtype = torch.float32  # not rounded: nothing of it is scored
     elif x_next is None:
         noise = randn_tensor(v.shape, generator, device, v.dtype)
-    done = transition(x, v, coef, torch.arange(batch, device=device), x_next=x_next, noise=noise, out_dtype=out_dtype)
+    done = transition(
+        x, v, coef, torch.arange(batch, device=device), x_next=x_next, noise=noise, out_dtype=out_dtype,
+        want_mean=not return_dict or "next_latents_mean" in return_kwargs,
+    )  # fmt: skip
     logp = done.logp if compute_log_prob else None
     std, dt = (t.view(-1, *([1] * (x.dim() - 1))) for t in (std, sigma_next - sigma))
     x_next = done.x_next.float()

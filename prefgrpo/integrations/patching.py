@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -18,21 +19,23 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 Function = Callable[..., Any]
-_FLOW_GRPO, _FLOW_FACTORY = r"flow_grpo\.diffusers_patch\.", r"flow_factory\.scheduler\.flow_match_euler_discrete\."
+_FLOW_GRPO, _FLOW_FACTORY = r"flow_grpo\.diffusers_patch\.", r"flow_factory\.scheduler\.flow_match_euler_discrete"
 
 CODEBASES: dict[str, dict[str, str]] = {
     "flow_grpo": {
-        _FLOW_GRPO + r"sd3_sde_with_logprob\.sde_step_with_logprob": "flow_grpo.sde_step_with_logprob",
-        _FLOW_GRPO + r"wan_pipeline_with_logprob\.sde_step_with_logprob": "flow_grpo.wan_sde_step_with_logprob",
+        _FLOW_GRPO + "sd3_sde_with_logprob:sde_step_with_logprob": "flow_grpo.sde_step_with_logprob",
+        _FLOW_GRPO + "wan_pipeline_with_logprob:sde_step_with_logprob": "flow_grpo.wan_sde_step_with_logprob",
+        _FLOW_GRPO + "solver:flow_grpo_step": "pref_grpo.flow_grpo_step",
     },
-    "dance_grpo": {r"(fastvideo\.)?train_grpo_\w+\.flux_step": "dance_grpo.flux_step"},
+    "dance_grpo": {r"(fastvideo\.)?train_grpo_\w+:flux_step": "dance_grpo.flux_step"},
     "pref_grpo": {
-        r"fastvideo\.grpo\.steps\.flow_grpo_step": "pref_grpo.flow_grpo_step",
-        r"fastvideo\.grpo\.steps\.dance_grpo_step": "pref_grpo.dance_grpo_step",
+        r"fastvideo\.grpo\.steps:flow_grpo_step": "pref_grpo.flow_grpo_step",
+        r"fastvideo\.grpo\.steps:dance_grpo_step": "pref_grpo.dance_grpo_step",
     },
-    "flow_factory": {_FLOW_FACTORY + r"FlowMatchEulerDiscreteSDEScheduler\.step": "flow_factory.step"},
+    "flow_factory": {_FLOW_FACTORY + ":FlowMatchEulerDiscreteSDEScheduler.step": "flow_factory.step"},
 }
-"""Regular expression for a function's dotted name → what takes its place, within prefgrpo.integrations."""
+"""Regular expression for a module's name and, after a colon, a function in it → what takes its place, within
+prefgrpo.integrations."""
 _PATCHED: dict[str, dict[Function, Function]] = {}
 """Codebase → original → replacement: a function of its own for each original, so that it can be put back."""
 
@@ -44,12 +47,13 @@ def patch(codebase: str) -> list[str]:
     if a function is missing or has other parameters than the version known here; then nothing is replaced.
     """
     replaced = dict(_PATCHED.get(codebase, {}))
-    for pattern, replacement in _targets(codebase).items():
-        where, name = pattern.rsplit(r"\.", 1)
-        owners = {place: vars(owner).get(name) for place, owner in _owners() if re.fullmatch(where, place)}
-        functions = {place: f for place, f in owners.items() if isinstance(f, FunctionType)}
-        if owners and not functions:
-            raise RuntimeError(f"expected a function {name} in {', '.join(owners)}, found none: another version?")
+    before = len(replaced)
+    for pattern, replacement in targets(codebase).items():
+        where, _, name = pattern.partition(":")
+        modules = {place: module for place, module in _modules() if re.fullmatch(where, place)}
+        functions = {place: f for place, module in modules.items() if (f := _function(module, name)) is not None}
+        if modules and not functions:
+            raise RuntimeError(f"expected a function {name} in {', '.join(modules)}, found none: another version?")
         module, _, ours = replacement.partition(".")
         for place, original in functions.items():
             if original not in replaced and original not in replaced.values():
@@ -57,12 +61,12 @@ def patch(codebase: str) -> list[str]:
                 _check_parameters(f"{place}.{name}", original, step)
                 replaced[original] = _copy(step)
     if not replaced:
-        wanted = ", ".join(pattern.replace("\\", "") for pattern in _targets(codebase))
-        raise RuntimeError(f"'{codebase}' is not imported, expected {wanted}: import its training code, then patch it")
+        raise RuntimeError(f"'{codebase}' is not imported, expected {wanted(codebase)}: import its training code first")
     _PATCHED[codebase] = replaced
     _exchange(replaced)
     places = sorted(f"{place}.{name}" for place, _, name, f in _functions() if f in replaced.values())
-    print(f"prefgrpo: patched {codebase}: {', '.join(places)}", file=sys.stderr)
+    if len(replaced) > before and os.environ.get("RANK", "0") == "0":
+        print(f"prefgrpo: patched {codebase}: {', '.join(places)}", file=sys.stderr, flush=True)
     return places
 
 
@@ -71,14 +75,33 @@ def unpatch(codebase: str) -> list[str]:
 
     Raises ValueError for an unknown codebase.
     """
-    _targets(codebase)
+    targets(codebase)
     return _exchange({ours: original for original, ours in _PATCHED.pop(codebase, {}).items()})
 
 
-def _targets(codebase: str) -> dict[str, str]:
+def targets(codebase: str) -> dict[str, str]:
+    """The entries of `CODEBASES` for a codebase. Raises ValueError for an unknown one."""
     if codebase not in CODEBASES:
         raise ValueError(f"unknown codebase '{codebase}': expected one of {', '.join(CODEBASES)}")
     return CODEBASES[codebase]
+
+
+def wanted(codebase: str) -> str:
+    """What is replaced in a codebase, for messages."""
+    return ", ".join(pattern.replace("\\", "") for pattern in targets(codebase))
+
+
+def is_patched(codebase: str) -> bool:
+    """Whether anything of the codebase is replaced now."""
+    return bool(_PATCHED.get(codebase))
+
+
+def _function(module: ModuleType, name: str) -> FunctionType | None:
+    """The function of that name, which may be `Class.method`, or None."""
+    owner: Any = module
+    for part in name.split("."):
+        owner = vars(owner).get(part) if isinstance(owner, (ModuleType, type)) else None
+    return owner if isinstance(owner, FunctionType) else None
 
 
 def _check_parameters(name: str, original: Function, ours: Function) -> None:
@@ -92,16 +115,19 @@ def _copy(step: Function) -> Function:
     return functools.wraps(step)(lambda *args, **kwargs: step(*args, **kwargs))
 
 
-def _owners() -> Iterator[tuple[str, Any]]:
-    """Imported modules and Flow-Factory's classes, by name; a script that runs as __main__ goes by its file's name."""
-    once: dict[int, tuple[str, Any]] = {
-        id(module): (name, module) for name, module in reversed(list(sys.modules.items()))
-    }
+def _modules() -> Iterator[tuple[str, ModuleType]]:
+    """Imported modules by name; a script that runs as __main__ goes by its file's name."""
+    once = {id(module): (name, module) for name, module in reversed(list(sys.modules.items()))}
     for name, module in once.values():
-        if not isinstance(module, ModuleType):
-            continue
-        file = getattr(module, "__file__", None) if name == "__main__" else None
-        yield (name if file is None else Path(file).stem), module
+        if isinstance(module, ModuleType):
+            file = getattr(module, "__file__", None) if name == "__main__" else None
+            yield (name if file is None else Path(file).stem), module
+
+
+def _owners() -> Iterator[tuple[str, Any]]:
+    """Imported modules and Flow-Factory's classes, by name."""
+    for name, module in _modules():
+        yield name, module
         if name.startswith("flow_factory."):
             for value in list(vars(module).values()):
                 if isinstance(value, type) and value.__module__ == name:

@@ -131,20 +131,24 @@ def transition(
     noise: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     x0_sigma: Tensor | None = None,
+    want_mean: bool = True,
 ) -> AffineStepMore:
     """One step with its mean: sampled from `noise` (rounded to `out_dtype`, default x's), or the scoring of a given x'.
 
     x, v: [B, …]; coef [T, 5] and index int64 [B]. x0_sigma: σ, [T] or more, read at `index`. Under grad mode μ and
-    logp are differentiable in x and v; the log-prob sees x' as a constant.
+    logp are differentiable in x and v; the log-prob sees x' as a constant. want_mean: False where μ may be None.
     """
     out_dtype = out_dtype or x.dtype
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or v.requires_grad)
     if x_next is None and not needs_grad:
-        return affine_step_more(x, v, coef, index, noise=noise, out_dtype=out_dtype, want_mean=True, x0_sigma=x0_sigma)
-    mean = _Mean.apply(x, v, coef, index)
+        return affine_step_more(
+            x, v, coef, index, noise=noise, out_dtype=out_dtype, want_mean=want_mean, x0_sigma=x0_sigma
+        )
+    of_x = needs_grad and x.requires_grad
+    mean: Any = _Mean.apply(x, v, coef, index) if want_mean or x_next is None or of_x else None
     if x_next is None:
         x_next = (mean if noise is None else mean + column(coef[:, 2], index, x.dim()) * noise).to(out_dtype)
-    if needs_grad and x.requires_grad:  # scored on μ, as a step with a = 0 and b = 1
+    if of_x:  # scored on μ, as a step with a = 0 and b = 1
         on_mean = coef.clone()
         on_mean[:, 0], on_mean[:, 1] = 0.0, 1.0
         logp = affine_logp(x.detach(), mean, x_next.detach(), on_mean, index).logp

@@ -54,6 +54,8 @@ _TAG = re.compile(r"</?answer>", re.I | re.A)
 _MARKUP = re.compile(r"(?<!\d)[*`_]+|[*`_]+(?!\d)", re.A)
 _BULLET = re.compile(r"^(?:[#>•\s\"'“”]|-(?!\d))+")
 _EDGE = " \"'“”"
+_SCORE_TAG = re.compile(r"</?score>", re.I | re.A)
+_MARKS = re.compile(r"\[\s*[01](?:\s*,\s*[01])*\s*,?\s*\]", re.A)
 _COMMA = re.compile(r",(?=\s*[}\]])")
 _GIVEN = (
     r"i (?:will |now )?(?:give|assign)(?: (?:it|(?:this|the) (?:image|picture|video)))? (?:an? |the )?"
@@ -86,6 +88,8 @@ def read(template: Template, text: str, cut: bool = False) -> tuple[float | None
                 return None, scores(text, template.scores, template.pattern)
             case "json":
                 return None, json_scores(text, template.scores)
+            case "marks":
+                return None, marks(text)
             case "text":
                 return None, {}
             case kind:
@@ -106,7 +110,7 @@ def after_thoughts(text: str) -> str:
 
 def _closed(template: Template, text: str) -> str:
     """What is certain in an answer without its end: tags and braces that are closed, whole lines of scores."""
-    if template.answer in ("think", "flex", "json") or (template.answer == "edit" and _TAG.search(text)):
+    if template.answer in ("think", "flex", "json", "marks") or (template.answer == "edit" and _TAG.search(text)):
         return text
     if template.answer == "scores":
         return text.rpartition("\n")[0] if template.pattern.rstrip().endswith("{value}") else text
@@ -226,6 +230,17 @@ def json_scores(text: str, names: tuple[tuple[str, float, float], ...]) -> dict[
             raise Unreadable(f"score '{name}' must be a number from {low:g} to {high:g}, got {str(item)[:40]}")
         scores[name] = float(item)
     return scores
+
+
+def marks(text: str) -> dict[str, float]:
+    """{'1': 1.0, '2': 0.0, …}: the zeros and ones of the list inside the one <score>[…]</score>, by place."""
+    tags = [tag.lower() for tag in _SCORE_TAG.findall(text)]
+    if tags != ["<score>", "</score>"]:
+        raise Unreadable(f"expected one <score>…</score>, found {len(tags)} tags in {text[-80:]!r}")
+    listed = _SCORE_TAG.split(text)[1].strip()
+    if not _MARKS.fullmatch(listed):
+        raise Unreadable(f"expected a list of 0 and 1 inside <score>…</score>, got {listed[:80]!r}")
+    return {str(k): float(mark) for k, mark in enumerate(re.findall("[01]", listed), start=1)}
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from prefgrpo.judge.verdict import Answer, JudgeError
 MOST_BYTES = 32 << 20
 """Largest file, about 200 000 soft verdicts; one that grows beyond is rewritten with its newer half."""
 _RAW_CHARACTERS = 500
+"""Of an answer's text that is kept, unless the asker needs all of it."""
 
 
 class AnswerCache:
@@ -50,11 +51,12 @@ class AnswerCache:
         kept = json.loads(line)
         return Answer(kept["value"], raw=kept["raw"], parts=kept["parts"], cached=True)
 
-    def put(self, key: str, answer: Answer) -> None:
-        """Keep an answer, unless something is missing from it."""
+    def put(self, key: str, answer: Answer, whole: bool = False) -> None:
+        """Keep an answer, unless something is missing from it. whole: with all of its text."""
         if answer.reason:
             return
-        kept = {"key": key, "value": answer.value, "parts": answer.parts, "raw": answer.raw[:_RAW_CHARACTERS]}
+        raw = answer.raw if whole else answer.raw[:_RAW_CHARACTERS]
+        kept = {"key": key, "value": answer.value, "parts": answer.parts, "raw": raw}
         line = json.dumps(kept, separators=(",", ":")).encode() + b"\n"
         with self._lock:
             if key in self._lines or self._broken:

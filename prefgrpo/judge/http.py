@@ -148,7 +148,7 @@ class Client:
         except answers.Unreadable as error:
             answer = replace(answer, reason=str(error))
         if self._cache is not None and key:
-            self._cache.put(key, answer)
+            self._cache.put(key, answer, whole=template.answer in ("marks", "text"))
         if answer.reason:
             TRAFFIC.update(unread=1, wasted_us=reply.spent_us)
         return answer

@@ -3,7 +3,7 @@
     user: text with {prompt}, {media_1} …, {source} and other {name}s      prefill: start of the assistant's turn
     labels: the two answers that follow the prefill      variants: count them in other case too      max_tokens: n
     timeout_s: longest that one answer may take (60 where one token is the answer, 600 where text is)
-    answer: soft | plain | think | edit | flex | scores | json | text      scores: {name: [low, high]}
+    answer: soft | plain | think | edit | flex | scores | json | marks | text      scores: {name: [low, high]}
     pattern: a line with {name} and {value} as the judge writes it (scores)
 
 Replacement is literal and happens once: braces, quotes or markers inside a prompt stay what they are.
@@ -25,7 +25,17 @@ from prefgrpo.judge.verdict import JudgeError
 _MARKER = re.compile(r"(\{[a-z][a-z0-9_]*\})")
 _MEDIUM = re.compile(r"\{media_(\d+)\}")
 _FOLDER = Path(__file__).parent / "templates"
-_TOKENS = {"soft": 1, "plain": 32, "think": 2048, "flex": 2048, "edit": 2048, "scores": 512, "json": 1024, "text": 512}
+_TOKENS = {
+    "soft": 1,
+    "plain": 32,
+    "think": 2048,
+    "flex": 2048,
+    "edit": 2048,
+    "scores": 512,
+    "json": 1024,
+    "marks": 4096,
+    "text": 512,
+}
 _SECONDS = {"soft": 60.0, "text": 600.0}
 PAIR_ANSWERS = ("soft", "plain", "think", "flex", "edit")
 """Answers that are a verdict on two media."""

@@ -55,6 +55,7 @@ REWARDS: dict[str, str] = {
     "unifiedreward_edit_pointwise_image_quality": "vlm:EditImageQuality",
     "unifiedreward_edit_pointwise_instruction_following": "vlm:EditInstructionFollowing",
     "edit_score": "vlm:EditScore",
+    "unigenbench": "unigenbench:UniGenBench",
     "consistency_score": "consistency:ConsistencyScore",
     "consistency_for_editing": "consistency:ConsistencyForEditing",
     "grid_layout": "consistency:GridLayout",

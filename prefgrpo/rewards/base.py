@@ -73,6 +73,8 @@ class Score:
     """Why it is missing."""
     parts: dict[str, float] = field(default_factory=dict)
     """Named sub-scores, for logs."""
+    raw: str = ""
+    """What a judge wrote, where somebody reads that."""
 
 
 @dataclass(frozen=True)

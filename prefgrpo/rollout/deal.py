@@ -49,8 +49,11 @@ def slot_prompts(config: Config, prompts: Sequence[Prompt], step: int) -> Slots:
 
 
 def update_of(config: Config, place: Place) -> int:
-    """The optimiser update u of U that a sample trains: slots p with p·U // P = u, or with U > P as many samples."""
+    """The optimiser update u of U that a sample trains: slots p with p·U // P = u, or with U > P as many samples; with
+    train.update_slices members, the members g of every group with g·U // G = u."""
     r, updates, (p, g) = config.rollout, config.train.updates_per_rollout, place
+    if config.train.update_slices == "members":
+        return g * updates // r.group_size
     if updates <= r.prompts_per_step:
         return p * updates // r.prompts_per_step
     return (p * r.group_size + g) * updates // (r.prompts_per_step * r.group_size)

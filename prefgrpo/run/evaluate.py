@@ -8,6 +8,7 @@ reaches the training loss.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from prefgrpo.models.folder import hub_id
 from prefgrpo.models.lora import sort_header
 from prefgrpo.parallel.shard import gathered
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards.base import GroupScores
+from prefgrpo.rewards.base import GroupScores, Sample
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.embeddings import Embeddings, fitted_sources
 from prefgrpo.rollout.render import Images, preview, render, sample, to_uint8
@@ -97,18 +98,11 @@ class Evaluator:
         """Metrics over all ranks of the policy after `step` steps; the report's images go to the run folder."""
         index, held = self.mine(), self.held
         now = to_uint8(self.render(index))
-        table = self._table(index, now)
-        each = -(-len(held.items) // self.world.dp_size)
-        names = self.world.union(table)
-        local = np.full((each, len(names) + 1), np.nan)
-        local[: len(index), 0] = held.group[index]
-        for k, name in enumerate(names):
-            local[: len(index), k + 1] = table.get(name, np.nan)
-        rows = self.world.gather(local)
-        rows = rows[~np.isnan(rows[:, 0])]
-        out: dict[str, float] = {}
-        for k, name in enumerate(names):
-            out.update(summarise(f"{held.name}/{name}", rows[:, 0].astype(int), rows[:, k + 1], name.startswith("win")))
+        images = zip(now, self.before, strict=True)
+        items = [held.items[i] for i in index]
+        pairs = [tuple(sample(p, m, self.sizes) for m in both) for p, both in zip(items, images, strict=True)]
+        table = compare(self.scorers, pairs if self.world.leads else [])
+        out = over_ranks(self.world, held.name, held.group[index], table, len(held.items))
         self._save_shown(step, now)
         return out
 
@@ -199,31 +193,47 @@ class Evaluator:
         save_file(tensors | shown | pinned, self.folder.proof, metadata=meta)
         sort_header(self.folder.proof)
 
-    def _table(self, index: list[int], now: Images) -> dict[str, NDArray[np.float64]]:
-        """One column of values per measure, one row per image of this rank; none where it is not heard."""
-        table: dict[str, NDArray[np.float64]] = {}
-        if not index or not self.world.leads:
-            return table
-        for name, scorer in self.scorers.items():
-            scorer.begin(0, range(len(index)))
-            for row, i in enumerate(index):
-                for member, pixels in enumerate((now[row], self.before[row])):
-                    item = self.held.items[i]
-                    scorer.add(row, member, sample(item, pixels, self.sizes))
-            result = scorer.finish()
-            for reward, groups in result.groups.items():
-                table.update(_columns(name, reward, groups))
-        return table
+
+Table = dict[str, NDArray[np.float64]]
+"""One column of values per measure, one row per pair of images."""
 
 
-def _columns(kind: str, reward: str, groups: list[GroupScores]) -> dict[str, NDArray[np.float64]]:
-    """Columns of one reward over groups (now, before): the judge's verdicts, or values and wins (1, tie ½, 0)."""
-    if kind == "judge":
+def compare(scorers: Mapping[str, Scorer], pairs: Sequence[tuple[Sample, ...]]) -> Table:
+    """The columns of all scorers over pairs (now, before); a judge's scorer is called judge, or judge2 …"""
+    table: Table = {}
+    for name, scorer in scorers.items() if pairs else ():
+        scorer.begin(0, range(len(pairs)))
+        for row, pair in enumerate(pairs):
+            for member, one in enumerate(pair):
+                scorer.add(row, member, one)
+        for reward, groups in scorer.finish().groups.items():
+            table.update(_columns(name, reward, groups))
+    return table
+
+
+def over_ranks(world: World, name: str, group: NDArray[np.int64], table: Table, count: int) -> dict[str, float]:
+    """Metrics of the set `name` from the rows of all ranks. group: prompt of each row here; count: rows of all."""
+    names = world.union(table)
+    local = np.full((-(-count // world.dp_size), len(names) + 1), np.nan)
+    local[: len(group), 0] = group
+    for k, column in enumerate(names):
+        local[: len(group), k + 1] = table.get(column, np.nan)
+    rows = world.gather(local)
+    rows = rows[~np.isnan(rows[:, 0])]
+    out: dict[str, float] = {}
+    for k, column in enumerate(names):
+        out |= summarise(f"{name}/{column}", rows[:, 0].astype(int), rows[:, k + 1], column.startswith("win"))
+    return out
+
+
+def _columns(kind: str, reward: str, groups: list[GroupScores]) -> Table:
+    """Columns of one reward over groups (now, before): a judge's verdicts, or values and wins (1, tie ½, 0)."""
+    if kind.startswith("judge"):
         first, second = (np.array([g.shown(*order) for g in groups]) for order in ((0, 1), (1, 0)))
         return {
-            "win_judge": np.array([_win_rate(g) for g in groups]),
-            "win_judge_first": (np.sign(first - 0.5) + 1) / 2,
-            "win_judge_second": 1 - (np.sign(second - 0.5) + 1) / 2,
+            f"win_{kind}": np.array([_win_rate(g) for g in groups]),
+            f"win_{kind}_first": (np.sign(first - 0.5) + 1) / 2,
+            f"win_{kind}_second": 1 - (np.sign(second - 0.5) + 1) / 2,
         }
     values = np.array([[np.nan if s.value is None else s.value for s in g.scores] for g in groups])
     wins = np.where(np.isnan(values).any(1), np.nan, (np.sign(values[:, 0] - values[:, 1]) + 1) / 2)

@@ -110,6 +110,11 @@ def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str
     if name not in training and not (config.eval.judge and held_out):
         return None, []
     judge = judge_config(config, name, config.reward.options.get(name, {}), world, _folder(config))
+    return connect(judge, makes_clips(config), world)
+
+
+def connect(judge: JudgeConfig, clips: bool, world: World) -> tuple[PairJudge, list[str]]:
+    """(judge of pairs, what its health check found). Raises JudgeError as `open_judge`."""
     if judge.backend == "local":
         return _local_judge(judge, str(world.device)), [f"judge in this process: {judge.model}"]
     from prefgrpo.judge.client import HttpJudge, check
@@ -117,7 +122,7 @@ def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str
     notes: list[str] = []
 
     def look() -> None:
-        health = check(judge, bias_pairs=CALIBRATION_PAIRS, known=True, clips=makes_clips(config))
+        health = check(judge, bias_pairs=CALIBRATION_PAIRS, known=True, clips=clips)
         notes.extend(f"judge {line}" for line in health.summary().splitlines())
 
     world.on_main(look, JudgeError)
@@ -261,16 +266,25 @@ def evaluation_scorers(
     _, measured = specs(config)
     scorers = {}
     if config.eval.judge and judge is not None:
-        name = shared(config)
-        own = {**config.reward.options.get(name, {}), "judge": judge, "plan": "both_orders", "verdict": "hard"}
-        reward = build(name, {name: own})
-        check_inputs(config, "eval.judge", reward, prompts)
-        scorers["judge"] = Scorer(reward, 2, config.judge.deadline_s, config.seed)
+        scorers["judge"] = both_orders(config, shared(config), judge, prompts)
     if measured:
-        rewards = _built(config, "eval.spec", measured, config.eval.options, None, prompts, world)
-        scorers["measure"] = Scorer(rewards, 2, config.judge.deadline_s, config.seed)
+        scorers["measure"] = measuring(config, prompts, world)
     elif not (scorers and (config.eval.prompts or config.eval.final_prompts)):
         unjudged = {n: r for n, r in training.rewards.items() if isinstance(r, PointwiseReward | FunctionPairwise)}
         if unjudged:
             scorers["measure"] = Scorer(unjudged, 2, config.judge.deadline_s, config.seed)
     return scorers
+
+
+def both_orders(config: Config, name: str, judge: PairJudge, prompts: Sequence[Prompt]) -> Scorer:
+    """Scorer of pairs that the judge of the pairwise reward `name` compares in both orders."""
+    own = {**config.reward.options.get(name, {}), "judge": judge, "plan": "both_orders", "verdict": "hard"}
+    reward = build(name, {name: own})
+    check_inputs(config, "eval.judge", reward, prompts)
+    return Scorer(reward, 2, config.judge.deadline_s, config.seed)
+
+
+def measuring(config: Config, prompts: Sequence[Prompt], world: World) -> Scorer:
+    """Scorer of pairs by the rewards of eval.spec."""
+    rewards = _built(config, "eval.spec", specs(config)[1], config.eval.options, None, prompts, world)
+    return Scorer(rewards, 2, config.judge.deadline_s, config.seed)

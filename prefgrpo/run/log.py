@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tqdm import tqdm
 from prefgrpo.run.checkpoint import write_atomic
 from prefgrpo.run.metrics import PARTS_OF_WINS, step_line
 from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.signs import Sign, Signs
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
@@ -38,14 +39,20 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 class Log:
     """The output of rank 0; on other ranks every method does nothing."""
 
-    def __init__(self, folder: RunFolder, total: int, start: int, *, tensorboard: bool, active: bool) -> None:
+    def __init__(
+        self, folder: RunFolder, total: int, start: int, *, tensorboard: bool, active: bool, trained: Iterable[str] = ()
+    ) -> None:
+        """trained: names of the rewards of non-zero weight."""
         self.active = active
         self.win_rate: float | None = None
         """Of the last evaluation: the judge's, or else the first reward's."""
         self.writer: Any = None
+        self.seen = set[Sign]()
+        """Signs of reward hacking that there have been."""
         if not active:
             return
         rows = [r for r in read_metrics(folder.metrics) if r["step"] <= start] if start else []
+        self.signs = Signs(trained, rows)
         self.have = {(r["kind"], r["step"], r.get("set")) for r in rows}
         write_atomic(folder.metrics, "".join(json.dumps(r) + "\n" for r in rows))
         self.file = folder.metrics.open("a", encoding="utf-8")
@@ -70,6 +77,9 @@ class Log:
         if not self.active or (kind, step, values.get("set")) in self.have:
             return
         clean = {k: _finite(v) for k, v in values.items()}
+        for sign, text in self.signs.add(kind, clean).items():
+            self.seen.add(sign)
+            self.say(f"WARNING: after step {step}, a sign of reward hacking ({sign}): {text}")
         self.file.write(json.dumps({"kind": kind, "step": step, **clean}) + "\n")
         self.file.flush()
         os.fsync(self.file.fileno())

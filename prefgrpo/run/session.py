@@ -48,7 +48,15 @@ from prefgrpo.run.policy import Policy
 from prefgrpo.run.run_folder import RunFolder
 
 FREE = (
-    *("train.steps", "train.max_minutes", "train.lr", "train.max_grad_norm", "checkpoint.every", "checkpoint.keep"),
+    *(
+        "train.steps",
+        "train.max_minutes",
+        "train.stop_when",
+        "train.lr",
+        "train.max_grad_norm",
+        "checkpoint.every",
+        "checkpoint.keep",
+    ),
     *("output", "name", "device", "gpus", "tensorboard", "data.cache", "memory.offload"),
     *("judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s"),
     *("judge.max_missing", "judge.patience_steps", "judge.log", "judge.cache", "judge.hedge_s"),
@@ -246,10 +254,12 @@ def _objective_mistakes(config: Config) -> list[str]:
     except ValueError as error:
         return [f"train.objective: {error}"]
     r, wrong = config.rollout, [f"train.objective_options.{one}" for one in goal.mistakes(config.rollout.group_size)]
-    if goal.whole_groups and config.train.updates_per_rollout > r.prompts_per_step:
-        problem = f"{config.train.objective} needs whole groups: expected at most rollout.prompts_per_step"
+    slices = config.train.update_slices == "members" and config.train.updates_per_rollout > 1
+    if goal.whole_groups and (slices or config.train.updates_per_rollout > r.prompts_per_step):
+        problem = f"{config.train.objective} compares the members of a group: expected update_slices: prompts"
         wrong.append(
-            f"train.updates_per_rollout: {problem} = {r.prompts_per_step}, got {config.train.updates_per_rollout}"
+            f"train.updates_per_rollout: {problem} and at most rollout.prompts_per_step = {r.prompts_per_step}, got "
+            f"{config.train.updates_per_rollout} with {config.train.update_slices}"
         )
     if goal.needs_comparisons and not judging.trains_on_pairs(config):
         wanted = f"{config.train.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"

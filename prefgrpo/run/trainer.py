@@ -42,6 +42,7 @@ from prefgrpo.run.metrics import (
 )
 from prefgrpo.run.policy import NonFiniteGradient
 from prefgrpo.run.session import Clock, open_session, peak_memory
+from prefgrpo.run.signs import DIVERSITY, pixel_distance
 
 REASONS_SHOWN = 3
 """Most frequent reasons for missing rewards that a step prints; ten times as many in a run."""
@@ -78,7 +79,12 @@ class TrainingLoop:
         self.evaluators = self.session.evaluators
         self.product = self.folder.product(lora=config.train.lora_rank > 0)
         self.log = Log(
-            self.folder, config.train.steps, self.session.start, tensorboard=config.tensorboard, active=self.world.main
+            self.folder,
+            config.train.steps,
+            self.session.start,
+            tensorboard=config.tensorboard,
+            active=self.world.main,
+            trained=[name for name, weight in self.session.weights.items() if weight],
         )
         self.objective, self.collector = self.session.objective, self.session.collector
         if self.session.kl_coef is not None:
@@ -106,7 +112,7 @@ class TrainingLoop:
                 evaluator.start(resumed=done > 0)
                 if not done:
                     self._evaluate(0, name)
-            while done < c.train.steps and not self._out_of_time():
+            while done < c.train.steps and not self._out_of_time() and not self._hacked():
                 clock = Clock()
                 metrics = self._guarded_step(done, clock)
                 done += 1
@@ -147,7 +153,14 @@ class TrainingLoop:
             metrics |= self.update(step, batches, self._targets(advantage, scores))
             metrics |= self._adapt_kl(metrics)
             self.policy.follow(self.objective.old_decay(step))
-        return metrics | over_ranks(scores.metrics, self.world)
+        return metrics | self._diversity(len(groups)) | over_ranks(scores.metrics, self.world)
+
+    def _diversity(self, groups: int) -> dict[str, float]:
+        """How far the images of a group are apart, mean over the groups of the step."""
+        local = np.full(groups, np.nan)
+        for k, made in enumerate(self.scorer.samples.values()):
+            local[k] = pixel_distance(np.stack([made[g].media.pixels for g in sorted(made)]))
+        return {DIVERSITY: float(self.world.gather_slots(local, self.config.rollout.prompts_per_step).mean())}
 
     def close(self) -> None:
         """Close the log and the session."""
@@ -172,6 +185,14 @@ class TrainingLoop:
     def _out_of_time(self) -> bool:
         limit = self.config.train.max_minutes * 60
         return limit > 0 and self.world.any(self.session.trained_s >= limit)
+
+    def _hacked(self) -> bool:
+        """Whether one of train.stop_when was seen."""
+        if not (seen := self.log.seen & set(self.config.train.stop_when)) and not self.config.train.stop_when:
+            return False
+        if seen:
+            self.log.say(f"training ends here (train.stop_when): {', '.join(sorted(seen))}")
+        return self.world.any(bool(seen))
 
     # ---- advantages -------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,185 @@
+"""`python -m benchmarks.bench_peers_train`: the peers' own training steps beside ours, and with our launcher.
+
+PREFGRPO_PEERS names the folder of the checkouts. Every trainer runs on the same pipeline folder (benchmarks/peer_runs):
+tiny, or wide, where the model is nearly all of the time. Seconds are those of its own process, on one thread, without
+text encoders; processes alternate, and a number is the median over all timed steps. For each peer:
+
+- launcher: its script through `python -m prefgrpo.integrations`, with the patch taken out in every other step.
+- same work: `prefgrpo train` with its samples, steps, trained steps, updates, batch, LoRA, rule, KL and both
+  predictions of guidance differentiated, as its checkout does.
+- as published: ours with what our recipe of the same method has instead: batches of a group where the peer's batch is
+  one sample, and for SD3 a gradient through the conditional prediction alone.
+
+Written to results/peers_train.json with the load of the machine; `--render` writes the tables of docs/integrations.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from benchmarks.blocks import replace_block, rounded, write_json
+from benchmarks.peer_runs import PEERS, Work, make_pipeline
+
+ROOT = Path(__file__).resolve().parent.parent
+JSON, PAGE = ROOT / "benchmarks" / "results" / "peers_train.json", ROOT / "docs" / "integrations.md"
+SIZES = {"tiny": Work(), "wide": Work("wide", side=64, prompts=1, steps=3, updates=1, kl=0.0)}
+WARM, COUNTED = 2, 2
+"""Steps of a run that are not timed: the first, and, with `--calls`, the last."""
+FULL = {"dance_grpo_flux"}
+"""Peers that train all weights."""
+ALONE = {"dance_grpo_flux", "pref_grpo_flux"}
+"""Peers whose forwards hold one sample, in rollout and training."""
+
+
+def settings(name: str, work: Work, folder: Path, steps: int, published: bool) -> dict[str, Any]:
+    """prefgrpo's configuration for the work of a peer's training step."""
+    family, sde = PEERS[name].family, {"rule": "flow", "eta": 0.7}
+    rollout: dict[str, Any] = {
+        "height": work.side, "width": work.side, "steps": work.steps, "prompts_per_step": work.prompts,
+        "group_size": work.group, "batch_size": work.batch, "guidance": 4.5 if family == "sd3" else 3.5,
+    }  # fmt: skip
+    train: dict[str, Any] = {
+        "steps": steps, "updates_per_rollout": work.updates, "lora_rank": work.lora, "lora_alpha": 2 * work.lora,
+        "lr": 1e-5, "clip_range": 1e-4,
+    }  # fmt: skip
+    if name in ALONE:
+        sde = {"rule": "dance", "eta": 0.3} if name in FULL else sde
+        rollout |= {"sigmas": "published", "truncate_timesteps": True, "shift": 3.0}
+        rollout["batch_size"] = work.group if published else 1
+    if name in FULL:
+        train["lora_rank"] = 0
+    if name.startswith("flow_grpo"):
+        train |= {"kl_coef": work.kl, "kl_form": "flow_grpo"}
+    if name == "flow_grpo_sd3" and published:
+        train["guidance_gradient"] = "conditional"
+    return {
+        "model": str(folder), "family": family, "output": str(folder / "runs"), "name": "ours", "device": "cpu",
+        "dtype": "fp32", "gpus": 1, "data": {"prompts": str(folder / "train.txt"), "max_length": 128},
+        "reward": {"spec": "jpeg_compressibility"}, "rollout": rollout | sde, "train": train, "eval": {"every": 0},
+        "checkpoint": {"every": 10**6},
+    }  # fmt: skip
+
+
+def train(name: str, work: Work, steps: int, published: bool) -> list[float]:
+    """Seconds of each training step of ours, in this process."""
+    import torch
+    import transformers
+
+    from benchmarks.peer_runs import Recorder
+    from prefgrpo.config.schema import from_dict
+    from prefgrpo.run.trainer import Callbacks, TrainingLoop
+
+    torch.set_num_threads(1)
+    recorder, seconds, start = Recorder("", 1, steps, ""), list[float](), [0.0]
+    for cls in (transformers.CLIPTextModel, transformers.CLIPTextModelWithProjection, transformers.T5EncoderModel):
+        recorder.leave_out(cls)
+
+    def timed(*_: Any) -> None:
+        now = time.process_time()
+        seconds.append(now - start[0] - recorder.encoding)
+        start[0], recorder.encoding = time.process_time(), 0.0
+
+    with tempfile.TemporaryDirectory() as folder:
+        made = make_pipeline(PEERS[name].family, Path(folder), work)
+        loop = TrainingLoop(from_dict(settings(name, work, made, steps, published)), callbacks=Callbacks(timed))
+        start[0] = time.process_time()
+        loop.run()
+    return seconds
+
+
+def apart(module: str, *arguments: str) -> dict[str, Any]:
+    """What `python -m MODULE ARGUMENTS --out FILE` writes. Raises RuntimeError with its last lines if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        command = [sys.executable, "-m", module, *arguments, "--out", str(out)]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if run.returncode:
+            raise RuntimeError(f"{' '.join(command)} ended with {run.returncode}:\n{run.stderr[-3000:]}")
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+
+def measure(name: str, size: str, rounds: int, steps: int) -> dict[str, Any]:
+    """One peer on one pipeline."""
+    work, timed = SIZES[size], {"peer": list[float](), "launcher": list[float](), "same": list[float](), "own": []}
+    calls: dict[str, int] = {}
+    ours = ["--ours", name, "--sizes", size, "--steps", str(steps)]
+    for _ in range(rounds):
+        total = str(WARM + 2 * steps + COUNTED)
+        arguments = [name, "--work", json.dumps(asdict(work)), "--steps", total, "--launcher", "--alternate", "--calls"]
+        rows = apart("benchmarks.peer_runs", *arguments)["steps"]
+        for row in rows[WARM:-COUNTED]:
+            timed["launcher" if row["patched"] else "peer"].append(row["seconds"])
+        calls |= {"launcher" if row["patched"] else "peer": row["calls"] for row in rows[-COUNTED:]}
+        timed["same"] += apart("benchmarks.bench_peers_train", *ours)["seconds"][WARM:]
+        if name in ALONE or name == "flow_grpo_sd3":
+            timed["own"] += apart("benchmarks.bench_peers_train", *ours, "--published")["seconds"][WARM:]
+    medians = {kind: statistics.median(values) for kind, values in timed.items() if values}
+    batch = 1 if name in ALONE else work.batch
+    return {"peer": name, "size": size, "work": asdict(replace(work, batch=batch)), "seconds": medians, "calls": calls}
+
+
+def tables(found: dict[str, Any]) -> list[str]:
+    """The block of docs/integrations.md."""
+    lines = [
+        "| trainer | pipeline | s | launcher, s | × | dispatcher calls | same work, s | × | as published, s | × |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for run in found["runs"]:
+        s, calls = run["seconds"], run["calls"]
+        cells = [f"{s['peer']:.2f}", f"{s['launcher']:.2f}", f"{s['peer'] / s['launcher']:.2f}"]
+        cells += [f"{calls['peer']} → {calls['launcher']}"]
+        for kind in ("same", "own"):
+            cells += [f"{s[kind]:.2f}", f"{s['peer'] / s[kind]:.2f}"] if kind in s else ["", ""]
+        lines.append(f"| {run['peer']} | {run['size']} | {' | '.join(cells)} |")
+    load, torch_version = found["machine"]["load"], found["machine"]["torch"]
+    state = f"One thread of a {found['machine']['device']}, load average {load:.1f}, torch {torch_version}; "
+    state += f"{found['rounds']} × {found['steps']} timed steps of each."
+    return [*lines, "", ("Preliminary: the machine was busy. " if load > 1.5 else "") + state]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6, help="timed training steps of each kind in a round")
+    parser.add_argument("--out", type=Path, default=JSON)
+    parser.add_argument("--render", action="store_true", help="only write the document's tables from the JSON")
+    parser.add_argument("--ours", choices=PEERS, help=argparse.SUPPRESS)
+    parser.add_argument("--published", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args(argv)
+    if given.ours:
+        seconds = train(given.ours, SIZES[given.sizes[0]], WARM + given.steps, given.published)
+        given.out.write_text(json.dumps({"seconds": seconds}))
+        return
+    if not given.render:
+        from benchmarks.harness import machine
+
+        runs = []
+        for size in given.sizes:
+            for name in given.peers:
+                runs.append(measure(name, size, given.rounds, given.steps))
+                print(json.dumps(rounded(runs[-1])), flush=True)
+                found = {"machine": machine("cpu"), "rounds": given.rounds, "steps": given.steps, "runs": runs}
+                write_json(given.out, rounded(found))
+    if given.out == JSON:
+        replace_block(PAGE, "peers_train", tables(json.loads(JSON.read_text())))
+
+
+if __name__ == "__main__":
+    main()

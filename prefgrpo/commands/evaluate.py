@@ -1,0 +1,447 @@
+"""`prefgrpo evaluate RUN|MODEL`: a published suite's table, or a checkpoint against its base or any other.
+
+Without a suite, both sides render the run's held-out prompts from the noise of its own evaluation and are compared by
+the rewards of eval.spec, by the run's judge and by a second one, each in both orders. Files that exist are kept, and
+answers of judges too, so a killed evaluation is continued by the same command. Invariant: a folder holds files of one
+evaluation (weights, prompts, noise and sizes), or the command refuses it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import yaml
+
+from prefgrpo.commands.generate import Job, Weights, check_writing, jobs_of, make
+from prefgrpo.commands.score import score_files
+from prefgrpo.config.recipe import Loader, read_yaml
+from prefgrpo.config.schema import Config, ConfigError, JudgeConfig, load
+from prefgrpo.data.file_names import Generated, read_media
+from prefgrpo.data.prompts import Prompt, fingerprint, prompt_sets, read_prompts
+from prefgrpo.judge.verdict import PairJudge
+from prefgrpo.models import family_of
+from prefgrpo.parallel import world as parallel
+from prefgrpo.parallel.world import World
+from prefgrpo.rewards import build, load_class
+from prefgrpo.rewards.base import PointwiseReward, Sample
+from prefgrpo.rewards.functions import FunctionPairwise
+from prefgrpo.rewards.scorer import Scorer
+from prefgrpo.rollout.render import sample
+from prefgrpo.rollout.sampling import evaluation
+from prefgrpo.run import checkpoint, judging
+from prefgrpo.run.checkpoint import CheckpointError, write_atomic
+from prefgrpo.run.evaluate import Table, compare, held_out, over_ranks
+from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.suites import Name, load_suite
+from prefgrpo.suites.base import Results, Suite
+
+Which = Literal["auto", "live", "ema"]
+FEW = 30
+"""Fewer prompts than this say nothing certain about others."""
+AT_ONCE = 32
+"""Pairs of images that are read and compared together."""
+PARTS = ("_low", "_high", "_first", "_second", "_missing")
+"""Ends of the metrics that belong to a win rate."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """What renders: a configuration that opens the model, and the weights."""
+
+    config: Config
+    weights: Weights
+    label: str
+
+
+# ---- what is evaluated ----------------------------------------------------------------------------------------------
+
+
+def recipe_of(target: str, prompts: str) -> tuple[Path | None, dict[str, Any]]:
+    """(recipe or None, values over it) that open a run, a checkpoint of one, a recipe or a model. Raises ConfigError,
+    ModelError."""
+    if (run := _run_of(Path(target))) is not None:
+        return run.config, {"output": str(run.root.parent), "name": run.root.name}
+    if Path(target).suffix in (".yaml", ".yml"):
+        return Path(target), {}
+    if not prompts:
+        raise ConfigError([f"--prompts: a model has no prompts of its own; expected a file of prompts for {target}"])
+    name = Path(target).resolve().name
+    return None, {"model": target, "name": name, "family": family_of(target), "data": {"prompts": prompts}}
+
+
+def _run_of(path: Path) -> RunFolder | None:
+    """The run of a run's folder or of a checkpoint in it; None for anything else."""
+    root = path.resolve().parent.parent if path.resolve().parent.name == "checkpoints" else path
+    run = RunFolder(root if root.name else root.resolve())
+    return run if run.config.is_file() else None
+
+
+def _side(config: Config, target: str, which: Which) -> Side:
+    """The weights that a target names. Raises CheckpointError, ConfigError."""
+    path = Path(target)
+    if (run := _run_of(path)) is None:
+        if which == "ema":
+            raise ConfigError([f"--weights: {target} is no run, so it keeps no moving average"])
+        return Side(config, Weights(trainable=_split(config)), "base")
+    if which == "ema" and not config.train.ema_decay:
+        raise ConfigError([f"--weights: {run.root} keeps no moving average (train.ema_decay is 0); expected live"])
+    newest = path if path.resolve().parent.name == "checkpoints" else run.latest()
+    if newest is None:
+        raise CheckpointError(f"{run.root} has no checkpoint to evaluate; expected one in {run.checkpoints}")
+    averaged = config.train.ema_decay > 0 and which != "live"
+    weights = Weights(trainable=True, checkpoint=newest, averaged=averaged)
+    return Side(config, weights, f"{newest.name}_{'ema' if averaged else 'live'}")
+
+
+def _split(config: Config) -> bool:
+    """Whether the processes share weights or samples, for which the model must be opened as for training."""
+    return config.parallel.shard * config.parallel.ring * config.parallel.ulysses > 1
+
+
+def _other(side: Side, against: str, which: Which) -> Side:
+    """The side to compare with: base, or another target, which samples as the first one does. Raises ConfigError."""
+    config = side.config
+    if against == "base":
+        return Side(config, Weights(trainable=side.weights.trainable), "base")
+    if (run := _run_of(Path(against))) is not None:
+        own = load(run.config)
+        same = {name: getattr(own, name) for name in ("model", "family", "dtype", "train")}
+        return _side(replace(config, **same, data=replace(config.data, cache=own.data.cache)), against, which)
+    return replace(_side(replace(config, model=against, family=family_of(against)), against, which), label=against)
+
+
+def _facts(side: Side, prompts: Sequence[Prompt], samples: int) -> dict[str, Any]:
+    """What the files of one side depend on."""
+    c, w = side.config, side.weights
+    return {
+        "model": c.model,
+        "checkpoint": w.checkpoint and w.checkpoint.name,
+        "sha256": w.checkpoint and _sha256(w.checkpoint),
+        "weights": None if w.checkpoint is None else "ema" if w.averaged else "live",
+        "dtype": c.dtype,
+        "seed": c.seed,
+        "prompts": fingerprint(prompts),
+        "samples": samples,
+        "sampling": {k: v for k, v in asdict(evaluation(c)).items() if k != "batch_size"},
+    }
+
+
+def _sha256(path: Path) -> str:
+    """The hash that a checkpoint states of itself; what it holds is checked when it is read. Raises CheckpointError."""
+    try:
+        return str(json.loads((path / checkpoint.META).read_text(encoding="utf-8"))["sha256"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        there = ", ".join(p.name for p in RunFolder(path.parent.parent).all_checkpoints()) or "none"
+        raise CheckpointError(f"{path} is not a whole checkpoint ({error!r}); the run has {there}") from error
+
+
+def _claim(out: Path, facts: Mapping[str, Any]) -> int:
+    """Make a folder this evaluation's until the returned descriptor is closed. Raises CheckpointError if it is
+    another's."""
+    handle = checkpoint.lock(out)
+    file = out / "about.json"
+    try:
+        known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    except ValueError as error:
+        raise CheckpointError(f"--out: {file} is damaged ({error}); choose another folder") from error
+    wanted = json.loads(json.dumps(facts))
+    if known is not None and known != wanted:
+        changed = [key for key in wanted if known.get(key) != wanted[key]]
+        message = f"--out: {out} holds files of another evaluation (other: {', '.join(changed)})"
+        raise CheckpointError(f"{message}; choose another folder, or remove that one")
+    for leftover in out.rglob(".*"):
+        if re.fullmatch(r"\.\d+\.(png|mp4)", leftover.name):  # what a killed process was writing
+            leftover.unlink()
+    write_atomic(file, json.dumps(facts, indent=1))
+    return handle
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def evaluate(
+    config: Config,
+    target: str,
+    suite: Name | None,
+    prompts: str,
+    out: Path | None,
+    samples: int,
+    weights: Which,
+    against: str,
+    against_weights: Which,
+    judge2: str,
+    question: str,
+    results: Path | None,
+    fps: int,
+) -> int:
+    """Run one evaluation; returns the exit code. Raises ConfigError, DataError, CheckpointError, JudgeError, …"""
+    given = {"--against": against != "base", "--judge2": bool(judge2)} if suite else {"--results": results is not None}
+    given |= {} if suite else {"--question": bool(question), "--samples": samples > 0}
+    if odd := [name for name, on in given.items() if on]:
+        raise ConfigError([f"{name}: expected {'no' if suite else 'a'} --suite with it" for name in odd])
+    if suite and results is not None:
+        return _report(load_suite(suite).read_results(results), {}, out or results.parent, suite)
+    side = _side(config, target, weights)
+    where = out or Path(config.output) / config.name / "evaluations" / side.label
+    world = parallel.start(config.device, config)
+    try:
+        if suite:
+            return _suite(side, load_suite(suite), suite, prompts, out or where / suite, samples, question, fps, world)
+        other = _other(side, against, against_weights)
+        return _against(side, other, prompts, out or where / f"against_{_slug(against, other)}", judge2, fps, world)
+    finally:
+        parallel.stop()
+
+
+def _slug(against: str, other: Side) -> str:
+    """A folder's name for the other side."""
+    run = _run_of(Path(against)) if against != "base" else None
+    return Path(other.label).name if run is None else f"{run.root.name}_{other.label}"
+
+
+# ---- suites ---------------------------------------------------------------------------------------------------------
+
+
+def _suite(
+    side: Side, suite: Suite, name: str, file: str, out: Path, samples: int, question: str, fps: int, world: World
+) -> int:
+    """Generate in the suite's layout, score where that is possible here, report."""
+    config, clips = side.config, judging.makes_clips(side.config)
+    if clips != (suite.takes == "video"):
+        kinds = ["clips" if video else "images" for video in (suite.takes == "video", clips)]
+        raise ConfigError([f"--suite: {suite.title} takes {kinds[0]}, but {config.family} makes {kinds[1]} here"])
+    if not file:
+        raise ConfigError([f"--prompts: expected {suite.source}"])
+    prompts = suite.read(Path(file))[: config.eval.max_prompts or None]
+    places = suite.places(prompts, samples, out, ".mp4" if clips else ".png")
+    options = suite.options(config.eval.options.get(suite.reward, {}), question)
+    check_writing(config, out, 1, fps)
+    jobs = jobs_of(places, shared=suite.shares_files)
+    rewards = _suite_reward(config, suite, options, out, world)  # what is wrong with it shows before anything is made
+    facts = {"suite": name} | _facts(side, prompts, samples)
+    handle = world.on_main(partial(_claim, out, facts), CheckpointError)
+    try:
+        make(config, side.weights, jobs, world, fps)
+        suite.finish(places, out, world)
+        world.barrier()
+        if not suite.reward:
+            if world.main:
+                print(f"{len(jobs)} files are in {out}; score them with the suite's own tools, then give --results")
+            return 0
+        files = [Generated(job.prompt, job.file) for job in jobs]
+        at_once = max(AT_ONCE, 2 * config.judge.concurrency)
+        scores = [s[suite.reward] for s in score_files(rewards, files, at_once, 0, config.judge.deadline_s or 0, world)]
+        for reward in rewards.values():
+            reward.close()
+        if not world.main:
+            return 0
+        suite.write_scores(files, scores, out)
+        return _report(suite.results(files, scores, options), facts, out, name)
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _suite_reward(config: Config, suite: Suite, options: Mapping[str, Any], out: Path, world: World) -> dict[str, Any]:
+    """The open reward of a suite that has one; a judge's answers are kept beside the files."""
+    if not suite.reward:
+        return {}
+    own = dict(options)
+    if load_class(suite.reward).judged and "url" not in own:
+        kept = replace(config, judge=replace(config.judge, cache=str(out / "answers")))
+        own |= {"judge": judging.judge_config(kept, suite.reward, own, world)}
+    return build(suite.reward, {suite.reward: own})
+
+
+def _report(results: Results, facts: Mapping[str, Any], out: Path, name: str) -> int:
+    """Print and write the tables; 1 if nothing was scored."""
+    out = out if out.is_dir() else out.parent
+    write_atomic(
+        out / f"{name}.json", json.dumps({"about": dict(facts), **json.loads(results.json())}, indent=1) + "\n"
+    )
+    write_atomic(out / f"{name}.md", results.markdown())
+    print(f"{results.markdown(most_problems=10)}\n{out / name}.json, {out / name}.md")
+    return int(not any(row.count for rows in results.tables.values() for row in rows))
+
+
+# ---- two sides ------------------------------------------------------------------------------------------------------
+
+
+def _against(side: Side, other: Side, prompts: str, out: Path, judge2: str, fps: int, world: World) -> int:
+    """Render both sides from the same noise, compare them, report."""
+    config, ending = side.config, ".mp4" if judging.makes_clips(side.config) else ".png"
+
+    def file(part: str, name: str, number: int) -> Path:
+        return out / part / f"{name}_{number:06d}{ending}"
+
+    sets = {"prompts": read_prompts(prompts)} if prompts else prompt_sets(config)[1]
+    if not sets:
+        raise ConfigError(["--prompts: the run held no prompts out; expected a file of prompts to compare on"])
+    samples = config.eval.samples_per_prompt
+    held = [
+        held_out(name, own[: config.eval.max_prompts or None], samples, k) for k, (name, own) in enumerate(sets.items())
+    ]
+    check_writing(config, out, 1, fps)
+    judges, notes = _judges(config, judge2, out, world)
+    every = [p for h in held for p in h.items]
+    scorers = _scorers(config, judges, every, world)
+    facts = {"now": _facts(side, every, samples), "against": _facts(other, every, samples)}
+    handle = world.on_main(partial(_claim, out, facts), CheckpointError)
+    try:
+        metrics: dict[str, float] = {}
+        for one, part in zip((side, other), facts, strict=True):
+            made = [Job(p, h.first_id + i, file(part, h.name, i)) for h in held for i, p in enumerate(h.items)]
+            make(one.config, one.weights, made, world, fps)
+        for h in held:
+            each = -(-len(h.items) // world.dp_size)
+            mine = range(world.dp_index * each, min((world.dp_index + 1) * each, len(h.items)))
+            parts: list[Table] = []
+            for start in range(0, len(mine) * world.leads, AT_ONCE):
+                rows = mine[start : start + AT_ONCE]
+                pairs = [_pair(config, h.items[i], *(file(part, h.name, i) for part in facts)) for i in rows]
+                parts.append(compare(scorers, pairs))
+            metrics |= over_ranks(world, h.name, h.group[list(mine)], _joined(parts), len(h.items))
+        for scorer in scorers.values():
+            scorer.close()
+        if world.main:
+            counts = {h.name: len(set(h.group.tolist())) for h in held}
+            _write_comparison(metrics, counts, facts, (side.label, other.label), notes, out)
+        return 0
+    finally:
+        for judge in judges.values():
+            judge.close()
+        if handle is not None:
+            os.close(handle)
+
+
+def _pair(config: Config, prompt: Prompt, now: Path, before: Path) -> tuple[Sample, ...]:
+    """The samples of both sides."""
+    return tuple(sample(prompt, read_media(file).pixels, evaluation(config)) for file in (now, before))
+
+
+def _joined(parts: Sequence[Table]) -> Table:
+    """Columns of consecutive rows put together; NaN where a part lacks one."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    lengths = [len(next(iter(part.values()))) if part else 0 for part in parts]
+    filled = {n: [p.get(n, np.full(k, np.nan)) for p, k in zip(parts, lengths, strict=True)] for n in names}
+    return {name: np.concatenate(columns) for name, columns in filled.items()}
+
+
+def _judges(config: Config, judge2: str, out: Path, world: World) -> tuple[dict[str, PairJudge], list[str]]:
+    """(the run's judge and the second one by name, what their checks found). Raises ConfigError, JudgeError."""
+    asked: dict[str, JudgeConfig] = {}
+    if config.eval.judge:
+        name = judging.shared(config)
+        asked["judge"] = judging.judge_config(config, name, config.reward.options.get(name, {}), world)
+    if judge2:
+        own = JudgeConfig().override(_mapping(judge2))
+        asked["judge2"] = replace(own, template=own.template or "compare", concurrency=world.share(own.concurrency))
+    judges, notes = {}, []
+    for label, judge in asked.items():
+        kept = replace(judge, cache=str(out / "answers"))
+        judges[label], found = judging.connect(kept, judging.makes_clips(config), world)
+        notes += [f"{label} {line.removeprefix('judge ')}" for line in found]
+    return judges, notes
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    """The fields of --judge2: a YAML file, or a mapping as it stands in one. Raises ConfigError."""
+    value: Any = None
+    if not text.lstrip().startswith("{"):
+        value = read_yaml(text)
+    else:
+        with suppress(yaml.YAMLError):
+            value = yaml.load(text, Loader)
+    if not isinstance(value, dict):
+        raise ConfigError(
+            [f"--judge2: expected fields of the judge section, {{model: …, endpoints: […]}}, got {text!r}"]
+        )
+    return value
+
+
+def _scorers(
+    config: Config, judges: Mapping[str, PairJudge], prompts: Sequence[Prompt], world: World
+) -> dict[str, Scorer]:
+    """One per judge, and one of the rewards that measure: those of eval.spec, else those of training that ask none."""
+    names = {"judge": judging.shared(config), "judge2": judging.PAIRWISE}
+    scorers = {label: judging.both_orders(config, names[label], judge, prompts) for label, judge in judges.items()}
+    if not config.eval.spec:
+        trained = {n: load_class(n) for n in judging.specs(config)[0]}
+        unjudged = [n for n, c in trained.items() if issubclass(c, PointwiseReward | FunctionPairwise)]
+        own = replace(config.eval, spec=json.dumps(unjudged) if unjudged else "", options=config.reward.options)
+        config = replace(config, eval=own)
+    if config.eval.spec:
+        scorers["measure"] = judging.measuring(config, prompts, world)
+    if not scorers:
+        raise ConfigError(["eval: nothing compares the two sides; expected eval.judge, --judge2 or eval.spec"])
+    return scorers
+
+
+def _write_comparison(
+    metrics: Mapping[str, float],
+    counts: Mapping[str, int],
+    facts: Mapping[str, Any],
+    labels: tuple[str, str],
+    notes: Sequence[str],
+    out: Path,
+) -> None:
+    """comparison.json and comparison.md: win rates with their verdicts, then means."""
+    rates: dict[str, dict[str, Any]] = {}
+    means: dict[str, dict[str, Any]] = {}
+    for key, value in metrics.items():
+        name, _, measure = key.partition("/")
+        if measure.startswith("win_") and not measure.endswith(PARTS):
+            own = {part: metrics.get(f"{key}_{part}", math.nan) for part in ("low", "high", "first", "second")}
+            own["missing"] = metrics.get(f"{key}_missing", 0.0)
+            rates[key] = {"rate": value, **own, "verdict": verdict(own["low"], own["high"], counts[name])}
+        elif f"{key}_before" in metrics:
+            worst = max(metrics.get(f"{key}{end}_missing", 0.0) for end in ("", "_before"))
+            means[key] = {"now": value, "against": metrics[f"{key}_before"], "missing": worst}
+    everything = {"about": facts, "prompts": counts, "win_rates": rates, "means": means, "judges": list(notes)}
+    text = json.dumps(_finite(everything), indent=1, ensure_ascii=False, allow_nan=False)
+    write_atomic(out / "comparison.json", text + "\n")
+    lines = [f"# {labels[0]} against {labels[1]}", "", *(f"{n} prompts ({name})  " for name, n in counts.items()), ""]
+    lines += ["| win rate by | rate | 95 % interval over prompts | shown first, second | missing | |"]
+    lines += ["|---|---:|---:|---:|---:|---|"]
+    for key, row in rates.items():
+        rate, lowest, highest, first, second, missing = (
+            "–" if math.isnan(row[part]) else f"{100 * row[part]:.1f} %"
+            for part in ("rate", "low", "high", "first", "second", "missing")
+        )
+        cells = [key.replace("win_", ""), rate, f"{lowest} – {highest}", f"{first} / {second}", missing, row["verdict"]]
+        lines.append(f"| {' | '.join(cells)} |")
+    if means:
+        lines += ["", f"| mean | {labels[0]} | {labels[1]} | missing |", "|---|---:|---:|---:|"]
+        for key, row in means.items():
+            lines.append(f"| {key} | {row['now']:.5g} | {row['against']:.5g} | {100 * row['missing']:.1f} % |")
+    lines += ["", *(f"{note}  " for note in notes)]
+    write_atomic(out / "comparison.md", "\n".join(lines).rstrip() + "\n")
+    print("\n".join(lines), f"\n{out / 'comparison'}.json, .md", sep="\n")
+
+
+def verdict(low: float, high: float, prompts: int) -> str:
+    """What a win rate's interval says; nothing certain where it holds one half or the prompts are few."""
+    if math.isnan(low):
+        return "inconclusive: no verdicts"
+    if prompts < FEW:
+        return f"inconclusive: fewer than {FEW} prompts"
+    if low <= 0.5 <= high:
+        return "inconclusive: the interval holds 50 %"
+    return "better" if low > 0.5 else "worse"
+
+
+def _finite(value: Any) -> Any:
+    """With None in place of NaN, which JSON cannot say."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not np.isfinite(value) else value

@@ -1,0 +1,156 @@
+"""`unigenbench`: which test points of its prompt an image meets, as a served vision-language model marks them.
+
+    value = mean of the marks (0 or 1), one per test point; part 'k NAME' is the mark of the k-th point
+
+The points are columns of UniGenBench's tables (arXiv 2510.18701), `sub_dims_en` or `sub_dims_zh`: JSON with the names
+of the points and the words of the prompt that each is about. The shipped question is in our own words. The suite's own
+evaluation models were trained on its wording: `template` may be its eval/src/eval_common.py, whose question is then put
+word for word (that file is read, never run). Invariant: a reply that does not mark every point once is missing.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from prefgrpo.judge.verdict import Answer
+from prefgrpo.rewards.base import RewardError, Sample, Score
+from prefgrpo.rewards.vlm import VlmReward
+
+KEYS = {"en": ("Testpoints", "Testpoint Description"), "zh": ("考点", "考点对应描述")}
+"""Language → keys of the points' names and descriptions in its column."""
+_PROBE = {"Testpoints": ["Style"], "Testpoint Description": ["a photo"]}
+
+
+@dataclass(frozen=True)
+class Points:
+    """The test points of one prompt."""
+
+    language: str
+    names: tuple[str, ...]
+    descriptions: tuple[str, ...]
+    """The words of the prompt that each is about."""
+
+
+def points_of(meta: Mapping[str, Any]) -> Points:
+    """The test points of a row's columns. Raises ValueError for columns that do not hold them."""
+    language = next((name for name in KEYS if meta.get(f"sub_dims_{name}")), None)
+    if language is None:
+        raise ValueError("expected a column sub_dims_en or sub_dims_zh with the test points")
+    column = f"sub_dims_{language}"
+    try:
+        row = json.loads(meta[column])
+        names, descriptions = (row[key] for key in KEYS[language])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{column} is not the JSON that it should be ({type(error).__name__}: {error})") from error
+    lists = isinstance(names, list) and isinstance(descriptions, list) and len(names) == len(descriptions) > 0
+    if not lists or not all(isinstance(text, str) and text for text in names):
+        raise ValueError(f"{column}: expected as many descriptions as test points, got {names!r} and {descriptions!r}")
+    return Points(language, tuple(names), tuple(map(str, descriptions)))
+
+
+class Wording:
+    """The question of the suite's own eval_common.py, by language."""
+
+    def __init__(self, file: Path) -> None:
+        """Reads the texts out of the file's source. RewardError for a file that does not have them."""
+        try:
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            values = {
+                target.id: node.value
+                for node in tree.body
+                if isinstance(node, ast.Assign)
+                for target in node.targets
+                if isinstance(target, ast.Name)
+            }
+            languages = _entries(values["LANG_CONFIGS"])
+            self.texts = {name: self._language(values, _entries(languages[name])) for name in KEYS}
+        except (OSError, SyntaxError, ValueError, KeyError, AttributeError) as error:
+            raise RewardError(
+                f"unigenbench: {file} is not the suite's eval/src/eval_common.py ({type(error).__name__}: {error})"
+            ) from error
+
+    def _language(self, values: Mapping[str, ast.expr], config: Mapping[str, ast.expr]) -> dict[str, Any]:
+        named = {key: values[config[key].id] for key in ("explanation_dict", "system_prompt_template")}  # type: ignore[attr-defined]
+        headers = {key: config[key] for key in ("checkpoint_header", "checkpoint_desc_header")}
+        return {key: ast.literal_eval(node) for key, node in (named | headers).items()}
+
+    def question(self, prompt: str, points: Points) -> str:
+        """What the suite asks about a prompt's image. Raises ValueError for a point that it does not explain."""
+        texts = self.texts[points.language]
+        known = texts["explanation_dict"]
+        if unknown := [name for name in points.names if name not in known]:
+            raise ValueError(f"eval_common.py explains no test point {unknown[0]!r}")
+        explained = "".join(f"\n{name}: {known[name]}" for name in points.names)
+        described = "".join(f"\n{name}: {text}" for name, text in zip(points.names, points.descriptions, strict=True))
+        question: str = texts["system_prompt_template"].format(
+            prompt=prompt,
+            testpoint=list(points.names),
+            explanation=f"{texts['checkpoint_header']}:\u300c{explained}\n\u300d",
+            test_explanation=f"{texts['checkpoint_desc_header']}:\u300c{described}\n\u300d",
+        )
+        return question
+
+
+def _entries(node: ast.expr) -> dict[str, ast.expr]:
+    """A dict display's values by their literal keys."""
+    if not isinstance(node, ast.Dict):
+        raise ValueError("expected a dict of languages")
+    return {ast.literal_eval(key): value for key, value in zip(node.keys, node.values, strict=True) if key is not None}
+
+
+class UniGenBench(VlmReward):
+    """Share of a prompt's test points that the image meets, 0 … 1.
+
+    template: what is asked: a YAML file, or UniGenBench's eval_common.py; empty: our own wording, by language.
+    """
+
+    template = "unigenbench"
+    needs = ("prompt", "media_1", "checkpoints")
+    kinds = ("marks",)
+    probe: ClassVar[dict[str, Any]] = {"prompt": "a photo", "sub_dims_en": json.dumps(_PROBE)}
+
+    def __init__(self, judge: Any, template: str = "") -> None:
+        """As VlmReward; RewardError for a .py file that is not the suite's."""
+        self.wording = Wording(Path(template)) if template.endswith(".py") else None
+        super().__init__(judge, "" if self.wording else template)
+        own = self.question.name == "unigenbench"
+        self.questions = {"en": self.question, "zh": self.load("unigenbench_zh") if own else self.question}
+        if self.wording:
+            plain = replace(self.question, name=template, pieces=("{media_1}", "{asked}"))
+            self.client.prepare(plain)
+            self.questions = dict.fromkeys(KEYS, plain)
+
+    def refuse(self, sample: Sample) -> str:
+        """Also for columns without readable test points."""
+        try:
+            points = points_of(sample.meta)
+            if self.wording:
+                self.wording.question(sample.prompt, points)
+        except ValueError as error:
+            return f"unigenbench: {error}"
+        return super().refuse(sample)
+
+    async def _judge(self, sample: Sample) -> Score:
+        points = points_of(sample.meta)
+        if self.wording:
+            texts = {"asked": self.wording.question(sample.prompt, points)}
+        else:
+            named = enumerate(zip(points.names, points.descriptions, strict=True), start=1)
+            texts = {"checkpoints": "\n".join(f"{k}. {name}: {text}" for k, (name, text) in named)}
+        return marked(points, await self.ask(self.questions[points.language], sample, None, **texts))
+
+
+def marked(points: Points, answer: Answer) -> Score:
+    """The score of a reply; missing, with the reply, if it does not mark every point once."""
+    if answer.reason:
+        return Score(None, answer.reason, raw=answer.raw)
+    if len(answer.parts) != len(points.names):
+        wrong = f"expected {len(points.names)} marks, one per test point, got {len(answer.parts)}"
+        return Score(None, wrong, raw=answer.raw)
+    parts = {f"{k} {name}": answer.parts[str(k)] for k, name in enumerate(points.names, start=1)}
+    return Score(sum(parts.values()) / len(parts), parts=parts, raw=answer.raw)

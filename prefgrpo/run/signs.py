@@ -1,0 +1,87 @@
+"""Early signs of reward hacking: what tends to go wrong before the reward shows it.
+
+    diversity            distance of a group's images, mean of WINDOW steps, below LESS_DIVERSE of the first WINDOW
+    order_inconsistency  share of verdicts that flip when swapped, above MORE_INCONSISTENT times that, and above LEAST
+    monitors             an evaluation's measure FALLEN below its best while what is trained on is at its best
+
+The limits are of the demo's world, where runs that declined had crossed them. Invariant: what is said depends on the
+run's rows alone, so a resumed run says the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prefgrpo.run.metrics import PARTS_OF_WINS
+
+Sign = Literal["diversity", "order_inconsistency", "monitors"]
+SIGNS: tuple[Sign, ...] = get_args(Sign)
+WINDOW, LESS_DIVERSE, MORE_INCONSISTENT, LEAST, FALLEN = 10, 0.45, 4.0, 0.15, 0.08
+DIVERSITY, INCONSISTENCY = "diversity/pixels", "judge/order_inconsistency"
+
+
+def pixel_distance(images: NDArray[np.uint8]) -> float:
+    """Root of the mean squared difference of two of G images or clips [G, …], pixels in 0 … 1: √(2 · variance)."""
+    pixels = images.reshape(len(images), -1).astype(np.float32) / 255.0
+    return float(np.sqrt(2.0 * pixels.var(axis=0, ddof=1, dtype=np.float64).mean()))
+
+
+class Signs:
+    """Watches the rows of a run; says each sign when it appears, and again only after it was gone."""
+
+    def __init__(self, trained: Iterable[str], rows: Iterable[Mapping[str, Any]] = ()) -> None:
+        """trained: names of the rewards of non-zero weight. rows: of metrics.jsonl, of a run that goes on."""
+        self._trained, self._steps, self._evaluations = (
+            set(trained),
+            list[Mapping[str, Any]](),
+            list[Mapping[str, Any]](),
+        )
+        self._shown = set[Sign]()
+        for row in rows:
+            self.add(row["kind"], row)
+
+    def add(self, kind: str, row: Mapping[str, Any]) -> dict[Sign, str]:
+        """Signs that are new with a row ("train" or "eval"), and what is to be seen of them."""
+        (self._steps if kind == "train" else self._evaluations).append(row)
+        seen = self._of_steps() if kind == "train" else self._of_evaluations(row.get("set"))
+        own: set[Sign] = {"diversity", "order_inconsistency"} if kind == "train" else {"monitors"}
+        new = {sign: text for sign, text in seen.items() if sign not in self._shown}
+        self._shown = (self._shown - own) | set(seen)
+        return new
+
+    def _of_steps(self) -> dict[Sign, str]:
+        out: dict[Sign, str] = {}
+        first, last = self._means(DIVERSITY)
+        if last < LESS_DIVERSE * first:
+            out["diversity"] = f"images of a group differ by {last:.3f}, at the start by {first:.3f}"
+        first, last = self._means(INCONSISTENCY)
+        if last > max(MORE_INCONSISTENT * first, LEAST):
+            out["order_inconsistency"] = f"{last:.0%} of the verdicts flip when swapped, at the start {first:.0%}"
+        return out
+
+    def _means(self, name: str) -> tuple[float, float]:
+        """Means of the first and the last WINDOW steps that have a value; NaN before there are twice as many."""
+        values = [float(row[name]) for row in self._steps if row.get(name) is not None]
+        if len(values) < 2 * WINDOW:
+            return float("nan"), float("nan")
+        return float(np.mean(values[:WINDOW])), float(np.mean(values[-WINDOW:]))
+
+    def _of_evaluations(self, name: object) -> dict[Sign, str]:
+        rows = [row for row in self._evaluations if row.get("set") == name]
+        *before, now = rows
+        values = {
+            k: v for k, v in now.items() if k.startswith(f"{name}/") and not k.endswith(("_before", *PARTS_OF_WINS))
+        }
+        best = {k: max((float(row[k]) for row in before if row.get(k) is not None), default=np.nan) for k in values}
+        goals = [k for k in values if "/win_" in k or k.split("/", 1)[1] in self._trained]
+        rising = [k for k in goals if values[k] is not None and values[k] >= best[k]]
+        fallen = [
+            f"{k} fell from {best[k]:.3f} to {v:.3f}"
+            for k, v in values.items()
+            if k not in goals and v is not None and v < best[k] - FALLEN * abs(best[k])
+        ]
+        return {"monitors": f"{', '.join(fallen)}, while {', '.join(rising)} rose"} if rising and fallen else {}

@@ -1,0 +1,90 @@
+"""DPG-Bench (arXiv 2403.05135): 1,065 long prompts, four images of each in one 2×2 picture NAME.png.
+
+Its tool asks mPLUG-large about every proposition of every cell (`--pic-num 4`, `--resolution` of one cell). It skips
+the first row of its table and takes the categories' scores from the last cell alone, so they differ from the score.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from PIL import Image
+
+from prefgrpo.data.prompts import DataError, Prompt
+from prefgrpo.parallel.world import World
+from prefgrpo.suites.base import Place, Results, Row, Suite, only_folder
+
+_LINE = re.compile(r"\t(?P<name>.+): (?P<value>[-+.\deE]+|nan)$")
+_SCORE = re.compile(r"DPG-Bench score: (?P<value>[-+.\deE]+)$")
+
+
+class Dpg(Suite):
+    """DPG-Bench."""
+
+    title = "DPG-Bench"
+    source = "the folder dpg_bench/prompts of TencentQQGYLab/ELLA, one NAME.txt per prompt"
+    samples = 4
+    own_results = "the dpg-bench_*_results.txt that its compute_dpg_bench.py wrote"
+
+    def read(self, path: Path) -> list[Prompt]:
+        """A text file per prompt."""
+        files = sorted(only_folder(path, self.title, self.source).glob("*.txt"))
+        prompts = [Prompt(k, f.read_text(encoding="utf-8").strip(), {"name": f.stem}) for k, f in enumerate(files)]
+        if empty := [p.meta["name"] for p in prompts if not p.text]:
+            raise DataError(f"{path}: no prompt in {', '.join(empty[:5])}; expected {self.source}")
+        if not prompts:
+            raise DataError(f"{path} holds no txt file; expected {self.source}")
+        return prompts
+
+    def places(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[Place]:
+        """samples/NAME_3.png; `finish` puts them together."""
+        if samples not in (0, 1, 4):
+            raise DataError(f"--samples: {self.title} takes one image or a picture of four, got {samples}")
+        numbers = range(samples or self.samples)
+        return [(p, k, out / "samples" / f"{p.meta['name']}_{k}{ending}") for p in prompts for k in numbers]
+
+    def finish(self, places: Sequence[Place], out: Path, world: World) -> None:
+        """images/NAME.png: the samples row by row."""
+        cells: dict[str, list[Path]] = {}
+        for prompt, _, file in places:
+            cells.setdefault(prompt.meta["name"], []).append(file)
+        folder = out / "images"
+        folder.mkdir(exist_ok=True)
+        for name in list(cells)[world.dp_index :: world.dp_size] if world.leads else ():
+            if not (picture := folder / f"{name}.png").exists():
+                part = out / f".{name}.png"
+                _together([Image.open(file) for file in cells[name]]).save(part)
+                part.replace(picture)
+
+    def read_results(self, path: Path) -> Results:
+        """The score and the categories that the suite's tool prints."""
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise DataError(f"--results: {error}") from error
+        tables: dict[str, list[Row]] = {}
+        score = None
+        for line in lines:
+            if line.endswith("category scores:"):
+                tables[line.removesuffix(" scores:")] = []
+            elif tables and (row := _LINE.match(line)):
+                tables[list(tables)[-1]].append(Row(row["name"], float(row["value"]) / 100, 1))
+            elif found := _SCORE.match(line):
+                score = float(found["value"]) / 100
+        if score is None:
+            raise DataError(f"--results: {path}: expected {self.own_results}, found no line 'DPG-Bench score: …'")
+        by = f"Read from {path.name}, which the suite's own evaluation wrote (its categories: the last cell alone)."
+        return Results(self.title, by, {"score": score}, tables)
+
+
+def _together(cells: Sequence[Image.Image]) -> Image.Image:
+    """One picture, or four as two rows of two."""
+    if len(cells) == 1:
+        return cells[0]
+    width, height = cells[0].size
+    whole = Image.new("RGB", (2 * width, 2 * height))
+    for k, cell in enumerate(cells):
+        whole.paste(cell, (k % 2 * width, k // 2 * height))
+    return whole

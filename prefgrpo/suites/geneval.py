@@ -1,0 +1,96 @@
+"""GenEval (arXiv 2310.11513): 553 prompts × 4 images; the share of correct images per task, and its mean over tasks.
+
+    NNNNN/metadata.jsonl, NNNNN/samples/NNNNN.png      results.jsonl: {filename, tag, prompt, correct, reason, …}
+
+The suite detects with mmdet 2's Mask2Former; the reward `geneval` with transformers', on other weights unless
+`detector_options` name the suite's. So numbers of ours are labelled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prefgrpo.data.file_names import Generated
+from prefgrpo.data.prompts import DataError, Prompt, read_prompts
+from prefgrpo.parallel.world import World
+from prefgrpo.rewards.base import Score
+from prefgrpo.rewards.geneval import TAGS
+from prefgrpo.suites.base import Place, Results, Suite, mean, problems, tally
+
+Image = tuple[str, str, float | None]
+"""(tag, prompt, 1 if it is correct)"""
+
+
+class GenEval(Suite):
+    """GenEval."""
+
+    title = "GenEval"
+    source = "prompts/evaluation_metadata.jsonl of djghosh13/geneval"
+    samples = 4
+    reward = "geneval"
+    own_results = "the results.jsonl that its evaluation/evaluate_images.py wrote"
+
+    def read(self, path: Path) -> list[Prompt]:
+        """One row of metadata per prompt."""
+        prompts = read_prompts(path, unique=False)
+        if lacking := [p for p in prompts if p.meta.get("tag") not in TAGS or "include" not in p.meta]:
+            raise DataError(f"{path}: {lacking[0]}: expected columns tag and include; the suite's file: {self.source}")
+        return prompts
+
+    def places(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[Place]:
+        """images/00012/samples/00003.png"""
+        numbers = range(samples or self.samples)
+        return [(p, k, _folder(out, p) / "samples" / f"{k:05d}{ending}") for p in prompts for k in numbers]
+
+    def finish(self, places: Sequence[Place], out: Path, world: World) -> None:
+        """Each prompt's metadata.jsonl."""
+        for prompt in {p.id: p for p, _, _ in places}.values():
+            if world.main:
+                row = json.dumps({**prompt.meta, "prompt": prompt.text})
+                (_folder(out, prompt) / "metadata.jsonl").write_text(row, encoding="utf-8")
+
+    def options(self, given: Mapping[str, Any], question: str) -> dict[str, Any]:
+        """The suite counts what is correct by its rule."""
+        return super().options(given, question) | {"value": "correct"}
+
+    def results(self, files: Sequence[Generated], scores: Sequence[Score], options: Mapping[str, Any]) -> Results:
+        """From the verdicts of the reward `geneval`."""
+        rows = [(g.prompt.meta["tag"], g.prompt.text, s.value) for g, s in zip(files, scores, strict=True)]
+        detector = str(options.get("detector", "prefgrpo.rewards.detectors:Transformers"))
+        mmdet = detector == "prefgrpo.rewards.detectors:MMDet"
+        by = "the suite's detector, mmdet" if mmdet else f"the detector {detector.rpartition(':')[2]}, not mmdet's"
+        note = "" if mmdet else ": near published numbers, not comparable with them"
+        return table(f"Counted by the suite's rule on what {by} finds{note}.", rows, problems(files, scores))
+
+    def read_results(self, path: Path) -> Results:
+        """From the suite's results.jsonl."""
+        try:
+            rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            images = [(row["tag"], row["prompt"], float(bool(row["correct"]))) for row in rows]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"--results: {path}: expected {self.own_results}: {error!r}") from error
+        return table(f"Read from {path.name}, which the suite's own evaluation wrote.", images, [])
+
+
+def _folder(out: Path, prompt: Prompt) -> Path:
+    return out / "images" / f"{prompt.id:05d}"
+
+
+def table(scored_by: str, images: Iterable[Image], missing: list[str]) -> Results:
+    """Rows per task; the overall score is the mean of the six tasks' means."""
+    listed = list(images)
+    rows = sorted(tally((tag, value) for tag, _, value in listed), key=lambda row: TAGS.index(row.name))
+    prompts: dict[str, float] = {}
+    for _, prompt, value in listed:
+        prompts[prompt] = max(prompts.get(prompt, 0.0), value or 0.0)
+    all_tasks = len(rows) == len(TAGS)
+    summary = {
+        "overall (mean of the six tasks)": mean(row.mean for row in rows) if all_tasks else None,
+        "correct images": mean(v for _, _, v in listed if v is not None),
+        "prompts with a correct image": mean(prompts.values()),
+    }
+    absent = [f"no image of the task {tag}" for tag in TAGS if tag not in {row.name for row in rows}]
+    return Results("GenEval", scored_by, summary, {"task": rows}, [*absent, *missing])

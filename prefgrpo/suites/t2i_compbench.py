@@ -1,0 +1,87 @@
+"""T2I-CompBench++ (arXiv 2307.06350): 8 categories × 300 prompts × 10 images, one folder per category.
+
+    CATEGORY/samples/PROMPT_NNNNNN.png, numbered through      CATEGORY/…/vqa_result.json: [{question_id, answer}]
+
+Its tools (BLIP-VQA, UniDet, CLIP, 3-in-1) take the prompt from the file's name, up to the first '_', and need diffusers
+0.15; each is run with a category's folder as its output folder, and its results are read from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from prefgrpo.data.prompts import DataError, Prompt, read_prompts
+from prefgrpo.suites.base import Place, Results, Row, Suite, mean, only_folder, read_json
+
+RESULTS = {
+    "color": "annotation_blip",
+    "shape": "annotation_blip",
+    "texture": "annotation_blip",
+    "spatial": "labels/annotation_obj_detection_2d",
+    "3d_spatial": "labels/annotation_obj_detection_3d",
+    "numeracy": "annotation_num",
+    "non_spatial": "annotation_clip",
+    "complex": "annotation_3_in_1",
+}
+"""Category → folder in which its tool writes vqa_result.json."""
+_LONGEST = 255 - len("_000000.png")
+
+
+class T2ICompBench(Suite):
+    """T2I-CompBench++."""
+
+    title = "T2I-CompBench++"
+    source = "the folder examples/dataset of Karine-Huang/T2I-CompBench, or one CATEGORY_val.txt of it"
+    samples = 10
+    own_results = "the folder with a folder per category, in which its tools wrote vqa_result.json"
+
+    def read(self, path: Path) -> list[Prompt]:
+        """The prompts of the categories that are there, in the suite's order."""
+        files = {name: path / f"{name}_val.txt" for name in RESULTS} if path.is_dir() else {_category(path): path}
+        prompts: list[Prompt] = []
+        for name, file in files.items():
+            for k, p in enumerate(read_prompts(file, unique=False) if file.is_file() or not path.is_dir() else ()):
+                text = p.text.split("\t")[0]
+                if set("/_") & set(text) or len(text.encode()) > _LONGEST:
+                    raise DataError(f"{file}: {p}: a file's name cannot hold this prompt as the suite's tools read it")
+                prompts.append(Prompt(len(prompts), text, {"category": name, "number": k}, line=p.line))
+        if not prompts:
+            raise DataError(f"{path} holds no CATEGORY_val.txt; expected {self.source}")
+        return prompts
+
+    def places(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[Place]:
+        """color/samples/PROMPT_000123.png"""
+        n, places = samples or self.samples, []
+        for p in prompts:
+            folder, first = out / p.meta["category"] / "samples", n * p.meta["number"]
+            places += [(p, k, folder / f"{p.text}_{first + k:06d}{ending}") for k in range(n)]
+        return places
+
+    def read_results(self, path: Path) -> Results:
+        """Mean answer of every category whose tool has run."""
+        only_folder(path, self.title, self.own_results)
+        rows, absent = [], []
+        for name, folder in RESULTS.items():
+            file = path / name / folder / "vqa_result.json"
+            if not file.is_file():
+                rows.append(Row(name, None, 0, 1))
+                absent.append(f"{name}: {file.relative_to(path)} is not there")
+                continue
+            try:
+                answers = [float(row["answer"]) for row in read_json(file, "[{question_id, answer}]")]
+            except (KeyError, TypeError, ValueError) as error:
+                raise DataError(f"--results: {file}: expected [{{question_id, answer}}]: {error!r}") from error
+            rows.append(Row(name, mean(answers), len(answers)))
+        if len(absent) == len(RESULTS):
+            raise DataError(f"--results: {path}: expected {self.own_results}; it holds none")
+        by = f"Read from {path.name}, in which the suite's own tools wrote; each category has a scale of its own."
+        return Results(self.title, by, {}, {"category": rows}, absent)
+
+
+def _category(file: Path) -> str:
+    """The category of a file CATEGORY_val.txt. Raises DataError for another name."""
+    name = file.stem.removesuffix("_val")
+    if name not in RESULTS:
+        raise DataError(f"{file}: expected a file CATEGORY_val.txt of {', '.join(RESULTS)}")
+    return name

@@ -1,0 +1,133 @@
+"""UniGenBench (arXiv 2510.18701): 600 prompts × 4 images, 1 to 10 test points each, marked by a served judge.
+
+    a test point's mark is 1 or 0; a row is the share of ones among all marks of its name over all images
+
+10 primary dimensions (the name up to its '-') and 27 test points. A reply that cannot be read, and a row of the table
+whose test points cannot be read (row 509 of test_prompts_en_long.csv), leaves all its marks out of every denominator,
+as the suite does; here they are counted and named.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prefgrpo.data.file_names import Generated, file_name
+from prefgrpo.data.prompts import DataError, Prompt, read_prompts
+from prefgrpo.rewards.base import Score
+from prefgrpo.rewards.unigenbench import points_of
+from prefgrpo.suites.base import Place, Results, Suite, mean, problems, tally
+
+COLUMNS = ("index", "prompt", "testpoint", "output", "result_json", "img_path")
+"""Of the table that the suite's tools write, one row per image."""
+Mark = tuple[str, float | None]
+"""(name of the test point, 1, 0 or None if the reply could not be read)"""
+
+
+class UniGenBench(Suite):
+    """UniGenBench, English or Chinese, short or long: whichever table --prompts names."""
+
+    title = "UniGenBench"
+    source = "data/test_prompts_{en,zh}[_long].csv of CodeGoat24/UniGenBench"
+    samples = 4
+    reward = "unigenbench"
+    own_results = "results/MODEL_CATEGORY.csv of its eval/"
+
+    def read(self, path: Path) -> list[Prompt]:
+        """The rows of a table, whether or not their test points can be read."""
+        prompts = read_prompts(path, unique=False)
+        if lacking := [
+            p for p in prompts if not {"sub_dims_en", "sub_dims_zh"} & p.meta.keys() or "index" not in p.meta
+        ]:
+            got = f"expected columns index and sub_dims_en or sub_dims_zh, got {['prompt', *lacking[0].meta]}"
+            raise DataError(f"{path}: {got}; the suite's files: {self.source}")
+        return prompts
+
+    def places(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[Place]:
+        """images/INDEX_K.png"""
+        numbers = range(samples or self.samples)
+        return [(p, k, out / "images" / file_name(p, k, "unigenbench", ending)) for p in prompts for k in numbers]
+
+    def options(self, given: Mapping[str, Any], question: str) -> dict[str, Any]:
+        """question: a template, or the suite's eval_common.py."""
+        return dict(given) | ({"template": question} if question else {})
+
+    def results(self, files: Sequence[Generated], scores: Sequence[Score], options: Mapping[str, Any]) -> Results:
+        """The table of all marks."""
+        marks = [mark for g, s in zip(files, scores, strict=True) for mark in marks_of(g.prompt, s)]
+        unread = sum(s.value is None for s in scores)
+        asked = str(options.get("template", ""))
+        wording = (
+            "with the suite's own wording; comparable with published numbers if the judge is its evaluation model"
+            if asked.endswith(".py")
+            else "with our own wording, which no evaluation model of the suite was trained on; not comparable with "
+            "published numbers"
+        )
+        by = f"Marked by a served judge {wording}. {len(files) - unread} of {len(files)} images have marks."
+        return table(by, marks, problems(files, scores))
+
+    def write_scores(self, files: Sequence[Generated], scores: Sequence[Score], out: Path) -> None:
+        """results.csv as the suite's eval/ writes it; eval/src/calculate_score.py reads it."""
+        with (out / "results.csv").open("w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file)
+            rows.writerow(COLUMNS)
+            for g, s in zip(files, scores, strict=True):
+                names = [name for name, _ in marks_of(g.prompt, s)]
+                content = {"prompt": g.prompt.text, "testpoint": names, "score": [int(v) for v in s.parts.values()]}
+                result = json.dumps(None if s.value is None else content, ensure_ascii=False, indent=4)
+                rows.writerow([g.prompt.meta["index"], g.prompt.text, str(names), s.raw, result, str(g.file)])
+
+    def read_results(self, path: Path) -> Results:
+        """From a results table, of this command or of the suite's own tools."""
+        marks: list[Mark] = []
+        unread: list[str] = []
+        for row in _rows(path):
+            try:
+                names: list[str] = ast.literal_eval(row["testpoint"])
+                result = json.loads(row["result_json"] or "null")
+            except (ValueError, SyntaxError) as error:
+                raise DataError(f"--results: {path}: a row cannot be read: {error!r}") from error
+            scored = result["score"] if result else [None] * len(names)
+            marks += [(name, None if score is None else float(score == 1)) for name, score in zip(names, scored)]
+            unread += [] if result else [f"{Path(row['img_path']).name}: its reply was not read"]
+        return table(f"Read from {path.name}.", marks, unread)
+
+
+def _rows(path: Path) -> Iterable[dict[str, str]]:
+    """The rows of a csv file."""
+    csv.field_size_limit(1 << 24)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = csv.DictReader(file)
+            if not {"testpoint", "result_json", "img_path"} <= set(rows.fieldnames or ()):
+                expected = f"expected a table with the columns {', '.join(COLUMNS)}"
+                raise DataError(f"--results: {path}: {expected}, got {rows.fieldnames}")
+            yield from rows
+    except OSError as error:
+        raise DataError(f"--results: {error}") from error
+
+
+def marks_of(prompt: Prompt, score: Score) -> list[Mark]:
+    """The marks of an image, None where its reply could not be read; none at all if its row has no readable points."""
+    try:
+        names = points_of(prompt.meta).names
+    except ValueError:
+        return []
+    marks: Sequence[float | None] = [None] * len(names) if score.value is None else list(score.parts.values())
+    return list(zip(names, marks, strict=True))
+
+
+def table(scored_by: str, marks: Sequence[Mark], missing: list[str]) -> Results:
+    """Rows per primary dimension and per test point; the suite's overall score is the mean over primary dimensions."""
+    primary = tally((name.split("-", 1)[0].strip(), value) for name, value in marks)
+    every = tally(("all", value) for _, value in marks)
+    summary = {
+        "mean of the primary dimensions": mean(row.mean for row in primary),
+        "share of all test points": every[0].mean if every else None,
+    }
+    tables = {"primary dimension": primary, "test point": sorted(tally(marks), key=lambda row: row.name)}
+    return Results("UniGenBench", scored_by, summary, tables, missing)

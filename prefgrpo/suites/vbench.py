@@ -1,0 +1,113 @@
+"""VBench (arXiv 2311.17982): 946 prompts × 5 clips, 25 of those for temporal flickering; 16 dimensions.
+
+    PROMPT-K.mp4      NAME_eval_results.json: {dimension: [score, …]}
+    normalised = (score − low) / (high − low);   quality, semantic: weighted means;   total = (4·quality + semantic) / 5
+
+Its tools need versions that conflict with everything else (transformers 4.33, numpy < 2, detectron2), so they run in an
+environment of their own; their results are read here. Limits and weights: scripts/constant.py of Vchitect/VBench.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from prefgrpo.data.file_names import file_name
+from prefgrpo.data.prompts import DataError, Prompt, read_prompts
+from prefgrpo.suites.base import Place, Results, Row, Suite, read_json
+
+QUALITY = {
+    "subject_consistency": (0.1462, 1.0),
+    "background_consistency": (0.2615, 1.0),
+    "temporal_flickering": (0.6293, 1.0),
+    "motion_smoothness": (0.706, 0.9975),
+    "aesthetic_quality": (0.0, 1.0),
+    "imaging_quality": (0.0, 1.0),
+    "dynamic_degree": (0.0, 1.0),
+}
+SEMANTIC = {
+    "object_class": (0.0, 1.0),
+    "multiple_objects": (0.0, 1.0),
+    "human_action": (0.0, 1.0),
+    "color": (0.0, 1.0),
+    "spatial_relationship": (0.0, 1.0),
+    "scene": (0.0, 0.8222),
+    "appearance_style": (0.0009, 0.2855),
+    "temporal_style": (0.0, 0.364),
+    "overall_consistency": (0.0, 0.364),
+}
+"""Dimension → (lowest, highest) score."""
+WEIGHTS = {"dynamic_degree": 0.5}
+"""Of dimensions whose weight is not 1."""
+FLICKERING, FLICKERING_SAMPLES = "temporal_flickering", 25
+"""Its clips without motion are filtered out, so it takes more of them."""
+
+
+class VBench(Suite):
+    """VBench."""
+
+    title = "VBench"
+    source = "vbench/VBench_full_info.json (or prompts/all_dimension.txt: five clips of each) of Vchitect/VBench"
+    samples = 5
+    takes = "video"
+    own_results = "the *_eval_results.json of its evaluate.py, or a folder of several"
+    shares_files = True
+
+    def read(self, path: Path) -> list[Prompt]:
+        """From the JSON with its dimensions, or a plain list."""
+        if path.suffix != ".json":
+            return read_prompts(path, unique=False)
+        rows = read_json(path, self.source)
+        try:
+            return [Prompt(k, row["prompt_en"], {"dimension": row["dimension"]}) for k, row in enumerate(rows)]
+        except (KeyError, TypeError) as error:
+            raise DataError(f"{path}: expected {self.source}: {error!r}") from error
+
+    def places(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[Place]:
+        """videos/PROMPT-3.mp4"""
+        counts = [samples or (FLICKERING_SAMPLES if _flickering(p) else self.samples) for p in prompts]
+        folder = out / "videos"
+        return [
+            (p, k, folder / file_name(p, k, "vbench", ending))
+            for p, n in zip(prompts, counts, strict=True)
+            for k in range(n)
+        ]
+
+    def read_results(self, path: Path) -> Results:
+        """Normalised scores, and their means where all dimensions are there."""
+        files = sorted(path.glob("**/*_eval_results.json")) if path.is_dir() else [path]
+        scores: dict[str, float] = {}
+        for file in files:
+            try:
+                scores |= {name: float(value[0]) for name, value in read_json(file, self.own_results).items()}
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                raise DataError(f"--results: {file}: expected {self.own_results}: {error!r}") from error
+        limits = QUALITY | SEMANTIC
+        if not scores.keys() & limits.keys():
+            raise DataError(f"--results: {path}: expected {self.own_results}; it holds no dimension of VBench")
+        parts = {n: (scores[n] - low) / (high - low) for n, (low, high) in limits.items() if n in scores}
+        quality, semantic = _mean(parts, QUALITY), _mean(parts, SEMANTIC)
+        total = None if quality is None or semantic is None else (4 * quality + semantic) / 5
+        tables = {
+            title: [Row(n, values.get(n), int(n in values), int(n not in values)) for n in limits]
+            for title, values in (("dimension, normalised", parts), ("dimension, as scored", scores))
+        }
+        return Results(
+            self.title,
+            f"Read from {path.name}, which the suite's own evaluation wrote.",
+            {"total": total, "quality": quality, "semantic": semantic},
+            tables,
+            [f"no score of {name}" for name in limits if name not in scores],
+        )
+
+
+def _flickering(prompt: Prompt) -> bool:
+    return FLICKERING in prompt.meta.get("dimension", ())
+
+
+def _mean(values: dict[str, float], names: dict[str, tuple[float, float]]) -> float | None:
+    """The weighted mean; None unless every dimension is there."""
+    if names.keys() - values.keys():
+        return None
+    weights = {name: WEIGHTS.get(name, 1.0) for name in names}
+    return sum(weights[name] * values[name] for name in names) / sum(weights.values())

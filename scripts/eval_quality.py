@@ -1,0 +1,140 @@
+"""Scores of a folder of images as Pref-GRPO's tools/image_reward_eval.py gives them: its flags, its JSON.
+
+    {"mean_scores": {reward: mean over the images}, "records": [{"path", "caption", "scores": {reward: value}}]}
+
+A file shows the prompt whose index stands before its first '_'; files without one are skipped and counted. The records
+are in the files' order (the original's are in that of its processes). An image that a reward cannot score has null
+there, and does not count in the mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prefgrpo.commands.score import score_files
+from prefgrpo.config.schema import Config, ConfigError, RewardConfig
+from prefgrpo.data.file_names import Generated
+from prefgrpo.data.prompts import DataError, Prompt
+from prefgrpo.judge.verdict import JudgeError
+from prefgrpo.parallel import world as parallel
+from prefgrpo.rewards import RewardSpecError, build, load_class, parse_reward_spec
+from prefgrpo.rewards.base import RewardError, Score
+from prefgrpo.run.judging import reward_options, unsupported
+
+ALL = "clip,hpsv2,hpsv3,pickscore,unifiedreward_alignment,unifiedreward_style,unifiedreward_coherence"  # the original's
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The original's flags."""
+    parser = argparse.ArgumentParser(prog="eval_quality", description="Score a folder of images.")
+    add = parser.add_argument
+    add("--image_dir", required=True, type=Path, help="folder with generated images")
+    add("--prompt_csv", required=True, type=Path, help="table of prompts")
+    add("--reward_spec", default=ALL, help="rewards, separated by commas or as JSON")
+    add("--caption_col", default="prompt_en", help="column of the prompts")
+    add("--index_col", default="index", help="column of the indices that the files' names begin with")
+    add("--recursive", action="store_true", help="also folders inside image_dir")
+    add("--image_exts", default=".png,.jpg,.jpeg,.webp", help="endings of image files")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where rewards compute")
+    add("--api_url", default=os.getenv("REWARD_API_URL"), help="server of the rewards that ask a model")
+    add("--output_json", type=Path, help="file for every score")
+    add("--chunk_size", type=int, default=32, help="images that are read and scored together")
+    return parser.parse_args(argv)
+
+
+def index(text: str) -> str:
+    """An index as both sides spell it: 7, 7.0 and 007 are one."""
+    try:
+        number = float(text.strip())
+    except ValueError:
+        return text.strip()
+    return str(int(number)) if number.is_integer() else text.strip()
+
+
+def captions(file: Path, index_col: str, caption_col: str) -> dict[str, str]:
+    """Index → prompt. Raises DataError."""
+    with file.open(newline="", encoding="utf-8-sig") as lines:
+        rows = csv.DictReader(lines)
+        if lacking := [name for name in (index_col, caption_col) if name not in (rows.fieldnames or ())]:
+            raise DataError(f"{file}: expected a column {lacking[0]!r}, got {rows.fieldnames}")
+        found = {index(row[index_col] or ""): (row[caption_col] or "").strip() for row in rows}
+    return {key: text for key, text in found.items() if key and text}
+
+
+def files_of(args: argparse.Namespace) -> tuple[list[Generated], int]:
+    """(images with their prompts by path, how many have none). Raises DataError."""
+    texts = captions(args.prompt_csv, args.index_col, args.caption_col)
+    endings = {ending.strip().lower() for ending in args.image_exts.split(",") if ending.strip()}
+    listed = args.image_dir.rglob("*") if args.recursive else args.image_dir.glob("*")
+    images = sorted((p for p in listed if p.is_file() and p.suffix.lower() in endings), key=str)
+    numbers = {key: k for k, key in enumerate(texts)}
+    keys = [index(path.stem.split("_", 1)[0]) for path in images]
+    shown = [Generated(Prompt(numbers[k], texts[k]), p) for p, k in zip(images, keys, strict=True) if k in texts]
+    if not shown:
+        raise DataError(f"{args.image_dir}: none of {len(images)} images is named after an index of {args.prompt_csv}")
+    return shown, len(images) - len(shown)
+
+
+def payload(files: Sequence[Generated], scores: Sequence[Mapping[str, Score]]) -> dict[str, Any]:
+    """The JSON's content."""
+    means = {}
+    for name in scores[0]:
+        values = [row[name].value for row in scores]
+        known = [value for value in values if value is not None]
+        means[name] = math.fsum(known) / len(known) if known else None
+    records = [
+        {"path": str(g.file), "caption": g.prompt.text, "scores": {name: s.value for name, s in row.items()}}
+        for g, row in zip(files, scores, strict=True)
+    ]
+    return {"mean_scores": means, "records": records}
+
+
+def main() -> int:
+    """Score, print the means, write the JSON; returns the exit code."""
+    args = arguments()
+    try:
+        weights = parse_reward_spec(args.reward_spec)
+        files, skipped = files_of(args)
+        if mistakes := unsupported(
+            "image", "--reward_spec:", "the folder holds", {n: load_class(n) for n in weights}, ()
+        ):
+            raise ConfigError(mistakes)
+        judge = {"judge": {"endpoints": [args.api_url]}} if args.api_url else {}
+        options = {name: judge for name in weights if judge and load_class(name).judged}
+        config = Config(reward=RewardConfig(spec=args.reward_spec, options=options))
+        world = parallel.start(args.device)
+        try:
+            rewards = build(weights, reward_options(config, weights, options, None, world))
+            scores = score_files(rewards, files, args.chunk_size, 0, 0.0, world)
+            for reward in rewards.values():
+                reward.close()
+        finally:
+            parallel.stop()
+    except (ConfigError, DataError, JudgeError, OSError, RewardError, RewardSpecError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if not world.main:
+        return 0
+    result = payload(files, scores)
+    if skipped:
+        print(f"skipped {skipped} images whose names begin with no index of {args.prompt_csv}")
+    print("Mean reward scores:")
+    for name, value in sorted(result["mean_scores"].items()):
+        missing = sum(row[name].value is None for row in scores)
+        print(f"  {name}: " + ("none" if value is None else f"{value:.6f}") + (f" ({missing} missing)" * bool(missing)))
+    if args.output_json:
+        args.output_json.parent.mkdir(parents=True, exist_ok=True)
+        args.output_json.write_text(json.dumps(result, indent=2), encoding="utf-8")
+    return int(any(value is None for value in result["mean_scores"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""scripts/eval_quality.sh and scripts/eval_vbench.sh, as a user of Pref-GRPO's scripts starts them.
+
+Why these cases: their JSON is read by others' tools, so it must be what the original writes of the same scores, down
+to which file belongs to which row; and VBench's own tools must find the clips by their names, 25 for flickering.
+"""
+
+import csv
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from types import ModuleType
+
+import numpy as np
+import peers
+import pytest
+import torch
+import yaml
+from PIL import Image
+from tiny_run import settings
+
+from prefgrpo.data.media import Media
+from prefgrpo.rewards import build
+from prefgrpo.rewards.base import Sample, Score
+from prefgrpo.suites.vbench import QUALITY, SEMANTIC
+from prefgrpo.tiny import pipelines
+
+SPEC = '["jpeg_compressibility", "jpeg_incompressibility"]'
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Three prompts with two images each, one in a folder below, one that no row names; indices spelt three ways."""
+    folder = tmp_path_factory.mktemp("eval_scripts")
+    with (folder / "bench.csv").open("w", newline="") as file:
+        rows = [["index", "prompt_en"], ["0", "a red circle"], ["1.0", "a blue, square box"], ["12", "a tree"]]
+        csv.writer(file).writerows([*rows, ["", "no index"], ["13", ""]])
+    (folder / "images" / "more").mkdir(parents=True)
+    names = ["0_0.png", "0_1.png", "1_0.jpg", "01_1.png", "12_0.webp", "more/12_1.png", "13_0.png", "x.png", "12.txt"]
+    for k, name in enumerate(names[:-1]):
+        size = (8 * (k + 2), 24, 3)
+        Image.fromarray(np.random.default_rng(k).integers(0, 256, size, np.uint8)).save(folder / "images" / name)
+    (folder / "images" / names[-1]).write_text("no image")
+    return folder
+
+
+def script(root, name, *argv, **env):
+    own = {"PYTHON": sys.executable, "PYTHONPATH": str(root), "GPU_NUM": "1"} | env
+    command = [str(root / "scripts" / name), *map(str, argv)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=900, env=os.environ | own)
+
+
+def value(path, name):
+    with Image.open(path) as image:
+        return build(name)[name].score([Sample("", Media(np.array(image.convert("RGB"))))])[0].value
+
+
+class Dispatcher:
+    """Pref-GRPO's rewards replaced by two that a test can compute."""
+
+    def __init__(self, args, device, reward_weights, modality):
+        self.names = list(reward_weights)
+
+    def build_reward_inputs(self):
+        return {name: [] for name in self.names}
+
+    def compute_rewards(self, inputs):
+        return {name: torch.tensor([value(i["path"], name) for i in rows]) for name, rows in inputs.items()}, None
+
+
+def original(argv, monkeypatch):
+    """What the peer's own script writes, with the scores of `Dispatcher`."""
+    stub = ModuleType("fastvideo.rewards.dispatcher")
+    stub.RewardDispatcher, stub.parse_reward_spec = Dispatcher, lambda spec: dict.fromkeys(json.loads(spec), 1.0)
+    for name in ("fastvideo", "fastvideo.rewards"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    file = peers.folder("pref_grpo") / "tools" / "image_reward_eval.py"
+    spec = importlib.util.spec_from_file_location("image_reward_eval", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys, "argv", ["image_reward_eval.py", *map(str, argv)])
+    module.main()
+
+
+@pytest.mark.dist
+def test_eval_quality_is_the_originals(place, root, monkeypatch):
+    argv = ["--image_dir", place / "images", "--prompt_csv", place / "bench.csv", "--reward_spec", SPEC]
+    flags = ["--recursive", "--chunk_size", 2, "--image_exts", ".png,.jpg,.webp", "--device", "cpu"]
+    done = script(root, "eval_quality.sh", *argv, *flags, "--output_json", place / "ours.json", GPU_NUM="2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    ours = json.loads((place / "ours.json").read_text())
+    shown = {"0_0.png": 0, "0_1.png": 0, "1_0.jpg": 1, "01_1.png": 1, "12_0.webp": 2, "more/12_1.png": 2}
+    texts = ["a red circle", "a blue, square box", "a tree"]
+    folder = f"{place / 'images'}/"
+    assert [(r["path"].removeprefix(folder), r["caption"]) for r in ours["records"]] == [
+        (name, texts[shown[name]]) for name in sorted(shown)
+    ]
+    for name in json.loads(SPEC):
+        values = [value(r["path"], name) for r in ours["records"]]
+        assert [r["scores"][name] for r in ours["records"]] == pytest.approx(values)
+        assert ours["mean_scores"][name] == pytest.approx(sum(values) / 6)
+    assert "skipped 2 images" in done.stdout and f"jpeg_incompressibility: {np.mean(values):.6f}" in done.stdout
+    original([*argv, *flags, "--output_json", place / "theirs.json"], monkeypatch)
+    theirs = json.loads((place / "theirs.json").read_text())
+    assert theirs.keys() == ours.keys() and theirs["mean_scores"] == pytest.approx(ours["mean_scores"])
+    assert [r["path"] for r in theirs["records"]] == [r["path"] for r in ours["records"]]
+    for a, b in zip(theirs["records"], ours["records"], strict=True):
+        assert a["caption"] == b["caption"] and a["scores"] == pytest.approx(b["scores"], rel=1e-6)
+
+
+def test_eval_quality_names_what_is_missing(root, place):
+    spec = importlib.util.spec_from_file_location("eval_quality", root / "scripts" / "eval_quality.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    argv = ["--image_dir", str(place / "images"), "--prompt_csv", str(place / "bench.csv")]
+    files, skipped = module.files_of(module.arguments(argv))
+    assert (len(files), skipped) == (5, 2)
+    scores = [{"clip": Score(None, "lost") if k == 1 else Score(float(k))} for k in range(5)]
+    found = module.payload(files, scores)
+    assert found["mean_scores"] == {"clip": 9 / 4}, "of four images, not of five"
+    assert [row["scores"]["clip"] for row in found["records"]] == [0.0, None, 2.0, 3.0, 4.0]
+    done = script(root, "eval_quality.sh", *argv[:2], "--prompt_csv", place / "bench.csv", "--caption_col", "prompt_zh")
+    assert done.returncode != 0 and "expected a column 'prompt_zh'" in done.stderr
+
+
+EVALUATE = """
+import argparse, json, pathlib
+p = argparse.ArgumentParser()
+for name in ("--videos_path", "--dimension", "--full_json_dir", "--output_path"):
+    p.add_argument(name)
+a = p.parse_args()
+names = {f.name for f in pathlib.Path(a.videos_path).iterdir()}
+rows = [r for r in json.load(open(a.full_json_dir)) if a.dimension in r["dimension"]]
+share = sum(f"{r['prompt_en']}-{k}.mp4" in names for r in rows for k in range(5)) / 5
+out = pathlib.Path(a.output_path)
+out.mkdir(parents=True)
+(out / f"results_{a.dimension}_eval_results.json").write_text(json.dumps({a.dimension: [share, []]}))
+"""
+FILTER = """
+import argparse, pathlib, shutil
+p = argparse.ArgumentParser()
+for name in ("--videos_path", "--result_path"):
+    p.add_argument(name)
+a = p.parse_args()
+out = pathlib.Path(a.result_path) / "filtered_videos"
+out.mkdir(parents=True)
+for k in range(5):
+    shutil.copy(f"{a.videos_path}/a still stop sign-{k + 20}.mp4", out / f"a still stop sign-{k}.mp4")
+"""
+
+
+@pytest.mark.full
+def test_eval_vbench_makes_what_vbenchs_tools_look_for(place, root):
+    """A stand-in for VBench's checkout, with its flags, that scores how many of the wanted clips are there."""
+    pytest.importorskip("imageio_ffmpeg")
+    pipelines.make("wan", place / "wan")
+    rows = [{"prompt_en": "a still stop sign", "dimension": ["temporal_flickering"]}]
+    rows += [{"prompt_en": "a cat", "dimension": [d for d in (QUALITY | SEMANTIC) if d != "temporal_flickering"]}]
+    (place / "info.json").write_text(json.dumps(rows))
+    (place / "theirs").mkdir()
+    (place / "theirs" / "evaluate.py").write_text(EVALUATE)
+    (place / "theirs" / "static_filter.py").write_text(FILTER)
+    over = {"family": "wan", "model": str(place / "wan"), "rollout": {"frames": 5}, "eval": {"prompts": ""}}
+    (place / "vbench.yaml").write_text(yaml.safe_dump(settings(place, "vbench", **over)))
+    env = {"VBENCH": str(place / "theirs"), "VBENCH_PYTHON": sys.executable}
+    argv = [place / "vbench.yaml", place / "info.json", place / "out"]
+    done = script(root, "eval_vbench.sh", *argv, **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list((place / "out" / "videos").iterdir())) == 30
+    found = json.loads((place / "out" / "vbench.json").read_text())
+    scored = {row["name"]: row["mean"] for row in found["tables"]["dimension, as scored"]}
+    assert scored == dict.fromkeys([*QUALITY, *SEMANTIC], 1.0) and found["summary"]["total"] > 1
+    assert script(root, "eval_vbench.sh").returncode == 2

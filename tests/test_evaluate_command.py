@@ -1,0 +1,208 @@
+"""`prefgrpo evaluate RUN`: a checkpoint against its base or any other, after training.
+
+Why these cases: what is evaluated afterwards must be what the run itself evaluated, to the last digit, or one of the
+two is wrong; live and averaged weights, and checkpoints, must not be mixed up; a checkpoint against itself is a tie;
+a second judge must really be another one; and few prompts or a wide interval must not be called a result.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+from judge_server import JudgeServer
+from tiny_run import PROMPTS, attempt, ranks, rows, settings, train, tree, world
+
+from prefgrpo.commands.evaluate import FEW, verdict
+
+
+class Indifferent(JudgeServer):
+    """Tells plain pictures apart, and calls all others equal."""
+
+    model = "second-judge"
+
+    def _says(self, gap, tokens=("1", "2")):
+        return super()._says(gap if abs(gap) > 1.5 else 0.0, tokens)
+
+
+@pytest.fixture(scope="module")
+def servers():
+    with JudgeServer() as server, Indifferent() as second:
+        yield server, second
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, servers):
+    """Two runs of three steps with the moving average and a judge, two images per held-out prompt."""
+    folder = world(tmp_path_factory.mktemp("evaluate_command"))
+    over = {
+        "judge": {"endpoints": [servers[0].url]},
+        "train": {"ema_decay": 0.5, "steps": 3},
+        "eval": {"samples_per_prompt": 2, "judge": True, "every": 1},
+        "checkpoint": {"every": 1, "keep": 3},
+    }
+    for name, seed in (("one", 0), ("two", 1)):
+        file = folder / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(settings(folder, name, seed=seed, **over)))
+        code, output = train(file)
+        assert code == 0, output
+    return folder
+
+
+@pytest.fixture
+def evaluate(place, capsys):
+    def run(target, *options):
+        code, output = attempt(capsys, "evaluate", place / "runs" / target, *options)
+        out = output.splitlines()[-1].partition("comparison")[0] if code == 0 else ""
+        return code, output, json.loads(open(f"{out}comparison.json").read()) if out else {}
+
+    return run
+
+
+def last(place, name):
+    return [row for row in rows(place / "runs" / name) if row["kind"] == "eval"][-1]
+
+
+def test_the_runs_own_last_evaluation_is_found_again(place, servers, evaluate):
+    code, output, found = evaluate("one")
+    assert code == 0, output
+    known = last(place, "one")
+    for key, row in found["win_rates"].items():
+        parts = ("low", "high", *(("first", "second") if "judge" in key else ()))
+        assert [row["rate"], *(row[part] for part in parts)] == [known[key], *(known[f"{key}_{p}"] for p in parts)]
+        assert row["verdict"] == f"inconclusive: fewer than {FEW} prompts"
+    assert set(found["win_rates"]) == {"dev/win_judge", "dev/win_jpeg_incompressibility"}
+    mean = found["means"]["dev/jpeg_incompressibility"]
+    assert (mean["now"], mean["against"]) == tuple(known[f"dev/jpeg_incompressibility{end}"] for end in ("", "_before"))
+    assert mean["now"] != mean["against"] and found["prompts"] == {"dev": 3}
+    about = found["about"]
+    assert about["now"]["weights"] == "ema" and about["now"]["checkpoint"] == "step_000003"
+    assert about["against"]["checkpoint"] is None and "step_000003_ema against base" in output
+    out = place / "runs/one/evaluations/step_000003_ema/against_base"
+    assert len([name for name in tree(out) if name.endswith(".png")]) == 2 * 6
+    asked = len(servers[0].requests)
+    kept = {name: (out / name).stat().st_mtime_ns for name in tree(out) if name.endswith(".png")}
+    code, again, _ = evaluate("one")
+    assert code == 0 and [line for line in again.splitlines() if "|" in line] == [
+        line for line in output.splitlines() if "|" in line
+    ]
+    assert kept == {name: (out / name).stat().st_mtime_ns for name in kept}
+    pairs = [r for r in servers[0].requests[asked:] if "red circle" in json.dumps(r)]
+    assert not pairs, "kept verdicts are not asked again"
+
+
+def test_checkpoints_weights_and_runs_are_told_apart(place, evaluate):
+    """Live and averaged weights differ, so do checkpoints and runs; anything against itself is a tie."""
+    shown = []
+    for target, weights in (("one", "ema"), ("one", "live"), ("one/checkpoints/step_000002", "live"), ("two", "live")):
+        own = ["--eval.judge", "false", "--weights", weights, "--seed", "0"]
+        code, output, found = evaluate(target, *own, "--against", place / "runs" / target, "--against-weights", weights)
+        assert code == 0, output
+        rate = found["win_rates"]["dev/win_jpeg_incompressibility"]
+        assert (rate["rate"], rate["low"], rate["high"]) == (0.5, 0.5, 0.5) and rate["verdict"].startswith(
+            "inconclusive"
+        )
+        shown.append(found["means"]["dev/jpeg_incompressibility"]["now"])
+    assert len(set(shown)) == 4
+    code, output, found = evaluate("one", "--eval.judge", "false", "--against", place / "runs/two", "--seed", "0")
+    mean = found["means"]["dev/jpeg_incompressibility"]
+    assert code == 0 and mean["now"] == shown[0] and mean["against"] not in shown
+    assert (place / "runs/one/evaluations/step_000003_ema/against_two_step_000003_ema").is_dir()
+
+
+def test_a_second_judge_is_asked_in_both_orders(place, servers, evaluate):
+    before = len(servers[1].requests)
+    fields = f"{{endpoints: ['{servers[1].url}'], template: caption_match}}"
+    code, output, found = evaluate("one", "--judge2", fields, "--out", place / "both")
+    assert code == 0, output
+    rates = found["win_rates"]
+    assert rates["dev/win_judge"]["rate"] == last(place, "one")["dev/win_judge"]
+    second = rates["dev/win_judge2"]
+    assert second["rate"] == second["first"] == second["second"] == 0.5 and second["missing"] == 0.0
+    asked = [json.dumps(r) for r in servers[1].requests[before:]]
+    assert len([r for r in asked if "red circle" in r]) == 2 * 6, "every pair in both orders"
+    assert any(line.startswith("judge2 ") and "second-judge" in line for line in found["judges"])
+    (place / "second.yaml").write_text("endpoints: ['http://127.0.0.1:9']\npatience_s: 1\n")
+    for value, told in (
+        (str(place / "second.yaml"), "http://127.0.0.1:9"),
+        ("{endpoint: x}", "judge.endpoint: unknown key"),
+        ("{: 3", "--judge2: expected fields of the judge section"),
+    ):
+        code, output, _ = evaluate("one", "--judge2", value, "--out", place / "none")
+        assert code == 2 and told in output
+
+
+@pytest.mark.dist
+def test_ranks_share_the_prompts(place):
+    target = place / "runs/one"
+    options = ["--eval.judge", "false", "--out", str(place / "ranks")]
+    both = ranks(target, 2, *options, command="evaluate")
+    assert [run.wait(600) for run in both] == [0, 0], both[0].output
+    found, known = json.loads((place / "ranks/comparison.json").read_text()), last(place, "one")
+    for key in ("dev/win_jpeg_incompressibility", "dev/jpeg_incompressibility"):
+        row = found["win_rates"].get(key) or found["means"][key]
+        assert row.get("rate", row.get("now")) == pytest.approx(known[key], abs=0.01)
+
+
+@pytest.mark.dist
+def test_split_weights_are_read_by_any_number_of_processes(place, evaluate):
+    """All weights train, split over two processes: their parts make the whole model of one process again."""
+    over = {"train": {"lora_rank": 0, "lr": 1e-3, "steps": 1}, "parallel": {"shard": 2}, "eval": {"every": 1}}
+    target = place / "split.yaml"
+    target.write_text(yaml.safe_dump(settings(place, "split", **over)))
+    both = ranks(target, 2)
+    assert [run.wait(600) for run in both] == [0, 0], both[0].output
+    assert list((place / "runs/split").glob("checkpoints/*/parts"))
+    known, means = last(place, "split"), []
+    code, output, found = evaluate("split", "--parallel.shard", "1", "--out", place / "whole")
+    assert code == 0, output
+    means.append(found["means"]["dev/jpeg_incompressibility"])
+    both = ranks(place / "runs/split", 2, "--out", str(place / "parts"), command="evaluate")
+    assert [run.wait(600) for run in both] == [0, 0], both[0].output
+    means.append(json.loads((place / "parts/comparison.json").read_text())["means"]["dev/jpeg_incompressibility"])
+    for mean in means:
+        assert mean["now"] == pytest.approx(known["dev/jpeg_incompressibility"], abs=0.01) and mean["missing"] == 0
+        assert mean["against"] == pytest.approx(known["dev/jpeg_incompressibility_before"], abs=0.01)
+    code, output, _ = evaluate("split", "--out", place / "none")
+    assert code == 2 and "parallel: expected a multiple of shard 2" in output
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "prompts", "said"),
+    [
+        (0.51, 0.8, FEW, "better"), (0.1, 0.49, FEW, "worse"), (0.5, 0.9, FEW, "holds 50 %"), (0.2, 0.5, 999, "holds"),
+        (0.9, 1.0, FEW - 1, "fewer than"), (np.nan, np.nan, 999, "no verdicts"),
+    ],
+)  # fmt: skip
+def test_what_an_interval_says(low, high, prompts, said):
+    found = verdict(low, high, prompts)
+    assert said in found and (said in ("better", "worse")) != found.startswith("inconclusive")
+
+
+def test_enough_prompts_give_a_result(place, evaluate):
+    """Forty prompts, a base that every picture beats or ties with: the printed verdict follows the interval."""
+    (place / "many.txt").write_text("\n".join(f"{p}, {k}" for k in range(4) for p in PROMPTS))
+    options = ["--prompts", place / "many.txt", "--eval.judge", "false", "--eval.samples-per-prompt", "1"]
+    code, output, found = evaluate("one", *options, "--out", place / "many")
+    assert code == 0 and found["prompts"] == {"prompts": 40}, output
+    row = found["win_rates"]["prompts/win_jpeg_incompressibility"]
+    assert row["verdict"] == verdict(row["low"], row["high"], 40) and f"| {row['verdict']} |" in output
+
+
+def test_what_cannot_be_evaluated(place, evaluate, capsys):
+    for target, options, told in (
+        ("one", ["--results", "x"], "--results: expected a --suite with it"),
+        ("one", ["--samples", "2"], "--samples: expected a --suite with it"),
+        ("one/checkpoints/step_000009", [], "one/checkpoints/step_000009 is not a whole checkpoint"),
+        ("one", ["--against", place / "nowhere"], "nowhere"),
+        ("none", [], "--prompts: a model has no prompts of its own"),
+    ):
+        code, output, _ = evaluate(target, *options)
+        assert code == 2 and told in output and "Traceback" not in output, output
+    code, output = attempt(capsys, "evaluate", place / "flux", "--prompts", place / "dev.txt", "--weights", "ema")
+    assert code == 2 and "is no run, so it keeps no moving average" in output
+    options = ["--output", place / "runs", "--eval.judge", "false", "--eval.spec", "jpeg_incompressibility"]
+    sizes = ["--rollout.height", 16, "--rollout.width", 16, "--rollout.steps", 3, "--dtype", "fp32"]
+    options += ["--prompts", place / "dev.txt", "--against", place / "runs/one", "--data.max-length", 24]
+    code, output = attempt(capsys, "evaluate", place / "flux", *options, *sizes)
+    assert code == 0 and "base against step_000003_ema" in output, output

@@ -1,0 +1,445 @@
+"""`prefgrpo evaluate --suite`: layouts that the suites' own tools read, and tables against counts made here.
+
+Why these cases: a file under another name is scored as another prompt or not at all; a killed evaluation of hours must
+go on where it was and end with the same table; a reply or a row that cannot be read must be named, and must not count
+as a wrong answer; and what we score by other means than the suite must say so.
+"""
+
+import ast
+import csv
+import io
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from judge_server import JudgeServer
+from PIL import Image
+from reward_cases_own import geneval as geneval_options
+from tiny_run import Hold, attempt, ranks, settings, start, tree, world
+
+from prefgrpo.data.file_names import Generated
+from prefgrpo.data.media import Media
+from prefgrpo.data.prompts import DataError, Prompt
+from prefgrpo.rewards import build
+from prefgrpo.rewards.base import RewardError, Sample, Score
+from prefgrpo.rewards.unigenbench import Points, Wording, points_of
+from prefgrpo.suites import SUITES, load_suite
+
+POINTS = (
+    *(f"Relationship - {n}" for n in ("Comparison", "Composition", "Inclusion", "Similarity")),
+    *(f"Compound - {n}" for n in ("Imagination", "Feature Matching")),
+    *(f"Attribute - {n}" for n in ("Size", "Expression", "Quantity", "Material", "Color", "Shape")),
+    *(f"Entity Layout - {n}-Dimensional Space" for n in ("Two", "Three")),
+    *(f"Action - {n}" for n in ("Full-body (Character/Anthropomorphic)", "Hand (Character/Anthropomorphic)", "Animal")),
+    *(f"Action - {n}" for n in ("Contact Interaction", "Non-contact Interaction", "State")),
+    *(f"Grammar - {n}" for n in ("Negation", "Pronoun Reference", "Consistency")),
+    *("World Knowledge", "Style", "Text Generation", "Logical Reasoning"),
+)
+"""The 27 test points of the suite, 10 primary dimensions."""
+KEYS = {"en": ("Testpoints", "Testpoint Description"), "zh": ("考点", "考点对应描述")}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return world(tmp_path_factory.mktemp("suites"))
+
+
+def bench(file, count, language="en", broken=()):
+    """A table like the suite's: `count` rows with 1 to 5 points; JSON without a comma in the rows `broken`."""
+    with file.open("w", newline="", encoding="utf-8") as out:
+        rows = csv.writer(out)
+        rows.writerow(["index", f"prompt_{language}", f"sub_dims_{language}"])
+        for k in range(count):
+            names = [POINTS[(7 * k + j * j) % 27] for j in range(1 + k % 5)]
+            dims = json.dumps(dict(zip(KEYS[language], (names, [f"part {j}" for j in range(len(names))]))))
+            rows.writerow([k, f"a red circle, number {k}", dims.replace('", "', '" "', 1) if k in broken else dims])
+    return file
+
+
+def recipe(place, name, server=None, **over):
+    judge = {"endpoints": [server.url]} if server else {}
+    file = place / f"{name}.yaml"
+    file.write_text(yaml.safe_dump(settings(place, name, judge=judge | over.pop("judge", {}), **over)))
+    return file
+
+
+def digest(brightness, prompt):
+    return zlib.crc32(f"{brightness:.9f} {prompt}".encode())
+
+
+def says(brightness, prompt, count):
+    """What the fake judge writes of a picture: marks, or now and then something that cannot be read."""
+    number = digest(brightness, prompt)
+    marks = [number >> j & 1 for j in range(count + (number % 11 == 0))]
+    score = "I would rather not." if number % 7 == 0 else f"<score>{marks}</score>"
+    return f"<description><analysis>['it's', 'fine']</analysis>\n{score}</description>"
+
+
+def answer(bright, text):
+    """The judge: finds the prompt and counts the numbered points in what it is asked."""
+    prompt = text.split("prompt: ")[1].split("\n")[0]
+    count = sum(line.split(".")[0].isdecimal() for line in text.splitlines())
+    return says(bright[0], prompt, count)
+
+
+def counted(images, file, samples=4):
+    """(table, unread images) by a count of our own over the files: {name: [ones, marks]} of points and dimensions."""
+    table, unread = {}, []
+    for row in csv.DictReader(file.open(encoding="utf-8")):
+        try:
+            names = json.loads(row["sub_dims_en"])["Testpoints"]
+        except ValueError:
+            unread += [f"{row['index']}_{k}.png" for k in range(samples)]
+            continue
+        for k in range(samples):
+            jpeg = Media(np.asarray(Image.open(images / f"{row['index']}_{k}.png"))).jpeg
+            bright = float(np.asarray(Image.open(io.BytesIO(jpeg)).convert("RGB"), np.float64).mean() / 255)
+            number = digest(bright, row["prompt_en"])
+            if number % 7 == 0 or number % 11 == 0:
+                unread.append(f"{row['index']}_{k}.png")
+                continue
+            for j, name in enumerate(names):
+                for key in (name, "primary: " + name.split(" -")[0]):
+                    ones = table.setdefault(key, [0, 0])
+                    ones[0] += number >> j & 1
+                    ones[1] += 1
+    return table, unread
+
+
+def told(out):
+    """The table that the command wrote, in the form of `counted`."""
+    result = json.loads((out / "unigenbench.json").read_text())
+    rows = {row["name"]: row for row in result["tables"]["test point"]}
+    rows |= {f"primary: {row['name']}": row for row in result["tables"]["primary dimension"]}
+    assert {name for name, row in rows.items() if row["count"] == 0} == {
+        n for n, r in rows.items() if r["mean"] is None
+    }
+    found = {n: [row["mean"] * row["count"], row["count"]] for n, row in rows.items() if row["count"]}
+    return result, found, [problem.split(":")[0] for problem in result["problems"]]
+
+
+def check(out, file, marks_missing=True):
+    table, unread = counted(out / "images", file)
+    result, found, named = told(out)
+    assert found.keys() == table.keys() and all(found[name] == pytest.approx(table[name]) for name in table)
+    assert sorted(named) == sorted(unread)
+    primary = [ones / count for name, (ones, count) in table.items() if name.startswith("primary")]
+    assert result["summary"]["mean of the primary dimensions"] == pytest.approx(np.mean(primary))
+    assert "not comparable" in result["scored_by"] and result["about"]["seed"] == 0
+    return result
+
+
+def killed(argv, log, hold):
+    run = start([str(a) for a in argv], log, None, hold)
+    run.until_held()
+    run.kill()
+
+
+# ---- UniGenBench --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "count", [pytest.param(10, id="reduced"), pytest.param(600, id="whole", marks=pytest.mark.full)]
+)
+def test_unigenbench_killed_twice_ends_with_the_table_of_its_files(place, count):
+    """Killed while it writes images, and while it asks; what is there is neither made nor asked again."""
+    file, out = bench(place / f"test{count}.csv", count, broken=(7,)), place / f"bench{count}"
+    with JudgeServer() as server:
+        server.answer = answer
+        target = recipe(place, f"unigen{count}", server, judge={"concurrency": 2})
+        argv = ["evaluate", target, "--suite", "unigenbench", "--prompts", file, "--out", out]
+        killed(argv, place / "a.log", Hold("prefgrpo.commands.generate:write", call=2 * count))
+        made = {f: f.stat().st_mtime_ns for f in (out / "images").glob("[0-9]*.png")}
+        assert len(made) == 2 * count and not server.requests
+        (out / "images" / ".1234.png").write_bytes(b"torn")
+        killed(argv, place / "b.log", Hold("prefgrpo.judge.cache:AnswerCache.put", call=count))
+        before, asked = json.dumps(tree(out), default=repr), len(server.requests)
+        assert count <= asked < 4 * count and "unigenbench.json" not in before
+        run = start([str(a) for a in argv], place / "c.log")
+        assert run.wait(3600) == 0, run.output
+        readable = 4 * (count - 1)
+        unread = len(counted(out / "images", file)[1]) - 4
+        assert readable <= len(server.requests) <= readable + 2 + unread, "kept answers are not asked again"
+        result = check(out, file)
+        assert all(f.stat().st_mtime_ns == time for f, time in made.items())
+        assert len(list((out / "images").iterdir())) == 4 * count
+        broken = next(p for p in result["problems"] if p.startswith("7_0.png"))
+        assert "is not the JSON that it should be" in broken
+        assert f"| {POINTS[0]} |" in run.output and f"of {4 * count} images have marks" in run.output
+
+        asked = len(server.requests)
+        code, again = run.wait(), start([str(a) for a in argv], place / "d.log")
+        assert code == again.wait(600) == 0 and len(server.requests) - asked <= unread
+        assert again.output.splitlines()[-20:] == run.output.splitlines()[-20:]
+    (row, *_), images = list(csv.DictReader((out / "results.csv").open())), load_suite("unigenbench")
+    assert list(row) == ["index", "prompt", "testpoint", "output", "result_json", "img_path"]
+    assert ast.literal_eval(row["testpoint"]) == [POINTS[0]] and row["output"].startswith("<description>")
+    read = images.read_results(out / "results.csv")
+    assert {r.name: (r.mean, r.count) for rows in read.tables.values() for r in rows} == {
+        r["name"]: (r["mean"], r["count"]) for rows in result["tables"].values() for r in rows
+    }
+
+
+@pytest.mark.dist
+def test_unigenbench_does_not_depend_on_ranks(place):
+    file = bench(place / "ranks.csv", 5)
+    with JudgeServer() as server:
+        server.answer = answer
+        target, tables = recipe(place, "ranks", server), []
+        options = ["--suite", "unigenbench", "--prompts", str(file), "--samples", "1", "--out"]
+        alone = start(["evaluate", str(target), *options, str(place / "alone")], place / "alone.log")
+        assert alone.wait(600) == 0, alone.output
+        both = ranks(target, 2, *options, str(place / "both"), command="evaluate")
+        assert [run.wait(600) for run in both] == [0, 0], both[0].output
+        for out in (place / "alone", place / "both"):
+            table, unread = counted(out / "images", file, samples=1)
+            _, found, named = told(out)
+            assert sorted(named) == sorted(unread) and {n: v for n, v in found.items() if v != table[n]} == {}
+            tables.append(sorted(tree(out / "images")))
+    assert tables[0] == tables[1]
+
+
+def test_a_table_of_40_rows_by_hand():
+    """Each prompt has 2 images; the second point is drawn in every second image, the third never read."""
+    suite = load_suite("unigenbench")
+    files, scores = [], []
+    for k in range(40):
+        names = ["Style", "Attribute - Color", "Attribute - Size"] if k < 20 else ["Style"]
+        dims = json.dumps({"Testpoints": names, "Testpoint Description": names})
+        files.append(Generated(Prompt(k // 2, "x", {"index": str(k // 2), "sub_dims_en": dims}), Path(f"{k}.png")))
+        marks = [1.0 * (k % 4 != 0), 1.0 * (k % 2), 0.0][: len(names)]
+        parts = {f"{j} {n}": m for j, (n, m) in enumerate(zip(names, marks, strict=True))}
+        lost = k in (3, 30)
+        scores.append(Score(None, "no marks") if lost else Score(float(np.mean(marks)), parts=parts))
+    found = suite.results(files, scores, {})
+    rows = {row.name: (row.mean, row.count, row.missing) for table in found.tables.values() for row in table}
+    # Style: 40 images, 10 of them (k = 0, 4, …, 36) not drawn, 2 drawn ones unread: 28 of 38.
+    # Color: 20 images, 10 drawn, 1 drawn one unread: 9 of 19. Size: 0 of 19. Attribute: 9 of 38.
+    assert rows == {
+        "Style": (28 / 38, 38, 2), "Attribute": (9 / 38, 38, 2),
+        "Attribute - Color": (9 / 19, 19, 1), "Attribute - Size": (0.0, 19, 1),
+    }  # fmt: skip
+    assert found.summary == {
+        "mean of the primary dimensions": pytest.approx((28 / 38 + 9 / 38) / 2),
+        "share of all test points": pytest.approx(37 / 76),
+    }
+    assert found.problems == ["3.png: no marks", "30.png: no marks"]
+    assert "| Attribute - Color | 47.37 % | 19 | 1 |" in found.markdown()
+    other = suite.results(files, scores, {"template": "eval_common.py"})
+    assert "comparable with published numbers if the judge is its evaluation model" in other.scored_by
+
+
+SOURCE = '''
+import a_package_that_nobody_has
+FACTS_EN = {"Style": "how it {looks}", "Attribute - Color": "which"}
+FACTS_ZH = {"风格": "画风"}
+ASKED_EN = """Look at 「{prompt}」 for {testpoint}.
+{explanation}
+{test_explanation} {{}}"""
+ASKED_ZH = "看 {prompt} {testpoint} {explanation} {test_explanation}"
+LANG_CONFIGS = {
+    "en": {"explanation_dict": FACTS_EN, "system_prompt_template": ASKED_EN, "prompt_column": "prompt_en",
+           "checkpoint_header": "Kinds", "checkpoint_desc_header": "Here"},
+    "zh": {"explanation_dict": FACTS_ZH, "system_prompt_template": ASKED_ZH, "prompt_column": "prompt_zh",
+           "checkpoint_header": "考点说明", "checkpoint_desc_header": "考点描述说明"},
+}
+'''
+
+
+def test_the_suites_own_wording_is_read_from_its_file_and_put_word_for_word(tmp_path):
+    """Its file is never run; the image comes first, as in its requests."""
+    file = tmp_path / "eval_common.py"
+    file.write_text(SOURCE)
+    wording = Wording(file)
+    en = Points("en", ("Style", "Attribute - Color", "Style"), ("ink", "red {x}", "dots"))
+    assert wording.question("a {cat}", en) == (
+        "Look at 「a {cat}」 for ['Style', 'Attribute - Color', 'Style'].\n"
+        "Kinds:「\nStyle: how it {looks}\nAttribute - Color: which\nStyle: how it {looks}\n」\n"
+        "Here:「\nStyle: ink\nAttribute - Color: red {x}\nStyle: dots\n」 {}"
+    )
+    zh = wording.question("猫", Points("zh", ("风格",), ("水墨",)))
+    assert zh == "看 猫 ['风格'] 考点说明:「\n风格: 画风\n」 考点描述说明:「\n风格: 水墨\n」"
+    dims = json.dumps(dict(zip(KEYS["en"], (en.names, en.descriptions), strict=True)))
+    grey = Media(np.full((16, 16, 3), 90, np.uint8))
+    with JudgeServer() as server:
+        server.answer = lambda bright, text: "<analysis>[]</analysis><score>[1, 0, 1]</score>"
+        options = {"judge": {"endpoints": [server.url]}, "template": str(file)}
+        reward = build("unigenbench", {"unigenbench": options})["unigenbench"]
+        unknown = dims.replace("Style", "Taste")
+        good, bad = reward.score([Sample("a {cat}", grey, (), {"sub_dims_en": d}) for d in (dims, unknown)])
+        reward.close()
+        (request,) = server.requests
+    assert good.value == pytest.approx(2 / 3) and "explains no test point 'Taste'" in bad.reason
+    assert good.parts == {"1 Style": 1.0, "2 Attribute - Color": 0.0, "3 Style": 1.0}
+    kinds = [part["type"] for part in request["messages"][0]["content"]]
+    assert kinds == ["image_url", "text"] and request["max_tokens"] == 4096 and request["temperature"] == 0
+    assert request["messages"][0]["content"][1]["text"] == wording.question("a {cat}", en)
+    file.write_text("LANG_CONFIGS = 3")
+    with pytest.raises(RewardError, match=r"is not the suite's eval/src/eval_common\.py"):
+        Wording(file)
+
+
+def test_rows_without_readable_points_say_why():
+    for meta, why in (
+        ({}, "expected a column sub_dims_en or sub_dims_zh"),
+        ({"sub_dims_en": '{"Testpoints": ["a" "b"]}'}, "sub_dims_en is not the JSON that it should be"),
+        ({"sub_dims_zh": '{"考点": ["a"]}'}, "sub_dims_zh is not the JSON that it should be (KeyError"),
+        (
+            {"sub_dims_en": json.dumps(dict(zip(KEYS["en"], (["a"], ["b", "c"]))))},
+            "as many descriptions as test points",
+        ),
+    ):
+        with pytest.raises(ValueError, match="sub_dims") as error:
+            points_of(meta)
+        assert why in str(error.value)
+
+
+# ---- the other suites ---------------------------------------------------------------------------------------------
+
+
+def test_geneval_in_its_layout_by_our_detector(place, capsys):
+    tags = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+    lines = [{"tag": t, "include": [{"class": "person", "count": 1}], "prompt": f"a photo of {t}"} for t in tags]
+    (place / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    options = geneval_options(place)
+    target, out = recipe(place, "geneval", eval={"options": {"geneval": options}}), place / "geneval"
+    argv = [
+        "evaluate",
+        target,
+        "--suite",
+        "geneval",
+        "--prompts",
+        place / "metadata.jsonl",
+        "--samples",
+        2,
+        "--out",
+        out,
+    ]
+    code, output = attempt(capsys, *argv)
+    assert code == 0, output
+    files = [
+        f"{k:05d}/{name}" for k in range(6) for name in ("metadata.jsonl", "samples/00000.png", "samples/00001.png")
+    ]
+    assert sorted(tree(out / "images")) == sorted(files)
+    assert [json.loads((out / f"images/{k:05d}/metadata.jsonl").read_text()) for k in range(6)] == lines
+    result = json.loads((out / "geneval.json").read_text())
+    assert [row["name"] for row in result["tables"]["task"]] == list(tags)
+    assert "not mmdet's" in result["scored_by"] and "not comparable" in result["scored_by"]
+    verdicts = build("geneval", {"geneval": options | {"value": "correct"}})["geneval"]
+    for k, (row, line) in enumerate(zip(result["tables"]["task"], lines, strict=True)):
+        media = [Media(np.asarray(Image.open(out / f"images/{k:05d}/samples/{j:05d}.png"))) for j in (0, 1)]
+        alone = verdicts.score([Sample(line["prompt"], m, (), line) for m in media])
+        assert row["mean"] == np.mean([s.value for s in alone]) and row["count"] == 2
+    code, output = attempt(capsys, *argv, "--seed", "1")
+    assert code == 2 and "holds files of another evaluation (other: seed)" in output
+
+
+def test_geneval_counts_as_its_own_summary(tmp_path):
+    """evaluation/summary_scores.py: the mean over tasks of the images' mean; tasks need not have equally many."""
+    rows = [("counting", "a", 1), ("counting", "b", 0), ("counting", "b", 1), ("colors", "c", 0), ("position", "d", 1)]
+    rows += [("single_object", "e", 1), ("two_object", "f", 0), ("color_attr", "g", 0)]
+    content = [{"filename": "x", "tag": t, "prompt": p, "correct": bool(c), "reason": ""} for t, p, c in rows]
+    (tmp_path / "results.jsonl").write_text("\n".join(map(json.dumps, content)))
+    found = load_suite("geneval").read_results(tmp_path / "results.jsonl")
+    assert found.summary["overall (mean of the six tasks)"] == pytest.approx((2 / 3 + 0 + 1 + 1 + 0 + 0) / 6)
+    assert found.summary["correct images"] == 4 / 8 and found.summary["prompts with a correct image"] == 4 / 7
+    (tmp_path / "some.jsonl").write_text(json.dumps(content[0]))
+    some = load_suite("geneval").read_results(tmp_path / "some.jsonl")
+    assert some.summary["overall (mean of the six tasks)"] is None and len(some.problems) == 5
+
+
+def test_dpg_puts_four_images_into_one(place, capsys):
+    (place / "dpg").mkdir()
+    for name in ("COCOval1", "0"):
+        (place / "dpg" / f"{name}.txt").write_text(f"a red circle {name}")
+    out = place / "dpg_out"
+    argv = ["evaluate", recipe(place, "dpg"), "--suite", "dpg", "--prompts", place / "dpg", "--out", out]
+    code, output = attempt(capsys, *argv)
+    assert code == 0 and "8 files are in" in output, output
+    assert sorted(p.name for p in (out / "images").iterdir()) == ["0.png", "COCOval1.png"]
+    whole = np.asarray(Image.open(out / "images" / "0.png"))
+    cells = [np.asarray(Image.open(out / "samples" / f"0_{k}.png")) for k in range(4)]
+    for k, (x, y) in enumerate([(0, 0), (16, 0), (0, 16), (16, 16)]):  # as compute_dpg_bench.py crops them
+        assert np.array_equal(whole[y : y + 16, x : x + 16], cells[k])
+    results = place / "dpg-bench_results.txt"
+    results.write_text(
+        "out/0.png, 1.0, 0.5, 0.75\nModel: out\nL1 category scores:\n\tentity: 91.5\n\trelation: 80.25\n"
+        "L2 category scores:\n\tentity - whole: 91.5\nImage path: out\nSave results to: x: 3\nDPG-Bench score: 83.79\n"
+    )
+    code, output = attempt(capsys, *argv, "--results", results)
+    assert code == 0 and "| score | 83.79 % |" in output and "| entity - whole | 91.50 % | 1 | 0 |" in output
+    assert "L1 category" in output and (out / "dpg.md").is_file()
+
+
+def test_t2i_compbench_numbers_a_categorys_images_through(place, capsys):
+    (place / "t2i").mkdir()
+    for name in ("color", "spatial"):
+        (place / "t2i" / f"{name}_val.txt").write_text("a green bench and a blue bowl\na red car.\n")
+    out = place / "t2i_out"
+    argv = ["evaluate", recipe(place, "t2i"), "--suite", "t2i_compbench", "--prompts", place / "t2i", "--out", out]
+    code, output = attempt(capsys, *argv, "--samples", "2")
+    assert code == 0, output
+    names = [f"a green bench and a blue bowl_{k:06d}.png" for k in (0, 1)] + [f"a red car._{k:06d}.png" for k in (2, 3)]
+    assert sorted(tree(out / "color" / "samples")) == sorted(tree(out / "spatial" / "samples")) == names
+    assert tree(out / "color" / "samples") != tree(out / "spatial" / "samples"), "noise of their own"
+    places = load_suite("t2i_compbench").places([Prompt(0, "x", {"category": "color", "number": 299})], 0, out, ".png")
+    assert [p[2].name for p in places][::9] == ["x_002990.png", "x_002999.png"]
+    for folder, answers in {"color/annotation_blip": ["0.6900", "0.7110"], "complex/annotation_3_in_1": [0.25]}.items():
+        (out / folder).mkdir(parents=True)
+        rows = [{"question_id": k, "answer": a} for k, a in enumerate(answers)]
+        (out / folder / "vqa_result.json").write_text(json.dumps(rows))
+    code, output = attempt(capsys, *argv, "--results", out)
+    assert code == 0 and "| color | 70.05 % | 2 | 0 |" in output and "| complex | 25.00 % | 1 | 0 |" in output
+    assert "spatial: spatial/labels/annotation_obj_detection_2d/vqa_result.json is not there" in output
+
+
+def test_vbench_names_and_numbers(tmp_path):
+    suite, out = load_suite("vbench"), Path("out")
+    rows = [
+        {"prompt_en": "a stop sign", "dimension": ["temporal_flickering"]},
+        {"prompt_en": "a cat", "dimension": ["color"]},
+    ]
+    (tmp_path / "full.json").write_text(json.dumps(rows))
+    places = suite.places(suite.read(tmp_path / "full.json"), 0, out, ".mp4")
+    assert [p[2] for p in places[:25]] == [out / "videos" / f"a stop sign-{k}.mp4" for k in range(25)]
+    assert [p[2].name for p in places[25:]] == [f"a cat-{k}.mp4" for k in range(5)]
+    (tmp_path / "list.txt").write_text("a cat\na cat\n")
+    assert len(suite.places(suite.read(tmp_path / "list.txt"), 0, out, ".mp4")) == 10 and suite.shares_files
+    # by hand: every quality dimension normalises to 0.5 but dynamic degree (weight ½) to 1: (6·0.5 + ½·1) / 6.5
+    half = {"subject_consistency": 0.5731, "background_consistency": 0.63075, "temporal_flickering": 0.81465}
+    half |= {"motion_smoothness": 0.85175, "aesthetic_quality": 0.5, "imaging_quality": 0.5, "dynamic_degree": 1.0}
+    # every semantic one to 0.25 but scene, appearance style and the last two, which are at their upper limits: 1
+    some = dict.fromkeys(["object_class", "multiple_objects", "human_action", "color", "spatial_relationship"], 0.25)
+    some |= {"scene": 0.8222, "appearance_style": 0.2855, "temporal_style": 0.364, "overall_consistency": 0.364}
+    for name, part in (("a", half), ("b", some)):
+        (tmp_path / f"{name}_eval_results.json").write_text(json.dumps({k: [v, [{}]] for k, v in part.items()}))
+    found = suite.read_results(tmp_path)
+    quality, semantic = 3.5 / 6.5, (5 * 0.25 + 4) / 9
+    expected = {"total": (4 * quality + semantic) / 5, "quality": quality, "semantic": semantic}
+    assert found.summary == pytest.approx(expected) and not found.problems
+    less = suite.read_results(tmp_path / "a_eval_results.json")
+    assert less.summary == {"total": None, "quality": pytest.approx(quality), "semantic": None}
+    assert "no score of color" in less.problems
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_other_files_are_refused_with_what_was_expected(name, place, tmp_path, capsys):
+    (tmp_path / "x.txt").write_text("")
+    (tmp_path / "wrong.json").write_text("[3]")
+    suite = load_suite(name)
+    for path in (tmp_path / "wrong.json", tmp_path / "none"):
+        with pytest.raises(DataError):
+            suite.read(path)
+        with pytest.raises(DataError):
+            suite.read_results(path)
+    argv = ["evaluate", recipe(place, "refused"), "--suite", name]
+    code, output = attempt(capsys, *argv)
+    clips = "VBench takes clips, but flux makes images here"
+    assert code == 2 and (clips if name == "vbench" else f"--prompts: expected {suite.source}") in output
+    assert not (place / "runs" / "refused").exists()
+    for extra, told_of in ((["--judge2", "{}"], "--judge2: expected no --suite"), (["--question", "x"], "")):
+        code, output = attempt(capsys, *argv, *extra)
+        assert code == 2 and told_of in output
