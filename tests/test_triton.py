@@ -1,8 +1,8 @@
 """What Triton makes of the kernels for GPUs that are not here: cubins for sm_80, sm_90 and sm_100, compiled offline.
 
-Checks that every kernel compiles without spilling to a stack, that the bulk kernels use 128-bit accesses, and that no
-a·x + b·v was contracted: the only fused multiply-adds are those that the noise writes out. Numbers are tested through
-the interpreter in test_ops_*.
+Checks that every kernel compiles without spilling to a stack, that the bulk kernels use 128-bit accesses and few
+instructions, and that no a·x + b·v was contracted: the only fused multiply-adds are those that the noise writes out.
+Numbers are tested through the interpreter in test_ops_*.
 """
 
 import json
@@ -42,6 +42,13 @@ def test_bulk_kernels_read_and_write_128_bits(built):
             assert k["wide"][0] > 0, k
         if k["kernel"] in ("step", "grad", "normal"):
             assert k["wide"][1] > 0, k
+
+
+def test_instructions_per_element_stay_few(built):
+    """Everything asked for at once (a pair, the mean, x0, KL, Guard); counted in the disassembly."""
+    most = {"step": 82, "logp": 41, "grad": 45, "normal": 52}
+    for k in built:
+        assert k["kernel"] not in most or k["instructions"] <= most[k["kernel"]], k
 
 
 def test_nothing_is_contracted_but_the_noise(built):
