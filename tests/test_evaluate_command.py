@@ -77,7 +77,7 @@ def test_the_runs_own_last_evaluation_is_found_again(place, servers, evaluate):
     assert mean["now"] != mean["against"] and found["prompts"] == {"dev": 3}
     about = found["about"]
     assert about["now"]["weights"] == "ema" and about["now"]["checkpoint"] == "step_000003"
-    assert about["against"]["checkpoint"] is None and "step_000003_ema against base" in output
+    assert about["against"]["checkpoint"] is None and "# one step_000003_ema against base" in output
     out = place / "runs/one/evaluations/step_000003_ema/against_base"
     assert len([name for name in tree(out) if name.endswith(".png")]) == 2 * 6
     asked = len(servers[0].requests)
@@ -205,4 +205,4 @@ def test_what_cannot_be_evaluated(place, evaluate, capsys):
     sizes = ["--rollout.height", 16, "--rollout.width", 16, "--rollout.steps", 3, "--dtype", "fp32"]
     options += ["--prompts", place / "dev.txt", "--against", place / "runs/one", "--data.max-length", 24]
     code, output = attempt(capsys, "evaluate", place / "flux", *options, *sizes)
-    assert code == 0 and "base against step_000003_ema" in output, output
+    assert code == 0 and "base against one step_000003_ema" in output, output

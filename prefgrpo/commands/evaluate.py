@@ -61,6 +61,12 @@ class Side:
     config: Config
     weights: Weights
     label: str
+    """In names of folders."""
+    run: str = ""
+    """Name of its run, if it is one's."""
+
+    def __str__(self) -> str:
+        return f"{self.run} {self.label}".strip()
 
 
 # ---- what is evaluated ----------------------------------------------------------------------------------------------
@@ -100,7 +106,7 @@ def _side(config: Config, target: str, which: Which) -> Side:
         raise CheckpointError(f"{run.root} has no checkpoint to evaluate; expected one in {run.checkpoints}")
     averaged = config.train.ema_decay > 0 and which != "live"
     weights = Weights(trainable=True, checkpoint=newest, averaged=averaged)
-    return Side(config, weights, f"{newest.name}_{'ema' if averaged else 'live'}")
+    return Side(config, weights, f"{newest.name}_{'ema' if averaged else 'live'}", run.root.name)
 
 
 def _split(config: Config) -> bool:
@@ -198,15 +204,10 @@ def evaluate(
         if suite:
             return _suite(side, load_suite(suite), suite, prompts, out or where / suite, samples, question, fps, world)
         other = _other(side, against, against_weights)
-        return _against(side, other, prompts, out or where / f"against_{_slug(against, other)}", judge2, fps, world)
+        place = out or where / f"against_{str(other).replace(' ', '_').rpartition('/')[2]}"
+        return _against(side, other, prompts, place, judge2, fps, world)
     finally:
         parallel.stop()
-
-
-def _slug(against: str, other: Side) -> str:
-    """A folder's name for the other side."""
-    run = _run_of(Path(against)) if against != "base" else None
-    return Path(other.label).name if run is None else f"{run.root.name}_{other.label}"
 
 
 # ---- suites ---------------------------------------------------------------------------------------------------------
@@ -315,7 +316,7 @@ def _against(side: Side, other: Side, prompts: str, out: Path, judge2: str, fps:
             scorer.close()
         if world.main:
             counts = {h.name: len(set(h.group.tolist())) for h in held}
-            _write_comparison(metrics, counts, facts, (side.label, other.label), notes, out)
+            _write_comparison(metrics, counts, facts, (str(side), str(other)), notes, out)
         return 0
     finally:
         for judge in judges.values():

@@ -26,9 +26,15 @@ def _step(
     index: int | Tensor,
     x_next: Tensor | None,
     noise: Tensor | None,
+    stats: bool,
 ) -> tuple[Tensor, ...]:
-    """(x', x0 prediction, logp, μ, s, Δ); s and Δ are 0-d. A tensor index is not read back, so not checked here."""
+    """(x', x0 prediction, logp) and, with `stats`, (μ, s, Δ); s and Δ are 0-d.
+
+    An index on a GPU is not read back, so not checked here.
+    """
     t, batch = table(sigmas, rule, eta, latents.device), latents.shape[0]
+    if isinstance(index, Tensor) and index.device.type == "cpu" == latents.device.type:
+        index = int(index)
     if isinstance(index, Tensor):
         rows = index.reshape(1).to(latents.device, torch.int64).expand(batch).contiguous()
     elif 0 <= index < t.dt.numel():
@@ -37,9 +43,13 @@ def _step(
         raise IndexError(f"index: expected a step in 0 … {t.dt.numel() - 1} of this schedule, got {index}")
     dtype = torch.promote_types(latents.dtype, model_output.dtype)
     step = transition(
-        latents, model_output, t.coef, rows, x_next=x_next, noise=noise, out_dtype=dtype, x0_sigma=t.sigma
-    )
-    assert step.x0 is not None and step.mean is not None
+        latents, model_output, t.coef, rows, x_next=x_next, noise=noise, out_dtype=dtype, x0_sigma=t.sigma,
+        want_mean=stats,
+    )  # fmt: skip
+    assert step.x0 is not None
+    if not stats:
+        return step.x_next, step.x0, step.logp
+    assert step.mean is not None
     s, dt = (c.index_select(0, rows[:1])[0] for c in (t.coef[:, 2], t.dt))
     return step.x_next, step.x0, step.logp, step.mean.to(dtype), s, dt
 
@@ -62,8 +72,7 @@ def flow_grpo_step(
     noise = None
     if prev_sample is None:
         noise = randn_tensor(model_output.shape, generator, model_output.device, model_output.dtype)
-    out = _step("flow", model_output, latents, eta, sigmas, index, prev_sample, noise)
-    return out if return_stats else out[:3]
+    return _step("flow", model_output, latents, eta, sigmas, index, prev_sample, noise, return_stats)
 
 
 def dance_grpo_step(
@@ -82,7 +91,7 @@ def dance_grpo_step(
     dtype = torch.promote_types(latents.dtype, model_output.dtype)
     noise = torch.randn_like(latents, dtype=dtype) if grpo and x_next is None else None
     rule = "dance" if sde_solver else "dance_mean_ode"
-    *out, mean, s, dt = _step(rule, model_output, latents, eta, sigmas, index, x_next, noise)
+    out = _step(rule, model_output, latents, eta, sigmas, index, x_next, noise, return_stats or not grpo)
     if not grpo:
-        return mean, out[1]
-    return (*out, mean, s, -dt) if return_stats else tuple(out)
+        return out[3], out[1]
+    return (*out[:5], -out[5]) if return_stats else out
