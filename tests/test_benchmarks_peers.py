@@ -1,0 +1,31 @@
+"""The comparison of whole trainers (benchmarks/bench_peers_train.py), as far as it needs no peer: our side of it
+trains. The peers' side: test_integrations_trainers.py.
+"""
+
+import pytest
+
+from benchmarks import bench_peers_train
+from benchmarks.bench_peers_train import SIZES, settings
+from benchmarks.peer_runs import PEERS
+from prefgrpo.config.schema import from_dict
+
+
+@pytest.mark.parametrize("published", [False, True])
+@pytest.mark.parametrize("name", PEERS)
+def test_our_side_does_the_same_work(tmp_path, name, published):
+    """As many samples, trained steps and updates as the peer; other batches and gradients only where it is said."""
+    for work in SIZES.values():
+        config = from_dict(settings(name, work, tmp_path, 3, published))
+        r, t = config.rollout, config.train
+        assert (r.prompts_per_step, r.group_size, r.steps) == (work.prompts, work.group, work.steps)
+        assert r.window_high == r.window_size == 0, "all steps but the last"
+        assert t.updates_per_rollout == work.updates and t.kl_coef == (work.kl if "flow_grpo" in name else 0.0)
+        alone = name in bench_peers_train.ALONE and not published
+        assert r.batch_size == (1 if alone else work.batch)
+        assert (t.guidance_gradient == "conditional") == (name == "flow_grpo_sd3" and published)
+        assert (t.lora_rank == 0) == (name == "dance_grpo_flux")
+
+
+def test_a_step_of_ours_is_timed():
+    seconds = bench_peers_train.train("dance_grpo_flux", SIZES["tiny"], 2, True)
+    assert len(seconds) == 2 and min(seconds) > 0
