@@ -264,10 +264,6 @@ def _objective_mistakes(config: Config) -> list[str]:
     if goal.needs_comparisons and not judging.trains_on_pairs(config):
         wanted = f"{config.train.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
         wrong.append(f"reward.spec: {wanted}, with a weight above 0, got {config.reward.spec!r}")
-    r = config.rollout
-    if goal.whole_groups and config.train.updates_per_rollout > r.prompts_per_step:
-        most = f"{config.train.objective} trains on whole groups: expected at most {r.prompts_per_step} updates"
-        wrong.append(f"train.updates_per_rollout: {most}, one per prompt, got {config.train.updates_per_rollout}")
     return wrong
 
 
