@@ -224,7 +224,13 @@ def keeps_graph(config: Config, goal: Objective, world: World) -> bool:
     if wanted is True and why:
         raise ConfigError([f"train.reuse_rollout_forward: expected auto or false, got true: {'; '.join(why)}"])
     r, size = config.rollout, config.rollout.group_size
-    if wanted == "auto" and not why and size % r.batch_size == 0 and goal.per_group(size) == size:
+    if (
+        wanted == "auto"
+        and not why
+        and size % r.batch_size == 0
+        and goal.per_group(size) == size
+        and not t.min_advantage
+    ):
         return graph_bytes(config, world.dp_size) <= free_bytes(world.device) / 2
     return wanted is True
 
@@ -264,6 +270,9 @@ def _objective_mistakes(config: Config) -> list[str]:
     if goal.needs_comparisons and not judging.trains_on_pairs(config):
         wanted = f"{config.train.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
         wrong.append(f"reward.spec: {wanted}, with a weight above 0, got {config.reward.spec!r}")
+    if config.train.min_advantage and not goal.weighs_advantages:
+        why = f"{config.train.objective} does not weigh samples by their advantages"
+        wrong.append(f"train.min_advantage: {why}: expected 0, got {config.train.min_advantage}")
     return wrong
 
 

@@ -267,7 +267,7 @@ class TrainingLoop:
         another shape than the rollout's, so its first ratio is 1 within rounding only. Raises NonFiniteGradient.
         """
         r, table, norms = self.config.rollout, list[Tensor](), list[float]()
-        keep = ~self.objective.signal(self.config.train, targets).isnan().cpu().numpy()  # [P, G]
+        keep = ~self.objective.selected(self.config.train, targets).isnan().cpu().numpy()  # [P, G]
         places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
         samples = Counter(update_of(self.config, place) for place in places)
         trained = {update_of(self.config, place) for place in places if keep[place]}
