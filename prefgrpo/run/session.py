@@ -340,9 +340,9 @@ def open_schedules(config: Config, adapter: Adapter, world: World, prompts: list
 def _start_folder(config: Config, session: Session, resume: bool) -> None:
     """Write the configuration of a new run, or load the newest checkpoint of an old one."""
     folder, world = session.folder, session.world
-    path = folder.latest() if resume else None
-    if path is not None:
-        tensors, meta = checkpoint.read(path, world, session.policy.templates)
+    stored = checkpoint.read_newest(folder, world, session.policy.templates) if resume else None
+    if stored is not None:
+        path, tensors, meta, damaged = stored
         if meta["prompts"] != fingerprint(session.rollouts.prompts):
             raise checkpoint.CheckpointError(
                 f"{config.data.prompts} holds other prompts than when {folder.root} was started; "
@@ -350,7 +350,10 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
             )
         session.policy.load_state_dict(tensors, meta["updates"])
         session.start, session.trained_s, session.kl_coef = meta["step"], meta["trained_s"], meta.get("kl_coef")
+        session.notes += [f"WARNING: {error}; its name now ends in .damaged" for error in damaged]
         session.notes.append(f"resumed from {path}")
+        if world.main:
+            checkpoint.set_aside(folder, session.start)
     elif resume:
         session.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
     if world.main:
