@@ -41,7 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "score": ("prefgrpo.commands.score:main", "score a folder of images or clips"),
     "reward list": ("prefgrpo.rewards.listing:show", "every reward: what it takes, what it is, where it runs"),
     "reward serve": ("prefgrpo.rewards.serve:main", "serve one reward over HTTP, from an environment of its own"),
-    "report": ("prefgrpo.commands.cli:report", "write report.html of a run, finished or not"),
+    "report": ("prefgrpo.commands.cli:report", "write report.html of a run, finished or not; of several: compare them"),
     "judge serve": ("prefgrpo.judge.serve:serve", "start judges with vLLM or SGLang, one port per model"),
     "judge check": ("prefgrpo.judge.check:check", "test a judge: reachable, right model, known answers right"),
     "judge plan": ("prefgrpo.judge.simulate:plan", "compare pair plans: calls against rank correlation"),
@@ -327,16 +327,19 @@ def _read(recipe: Path | None, values: Mapping[str, Any], training: bool) -> Con
     return config
 
 
-def report(run: Path) -> int:
-    """Write report.html into a run folder.
+def report(runs: tuple[Path, ...], out: Path | None = None) -> int:
+    """Write report.html into a run folder; of several runs one page that compares them.
 
     Args:
-        run: Run folder, e.g. runs/demo.
+        runs: Run folder, e.g. runs/demo, or several; those that differ in nothing but their seed are drawn as one.
+        out: File of the comparison; none: comparison.html in the folder of the first run.
     """
-    from prefgrpo.report import write_report
+    from prefgrpo.report import write_comparison, write_report
 
+    if not runs or (out and len(runs) == 1):
+        raise ConfigError(["report: expected a run folder, or several (of which --out is the page)"])
     try:
-        print(write_report(run))
+        print(write_report(runs[0]) if len(runs) == 1 else write_comparison(runs, out or runs[0] / "comparison.html"))
     except FileNotFoundError as error:
         raise ConfigError([str(error)]) from error
     return 0

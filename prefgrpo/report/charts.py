@@ -58,6 +58,17 @@ class Chart:
     lines: tuple[tuple[float, str], ...] = ()
     """Horizontal lines with their labels, drawn where they fall inside the axis."""
 
+    @property
+    def shows(self) -> bool:
+        """Whether a series holds a number."""
+        return any(not np.isnan(s.y).all() for s in self.series)
+
+    @property
+    def flat(self) -> bool:
+        """Whether no series moves by more than two points of a percentage, or 10 % of its largest value."""
+        spans = [(np.ptp(y), np.abs(y).max()) for s in self.series if len(y := s.y[~np.isnan(s.y)])]
+        return all(span <= (0.02 if self.percent else 0.1 * most) for span, most in spans)
+
 
 def tag(name: str, *content: str, **attributes: object) -> Markup:
     """An element; `class_` and `stroke_width` become class and stroke-width; text is escaped unless Markup."""

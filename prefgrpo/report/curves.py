@@ -35,11 +35,20 @@ def measure_names(rows: Rows) -> list[str]:
     return sorted(names, key=lambda n: (n.split(".")[0], "." in n, not n.endswith(".all")))
 
 
-def curves(run: Run) -> list[Chart]:
-    """All charts of a run, most telling first."""
+def curves(run: Run) -> tuple[list[Chart], list[Chart], list[Chart]]:
+    """(four that say whether the run works, further results, health): all charts of a run."""
     watched = "dev" if "dev" in run.evals else next(iter(run.evals), "")  # the set evaluated during training
-    measured = _measures(run.evals[watched], watched) if run.evals else []
-    return [_wins(run, watched), *measured, *_rewards(run.train), *_policy(run), *_judge(run.train), *_time(run.train)]
+    wins, measured = [_wins(run, watched)], _measures(run.evals[watched], watched) if run.evals else []
+    rewards, doubts = _rewards(run.train), _doubts(run.train)
+    policy, judge, time = _policy(run), _judge(run.train), _time(run.train)
+    key = [next((c for c in some if c.shows), None) for some in (wins, measured, rewards, doubts)]
+    key += [c for c in [*measured, *rewards, *policy[::-1]] if c.shows and not any(c is k for k in key)]
+    first = [c for c in key if c is not None][:4]
+
+    def rest(charts: list[Chart]) -> list[Chart]:
+        return [c for c in charts if c.shows and not any(c is k for k in first)]
+
+    return first, rest(measured + rewards), rest(policy + doubts + judge + time)
 
 
 def other_curves(run: Run) -> list[Chart]:
@@ -103,6 +112,12 @@ def _rewards(train: Rows) -> list[Chart]:
     ]
 
 
+def _doubts(train: Rows) -> list[Chart]:
+    doubts = [("order swapped, other winner", "order_inconsistency"), ("first shown wins", "position_bias")]
+    doubt, lines = _series(train, [*doubts, ("ties", "tie_rate")], "judge/"), ((0.5, "no bias"),)
+    return [Chart("Judge: consistency", doubt, percent=True, include=(0.0,), lines=lines)]
+
+
 def _policy(run: Run) -> list[Chart]:
     train, clip = run.train, run.clip_range
     mean, low, high = (train[f"policy/ratio_{end}"] - 1.0 for end in ("mean", "min", "max"))
@@ -125,13 +140,10 @@ def _judge(train: Rows) -> list[Chart]:
     retries = train["time/judge/retries"] / np.maximum(train["judge/requests"], 1.0)
     lost = _series(train, [("comparisons missing", "judge/missing"), ("rewards missing", "reward/missing")])
     lost.append(Series("retries", train.steps, retries, 2))
-    doubts = [("order swapped, other winner", "order_inconsistency"), ("first shown wins", "position_bias")]
-    doubt = _series(train, [*doubts, ("ties", "tie_rate")], "judge/")
-    note, lines = "Per request; rewards missing per sample.", ((0.5, "no bias"),)
+    note = "Per request; rewards missing per sample."
     return [
         Chart("Judge: latency", delays, unit="s", log=True, include=(0.0,)),
         Chart("Judge: failures", lost, percent=True, include=(0.0,), note=note),
-        Chart("Judge: consistency", doubt, percent=True, include=(0.0,), lines=lines),
     ]
 
 
