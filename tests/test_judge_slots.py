@@ -147,14 +147,14 @@ def test_low_turns_go_first():
 def test_patience_ends_and_a_return_serves_everybody(monkeypatch):
     problem = ["no connection"]
 
-    async def health(session, endpoint):
+    async def health(endpoint):
         return problem[0]
 
-    monkeypatch.setattr("prefgrpo.judge.endpoint._health", health)
+    monkeypatch.setattr(Endpoint, "health", health)
 
     async def everything():
         slots = pool(1, concurrency=2, patience_s=0.3)
-        slots.eject(None, slots.endpoints[0], "no connection")
+        slots.eject(slots.endpoints[0], "no connection")
         for _ in range(2):  # while it waits, and at once afterwards
             with pytest.raises(SendError, match=r"no server was reachable for 0\.3 s .*no connection"):
                 await asyncio.wait_for(slots.acquire(0), 5)

@@ -43,7 +43,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "reward serve": ("prefgrpo.rewards.serve:main", "serve one reward over HTTP, from an environment of its own"),
     "report": ("prefgrpo.commands.cli:report", "write report.html of a run, finished or not; of several: compare them"),
     "judge serve": ("prefgrpo.judge.serve:serve", "start judges with vLLM or SGLang, one port per model"),
-    "judge check": ("prefgrpo.judge.check:check", "test a judge: reachable, right model, known answers right"),
+    "judge check": ("prefgrpo.judge.client:main", "test a judge: reachable, right model, known answers right"),
     "judge plan": ("prefgrpo.judge.simulate:plan", "compare pair plans: calls against rank correlation"),
     "tiny": ("prefgrpo.tiny.pipelines:make", "write a tiny random pipeline of a family: prefgrpo tiny flux DIR"),
     "doctor": ("prefgrpo.commands.doctor:doctor", "what is installed, which backends really run, which GPU"),
