@@ -18,7 +18,6 @@ from inspect import Parameter
 from typing import Any, cast
 
 from prefgrpo.data.media import Media
-from prefgrpo.judge.rate import Bias, Rate, VerdictKind
 from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
 from prefgrpo.rewards.base import PointwiseReward, Reward, RewardError, Sample, Score
 from prefgrpo.rewards.pairwise import VlmPairwise
@@ -67,17 +66,10 @@ class FunctionPairwise(VlmPairwise):
 
     judged = False
 
-    def __init__(
-        self,
-        function: Function,
-        plan: str = "both_orders",
-        verdict: VerdictKind = "soft",
-        rate: Rate = "win_rate",
-        bias: Bias = 0.0,
-    ) -> None:
+    def __init__(self, function: Function, **options: Any) -> None:
         """function: (prompt, image_a, image_b) -> P(image_a is better) in [0, 1], or None. The rest as VlmPairwise."""
         _parameters(function, PAIRWISE)
-        super().__init__(FunctionJudge(function), plan, verdict, rate, bias)
+        super().__init__(FunctionJudge(function), **options)
 
 
 class FunctionJudge(PairJudge):
@@ -133,7 +125,7 @@ def function_class(function: Function) -> type[Reward]:
         options = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own.values() if p.default is not Parameter.empty]
         members |= {"needs_source": "sources" in own, "meta_keys": FunctionReward(function).meta_keys}
     else:
-        options = list(inspect.signature(FunctionPairwise).parameters.values())[1:]
+        options = list(inspect.signature(VlmPairwise).parameters.values())[1:]
     members["__signature__"] = inspect.Signature(options)
     members["__init__"] = lambda self, **given: kind.__init__(self, function, **given)  # type: ignore[call-arg]
     return cast("type[Reward]", type(_name(function), (kind,), members))

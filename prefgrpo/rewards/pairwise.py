@@ -12,9 +12,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,42 +28,41 @@ from prefgrpo.rewards.flight import LATE, Flight
 from prefgrpo.rewards.judges import open_judge
 
 
+@dataclass(eq=False)
 class VlmPairwise(GroupwiseReward):
-    """Win rate under a pairwise judge."""
+    """Win rate under a pairwise judge.
 
-    takes: tuple[str, ...] = ("image", "video")
+    judge: an open judge, its config, or the config's fields with `backend: http | local` in a mapping. plan: which
+    pairs are asked. verdict: soft or hard, see above. rate: win_rate, or bradley_terry for plans that do not ask every
+    pair. bias: position bias in logits to be taken out, or 'fit' (for plans that show each pair once).
+    """
+
+    takes = ("image", "video")
     judged = True
     template = "compare"
+    judge: Any
+    plan: str = "both_orders"
+    verdict: VerdictKind = "soft"
+    rate: Rate = "win_rate"
+    bias: Bias = 0.0
 
-    def __init__(
-        self,
-        judge: PairJudge | Mapping[str, Any] | Any,
-        plan: str = "both_orders",
-        verdict: VerdictKind = "soft",
-        rate: Rate = "win_rate",
-        bias: Bias = 0.0,
-    ) -> None:
-        """`judge`: an open judge, its config, or the config's fields with `backend: http | local` in a mapping.
-
-        `plan`: which pairs are asked. `verdict`: soft or hard, see above. `rate`: win_rate, or bradley_terry for plans
-        that do not ask every pair. `bias`: position bias in logits to be taken out, or 'fit' (for plans that show each
-        pair once).
-        """
-        self.rating = Rating(rate, verdict, bias)
-        self.plan = get_plan(plan)
-        self._owned = not isinstance(judge, PairJudge)
-        self.judge = judge if isinstance(judge, PairJudge) else open_judge(judge, template=self.template)
-        self.takes = type(self).takes if self.judge.clips else ("image",)
+    def __post_init__(self) -> None:
+        self.rating = Rating(self.rate, self.verdict, self.bias)
+        self.next_pairs = get_plan(self.plan)
+        self._owned = not isinstance(self.judge, PairJudge)
+        self.judge = open_judge(self.judge, self.template) if self._owned else self.judge
+        if not self.judge.clips:
+            self.takes = ("image",)  # type: ignore[assignment]
         self.streams, self.answer_s = self.judge.streams, self.judge.answer_s
 
     def check(self, group_size: int) -> None:
         """Raise ValueError for a plan that does not fit the group size."""
-        self.plan(group_size, 0, ())
+        self.next_pairs(group_size, 0, ())
 
     def score_group(self, group: list[Sample], seed: int) -> GroupScores:
         """Judge the whole group now and wait for the answers."""
         media, comparisons = [s.media for s in group], list[Comparison]()
-        while pairs := self.plan(len(group), seed, judged(comparisons)):
+        while pairs := self.next_pairs(len(group), seed, judged(comparisons)):
             verdicts = self.judge.judge_group(group[0].prompt, media, pairs, *_source(group[0]))
             comparisons += [Comparison(i, j, v) for (i, j), v in zip(pairs, verdicts, strict=True)]
         return self.tally(len(group), comparisons)
@@ -87,7 +86,7 @@ class PairSession:
 
     def __init__(self, reward: VlmPairwise, size: int, seed: int, flight: Flight) -> None:
         self.reward, self.size, self.seed, self._flight = reward, size, seed, flight
-        self.pairs = list(reward.plan(size, seed, ()))
+        self.pairs = list(reward.next_pairs(size, seed, ()))
         self._members: dict[int, Sample] = {}
         self._answers: dict[int, Future[Verdict]] = {}
         self._open = 0
@@ -145,7 +144,7 @@ class PairSession:
                 return
             comparisons = [Comparison(i, j, v) for (i, j), v in zip(self.pairs, verdicts, strict=True)]
             start = len(self.pairs)
-            self.pairs += self.reward.plan(self.size, self.seed, judged(comparisons))
+            self.pairs += self.reward.next_pairs(self.size, self.seed, judged(comparisons))
             for n in range(start, len(self.pairs)):
                 self._send(n)
 

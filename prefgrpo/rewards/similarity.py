@@ -10,57 +10,19 @@ Sources: Flow-GRPO (arXiv 2505.05470) for the first, PaCo-RL (arXiv 2512.04784) 
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import encoder
-from prefgrpo.rewards.base import PointwiseReward, Sample, Score, unusable
-from prefgrpo.rewards.clip import RESIZES, OpenClipReward, ResizeReward, mean_score
-from prefgrpo.rewards.encoder import Encoder
-from prefgrpo.rewards.grid import grid_of, split, sub_prompts
+from prefgrpo.rewards.base import Sample, unusable
+from prefgrpo.rewards.clip import OpenClipReward, ResizeReward, VectorReward
+from prefgrpo.rewards.grid import asked_grid, split, sub_prompts
 
 
-class PartsReward(PointwiseReward):
-    """Scores the vectors of several images that belong to one sample."""
-
-    encoder: Encoder
-    resize = "processor"
-
-    @abstractmethod
-    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
-        """Images and texts to encode; ValueError says why the sample cannot be scored."""
-
-    @abstractmethod
-    def _value(self, images: Tensor, texts: Tensor) -> float:
-        """The score of a sample from its unit vectors [n, D]."""
-
-    def score(self, samples: list[Sample]) -> list[Score]:
-        """One score per sample; images and texts that occur several times are encoded once."""
-        parts: list[str | tuple[list[Media], list[str]]] = []
-        for sample in samples:
-            try:
-                parts.append(self.refuse(sample) or self._parts(sample))
-            except ValueError as error:
-                parts.append(str(error))
-        able = [p for p in parts if not isinstance(p, str)]
-        media = {m.digest: m for images, _ in able for m in images}
-        rows = dict(zip(media, self.encoder.images(list(media.values()), RESIZES[self.resize]), strict=True))
-        words = list(dict.fromkeys(t for _, texts in able for t in texts))
-        texts = dict(zip(words, self.encoder.texts(words), strict=True))
-
-        def score(images: list[Media], words: list[str]) -> Score:
-            own = torch.stack([texts[w] for w in words]) if words else torch.empty(0)
-            return mean_score([self._value(torch.stack([rows[m.digest] for m in images]), own)])
-
-        return [Score(None, p) if isinstance(p, str) else score(*p) for p in parts]
-
-
-class ImageSimilarity(PartsReward, ResizeReward):
+class ImageSimilarity(ResizeReward):
     """How much an edit resembles its source images."""
 
     needs_source = True
@@ -73,24 +35,21 @@ class ImageSimilarity(PartsReward, ResizeReward):
         own = super().refuse(sample) or ("" if sample.source else "the sample has no source image")
         return own or next((why for m in sample.source if (why := unusable(m, ("image",)))), "")
 
-    def _value(self, images: Tensor, texts: Tensor) -> float:
-        return float((images[1:] @ images[0]).mean())
+    def _values(self, images: Tensor, texts: Tensor) -> Tensor:
+        return (images[1:] @ images[0]).mean()
 
 
-class CellsReward(PartsReward):
+class CellsReward(VectorReward):
     """How much the cells of a grid resemble each other."""
 
     probe: ClassVar[dict[str, Any]] = {"prompt": "a 1x2 grid. [LEFT]: a red square. [RIGHT]: a blue circle."}
 
     def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
-        grid = grid_of(sample.prompt, sample.meta)
-        if grid is None:
-            raise ValueError("the prompt asks for no grid such as '2x2'; give one as meta 'grid'")
-        return split(sample.media, *grid), []
+        return split(sample.media, *asked_grid(sample.prompt, sample.meta)), []
 
-    def _value(self, images: Tensor, texts: Tensor) -> float:
+    def _values(self, images: Tensor, texts: Tensor) -> Tensor:
         n = len(images)
-        return float(((images @ images.T).sum() - (images * images).sum()) / (n * (n - 1)))
+        return ((images @ images.T).sum() - (images * images).sum()) / (n * (n - 1))
 
 
 class SubfigClipI(CellsReward, OpenClipReward):
@@ -103,12 +62,12 @@ class SubfigClipT(CellsReward, OpenClipReward):
     def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
         cells, texts = super()._parts(sample)[0], sub_prompts(sample.prompt)[1]
         if len(texts) != len(cells):
-            rows, cols = grid_of(sample.prompt, sample.meta) or (1, 1)
+            rows, cols = asked_grid(sample.prompt, sample.meta)
             raise ValueError(f"the prompt describes {len(texts)} cells (' [LEFT]: …') of a {rows}x{cols} grid")
         return cells, texts
 
-    def _value(self, images: Tensor, texts: Tensor) -> float:
-        return float((images * texts).sum(-1).mean())
+    def _values(self, images: Tensor, texts: Tensor) -> Tensor:
+        return (images * texts).sum(-1).mean()
 
 
 @dataclass(kw_only=True, eq=False)

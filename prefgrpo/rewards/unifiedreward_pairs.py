@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from prefgrpo.judge.rate import Bias, Rate, VerdictKind
 from prefgrpo.rewards.base import Comparison, GroupScores, RewardError, Score
 from prefgrpo.rewards.pairwise import VlmPairwise, tally
 
@@ -34,11 +32,12 @@ class UnifiedRewardThink(VlmPairwise):
 class UnifiedRewardEditPairwise(VlmPairwise):
     """Win rate of edits under UnifiedReward-Edit."""
 
-    takes = ("image",)
+    takes = ("image",)  # type: ignore[assignment]
     template = "edit_pairwise"
     needs_source = True
 
 
+@dataclass(eq=False)
 class UnifiedRewardFlex(VlmPairwise):
     """Overall win rate blended with the win rates of the judge's categories.
 
@@ -48,33 +47,23 @@ class UnifiedRewardFlex(VlmPairwise):
     """
 
     template = "flex"
+    overall_weight: float = 0.3
+    category_weight: float = 0.7
+    category_weights: Sequence[float] = (1.0, 0.7, 0.7)
+    normalise_parts: bool = False
 
-    def __init__(
-        self,
-        judge: Any,
-        plan: str = "both_orders",
-        verdict: VerdictKind = "soft",
-        rate: Rate = "win_rate",
-        bias: Bias = 0.0,
-        overall_weight: float = 0.3,
-        category_weight: float = 0.7,
-        category_weights: Sequence[float] = (1.0, 0.7, 0.7),
-        normalise_parts: bool = False,
-    ) -> None:
-        """As VlmPairwise."""
-        weights = (overall_weight, category_weight, *category_weights)
-        if not all(0 <= w < float("inf") for w in weights) or not overall_weight + category_weight > 0:
+    def __post_init__(self) -> None:
+        weights = (self.overall_weight, self.category_weight, *self.category_weights)
+        if not all(0 <= w < float("inf") for w in weights) or not self.overall_weight + self.category_weight > 0:
             raise RewardError(
                 "overall_weight, category_weight and category_weights must be at least 0, and one of the first two "
-                f"positive; got {overall_weight}, {category_weight}, {list(category_weights)}"
+                f"positive; got {self.overall_weight}, {self.category_weight}, {list(self.category_weights)}"
             )
-        super().__init__(judge, plan, verdict, rate, bias)
-        self.overall_weight, self.category_weight = overall_weight, category_weight
-        self.category_weights = tuple(category_weights)
-        if normalise_parts:
-            if not overall_weight:
+        super().__post_init__()
+        if self.normalise_parts:
+            if not self.overall_weight:
                 raise RewardError("normalise_parts needs an overall_weight above 0, for members without categories")
-            self.part_weights = {"overall": overall_weight, "categories": category_weight}
+            self.part_weights = {"overall": self.overall_weight, "categories": self.category_weight}
 
     def tally(self, size: int, comparisons: list[Comparison]) -> GroupScores:
         """Blended scores; parts: `overall`, `categories` and the rate in each category by name."""
