@@ -26,7 +26,7 @@ import tyro
 import yaml
 
 from prefgrpo import __version__
-from prefgrpo.commands.launch import speaks, wait_for_first
+from prefgrpo.commands.launch import speaks, wait_for_cause, wait_for_first
 from prefgrpo.config.recipe import ConfigError, Loader, merged
 from prefgrpo.config.schema import MODEL_VALUES, Config, check, differences, leaves, load, parse
 
@@ -399,6 +399,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except Exception as error:
         if not isinstance(error, ConfigError) and not isinstance(error, _mendable()):  # the latter imports torch
+            wait_for_cause(error)
             raise
         wait_for_first(2)
         print(f"error: {error}", file=sys.stderr)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException as PartsError
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
@@ -106,17 +107,12 @@ def save(
     """Write the checkpoint of a step; `export(path)` adds the diffusers-format weights. Old ones beyond `keep` go.
 
     Every rank calls it: rank 0 writes, and each its parts of split tensors. One that exists stays as it is: the state
-    after a step is a function of the run and the step.
+    after a step is a function of the run and the step. Raises CheckpointError, on all ranks, if one cannot write.
     """
     final = run.checkpoint(step)
     if world.any(world.main and final.exists()):
         return
     parts = {key: t.detach() for key, t in tensors.items() if is_split(t)}
-    if not world.main:
-        if parts:
-            _save_parts(None, parts, world)
-        world.barrier()
-        return
 
     def write(inside: Path) -> None:
         listing = _save_parts(inside, parts, world) if parts else {}
@@ -127,11 +123,23 @@ def save(
         facts = {"step": step, **meta, "files": dict(sorted(listing.items()))}
         (inside / META).write_text(json.dumps(facts | {"sha256": _hash_facts(facts)}, indent=1), encoding="utf-8")
 
-    write_folder(final, write)
-    for old in run.all_checkpoints()[:-keep]:
-        os.replace(old, _beside(old))  # a name that `claim` removes: what is half removed is no checkpoint
-        shutil.rmtree(_beside(old))
-    world.barrier()
+    problem = None
+    try:
+        if world.main:
+            write_folder(final, write)
+            for old in run.all_checkpoints()[:-keep]:
+                os.replace(old, _beside(old))  # a name that `claim` removes: what is half removed is no checkpoint
+                shutil.rmtree(_beside(old))
+        elif parts:
+            _save_parts(None, parts, world)
+    except (OSError, SafetensorError) as error:
+        problem = f"the checkpoint cannot be written: {error}"
+    except PartsError as error:
+        told = (f"process {rank}: {cause}" for rank, (cause, _) in error.failures.items())
+        problem = f"the checkpoint cannot be written: {'; '.join(told)}"
+    if first := next((text for text in world.every(problem) if text), None):
+        shutil.rmtree(_beside(final), ignore_errors=True)
+        raise CheckpointError(first)
 
 
 def _save_parts(inside: Path | None, parts: dict[str, Tensor], world: World) -> dict[str, Any]:

@@ -155,8 +155,12 @@ class Session:
 
 
 def open_session(config: Config, resume: bool) -> Session:
-    """Build and check everything. Raises ConfigError, DataError, CheckpointError, ModelError or JudgeError."""
+    """Build and check everything. What torchrun has restarted is resumed.
+
+    Raises ConfigError, DataError, CheckpointError, ModelError or JudgeError.
+    """
     world = parallel.start(config.device, config)
+    resume = resume or parallel.restarted()
     lock: int | None = None
     try:
         folder = RunFolder(Path(config.output) / config.name)
