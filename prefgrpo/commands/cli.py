@@ -35,7 +35,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("prefgrpo.commands.cli:demo", "train the tiny demo in runs/demo of this folder; options as for train"),
     "preprocess": ("prefgrpo.commands.cli:preprocess", "encode all prompts of a recipe once, into data.cache"),
     "launch": ("prefgrpo.commands.launch:launch", "torchrun with the run's exit code: --nproc_per_node 8 train RECIPE"),
-    "plan": ("prefgrpo.commands.cli:plan", "parameters and memory per GPU, from the model's config alone"),
+    "plan": (
+        "prefgrpo.commands.cli:plan",
+        "memory, seconds and traffic per GPU and the mesh to choose, from the config",
+    ),
     "generate": ("prefgrpo.commands.cli:generate", "make images or clips of every prompt of a file"),
     "evaluate": ("prefgrpo.commands.cli:evaluate", "a published suite's table, or a checkpoint against its base"),
     "score": ("prefgrpo.commands.score:main", "score a folder of images or clips"),
@@ -57,7 +60,7 @@ FIELDS = {
     "plan": "model family dtype gpus data.prompts data.max_length data.cache rollout.height rollout.width "
     "rollout.frames rollout.steps rollout.window_* rollout.guidance* rollout.source_area rollout.prompts_per_step "
     "rollout.group_size rollout.batch_size train.lora_* train.target_components train.ema_decay train.*checkpointing* "
-    "memory.*",
+    "memory.* parallel.*",
     "preprocess": "model family seed dtype device data.* rollout.height rollout.width rollout.frames rollout.guidance "
     "rollout.source_area eval.every eval.prompts eval.final_prompts eval.holdout eval.max_prompts eval.height "
     "eval.width eval.frames eval.guidance memory.offload",
@@ -110,16 +113,30 @@ def demo(argv: Sequence[str]) -> int:
     return _with_recipe(train, "demo", [*paths, *argv], Path(recipe))
 
 
-def plan(config: Config, memory_gib: float = 80.0) -> int:
-    """Parameters and memory per GPU, from the model's config alone.
+def plan(
+    config: Config,
+    memory_gib: float | None = None,
+    gpu: Literal["h100", "h200", "a100"] = "h100",
+    nodes: int = 0,
+    mfu: float | None = None,
+    judge_billions: float = 8.0,
+    levers: bool = False,
+) -> int:
+    """Parameters, memory per GPU, seconds and traffic of a step, judge servers and the fastest mesh, from the model's
+    config alone.
 
     Args:
         config: The recipe with its overrides.
-        memory_gib: Memory of one GPU.
+        memory_gib: Memory of one GPU; none: as much as `gpu` has.
+        gpu: Whose peak and links are counted with (docs/scale.md).
+        nodes: Machines that the GPUs are in; 0: 8 GPUs in each.
+        mfu: Share of the GPU's bf16 peak that the model reaches; none: 0.3, and 0.45 with compile.
+        judge_billions: Parameters of the pairwise judge, in billions.
+        levers: Also predict the speed with each option that makes steps cheaper.
     """
-    from prefgrpo.run.memory import plan as run
+    from prefgrpo.run.plan import plan as run
 
-    return run(config, memory_gib)
+    return run(config, memory_gib, gpu, nodes, mfu, judge_billions, levers)
 
 
 def preprocess(config: Config) -> int:
