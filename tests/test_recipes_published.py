@@ -272,7 +272,8 @@ def test_the_values_of_a_flow_factory_configuration(name, monkeypatch):
         published |= {"train.ema_decay": t["ema_decay"], "train.ema_every": t["ema_update_interval"]}
     if kind == "grpo":
         steps, size = noise["sde_steps"], noise["num_sde_steps"]
-        published |= {"rollout.window_steps": steps, "rollout.window_size": size, "rollout.eta": noise["noise_level"]}
+        published |= {"rollout.window_low": min(steps), "rollout.window_high": max(steps) + 1}
+        published |= {"rollout.window_size": size, "rollout.eta": noise["noise_level"]}
         published["train.clip_range"] = t["clip_range"]
     else:
         assert noise["dynamics_type"] == "ODE"
@@ -291,3 +292,21 @@ def test_the_values_of_a_flow_factory_configuration(name, monkeypatch):
         seen = [times.tolist().index(time) for time in torch.cat(many).unique()]
         published |= {"rollout.window_low": min(seen), "rollout.window_high": max(seen) + 1}
     equal(f"flowfactory/lora_{FACTORY[name]}", published)
+
+
+def test_every_recipe_and_its_script_is_in_the_docs():
+    page = (RECIPES.parent / "docs" / "recipes.md").read_text()
+    rows = dict(re.findall(r"\(\.\./scripts/(\w+/\w+)\.yaml\) \| `([^`]+)`", page))
+    published = {r: f"scripts/{script}.sh" for script, r in PREF.items()}
+    published |= {r: f"scripts/finetune/{script}.sh" for script, r in DANCE.items()}
+    published |= {f"pacogrpo/lora_{r}": f"config/grpo.py:{name}" for name, r in PACO.items()}
+    published |= {f"flowfactory/lora_{r}": f"examples/{name}/default.yaml" for name, r in FACTORY.items()}
+    for name, r in FLOW.items():
+        published[f"flowgrpo/lora_{r}"] = f"config/{'grpo_guard' if 'ratio' in name else 'grpo'}.py:{name}"
+    by_hand = {"dancegrpo/full_sd1", "mixgrpo/full_flux"}
+    assert {r: script for r, script in rows.items() if r not in by_hand} == published
+    shipped = {p.relative_to(RECIPES).with_suffix("").as_posix() for p in RECIPES.glob("*/*.yaml")}
+    assert {r for r in shipped if r.split("/")[0] not in ("demo", "prefgrpo") and "_base" not in r} == rows.keys()
+    assert {r for r, script in rows.items() if OTHERWISE.get(r)} <= {
+        r for r in rows if re.search(rf"{r}\.yaml\) \| `[^`]+` \| \w", page)
+    }, "what differs on purpose is said"
