@@ -131,14 +131,11 @@ def _cell(name: str, values: list[tuple[float, ...]]) -> str:
     now = np.array([v[0] for v in values])
     text = shown(float(now.mean()))
     if len(values) > 1:
-        return (
-            f"{text} ± {100 * now.std(ddof=1):.1f}"
-            if shown is percent
-            else f"{text} ± {number(float(now.std(ddof=1)))}"
-        )
+        text += f" ± {100 * now.std(ddof=1):.1f}" if shown is percent else f" ± {number(float(now.std(ddof=1)))}"
     if len(values[0]) == 2:
-        return f"{number(values[0][1])} → {text}"
-    return text if math.isnan(values[0][1]) else f"{text} [{100 * values[0][1]:.0f}–{100 * values[0][2]:.0f}]"
+        return f"{number(float(np.mean([v[1] for v in values])))} → {text}"
+    low, high = values[0][1:]
+    return text if len(values) > 1 or math.isnan(low) else f"{text} [{100 * low:.0f}–{100 * high:.0f}]"
 
 
 # ---- curves ---------------------------------------------------------------------------------------------------------

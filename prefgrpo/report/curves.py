@@ -42,7 +42,7 @@ def curves(run: Run) -> tuple[list[Chart], list[Chart], list[Chart]]:
     rewards, doubts = _rewards(run.train), _doubts(run.train)
     policy, judge, time = _policy(run), _judge(run.train), _time(run.train)
     key = [next((c for c in some if c.shows), None) for some in (wins, measured, rewards, doubts)]
-    key += [c for c in [*measured, *rewards, *policy[::-1]] if c.shows and not any(c is k for k in key)]
+    key += [c for c in [*measured, *rewards, *policy[2:3]] if c.shows and not any(c is k for k in key)]
     first = [c for c in key if c is not None][:4]
 
     def rest(charts: list[Chart]) -> list[Chart]:
@@ -103,12 +103,9 @@ def _rewards(train: Rows) -> list[Chart]:
     spread = _series(train, [(readable(name[7:]), f"{name}_std") for name in names])
     note = "Spread of rewards within a group; 0: no learning signal. "
     note += "A win rate inside a group averages ½ by construction."
-    lost = _series(train, [("groups without signal", "advantage/zero_groups")], colour=1)
-    unused = "All advantages zero: not trained on."
     return [
         *charts,
         Chart("Reward: std within a group", spread, note=note, include=(0.0,)),
-        Chart("Groups without signal", lost, percent=True, include=(0.0,), note=unused),
     ]
 
 
@@ -126,11 +123,13 @@ def _policy(run: Run) -> list[Chart]:
     clipped = [("all", "clip_fraction"), ("above", "clip_fraction_high"), ("below", "clip_fraction_low")]
     kl = _series(train, [("to the rollout's policy", "approx_kl"), ("to the start", "kl")], "policy/")
     kl = [s for s in kl if np.nanmax(np.abs(s.y), initial=0) > 0]
-    note = "Share of samples outside the clip range."
+    note, unused = "Share of samples outside the clip range.", "All advantages zero: not trained on."
+    lost = _series(train, [("groups without signal", "advantage/zero_groups")], colour=1)
     return [
         Chart("Policy ratio − 1", ratio, note="Band: smallest to largest of the step.", lines=lines),
         Chart("Clipped", _series(train, clipped, "policy/"), percent=True, include=(0.0,), note=note),
         Chart("KL divergence", kl, log=True),
+        Chart("Groups without signal", lost, percent=True, include=(0.0,), note=unused),
         Chart("Gradient norm", _series(train, [("before clipping", "grad_norm")]), log=True, include=(0.0,)),
     ]
 

@@ -80,9 +80,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
             )
     if run.best_set in run.images:
         for check, (both, alike) in agreement(run.images[run.best_set][-1].outcomes).items():
-            share = (
-                f"{percent(alike / both)} of the {both} samples where both prefer one" if both else "never both decided"
-            )
+            share = f"on {percent(alike / both)} of the {both} samples" if both else "on none of 0 samples"
+            share += f" where both prefer one, of {len(run.images[run.best_set][-1].outcomes)}"
             out.append((f"Judge and {readable(check)} agree", share))
     return out
 
@@ -140,9 +139,7 @@ def sentence(run: Run) -> str:
             return "No evaluation has finished since training started, so there is no result yet."
         return "This run had no evaluation set (eval.prompts, eval.holdout), so there is no before/after result."
     rows = run.evals[run.best_set]
-    wins = [
-        f"{rate} by {judge}" + (f" ({', '.join(details)})" if details else "") for judge, rate, details in _wins(rows)
-    ]
+    wins = [f"{rate} by {judge}" + (f" ({details[0]})" if details else "") for judge, rate, details in _wins(rows)]
     result = f"wins {' and '.join(wins)} against its own start from the same noise" if wins else "was measured"
     names = [n for n in measure_names(rows) if "." not in n or n.endswith(".all")]
     moves = [f"{readable(n)} {number(rows.last(f'{n}_before'))} → {number(rows.last(n))}" for n in names]

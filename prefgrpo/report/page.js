@@ -65,6 +65,7 @@ const show = item => {
   const names = item.media.slice(-2).map(m => m[0]);
   ends.forEach((end, k) => end.textContent = names[k]);
   stage.classList.toggle("wiping", wiping);
+  stage.style.setProperty("--column", last);
   viewer.classList.toggle("wipes", wiping);
   wipeButton.setAttribute("aria-pressed", wiping);
   wiped();
@@ -73,16 +74,17 @@ const show = item => {
   if (wins.length) make("p", wins.join(" · "), said, "wins");
   if (item.orders.length) {
     const table = make("table", "", said), head = make("tr", "", make("thead", "", table)), body = make("tbody", "", table);
-    for (const text of ["judge", "shown first", "prefers", "probability", "answer"]) make("th", text, head);
+    const several = new Set(item.orders.map(order => order[0])).size > 1;
+    for (const text of ["shown first", "prefers", "answer"]) make("th", text, head);
     for (const [judge, first, p, reason, raw] of item.orders) {
       const row = make("tr", "", body), winner = p > .5 ? names[first] : names[1 - first];
-      make("td", judge, row); make("td", names[first], row);
-      make("td", p === null ? "no verdict" : p === .5 ? "neither" : winner, row);
-      make("td", p === null ? "–" : Math.max(p, 1 - p).toFixed(3), row);
+      make("td", (several ? judge + ": " : "") + names[first], row);
+      make("td", p === null ? "no verdict" : `${p === .5 ? "neither" : winner} (${Math.max(p, 1 - p).toFixed(3)})`, row);
       make("pre", [reason, raw].filter(Boolean).join("\n") || "–", make("td", "", row));
     }
   } else if (item.mean !== null) {
-    make("p", `${names[0]} is better with ${item.mean.toFixed(3)}, mean over the orders. The run did not keep the single answers (judge.log).`, said);
+    const p = item.mean, won = p === .5 ? "neither is better" : `${names[+(p < .5)]} is better`;
+    make("p", `${won} (${Math.max(p, 1 - p).toFixed(3)}, mean over the orders). The run did not keep the single answers (judge.log).`, said);
   } else if (item.text || !wins.length) make("p", item.text || "No verdicts on these images were kept.", said);
 };
 const open = item => { show(item); if (!viewer.open) viewer.showModal(); viewer.scrollTop = 0; };

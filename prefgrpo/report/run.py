@@ -277,7 +277,8 @@ def _outcomes(path: Path) -> list[Outcome]:
 
 def _answers(path: Path, groups: Sequence[Group]) -> list[tuple[int, list[Answer]]]:
     """Place of a group → its comparisons in the log: the n-th group of a prompt there is the n-th one that was kept."""
-    keys, starts = [(g.step, g.prompt[:2000]) for g in groups], tuple({f'{{"step": {g.step},' for g in groups})
+    keys = [(g.step - 1, g.prompt[:2000]) for g in groups]  # the log counts steps from 0
+    starts = tuple({f'{{"step": {step},' for step, _ in keys})
     logged: dict[tuple[int, str], dict[tuple[str, int], list[Answer]]] = defaultdict(lambda: defaultdict(list))
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:

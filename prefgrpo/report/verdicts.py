@@ -62,8 +62,7 @@ def _cell(group: Group, i: int, j: int, x: int, y: int, written: bool, ident: st
     out = tag("rect", class_="neutral", **place)
     out += tag("rect", title, class_="win" if p > 0.5 else "lose", **place, fill_opacity=strength)
     if written:
-        look = "number strong" if strength > 0.55 else "number"
-        out += tag("text", f"{p:.2f}", class_=look, x=x + SIDE / 2, y=y + SIDE / 2 + 4, text_anchor="middle")
+        out += tag("text", f"{p:.2f}", class_="number", x=x + SIDE / 2, y=y + SIDE / 2 + 4, text_anchor="middle")
     return tag("a", out, href=link, aria_label=f"image {i + 1} over image {j + 1}", tabindex=-1)
 
 
