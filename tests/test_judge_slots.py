@@ -113,7 +113,7 @@ def test_every_turn_comes_whatever_is_cancelled(seed):
             slots.release(endpoint)
 
     async def everything():
-        tasks = [asyncio.create_task(work(rng.randrange(100))) for _ in range(200)]
+        tasks = [asyncio.create_task(work(turn)) for turn in rng.sample(range(200), 200)]
         for task in rng.sample(tasks, 80):
             await asyncio.sleep(rng.choice([0.0, 0.0002]))
             task.cancel()
