@@ -20,7 +20,7 @@ from prefgrpo.judge.body import chat_body
 from prefgrpo.judge.http import first_choice, read
 from prefgrpo.judge.send import message_of
 from prefgrpo.judge.template import PAIR_ANSWERS, SOURCE, load_template, shipped
-from prefgrpo.judge.verdict import Answer, JudgeError, soft_verdict
+from prefgrpo.judge.verdict import Answer, JudgeError, two_label_softmax
 
 TEXTS = ("prompt", "criterion", "rows", "columns", "checkpoints")
 MEDIA = ("source", "media_1", "media_2")
@@ -135,7 +135,7 @@ def test_an_unlisted_label_gets_the_most_that_the_list_leaves_for_it(listed, dty
         present = [k for k in (0, 1) if k in order]
         if not present:
             continue
-        read = soft_verdict(*answers.label_logprobs(_choice(*top), ("1", "2")), 0.01, 0.0).first
+        read = two_label_softmax(*answers.label_logprobs(_choice(*top), ("1", "2")), 0.01)[0]
         if read is None:
             continue
         exact = float(1 / (1 + np.exp(float(logp[1]) - float(logp[0]))))
@@ -156,19 +156,19 @@ def test_an_unlisted_label_gets_the_most_that_the_list_leaves_for_it(listed, dty
 def test_one_certain_entry_is_a_certain_verdict():
     for logp in (0.0, -1e-12, 1e-7):  # the sum of what is listed rounds to 1 and more
         first, second = answers.label_logprobs(_choice(("1", logp)), ("1", "2"))
-        assert soft_verdict(first, second, 0.01, 0.0).first > 1 - 1e-6 and math.isfinite(second)
-    assert soft_verdict(*answers.label_logprobs(_choice(("2", math.log(0.9))), ("1", "2")), 0.0, 0.0).first == (
+        assert two_label_softmax(first, second, 0.01)[0] > 1 - 1e-6 and math.isfinite(second)
+    assert two_label_softmax(*answers.label_logprobs(_choice(("2", math.log(0.9))), ("1", "2")), 0.0)[0] == (
         pytest.approx(0.1)
     )
     assert math.isnan(answers.label_logprobs(_choice(("1", -0.1), ("x", math.nan)), ("1", "2"))[1])
 
 
 @given(st.floats(-50, 0), st.floats(-50, 0))
-def test_soft_verdict_is_the_two_label_softmax_and_missing_without_probability(first, second):
+def test_a_verdict_is_the_two_label_softmax_and_missing_without_probability(first, second):
     a, b = math.exp(first), math.exp(second)
-    assert soft_verdict(first, second, 0.0, 0.0).first == pytest.approx(a / (a + b), rel=1e-9)
-    assert (soft_verdict(first, second, 0.01, 0.0).first is None) == (not a + b >= 0.01)
-    assert soft_verdict(math.nan, second, 0.01, 0.0).first is soft_verdict(-9999.0, -9999.0, 0.01, 0.0).first is None
+    assert two_label_softmax(first, second, 0.0)[0] == pytest.approx(a / (a + b), rel=1e-9)
+    assert (two_label_softmax(first, second, 0.01)[0] is None) == (not a + b >= 0.01)
+    assert two_label_softmax(math.nan, second, 0.01)[0] is two_label_softmax(-9999.0, -9999.0, 0.01)[0] is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import difflib
 import heapq
-import itertools
 import json
 import math
 import os
@@ -139,20 +138,19 @@ class Pool:
 
     def __init__(self, endpoints: list[Endpoint], concurrency: int, patience_s: float) -> None:
         self.endpoints, self.concurrency, self.patience_s = endpoints, concurrency, patience_s
-        self._queue: list[tuple[int, int, asyncio.Future[Endpoint], Endpoint | None]] = []
-        self._arrivals = itertools.count()
+        self._queue: list[tuple[int, asyncio.Future[Endpoint], Endpoint | None]] = []
         self._patience: asyncio.TimerHandle | None = None
         self._unreachable = ""
 
     async def acquire(self, turn: int, slow: Endpoint | None = None) -> Endpoint:
         """An endpoint with a free slot, low turns first; SendError when none has been alive for `patience_s`.
 
-        slow: taken only if it is the only one with a free slot.
+        turn: a number of its own. slow: taken only if it is the only one with a free slot.
         """
         if self._unreachable:
             raise SendError(self._unreachable)
         slot: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._queue, (turn, next(self._arrivals), slot, slow))
+        heapq.heappush(self._queue, (turn, slot, slow))
         self._hand_out()
         try:
             return await slot
@@ -189,7 +187,7 @@ class Pool:
     def _hand_out(self) -> None:
         """Give free slots to those that wait."""
         while self._queue and (free := self._free()):
-            *_, slot, slow = heapq.heappop(self._queue)
+            _, slot, slow = heapq.heappop(self._queue)
             if not slot.done():
                 chosen = min(free, key=lambda e: (e is slow, e.load))
                 chosen.load += 1
@@ -213,7 +211,7 @@ class Pool:
     def _give_up(self) -> None:
         seen = "; ".join(f"{e.url}: {e.problem}" for e in self.endpoints)
         self._unreachable = f"no server was reachable for {self.patience_s:g} s ({seen})"
-        for *_, slot, _ in self._queue:
+        for _, slot, _ in self._queue:
             if not slot.done():
                 slot.set_exception(SendError(self._unreachable))
         self._queue.clear()

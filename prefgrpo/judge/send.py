@@ -180,15 +180,12 @@ class Sender:
     async def _slot(self, turn: int, media: frozenset[str], slow: Endpoint | None) -> Endpoint:
         """The best endpoint with a free slot, not `slow` if another one has one; one that has to wait for media that
         another one carries holds none."""
-        waited: set[str] = set()
         while True:
             endpoint = await self.pool.acquire(turn, slow)
-            carried = endpoint.ids.on_the_way(media - waited)
-            if not carried or not endpoint.uses_ids:
+            if not (events := endpoint.ids.on_the_way(media)):
                 return endpoint
             self.pool.release(endpoint)
-            waited |= carried.keys()
-            for event in carried.values():
+            for event in events:
                 await event.wait()
 
     async def _hedged(self, endpoint: Endpoint, job: _Job) -> Reply:
@@ -222,7 +219,7 @@ class Sender:
             failure.endpoint, outcome = endpoint, failure.outcome
             if outcome.eject:
                 self.pool.eject(endpoint, str(failure).removeprefix(f"{endpoint.url}: "))
-            if outcome.probe:
+            elif outcome.probe:
                 self.pool.suspect(endpoint)
             if outcome.strike:
                 self.pool.strike(endpoint, failure.pause_s)
@@ -281,8 +278,7 @@ class Sender:
         if not endpoint.uses_ids or not job.media:
             return await self._post(endpoint, job, None)
         ids, success = endpoint.ids, False
-        carried = await ids.claim(job.media)
-        grace_s = ids.grace(job.media, carried)
+        carried, grace_s = await ids.claim(job.media)
         try:
             reply, payload = await self._post(endpoint, job, carried)
             if len(carried) < len(job.media):
