@@ -1,12 +1,16 @@
-"""Rewards of one image vector: `clip`, `hpsv2`, `pickscore`, `clipscore`, `aesthetic`.
+"""Rewards of image vectors: of an image and its prompt, of an edit and its sources, of the cells of a grid.
 
-    clip, hpsv2      cos(image, prompt)                 pickscore     cos, or exp(logit_scale)·cos/26
-    clipscore        exp(logit_scale)·cos/30            aesthetic     head(e_image), 768-1024-128-64-16-1, linear
+    clip, hpsv2        cos(image, prompt)               pickscore         cos, or exp(logit_scale)·cos/26
+    clipscore          exp(logit_scale)·cos/30          aesthetic         head(e_image), 768-1024-128-64-16-1, linear
+    image_similarity   mean_s cos(image, source_s)      subfig_clipT      mean_i cos(cell_i, text_i)
+    subfig_clipI       mean_{i≠j} cos(cell_i, cell_j)   subfig_dreamsim   the same under DreamSim, 1 − its distance
 
 The weights differ: DFN5B (Fang et al. 2309.17425), HPS 2.1 (Wu et al. 2306.09341), PickScore (Kirstain et al.
-2305.01569), OpenAI's CLIP L/14 (Radford et al. 2103.00020), LAION's aesthetic predictor (Schuhmann); the divisors 26
-and 30 are Flow-GRPO's. Of a clip: the mean over `frames` frames. Pref-GRPO and DanceGRPO score the first alone
-(`frames: 1`), which rewards a good start. Invariant: a value that is not finite is missing; the others are scored.
+2305.01569), OpenAI's CLIP L/14 (Radford et al. 2103.00020), LAION's aesthetic predictor (Schuhmann), DreamSim
+(2306.09344); the divisors 26 and 30 are Flow-GRPO's, the grids PaCo-RL's (2512.04784; grid.py). Of a clip: the mean
+over `frames` frames. Pref-GRPO and DanceGRPO score the first alone (`frames: 1`), which rewards a good start.
+Invariant: a value that is not finite is missing, and so is a grid that the prompt does not ask for or whose cells it
+does not describe; the others are scored.
 """
 
 from __future__ import annotations
@@ -15,16 +19,17 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import encoder
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, unusable
 from prefgrpo.rewards.checkpoints import check_shapes, folder_of, library, loading
 from prefgrpo.rewards.encoder import Encoder, Fit
+from prefgrpo.rewards.grid import asked_grid, split, sub_prompts
 
 PICKSCORE, VIT_H = "yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 HEAD_FILE, HEAD_WIDTH = "aesthetic-model.pth", 768
@@ -242,3 +247,69 @@ def _head(head: str) -> nn.Sequential:
         check_shapes(layers, {name: tuple(tensor.shape) for name, tensor in weights.items()}, head)
         layers.load_state_dict(weights)
     return layers.eval().requires_grad_(False)
+
+
+class ImageSimilarity(ResizeReward):
+    """How much an edit resembles its source images."""
+
+    needs_source = True
+
+    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
+        return [sample.media, *sample.source], []
+
+    def refuse(self, sample: Sample) -> str:
+        """Also for a sample without sources, or with one that cannot be encoded."""
+        own = super().refuse(sample) or ("" if sample.source else "the sample has no source image")
+        return own or next((why for m in sample.source if (why := unusable(m, ("image",)))), "")
+
+    def _values(self, images: Tensor, texts: Tensor) -> Tensor:
+        return (images[1:] @ images[0]).mean()
+
+
+class CellsReward(VectorReward):
+    """How much the cells of a grid resemble each other."""
+
+    probe: ClassVar[dict[str, Any]] = {"prompt": "a 1x2 grid. [LEFT]: a red square. [RIGHT]: a blue circle."}
+
+    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
+        return split(sample.media, *asked_grid(sample.prompt, sample.meta)), []
+
+    def _values(self, images: Tensor, texts: Tensor) -> Tensor:
+        n = len(images)
+        return ((images @ images.T).sum() - (images * images).sum()) / (n * (n - 1))
+
+
+class SubfigClipI(CellsReward, OpenClipReward):
+    """How much the cells of a grid resemble each other."""
+
+
+class SubfigClipT(CellsReward, OpenClipReward):
+    """How well each cell of a grid fits its own part of the prompt."""
+
+    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
+        cells, texts = super()._parts(sample)[0], sub_prompts(sample.prompt)[1]
+        if len(texts) != len(cells):
+            rows, cols = asked_grid(sample.prompt, sample.meta)
+            raise ValueError(f"the prompt describes {len(texts)} cells (' [LEFT]: …') of a {rows}x{cols} grid")
+        return cells, texts
+
+    def _values(self, images: Tensor, texts: Tensor) -> Tensor:
+        return (images * texts).sum(-1).mean()
+
+
+@dataclass(kw_only=True, eq=False)
+class SubfigDreamsim(CellsReward):
+    """How much the cells of a grid resemble each other to DreamSim, trained on human judgements.
+
+    model: folder of its weights, which the package downloads if they are not there. kind: ensemble (its two DINO files
+    come with code from torch.hub), open_clip_vitb32, clip_vitb32, dino_vitb16. device: auto, cpu, cuda, cuda:1.
+    batch_size: images at once.
+    """
+
+    model: str = "~/.cache/dreamsim"
+    kind: str = "ensemble"
+    device: str = "auto"
+    batch_size: int = 32
+
+    def __post_init__(self) -> None:
+        self.encoder = encoder.shared(encoder.DreamSim, self.model, self.kind, self.device, self.batch_size)

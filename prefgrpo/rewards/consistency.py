@@ -24,7 +24,7 @@ from prefgrpo.rewards.grid import asked_grid, split, sub_prompts
 from prefgrpo.rewards.vlm import VlmReward, missing
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class YesNo(VlmReward):
     """A reward that is made of P(Yes).
 
@@ -79,7 +79,7 @@ class ConsistencyScore(YesNo):
         return Score(_mean(values)) if values else Score(None, answers[0].reason)
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class ConsistencyForEditing(YesNo):
     """Is the rest as it was, and is the instruction carried out, 0 … 1.
 
@@ -105,7 +105,7 @@ class ConsistencyForEditing(YesNo):
         return Score(math.sqrt(same.value * done.value), parts=parts)
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class GridLayout(YesNo):
     """Is the image the grid that the prompt (or meta "grid") asks for, 0 … 1.
 

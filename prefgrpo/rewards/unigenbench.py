@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from prefgrpo.judge.verdict import Answer
 from prefgrpo.rewards.base import RewardError, Sample, Score
+from prefgrpo.rewards.checkpoints import assigned
 from prefgrpo.rewards.vlm import VlmReward
 
 KEYS = {"en": ("Testpoints", "Testpoint Description"), "zh": ("考点", "考点对应描述")}
@@ -59,14 +60,7 @@ class Wording:
     def __init__(self, file: Path) -> None:
         """Reads the texts out of the file's source. RewardError for a file that does not have them."""
         try:
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-            values = {
-                target.id: node.value
-                for node in tree.body
-                if isinstance(node, ast.Assign)
-                for target in node.targets
-                if isinstance(target, ast.Name)
-            }
+            values = assigned(file)
             languages = _entries(values["LANG_CONFIGS"])
             self.texts = {name: self._language(values, _entries(languages[name])) for name in KEYS}
         except (OSError, SyntaxError, ValueError, KeyError, AttributeError) as error:

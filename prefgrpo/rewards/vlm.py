@@ -29,7 +29,7 @@ from prefgrpo.rewards.judges import open_client
 from prefgrpo.rewards.ocr import image_value, levenshtein, plain, target, unnamed
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class VlmReward(PointwiseReward):
     """A question, or several at once, about each sample. JudgeError within seconds if the judge cannot be asked.
 
@@ -163,7 +163,7 @@ class QwenVl(UnifiedRewardSglang):
     may = ("prompt",)
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class EditImageQuality(VlmReward):
     """The edited image as a picture, 0 … 25.
 
@@ -201,7 +201,7 @@ class EditInstructionFollowing(EditImageQuality):
     needs_source = True
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class EditScore(VlmReward):
     """Geometric mean of following and quality, 0 … 1.
 
