@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import model_configs
 import pytest
-import reward_cases_clip
+import reward_cases
 import reward_cases_vlm
 import torch
 import yaml
@@ -128,7 +128,7 @@ def test_a_published_mix_of_rewards_trains(place, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     recipe = FOLDER / "unifiedreward/lora_think_flux.yaml"
     (tmp_path / "tiny").mkdir()
-    clip = {"clip": reward_cases_clip.CASES["clip"].options(tmp_path / "tiny")}
+    clip = {"clip": reward_cases.CASES["clip"].options(tmp_path / "tiny")}
     with JudgeServer() as server:
         server.answer = reward_cases_vlm.speak
         free = ["--judge.endpoints", server.url, "--train.steps", "1", "--reward.options", json.dumps(clip)]
