@@ -3,9 +3,9 @@
 All start alike and ask the judge as often: each trains by its recipe `scripts/demo/NAME.yaml`, for as many steps as the
 others, with three seeds (of prompts, noise and LoRA). A stopping rule of the recipe does not end it: where it would is
 read from the signs, so that a decline after it is seen too. Held-out accuracy: share of the dev captions' 288 images
-whose colour, shape and position are all right, which neither objective nor judge is shown. Seconds are the process's CPU
-seconds without evaluations, so other load on the machine counts little; run it with OMP_NUM_THREADS=1. A run's JSON in
-results/objectives grows with its evaluations; a complete one is not run again.
+whose colour, shape and position are all right, which neither objective nor judge is shown. Seconds are the process's
+CPU seconds without evaluations, so other load on the machine counts little; run it with OMP_NUM_THREADS=1. A run's JSON
+in results/objectives grows with its evaluations; a complete one is not run again.
 """
 
 from __future__ import annotations
