@@ -42,6 +42,7 @@ class Watch(threading.Thread):
     def stop(self) -> None:
         """This process leaves: the others do not expect it to count on."""
         self._stopped.set()
+        self.join(LOOK_S * LOOKS)
         with suppress(dist.DistError):  # process 0 may have left with the store
             self._counts.set(str(self.rank), ENDED)
 
