@@ -221,6 +221,43 @@ def test_the_command_of_an_ops_only_install_says_what_to_install():
     assert re.fullmatch(r"error: the prefgrpo command needs \w+, .* pip install 'prefgrpo\[train\]'.*\n", done.stderr)
 
 
+HUB = """
+import json, sys
+import kernels, torch
+hub = kernels.get_local_kernel(__import__("pathlib").Path(sys.argv[1]))
+assert "prefgrpo" not in sys.modules and hub.__name__ != "prefgrpo"
+generator = torch.Generator().manual_seed(0)
+x, v = torch.randn(2, 3, 40, generator=generator)
+row = hub.rules.sde_row("flow", 0.9, 0.8, 0.7)
+coef, ids = torch.tensor([row]), torch.arange(3)
+results = []
+for backend in ("torch", "triton"):
+    with hub.use_backend(backend):
+        leaf = v.clone().requires_grad_()
+        step = hub.affine_step(x, v, coef, 0, noise=hub.NoiseAddress(1, ids, ids))
+        logp = hub.affine_logp(x, leaf, step.x_next, coef, 0).logp
+        logp.sum().backward()
+        assert torch.equal(step.logp, logp.detach())
+    results.append((step.x_next, logp.detach(), leaf.grad))
+for a, b in zip(*results):
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+traced = torch.compile(lambda *t: hub.affine_logp(*t).logp, fullgraph=True, backend="aot_eager")
+assert torch.equal(traced(x, v, step.x_next, coef, torch.zeros(3).long()), logp.detach())
+import prefgrpo.ops  # both in one process
+ours, theirs = (ops.affine_step(x, v, coef, 0, noise=None).x_next for ops in (prefgrpo.ops, hub))
+assert torch.equal(ours, theirs)
+print(len(hub.__all__))
+"""
+
+
+def test_the_hub_library_loads_the_ops_from_a_folder(tmp_path):
+    """By its own loader, in a process without prefgrpo: Triton (interpreted here) and torch agree, in a graph too."""
+    run(sys.executable, ROOT / "scripts" / "build_hub.py", tmp_path, cwd=tmp_path)
+    built = tmp_path / "build" / "torch-universal"
+    assert (built / "ops" / "triton_launch.py").is_file() and not list(built.rglob("*.safetensors"))
+    assert int(python(HUB, tmp_path, cwd=tmp_path, TRITON_INTERPRET="1")) > 20
+
+
 def needed(*extras: str) -> set[str]:
     """Names of the distributions that `pip install prefgrpo[extras]` brings, as the installed ones ask for them."""
     tomllib = pytest.importorskip("tomllib")
