@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from reward_case import Case
+from reward_cases import Case
 from safetensors.torch import load_file, save_file
 from tiny_rewards import clip_folder, spread
 from tokenizers import pre_tokenizers
@@ -253,20 +253,6 @@ def geneval(folder: Path) -> dict[str, object]:
     model.class_predictor.weight.data *= 4
     model.save_pretrained(place)
     return {"detector_options": {"model": str(place)}, "clip": str(clip_folder(folder / "clip")), "device": "cpu"}
-
-
-def meta_of() -> str:
-    """One line of GenEval's metadata per kind of clause that its 553 prompts have."""
-    clause = {"class": "bench", "count": 1}
-    rows = [
-        {"tag": "single_object", "include": [clause], "prompt": "a photo of a bench"},
-        {"tag": "two_object", "include": [clause, {"class": "vase", "count": 1}]},
-        {"tag": "counting", "include": [{"class": "vase", "count": 3}], "exclude": [{"class": "vase", "count": 4}]},
-        {"tag": "colors", "include": [clause | {"color": "purple"}]},
-        {"tag": "position", "include": [clause, {"class": "tv remote", "count": 1, "position": ["left of", 0]}]},
-        {"tag": "color_attr", "include": [clause | {"color": "red"}, {"class": "cow", "count": 1, "color": "black"}]},
-    ]
-    return "\n".join(json.dumps(row) for row in rows)
 
 
 OWL = '''
