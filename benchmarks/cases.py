@@ -22,7 +22,7 @@ from prefgrpo.ops import (
     policy_loss,
     winrate_advantage,
 )
-from prefgrpo.sde.rules import RULES, StepInfo
+from prefgrpo.sde.rules import sde_row
 
 SHAPES = {
     "FLUX 512²": (1024, 64),
@@ -51,7 +51,7 @@ class Latents:
         shape = (batch, *SHAPES[name])
         self.x, self.eps = randn(*shape, device=device, dtype=x_dtype), randn(*shape, device=device)
         self.v = randn(*shape, device=device).mul(0.7).to(v_dtype)
-        self.coef = torch.tensor([RULES["flow"](StepInfo(SIGMA, SIGMA_NEXT, ETA, 0.95, 0.0))], device=device)
+        self.coef = torch.tensor([sde_row("flow", SIGMA, SIGMA_NEXT, ETA)], device=device)
         self.index = torch.zeros(batch, dtype=torch.int64, device=device)
         self.sample = torch.arange(batch, device=device)
         sigma, following = (torch.full((batch,), s, device=device) for s in (SIGMA, SIGMA_NEXT))

@@ -97,3 +97,17 @@ def build(kind: str, folder: Path, seed: int = 0) -> str:
     tokenizer.save_pretrained(folder)
     processor.save_pretrained(folder)
     return str(folder)
+
+
+def stock(model, tokenizer, processor, turns, images) -> torch.Tensor:
+    """Probabilities [vocabulary] of the token after a conversation, by transformers' own forward on all of it."""
+    how = {"continue_final_message": True} if turns[-1]["role"] == "assistant" else {"add_generation_prompt": True}
+    text = tokenizer.apply_chat_template(turns, tokenize=False, **how)
+    inputs = processor(images=[m.pil for m in images], return_tensors="pt")
+    merge = model.config.vision_config.spatial_merge_size**2
+    pads = ["<|image_pad|>" * int(g.prod() // merge) for g in inputs["image_grid_thw"]] + [""]
+    text = "".join(a + b for a, b in zip(text.split("<|image_pad|>"), pads, strict=True))
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    kinds = (ids["input_ids"] == model.config.image_token_id).int()
+    with torch.no_grad():
+        return model(**ids, **inputs, mm_token_type_ids=kinds).logits[0, -1].double().softmax(-1)

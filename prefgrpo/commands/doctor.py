@@ -175,7 +175,7 @@ def _ops(gpu: torch.device) -> Iterator[Row]:
             got = affine_step(x, v, coef, index, noise=eps)
         with use_backend("torch"):
             expected = affine_step(x, v, coef, index, noise=eps)
-        dx, dl = (float((g - e).abs().max()) for g, e in zip(got, expected, strict=True))
+        dx, dl = (float((g - e).abs().max()) for g, e in zip(got[:2], expected[:2], strict=True))
         return dx < 1e-6 and dl < 1e-5, f"ran on {device}; largest difference in x' {dx:.1e}, log-prob {dl:.1e}"
 
     yield from (_tried(name, partial(check, name)) for name in BACKENDS)

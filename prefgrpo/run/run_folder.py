@@ -57,6 +57,10 @@ class RunFolder:
         """Those of all evaluations, by step."""
         return sorted(self.eval.glob(f"{name}_{'[0-9]' * 6}.npz"))
 
+    def outcomes(self, name: str, step: int) -> Path:
+        """Who won each image of an evaluation, and the judge's answers on the images that are kept."""
+        return self.eval / f"{name}_{step:06d}.json"
+
     def group(self, step: int) -> Path:
         """A few judged groups of a training step."""
         return self.groups / f"step_{step:06d}.npz"
