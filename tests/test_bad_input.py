@@ -51,23 +51,15 @@ HERE = f"{__name__}."
 
 # ---- before anything runs -----------------------------------------------------------------------------------------
 
-FILES = {
-    "missing": (None, "prompts: prompts file not found: "),
-    "blank": (b"\n  \n\t\n", "holds no prompt: every line is blank"),
-    "latin-1": (b"a cat\nun caf\xe9\nb\n", "1 line(s) are not valid UTF-8 (line 2); re-save the file as UTF-8"),
-}
-
 
 @pytest.mark.parametrize("field", ["data", "eval"])
-@pytest.mark.parametrize("case", FILES)
-def test_prompt_files(place, tmp_path, capsys, case, field):
-    content, message = FILES[case]
-    if content is not None:
-        (tmp_path / "p.txt").write_bytes(content)
-    name = f"file_{field}_{case}"
-    file = recipe(place, name, **{field: {"prompts": str(tmp_path / "p.txt")}})
+def test_prompt_files(place, tmp_path, capsys, field):
+    """What else is refused: test_data.py."""
+    (tmp_path / "p.txt").write_bytes(b"a cat\nun caf\xe9\nb\n")
+    file = recipe(place, f"file_{field}", **{field: {"prompts": str(tmp_path / "p.txt")}})
+    message = "1 line(s) are not valid UTF-8 (line 2); re-save the file as UTF-8"
     refused(attempt(capsys, "train", file), str(tmp_path / "p.txt"), message)
-    assert untouched(place / "runs" / name), "the run folder stays empty, the name is free"
+    assert untouched(place / "runs" / f"file_{field}"), "the run folder stays empty, the name is free"
 
 
 VLM = "reward: {spec: vlm_pairwise}, judge: "
