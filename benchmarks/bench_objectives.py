@@ -100,9 +100,11 @@ def recipe(name: str) -> Path:
 
 
 def read(folder: Path) -> dict[str, list[Run]]:
-    """Objective → its runs by seed, as far as they got."""
+    """Objective → its runs by seed that got to the last step."""
     files = {name: sorted(folder.glob(f"{name}_[0-9].json")) for name in NAMES}
-    return {name: [json.loads(f.read_text()) for f in own] for name, own in files.items() if own}
+    runs = {name: [json.loads(f.read_text()) for f in own] for name, own in files.items()}
+    ended = {name: [run for run in own if run["evaluations"][-1][0] >= STEPS] for name, own in runs.items()}
+    return {name: own for name, own in ended.items() if own}
 
 
 # ---- what a run's rows say ------------------------------------------------------------------------------------------
