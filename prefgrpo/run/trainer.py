@@ -43,6 +43,7 @@ from prefgrpo.run.metrics import (
 from prefgrpo.run.policy import NonFiniteGradient
 from prefgrpo.run.session import Clock, open_session, peak_memory
 from prefgrpo.run.signs import DIVERSITY, pixel_distance
+from prefgrpo.run.trackers import open_trackers
 
 REASONS_SHOWN = 3
 """Most frequent reasons for missing rewards that a step prints; ten times as many in a run."""
@@ -86,7 +87,7 @@ class TrainingLoop:
             self.folder,
             config.train.steps,
             self.session.start,
-            tensorboard=config.tensorboard,
+            trackers=open_trackers(config, self.folder, self.session.start) if self.world.main else (),
             active=self.world.main,
             trained=[name for name, weight in self.session.weights.items() if weight],
         )
@@ -274,7 +275,7 @@ class TrainingLoop:
         finite is skipped too; SKIPS in a row raise NonFiniteGradient.
         """
         r, table, norms, skipped = self.config.rollout, list[Tensor](), list[float](), 0
-        keep = ~self.objective.signal(self.config.train, targets).isnan().cpu().numpy()  # [P, G]
+        keep = ~self.objective.selected(self.config.train, targets).isnan().cpu().numpy()  # [P, G]
         places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
         samples = Counter(update_of(self.config, place) for place in places)
         trained = {update_of(self.config, place) for place in places if keep[place]}
@@ -302,7 +303,7 @@ class TrainingLoop:
         if train.kl_target is None:
             return {}
         used = self.session.kl_coef or train.kl_coef
-        if metrics["samples_trained"]:
+        if metrics["samples_trained"] and not metrics["updates_skipped"]:  # a skipped one may have a KL of NaN
             error = min(max(metrics["policy/kl"] / train.kl_target - 1.0, -0.2), 0.2)
             self.session.kl_coef = used * (1.0 + train.kl_rate * error)
             self.collector = self.collector.with_kl_coef(self.session.kl_coef)
