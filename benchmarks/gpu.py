@@ -86,7 +86,7 @@ def _trajectory(x: Tensor, v: Tensor, coef: Tensor, index: Tensor, sample: Tenso
     total = torch.zeros(x.shape[0], device=x.device)
     at = index.clone()
     for _ in range(10):
-        x, logp = affine_step(x, v, coef, at, noise=NoiseAddress(5, sample))
+        x, logp, *_ = affine_step(x, v, coef, at, noise=NoiseAddress(5, sample))
         total, at = total + logp, at + 1
     return x, total
 

@@ -91,13 +91,14 @@ void launch_normal(const NormalParams& p, Stream) {
   if (p.batch && p.dim) chosen().kernels->normal(p);
 }
 
-void launch_policy(const PolicyParams& p, Stream) {
+static void policy_column(const PolicyParams& p, int64_t column) {
   double sum = 0, squares = 0, ratios = 0, kls = 0;
   float low = std::numeric_limits<float>::infinity(), high = -low;
   int64_t count = 0, above = 0, below = 0;
-  for (int64_t i = 0; i < p.batch; ++i) count += !p.mask || p.mask[i];
+  const int64_t end = p.batch * p.steps;
+  for (int64_t i = column; i < end; i += p.steps) count += !p.mask || p.mask[i];
   const double norm = p.denominator != 0 ? p.denominator : static_cast<double>(count > 1 ? count : 1);
-  for (int64_t i = 0; i < p.batch; ++i) {
+  for (int64_t i = column; i < end; i += p.steps) {
     const bool keep = !p.mask || p.mask[i];
     p.d_delta[i] = 0;
     if (p.d_kl) p.d_kl[i] = keep ? static_cast<float>(p.kl_coef / norm) : 0;
@@ -114,10 +115,14 @@ void launch_policy(const PolicyParams& p, Stream) {
     above += t.above, below += t.below;
   }
   const double n = static_cast<double>(count > 1 ? count : 1);
-  *p.loss = static_cast<float>(sum / norm);
+  p.loss[column] = static_cast<float>(sum / norm);
   const double metrics[8] = {
       0.5 * squares / n, (above + below) / n, above / n, below / n, low, ratios / n, high, kls / n};
-  for (int k = 0; k < 8; ++k) p.metrics[k] = static_cast<float>(metrics[k]);
+  for (int k = 0; k < 8; ++k) p.metrics[8 * column + k] = static_cast<float>(metrics[k]);
+}
+
+void launch_policy(const PolicyParams& p, Stream) {
+  for (int64_t column = 0; column < p.steps; ++column) policy_column(p, column);
 }
 
 void launch_advantage(const AdvantageParams& p, Stream) { advantage::group(p); }

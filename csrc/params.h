@@ -58,7 +58,7 @@ struct NormalParams {
 };
 
 struct PolicyParams {
-  int64_t batch = 0;
+  int64_t batch = 0, steps = 1;  // tensors [B, T], results loss [T] and metrics [T, 8]
   const float *logp = nullptr, *logp_old = nullptr, *advantage = nullptr;
   const float *weight = nullptr, *kl = nullptr, *log_ratio = nullptr;
   const uint8_t* mask = nullptr;

@@ -11,13 +11,16 @@ import triton.language as tl
 @triton.jit
 def policy_kernel(
     logp_ptr, old_ptr, adv_ptr, weight_ptr, mask_ptr, kl_ptr, ratio_ptr, loss_ptr, metrics_ptr, d_delta_ptr, d_kl_ptr,
-    batch, clip_low, clip_high, adv_clip, kl_coef, denominator,
+    batch, steps, clip_low, clip_high, adv_clip, kl_coef, denominator,
     WEIGHT: tl.constexpr, MASK: tl.constexpr, KL: tl.constexpr, RATIO: tl.constexpr, FIXED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The whole batch in one program: loss, 8 metrics, d loss/d log-ratio, d loss/d kl."""
+    """A column of the batch [B, T] per program: loss, 8 metrics, d loss/d log-ratio, d loss/d kl."""
+    column = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     inside = i < batch
+    i = i * steps + column
+    metrics_ptr += 8 * column
     keep = inside
     if MASK:
         keep = inside & (tl.load(mask_ptr + i, mask=inside, other=0) != 0)
@@ -47,7 +50,7 @@ def policy_kernel(
         kl_sum = tl.sum(tl.load(kl_ptr + i, mask=keep, other=0.0).to(tl.float64), axis=0)
         total += kl_coef * kl_sum
         tl.store(d_kl_ptr + i, tl.where(keep, kl_coef / norm, 0.0).to(tl.float32), mask=inside)
-    tl.store(loss_ptr, (total / norm).to(tl.float32))
+    tl.store(loss_ptr + column, (total / norm).to(tl.float32))
     tl.store(d_delta_ptr + i, tl.where(keep, slope / norm, 0.0).to(tl.float32), mask=inside)
     above = tl.sum((keep & (ratio > high)).to(tl.float64), axis=0) / count
     below = tl.sum((keep & (ratio < low)).to(tl.float64), axis=0) / count

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from prefgrpo.ops import Guidance, backend_of, reference, use_backend
 from prefgrpo.ops.backend import missing
-from prefgrpo.sde.rules import RULES, StepInfo
+from prefgrpo.sde.rules import sde_row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = ("cuda", "triton", "torch")
@@ -50,7 +50,7 @@ def row(
     rule: str, sigma: float, sigma_next: float, eta: float, sigma_max: float = 0.95, sigma_min: float = 0.0
 ) -> list[float]:
     """Coefficients (a, b, s, w, c) of one step in fp64."""
-    return list(RULES[rule](StepInfo(sigma, sigma_next, eta, sigma_max, sigma_min)))
+    return list(sde_row(rule, sigma, sigma_next, eta, sigma_max, sigma_min))
 
 
 TABLE = torch.tensor(

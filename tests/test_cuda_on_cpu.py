@@ -13,7 +13,7 @@ import sys
 import pytest
 
 pytest.importorskip("pybind11")
-FILES = ("affine", "noise", "policy", "advantage", "replay")
+FILES = ("affine", "noise", "policy", "advantage", "replay", "tokens")
 
 
 @pytest.mark.full

@@ -23,7 +23,7 @@ from ops_cases import (
     ulps,
 )
 
-from prefgrpo.ops import Guidance, NoiseAddress, affine_logp, affine_step, affine_step_more, use_backend
+from prefgrpo.ops import Guidance, NoiseAddress, affine_logp, affine_step, use_backend
 
 X, V, Z = [0.5, -1.2], [-0.3, 0.8], [0.25, -0.6]
 GOLDEN = {
@@ -69,10 +69,10 @@ def test_step_and_replay_against_fp64(backend, shape, batch, x_dtype, v_dtype, o
         "out_dtype": out_dtype,
     }
     with serve(backend):
-        got = affine_step_more(c.x, c.v, c.coef, c.index, noise=noise, **more)
+        got = affine_step(c.x, c.v, c.coef, c.index, noise=noise, **more)
         replay = affine_logp(c.x, c.v, got.x_next, c.coef, c.index, v_ref=c.v_ref, v_old=c.v_old, guidance=pair)
     with use_backend("torch"):
-        want = affine_step_more(c.x, c.v, c.coef, c.index, noise=noise, **more)
+        want = affine_step(c.x, c.v, c.coef, c.index, noise=noise, **more)
     assert got.x_next.shape == c.x.shape and got.x_next.dtype == out_dtype
     assert torch.equal(got.logp, replay.logp), "the step's logp is not the replay's"
     if how != "address" and not (guidance and guidance[2]):  # same ε, same v: only the last rounding may differ

@@ -15,7 +15,6 @@ from prefgrpo.ops import (
     NoiseAddress,
     affine_logp,
     affine_step,
-    affine_step_more,
     group_advantage,
     on_policy_grad,
     philox_normal,
@@ -43,9 +42,9 @@ STEP = {
     "noise has another shape": ({"noise": torch.zeros(3, 24)}, ValueError, "noise: expected the shape of x"),
     "coef has 4 columns": ({"coef": torch.zeros(4, 4)}, ValueError, r"coef: expected fp32 \[T, 5\]"),
     "coef is bf16": ({"coef": torch.zeros(4, 5).bfloat16()}, ValueError, "coef: expected fp32"),
-    "no index for a table": ({"index": None}, ValueError, "pass an int64 index"),
-    "index of another length": ({"index": torch.zeros(2).long()}, ValueError, r"index: expected int64 \[3\]"),
-    "index is int32": ({"index": torch.zeros(3).int()}, ValueError, r"index: expected int64 \[3\]"),
+    "no index for a table": ({"index": None}, ValueError, "pass an index"),
+    "index of another length": ({"index": torch.zeros(2).long()}, ValueError, r"index: expected int64 or int32 \[3\]"),
+    "index is a float": ({"index": torch.zeros(3)}, ValueError, r"index: expected int64 or int32 \[3\]"),
     "address without a step": ({**NO_INDEX, "noise": NoiseAddress(1, ids())}, ValueError, "needs a step"),
     "address of another batch": ({"noise": NoiseAddress(1, ids(4))}, ValueError, r"noise\.sample"),
     "negative offset": ({"noise": NoiseAddress(1, ids(), offset=-1)}, ValueError, "offset: expected 0 or more"),
@@ -106,7 +105,7 @@ def zeros(*shape, dtype=torch.float32):
 
 
 SMALL = {
-    "sigma for x0": (lambda: affine_step_more(**base(), x0_sigma=zeros(2)), ValueError, "one σ per row"),
+    "sigma for x0": (lambda: affine_step(**base(), x0_sigma=zeros(2)), ValueError, "one σ per row"),
     "noise ids": (lambda: philox_normal(1, ids(), ids(2), 4), ValueError, "step: expected int64"),
     "noise size": (lambda: philox_normal(1, ids(), ids(), -4), ValueError, "0 or more"),
     "noise dtype": (lambda: philox_normal(1, ids(), ids(), 4, dtype=torch.int32), TypeError, "dtype: expected fp32"),
@@ -122,7 +121,7 @@ SMALL = {
     "on policy shape": (lambda: on_policy(torch.ones(1)), ValueError, r"advantage and weight: expected \[3\]"),
     "complex rewards": (lambda: group_advantage(zeros(1, 3, dtype=torch.complex64), ids()), TypeError, "expected real"),
     "group shape": (lambda: group_advantage(zeros(1, 4), ids()), ValueError, r"rewards \[R, B\]"),
-    "group id dtype": (lambda: group_advantage(zeros(1, 3), ids(dtype=torch.int32)), ValueError, "int64 group_ids"),
+    "group id dtype": (lambda: group_advantage(zeros(1, 3), ids(dtype=torch.int16)), ValueError, "int32 group_ids"),
     "weights": (lambda: group_advantage(zeros(2, 3), ids(), zeros(3)), ValueError, "one per reward"),
     "combine": (lambda: group_advantage(zeros(2, 3), ids(), combine="mean"), ValueError, "combine: expected one of"),
     "std": (lambda: group_advantage(zeros(2, 3), ids(), std="batch"), ValueError, "std: expected one of"),

@@ -25,7 +25,6 @@ from prefgrpo.ops import (
     NoiseAddress,
     affine_logp,
     affine_step,
-    affine_step_more,
     group_advantage,
     library,
     on_policy_grad,
@@ -75,6 +74,8 @@ def table(layout, x_dtype, v_dtype, out_dtype):
         yield "affine_logp", (x, v, eps, coef, index, *pair, *((ref, old) if more else (None, None)))
         yield "affine_grad", (x, v, eps, coef, index, *pair, ref, old, column, column if more else None, None)
     yield "policy_loss", (column, column, column.float(), 0.1, 0.2, 5.0, None, None, None, 0.0, None, None)
+    steps = torch.stack((column, column), 1)
+    yield "policy_loss", (steps, steps, steps.float(), 0.1, 0.2, 5.0, None, steps > 0.5, steps, 0.1, None, None)
     more = (column.float(), column > 0.5, column, 0.1, column, 7.0)
     yield "policy_loss", (column.float(), column.float(), column.float(), 0.1, 0.2, 5.0, *more)
     options = ("weighted_sum", "group", 1e-4, 0, True), ("weighted_advantage_sum", "global", 0.0, 1, False)
@@ -156,7 +157,7 @@ def test_the_gradient_of_a_compiled_loss_with_an_fp64_advantage(backend):
 def training_step(x, v, u, ref, old, coef, index, ids):
     """A rollout step, its replay, and the loss, as a foreign loop would write it."""
     pair = Guidance(u, 2.5, rescale=True)
-    step = affine_step_more(x, v, coef, index, noise=NoiseAddress(5, ids), guidance=pair, want_mean=True)
+    step = affine_step(x, v, coef, index, noise=NoiseAddress(5, ids), guidance=pair, want_mean=True)
     new = affine_logp(x, v, step.x_next, coef, index, v_ref=ref, v_old=old, guidance=pair)
     rewards = philox_normal(9, ids[:1], index[:1], x.shape[0])
     adv = group_advantage(rewards, ids // 2)
@@ -178,6 +179,35 @@ def test_one_graph_equals_eager(backend):
         results.append((*out, v.grad, u.grad))
     for eager, graph in zip(*results, strict=True):
         assert torch.equal(eager, graph)
+
+
+def token_step(x, v, u, coef, index, mask, cu_seqlens):
+    """Masks, rows per token, packed samples: what `ops.tokens` makes of the ops."""
+    pair = Guidance(u, 1.5)
+    step = affine_step(x, v, coef, index, noise=x.roll(1, 0), guidance=pair, mask=mask)
+    new = affine_logp(x, v, step.x_next, coef, index, guidance=pair, mask=mask)
+    packed = affine_logp(x, v, step.x_next, coef, 1, v_ref=u.detach(), mask=mask[:, :, None], cu_seqlens=cu_seqlens)
+    loss = policy_loss(
+        torch.stack((new.logp, new.logp), 1), torch.zeros(3, 2, device=x.device), step.logp, clip_low=0.1
+    )
+    return (new.logp - step.logp).sum() + packed.logp.sum() + packed.kl.sum() + loss.loss.sum(), loss.metrics
+
+
+@kernels
+def test_tokens_are_one_graph_too(backend):
+    c = case()
+    index, mask = torch.arange(15, device=DEVICE).view(3, 5) % 3, torch.rand(3, 5, device=DEVICE) > 0.3
+    given = (c.coef, index, mask, torch.tensor([0, 1, 3], device=DEVICE))
+    compiled = torch.compile(token_step, fullgraph=True, backend="aot_eager")
+    results = []
+    for step in (token_step, compiled):
+        v, u = c.v.clone().requires_grad_(), c.u.clone().requires_grad_()
+        with serve(backend):
+            out = step(c.x, v, u, *given)
+            out[0].backward()
+        results.append((*out, v.grad, u.grad))
+    for eager, graph in zip(*results, strict=True):
+        torch.testing.assert_close(graph, eager, rtol=1e-6, atol=1e-7)
 
 
 def functional_step(x, v, u, ref, y, old, coef, index, ids):
@@ -316,6 +346,6 @@ def test_a_lazily_negated_view_is_read_with_its_sign(backend):
             want = [c.x, c.v, c.eps]
             want[k] = c.eps
             for a, b in zip(
-                *(affine_step(g[0], g[1], c.coef, c.index, noise=g[2]) for g in (given, want)), strict=True
+                *(affine_step(g[0], g[1], c.coef, c.index, noise=g[2])[:2] for g in (given, want)), strict=True
             ):
                 assert torch.equal(a, b)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import strategies as st
 from ops_cases import DEVICE, assert_close, each_backend, fuzz, serve
 
-from prefgrpo.ops import METRICS, args, policy_loss, policy_loss_grad, reference
+from prefgrpo.ops import METRICS, args, metrics_by_name, policy_loss, policy_loss_grad, reference
 
 
 def column(*values, dtype=torch.float32):
@@ -18,7 +18,9 @@ def test_golden_numbers(backend):
     with serve(backend):
         out = policy_loss(delta, torch.zeros_like(delta), column(2.0, -1.0, 7.0), clip_low=1e-4)
     assert float(out.loss.detach()) == pytest.approx(-2.0001833354, abs=1e-6)
-    values = dict(zip(METRICS, out.metrics.tolist(), strict=True))
+    values = metrics_by_name(out.metrics)
+    assert list(values) == list(METRICS)
+    values = {name: float(value) for name, value in values.items()}
     assert values["approx_kl"] == pytest.approx(2.2083e-8, rel=1e-4)
     assert values["clip_fraction"] == pytest.approx(2 / 3)
     assert values["clip_fraction_high"] == values["clip_fraction_low"] == pytest.approx(1 / 3)
@@ -81,6 +83,37 @@ def test_against_fp64(backend, batch, seed, masked, weighted, with_kl, guard, de
         if mine is not None and want.grad is not None and not (guard and mine is leaves[0]):
             assert_close(mine.grad, 3 * want.grad, 1e-5, 1e-6)
     assert_close((leaves[2] if guard else leaves[0]).grad, 3 * plain.d_log_ratio, 1e-6, 1e-9)
+
+
+@each_backend
+@pytest.mark.parametrize("batch", [1, 37, 600])
+def test_the_losses_of_many_steps_are_those_of_each(backend, batch):
+    """[B, T] in one launch: every result has the bits of its column alone (torch adds up in another order)."""
+    steps = 3
+    draw = torch.randn(5, batch, steps, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    logp, old, kl, weight, adv = (
+        draw[0],
+        draw[0] + 2e-4 * draw[1],
+        draw[2].abs().T.contiguous().T,
+        draw[3],
+        draw[4, :, 0],
+    )
+    mask, slope = draw[1] > -0.5, column(1.0, -2.0, 0.5)
+    options = {"clip_low": 1e-4, "kl_coef": 0.2, "denominator": 7.0}
+    with serve(backend):
+        leaf, kl_leaf = logp.clone().requires_grad_(), kl.detach().requires_grad_()
+        out = policy_loss(leaf, old, adv, weight=weight, mask=mask, kl=kl_leaf, **options)
+        (out.loss * slope).sum().backward()
+        assert out.loss.shape == (steps,) and out.metrics.shape == (steps, 8)
+        assert metrics_by_name(out.metrics)["kl"].shape == (steps,)
+        for t in range(steps):
+            at = [x[:, t].contiguous() for x in (logp, old, weight, mask, kl)]
+            one = policy_loss_grad(at[0], at[1], adv, weight=at[2], mask=at[3], kl=at[4], **options)
+            error = 1e-6 if backend == "torch" else 0.0
+            assert_close(out.loss[t], one.loss, error, 0.0)
+            assert_close(out.metrics[t], one.metrics, error, 0.0)
+            assert torch.equal(leaf.grad[:, t], one.d_log_ratio * slope[t])
+            assert torch.equal(kl_leaf.grad[:, t], one.d_kl * slope[t])
 
 
 @each_backend

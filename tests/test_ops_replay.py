@@ -27,7 +27,7 @@ def test_equals_autograd(backend, guided, guard):
     adv = torch.tensor(ADVANTAGE, device=DEVICE)
     options = {"clip_low": 0.3, "kl_coef": 0.1, "weight": adv.abs(), "mask": adv < 5, "denominator": 9.0}
     with serve(backend):
-        y, old = affine_step(c.x, c.v, c.coef, c.index, noise=c.eps)
+        y, old, *_ = affine_step(c.x, c.v, c.coef, c.index, noise=c.eps)
         v, u = (0.9 * c.v).requires_grad_(), c.u.clone().requires_grad_()
         parts = {"v_ref": c.v_ref, "v_old": c.v if guard else None, "guidance": Guidance(u, 1.1) if guided else None}
         new = affine_logp(c.x, v, y, c.coef, c.index, **parts)
@@ -47,7 +47,7 @@ def test_first_update_from_the_noise_counter(backend, dtype):
     adv = torch.tensor(ADVANTAGE, device=DEVICE)
     noise = NoiseAddress(3, torch.arange(5, device=DEVICE) + 100)
     with serve(backend):
-        y, logp = affine_step(c.x, c.v, c.coef, c.index, noise=noise)
+        y, logp, *_ = affine_step(c.x, c.v, c.coef, c.index, noise=noise)
         want = replay_policy_grad(c.x, c.v, y, c.coef, c.index, logp, adv, clip_low=1e-4, weight=adv.abs())
         got = on_policy_grad(c.v, c.coef, c.index, noise, adv, weight=adv.abs())
     assert want.metrics[4] == 1.0 and want.metrics[6] == 1.0

@@ -26,7 +26,7 @@ import tyro
 import yaml
 
 from prefgrpo import __version__
-from prefgrpo.commands.launch import speaks, wait_for_first
+from prefgrpo.commands.launch import speaks, wait_for_cause, wait_for_first
 from prefgrpo.config.recipe import ConfigError, Loader, merged
 from prefgrpo.config.schema import MODEL_VALUES, Config, check, differences, leaves, load, parse
 
@@ -42,11 +42,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("prefgrpo.commands.cli:generate", "make images or clips of every prompt of a file"),
     "evaluate": ("prefgrpo.commands.cli:evaluate", "a published suite's table, or a checkpoint against its base"),
     "score": ("prefgrpo.commands.score:main", "score a folder of images or clips"),
-    "reward list": ("prefgrpo.rewards.listing:show", "every reward: what it takes, what it is, where it runs"),
+    "reward list": ("prefgrpo.rewards:show_rewards", "every reward: what it takes, what it is, where it runs"),
     "reward serve": ("prefgrpo.rewards.serve:main", "serve one reward over HTTP, from an environment of its own"),
-    "report": ("prefgrpo.commands.cli:report", "write report.html of a run, finished or not"),
+    "report": ("prefgrpo.commands.cli:report", "write report.html of a run, finished or not; of several: compare them"),
     "judge serve": ("prefgrpo.judge.serve:serve", "start judges with vLLM or SGLang, one port per model"),
-    "judge check": ("prefgrpo.judge.check:check", "test a judge: reachable, right model, known answers right"),
+    "judge check": ("prefgrpo.judge.client:main", "test a judge: reachable, right model, known answers right"),
     "judge plan": ("prefgrpo.judge.simulate:plan", "compare pair plans: calls against rank correlation"),
     "tiny": ("prefgrpo.tiny.pipelines:make", "write a tiny random pipeline of a family: prefgrpo tiny flux DIR"),
     "doctor": ("prefgrpo.commands.doctor:doctor", "what is installed, which backends really run, which GPU"),
@@ -344,16 +344,19 @@ def _read(recipe: Path | None, values: Mapping[str, Any], training: bool) -> Con
     return config
 
 
-def report(run: Path) -> int:
-    """Write report.html into a run folder.
+def report(runs: tuple[Path, ...], out: Path | None = None) -> int:
+    """Write report.html into a run folder; of several runs one page that compares them.
 
     Args:
-        run: Run folder, e.g. runs/demo.
+        runs: Run folder, e.g. runs/demo, or several; those that differ in nothing but their seed are drawn as one.
+        out: File of the comparison; none: comparison.html in the folder of the first run.
     """
-    from prefgrpo.report import write_report
+    from prefgrpo.report import write_comparison, write_report
 
+    if not runs or (out and len(runs) == 1):
+        raise ConfigError(["report: expected a run folder, or several (of which --out is the page)"])
     try:
-        print(write_report(run))
+        print(write_report(runs[0]) if len(runs) == 1 else write_comparison(runs, out or runs[0] / "comparison.html"))
     except FileNotFoundError as error:
         raise ConfigError([str(error)]) from error
     return 0
@@ -413,6 +416,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except Exception as error:
         if not isinstance(error, ConfigError) and not isinstance(error, _mendable()):  # the latter imports torch
+            wait_for_cause(error)
             raise
         wait_for_first(2)
         print(f"error: {error}", file=sys.stderr)

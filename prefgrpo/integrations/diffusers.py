@@ -117,7 +117,7 @@ class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
             if noise is None:
                 noise = randn_tensor(sample.shape, generator, sample.device, torch.float32)
             index = torch.full((sample.shape[0],), k, dtype=torch.int64, device=sample.device)
-            x_next, logp = affine_step(
+            x_next, logp, *_ = affine_step(
                 sample, model_output, schedule.coef, index, noise=noise, out_dtype=model_output.dtype
             )
             self._step_index += 1

@@ -21,7 +21,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from prefgrpo.integrations.steps import index_of, transition
-from prefgrpo.sde.rules import RULES, StepInfo
+from prefgrpo.sde.rules import sde_row
 
 logger = logging.getLogger(__name__)
 DYNAMICS = {"Flow-SDE": "flow", "Dance-SDE": "dance", "CPS": "cps", "ODE": "ode"}
@@ -35,14 +35,15 @@ def rows(dynamics: str, sigma: Tensor, sigma_next: Tensor, eta: Tensor, sigma_ma
     """
     if dynamics not in DYNAMICS:
         raise ValueError(f"dynamics_type: expected one of {', '.join(DYNAMICS)}, got '{dynamics}'")
-    step = StepInfo(sigma.double(), sigma_next.double(), eta.double(), sigma_max.double(), sigma_min=0.0)
-    zero = torch.zeros_like(step.sigma)
-    coef = torch.stack([zero + number for number in RULES[DYNAMICS[dynamics]](step)], 1)
+    sigma, sigma_next = sigma.double(), sigma_next.double()
+    row = sde_row(DYNAMICS[dynamics], sigma, sigma_next, eta.double(), sigma_max.double())
+    zero = torch.zeros_like(sigma)
+    coef = torch.stack([zero + number for number in row], 1)
     std = coef[:, 2]
     if dynamics == "CPS":
         coef[:, 3] = -1.0  # also where s = 0, as in the peer
     elif dynamics != "ODE":
-        std = std / torch.sqrt(step.sigma - step.sigma_next)
+        std = std / torch.sqrt(sigma - sigma_next)
     return coef.float(), std.float()
 
 

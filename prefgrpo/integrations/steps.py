@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from prefgrpo.ops import AffineStepMore, affine_logp, affine_step, affine_step_more
+from prefgrpo.ops import AffineStep, affine_logp, affine_step
 from prefgrpo.sde.schedule import make_schedule
 
 _HOST: Any = WeakTensorKeyDictionary()
@@ -140,7 +140,7 @@ def transition(
     out_dtype: torch.dtype | None = None,
     x0_sigma: Tensor | None = None,
     want_mean: bool = True,
-) -> AffineStepMore:
+) -> AffineStep:
     """One step with its mean: sampled from `noise` (rounded to `out_dtype`, default x's), or the scoring of a given x'.
 
     x, v: [B, …]; coef [T, 5] and index int64 [B]. x0_sigma: σ, [T] or more, read at `index`. Under grad mode μ and
@@ -149,9 +149,7 @@ def transition(
     out_dtype = out_dtype or x.dtype
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or v.requires_grad)
     if x_next is None and not needs_grad:
-        return affine_step_more(
-            x, v, coef, index, noise=noise, out_dtype=out_dtype, want_mean=want_mean, x0_sigma=x0_sigma
-        )
+        return affine_step(x, v, coef, index, noise=noise, out_dtype=out_dtype, want_mean=want_mean, x0_sigma=x0_sigma)
     of_x = needs_grad and x.requires_grad
     mean: Any = _Mean.apply(x, v, coef, index) if want_mean or x_next is None or of_x else None
     if x_next is None:
@@ -165,4 +163,4 @@ def transition(
     x0 = None
     if x0_sigma is not None:
         x0 = x - column(x0_sigma, index, x.dim()) * v.to(torch.promote_types(x.dtype, torch.float32))
-    return AffineStepMore(x_next, logp, mean, x0)
+    return AffineStep(x_next, logp, mean, x0)

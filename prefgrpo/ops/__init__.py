@@ -7,15 +7,13 @@ from prefgrpo.ops.advantage import group_advantage, winrate_advantage
 from prefgrpo.ops.affine import (
     AffineLogp,
     AffineStep,
-    AffineStepMore,
     affine_logp,
     affine_step,
-    affine_step_more,
     philox_normal,
 )
 from prefgrpo.ops.args import Guidance, NoiseAddress
 from prefgrpo.ops.backend import backend_of, use_backend
-from prefgrpo.ops.policy import METRICS, PolicyGrad, PolicyLoss, policy_loss, policy_loss_grad
+from prefgrpo.ops.policy import METRICS, PolicyGrad, PolicyLoss, metrics_by_name, policy_loss, policy_loss_grad
 from prefgrpo.ops.replay import ReplayGrad, on_policy_grad, replay_policy_grad
 from prefgrpo.ops.shaping import bradley_terry, bradley_terry_ordered, log_tame
 
@@ -23,7 +21,6 @@ __all__ = [
     "METRICS",
     "AffineLogp",
     "AffineStep",
-    "AffineStepMore",
     "Guidance",
     "NoiseAddress",
     "PolicyGrad",
@@ -31,12 +28,12 @@ __all__ = [
     "ReplayGrad",
     "affine_logp",
     "affine_step",
-    "affine_step_more",
     "backend_of",
     "bradley_terry",
     "bradley_terry_ordered",
     "group_advantage",
     "log_tame",
+    "metrics_by_name",
     "on_policy_grad",
     "philox_normal",
     "policy_loss",

@@ -23,10 +23,15 @@ from prefgrpo.ops.args import (
     Step,
     check_affine,
     check_ids,
+    check_out,
     check_step,
+    ids,
     integer,
+    rows_index,
     signed,
+    written,
 )
+from prefgrpo.ops.tokens import Tokens
 
 
 class AffineStep(NamedTuple):
@@ -36,13 +41,6 @@ class AffineStep(NamedTuple):
     """[B, …] in the storage dtype."""
     logp: Tensor
     """[B] fp32; 0 for rows without a log-prob (s = 0)."""
-
-
-class AffineStepMore(NamedTuple):
-    """Result of `affine_step_more`."""
-
-    x_next: Tensor
-    logp: Tensor
     mean: Tensor | None = None
     """[B, …] fp32 a·x + b·v, if asked for."""
     x0: Tensor | None = None
@@ -60,22 +58,30 @@ class AffineLogp(NamedTuple):
 
 
 def philox_normal(
-    seed: int, sample: Tensor, step: Tensor, numel: int, offset: int = 0, dtype: torch.dtype = torch.float32
+    seed: int,
+    sample: Tensor,
+    step: Tensor,
+    numel: int,
+    offset: int = 0,
+    dtype: torch.dtype = torch.float32,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Addressed N(0, 1) noise [B, numel]: elements offset … offset + numel − 1 of each sample's latent.
 
-    sample, step: int64 [B]. The map from (seed, sample, step, element) to a number is in docs/ops.md; every backend
-    gives the same to 1e-6. dtype: fp32, bf16, fp16 or fp64, else TypeError. Raises ValueError for ids of another dtype
-    or shape, a negative size or offset.
+    sample, step: int64 or int32 [B]. The map from (seed, sample, step, element) to a number is in docs/ops.md; every
+    backend gives the same to 1e-6. dtype: fp32, bf16, fp16 or fp64, else TypeError. out: memory for the result. Raises
+    ValueError for ids of another dtype or shape, a negative size or offset, an `out` that does not fit.
     """
-    numel, offset = integer(numel), integer(offset)
+    numel, offset, sample, step = integer(numel), integer(offset), ids(sample), ids(step)
     check_ids("sample", sample, sample.numel(), sample.device)
     check_ids("step", step, sample.numel(), sample.device)
     if numel < 0 or offset < 0:
         raise ValueError(f"numel and offset: expected 0 or more, got {numel} and {offset}")
     if dtype not in DTYPES:
         raise TypeError(f"dtype: expected fp32, bf16, fp16 or fp64, got {dtype}")
-    return library.philox_normal(Normal(signed(seed), sample, step, numel, offset, dtype))[0]
+    check_out(out, (sample.numel(), numel), dtype, sample.device)
+    return written(library.philox_normal(Normal(signed(seed), sample, step, numel, offset, dtype, out))[0], out)
 
 
 def unpack_guidance(guidance: Guidance | None) -> tuple[Tensor | None, float, bool, bool]:
@@ -87,49 +93,45 @@ def affine_step(
     x: Tensor,
     v: Tensor,
     coef: Tensor,
-    index: Tensor | None = None,
-    *,
-    noise: Tensor | NoiseAddress | None,
-    out_dtype: torch.dtype | None = None,
-    guidance: Guidance | None = None,
-) -> AffineStep:
-    """One denoising step of any rule, in one launch; no gradient.
-
-    x, v: [B, …] bf16/fp16/fp32 (fp64: in torch), any strides; results are contiguous. coef: fp32 [T, 5] rows
-    (a, b, s, w, c) with index int64 [B], or [B, 5] without. noise: ε like x, an address, or None (no noise is added).
-    out_dtype: storage dtype of x' (default x's). guidance: v is the conditional half of a pair. Raises ValueError,
-    TypeError or IndexError for what does not fit.
-    """
-    more = affine_step_more(x, v, coef, index, noise=noise, out_dtype=out_dtype, guidance=guidance)
-    return AffineStep(more.x_next, more.logp)
-
-
-def affine_step_more(
-    x: Tensor,
-    v: Tensor,
-    coef: Tensor,
-    index: Tensor | None = None,
+    index: Tensor | int | None = None,
     *,
     noise: Tensor | NoiseAddress | None,
     out_dtype: torch.dtype | None = None,
     guidance: Guidance | None = None,
     want_mean: bool = False,
     x0_sigma: Tensor | None = None,
-) -> AffineStepMore:
-    """`affine_step` with further results of the same launch.
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    divisor: float | Tensor | None = None,
+    out: Tensor | None = None,
+) -> AffineStep:
+    """One denoising step of any rule, in one launch; no gradient.
 
-    want_mean: also a·x + b·v. x0_sigma: fp32 σ, one per row of coef, read at `index`: also x − σ·v.
+    x, v: [B, …] bf16/fp16/fp32 (fp64: in torch), any strides; results are contiguous. coef: fp32 [T, 5] rows
+    (a, b, s, w, c) with index int64 or int32 [B], or one number for all samples; or [B, 5] without. noise: ε like x, an
+    address, or None (no noise is added). out_dtype: storage dtype of x' (default x's). guidance: v is the conditional
+    half of a pair. want_mean: also a·x + b·v. x0_sigma: fp32 σ, one per row of coef, read at `index`: also x − σ·v.
+    out: memory for x', which must not overlap an input. mask, cu_seqlens, divisor and an index per token: as in
+    `affine_logp`; x' is computed outside the mask too. Raises ValueError, TypeError or IndexError for what does not
+    fit.
     """
     eps, seed, sample, step, offset = None, 0, None, None, 0
+    row = rows_index(index, x.shape[0] if x.dim() else 0, x.device)
     if isinstance(noise, NoiseAddress):
-        seed, sample, offset = signed(noise.seed), noise.sample, integer(noise.offset)
-        step = index if noise.step is None else noise.step
+        seed, sample, offset = signed(noise.seed), ids(noise.sample), integer(noise.offset)
+        step = row if noise.step is None else ids(noise.step)
     else:
         eps = noise
     pair, dtype = unpack_guidance(guidance), out_dtype or x.dtype
-    a = Step(x, v, coef, index, *pair, eps, seed, sample, step, offset, dtype, want_mean, x0_sigma)
+    a = Step(x, v, coef, row, *pair, eps, seed, sample, step, offset, dtype, want_mean, x0_sigma, out)
+    if out is not None:
+        check_out(out, x.shape, dtype, x.device, x, v, eps, pair[0])
+    if mask is not None or cu_seqlens is not None or divisor is not None or (row is not None and row.dim() > 1):
+        return AffineStep(*Tokens(a, mask, cu_seqlens, divisor).step())
     check_step(a)
-    return AffineStepMore(*library.affine_step(a))
+    results = library.affine_step(a)
+    results[0] = written(results[0], out)
+    return AffineStep(*results)
 
 
 def affine_logp(
@@ -137,18 +139,30 @@ def affine_logp(
     v: Tensor,
     x_next: Tensor,
     coef: Tensor,
-    index: Tensor | None = None,
+    index: Tensor | int | None = None,
     *,
     v_ref: Tensor | None = None,
     v_old: Tensor | None = None,
     guidance: Guidance | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    divisor: float | Tensor | None = None,
 ) -> AffineLogp:
     """Log-prob (KL to `v_ref`, Guard log-ratio to `v_old`) of a stored step; shapes as in `affine_step`.
 
     The gradient flows to v, and with a guidance pair to c (= v) and u; ValueError where another input requires one:
     detach it. Nothing of size D is kept for it beyond the inputs; autograd does not notice if those of inference mode
     are overwritten before the backward. No second derivative. v_ref and v_old are velocities after guidance.
+
+    index [B, …], with the leading dimensions of x or 1: a row of its own per token, frame or element. mask: bool,
+    likewise; an element where it is False counts for nothing and gets gradient 0, whatever it holds. cu_seqlens: int32
+    or int64 [B + 1], 0 … N: x is [N, …], sample i its tokens cu_seqlens[i] … cu_seqlens[i + 1] − 1; index is then [B],
+    or per token. divisor: what the sums over a sample are divided by, a number or [B]; default the number of its
+    unmasked elements. 1 gives the sums themselves; with the size of the whole latent the results of its slices add up.
     """
-    a = Replay(x, v, x_next, coef, index, *unpack_guidance(guidance), v_ref, v_old)
+    row = rows_index(index, x.shape[0] if x.dim() else 0, x.device)
+    a = Replay(x, v, x_next, coef, row, *unpack_guidance(guidance), v_ref, v_old)
+    if mask is not None or cu_seqlens is not None or divisor is not None or (row is not None and row.dim() > 1):
+        return AffineLogp(*Tokens(a, mask, cu_seqlens, divisor).logp())
     check_affine(a, x_next=x_next, v_ref=v_ref, v_old=v_old)
     return AffineLogp(*library.affine_logp(a))

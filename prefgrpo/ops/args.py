@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,9 +29,9 @@ class NoiseAddress(NamedTuple):
     seed: int
     """64-bit key of the run."""
     sample: Tensor
-    """int64 [B], unique per sample over the run."""
+    """int64 or int32 [B], unique per sample over the run."""
     step: Tensor | None = None
-    """int64 [B]; None: the row index of the coefficient table."""
+    """Likewise [B]; None: the row index of the coefficient table."""
     offset: int = 0
     """Global index of the latent's first element, for slices of a larger latent."""
 
@@ -67,9 +67,13 @@ class Normal(NamedTuple):
     numel: int
     offset: int
     dtype: torch.dtype
+    out: Tensor | None = None
+    """The caller's memory for the noise; like that of Step and Replay no argument of the custom op."""
 
     def results(self) -> Results:
         """Noise [B, numel]."""
+        if self.out is not None:
+            return [self.out]
         return [torch.empty(self.sample.shape[0], self.numel, dtype=self.dtype, device=self.sample.device)]
 
 
@@ -96,12 +100,15 @@ class Step(NamedTuple):
     out_dtype: torch.dtype
     want_mean: bool
     sigma: Tensor | None
+    out: Tensor | None = None
+    """The caller's memory for x'."""
 
     def results(self) -> Results:
         """x', logp, mean, x0."""
+        out = _full(self.x, self.out_dtype) if self.out is None else self.out
         mean = _full(self.x, torch.float32) if self.want_mean else None
         x0 = None if self.sigma is None else _full(self.x, self.out_dtype)
-        return [_full(self.x, self.out_dtype), _column(self.x), mean, x0]
+        return [out, _column(self.x), mean, x0]
 
 
 class Replay(NamedTuple):
@@ -122,6 +129,8 @@ class Replay(NamedTuple):
     """[B] upstream gradient of logp, as the next two of KL and Guard log-ratio; only affine_grad takes them."""
     g_kl: Tensor | None = None
     g_guard: Tensor | None = None
+    out: Tensor | None = None
+    """The caller's memory for dv."""
 
     def results(self) -> Results:
         """logp, kl, Guard log-ratio, [B] each."""
@@ -129,11 +138,12 @@ class Replay(NamedTuple):
 
     def gradients(self) -> Results:
         """dv (dc of a guidance pair) and du, in the dtypes of v and u."""
-        return [_full(self.x, self.v.dtype), None if self.uncond is None else _full(self.x, self.uncond.dtype)]
+        dv = _full(self.x, self.v.dtype) if self.out is None else self.out
+        return [dv, None if self.uncond is None else _full(self.x, self.uncond.dtype)]
 
 
 class Policy(NamedTuple):
-    """policy_loss; tensors are [B]."""
+    """policy_loss; tensors are [B], or [B, T] for T losses."""
 
     logp: Tensor
     logp_old: Tensor
@@ -149,13 +159,14 @@ class Policy(NamedTuple):
     denominator: float | None = None
 
     def results(self) -> Results:
-        """loss, metrics [8], d loss/d log-ratio [B], d loss/d kl [B]."""
-        like = self.logp.float()
+        """loss [T], metrics [T, 8], d loss/d log-ratio [B, T], d loss/d kl [B, T]; without T where logp is [B]."""
+        losses = self.logp.shape[1:]
+        like = self.logp.float().contiguous()
         return [
-            like.new_empty(()),
-            like.new_empty(8),
+            like.new_empty(losses),
+            like.new_empty((*losses, 8)),
             torch.empty_like(like),
-            None if self.kl is None else _column(like),
+            None if self.kl is None else torch.empty_like(like),
         ]
 
 
@@ -244,16 +255,58 @@ def check_clips(low: float, high: float, adv_clip: float, kl_coef: float, denomi
         raise ValueError(f"denominator: expected more than 0, got {denominator}")
 
 
+def rows_index(index: Tensor | int | None, batch: int, device: torch.device) -> Tensor | None:
+    """int64 rows of a coefficient table: of all samples where `index` is one number."""
+    if index is None or isinstance(index, Tensor):
+        return index if index is None or index.dtype != torch.int32 else index.long()
+    return torch.full((batch,), integer(index), dtype=torch.int64, device=device)
+
+
+def ids(t: Tensor) -> Tensor:
+    """int32 as int64; anything else as it is, for `check_ids` to judge."""
+    return t.long() if t.dtype == torch.int32 else t
+
+
+def check_out(out: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *read: Any) -> None:
+    """Raise ValueError unless `out` is None or memory for such a result that is none of the tensors `read`."""
+    if out is None:
+        return
+    if out.shape != torch.Size(shape) or out.dtype != dtype or out.device != device:
+        raise ValueError(
+            f"out: expected {dtype} {list(shape)} on {device}, got {out.dtype} {list(out.shape)} on {out.device}"
+        )
+    if not out.is_contiguous():
+        raise ValueError(f"out: expected contiguous memory, got strides {list(out.stride())}")
+    if any(t is out for t in read) or out.requires_grad:
+        raise ValueError("out: expected a tensor that requires no gradient and is no input")
+
+
+def written(result: Tensor, out: Tensor | None) -> Tensor:
+    """`result` in `out`, where the backend could not write it there itself."""
+    return result if out is None or result is out else out.copy_(result)
+
+
 def check_ids(name: str, t: Tensor, batch: int, device: torch.device) -> None:
-    """Raise unless `t` is int64 [batch] on `device`."""
+    """Raise unless `t` is int64 (`ids` of the caller's) [batch] on `device`."""
     if t.dtype != torch.int64 or t.shape != (batch,):
-        raise ValueError(f"{name}: expected int64 [{batch}], got {t.dtype} {list(t.shape)}")
+        raise ValueError(f"{name}: expected int64 or int32 [{batch}], got {t.dtype} {list(t.shape)}")
     if t.device != device:
         raise ValueError(f"{name}: is on {t.device}, expected {device}")
 
 
 def check_affine(a: Affine, **like: Tensor | None) -> None:
     """Raise ValueError or TypeError, saying what was expected, unless the inputs of an affine op fit together."""
+    check_latents(a, **like)
+    if a.row is not None:
+        check_ids("index", a.row, a.x.shape[0], a.x.device)
+    elif a.coef.shape[0] != a.x.shape[0]:
+        raise ValueError(
+            f"coef rows: expected [{len(a.x)}, 5], got {list(a.coef.shape)}; pass an index [B] into a [T, 5] table"
+        )
+
+
+def check_latents(a: Affine, **like: Tensor | None) -> None:
+    """`check_affine` but for how many rows there are."""
     x, coef = a.x, a.coef
     if not x.dim():
         raise ValueError("x: expected [B, …], got a 0-d tensor")
@@ -275,12 +328,6 @@ def check_affine(a: Affine, **like: Tensor | None) -> None:
         raise ValueError(f"coef: expected fp32 [T, 5], got {coef.dtype} {list(coef.shape)}")
     if coef.device != device:
         raise ValueError(f"coef: is on {coef.device}, but x is on {device}; move it once, outside the loop")
-    if a.row is not None:
-        check_ids("index", a.row, shape[0], device)
-    elif coef.shape[0] != shape[0]:
-        raise ValueError(
-            f"coef rows: expected [{len(x)}, 5], got {list(coef.shape)}; pass an int64 index [B] into a [T, 5] table"
-        )
 
 
 def check_step(a: Step) -> None:

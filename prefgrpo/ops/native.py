@@ -139,7 +139,7 @@ def affine_grad(a: args.Replay) -> Results:
     if _too_wide(a):
         return plain.affine_grad(a)
     if (guided := _guided(a)) is not a:
-        (inner, _), results = affine_grad(guided), a.gradients()
+        (inner, _), results = affine_grad(guided._replace(out=None)), a.gradients()
         _guide(a, inner, *results)
         return results
     head, _alive = _head(a)
@@ -154,7 +154,7 @@ def policy_loss(a: args.Policy) -> Results:
     """`Policy.results`."""
     read, results = _contiguous(a.logp, a.logp_old, a.advantage, a.weight, a.mask, a.kl, a.log_ratio), a.results()
     numbers = (a.clip_low, a.clip_high, a.adv_clip, a.kl_coef, a.denominator or 0.0)
-    _launch(_C.policy, a.logp, a.logp.numel(), *map(_ptr, read), *numbers, *map(_ptr, results))
+    _launch(_C.policy, a.logp, len(a.logp), results[0].numel(), *map(_ptr, read), *numbers, *map(_ptr, results))
     return results
 
 

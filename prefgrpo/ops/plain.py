@@ -21,7 +21,7 @@ group_advantage, winrate_advantage = reference.group_advantage, reference.winrat
 
 def philox_normal(a: args.Normal) -> Results:
     """`Normal.results`."""
-    return [reference.philox_normal(*a).contiguous()]
+    return [reference.philox_normal(*a[:6]).contiguous()]
 
 
 def _written(values: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]) -> Results:

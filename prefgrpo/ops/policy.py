@@ -32,9 +32,9 @@ class PolicyLoss(NamedTuple):
     """Result of `policy_loss`."""
 
     loss: Tensor
-    """Scalar fp32, differentiable in logp, log_ratio and kl."""
+    """fp32 scalar, or [T] of logp [B, T]; differentiable in logp, log_ratio and kl."""
     metrics: Tensor
-    """fp32 [8] in the order of `METRICS`, over the unmasked samples; no gradient."""
+    """fp32 [8] in the order of `METRICS`, or [T, 8], over the unmasked samples; no gradient."""
 
 
 class PolicyGrad(NamedTuple):
@@ -43,9 +43,14 @@ class PolicyGrad(NamedTuple):
     loss: Tensor
     metrics: Tensor
     d_log_ratio: Tensor
-    """[B] d loss/d logp (or d log_ratio)."""
+    """[B], or [B, T]: d loss/d logp (or d log_ratio)."""
     d_kl: Tensor | None
-    """[B] d loss/d kl."""
+    """Likewise d loss/d kl."""
+
+
+def metrics_by_name(metrics: Tensor) -> dict[str, Tensor]:
+    """{name: value, or [T] values} of `PolicyLoss.metrics`, still on the device."""
+    return dict(zip(METRICS, metrics.unbind(-1), strict=True))
 
 
 def policy_loss(
@@ -65,9 +70,10 @@ def policy_loss(
 ) -> PolicyLoss:
     """Clipped-ratio loss over B samples with its metrics, in one launch; all tensors [B] fp32 (fp64 is cast).
 
+    logp [B, T] gives T losses, each over its B samples, in the same launch; the others are [B, T], or [B] for all T.
     weight: factor per sample on the policy term (GRPO-Guard: 1/|Δ|). mask: bool, False = left out. kl: per-sample
     KL, added as kl_coef·kl. log_ratio: replaces logp − logp_old (Guard). denominator: default the unmasked count.
-    A NaN in an unmasked sample makes the loss NaN. Raises ValueError or TypeError for tensors that do not fit, for a
+    A NaN in an unmasked sample makes its loss NaN. Raises ValueError or TypeError for tensors that do not fit, for a
     clip that is negative or NaN, and where an input other than logp, log_ratio and kl requires a gradient.
     """
     high = clip_low if clip_high is None else clip_high
@@ -94,11 +100,14 @@ def policy_loss_grad(
 def _checked(a: Policy) -> Policy:
     """`a`, with advantage and weight in fp32; raises as `policy_loss` does."""
     shape, device = a.logp.shape, a.logp.device
-    if len(shape) != 1:
-        raise ValueError(f"logp: expected [B], got {list(shape)}")
+    if len(shape) not in (1, 2) or 0 in shape[1:]:
+        raise ValueError(f"logp: expected [B] or [B, T], got {list(shape)}")
     for name, t in zip(a._fields, a, strict=True):
         if not isinstance(t, Tensor):
             continue
+        if len(shape) == 2 and t.shape == shape[:1]:
+            t = t[:, None].expand(shape)
+            a = Policy(**(a._asdict() | {name: t}))
         if t.shape != shape or t.device != device:
             raise ValueError(f"{name}: expected {list(shape)} on {device}, got {list(t.shape)} on {t.device}")
         wanted = torch.bool if name == "mask" else torch.float32

@@ -77,10 +77,14 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def mean_d(t: Tensor) -> Tensor:
-    """Mean over all but the batch dimension, [B]; one reduction per sample, so that no batch size changes its order."""
-    if t.shape[0] == 0:
-        return t.new_zeros(0)
-    return torch.stack([sample.mean() for sample in t.flatten(1).unbind(0)])
+    """Mean over all but the batch dimension, [B]; one reduction per sample, so that no batch size changes its order.
+
+    More than 256 are tokens (`ops.tokens`), in one reduction.
+    """
+    t = t.reshape(t.shape[0], -1 if t.numel() else 0)
+    if 0 < t.shape[0] <= 256:
+        return torch.stack([sample.mean() for sample in t.unbind(0)])
+    return t.mean(1)
 
 
 def guided(cond: Tensor, uncond: Tensor, scale: float, from_cond: bool, rescale: bool) -> Tensor:
@@ -193,35 +197,39 @@ def guided_grad(
 
 # ---- policy loss ----
 def policy_loss(a: Policy) -> tuple[Tensor, Tensor]:
-    """(loss, metrics [8] in the order of `ops.METRICS`); loss is differentiable in logp, log_ratio and kl."""
+    """(loss [T], metrics [T, 8] in the order of `ops.METRICS`), without T where logp is [B].
+
+    The loss is differentiable in logp, log_ratio and kl.
+    """
     zero, (keep, delta, ratio, plain, clipped) = torch.zeros_like(a.logp), _terms(a)
     per_sample = torch.maximum(plain, clipped)
     if a.weight is not None:
         per_sample = per_sample * a.weight
     kl_term = zero if a.kl is None else torch.where(keep, a.kl, zero)
-    count = keep.sum().clamp_min(1).to(ratio.dtype)
-    total = torch.where(keep, per_sample + a.kl_coef * kl_term, zero).sum()
+    count = keep.sum(0).clamp_min(1).to(ratio.dtype)
+    total = torch.where(keep, per_sample + a.kl_coef * kl_term, zero).sum(0)
     loss = total / (count if a.denominator is None else a.denominator)
     with torch.no_grad():
         above, below = (ratio > 1.0 + a.clip_high) & keep, (ratio < 1.0 - a.clip_low) & keep
-        edge = torch.full_like(ratio[:1] if ratio.numel() else ratio.new_zeros(1), torch.inf)
+        edge = ratio.new_full((1, *ratio.shape[1:]), torch.inf)
         metrics = torch.stack(
             [
-                0.5 * delta.square().sum() / count,
-                (above | below).sum() / count,
-                above.sum() / count,
-                below.sum() / count,
-                torch.cat([torch.where(keep, ratio, torch.inf), edge]).min(),
-                torch.where(keep, ratio, zero).sum() / count,
-                torch.cat([torch.where(keep, ratio, -torch.inf), -edge]).max(),
-                kl_term.sum() / count,
-            ]
+                0.5 * delta.square().sum(0) / count,
+                (above | below).sum(0) / count,
+                above.sum(0) / count,
+                below.sum(0) / count,
+                torch.cat([torch.where(keep, ratio, torch.inf), edge]).amin(0),
+                torch.where(keep, ratio, zero).sum(0) / count,
+                torch.cat([torch.where(keep, ratio, -torch.inf), -edge]).amax(0),
+                kl_term.sum(0) / count,
+            ],
+            dim=-1,
         )
     return loss, metrics
 
 
 def _terms(a: Policy) -> tuple[Tensor, ...]:
-    """Which samples count, log-ratio, ratio r, −A r and −A clip(r), [B] each."""
+    """Which samples count, log-ratio, ratio r, −A r and −A clip(r), like logp each."""
     keep = torch.ones_like(a.logp, dtype=torch.bool) if a.mask is None else a.mask
     zero = torch.zeros_like(a.logp)
     delta = torch.where(keep, a.logp - a.logp_old if a.log_ratio is None else a.log_ratio, zero)
@@ -231,10 +239,10 @@ def _terms(a: Policy) -> tuple[Tensor, ...]:
 
 
 def policy_grad(a: Policy) -> tuple[Tensor, Tensor | None]:
-    """(∂ loss / ∂ log-ratio, ∂ loss / ∂ kl) of `policy_loss`, [B]: −A r where it is not clipped."""
+    """(∂ loss / ∂ log-ratio, ∂ loss / ∂ kl) of `policy_loss`, like logp: −A r where it is not clipped."""
     keep, _, _, plain, clipped = _terms(a)
     kept = keep.to(plain.dtype)
-    scale = kept / (kept.sum().clamp_min(1) if a.denominator is None else a.denominator)
+    scale = kept / (kept.sum(0).clamp_min(1) if a.denominator is None else a.denominator)
     d_delta = torch.where(keep & ~(plain < clipped), plain, 0.0) * scale
     if a.weight is not None:
         d_delta = torch.where(keep, d_delta * a.weight, 0.0)

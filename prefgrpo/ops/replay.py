@@ -14,7 +14,17 @@ from torch import Tensor
 
 from prefgrpo.ops import library
 from prefgrpo.ops.affine import affine_logp, affine_step, unpack_guidance
-from prefgrpo.ops.args import Guidance, NoiseAddress, Replay, check_affine, check_clips, rows_of
+from prefgrpo.ops.args import (
+    Guidance,
+    NoiseAddress,
+    Replay,
+    check_affine,
+    check_clips,
+    check_out,
+    rows_index,
+    rows_of,
+    written,
+)
 from prefgrpo.ops.policy import policy_loss_grad
 
 
@@ -38,45 +48,51 @@ def replay_policy_grad(
     v: Tensor,
     x_next: Tensor,
     coef: Tensor,
-    index: Tensor | None,
+    index: Tensor | int | None,
     logp_old: Tensor,
     advantage: Tensor,
     *,
     v_ref: Tensor | None = None,
     v_old: Tensor | None = None,
     guidance: Guidance | None = None,
+    out: Tensor | None = None,
     **loss: Any,
 ) -> ReplayGrad:
     """(loss, dv, metrics) of a replayed step; then `v.backward(dv)` trains the model.
 
     Arguments as in `affine_logp`; `loss`: the options of `policy_loss`, of which clip_low is required. v_ref turns the
-    KL term on, v_old GRPO-Guard's log-ratio.
+    KL term on, v_old GRPO-Guard's log-ratio. out: memory for dv, which must not overlap an input.
     """
+    check_out(out, v.shape, v.dtype, v.device, x, v, x_next, v_ref, v_old)
+    index = rows_index(index, len(x), x.device)
     with torch.no_grad():
         new = affine_logp(x, v, x_next, coef, index, v_ref=v_ref, v_old=v_old, guidance=guidance)
-        out = policy_loss_grad(new.logp, logp_old, advantage, kl=new.kl, log_ratio=new.log_ratio, **loss)
-        g_logp, g_guard = (out.d_log_ratio, None) if v_old is None else (None, out.d_log_ratio)
-        a = Replay(x, v, x_next, coef, index, *unpack_guidance(guidance), v_ref, v_old, g_logp, out.d_kl, g_guard)
+        p = policy_loss_grad(new.logp, logp_old, advantage, kl=new.kl, log_ratio=new.log_ratio, **loss)
+        g_logp, g_guard = (p.d_log_ratio, None) if v_old is None else (None, p.d_log_ratio)
+        a = Replay(x, v, x_next, coef, index, *unpack_guidance(guidance), v_ref, v_old, g_logp, p.d_kl, g_guard, out)
         dv, du = library.affine_grad(a)
-    return ReplayGrad(out.loss, dv, out.metrics, du, new.logp)
+    return ReplayGrad(p.loss, written(dv, out), p.metrics, du, new.logp)
 
 
 def on_policy_grad(
     like: Tensor,
     coef: Tensor,
-    index: Tensor | None,
+    index: Tensor | int | None,
     noise: NoiseAddress,
     advantage: Tensor,
     *,
     adv_clip: float = 5.0,
     weight: Tensor | None = None,
     denominator: float | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """dv [B, …] of the first, on-policy update (ratio 1), rebuilt from the noise counter alone.
 
     On policy x' − a·x − b·v is s·ε, so that dv = A·2·w·b·s / (D·denominator)·ε and neither x, v nor x' is read. Exact
-    for latents stored in fp32; rounded storage differs by its rounding. like: any tensor of v's shape and dtype.
+    for latents stored in fp32; rounded storage differs by its rounding. like: any tensor of v's shape and dtype, which
+    is not read. out: memory for the result.
     """
+    index = rows_index(index, len(like), like.device)
     a = Replay(like, like, like, coef, index, *unpack_guidance(None), None, None)
     check_affine(a)
     check_clips(0.0, 0.0, adv_clip, 0.0, denominator)
@@ -93,4 +109,4 @@ def on_policy_grad(
     scale[:, 2] = factor
     zero = like.new_zeros(1, *like.shape[1:]).expand(like.shape)  # one sample of zeros, read by all
     step = noise.step if noise.step is not None else index
-    return affine_step(zero, zero, scale, noise=noise._replace(step=step), out_dtype=like.dtype).x_next
+    return affine_step(zero, zero, scale, noise=noise._replace(step=step), out_dtype=like.dtype, out=out).x_next

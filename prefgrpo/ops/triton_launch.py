@@ -41,7 +41,8 @@ def _words(seed: int) -> tuple[int, int]:
 @_on_its_device
 def philox_normal(a: args.Normal) -> Results:
     """`Normal.results`."""
-    (out,) = a._replace(dtype=torch.float32).results()
+    out = a.out if a.dtype == torch.float32 else None
+    (out,) = a._replace(dtype=torch.float32, out=out).results()
     if out.numel():
         noise.normal_kernel[(out.shape[0] * triton.cdiv(a.numel, BLOCK),)](
             out, a.sample.contiguous(), a.step.contiguous(), a.numel, a.offset, *_words(a.seed), BLOCK,
@@ -154,7 +155,7 @@ def affine_grad(a: args.Replay) -> Results:
     if not a.x.numel():
         return results
     if (guided := _guided(a)) is not a:
-        _guide(a, affine_grad(guided)[0], *results)
+        _guide(a, affine_grad(guided._replace(out=None))[0], *results)
         return results
     read, strides, coef, index = _inputs(a, a.x_next, a.v_ref, a.v_old)
     upstream = [coef if g is None else g.float().contiguous() for g in (a.g_logp, a.g_kl, a.g_guard)]
@@ -170,12 +171,13 @@ def affine_grad(a: args.Replay) -> Results:
 @_on_its_device
 def policy_loss(a: args.Policy) -> Results:
     """`Policy.results`."""
-    batch, results = a.logp.numel(), a.results()
-    mask = None if a.mask is None else a.mask.view(torch.uint8)
+    batch, results = len(a.logp), a.results()
+    mask = None if a.mask is None else a.mask.contiguous().view(torch.uint8)
     read = (a.logp, a.logp_old, a.advantage, a.weight, mask, a.kl, a.log_ratio)
-    small.policy_kernel[(1,)](
+    steps = results[0].numel()
+    small.policy_kernel[(steps,)](
         *(a.logp if t is None else t.contiguous() for t in read), *(a.logp if t is None else t for t in results),
-        batch, a.clip_low, a.clip_high, a.adv_clip, a.kl_coef, a.denominator or 0.0,
+        batch, steps, a.clip_low, a.clip_high, a.adv_clip, a.kl_coef, a.denominator or 0.0,
         *(t is not None for t in (a.weight, a.mask, a.kl, a.log_ratio, a.denominator)),
         max(16, triton.next_power_of_2(batch)), **_EXACT,
     )  # fmt: skip

@@ -32,7 +32,16 @@ class StepInfo(NamedTuple):
     """Last value of the schedule."""
 
 
-Row = tuple[Number, Number, Number, Number, Number]
+class Row(NamedTuple):
+    """Coefficients of one step: x' = a·x + b·v + s·ε and logp = w · mean_D (x' − a·x − b·v)² + c."""
+
+    a: Number
+    b: Number
+    s: Number
+    w: Number
+    c: Number
+
+
 Rule = Callable[[StepInfo], Row]
 
 
@@ -57,7 +66,7 @@ def _gaussian(a: Number, b: Number, s: Number) -> Row:
     noisy = s != 0.0
     safe = _where(noisy, s, 1.0)
     c = -_log(safe) - 0.5 * math.log(2.0 * math.pi)
-    return a, b, s, _where(noisy, -1.0 / (2.0 * safe * safe), 0.0), _where(noisy, c, 0.0)
+    return Row(a, b, s, _where(noisy, -1.0 / (2.0 * safe * safe), 0.0), _where(noisy, c, 0.0))
 
 
 def _flow_with_std(i: StepInfo, st: Number) -> Row:
@@ -70,7 +79,7 @@ def _flow_with_std(i: StepInfo, st: Number) -> Row:
 
 def ode(i: StepInfo) -> Row:
     """Euler step of the probability-flow ODE; it has no log-prob."""
-    return 1.0, i.sigma_next - i.sigma, 0.0, 0.0, 0.0
+    return Row(1.0, i.sigma_next - i.sigma, 0.0, 0.0, 0.0)
 
 
 def flow(i: StepInfo) -> Row:
@@ -98,7 +107,7 @@ def cps_normalised(i: StepInfo) -> Row:
 def cps(i: StepInfo) -> Row:
     """`cps_normalised` with the published log-prob, which drops the variance (w = −1, c = 0)."""
     a, b, st, _, _ = cps_normalised(i)
-    return a, b, st, _where(st != 0.0, -1.0, 0.0), 0.0
+    return Row(a, b, st, _where(st != 0.0, -1.0, 0.0), 0.0)
 
 
 def _preserving(i: StepInfo, st: Number) -> Row:
@@ -129,6 +138,30 @@ RULES: dict[str, Rule] = {
     "wan": wan,
     "ode": ode,
 }
+
+
+def sde_row(
+    rule: str,
+    sigma: Number,
+    sigma_next: Number,
+    eta: Number = 0.0,
+    sigma_max: Number | None = None,
+    sigma_min: Number = 0.0,
+) -> Row:
+    """Coefficients of the step σ → σ' by a rule of `RULES`: of numbers, or element by element of fp64 tensors.
+
+    eta: the rule's η. sigma_max, sigma_min: the schedule's second and last σ; the second is σ' in the only step where
+    other rules than `wan` read it, the first. Raises ValueError for an unknown rule, and for numbers (tensors are not
+    read) that do not fall within [0, 1] or an η out of range.
+    """
+    if rule not in RULES:
+        raise ValueError(f"unknown step rule '{rule}': expected one of {', '.join(RULES)}")
+    if rule == "wan" and sigma_max is None:
+        raise ValueError("the rule 'wan' needs sigma_max, the second σ of the schedule")
+    info = StepInfo(sigma, sigma_next, eta, sigma_next if sigma_max is None else sigma_max, sigma_min)
+    if not any(isinstance(n, Tensor) for n in info):
+        check(info, rule)
+    return RULES[rule](info)
 
 
 def check(info: StepInfo, rule: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from prefgrpo.sde.rules import RULES, StepInfo, check
+from prefgrpo.sde.rules import RULES, sde_row
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,12 @@ def make_schedule(
     if chosen and not 0 <= chosen[0] <= chosen[-1] < total:
         raise ValueError(f"sde_steps must lie in 0 … {total - 1} for {total} steps, got {list(chosen)}")
     values = [float(s) for s in sigmas]
-    rows = []
-    for k in range(total):
-        name = rule if k in chosen else "ode"
-        info = StepInfo(values[k], values[k + 1], eta, sigma_max=values[1], sigma_min=values[-1])
-        check(info, name)
-        rows.append(RULES[name](info))
+    rows = [
+        sde_row(rule if k in chosen else "ode", values[k], values[k + 1], eta, values[1], values[-1])
+        for k in range(total)
+    ]
     coef = torch.tensor(rows, dtype=torch.float64).to(torch.float32)
-    random = tuple(k for k in chosen if rows[k][2] > 0.0)
+    random = tuple(k for k in chosen if rows[k].s > 0.0)
     return Schedule(
         sigmas, coef, random, sigmas[:-1] if times is None else times, random if trained is None else trained
     )
