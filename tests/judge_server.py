@@ -36,7 +36,6 @@ class JudgeServer:
     root = ""
     listing = ""
     key = ""
-    logprob: Any = math.nan
     answer: Callable[[list[float], str], str | dict[str, float]] | None = None
     """(brightness of each picture, all text of the request) -> the answer's text, or {first token: probability}."""
 
@@ -196,7 +195,7 @@ class JudgeServer:
                 good = self._says(0.0, ("cat", "dog"))
             case "nan":
                 for top in choice["logprobs"]["content"][0]["top_logprobs"]:
-                    top["logprob"] = self.logprob
+                    top["logprob"] = math.nan
             case "not_json":
                 return web.Response(body=json.dumps(good)[:40], content_type="application/json")
             case "html":

@@ -1,4 +1,4 @@
-"""Builds a tiny random Qwen3-VL or Qwen2.5-VL judge folder from the real classes (no download, no torchvision)."""
+"""A tiny random Qwen3-VL or Qwen2.5-VL judge of the real classes with the demo judge's tokenizer, and stock answers."""
 
 from __future__ import annotations
 
@@ -6,56 +6,18 @@ from pathlib import Path
 
 import torch
 import transformers as T
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-SPECIAL = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-]
-CORPUS = ["Which image is better? Answer with the image number only.", "Caption: a red circle", "Image 1", "Image 2"]
-CHAT = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}"
-    "{% else %}{% for c in m['content'] %}{% if c['type'] == 'image' or 'image_url' in c %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in c %}{{ c['text'] }}{% endif %}{% endfor %}"
-    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+import prefgrpo
 
-
-def _tokenizer() -> T.PreTrainedTokenizerFast:
-    bpe = Tokenizer(models.BPE())
-    bpe.normalizer = normalizers.NFC()
-    parts = [pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(parts)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, show_progress=False, initial_alphabet=alphabet)
-    bpe.train_from_iterator(CORPUS * 20, trainer)
-    bpe.add_special_tokens(SPECIAL)
-    return T.PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=SPECIAL,
-        model_max_length=8192,
-        chat_template=CHAT,
-    )
+TOKENIZER = Path(prefgrpo.__file__).parent / "tiny" / "assets" / "judge"
 
 
 def build(kind: str, folder: Path, seed: int = 0) -> str:
     """Save a random `kind` ('qwen3' | 'qwen25') judge into `folder`; returns its path."""
     torch.manual_seed(seed)
-    tokenizer = _tokenizer()
-    ids = {s: tokenizer.convert_tokens_to_ids(s) for s in SPECIAL}
+    tokenizer = T.AutoTokenizer.from_pretrained(TOKENIZER)
+    ids = {s: tokenizer.convert_tokens_to_ids(s) for s in tokenizer.all_special_tokens}
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 6, 6] if kind == "qwen25" else [6, 5, 5]}
     text = {
         "vocab_size": -(-len(tokenizer) // 64) * 64,
@@ -97,3 +59,17 @@ def build(kind: str, folder: Path, seed: int = 0) -> str:
     tokenizer.save_pretrained(folder)
     processor.save_pretrained(folder)
     return str(folder)
+
+
+def stock(model, tokenizer, processor, turns, images) -> torch.Tensor:
+    """Probabilities [vocabulary] of the token after a conversation, by transformers' own forward on all of it."""
+    how = {"continue_final_message": True} if turns[-1]["role"] == "assistant" else {"add_generation_prompt": True}
+    text = tokenizer.apply_chat_template(turns, tokenize=False, **how)
+    inputs = processor(images=[m.pil for m in images], return_tensors="pt")
+    merge = model.config.vision_config.spatial_merge_size**2
+    pads = ["<|image_pad|>" * int(g.prod() // merge) for g in inputs["image_grid_thw"]] + [""]
+    text = "".join(a + b for a, b in zip(text.split("<|image_pad|>"), pads, strict=True))
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+    kinds = (ids["input_ids"] == model.config.image_token_id).int()
+    with torch.no_grad():
+        return model(**ids, **inputs, mm_token_type_ids=kinds).logits[0, -1].double().softmax(-1)

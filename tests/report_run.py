@@ -59,6 +59,43 @@ def shown(folder, name, step):
     (folder / "eval" / f"{name}_prompts.json").write_text(json.dumps(prompts))
 
 
+def outcomes(folder, name, step):
+    """Who won each image of an evaluation (every kept one, and as many of the same prompts that were not kept), and
+    the judge's answers: won, lost, tied and without a verdict in turn; of the lost ones the orders disagree."""
+    chosen, out = SPLITS[name][::2], []
+    for k in range(2 * len(chosen)):
+        after_first, before_first = ((0.9, 0.2), (0.4, 0.45), (0.5, 0.5), (None, 0.3))[k % 4]
+        win = (1.0, 0.0, 0.5, 1.0)[k % 4]
+        answers = [
+            {"judge": "vlm_pairwise", "first": first, "p_first": p, "raw": f"answer {k} {first}",
+             "reason": "" if p is not None else "timed out"}
+            for first, p in (("after", after_first), ("before", before_first))
+        ]  # fmt: skip
+        row = {"prompt": k // 2, "wins": {"judge": win, "scenes": (0.5, 1.0, 0.0)[k % 3]}}
+        out.append(row | ({"answers": answers} if k % 2 == 0 else {}))
+    (folder / "eval" / f"{name}_{step:06d}.json").write_text(json.dumps(out))
+
+
+def judgements(folder, step, size=8):
+    """The log of every comparison of the first two groups of a step (counted from 0 there), both orders."""
+    with (folder / "judgements.jsonl").open("a") as file:
+        for n in range(2):
+            for first in range(size):
+                for second in range(size):
+                    if first != second:
+                        line = {
+                            "step": step - 1,
+                            "reward": "vlm_pairwise",
+                            "group": 40 + n,
+                            "first": first,
+                            "second": second,
+                        }
+                        line |= {"p_first": (1 + first) / (2 + first + second), "reason": "", "latency_s": 0.1}
+                        line |= {"retries": 0, "parts": {}, "raw": f"<A> {n} {first} {second}"}
+                        line |= {"prompt": caption(SPLITS["train"][n])}
+                        file.write(json.dumps(line) + "\n")
+
+
 def groups(folder, step, k=2, size=8, missing=True):
     """`k` judged groups of `size` scenes, with verdicts that follow a hidden quality, one pair of them missing."""
     (folder / "groups").mkdir(exist_ok=True)
@@ -97,4 +134,6 @@ def make_run(folder, steps=80, every=20, planned=None):
         groups(folder, step)
     if planned is None:
         shown(folder, "test", steps)
+        outcomes(folder, "test", steps)
+    judgements(folder, every)
     return folder

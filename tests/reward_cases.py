@@ -1,10 +1,119 @@
-"""Every reward of the registry, ready to run: the parts that their engineers keep, as one table."""
+"""Every reward of the registry as the registry test runs it: those without a checkpoint, and the CLIP family's.
 
-import reward_cases_clip
-import reward_cases_own
-import reward_cases_serve
-import reward_cases_vlm
-from reward_case import Case
+tiny_rewards.py makes checkpoints; reward_cases_vlm.py and reward_cases_own.py have the rewards that ask a judge and
+those with an environment of their own.
+"""
 
-PARTS = (reward_cases_serve, reward_cases_clip, reward_cases_vlm, reward_cases_own)
-CASES: dict[str, Case] = {name: case for part in PARTS for name, case in getattr(part, "CASES", {}).items()}
+import atexit
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from judge_server import JudgeServer
+from PIL import Image, ImageDraw, ImageFont
+from tiny_rewards import MAKERS
+
+from prefgrpo.data.media import Media
+from prefgrpo.rewards.base import Sample
+from prefgrpo.tiny import scenes
+
+GRID = 'Two cats, a 1x2 grid. Warm light. [LEFT]: a cat that says "hi." [RIGHT]: another cat sleeps.'
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to make a reward without downloads, and what to score with it."""
+
+    options: Callable[[Path], dict[str, Any]]
+    """Its options, after a tiny checkpoint was made in the folder (or a server started)."""
+    samples: Callable[[], list[Sample]]
+    """What it scores."""
+    group: bool = False
+    """Whether the samples are one prompt's group."""
+    needs: str = ""
+    """Library that some Pythons lack; without it the case is skipped."""
+
+
+def nothing(_: Path) -> dict[str, Any]:
+    return {}
+
+
+def judged(_: Path) -> dict[str, Any]:
+    """A judge that prefers the brighter picture."""
+    server = JudgeServer()
+    atexit.register(server.__exit__)
+    return {"judge": {"endpoints": [server.__enter__().url]}}
+
+
+def noise() -> list[Sample]:
+    """Pictures of different detail."""
+    rng = np.random.default_rng(0)
+    return [Sample("a picture", Media(rng.integers(0, 2**k, (48, 48, 3), np.uint8))) for k in (2, 5, 8)]
+
+
+def drawn() -> list[Sample]:
+    """One right caption, one wrong."""
+    combos = [scenes.COMBOS[0], scenes.COMBOS[-1]]
+    images = scenes.render([combos[0], combos[0]], torch.Generator().manual_seed(0))
+    pixels = (images * 255).round().byte().permute(0, 2, 3, 1).numpy()
+    return [Sample(scenes.caption(c), Media(p)) for c, p in zip(combos, pixels, strict=True)]
+
+
+def sign(text: str) -> np.ndarray:
+    image = Image.new("RGB", (288, 224), "white")
+    ImageDraw.Draw(image).text((16, 16), text, fill="black", font=ImageFont.load_default(40))
+    return np.asarray(image)
+
+
+def signs() -> list[Sample]:
+    """The text that the prompt quotes, other text, and a prompt that quotes nothing."""
+    prompts = ['a sign "Tea Room"', 'a sign "Harbour"', "a sign"]
+    return [Sample(p, Media(sign("TEA ROOM"))) for p in prompts]
+
+
+def signs_in_clips() -> list[Sample]:
+    return [Sample(s.prompt, Media(np.stack([s.media.pixels] * 3))) for s in signs()]
+
+
+def group() -> list[Sample]:
+    """One prompt's pictures, from dark to bright."""
+    return [Sample("a bright day", Media(np.full((32, 32, 3), level, np.uint8))) for level in (40, 120, 200)]
+
+
+def picture(seed: int, high: int = 40, wide: int = 56) -> Media:
+    """A smooth picture, so that resizing keeps what tells it from others."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (high // 8, wide // 8, 3), np.uint8)
+    return Media(coarse.repeat(8, 0).repeat(8, 1))
+
+
+def pictures() -> list[Sample]:
+    """Two pictures of one prompt, one of another."""
+    return [Sample(p, picture(k)) for k, p in enumerate(["a red cat", "a red cat", "two dogs on a hill"])]
+
+
+def edits() -> list[Sample]:
+    """Two edits of one source, one of two sources."""
+    source = (picture(8),)
+    more = Sample("add both", picture(2), (picture(8), picture(9)))
+    return [Sample("add a hat", picture(0), source), Sample("add a hat", picture(1), source), more]
+
+
+def grids() -> list[Sample]:
+    """Two grids, and a prompt without one."""
+    return [Sample(GRID, picture(k)) for k in range(2)] + [Sample("a 1920x1080 photo", picture(2))]
+
+
+SAMPLES = {"image_similarity": edits, "subfig_clipT": grids, "subfig_clipI": grids, "subfig_dreamsim": grids}
+
+
+CASES = {
+    "jpeg_compressibility": Case(nothing, noise),
+    "jpeg_incompressibility": Case(nothing, noise),
+    "scenes": Case(nothing, drawn),
+    "ocr": Case(nothing, signs, needs="rapidocr_onnxruntime"),
+    "video_ocr": Case(nothing, signs_in_clips, needs="rapidocr_onnxruntime"),
+    "vlm_pairwise": Case(judged, group, group=True),
+} | {name: Case(lambda folder, name=name: MAKERS[name](folder / name), SAMPLES.get(name, pictures)) for name in MAKERS}

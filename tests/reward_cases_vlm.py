@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from judge_server import JudgeServer
-from reward_case import Case
+from reward_cases import Case
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import Sample

@@ -19,7 +19,7 @@ from tiny_run import collect, settings, world
 from prefgrpo.config.schema import ConfigError, JudgeConfig, RewardConfig, from_dict
 from prefgrpo.judge.client import HttpJudge
 from prefgrpo.rewards.base import GroupScores, PointwiseReward, Score
-from prefgrpo.rewards.unifiedreward_pairs import UnifiedRewardFlex
+from prefgrpo.rewards.pairwise import UnifiedRewardFlex
 from prefgrpo.rewards.vlm import EditImageQuality
 from prefgrpo.run.advantage import CombineError, advantages, part_table
 from prefgrpo.run.judging import specs

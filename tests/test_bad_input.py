@@ -5,18 +5,15 @@ that exists is overwritten, the message says what was expected, what came and wh
 exit code is 2 (mend it and start) or 3 (stopped, resume it), and training that had begun can go on from where it was.
 """
 
-import contextlib
 import json
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from judge_server import JudgeServer, free_port
 from safetensors.torch import load_file, save_file
+from test_judge_faults import process
 from tiny_run import Hold, attempt, merged, recipe, rows, start, train, tree, world
 
 from prefgrpo.rewards.base import PointwiseReward, Score
@@ -54,23 +51,15 @@ HERE = f"{__name__}."
 
 # ---- before anything runs -----------------------------------------------------------------------------------------
 
-FILES = {
-    "missing": (None, "prompts: prompts file not found: "),
-    "blank": (b"\n  \n\t\n", "holds no prompt: every line is blank"),
-    "latin-1": (b"a cat\nun caf\xe9\nb\n", "1 line(s) are not valid UTF-8 (line 2); re-save the file as UTF-8"),
-}
-
 
 @pytest.mark.parametrize("field", ["data", "eval"])
-@pytest.mark.parametrize("case", FILES)
-def test_prompt_files(place, tmp_path, capsys, case, field):
-    content, message = FILES[case]
-    if content is not None:
-        (tmp_path / "p.txt").write_bytes(content)
-    name = f"file_{field}_{case}"
-    file = recipe(place, name, **{field: {"prompts": str(tmp_path / "p.txt")}})
+def test_prompt_files(place, tmp_path, capsys, field):
+    """What else is refused: test_data.py."""
+    (tmp_path / "p.txt").write_bytes(b"a cat\nun caf\xe9\nb\n")
+    file = recipe(place, f"file_{field}", **{field: {"prompts": str(tmp_path / "p.txt")}})
+    message = "1 line(s) are not valid UTF-8 (line 2); re-save the file as UTF-8"
     refused(attempt(capsys, "train", file), str(tmp_path / "p.txt"), message)
-    assert untouched(place / "runs" / name), "the run folder stays empty, the name is free"
+    assert untouched(place / "runs" / f"file_{field}"), "the run folder stays empty, the name is free"
 
 
 VLM = "reward: {spec: vlm_pairwise}, judge: "
@@ -189,27 +178,6 @@ def test_rewards_that_are_not_numbers(place):
     assert (place / "runs" / "broken" / "checkpoints" / "step_000000" / "lora").is_dir()
 
 
-HARD = [
-    "{prompt} {0} %s $HOME `ls`",
-    "she said \"no\" \\n \\u0041 'x'",
-    "家 🐈‍⬛ ñ 𝕏",
-    "<|image_pad|> </s> [INST]",
-    "w " * 4000,
-]
-
-
-def test_prompts_that_break_templates_reach_the_judge_as_they_are(place):
-    (place / "hard.txt").write_text("\n".join(HARD) + "\n", encoding="utf-8")
-    with JudgeServer() as server:
-        over = judged(server.url, data={"prompts": str(place / "hard.txt")}, rollout={"prompts_per_step": 5})
-        code, output = train(recipe(place, "hard", **merged(over, {"train": {"steps": 1}})))
-    assert code == 0, output
-    told = [json.dumps(r["messages"][0], ensure_ascii=False) for r in server.requests]
-    for prompt in HARD:
-        assert any(json.dumps(prompt.strip(), ensure_ascii=False)[1:-1] in t for t in told), prompt[:40]
-    assert rows(place / "runs" / "hard")[0]["judge/failures"] == 0
-
-
 # ---- the judge ----------------------------------------------------------------------------------------------------
 
 
@@ -221,24 +189,20 @@ def judged(url, **over):
 
 
 def test_no_judge_at_the_start(place, capsys):
-    file = recipe(place, "down", **judged(f"http://127.0.0.1:{free_port()}"))
-    refused(
-        attempt(capsys, "train", file), "the judge cannot be used", "not reachable", "prefgrpo judge serve", "endpoints"
-    )
-    assert untouched(place / "runs" / "down")
-
-
-def test_a_model_that_the_judge_does_not_serve(place, capsys):
-    with JudgeServer() as server:
-        result = attempt(capsys, "train", recipe(place, "model", **judged(server.url, judge={"model": "brightjudge"})))
-    refused(result, "serves bright-judge, not 'brightjudge'", "did you mean 'bright-judge'?")
-
-
-@pytest.mark.parametrize("fault", ["garbage", "no_logprobs", "400", "not_json"])
-def test_a_judge_that_gives_no_verdict_is_found_at_the_start(place, capsys, fault):
-    with JudgeServer(fault) as server:
-        result = attempt(capsys, "train", recipe(place, f"mute_{fault}", **judged(server.url)))
-    refused(result, "gave no verdict on a probe pair", "that the template suits the model")
+    """What else the check finds: test_judge_faults.py."""
+    with JudgeServer("garbage") as mute:
+        for url, *messages in (
+            (
+                f"http://127.0.0.1:{free_port()}",
+                "the judge cannot be used",
+                "not reachable",
+                "judge serve",
+                "endpoints",
+            ),
+            (mute.url, "gave no verdict on a probe pair", "that the template suits the model"),
+        ):
+            refused(attempt(capsys, "train", recipe(place, "down", **judged(url))), *messages)
+            assert untouched(place / "runs" / "down")
 
 
 @pytest.fixture(scope="module")
@@ -253,30 +217,16 @@ def steady(place):
 AFTER_FIRST_STEP = Hold("prefgrpo.run.trainer:TrainingLoop._report")
 
 
-@contextlib.contextmanager
-def judge_process(port, delay=0.0):
-    """A judge that can be killed."""
-    file = Path(__file__).with_name("judge_server.py")
-    command = [sys.executable, str(file), "--port", str(port), "--delay", str(delay)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert "serving" in process.stdout.readline()
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
 def test_a_judge_that_dies_in_a_step_and_comes_back_loses_nothing(place, steady):
     port, folder = free_port(), place / "runs" / "back"
     over = judged(f"http://127.0.0.1:{port}", judge={"deadline_s": 60.0})
-    with judge_process(port, delay=0.05) as judge:
+    with process(port, "--delay", "0.05") as judge:
         run = start(["train", str(recipe(place, "back", **over))], place / "back.log", hold=AFTER_FIRST_STEP)
         run.until_held()
         judge.kill()
         judge.wait()
     run.release()
-    with judge_process(port):
+    with process(port):
         assert run.wait() == 0, run.output
     assert rows(folder) == steady
     assert sum(r["judge/failures"] for r in rows(folder)) == 0
@@ -285,7 +235,7 @@ def test_a_judge_that_dies_in_a_step_and_comes_back_loses_nothing(place, steady)
 def test_a_judge_that_is_gone_for_good_stops_the_run_which_goes_on_when_it_is_back(place, steady):
     port, folder = free_port(), place / "runs" / "gone"
     file = recipe(place, "gone", **judged(f"http://127.0.0.1:{port}"))
-    with judge_process(port, delay=0.02) as judge:
+    with process(port, "--delay", "0.02") as judge:
         run = start(["train", str(file)], place / "gone.log", hold=AFTER_FIRST_STEP)
         run.until_held()
         judge.kill()
@@ -298,7 +248,7 @@ def test_a_judge_that_is_gone_for_good_stops_the_run_which_goes_on_when_it_is_ba
     before = tree(folder)
     refused(train(file, "--resume"), "the judge cannot be used")
     assert tree(folder) == before, "a resume that cannot start touches nothing"
-    with judge_process(port):
+    with process(port):
         code, output = train(file, "--resume")
     assert code == 0, output
     assert rows(folder) == steady
@@ -319,34 +269,20 @@ def test_a_few_garbage_answers_are_left_out_and_counted(place):
     assert sum(bool(r) for r in reasons) == 3 and any("neither label" in r for r in reasons)
 
 
-@pytest.mark.parametrize("fault", ["garbage", "nan", "no_choices"])
-def test_garbage_alone_stops_the_run_with_its_reason(place, fault):
+@pytest.mark.parametrize("fault", ["garbage", "hang"])
+def test_a_judge_that_says_nothing_any_more_stops_the_run_with_its_reason(place, fault):
+    """hang: it accepts requests and never answers, the hardest kind of death to notice."""
     folder = place / "runs" / f"all_{fault}"
     with JudgeServer(delay_s=0.02) as server:
-        run = start(
-            ["train", str(recipe(place, f"all_{fault}", **judged(server.url)))],
-            place / "all.log",
-            hold=AFTER_FIRST_STEP,
-        )
+        file = recipe(place, f"all_{fault}", **judged(server.url, judge={"timeout_s": 1.0, "deadline_s": 2.0}))
+        run = start(["train", str(file)], place / "all.log", hold=AFTER_FIRST_STEP)
         run.until_held()
         server.count, server.fault = -1, fault
         run.release()
         assert run.wait() == 3, run.output
     assert "of the rewards are missing, more than judge.max_missing = 10%. Reasons: " in run.output
+    assert any(reason in run.output for reason in ("neither label", "step's deadline", "did not answer"))
     assert list((folder / "checkpoints").glob("step_*")) and (folder / "report.html").is_file()
-
-
-def test_a_judge_that_stalls_costs_one_deadline(place):
-    """It accepts requests and never answers: the hardest kind of death to notice."""
-    over = judged("", judge={"timeout_s": 1.0, "deadline_s": 2.0})
-    with JudgeServer(delay_s=0.02) as server:
-        over["judge"]["endpoints"] = [server.url]
-        run = start(["train", str(recipe(place, "stall", **over))], place / "stall.log", hold=AFTER_FIRST_STEP)
-        run.until_held()
-        server.count, server.fault = -1, "hang"
-        run.release()
-        assert run.wait() == 3, run.output
-    assert "step's deadline" in run.output or "did not answer" in run.output
 
 
 def test_evaluation_survives_a_judge_that_is_gone(place):

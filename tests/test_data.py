@@ -32,34 +32,47 @@ def test_files_as_people_have_them(tmp_path):
     assert [p.id for p in found] == [0, 1, 2]
     file.write_text("one\u2028still one\x0cstill one\n", encoding="utf-8")
     assert len(read_prompts(file)) == 1, "a prompt ends at a line break of the file, not at a Unicode separator"
-    file.write_text("x" * 100_000, encoding="utf-8")
-    assert len(read_prompts(str(file))[0].text) == 100_000
 
 
-BAD = [
-    (b"", "p.txt holds no prompt: every line is blank"),
-    (b"\n \n\t\r\n", "holds no prompt"),
-    (b"\xef\xbb\xbf\n", "holds no prompt"),
-    (b"fine\ncaf\xe9\nfine too\n\xff\n", r"2 line\(s\) are not valid UTF-8 \(line 2, 4\); re-save"),
-    (b"\xff\n" * 50, r"50 line\(s\).*line 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 …"),
-    ("zwei\n".encode("utf-16"), "not valid UTF-8"),
-]
+DEEP = b"[" * 10**5 + b"]" * 10**5
+REFUSED = [
+    ("p.txt", b"", ["p.txt holds no prompt: every line is blank"]),
+    ("p.txt", b"\n \n\t\r\n", ["holds no prompt"]),
+    ("p.txt", b"\xef\xbb\xbf\n", ["holds no prompt"]),
+    ("p.txt", b"fine\ncaf\xe9\nfine too\n\xff\n", ["2 line(s) are not valid UTF-8 (line 2, 4); re-save"]),
+    ("p.txt", b"\xff\n" * 50, ["50 line(s)", "line 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 …"]),
+    ("p.txt", "zwei\n".encode("utf-16"), ["not valid UTF-8"]),
+    ("p.json", b"[]", ["expected a file that ends in .txt, .csv, .tsv, .jsonl, .parquet"]),
+    ("p.xlsx", b"[]", ["expected a file that ends in .txt, .csv, .tsv, .jsonl, .parquet"]),
+    ("p.csv", b"a,b\n1,2", ["no prompt column; expected one of instruction, prompt,", "got ['a', 'b']"]),
+    ("p.csv", b"index,prompt\n1,fine\n2,", ["line 3: no prompt"]),
+    ("p.csv", b"id;prompt\n1;a cat; asleep", ["line 2: 3 cells, but 2 columns; a cell with ';' needs quotes"]),
+    ("p.csv", b"prompt,id,prompt\na,1,b", ["column prompt is there twice"]),
+    ("p.csv", b'index,prompt\n0,a dog, a cat and a bird\n\n1,fine\n2,\n3,"two\nlines"\n4,"never closed\n5,x', [
+        "3 line(s) cannot be used", "line 2: 3 cells, but 2 columns", "line 5: no prompt",
+        "line 8: unexpected end of data (is a quote not closed?)",
+    ]),
+    ("p.jsonl", b'{"prompt": "fine"}\n{oops\n[1]\n{"prompt": "  "}\n{"caption": "fine too"}\n{"prompt": 3}', [
+        "4 line(s) cannot be used", "line 2: not JSON", "line 3: expected an object, got list", "line 4: no prompt",
+        "line 6: no prompt",
+    ]),
+    ("p.jsonl", b'{"prompt": "deep", "x": %s}\n{"prompt": "\\ud800"}\n{"n": %s}' % (DEEP, b"9" * 5000), ["3 line"]),
+    ("p.parquet", b"nothing", ["is no parquet file that can be read"]),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("content", "message"), BAD)
-def test_text_that_cannot_be_used(tmp_path, content, message):
-    (tmp_path / "p.txt").write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        read_prompts(tmp_path / "p.txt")
+@pytest.mark.parametrize(("name", "content", "messages"), REFUSED, ids=range(len(REFUSED)))
+def test_a_file_that_cannot_be_used_is_refused_with_all_its_lines(tmp_path, name, content, messages):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read_prompts(tmp_path / name)
+    assert all(message in str(caught.value) for message in messages), caught.value
 
 
-def test_files_that_are_none(tmp_path):
+def test_a_file_that_is_none(tmp_path):
     for path in (tmp_path, tmp_path / "none.txt"):
         with pytest.raises(DataError, match=rf"prompts file not found: {path}; expected a txt, csv"):
             read_prompts(path)
-    for name in ("p.json", "p.xlsx"):
-        with pytest.raises(DataError, match=r"expected a file that ends in \.txt, \.csv, \.tsv, \.jsonl, \.parquet"):
-            read_prompts(written(tmp_path / name, ["[]"]))
 
 
 def test_csv_with_a_prompt_column(tmp_path):
@@ -73,10 +86,6 @@ def test_csv_with_a_prompt_column(tmp_path):
     assert [(p.id, p.text, p.meta["index"]) for p in found] == [(0, 'two "pandas",\nin suits', "7"), (1, "家 🐈", "8")]
     assert found[0].meta["sub_dims_en"] == '{"a": 1}'
     assert [p.meta["index"] for p in read_prompts(tmp_path / "p.csv", unique=False)] == ["7", "8", "9"]
-    with pytest.raises(DataError, match=r"no prompt column; expected one of instruction, prompt,.* got \['a', 'b'\]"):
-        read_prompts(written(tmp_path / "q.csv", ["a,b", "1,2"]))
-    with pytest.raises(DataError, match=r"line 3: no prompt"):
-        read_prompts(written(tmp_path / "q.csv", ["index,prompt", "1,fine", "2,"]))
 
 
 def test_a_prompt_of_a_megabyte_in_any_format(tmp_path):
@@ -92,10 +101,6 @@ def test_tables_as_spreadsheets_write_them(tmp_path):
         rows = [f"id{mark}prompt", f"1{mark}a cat, asleep", f'2{mark}"two{mark} ""dogs"""']
         found = read_prompts(written(tmp_path / name, rows))
         assert [(p.text, p.meta) for p in found] == [("a cat, asleep", {"id": "1"}), (f'two{mark} "dogs"', {"id": "2"})]
-    with pytest.raises(DataError, match=r"line 2: 3 cells, but 2 columns; a cell with ';' needs quotes"):
-        read_prompts(written(tmp_path / "q.csv", ["id;prompt", "1;a cat; asleep"]))
-    with pytest.raises(DataError, match="column prompt is there twice"):
-        read_prompts(written(tmp_path / "q.csv", ["prompt,id,prompt", "a,1,b"]))
 
 
 def test_jsonl_keeps_the_rest_as_metadata(tmp_path):
@@ -105,16 +110,6 @@ def test_jsonl_keeps_the_rest_as_metadata(tmp_path):
     assert [p.text for p in found] == ["two cups", "a comic"]
     assert found[0].meta == {k: v for k, v in geneval.items() if k != "prompt"}
     assert found[1].meta["criteria"] == {"Identity": ["x"]} and not found[1].source and found[1].images() == ()
-
-
-def test_every_bad_line_is_told_with_its_number(tmp_path):
-    lines = [{"prompt": "fine"}, "{oops", "[1]", {"prompt": "  "}, {"caption": "fine too"}, {"prompt": 3}]
-    with pytest.raises(DataError) as caught:
-        read_prompts(written(tmp_path / "p.jsonl", lines))
-    message = str(caught.value)
-    assert "4 line(s) cannot be used" in message
-    for part in ("line 2: not JSON", "line 3: expected an object, got list", "line 4: no prompt", "line 6: no prompt"):
-        assert part in message
 
 
 def test_edits_have_their_sources(tmp_path):
@@ -174,17 +169,7 @@ def test_a_source_is_what_a_viewer_shows(tmp_path):
     assert upright.size == (10, 20) and grey.getpixel((0, 0)) == (128, 128, 128)
 
 
-def test_no_line_is_lost_or_cut_short_in_silence(tmp_path):
-    text = 'index,prompt\n0,a dog, a cat and a bird\n\n1,fine\n2,\n3,"two\nlines"\n4,"never closed\n5,x'
-    with pytest.raises(DataError) as caught:
-        read_prompts(written(tmp_path / "p.csv", [text]))
-    message = str(caught.value)
-    assert "3 line(s) cannot be used" in message and "line 2: 3 cells, but 2 columns" in message
-    assert "line 5: no prompt" in message and "line 8: unexpected end of data (is a quote not closed?)" in message
-    deep = '{"prompt": "deep", "x": ' + "[" * 10**5 + "]" * 10**5 + "}"
-    odd = [deep, '{"prompt": "\\ud800"}', '{"n": ' + "9" * 5000 + "}"]
-    with pytest.raises(DataError, match="3 line"):
-        read_prompts(written(tmp_path / "p.jsonl", odd))
+def test_sizes_are_whole_numbers(tmp_path):
     sizes = written(tmp_path / "s.jsonl", ["", {"prompt": "a"}, {"prompt": "b", "height": 9, "width": "x"}])
     with pytest.raises(DataError, match=r"line 3, 'b': expected whole numbers above 0 .*, got \['9', 'x'\]"):
         read_prompts(sizes)[1].size()
@@ -197,9 +182,6 @@ def test_parquet(tmp_path):
     parquet.write_table(pyarrow.table({"prompt": ["a cat", "a dog"], "n": [1, 2]}), tmp_path / "p.parquet")
     found = [(p.text, p.meta) for p in read_prompts(tmp_path / "p.parquet")]
     assert found == [("a cat", {"n": 1}), ("a dog", {"n": 2})]
-    (tmp_path / "q.parquet").write_bytes(b"nothing")
-    with pytest.raises(DataError, match="is no parquet file that can be read"):
-        read_prompts(tmp_path / "q.parquet")
 
 
 def test_parquet_without_pyarrow(tmp_path, monkeypatch):

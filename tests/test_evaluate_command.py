@@ -13,7 +13,7 @@ import yaml
 from judge_server import JudgeServer
 from tiny_run import PROMPTS, attempt, ranks, rows, settings, train, tree, world
 
-from prefgrpo.commands.evaluate import FEW, verdict
+from prefgrpo.run.evaluate import FEW, verdict
 
 
 class Indifferent(JudgeServer):

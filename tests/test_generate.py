@@ -120,32 +120,24 @@ def small_shards():
     embeddings.PER_SHARD = 3
 
 
-def test_a_killed_preprocess_goes_on(place):
-    cache = place / "killed"
-    file = written(place, "killed", data={"cache": str(cache)})
-    hold = Hold("prefgrpo.rollout.embeddings:Shards.write", call=2)
+@pytest.mark.parametrize(("number", "call", "kept"), [(signal.SIGKILL, 2, 6), (signal.SIGINT, 1, 3)])
+def test_a_preprocess_that_was_killed_or_interrupted_goes_on(place, number, call, kept):
+    """A shard is held back while it is written; SIGINT lets it be finished."""
+    cache = place / f"stopped_{call}"
+    file = written(place, f"stopped_{call}", data={"cache": str(cache)})
+    hold = Hold("prefgrpo.rollout.embeddings:Shards.write", call=call)
     run = start(["preprocess", str(file)], file.with_suffix(".log"), small_shards, hold)
     run.until_held()
-    run.kill()
+    os.kill(run.process.pid, number)
+    code = run.wait()
+    assert number == signal.SIGKILL or (code == 130 and run.output.endswith("interrupted\n")), run.output
+    assert "Traceback" not in run.output
     (cache / ".x.partial").write_bytes(b"half a shard")
     before = held(cache)
-    assert len({key.partition(".")[0] for key in before}) == 6
+    assert len({key.partition(".")[0] for key in before}) == kept
     code, output = command("preprocess", file)
-    assert code == 0 and "4 texts and sources encoded now" in output
+    assert code == 0 and f"{10 - kept} texts and sources encoded now" in output
     assert same({k: v for k, v in held(cache).items() if k in before}, before)
-
-
-def test_an_interrupted_preprocess_keeps_what_it_has(place):
-    cache = place / "interrupted"
-    file = written(place, "interrupted", data={"cache": str(cache)})
-    hold = Hold("prefgrpo.rollout.embeddings:Shards.write")
-    run = start(["preprocess", str(file)], file.with_suffix(".log"), small_shards, hold)
-    run.until_held()
-    os.kill(run.process.pid, signal.SIGINT)
-    assert run.wait() == 130 and "Traceback" not in run.output and run.output.endswith("interrupted\n")
-    there = {key.partition(".")[0] for key in held(cache)}
-    assert len(there) == 3
-    assert "7 texts and sources encoded now" in command("preprocess", file)[1]
 
 
 def test_edit_sources_are_encoded_once_per_image(place):

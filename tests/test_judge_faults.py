@@ -254,12 +254,15 @@ def test_a_server_killed_in_the_middle_of_a_group_and_restarted_loses_nothing():
 
 def test_servers_that_are_dead_and_come_back():
     port = free_port()
-    missing(ask(judge(f"http://127.0.0.1:{port}", concurrency=4), 50), "no server was reachable for 2 s (http://127")
+    gone = judge(f"http://127.0.0.1:{port}", concurrency=4)
+    for _ in range(2):  # while it is waited for, and at once afterwards
+        missing(ask(gone, 50), "no server was reachable for 2 s (http://127")
     with JudgeServer() as other:
         j = judge(f"http://127.0.0.1:{port}", other.url, concurrency=2)
         assert all(right(j)) and [bool(e.problem) for e in check(j.config).endpoints] == [True, False]
         with JudgeServer(port=port, delay_s=0.01) as back:
             until(lambda: all(right(j)) and back.requests)
+            until(lambda: all(right(gone)))
 
 
 def test_a_process_that_ends_with_requests_in_flight_ends_quietly():

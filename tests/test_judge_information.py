@@ -17,7 +17,7 @@ from judge_server import MODEL, JudgeServer, text_of
 from tiny_run import merged, ranks, recipe, rows, train, world
 
 from prefgrpo.config.schema import JudgeConfig
-from prefgrpo.judge import check as command
+from prefgrpo.judge import client
 from prefgrpo.judge.client import check
 from prefgrpo.judge.information import Alarm, evidence, without_information
 from prefgrpo.judge.plans import get_plan
@@ -172,7 +172,7 @@ FAULTS = {
 def test_a_working_judge_knows_the_answers(template, capsys):
     assert {"compare", "compare_video", "caption_match", "think", "flex", "edit_pairwise"} <= set(pair_templates())
     with Server(template, lambda wins, rng: wins) as server:
-        assert command.check((server.url,), template=template, bias_pairs=0) == 0
+        assert client.main((server.url,), template=template, bias_pairs=0) == 0
     assert "known answers: 16 of 16 right" in capsys.readouterr().out
 
 
@@ -180,7 +180,7 @@ def test_a_working_judge_knows_the_answers(template, capsys):
 @pytest.mark.parametrize("template", ["compare", "flex"])
 def test_judge_check_fails_by_name(template, fault):
     with Server(template, FAULTS[fault]) as server, pytest.raises(JudgeError, match=fault):
-        command.check((server.url,), template=template, bias_pairs=0)
+        client.main((server.url,), template=template, bias_pairs=0)
 
 
 def test_a_bad_server_of_two_is_named_and_a_template_of_ones_own_is_warned_about(tmp_path, capsys):
@@ -193,7 +193,7 @@ def test_a_bad_server_of_two_is_named_and_a_template_of_ones_own_is_warned_about
         file.write_text(
             "user: '{prompt} {media_1} {media_2} which has more cats?'\nprefill: 'Image '\nlabels: ['1', '2']\n"
         )
-        assert command.check((bad.url,), template=str(file), bias_pairs=0) == 1
+        assert client.main((bad.url,), template=str(file), bias_pairs=0) == 1
         assert "WARNING" in capsys.readouterr().out
         bad.answer = lambda bright, text: {"Yes": 0.9, "No": 0.1}
         assert check(JudgeConfig((bad.url,), template="consistency"), known=True).known == "", "no comparison"

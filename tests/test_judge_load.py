@@ -109,14 +109,14 @@ class LoadedServer(JudgeServer):
 @pytest.fixture
 def clock(monkeypatch):
     """The judge's loop on a clock of its own, which `time.monotonic` shows too."""
-    found, old = Clock(), dict(loop._threads)
+    found = Clock()
 
     def new_loop() -> asyncio.SelectorEventLoop:
         made = asyncio.SelectorEventLoop(found)
         made.time = lambda: found.now
         return made
 
-    loop._threads.clear()
+    monkeypatch.setattr(loop, "_threads", {})
     with monkeypatch.context() as patched:
         patched.setattr(asyncio, "new_event_loop", new_loop)
         thread = loop.loop_thread()
@@ -124,8 +124,6 @@ def clock(monkeypatch):
     yield found
     found.runs = False
     thread.close()
-    loop._threads.clear()
-    loop._threads.update(old)
 
 
 def picture(group: int, member: int) -> Media:

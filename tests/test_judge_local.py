@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from judge_tiny import build
+from judge_tiny import build, stock
 
 from prefgrpo.data.media import Media
 from prefgrpo.judge.local import LocalJudge
@@ -36,18 +35,9 @@ def _media(sizes, seed=0):
 def _stock(judge, prompt, first, second, source=()):
     """P(first) of the stock forward on one pair."""
     turns = judge.template.messages(prompt, len(source))
-    text = judge.tokenizer.apply_chat_template(turns, tokenize=False, continue_final_message=True)
-    inputs = judge.processor(images=[m.pil for m in (*source, first, second)], return_tensors="pt")
-    merge = judge.model.config.vision_config.spatial_merge_size**2
-    pieces = text.split("<|image_pad|>")
-    pads = ["<|image_pad|>" * int(g.prod() // merge) for g in inputs["image_grid_thw"]] + [""]
-    text = "".join(a + b for a, b in zip(pieces, pads, strict=True))
-    ids = judge.tokenizer(text, add_special_tokens=False, return_tensors="pt")
-    kinds = (ids["input_ids"] == judge.pad).int()
-    with torch.no_grad():
-        logits = judge.model(**ids, **inputs, mm_token_type_ids=kinds).logits[0, -1].double()
-    one, two = (logits[_spellings(judge, label)].logsumexp(0) for label in judge.template.labels)
-    return float(torch.sigmoid(one - two))
+    p = stock(judge.model, judge.tokenizer, judge.processor, turns, [*source, first, second])
+    one, two = (float(p[_spellings(judge, label)].sum()) for label in judge.template.labels)
+    return one / (one + two)
 
 
 def _spellings(judge, label):

@@ -245,16 +245,6 @@ def test_sglang_gets_the_flags_of_its_documentation(vllm):
     assert cpu["--device"] == "cpu" and "--mem-fraction-static" not in cpu
 
 
-def test_presets_are_the_sizes_that_were_published():
-    for kind, family, sizes in (
-        ("", "2.0", "2b 4b 8b 32b"), ("-think", "Think", "2b 4b 8b 32b"), ("-flex", "Flex", "8b"),
-        ("-edit", "Edit", "2b 4b 8b 32b"),
-    ):  # fmt: skip
-        for size in sizes.split():
-            assert PRESETS[f"unifiedreward{kind}-{size}"].model == f"CodeGoat24/UnifiedReward-{family}-qwen3vl-{size}"
-        assert PRESETS[f"unifiedreward{kind}"] == PRESETS[f"unifiedreward{kind}-8b"]
-
-
 def test_several_models_get_ports_names_and_their_share_of_the_memory(vllm):
     base = config(vllm, port=80)
     a, b = for_models(("unifiedreward-flex", "mine=paco-reward"), (), base)

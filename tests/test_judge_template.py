@@ -1,26 +1,32 @@
-"""Templates, and verdicts from the log-probabilities of their labels.
+"""Templates, verdicts from the log-probabilities of their labels, and any payload of a server.
 
 Cases: prompts that look like markers, JSON or format strings (they must arrive untouched); lists of tokens that lack a
-label, whose verdict the exact softmax bounds. Answers in words: test_judge_answers.py.
+label, whose verdict the exact softmax bounds; arbitrary JSON at an arbitrary place of a good chat completion, cut
+anywhere, which must neither crash the client nor be a verdict by accident. Answers in words: test_judge_answers.py.
 """
 
 import json
 import math
+from contextlib import suppress
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from judge_server import completion
 
 from prefgrpo.judge import answers
 from prefgrpo.judge.body import chat_body
+from prefgrpo.judge.http import first_choice, read
+from prefgrpo.judge.send import message_of
 from prefgrpo.judge.template import PAIR_ANSWERS, SOURCE, load_template, shipped
-from prefgrpo.judge.verdict import JudgeError, soft_verdict
+from prefgrpo.judge.verdict import Answer, JudgeError, two_label_softmax
 
 TEXTS = ("prompt", "criterion", "rows", "columns", "checkpoints")
 MEDIA = ("source", "media_1", "media_2")
 KINDS = (*PAIR_ANSWERS, "scores", "json", "marks", "text")
 
+ONE = "user: '{prompt}{media_1}'\nanswer: text"
 NASTY = ["{media_1}", 'a "quoted" {prompt} {0} {', "🙂 \\u0041 \n\t\x00", "%s %(x)s", "x" * 1_000_000]
 
 
@@ -58,7 +64,7 @@ def test_rubric_and_caption_come_before_the_media(name):
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("user: '{prompt} {media_1}'\nlabels: [a, b]", "{media_2} once"),
+        ("user: '{prompt} media {media_1}'\nlabels: [a, b]", "{media_2} once"),
         ("user: '{prompt} {media_1} {media_2} {media_1}'", "{media_1} once in 'user', found it 2 times"),
         ("user: '{prompt} {media_2} {media_1}'\nlabels: [a, b]", "before"),
         ("user: '{prompt} {media_1} {media_2} {word}'", "nothing fills in {word}"),
@@ -68,15 +74,26 @@ def test_rubric_and_caption_come_before_the_media(name):
         ("user: '{prompt} {media_1} {media_2}'\nanswer: loud", "soft, plain, think, flex"),
         ("user: '{prompt} {media_1} {media_2}'\nprefil: x", "prefil"),
         ("user: '{prompt} {media_1} {media_2}'\ntimeout_s: 0", "positive seconds, got 0"),
+        (ONE.replace("{prompt}", "{prompt}{source}{source}"), "{source} once"),
+        (ONE.replace("text", "scores\nscores: {a: [1, 5]}"), "pattern"),
+        (ONE.replace("text", "json"), "needs scores"),
+        (ONE.replace("text", "json\nscores: {a: [5, 1]}"), "low, high"),
+        (ONE.replace("text", "json\nscores: {a: [x, 1]}"), "could not convert"),
+        (ONE + "\nmax_tokens: [1]", "int"),
+        (ONE + "\n3: 4", "unknown key"),
         ("user: [", "not valid YAML"),
         ("- a", "mapping"),
+        (ONE.replace("{media_1}", "{media_1}{media_2}"), "soft, plain, think, flex, edit, got 'text'"),
     ],
 )
 def test_a_bad_template_is_refused_by_name(tmp_path, text, complaint):
     path = tmp_path / "t.yaml"
     path.write_text(text)
     with pytest.raises(JudgeError, match=complaint):
-        load_template(str(path))
+        load_template(str(path), *((("prompt", "media_1"), ("source",), KINDS) if text.count("media") == 1 else ()))
+
+
+def test_a_template_that_is_nearly_named_is_suggested():
     with pytest.raises(JudgeError, match="did you mean 'compare'"):
         load_template("compar")
 
@@ -118,7 +135,7 @@ def test_an_unlisted_label_gets_the_most_that_the_list_leaves_for_it(listed, dty
         present = [k for k in (0, 1) if k in order]
         if not present:
             continue
-        read = soft_verdict(*answers.label_logprobs(_choice(*top), ("1", "2")), 0.01, 0.0).first
+        read = two_label_softmax(*answers.label_logprobs(_choice(*top), ("1", "2")), 0.01)[0]
         if read is None:
             continue
         exact = float(1 / (1 + np.exp(float(logp[1]) - float(logp[0]))))
@@ -139,16 +156,78 @@ def test_an_unlisted_label_gets_the_most_that_the_list_leaves_for_it(listed, dty
 def test_one_certain_entry_is_a_certain_verdict():
     for logp in (0.0, -1e-12, 1e-7):  # the sum of what is listed rounds to 1 and more
         first, second = answers.label_logprobs(_choice(("1", logp)), ("1", "2"))
-        assert soft_verdict(first, second, 0.01, 0.0).first > 1 - 1e-6 and math.isfinite(second)
-    assert soft_verdict(*answers.label_logprobs(_choice(("2", math.log(0.9))), ("1", "2")), 0.0, 0.0).first == (
+        assert two_label_softmax(first, second, 0.01)[0] > 1 - 1e-6 and math.isfinite(second)
+    assert two_label_softmax(*answers.label_logprobs(_choice(("2", math.log(0.9))), ("1", "2")), 0.0)[0] == (
         pytest.approx(0.1)
     )
     assert math.isnan(answers.label_logprobs(_choice(("1", -0.1), ("x", math.nan)), ("1", "2"))[1])
 
 
 @given(st.floats(-50, 0), st.floats(-50, 0))
-def test_soft_verdict_is_the_two_label_softmax_and_missing_without_probability(first, second):
+def test_a_verdict_is_the_two_label_softmax_and_missing_without_probability(first, second):
     a, b = math.exp(first), math.exp(second)
-    assert soft_verdict(first, second, 0.0, 0.0).first == pytest.approx(a / (a + b), rel=1e-9)
-    assert (soft_verdict(first, second, 0.01, 0.0).first is None) == (not a + b >= 0.01)
-    assert soft_verdict(math.nan, second, 0.01, 0.0).first is soft_verdict(-9999.0, -9999.0, 0.01, 0.0).first is None
+    assert two_label_softmax(first, second, 0.0)[0] == pytest.approx(a / (a + b), rel=1e-9)
+    assert (two_label_softmax(first, second, 0.01)[0] is None) == (not a + b >= 0.01)
+    assert two_label_softmax(math.nan, second, 0.01)[0] is two_label_softmax(-9999.0, -9999.0, 0.01)[0] is None
+
+
+@pytest.mark.parametrize(
+    "logprob", [math.nan, math.inf, -math.inf, "NaN", "x", None, 3.0, [], {}, True, 1e400], ids=str
+)
+def test_log_probabilities_that_are_no_numbers_are_missing(logprob):
+    with suppress(answers.Unreadable):
+        assert read(load_template("compare"), _choice(("1", logprob), ("2", logprob)), Answer(None), 0.01).reason
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
+JSON = st.recursive(
+    LEAVES | st.sampled_from(["1", "2", "Image 1"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+GOOD = completion(3.0)
+
+
+def places(value, at=()):
+    """Every path into a JSON value."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [at, *(path for key, item in inner for path in places(item, (*at, key)))]
+
+
+def replaced(value, path, new):
+    """`value` with `new` at `path`."""
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = replaced(value[path[0]], path[1:], new)
+    return copy
+
+
+@pytest.mark.parametrize("name", ["compare", "think", "flex", "edit_pairwise", "consistency"])
+@given(path=st.sampled_from(places(GOOD)), new=JSON, cut=st.integers(0, 2000))
+@settings(max_examples=100)
+def test_no_payload_crashes_the_client_or_becomes_a_verdict_by_accident(name, path, new, cut):
+    payload = json.dumps(replaced(GOOD, path, new)).encode()[: cut or None]
+    try:
+        answer = read(load_template(name), first_choice("http://x", payload)[0], Answer(None), 0.01)
+    except answers.Unreadable as error:
+        assert str(error)
+        return
+    if answer.value is None:
+        assert answer.reason
+        return
+    assert 0.0 <= answer.value <= 1.0
+    if name == "compare":  # "1" states a verdict where words are asked for
+        tops = json.loads(payload)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        assert all(float(top["logprob"]) <= 0.01 for top in tops if str(top["token"]).strip() in ("1", "2"))
+
+
+@given(st.binary(max_size=300) | JSON.map(lambda v: json.dumps(v).encode()))
+def test_any_refusal_has_a_message(payload):
+    assert isinstance(message_of(payload), str)
+
+
+def test_a_lone_surrogate_of_an_answer_can_be_written_to_a_log():
+    assert read(
+        load_template("think"), {"message": {"content": "\ud800<answer>1</answer>"}}, Answer(None), 0.0
+    ).raw.encode()

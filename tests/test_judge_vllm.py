@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from judge_server import free_port
+from judge_tiny import stock
 from test_judge_faults import until
 from test_judge_questions import ask
 
@@ -41,7 +42,6 @@ pytestmark = [
     pytest.mark.skipif(not VLLM, reason="PREFGRPO_VLLM names no vLLM environment (scripts/setup_vllm_cpu.sh)"),
     pytest.mark.skipif(not Path(MODEL).is_dir(), reason="the demo world's judge is not in this checkout"),
 ]
-PAD = "<|image_pad|>"
 PAIRS = both_orders(8, 0)
 
 
@@ -102,8 +102,8 @@ def test_a_server_killed_in_the_middle_of_a_group_and_restarted_loses_nothing(mo
         expected = [v.first for v in j.judge_group(caption, media, PAIRS)]
         answers = [j.submit(caption, media[a], media[b]) for a, b in PAIRS * 4]
         until(lambda: sum(a.done() for a in answers) >= 8)
-        os.killpg(server.pid, signal.SIGKILL)  # its own group: API server, engine and worker at once
-        server.wait()
+        os.killpg(server.keeper.pid, signal.SIGKILL)  # its own group: API server, engine and worker at once
+        server.keeper.wait()
         assert not all(a.done() for a in answers)
     with serving(model, port) as server:
         server.wait_ready()
@@ -131,7 +131,7 @@ def test_the_command_serves_until_it_is_told_to_stop(model):
 # ---- every kind of question ------------------------------------------------------------------------------------------
 
 
-def stock(template, prompt, shown):
+def masses(template, prompt, shown):
     """Probability of texts as the next token, by transformers alone; `shown`: images of each place in the user turn."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     processor = transformers.AutoImageProcessor.from_pretrained(MODEL)
@@ -141,19 +141,9 @@ def stock(template, prompt, shown):
         text = [{"type": "text", "text": part}] if isinstance(part, str) else []
         content += text or [{"type": "image"} for _ in next(places)]
     turns = [{"role": "user", "content": content}]
-    how = {"add_generation_prompt": True}
     if template.prefill:
         turns.append({"role": "assistant", "content": [{"type": "text", "text": template.prefill}]})
-        how = {"continue_final_message": True}
-    text = tokenizer.apply_chat_template(turns, tokenize=False, **how)
-    inputs = processor(images=[m.pil for place in shown for m in place], return_tensors="pt")
-    merge = model.config.vision_config.spatial_merge_size**2
-    pads = [PAD * int(g.prod() // merge) for g in inputs["image_grid_thw"]] + [""]
-    text = "".join(a + b for a, b in zip(text.split(PAD), pads, strict=True))
-    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-    kinds = (ids["input_ids"] == model.config.image_token_id).int()
-    with torch.no_grad():
-        p = model(**ids, **inputs, mm_token_type_ids=kinds).logits[0, -1].double().softmax(-1)
+    p = stock(model, tokenizer, processor, turns, [m for place in shown for m in place])
 
     def mass(texts):
         tokens = {tuple(tokenizer(s, add_special_tokens=False)["input_ids"]) for s in texts}
@@ -200,7 +190,7 @@ def test_a_question_equals_stock_code(tmp_path, port, name, tokenizer):
     (tmp_path / "question.yaml").write_text(text)
     needs = [key for key in ("prompt", "source", "media_1", "media_2") if f"{{{key}}}" in text]
     asked = load_template(str(tmp_path / "question.yaml"), tuple(needs))
-    mass = stock(asked, "less red", shown)
+    mass = masses(asked, "less red", shown)
     first, second = (mass(spellings(label, True) if asked.variants else [label]) for label in asked.labels)
     url = f"http://127.0.0.1:{port}"
     client = Client(JudgeConfig((url,), image_format="webp", min_label_mass=0.0, tokenizer=tokenizer))

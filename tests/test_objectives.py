@@ -152,6 +152,8 @@ ENDPOINT = {
     "awm huber": ("awm", {"weight": "huber", "times": "logit_normal"}, awm),
     "awm ghuber": ("awm", {"weight": "ghuber", "times": "schedule"}, awm),
     "awm ratio": ("awm", {"ratio": True}, awm),
+    "awm, large advantages": ("awm", {}, awm),
+    "nft, large advantages": ("nft", {"beta": 0.3}, nft),
     "sft": ("sft", {}, lambda o, x: (best_of_groups(x) * mse(x["v"], x["u"])).sum()),
     "rwr": ("rwr", {"temperature": 0.7}, lambda o, x: (
         torch.cat([(ADVANTAGE[s].double() / 0.7).softmax(0) for s in x["slots"]]) * mse(x["v"], x["u"])).sum()),
@@ -166,7 +168,10 @@ ENDPOINT = {
     "crd": ("crd", {}, crd),
     "crd bce": ("crd", {"form": "bce"}, crd),
 }  # fmt: skip
-"""Objective, its options, and the published loss: a sum over groups of the group's loss."""
+"""Objective, its options, and the published loss: a sum over groups of the group's loss; of those with large advantages
+over the members that train.min_advantage keeps."""
+LARGE = 0.6
+"""Their train.min_advantage."""
 
 
 def test_the_table_has_every_objective():
@@ -254,7 +259,8 @@ FAMILIES = [("flux", True), ("flux", False), ("sd3", True), ("sd3", False), ("wa
 def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, name, size):
     """size 3: groups lie over several batches. The KL to the start is added to all of them."""
     one, (kind, options, formula) = setting(family, lora), ENDPOINT[name]
-    train = TrainConfig(objective=kind, objective_options=options, lora_rank=4 * lora, kl_coef=0.2)
+    least = LARGE if "large" in name else 0.0
+    train = TrainConfig(objective=kind, objective_options=options, lora_rank=4 * lora, kl_coef=0.2, min_advantage=least)
     config = Config(seed=SEED, rollout=replace(one.sampling, batch_size=size), train=train)
     one.set(one.base)
     o, policy = objective(train), open_policy(config, objective(train), one.adapter)
@@ -263,7 +269,7 @@ def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, na
     one.set(one.live)
     groups = [p for p in range(P) if not o.signal(train, TARGETS)[p].isnan().all()]
     assert groups == ([0, 1, 2] if kind == "soft_dpo" else [0, 1])
-    signal = o.signal(train, TARGETS)
+    signal = o.selected(train, TARGETS)
     kept = [batch.select(~signal.isnan().numpy()) for batch in one.batches(size, groups)]
     params = [p for _, p in one.adapter.trainable()]
     for p in params:
@@ -288,7 +294,13 @@ def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, na
             start = one.velocity(xt, shown, batch.condition, "base")
         v = one.adapter.velocity(xt, shown, batch.condition, one.sampling).double()
         x = {"v": v, "anchor": anchor, "u": (noise - x0).double(), "t": t.double(), "x0": x0.double(),
-             "xt": xt.double(), "slots": groups, "adv": ADVANTAGE[groups].double().flatten()}  # fmt: skip
+             "xt": xt.double(), "adv": ADVANTAGE[groups].double().flatten()}  # fmt: skip
+        if least:
+            large = x["adv"].abs() >= LARGE * ADVANTAGE.abs().max()
+            assert 1 < large.sum() < len(large)
+            x, start = {key: value if value is None else value[large] for key, value in x.items()}, start[large]
+            v = x["v"]
+        x["slots"] = groups
         kept_rows = best_of_groups(x) if kind == "sft" else torch.ones(len(v), dtype=torch.float64)
         loss_of_draw = formula(o, x) + 0.2 * (kept_rows * mse(v, start)).sum() / o.per_group(G)
         (loss_of_draw / (P * o.draws)).backward()
@@ -437,6 +449,7 @@ def test_a_run_by_two_processes_and_resumed(place, name):
 TRAJECTORY = {
     "best of 2, Flash-GRPO's weight": ("grpo", {"best_of": 2, "step_weight": "velocity"}),
     "TempFlow-GRPO's weight": ("grpo", {"step_weight": "noise"}),
+    "large advantages": ("grpo", {}),
     "guard": ("grpo_guard", {}),
     "dppo": ("flow_dppo", {"kl_threshold": 2e-6}),
 }
@@ -448,6 +461,7 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(place, 
     """On steps that another policy made, so that ratios, masks and means differ."""
     name, own = TRAJECTORY[case]
     train = {"objective": name, "objective_options": own, "clip_range": 2e-3, "lora_rank": 4}
+    train |= {"min_advantage": LARGE} if case == "large advantages" else {}
     train |= {"reuse_rollout_forward": False}  # the policy moves in between
     more = {"eval": {"every": 0}, "train": train, "rollout": {"steps": 5, "group_size": 4, "batch_size": 4}}
     if guided:
@@ -463,11 +477,14 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(place, 
     loop.policy.update = lambda world: taken.append([p.grad.double().flatten() for p in loop.policy.params]) or 0.0
     values = loop.update(0, batches, Targets.of(advantage))
     loop.policy.optimizer.zero_grad()
-    total, count, masked = torch.zeros((), dtype=torch.float64), 0, []
+    total, count, masked, used = torch.zeros((), dtype=torch.float64), 0, [], 0
+    large = advantage.abs() >= c.train.min_advantage * advantage.abs().max()
     for batch in batches:
         schedule, (slot,) = batch.schedule, set(batch.slots)
         order = advantage[slot].argsort(descending=True).tolist()
         rows = sorted([order[0], order[-1]]) if "best_of" in own else list(range(4))
+        members, rows = len(rows), [g for g in rows if large[slot, g]]
+        used += len(rows)
         adv = advantage[slot][rows].double()
         for step in batch.trajectory.steps:
             k = int(step.index[0])
@@ -494,12 +511,13 @@ def test_the_gradient_of_replayed_steps_is_that_of_the_published_formula(place, 
                 far = mse(mean, old) / (2 * s * s) >= 2e-6
                 away = far & ((ratio > 1) & (adv > 0) | (ratio < 1) & (adv < 0))
                 loss, masked = torch.where(away, 0.0, -adv * ratio), [*masked, *away.tolist()]
-            total, count = total + (weight * loss).sum(), count + len(rows)
+            total, count = total + (weight * loss).sum(), count + members
     (total / count).backward()
     exact, ours = torch.cat([p.grad.double().flatten() for p in loop.policy.params]), torch.cat(taken[0])
     assert float((ours - exact).norm() / exact.norm()) < 1e-4
     assert values["loss"] == pytest.approx(float(total.detach() / count), rel=1e-3, abs=1e-6)
-    assert values["samples_trained"] == (4 if "best_of" in own else 8)
+    assert values["samples_trained"] == used
+    assert used == 4 if "best_of" in own else used < 8 if c.train.min_advantage else used == 8
     if name == "flow_dppo":
         assert 0 < np.mean(masked) < 1 and values["policy/clip_fraction"] == pytest.approx(np.mean(masked))
 
@@ -582,6 +600,7 @@ MISTAKES = {
         "train.updates_per_rollout: dpo compares the members of a group: expected update_slices: prompts",
     ),
     "class": ({"objective": f"{__name__}.Setting"}, "train.objective: expected a class derived from prefg"),
+    "small": ({"objective": "sft", "min_advantage": 0.5}, "min_advantage: sft does not weigh samples by their advant"),
     "clip": (
         {"objective": "dgpo", "objective_options": {"clip": True}},
         "options.clip: expected reference old",

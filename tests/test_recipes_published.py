@@ -1,8 +1,8 @@
 """Recipes that carry the values of a published script, against that script (PREFGRPO_PEERS).
 
-Pref-GRPO's and DanceGRPO's shell flags are read, Flow-GRPO's and PaCo-RL's Python configurations are run.
-Why this oracle: a recipe is a copy of someone else's numbers, and only those can say that it is a true one. What a
-recipe does otherwise on purpose is listed here and said in its first lines, or in those of the file that it extends.
+Pref-GRPO's and DanceGRPO's shell flags and Flow-Factory's YAML are read, Flow-GRPO's and PaCo-RL's Python
+configurations are run. Why this oracle: a recipe is a copy of someone else's numbers, and only those can say that it is
+a true one. What a recipe does otherwise on purpose is listed here and in docs/recipes.md.
 """
 
 import inspect
@@ -12,11 +12,16 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import peers
 import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-from prefgrpo.config.recipe import flatten
+from prefgrpo.config.recipe import flatten, read_yaml
 from prefgrpo.config.schema import load, to_dict
+from prefgrpo.objectives import objective
 from prefgrpo.rewards import parse_reward_spec
 
 RECIPES = Path(__file__).parent.parent / "scripts"
@@ -51,7 +56,7 @@ DANCE = {
     "finetune_wan_2_1_grpo": "dancegrpo/full_wan",
 }
 OTHERWISE = {"unifiedreward/full_think_wan": {"train.kl_coef"}}
-"""Recipe → fields that are not the script's, as its first lines say."""
+"""Recipe → fields that are not the script's, as docs/recipes.md says."""
 FLAGS = {
     "rollout.steps": "sampling_steps", "rollout.eta": "eta", "rollout.group_size": "num_generations",
     "rollout.shift": "shift",
@@ -70,7 +75,8 @@ FLOW = {
     "counting_flux_kontext": "counting_flux_kontext", "pickscore_qwenimage": "pickscore_qwen_image",
     "counting_qwenimage_edit": "counting_qwen_image_edit",
     "counting_qwenimage_edit_fast": "fast_counting_qwen_image_edit",
-    "general_ocr_wan2_1": "ocr_wan",
+    "general_ocr_wan2_1": "ocr_wan", "general_ocr_sd3_rationorm": "guard_ocr_sd3",
+    "geneval_sd3_rationorm": "guard_geneval_sd3", "pickscore_hps_sd3_ratio_norm": "guard_pickscore_sd3",
 }  # fmt: skip
 PACO = {"t2is": "t2is_flux", "kontext_editing": "flux_kontext", "qwen_editing": "qwen_image_edit"}
 
@@ -103,6 +109,10 @@ def shared(given):
     out |= {"rollout.window_size": window, "rollout.sigmas": "published", "rollout.same_noise": True, "reward.ddof": 1}
     out |= {"rollout.truncate_timesteps": True, "reward.std": "group", "reward.eps": 1e-8}
     samples = number["num_generations"] * number.get("train_batch_size", 1)
+    out |= {"rollout.window_policy": "subset", "rollout.sde_everywhere": True, "train.update_slices": "members"}
+    out["train.objective"] = "grpo_guard" if "rationorm" in given else "grpo"
+    if "bestofn" in number:
+        out["train.objective_options.best_of"] = number["bestofn"]
     out["train.updates_per_rollout"] = samples // number["gradient_accumulation_steps"]
     if number.get("t", 1) > 1:
         out["rollout.frames"] = number["t"]
@@ -154,16 +164,17 @@ class ConfigDict(dict):
 
 
 def configuration(codebase, name, monkeypatch):
-    """(what a function of the peer's config/grpo.py returns, its source)."""
+    """(what a function of the peer's config/grpo.py or grpo_guard.py returns, its source)."""
     stubs = {"ml_collections": ModuleType("ml_collections"), "imp": ModuleType("imp")}
     stubs["ml_collections"].ConfigDict = ConfigDict
     stubs["imp"].load_source = lambda name, file: peers.file_module(codebase, "config/base.py", name, monkeypatch)
     for stub, module in stubs.items():
         monkeypatch.setitem(sys.modules, stub, module)
-    module = peers.file_module(codebase, "config/grpo.py", f"{codebase}_config", monkeypatch)
+    file = "config/grpo_guard.py" if "ratio" in name else "config/grpo.py"
+    module = peers.file_module(codebase, file, f"{codebase}_config", monkeypatch)
     function = getattr(module, name, None)
     if function is None:
-        pytest.skip(f"the checkout of {codebase} is another version: its config/grpo.py has no {name}")
+        pytest.skip(f"the checkout of {codebase} is another version: its {file} has no {name}")
     return function(), inspect.getsource(function)
 
 
@@ -177,7 +188,8 @@ def common(config, lora):
         "train.lr": t.learning_rate, "train.clip_range": t.clip_range, "train.max_grad_norm": t.max_grad_norm,
         "train.kl_coef": t.beta, "train.ema_decay": 0.9 if t.ema else 0.0, "train.updates_per_rollout": 2,
         "checkpoint.every": config.save_freq, "eval.every": config.eval_freq, "train.adv_clip_max": t.adv_clip_max,
-        "train.lora_rank": lora, "train.lora_alpha": 2 * lora,
+        "train.lora_rank": lora, "train.lora_alpha": 2 * lora, "train.lora_init": "gaussian",
+        "train.update_slices": "members", **({"train.ema_every": 8} if t.ema else {}),
     }  # fmt: skip
 
 
@@ -189,6 +201,7 @@ def test_the_values_of_a_flow_grpo_configuration(name, monkeypatch):
         "rollout.group_size": s.num_image_per_prompt, "eval.steps": s.eval_num_steps,
         "rollout.rule": "wan" if wan else "cps" if s.get("sde_type") == "cps" else "flow",
         "train.kl_form": "flow_grpo" if t.beta and not wan else "gaussian",
+        "train.objective": "grpo_guard" if config.get("rationorm") else "grpo",
     }  # fmt: skip
     if wan:
         published |= {"rollout.height": config.height, "rollout.width": config.width, "rollout.frames": config.frames}
@@ -218,3 +231,82 @@ def test_the_values_of_a_paco_grpo_configuration(name, monkeypatch):
         "eval.height": config.test.resolution, "eval.width": config.test.resolution,
         "eval.steps": config.test.num_steps, "seed": config.seed,
     })  # fmt: skip
+
+
+FACTORY = {
+    "nft/lora/sd3_5": "nft_sd3", "nft/lora/flux1": "nft_flux", "awm/lora/sd3_5": "awm_sd3",
+    "awm/lora/flux1": "awm_flux", "crd/lora/sd3_5": "crd_sd3", "dgpo/lora/sd3_5": "dgpo_sd3",
+    "dpo/lora/sd3_5": "dpo_sd3", "grpo/lora/flux1": "grpo_flux",
+}  # fmt: skip
+FACTORY_OPTIONS = {
+    "nft": {"beta": "nft_beta", "decay_rate": "ramp_rate", "decay_max": "ema_decay", "draws": "num_train_timesteps",
+            "sample_with_old": "off_policy"},
+    "awm": {"weight": "awm_weighting", "draws": "num_train_timesteps"},
+    "crd": {"beta": "crd_beta", "form": "crd_loss_type", "draws": "num_train_timesteps"},
+    "dgpo": {"beta": "dpo_beta", "draws": "num_train_timesteps"},
+    "dpo": {"beta": "beta", "draws": "num_train_timesteps", "times": "weighting_scheme"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FACTORY)
+def test_the_values_of_a_flow_factory_configuration(name, monkeypatch):
+    file = peers.folder("flow_factory").parent / "examples" / name / "default.yaml"
+    given = read_yaml(file)
+    m, t, e, noise = given["model"], given["train"], given["eval"], given["scheduler"]
+    config, _ = ours(f"flowfactory/lora_{FACTORY[name]}")
+    kind, options = t["trainer_type"], objective(config.train)
+    for field, key in FACTORY_OPTIONS.get(kind, {}).items():
+        assert getattr(options, field) == t[key], field
+    published = {
+        "train.objective": kind, "train.lora_rank": m["lora_rank"], "train.lora_alpha": m["lora_alpha"],
+        "train.lr": t["learning_rate"], "train.weight_decay": t["adam_weight_decay"],
+        "train.max_grad_norm": t["max_grad_norm"], "train.adv_clip_max": t.get("adv_clip_range", 5.0),
+        "train.kl_coef": t.get("kl_beta", 0.0), "train.lora_init": "gaussian", "rollout.height": t["resolution"],
+        "rollout.steps": t["num_inference_steps"], "rollout.guidance": t["guidance_scale"],
+        "rollout.group_size": t["group_size"], "rollout.prompts_per_step": t["unique_sample_num_per_epoch"],
+        "train.updates_per_rollout": t.get("gradient_step_per_epoch", 1), "seed": t["seed"],
+        "reward.std": "global" if t["global_std"] else "group", "eval.steps": e["num_inference_steps"],
+        "eval.every": e["eval_freq"], "checkpoint.every": given["log"]["save_freq"],
+    }  # fmt: skip
+    if kind not in ("nft", "crd"):  # whose averages are the old policy
+        published |= {"train.ema_decay": t["ema_decay"], "train.ema_every": t["ema_update_interval"]}
+    if kind == "grpo":
+        steps, size = noise["sde_steps"], noise["num_sde_steps"]
+        published |= {"rollout.window_low": min(steps), "rollout.window_high": max(steps) + 1}
+        published |= {"rollout.window_size": size, "rollout.eta": noise["noise_level"]}
+        published["train.clip_range"] = t["clip_range"]
+    else:
+        assert noise["dynamics_type"] == "ODE"
+    if (way := t.get("time_sampling_strategy", "")).startswith("discrete"):
+        code = peers.file_module("flow_factory", "flow_factory/utils/noise_schedule.py", "noise_schedule", monkeypatch)
+        scheduler, n = FlowMatchEulerDiscreteScheduler(shift=3.0), t["num_inference_steps"]
+        if config.family == "flux":
+            scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+            shift = calculate_shift((t["resolution"] // 16) ** 2)
+            scheduler.set_timesteps(sigmas=np.linspace(1, 1 / n, n), mu=shift)
+        else:
+            scheduler.set_timesteps(n)
+        first, times = way != "discrete_wo_init", scheduler.timesteps
+        many = [code.TimeSampler.discrete(1, t["num_train_timesteps"], times, t["timestep_range"], first)
+                for _ in range(200)]  # fmt: skip
+        seen = [times.tolist().index(time) for time in torch.cat(many).unique()]
+        published |= {"rollout.window_low": min(seen), "rollout.window_high": max(seen) + 1}
+    equal(f"flowfactory/lora_{FACTORY[name]}", published)
+
+
+def test_every_recipe_and_its_script_is_in_the_docs():
+    page = (RECIPES.parent / "docs" / "recipes.md").read_text()
+    rows = dict(re.findall(r"\(\.\./scripts/(\w+/\w+)\.yaml\) \| `([^`]+)`", page))
+    published = {r: f"scripts/{script}.sh" for script, r in PREF.items()}
+    published |= {r: f"scripts/finetune/{script}.sh" for script, r in DANCE.items()}
+    published |= {f"pacogrpo/lora_{r}": f"config/grpo.py:{name}" for name, r in PACO.items()}
+    published |= {f"flowfactory/lora_{r}": f"examples/{name}/default.yaml" for name, r in FACTORY.items()}
+    for name, r in FLOW.items():
+        published[f"flowgrpo/lora_{r}"] = f"config/{'grpo_guard' if 'ratio' in name else 'grpo'}.py:{name}"
+    by_hand = {"dancegrpo/full_sd1", "mixgrpo/full_flux"}
+    assert {r: script for r, script in rows.items() if r not in by_hand} == published
+    shipped = {p.relative_to(RECIPES).with_suffix("").as_posix() for p in RECIPES.glob("*/*.yaml")}
+    assert {r for r in shipped if r.split("/")[0] not in ("demo", "prefgrpo") and "_base" not in r} == rows.keys()
+    assert {r for r, script in rows.items() if OTHERWISE.get(r)} <= {
+        r for r in rows if re.search(rf"{r}\.yaml\) \| `[^`]+` \| \w", page)
+    }, "what differs on purpose is said"

@@ -67,7 +67,7 @@ def arrays(file):
 def test_page_refers_to_nothing_outside_itself(page, run):
     text = (run / "report.html").read_text(encoding="utf-8")
     assert len(text.encode()) < 3e6 and not page.all("link") and not page.all("iframe")
-    assert len(page.all("script")) == 1 and "src" not in page.all("script")[0].attributes
+    assert all("src" not in script.attributes for script in page.all("script"))
     nodes = page.all()
     targets = [n.attributes[k] for n in nodes for k in ("src", "href", "xlink:href", "srcset") if k in n.attributes]
     assert targets and all(t.startswith(("data:image/", "#")) for t in targets)
@@ -81,7 +81,7 @@ def test_page_refers_to_nothing_outside_itself(page, run):
 
 def test_light_and_dark_define_every_colour_that_is_used():
     css = (report_page.Path(report_page.__file__).parent / "page.css").read_text()
-    used = set(re.findall(r"var\((--\w+)\)", css))
+    used = set(re.findall(r"var\((--\w+)\)", css)) - {"--at", "--column"}  # the page's script sets these
     light, dark, printed = (set(re.findall(r"(--\w+):", block)) for block in re.findall(r":root \{(.*?)\}", css, re.S))
     assert light == dark == used and printed < used
 
@@ -96,7 +96,8 @@ def test_the_headline_and_the_table_hold_the_last_evaluations(page):
     sentence = page.all("p", "result")[0].text
     low, high = row["test/win_judge_low"], row["test/win_judge_high"]
     assert f"95 % interval {100 * low:.0f}–{100 * high:.0f} %" in sentence and f"After {STEPS} steps" in sentence
-    assert f"shown first {100 * row['test/win_judge_first']:.0f} %" in sentence and not page.all("p", "status")
+    detail = page.all("p", "detail")[0].text
+    assert f"shown first {100 * row['test/win_judge_first']:.0f} %" in detail and not page.all("p", "status")
     cells = [tuple(c.text for c in r.all("td")) for r in page.all("details", "numbers")[0].all("tr")[1:]]
     for name in ("dev", "test"):
         row = eval_row(STEPS, STEPS, name)
@@ -145,9 +146,9 @@ def test_clips_play_and_edits_show_their_sources(tmp_path):
 def test_curves_carry_the_logged_values(page):
     found = charts(page)
     assert list(found)[:14] == [
-        "Win rate against the start", "Measured: scenes", "Reward: std within a group", "Groups without signal",
-        "Policy ratio − 1", "Clipped", "KL divergence", "Gradient norm", "Judge: latency", "Judge: failures",
-        "Judge: consistency", "Time per step", "Judge overlap", "loss",
+        "Win rate against the start", "Measured: scenes", "Reward: std within a group", "Judge: consistency",
+        "Clipped", "KL divergence", "Policy ratio − 1", "Groups without signal", "Gradient norm", "Judge: latency",
+        "Judge: failures", "Time per step", "Judge overlap", "loss",
     ]  # fmt: skip
     assert "to the start" not in found["KL divergence"].text  # kl_coef 0: the KL was never computed
     x, y = curve(found["Win rate against the start"], "by judge")
@@ -285,7 +286,7 @@ def test_hostile_text_is_shown_and_not_run(tmp_path):
     rows = [train_row(1) | row, eval_row(20, 20, "test")]
     small_run(folder, rows, f"name: {json.dumps(evil)}\nmodel: '</pre><img src=x onerror=y>'\n")
     page = report(folder)
-    assert len(page.all("script")) == 1 and all("onerror" not in n.attributes for n in page.all())
+    assert len(page.all("script")) == 2 and all("onerror" not in n.attributes for n in page.all())
     assert page.all("h1")[0].text == evil and page.all("figure", "pair")[0].all("figcaption")[0].text == evil
     assert page.all("figure", "group")[0].all("figcaption")[0].text.startswith(evil)
     assert "<img src=x onerror=y>" in page.all("pre")[0].text

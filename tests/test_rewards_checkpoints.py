@@ -13,7 +13,7 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
-from reward_cases_clip import pictures
+from reward_cases import pictures
 from safetensors.torch import load_file, save_file
 from tiny_rewards import aesthetic_head, architecture, clip_folder, hps_folder, open_clip_folder
 

@@ -13,16 +13,9 @@ import open_clip
 import pytest
 import torch
 from dreamsim import dreamsim
-from reward_cases_clip import (
-    CASES,
-    GRID,
-    edits,
-    grids,
-    picture,
-    pictures,
-)
+from reward_cases import GRID, edits, grids, picture, pictures
 from safetensors.torch import load_file, save_file
-from tiny_rewards import SIZE, clip_folder
+from tiny_rewards import MAKERS, SIZE, clip_folder
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as vision
 from transformers import CLIPImageProcessorPil, CLIPModel, CLIPProcessor, CLIPTokenizer
@@ -38,7 +31,7 @@ PUBLIC_HEAD = "PREFGRPO_AESTHETIC_HEAD"
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """{name: options} with every checkpoint made once."""
-    return {name: case.options(tmp_path_factory.mktemp(name)) for name, case in CASES.items()}
+    return {name: make(tmp_path_factory.mktemp(name)) for name, make in MAKERS.items()}
 
 
 @pytest.fixture
@@ -174,23 +167,15 @@ def test_dreamsim_is_one_minus_the_packages_distance(made, reward):
 
 
 @pytest.mark.parametrize("name", ["clip", "pickscore"])
-def test_each_different_text_is_encoded_once(name, reward, monkeypatch):
-    opened = reward(name, batch_size=5)
-    asked = []
-    encode = opened.encoder._encode_texts
-    monkeypatch.setattr(opened.encoder, "_encode_texts", lambda texts: asked.extend(texts) or encode(texts))
-    samples = [Sample(prompt, picture(k)) for k, prompt in enumerate(["a", "b", "a", "a", "b", "c"])]
+def test_each_different_text_and_image_is_encoded_once_in_batches(name, reward, monkeypatch):
+    opened, asked = reward(name, batch_size=2), []
+    for method in ("_encode_texts", "_encode_images"):
+        encode = getattr(opened.encoder, method)
+        monkeypatch.setattr(opened.encoder, method, lambda x, encode=encode: asked.append(x) or encode(x))
+    samples = [Sample(prompt, picture(min(k, 4))) for k, prompt in enumerate(["a", "b", "a", "a", "b", "c"])]
     first, again = values(opened, samples), values(opened, samples)
-    assert asked == ["a", "b", "c"] and first == again
-
-
-def test_images_are_encoded_in_batches(reward, monkeypatch):
-    opened = reward("clip", batch_size=2)
-    sizes = []
-    encode = opened.encoder._encode_images
-    monkeypatch.setattr(opened.encoder, "_encode_images", lambda x: sizes.append(len(x)) or encode(x))
-    values(opened, [Sample("a", picture(k)) for k in range(5)])
-    assert sizes == [2, 2, 1]
+    assert first == again and [x for x in asked if isinstance(x, list)] == [["a", "b"], ["c"]]
+    assert [len(x) for x in asked if isinstance(x, torch.Tensor)] == 2 * [2, 2, 1]
 
 
 def test_rewards_with_the_same_model_share_it(made, reward):

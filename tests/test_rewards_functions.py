@@ -10,8 +10,7 @@ from reward_server import serving
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build, load_class
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample
-from prefgrpo.rewards.functions import FunctionPairwise, FunctionReward, as_reward
-from prefgrpo.rewards.jpeg import JpegCompressibility
+from prefgrpo.rewards.functions import FunctionPairwise, FunctionReward, function_class
 from prefgrpo.rewards.scorer import Scorer
 
 
@@ -34,7 +33,7 @@ def first(prompt, image_a, image_b):
 
 
 def test_a_function_of_images_is_a_pointwise_reward():
-    reward = as_reward(bright)
+    reward = function_class(bright)()
     assert isinstance(reward, FunctionReward) and isinstance(reward, PointwiseReward)
     scores = reward.score([grey(10), grey(20, "none"), grey(30), Sample("p", Media(np.zeros((0, 8, 3), np.uint8)))])
     assert [s.value for s in scores] == [10.0, None, 30.0, None]
@@ -48,7 +47,7 @@ def test_columns_sources_options_and_clips_reach_the_function():
         calls.append((prompts, tag, [[level(s) for s in row] for row in sources], columns, [len(i) for i in images]))
         return [scale] * len(images)
 
-    made = as_reward(reward, scale=2.5)
+    made = function_class(reward)(scale=2.5)
     assert made.needs_source and made.meta_keys == ("tag",)
     given = [grey(k, f"p{k}", (grey(100 + k).media,), clip=True, tag=f"t{k}", n=k) for k in (1, 2)]
     assert [s.value for s in made.score(given)] == [2.5, 2.5]
@@ -56,7 +55,7 @@ def test_columns_sources_options_and_clips_reach_the_function():
 
 
 def test_a_function_of_pairs_is_a_win_rate():
-    reward = as_reward(first, plan="round_robin")
+    reward = function_class(first)(plan="round_robin")
     assert isinstance(reward, FunctionPairwise) and not reward.judged
     levels = [10, 20, 40]
     found = reward.score_group([grey(v) for v in levels], 0)
@@ -67,32 +66,13 @@ def test_a_function_of_pairs_is_a_win_rate():
         assert {s.reason for s in reward.score_group([grey(v, prompt) for v in levels], 0).scores} == {reason}
 
 
-def test_the_scorer_takes_both_and_a_failing_function_is_missing():
-    def fails(images, prompts):
-        if 20 in map(level, images):
-            raise RuntimeError("no score")
-        return [1.0] * len(images)
-
-    with Scorer({"fails": as_reward(fails), "first": as_reward(first)}, 2) as scorer:
-        scorer.begin(0, [0])
-        for member, value in enumerate((10, 20)):
-            scorer.add(0, member, grey(value))
-        found = scorer.finish()
-    np.testing.assert_array_equal(found.values["fails"], [[1.0, np.nan]])
-    np.testing.assert_allclose(found.values["first"], [[1 / 3, 2 / 3]])
-    assert found.reasons == {"fails: the reward raised RuntimeError: no score": 1}
-
-
 def test_what_is_no_reward_is_refused(tmp_path):
-    assert isinstance(as_reward(JpegCompressibility, divisor=2.0), JpegCompressibility)
-    reward = JpegCompressibility()
-    assert as_reward(reward) is reward
     for wrong in (3, lambda image: 1.0):
-        with pytest.raises(RewardError, match=r"expected a reward|a reward function takes"):
-            as_reward(wrong)
+        with pytest.raises(RewardError, match=r"must have a signature|a reward function takes"):
+            function_class(wrong)
     for values in ([1.0, 2.0], ["x"], 3):
         with pytest.raises(RewardError, match="must return one"):
-            as_reward(lambda images, prompts, values=values: values).score([grey(1)])
+            function_class(lambda images, prompts, values=values: values)().score([grey(1)])
     (tmp_path / "own.py").write_text("def f(image): return 1\nx = 3\n")
     for name, reason in (("f", "a reward function takes"), ("x", "is no PointwiseReward"), ("g", "cannot load")):
         with pytest.raises(RewardSpecError, match=reason):
@@ -113,7 +93,7 @@ def test_a_file_may_hold_dataclasses_and_what_it_raises_is_said(tmp_path):
 
 
 def test_a_list_of_another_length_ends_the_run_and_is_not_asked_again_one_by_one():
-    with Scorer({"short": as_reward(lambda images, prompts: [1.0])}, 2) as scorer:
+    with Scorer({"short": function_class(lambda images, prompts: [1.0])()}, 2) as scorer:
         scorer.begin(0, [0])
         for member in range(2):
             scorer.add(0, member, grey(member))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reward_cases_clip import GRID
+from reward_cases import GRID
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards.grid import MOST, grid_of, split, sub_prompts

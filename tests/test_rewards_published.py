@@ -24,13 +24,11 @@ from PIL import Image
 from reward_cases_vlm import judge
 from reward_server import serving
 from tiny_rewards import clip_folder
-from torchvision import transforms
 from transformers import CLIPModel, CLIPProcessor
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.clip import bilinear
 
 SIZE = "jpeg_compressibility"
 PACO = {"spellings": "exact", "jpeg": 75}
@@ -122,9 +120,13 @@ def test_pictures_are_changed_on_either_side_of_http():
 # In process: JPEG size, CLIP
 
 
-def test_compressibility_over_500():
-    samples = [Sample("a", noise(k)) for k in range(3)]
-    assert values(SIZE, samples, divisor=500) == [v / 500 for v in values(SIZE, samples)]
+def test_compressibility_is_minus_the_size_of_pillows_file():
+    samples, buffers = [Sample("a", noise(k)) for k in range(3)], [io.BytesIO() for _ in range(3)]
+    for sample, buffer in zip(samples, buffers, strict=True):
+        sample.media.pil.save(buffer, "JPEG", quality=95)
+    sizes = [len(buffer.getvalue()) / 1000 for buffer in buffers]
+    assert values("jpeg_incompressibility", samples) == sizes == [-v for v in values(SIZE, samples)]
+    assert values(SIZE, samples, divisor=500) == [-v / 500 for v in sizes]
     with pytest.raises(RewardError, match="divisor must be positive"):
         values(SIZE, samples, divisor=0)
 
@@ -136,13 +138,6 @@ def test_compressibility_is_flow_grpos(monkeypatch):
     samples = [Sample("", m) for m in pictures]
     assert values(SIZE, samples, divisor=500) == pytest.approx(expected, rel=1e-15)
     print(f"{SIZE}: by default {values(SIZE, samples)[0] / expected[0]:g} times theirs")
-
-
-@pytest.mark.parametrize("size", [(64, 64), (96, 64), (64, 97), (28, 28), (29, 500), (16, 20), (333, 221)])
-def test_bilinear_is_torchvisions_resize_and_crop(size):
-    pixels = torch.rand(3, *size, generator=torch.Generator().manual_seed(0))
-    published = transforms.Compose([transforms.Resize(28), transforms.CenterCrop(28)])
-    assert torch.equal(bilinear(pixels, 28), published(pixels))
 
 
 @pytest.fixture(params=[("flow_grpo", "flow_grpo"), ("paco", "paco_grpo/rewards")], ids=["flow_grpo", "paco"])

@@ -1,43 +1,63 @@
-"""Win rates and the streaming scorer.
+"""Win rates and the streaming scorer, several rewards at once, some failing.
 
 Oracles: win rates by hand from a table of verdicts; a stub judge whose answers are a known function of the two
-pictures, so any mix-up of pairs, groups or orders shows. Cases: missing verdicts and members, both verdict kinds,
-every order of arrival, overlap with a slow server (measured), the deadline, and a mixed set of rewards.
+pictures, so any mix-up of pairs, groups or orders shows; advantages in numpy over the members that have every reward;
+the same groups without failures. A missing value of one reward must not leak into the advantages of others, a slow
+streaming reward must not hold up the rest, and a monitor of weight 0 must not stop a run.
 """
 
 import json
+import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import torch
 from judge_server import JudgeServer
 
 from prefgrpo.config.schema import ConfigError, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.judge.rate import Rating
 from prefgrpo.judge.verdict import PairJudge, Verdict
+from prefgrpo.ops import group_advantage
 from prefgrpo.rewards import build
-from prefgrpo.rewards.base import Comparison, PointwiseReward, Sample, Score
+from prefgrpo.rewards.base import Comparison, GroupwiseReward, PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.flight import LATE
 from prefgrpo.rewards.pairwise import VlmPairwise, open_judge, tally
 from prefgrpo.rewards.scorer import Scorer
+
+EPS = 1e-4
+LEVELS = [10, 20, 40, 80]
 
 
 def level(media):
     return int(media.pixels[0, 0, 0])
 
 
-class StubJudge(PairJudge):
-    """P(first) = its share of the two grey levels; pairs with a level in `broken` fail."""
+def sample(value, **meta):
+    return Sample("p", Media(np.full((8, 8, 3), value, np.uint8)), meta=meta)
 
-    def __init__(self, streams, broken=(), hang=()):
-        self.streams, self.broken, self.hang, self.asked = streams, set(broken), set(hang), 0
+
+def run(scorer, levels, groups=(7, 9), step=0, order=None):
+    """Score len(groups) × len(levels) samples, added in `order`; each group's levels begin one further on."""
+    scorer.begin(step, groups)
+    keys = [(g, m) for g in groups for m in range(scorer.group_size)]
+    for g, m in keys if order is None else [keys[k] for k in order]:
+        scorer.add(g, m, sample(levels[(m + groups.index(g)) % len(levels)]))
+    return scorer.finish()
+
+
+# Pairs
+
+
+class StubJudge(PairJudge):
+    """P(first) = its share of the two grey levels; pairs with a level in `broken` fail, one in `hang` never ends."""
+
+    def __init__(self, streams=True, broken=(), hang=()):
+        self.streams, self.broken, self.hang = streams, set(broken), set(hang)
 
     def _verdict(self, first, second):
-        self.asked += 1
         a, b = level(first), level(second)
         if {a, b} & self.broken:
             return Verdict(None, "broken on purpose", 0.1, retries=2)
@@ -53,22 +73,8 @@ class StubJudge(PairJudge):
         return future
 
 
-def sample(value, prompt="p"):
-    return Sample(prompt, Media(np.full((8, 8, 3), value, np.uint8)))
-
-
-def scorer(judge, size=4, plan="both_orders", verdict="soft", **options):
-    return Scorer({"vlm_pairwise": VlmPairwise(judge, plan, verdict)}, size, **options)
-
-
-def run(s, levels, groups=(7, 9), step=0, order=None):
-    """Score len(groups) × len(levels) samples, added in `order`."""
-    s.begin(step, groups)
-    keys = [(g, m) for g in groups for m in range(s.group_size)]
-    for k in order if order is not None else range(len(keys)):
-        g, m = keys[k]
-        s.add(g, m, sample(levels[(m + groups.index(g)) % len(levels)]))
-    return s.finish()
+def pairs(judge, size=4, plan="both_orders", **options):
+    return Scorer({"vlm_pairwise": VlmPairwise(judge, plan)}, size, **options)
 
 
 def by_hand(levels):
@@ -78,7 +84,7 @@ def by_hand(levels):
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("plan", ["both_orders", "round_robin"])
 def test_win_rates_by_hand(streams, plan):
-    result = run(scorer(StubJudge(streams), plan=plan), [10, 20, 40, 80])
+    result = run(pairs(StubJudge(streams), plan=plan), LEVELS)
     expected = [by_hand([10, 20, 40, 80]), by_hand([20, 40, 80, 10])]
     np.testing.assert_allclose(result.values["vlm_pairwise"], expected, rtol=1e-6)
     assert result.metrics["judge/requests"] == (24 if plan == "both_orders" else 12)
@@ -86,79 +92,64 @@ def test_win_rates_by_hand(streams, plan):
     assert ("judge/order_inconsistency" in result.metrics) == (plan == "both_orders")
 
 
-@given(st.permutations(range(8)))
-@settings(max_examples=30, deadline=None)
-def test_the_order_of_arrival_changes_nothing(order):
-    plain = run(scorer(StubJudge(True), plan="round_robin"), [10, 20, 40, 80])
-    mixed = run(scorer(StubJudge(True), plan="round_robin"), [10, 20, 40, 80], order=order)
-    assert np.array_equal(plain.values["vlm_pairwise"], mixed.values["vlm_pairwise"])
-    pairs = [[(c.first, c.second) for c in g.comparisons] for g in plain.groups["vlm_pairwise"]]
-    assert pairs == [[(c.first, c.second) for c in g.comparisons] for g in mixed.groups["vlm_pairwise"]]
+@pytest.mark.parametrize(
+    ("plan", "asked"),
+    [("round_robin", 28), ("swiss(3)", 12), ("tournament", 7), ("k_regular(3)", 12), ("budget(9)", 9)],
+)
+def test_plans_ask_the_same_streamed_or_not_in_any_order_of_arrival(plan, asked):
+    levels, rng, found = [10, 20, 40, 80, 15, 25, 45, 85], np.random.default_rng(0), []
+    for streams, order in ((False, None), (True, None), (True, range(15, -1, -1)), (True, rng.permutation(16))):
+        result = run(pairs(StubJudge(streams), 8, plan), levels, order=order)
+        listed = [[(c.first, c.second) for c in g.comparisons] for g in result.groups["vlm_pairwise"]]
+        found.append((result.values["vlm_pairwise"].tobytes(), listed))
+    assert all(one == found[0] for one in found) and [len(p) for p in found[0][1]] == [asked] * 2
 
 
-@pytest.mark.parametrize("plan", ["swiss(3)", "tournament", "k_regular(3)", "budget(9)"])
-def test_plans_in_rounds_ask_the_same_streamed_or_not(plan):
-    levels = [10, 20, 40, 80, 15, 25, 45, 85]
-    streamed, whole = (run(scorer(StubJudge(s), 8, plan), levels) for s in (True, False))
-    assert np.array_equal(streamed.values["vlm_pairwise"], whole.values["vlm_pairwise"], equal_nan=True)
-    mixed = run(scorer(StubJudge(True), 8, plan), levels, order=range(15, -1, -1))
-    assert np.array_equal(streamed.values["vlm_pairwise"], mixed.values["vlm_pairwise"], equal_nan=True)
-    asked = [len(g.comparisons) for g in streamed.groups["vlm_pairwise"]]
-    assert asked == [{"swiss(3)": 12, "tournament": 7, "k_regular(3)": 12, "budget(9)": 9}[plan]] * 2
-
-
-def test_rounds_follow_each_other_over_http():
+def test_rounds_follow_each_other_over_http_and_pairs_go_out_while_samples_are_made():
+    options = {"plan": "tournament", "verdict": "hard"}
     with JudgeServer(delay_s=0.02) as server:
-        options = {"judge": {"endpoints": (server.url,)}, "plan": "tournament", "verdict": "hard"}
-        rewards = build("vlm_pairwise", {"vlm_pairwise": options})
+        judge = {"judge": JudgeConfig((server.url,))}
+        rewards = build("vlm_pairwise,jpeg_compressibility", {"vlm_pairwise": judge | options})
         with Scorer(rewards, 8, deadline_s=60) as s:
             s.begin(0, [0, 1])
+            asked = len(server.requests)
             for member in range(8):
                 for group in (0, 1):
                     s.add(group, member, sample(20 + 25 * member))
+                end = time.monotonic() + 60
+                while member == 6 and len(server.requests) < asked + 6:  # a round's pairs of members that exist
+                    assert time.monotonic() < end
+                    time.sleep(0.01)
             result = s.finish()
     assert [len(g.comparisons) for g in result.groups["vlm_pairwise"]] == [7, 7]
     assert [np.flatnonzero(row == 1.0).tolist() for row in result.values["vlm_pairwise"]] == [[7], [7]]
-    assert result.metrics["judge/failures"] == 0
-
-
-def test_a_plan_that_does_not_fit_the_group_is_refused_at_once():
-    with pytest.raises(ValueError, match="got G = 4"):
-        scorer(StubJudge(True), 4, "swiss(4)")
+    assert result.metrics["judge/failures"] == 0 and result.metrics["judge/busy_s"] > result.metrics["judge/wait_s"]
+    assert list(result.values) == ["vlm_pairwise", "jpeg_compressibility"]
 
 
 def test_a_b_orders_differ_between_steps_and_repeat_for_a_seed():
-    def pairs(step, seed):
-        result = run(scorer(StubJudge(True), plan="round_robin", seed=seed), [10, 20, 40, 80], step=step)
+    def asked(step, seed):
+        result = run(pairs(StubJudge(), plan="round_robin", seed=seed), LEVELS, step=step)
         return [(c.first, c.second) for g in result.groups["vlm_pairwise"] for c in g.comparisons]
 
-    assert pairs(3, 1) == pairs(3, 1)
-    assert len({tuple(pairs(step, seed)) for step in range(3) for seed in range(3)}) > 3
+    assert asked(3, 1) == asked(3, 1)
+    assert len({tuple(asked(step, seed)) for step in range(3) for seed in range(3)}) > 3
 
 
-def test_a_failed_comparison_counts_for_nobody():
-    result = run(scorer(StubJudge(True, broken=[10])), [10, 20, 40, 80], groups=(7,))
-    rates = result.values["vlm_pairwise"][0]
-    assert np.isnan(rates[0])
+def test_a_failed_comparison_counts_for_nobody_and_the_log_has_a_line_for_it(tmp_path):
+    path = tmp_path / "run" / "judgements.jsonl"
+    with pairs(StubJudge(broken=[10]), log_path=path) as s:
+        result = run(s, LEVELS, groups=(7,), step=3)
+    rates, scores = result.values["vlm_pairwise"][0], result.groups["vlm_pairwise"][0].scores
+    assert np.isnan(rates[0]) and (scores[0].value, scores[0].reason) == (None, "broken on purpose")
     np.testing.assert_allclose(rates[1:], by_hand([20, 40, 80]), rtol=1e-6)
-    scores = result.groups["vlm_pairwise"][0].scores
-    assert scores[0].value is None and scores[0].reason == "broken on purpose"
     assert result.metrics["judge/failures"] == 6 and result.metrics["judge/retries"] == 12
     assert result.metrics["reward/vlm_pairwise/missing_rate"] == 0.25
     assert result.reasons == {"vlm_pairwise: broken on purpose": 7}
-
-
-@given(st.dictionaries(st.tuples(st.integers(0, 3), st.integers(0, 3)), st.none() | st.floats(0, 1)))
-def test_soft_win_rates_are_the_mean_of_what_exists(table):
-    found = [Comparison(i, j, Verdict(p)) for (i, j), p in table.items() if i != j]
-    result = tally(4, found, Rating())
-    for member, score in enumerate(result.scores):
-        wins = [c.verdict.first for c in found if c.first == member and c.verdict.first is not None]
-        wins += [1 - c.verdict.first for c in found if c.second == member and c.verdict.first is not None]
-        assert (score.value is None) == (not wins)
-        if wins:
-            assert score.value == pytest.approx(np.mean(wins), abs=1e-6)
-    assert np.array_equal(result.counts, result.counts.T)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(lines) == 12 and {line["step"] for line in lines} == {3}
+    assert sum(line["p_first"] is None for line in lines) == 6
+    assert all(len(json.dumps(line)) < 400 for line in lines), "no pixels"
 
 
 def test_hard_verdicts_average_the_orders_to_half_when_they_contradict():
@@ -171,52 +162,119 @@ def test_hard_verdicts_average_the_orders_to_half_when_they_contradict():
 
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_sample_that_was_never_made_is_missing(streams):
-    s = scorer(StubJudge(streams))
+    s = pairs(StubJudge(streams))
     s.begin(0, [5])
-    for member, value in ((0, 10), (1, 20), (3, 80)):
-        s.add(5, member, sample(value))
+    for member in (0, 1, 3):
+        s.add(5, member, sample(LEVELS[member]))
     rates = s.finish().values["vlm_pairwise"][0]
     assert np.isnan(rates[2])
     np.testing.assert_allclose(rates[[0, 1, 3]], by_hand([10, 20, 80]), rtol=1e-6)
 
 
-def test_the_deadline_bounds_the_wait_and_late_answers_are_missing():
-    s = scorer(StubJudge(True, hang=[10]), deadline_s=0.2)
-    result = run(s, [10, 20, 40, 80], groups=(7,))
-    assert np.isnan(result.values["vlm_pairwise"][0]).tolist() == [True, False, False, False]
-    assert f"vlm_pairwise: {LATE}" in result.reasons
-
-
 def test_metrics_show_a_judge_that_prefers_the_first():
-    class First(StubJudge):
-        def _verdict(self, first, second):
-            return Verdict(0.9, "", 0.1)
-
-    metrics = run(scorer(First(True)), [10, 20, 40, 80]).metrics
+    judge = StubJudge()
+    judge._verdict = lambda first, second: Verdict(0.9, "", 0.1)
+    metrics = run(pairs(judge), LEVELS).metrics
     assert metrics["judge/position_bias"] == 1.0 and metrics["judge/order_inconsistency"] == 1.0
 
 
-class Odd(PointwiseReward):
-    """Scores that are missing or not finite for some samples."""
+# Samples
+
+
+class Level(PointwiseReward):
+    """The grey level, or what `table` says of it; an exception there is raised, for whatever is in the same call."""
+
+    def __init__(self, **table):
+        self.table = {int(key[1:]): value for key, value in table.items()}
 
     def score(self, samples):
-        table = {10: Score(None, "too dark"), 20: Score(float("nan")), 40: Score(float("inf"))}
-        return [table.get(level(s.media), Score(float(level(s.media)))) for s in samples]
+        given = [self.table.get(level(s.media), Score(float(level(s.media)))) for s in samples]
+        for value in given:
+            if isinstance(value, Exception):
+                raise value
+        return given
 
 
-def test_values_that_are_missing_or_not_finite_are_nan_and_counted():
-    result = run(Scorer({"odd": Odd()}, 4), [10, 20, 40, 80], groups=(1,))
-    np.testing.assert_array_equal(result.values["odd"], [[np.nan, np.nan, np.nan, 80.0]])
+class RaisesGroups(GroupwiseReward):
+    """Raises for every group."""
+
+    def score_group(self, group, seed):
+        raise RuntimeError("no such kernel")
+
+
+class Streaming(PointwiseReward):
+    """Answers when it is told to."""
+
+    streams = True
+
+    def __init__(self, count):
+        self.seen, self.waiting, self.complete, self.count = [], [], threading.Event(), count
+
+    def score(self, samples):
+        raise AssertionError("a streaming reward is not called in bulk")
+
+    def submit(self, sample):
+        self.seen.append(level(sample.media))
+        self.waiting.append(Future())
+        if len(self.seen) == self.count:
+            self.complete.set()
+        return self.waiting[-1]
+
+
+def test_values_that_are_missing_not_finite_or_raised_are_nan_and_counted(capfd):
+    rewards = {"odd": Level(v10=Score(None, "too dark"), v20=Score(float("nan")), v40=Score(float("inf")))}
+    rewards |= {"raises": Level(v20=RuntimeError("out of memory")), "groups": RaisesGroups(), "whole": Level()}
+    result = run(Scorer(rewards, 4), LEVELS, groups=(1,))
+    nan = np.nan
+    expected = {"odd": [nan, nan, nan, 80], "raises": [10, nan, 40, 80], "groups": [nan] * 4, "whole": LEVELS}
+    for name, values in expected.items():
+        np.testing.assert_array_equal(result.values[name], [values])
     assert result.reasons == {
-        f"odd: {why}": 1 for why in ("too dark", "the reward returned nan", "the reward returned inf")
-    }
+        "odd: too dark": 1, "odd: the reward returned nan": 1, "odd: the reward returned inf": 1,
+        "raises: the reward raised RuntimeError: out of memory": 1,
+        "groups: the reward raised RuntimeError: no such kernel": 4,
+    }  # fmt: skip
     assert "judge/requests" not in result.metrics
+    assert capfd.readouterr().err.count("Traceback") == 2, "where it happened can be read"
+
+
+@pytest.mark.parametrize("gives", [1.0, None])
+def test_what_is_no_score_is_told(gives):
+    message = f"'odd': expected one Score for each of 4 samples, got 4 of {type(gives).__name__}"
+    with pytest.raises(RewardError, match=message):
+        run(Scorer({"odd": Level(v10=gives)}, 2), [10, 10])
+
+
+def test_streaming_rewards_get_samples_at_once_and_the_others_run_meanwhile():
+    """The in-process reward answers only after the streaming one saw every sample: in series this would hang."""
+    streaming = Streaming(8)
+
+    class Slow(Level):
+        def score(self, samples):
+            assert streaming.complete.wait(600)
+            for future, value in zip(streaming.waiting[::-1], streaming.seen[::-1], strict=True):
+                future.set_result(Score(value * 2.0))
+            return super().score(samples)
+
+    result = run(Scorer({"slow": Slow(), "streaming": streaming}, 4), LEVELS)
+    assert streaming.seen == [10, 20, 40, 80, 20, 40, 80, 10]
+    assert np.array_equal(result.values["streaming"], 2 * result.values["slow"])
+    assert {"reward/slow/latency_p50", "reward/streaming/latency_p95"} <= set(result.metrics)
+
+
+def test_the_deadline_bounds_the_wait_and_late_answers_are_missing():
+    rewards = {"pairs": VlmPairwise(StubJudge(hang=[10])), "silent": Streaming(4), "level": Level()}
+    result = run(Scorer(rewards, 4, deadline_s=0.2), LEVELS, groups=(7,))
+    missing = {name: np.isnan(values[0]).tolist() for name, values in result.values.items()}
+    assert missing == {"pairs": [True, False, False, False], "silent": [True] * 4, "level": [False] * 4}
+    assert result.reasons[f"silent: {LATE}"] == 4 and f"pairs: {LATE}" in result.reasons
 
 
 def test_misuse_is_refused():
-    with pytest.raises(ValueError, match="at least 2"):
-        scorer(StubJudge(True), size=1)
-    s = scorer(StubJudge(True))
+    for size, plan, why in ((1, "both_orders", "at least 2"), (4, "swiss(4)", "got G = 4")):
+        with pytest.raises(ValueError, match=why):
+            pairs(StubJudge(), size, plan)
+    s = pairs(StubJudge())
     s.begin(0, [5])
     s.add(5, 0, sample(10))
     for group, member, why in ((6, 0, "not part of this step"), (5, 0, "added before"), (5, 4, "out of range")):
@@ -225,54 +283,87 @@ def test_misuse_is_refused():
     with pytest.raises(ValueError, match="different"):
         s.begin(1, [5, 5])
     with pytest.raises(ValueError, match="soft, hard"):
-        VlmPairwise(StubJudge(True), verdict="loud")
+        VlmPairwise(StubJudge(), verdict="loud")
     with pytest.raises(ConfigError, match="url"):
         open_judge({"backend": "http", "url": "x"})
 
 
-def test_the_log_has_one_line_per_comparison_and_no_pixels(tmp_path):
-    path = tmp_path / "run" / "judgements.jsonl"
-    with scorer(StubJudge(True, broken=[10]), log_path=path) as s:
-        run(s, [10, 20, 40, 80], groups=(7,), step=3)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(lines) == 12 and {line["step"] for line in lines} == {3}
-    assert sum(line["p_first"] is None for line in lines) == 6
-    assert all(len(json.dumps(line)) < 400 for line in lines)
+# Advantages of several rewards
 
 
-def test_judging_overlaps_the_making_of_samples():
-    """All pairs of the members that exist are asked before the last member does."""
-    with JudgeServer() as server:
-        rewards = build("vlm_pairwise,jpeg_compressibility", {"vlm_pairwise": {"judge": JudgeConfig((server.url,))}})
-        asked = len(server.requests)
-        with Scorer(rewards, 6, deadline_s=20) as s:
-            s.begin(0, [0])
-            for member in range(5):
-                s.add(0, member, sample(20 + 30 * member))
-            end = time.monotonic() + 20
-            while len(server.requests) < asked + 20:
-                assert time.monotonic() < end
-                time.sleep(0.01)
-            s.add(0, 5, sample(170))
-            result = s.finish()
-    assert np.all(np.diff(result.values["vlm_pairwise"][0]) > 0)
-    assert result.metrics["judge/requests"] == 30 and result.metrics["judge/busy_s"] > result.metrics["judge/wait_s"]
-    assert set(result.values) == {"vlm_pairwise", "jpeg_compressibility"}
+class Flaky(PointwiseReward):
+    """Column `level`, from another thread; fails where column `fails` says so."""
+
+    streams = True
+
+    def __init__(self):
+        self.pool = ThreadPoolExecutor(4)
+
+    def score(self, samples):
+        return [self.submit(s).result() for s in samples]
+
+    def submit(self, sample):
+        value = Score(None, "no luck") if sample.meta["fails"] else Score(float(sample.meta["level"]))
+        return self.pool.submit(lambda: value)
+
+    def close(self):
+        self.pool.shutdown()
 
 
-def test_a_judge_that_dies_in_the_step_gives_missing_values_in_bounded_time():
-    config = {"timeout_s": 2, "patience_s": 1, "retries": 2}
-    with JudgeServer() as server:
-        judge = open_judge({"endpoints": (server.url,), **config})
-        s = Scorer({"vlm_pairwise": VlmPairwise(judge)}, 4, deadline_s=20)
-        s.begin(0, [0, 1])
-        for member in range(4):
-            s.add(0, member, sample(20 + 30 * member))
-        first = list(s._sessions["vlm_pairwise"][0]._answers.values())
-        assert all(f.result(10).first is not None for f in first)
-    for member in range(4):
-        s.add(1, member, sample(20 + 30 * member))
-    result = s.finish()
-    assert np.isnan(result.values["vlm_pairwise"]).tolist() == [[False] * 4, [True] * 4]
-    assert any("no server was reachable" in reason for reason in result.reasons)
-    s.close()
+def scores(levels, fails):
+    """The scorer's result for two rewards' levels [n, G, 2], of which the second fails where `fails` [n, G]."""
+    groups, size = fails.shape
+    with Scorer({"level": Level(), "flaky": Flaky()}, size, deadline_s=600) as scorer:
+        scorer.begin(0, range(groups))
+        for g, m in np.ndindex(groups, size):
+            scorer.add(g, m, sample(levels[g, m, 0], level=levels[g, m, 1], fails=fails[g, m]))
+        return scorer.finish()
+
+
+def advantages(values, weights, combine):
+    rewards = np.stack([v.ravel() for v in values])
+    ids = torch.arange(values[0].shape[0]).repeat_interleave(values[0].shape[1])
+    found = group_advantage(torch.from_numpy(rewards), ids, torch.tensor(weights), combine=combine, eps=EPS)
+    return found.view(values[0].shape).numpy()
+
+
+def advantages_by_hand(members, weights, combine):
+    """Advantages of one group's members [k, R] that have every reward."""
+    if combine == "weighted_sum":
+        total = members @ weights
+        return (total - total.mean()) / (total.std() + EPS)
+    return ((members - members.mean(0)) / (members.std(0) + EPS)) @ weights
+
+
+@pytest.mark.parametrize("combine", ["weighted_sum", "weighted_advantage_sum"])
+def test_a_reward_that_fails_for_one_in_twenty_does_not_bias_the_others(combine):
+    rng, weights = np.random.default_rng(0), np.array([0.7, 0.3])
+    levels = rng.integers(100, 200, (600, 8, 2))
+    fails = rng.random((600, 8)) < 0.05
+    result = scores(levels, fails)
+    values = [result.values["level"], result.values["flaky"]]
+    assert np.array_equal(values[0], levels[..., 0]) and np.array_equal(np.isnan(values[1]), fails)
+    assert result.reasons == {"flaky: no luck": fails.sum()}
+    assert result.metrics["reward/flaky/missing_rate"] == pytest.approx(fails.mean())
+    got = advantages(values, weights, combine)
+    assert (got[fails] == 0).all(), "a sample that lacks a reward trains nothing"
+    for g in range(600):
+        have = ~fails[g]
+        expected = advantages_by_hand(levels[g, have], weights, combine)
+        np.testing.assert_allclose(got[g, have], expected, rtol=1e-4, atol=1e-5)
+    whole = advantages([levels[..., 0] * 1.0, levels[..., 1] * 1.0], weights, combine)
+    touched = ~fails & fails.any(1)[:, None]
+    assert np.array_equal(got[~fails.any(1)], whole[~fails.any(1)]), "groups without a failure are as they were"
+    shift = (got - whole)[touched]
+    assert abs(shift.mean()) < 4 * shift.std() / len(shift) ** 0.5, "failures elsewhere shift nobody on average"
+    zeros = advantages([values[0], np.nan_to_num(values[1])], weights, combine)
+    biased = (zeros - whole)[touched]
+    assert biased.mean() > 8 * biased.std() / len(biased) ** 0.5, "this would show a failure that counts as 0"
+
+
+def test_a_monitor_that_fails_changes_no_advantage():
+    levels = np.random.default_rng(1).integers(100, 200, (4, 6, 2))
+    values = scores(levels, np.ones((4, 6), bool)).values
+    got = advantages([values["level"], values["flaky"]], np.array([1.0, 0.0]), "weighted_sum")
+    hand = [advantages_by_hand(g[:, :1], np.ones(1), "weighted_sum") for g in levels]
+    np.testing.assert_allclose(got, hand, rtol=1e-4)

@@ -5,18 +5,19 @@ imports every entry, so a name without a class cannot be shipped.
 """
 
 import inspect
-import io
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from reward_cases import drawn
 
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import RewardSpecError, build, parse_reward_spec
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.tiny import scenes
 
 A, B = "jpeg_compressibility", "jpeg_incompressibility"
 
@@ -125,30 +126,12 @@ def test_options_are_checked_before_any_reward_is_made(monkeypatch):
     assert not made
 
 
-def test_jpeg_rewards_are_the_size_of_the_file():
-    rng = np.random.default_rng(0)
-    noise, flat = (
-        Sample("", Media(p)) for p in (rng.integers(0, 256, (64, 64, 3), np.uint8), np.zeros((64, 64, 3), np.uint8))
-    )
-    rewards = build(f"{A},{B}")
-    buffer = io.BytesIO()
-    Image.fromarray(noise.media.pixels).save(buffer, format="JPEG", quality=95)
-    more = [s.value for s in rewards[B].score([noise, flat])]
-    less = [s.value for s in rewards[A].score([noise, flat])]
-    assert more[0] == len(buffer.getvalue()) / 1000 and more == [-v for v in less] and more[0] > more[1]
-
-
-def test_scenes_counts_hits_and_refuses_foreign_captions():
-    torch = pytest.importorskip("torch")
-    from prefgrpo.tiny import scenes
-
-    combo, other = scenes.COMBOS[0], scenes.COMBOS[-1]
-    image = scenes.render([combo], torch.Generator().manual_seed(0))[0]
-    media = Media((image * 255).round().byte().permute(1, 2, 0).numpy())
-    right, wrong, foreign = build("scenes")["scenes"].score(
-        [Sample(scenes.caption(combo), media), Sample(scenes.caption(other), media), Sample("a dog", media)]
-    )
+def test_scenes_is_the_mean_of_the_hits_and_refuses_foreign_captions():
+    """The hits themselves: test_scenes.py."""
+    right, _ = drawn()
+    wrong, foreign = replace(right, prompt=scenes.caption(scenes.COMBOS[-1])), replace(right, prompt="a dog")
+    right, wrong, foreign = build("scenes")["scenes"].score([right, wrong, foreign])
     assert right.value == 1.0 and right.parts == {"colour": 1.0, "shape": 1.0, "place": 1.0, "all": 1.0}
-    agree = [float(a == b) for a, b in zip(combo, other, strict=True)]
+    agree = [float(a == b) for a, b in zip(scenes.COMBOS[0], scenes.COMBOS[-1], strict=True)]
     assert wrong.value == pytest.approx(sum(agree) / 3) and wrong.parts["all"] == 0.0
     assert foreign.value is None and "caption" in foreign.reason

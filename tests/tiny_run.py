@@ -98,6 +98,8 @@ class Hold(NamedTuple):
     """`module:name` or `module:Class.name`."""
     call: int = 1
     before: bool = False
+    about: str = ""
+    """Only calls with this text in their arguments are counted."""
 
     def install(self, reached: Any, go: Any) -> None:
         """Patch the function in this process."""
@@ -110,8 +112,9 @@ class Hold(NamedTuple):
 
         def held(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
-            calls += 1
-            here = calls == self.call
+            counted = not self.about or self.about in str(args)
+            calls += counted
+            here = counted and calls == self.call
             out = None if here and self.before else original(*args, **kwargs)
             if here:
                 reached.set()
@@ -234,9 +237,10 @@ def ranks(
     *options: str,
     hook: Callable[[], None] | None = None,
     command: str = "train",
+    holds: dict[int, Hold] | None = None,
     **env: str,
 ) -> list[Run]:
-    """`prefgrpo COMMAND RECIPE options` begun on `size` ranks, as torchrun starts them."""
+    """`prefgrpo COMMAND RECIPE options` begun on `size` ranks, as torchrun starts them; some of them held."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -246,6 +250,7 @@ def ranks(
             [command, str(recipe_file), *options],
             recipe_file.with_suffix(f".rank{k}.log"),
             hook,
+            (holds or {}).get(k),
             **shared | {"RANK": str(k), "LOCAL_RANK": str(k)},
         )
         for k in range(size)

@@ -26,7 +26,7 @@ import tyro
 import yaml
 
 from prefgrpo import __version__
-from prefgrpo.commands.launch import speaks, wait_for_first
+from prefgrpo.commands.launch import speaks, wait_for_cause, wait_for_first
 from prefgrpo.config.recipe import ConfigError, Loader, merged
 from prefgrpo.config.schema import MODEL_VALUES, Config, check, differences, leaves, load, parse
 
@@ -35,15 +35,18 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("prefgrpo.commands.cli:demo", "train the tiny demo in runs/demo of this folder; options as for train"),
     "preprocess": ("prefgrpo.commands.cli:preprocess", "encode all prompts of a recipe once, into data.cache"),
     "launch": ("prefgrpo.commands.launch:launch", "torchrun with the run's exit code: --nproc_per_node 8 train RECIPE"),
-    "plan": ("prefgrpo.commands.cli:plan", "parameters and memory per GPU, from the model's config alone"),
+    "plan": (
+        "prefgrpo.commands.cli:plan",
+        "memory, seconds and traffic per GPU and the mesh to choose, from the config",
+    ),
     "generate": ("prefgrpo.commands.cli:generate", "make images or clips of every prompt of a file"),
     "evaluate": ("prefgrpo.commands.cli:evaluate", "a published suite's table, or a checkpoint against its base"),
     "score": ("prefgrpo.commands.score:main", "score a folder of images or clips"),
-    "reward list": ("prefgrpo.rewards.listing:show", "every reward: what it takes, what it is, where it runs"),
+    "reward list": ("prefgrpo.rewards:show_rewards", "every reward: what it takes, what it is, where it runs"),
     "reward serve": ("prefgrpo.rewards.serve:main", "serve one reward over HTTP, from an environment of its own"),
-    "report": ("prefgrpo.commands.cli:report", "write report.html of a run, finished or not"),
+    "report": ("prefgrpo.commands.cli:report", "write report.html of a run, finished or not; of several: compare them"),
     "judge serve": ("prefgrpo.judge.serve:serve", "start judges with vLLM or SGLang, one port per model"),
-    "judge check": ("prefgrpo.judge.check:check", "test a judge: reachable, right model, known answers right"),
+    "judge check": ("prefgrpo.judge.client:main", "test a judge: reachable, right model, known answers right"),
     "judge plan": ("prefgrpo.judge.simulate:plan", "compare pair plans: calls against rank correlation"),
     "tiny": ("prefgrpo.tiny.pipelines:make", "write a tiny random pipeline of a family: prefgrpo tiny flux DIR"),
     "doctor": ("prefgrpo.commands.doctor:doctor", "what is installed, which backends really run, which GPU"),
@@ -57,7 +60,7 @@ FIELDS = {
     "plan": "model family dtype gpus data.prompts data.max_length data.cache rollout.height rollout.width "
     "rollout.frames rollout.steps rollout.window_* rollout.guidance* rollout.source_area rollout.prompts_per_step "
     "rollout.group_size rollout.batch_size train.lora_* train.target_components train.ema_decay train.*checkpointing* "
-    "memory.*",
+    "memory.* parallel.*",
     "preprocess": "model family seed dtype device data.* rollout.height rollout.width rollout.frames rollout.guidance "
     "rollout.source_area eval.every eval.prompts eval.final_prompts eval.holdout eval.max_prompts eval.height "
     "eval.width eval.frames eval.guidance memory.offload",
@@ -110,16 +113,30 @@ def demo(argv: Sequence[str]) -> int:
     return _with_recipe(train, "demo", [*paths, *argv], Path(recipe))
 
 
-def plan(config: Config, memory_gib: float = 80.0) -> int:
-    """Parameters and memory per GPU, from the model's config alone.
+def plan(
+    config: Config,
+    memory_gib: float | None = None,
+    gpu: Literal["h100", "h200", "a100"] = "h100",
+    nodes: int = 0,
+    mfu: float | None = None,
+    judge_billions: float = 8.0,
+    levers: bool = False,
+) -> int:
+    """Parameters, memory per GPU, seconds and traffic of a step, judge servers and the fastest mesh, from the model's
+    config alone.
 
     Args:
         config: The recipe with its overrides.
-        memory_gib: Memory of one GPU.
+        memory_gib: Memory of one GPU; none: as much as `gpu` has.
+        gpu: Whose peak and links are counted with (docs/scale.md).
+        nodes: Machines that the GPUs are in; 0: 8 GPUs in each.
+        mfu: Share of the GPU's bf16 peak that the model reaches; none: 0.3, and 0.45 with compile.
+        judge_billions: Parameters of the pairwise judge, in billions.
+        levers: Also predict the speed with each option that makes steps cheaper.
     """
-    from prefgrpo.run.memory import plan as run
+    from prefgrpo.run.plan import plan as run
 
-    return run(config, memory_gib)
+    return run(config, memory_gib, gpu, nodes, mfu, judge_billions, levers)
 
 
 def preprocess(config: Config) -> int:
@@ -327,16 +344,19 @@ def _read(recipe: Path | None, values: Mapping[str, Any], training: bool) -> Con
     return config
 
 
-def report(run: Path) -> int:
-    """Write report.html into a run folder.
+def report(runs: tuple[Path, ...], out: Path | None = None) -> int:
+    """Write report.html into a run folder; of several runs one page that compares them.
 
     Args:
-        run: Run folder, e.g. runs/demo.
+        runs: Run folder, e.g. runs/demo, or several; those that differ in nothing but their seed are drawn as one.
+        out: File of the comparison; none: comparison.html in the folder of the first run.
     """
-    from prefgrpo.report import write_report
+    from prefgrpo.report import write_comparison, write_report
 
+    if not runs or (out and len(runs) == 1):
+        raise ConfigError(["report: expected a run folder, or several (of which --out is the page)"])
     try:
-        print(write_report(run))
+        print(write_report(runs[0]) if len(runs) == 1 else write_comparison(runs, out or runs[0] / "comparison.html"))
     except FileNotFoundError as error:
         raise ConfigError([str(error)]) from error
     return 0
@@ -396,6 +416,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except Exception as error:
         if not isinstance(error, ConfigError) and not isinstance(error, _mendable()):  # the latter imports torch
+            wait_for_cause(error)
             raise
         wait_for_first(2)
         print(f"error: {error}", file=sys.stderr)

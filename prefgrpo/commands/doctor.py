@@ -92,7 +92,7 @@ def _versions() -> Iterator[Row]:
 
 def _engines() -> Iterator[Row]:
     """The engines that `judge serve` would start."""
-    from prefgrpo.judge.engines import find_engine, too_old, vllm_version
+    from prefgrpo.judge.engines import find_engine, vllm_version
     from prefgrpo.judge.verdict import JudgeError
 
     for engine in ("vllm", "sglang"):
@@ -101,8 +101,7 @@ def _engines() -> Iterator[Row]:
         except JudgeError as error:
             yield Row(engine, None, str(error))
             continue
-        version = vllm_version(path) if engine == "vllm" else ""
-        why = too_old(version)
+        version, why = vllm_version(path) if engine == "vllm" else ("", "")
         yield Row(engine, not why, f"{why or version or 'of unknown version'}, {path}")
 
 

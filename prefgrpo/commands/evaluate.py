@@ -40,14 +40,12 @@ from prefgrpo.rollout.render import sample
 from prefgrpo.rollout.sampling import evaluation
 from prefgrpo.run import checkpoint, judging
 from prefgrpo.run.checkpoint import CheckpointError, write_atomic
-from prefgrpo.run.evaluate import Table, compare, held_out, over_ranks
+from prefgrpo.run.evaluate import Table, compare, held_out, over_ranks, verdict
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.suites import Name, load_suite
 from prefgrpo.suites.base import Results, Suite
 
 Which = Literal["auto", "live", "ema"]
-FEW = 30
-"""Fewer prompts than this say nothing certain about others."""
 AT_ONCE = 32
 """Pairs of images that are read and compared together."""
 PARTS = ("_low", "_high", "_first", "_second", "_missing")
@@ -428,17 +426,6 @@ def _write_comparison(
     lines += ["", *(f"{note}  " for note in notes)]
     write_atomic(out / "comparison.md", "\n".join(lines).rstrip() + "\n")
     print("\n".join(lines), f"\n{out / 'comparison'}.json, .md", sep="\n")
-
-
-def verdict(low: float, high: float, prompts: int) -> str:
-    """What a win rate's interval says; nothing certain where it holds one half or the prompts are few."""
-    if math.isnan(low):
-        return "inconclusive: no verdicts"
-    if prompts < FEW:
-        return f"inconclusive: fewer than {FEW} prompts"
-    if low <= 0.5 <= high:
-        return "inconclusive: the interval holds 50 %"
-    return "better" if low > 0.5 else "worse"
 
 
 def _finite(value: Any) -> Any:

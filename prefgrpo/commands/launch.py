@@ -15,20 +15,30 @@ from collections.abc import Sequence
 
 WAIT_S = 60.0
 """Longest that a process which failed waits for the first one of its machine to speak."""
+SAVE_S = 600
+"""Torchrun's --shutdown-timeout: after a signal, time to finish a step and to save it."""
+CAUSE_S = 20.0
+"""Longest that a process whose collective failed waits for torchrun to see which other one has ended."""
 
 
 def launch(argv: Sequence[str]) -> int:
     """`prefgrpo launch [torchrun's options] COMMAND …`, e.g. `prefgrpo launch --nproc_per_node 8 train RECIPE`."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
 
     parser = get_args_parser()
     parser.prog = "prefgrpo launch"
     args = parser.parse_args(["--module", *argv])
+    if args.shutdown_timeout is None:
+        args.shutdown_timeout = SAVE_S
     args.training_script, args.training_script_args = "prefgrpo", [args.training_script, *args.training_script_args]
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failed process has said why
     try:
         run(args)
+    except SignalException as error:
+        print(f"ended by {error.sigval.name}; continue with the same command and --resume", file=sys.stderr)
+        return 3
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         if first.exitcode not in (2, 3):
@@ -49,5 +59,18 @@ def wait_for_first(code: int) -> None:
     WAIT_S: the trouble is this process's alone.
     """
     if not speaks():
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
-        time.sleep(WAIT_S)
+        _wait_for_torchrun(code, WAIT_S)
+
+
+def wait_for_cause(error: Exception) -> None:
+    """Called before ending with a traceback: if it is only that of another process's end, torchrun ends this one too,
+    without it. Returns after CAUSE_S, as on a machine whose own processes are all there."""
+    from prefgrpo.parallel.world import follows
+
+    if "TORCHELASTIC_RUN_ID" in os.environ and follows(error):
+        _wait_for_torchrun(1, CAUSE_S)
+
+
+def _wait_for_torchrun(code: int, seconds: float) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
+    time.sleep(seconds)

@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,8 @@ class Trainer:
                 loop.run()
             except TrainingStopped:
                 if loop.world.main:
-                    write_report(self.folder.root)
+                    with suppress(OSError):  # a full disk
+                        write_report(self.folder.root)
                 raise
         if loop.world.main:
             write_report(self.folder.root)

@@ -269,6 +269,10 @@ class TrainConfig:
     """Clip above 1; none: the same as clip_range."""
     adv_clip_max: PositiveFloat = 5.0
     """Advantages are clamped to ± this."""
+    min_advantage: Share = 0.0
+    """Leave samples out of the update whose |advantage| is below this share of the step's largest, both clamped: less
+    work and a biased gradient, which lacks their terms (docs/training.md). 0: none. For grpo, grpo_guard, flow_dppo,
+    awm and nft."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the starting policy; 0: not computed. Of endpoint objectives it is mean_D (v − v_ref)²."""
     kl_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -415,7 +419,10 @@ class Config:
     gpus: PositiveInt = 1
     """GPUs that a recipe is sized for: `prefgrpo plan` counts with as many. What a run has, torchrun decides."""
     tensorboard: bool = True
-    """Write TensorBoard events beside metrics.jsonl."""
+    """Write TensorBoard events beside metrics.jsonl: numbers, images, verdicts."""
+    trackers: tuple[Literal["wandb", "trackio"], ...] = ()
+    """Send the same to Weights & Biases or Trackio; their environment variables say where (WANDB_PROJECT,
+    WANDB_MODE=offline, TRACKIO_SPACE_ID)."""
     data: DataConfig = field(default_factory=DataConfig)
     rollout: SamplingConfig = field(default_factory=SamplingConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)

@@ -89,14 +89,6 @@ class DataError(ValueError):
     """A prompts file that cannot be used; the message says where and what to do."""
 
 
-@dataclass
-class _Table:
-    """What a file holds, line by line."""
-
-    rows: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    bad: dict[int, str] = field(default_factory=dict)
-
-
 def read_prompts(path: str | Path, *, unique: bool = True) -> list[Prompt]:
     """Prompts of a file, one per line or row, blank lines skipped; duplicates keep their first place if `unique`.
 
@@ -108,26 +100,26 @@ def read_prompts(path: str | Path, *, unique: bool = True) -> list[Prompt]:
         raise DataError(f"prompts file not found: {file}; expected a txt, csv, tsv, jsonl or parquet file")
     if file.suffix.lower() not in READERS:
         raise DataError(f"{file}: expected a file that ends in {', '.join(filter(None, READERS))}")
-    table = _Table()
-    READERS[file.suffix.lower()](file, table)
     prompts: dict[Any, Prompt] = {}
-    for number, row in table.rows:
+    bad: dict[int, str] = {}
+    for number, row in READERS[file.suffix.lower()](file):
         try:
             text, sources, meta = _parts(row, file.parent)
         except ValueError as error:
-            table.bad[number] = str(error)
+            bad[number] = str(error)
         else:
             key = (text, sources) if unique else number
             prompts.setdefault(key, Prompt(len(prompts), text, meta, sources, number))
-    table.bad |= _broken(prompts.values())
-    _refuse(file, table.bad)
+    _refuse(file, bad | _broken(prompts.values()))
     if not prompts:
         raise DataError(f"{file} holds no prompt: every line is blank; expected one prompt per line")
     return list(prompts.values())
 
 
-def _parts(row: dict[str, Any], folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any]]:
+def _parts(row: dict[str, Any] | str, folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any]]:
     """(prompt, files of the sources, the rest) of a row. Raises ValueError for one that cannot be used."""
+    if isinstance(row, str):
+        raise ValueError(row)
     text = next((k for k in TEXT if isinstance(row.get(k), str) and row[k].strip()), None)
     if text is None:
         raise ValueError(f"no prompt (expected one of {', '.join(TEXT)})")
@@ -179,43 +171,47 @@ def _refuse(file: Path, bad: dict[int, str]) -> None:
 NOT_UTF8 = "not valid UTF-8"
 
 
-def _lines(file: Path, table: _Table) -> Iterator[tuple[int, str]]:
-    """(number, text) of every line that is not blank; a line ends at a line break, not at a Unicode separator."""
+Rows = Iterator[tuple[int, dict[str, Any] | str]]
+"""(number of a line or row, its columns, or why they cannot be read)."""
+
+
+def _lines(file: Path) -> Iterator[tuple[int, str | None]]:
+    """(number, text, None for other bytes than UTF-8) of every line that is not blank; a line ends at a line break, not
+    at a Unicode separator."""
     for number, raw in enumerate(file.read_bytes().splitlines(), start=1):
         try:
             text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
         except UnicodeDecodeError:
-            table.bad[number] = NOT_UTF8
-            continue
-        if text:
-            yield number, text
-
-
-def _text(file: Path, table: _Table) -> None:
-    """One prompt per line."""
-    table.rows = [(number, {"prompt": text}) for number, text in _lines(file, table)]
-
-
-def _jsonl(file: Path, table: _Table) -> None:
-    """One JSON object per line."""
-    for number, text in _lines(file, table):
-        try:
-            row = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            table.bad[number] = f"not JSON: {error}"
-            continue
-        if isinstance(row, dict):
-            table.rows.append((number, row))
+            yield number, None
         else:
-            table.bad[number] = f"expected an object, got {type(row).__name__}"
+            if text:
+                yield number, text
 
 
-def _csv(file: Path, table: _Table) -> None:
+def _text(file: Path) -> Rows:
+    """One prompt per line."""
+    for number, text in _lines(file):
+        yield number, NOT_UTF8 if text is None else {"prompt": text}
+
+
+def _jsonl(file: Path) -> Rows:
+    """One JSON object per line."""
+    for number, text in _lines(file):
+        try:
+            row = NOT_UTF8 if text is None else json.loads(text)
+        except (ValueError, RecursionError) as error:
+            yield number, f"not JSON: {error}"
+        else:
+            known = text is None or isinstance(row, dict)
+            yield number, row if known else f"expected an object, got {type(row).__name__}"
+
+
+def _csv(file: Path) -> Rows:
     """Separated by commas, semicolons or tabs, with a header that names a prompt column."""
     try:
         content = file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:
-        list(_lines(file, table))
+        yield from ((number, NOT_UTF8) for number, text in _lines(file) if text is None)
         return
     csv.field_size_limit(1 << 24)  # a prompt may be longer than the default of 128 KiB
     first = content.splitlines()[:1]
@@ -229,34 +225,33 @@ def _csv(file: Path, table: _Table) -> None:
         except StopIteration:
             break
         except csv.Error as error:
-            table.bad[number] = f"{error} (is a quote not closed?)"
+            yield number, f"{error} (is a quote not closed?)"
             continue
         if header is None:
             header = cells
         elif len(cells) > len(header):
-            table.bad[number] = f"{len(cells)} cells, but {len(header)} columns; a cell with {separator!r} needs quotes"
+            yield number, f"{len(cells)} cells, but {len(header)} columns; a cell with {separator!r} needs quotes"
         elif any(cells):
-            table.rows.append((number, dict(zip(header, cells))))
+            yield number, dict(zip(header, cells))
     if not set(header or ()) & set(TEXT):
         raise DataError(f"{file}: no prompt column; expected one of {', '.join(TEXT)}, got {header}")
     if twice := sorted({name for name in header or () if name and (header or []).count(name) > 1}):
         raise DataError(f"{file}: column {', '.join(twice)} is there twice; give each column a name of its own")
 
 
-def _parquet(file: Path, table: _Table) -> None:
+def _parquet(file: Path) -> Rows:
     """A table with a prompt column (needs pyarrow)."""
     try:
         import pyarrow.parquet
     except ImportError as error:
         raise DataError(f"{file}: reading parquet needs pyarrow (pip install pyarrow)") from error
     try:
-        rows = pyarrow.parquet.read_table(file).to_pylist()
+        yield from enumerate(pyarrow.parquet.read_table(file).to_pylist(), start=1)
     except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of ValueError
         raise DataError(f"{file} is no parquet file that can be read: {error}") from error
-    table.rows = list(enumerate(rows, start=1))
 
 
-READERS: dict[str, Callable[[Path, _Table], None]] = {
+READERS: dict[str, Callable[[Path], Rows]] = {
     ".txt": _text, "": _text, ".csv": _csv, ".tsv": _csv, ".jsonl": _jsonl, ".parquet": _parquet,
 }  # fmt: skip
 """File ending → reader."""

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from prefgrpo.judge.template import Template, spelled
 
 _WHO = r"(?:edited\s+)?(?:image|video)"
@@ -290,15 +292,9 @@ def label_logprobs(
     )
     if not first and not second:
         raise Unreadable(f"neither label {labels} is among the judge's {len(listed)} likeliest tokens")
-    return _log_sum(first or [_unlisted(listed)]), _log_sum(second or [_unlisted(listed)])
-
-
-def _log_sum(values: list[float]) -> float:
-    """log Σ exp."""
-    most = max(values)
-    if len(values) < 2 or not math.isfinite(most):
-        return most
-    return most + math.log(sum(math.exp(v - most) for v in values))
+    first, second = first or [_unlisted(listed)], second or [_unlisted(listed)]
+    with np.errstate(invalid="ignore"):  # NaN stays NaN
+        return float(np.logaddexp.reduce(first)), float(np.logaddexp.reduce(second))
 
 
 def _unlisted(listed: Mapping[str, float]) -> float:

@@ -3,7 +3,7 @@
 Each medium is encoded and base64-encoded once, and its id is the hash of the encoded bytes, so an id never names other
 pixels. The rubric stands before the images and labels are asked for by prefill, so that servers reuse their prefixes.
 Invariants: the joined parts are valid JSON for any prompt; a medium's first request to a server carries its data and
-the others name it; nobody waits for a request that started later, so waits cannot form a ring.
+the others name it; who waits for a medium carries none yet, so waits cannot form a ring.
 """
 
 from __future__ import annotations
@@ -159,30 +159,22 @@ class MediaIds:
         unreliable = self.misses >= _MIN_MISSES and self.misses > 0.2 * self.requests
         return self.mode == "on" or (self.mode == "auto" and vllm and not unreliable)
 
-    def on_the_way(self, uuids: Collection[str]) -> dict[str, asyncio.Event]:
-        """Which of the media another request is carrying just now, and the event after which they may be named."""
-        return {u: event for u in uuids if (event := self._carried.get(u)) and not event.is_set()}
+    def on_the_way(self, uuids: Collection[str]) -> list[asyncio.Event]:
+        """For each of the media that another request is carrying just now: the event after which it may be named."""
+        return [event for u in uuids if (event := self._carried.get(u)) and not event.is_set()]
 
-    async def claim(self, uuids: Collection[str]) -> set[str]:
-        """Which of the media this request must carry; waits until the others may be named. `settle` must follow."""
-        earlier = self.on_the_way(uuids)
-        mine = {u for u in uuids if u not in self.known and u not in self._carried}
-        events = {u: asyncio.Event() for u in mine}
-        self._carried |= events
-        try:
-            for event in earlier.values():
+    async def claim(self, uuids: Collection[str]) -> tuple[set[str], float]:
+        """(which of the media this request must carry, seconds of grace that it gave the others); waits until those may
+        be named. The request must follow at once, and then `settle`."""
+        while events := self.on_the_way(uuids):
+            for event in events:
                 await event.wait()
-        except asyncio.CancelledError:
-            self.settle(mine, False)
-            raise
-        for event in events.values():
-            asyncio.get_running_loop().call_later(self.grace_s, event.set)
-        # whose carrier failed is not waited for again
-        return mine | {u for u in earlier if u not in self.known and u not in self._carried}
-
-    def grace(self, uuids: Collection[str], mine: set[str]) -> float:
-        """Seconds of grace that a request gives media which others are still carrying; 0 if there are none."""
-        return self.grace_s if any(u in self._carried and u not in mine for u in uuids) else 0.0
+        mine = {u for u in uuids if u not in self.known and u not in self._carried}
+        grace_s = self.grace_s if any(u in self._carried for u in uuids) else 0.0
+        for uuid in mine:
+            self._carried[uuid] = asyncio.Event()
+            asyncio.get_running_loop().call_later(self.grace_s, self._carried[uuid].set)
+        return mine, grace_s
 
     def settle(self, mine: set[str], success: bool) -> None:
         """The request that carried `mine` has ended; those that wait for it go on."""

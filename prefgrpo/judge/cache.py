@@ -1,6 +1,6 @@
 """Answers kept on disk, so that a resumed step does not ask the judge again.
 
-One folder per run, in it one append-only JSONL file per process; a process reads all of them and writes its own.
+One folder per run, in it an append-only JSONL file per process; a process reads all of them and writes its own.
 Each line is written unbuffered when its answer comes, so a process that is killed loses no answer. Invariant: an entry
 answers only a question that is the same to the byte; what failed is never kept; a disk that fails costs the cache and
 no answer.
@@ -19,7 +19,7 @@ from typing import IO
 from prefgrpo.judge.verdict import Answer, JudgeError
 
 MOST_BYTES = 32 << 20
-"""Largest file, about 200 000 soft verdicts; one that grows beyond is rewritten with its newer half."""
+"""Most that a process keeps, about 200 000 soft verdicts, in a file and the one before it."""
 _RAW_CHARACTERS = 500
 """Of an answer's text that is kept, unless the asker needs all of it."""
 
@@ -31,6 +31,7 @@ class AnswerCache:
         """Reads what is there; the folder is made when the first answer comes. JudgeError if it cannot be used."""
         self.folder, self.most_bytes = Path(folder), most_bytes
         self.path = self.folder / f"rank{os.environ.get('RANK', '0')}.jsonl"
+        self.old = self.path.with_suffix(".old.jsonl")
         self._lock = threading.Lock()
         self._file: IO[bytes] | None = None
         self._broken = False
@@ -57,7 +58,7 @@ class AnswerCache:
             return
         raw = answer.raw if whole else answer.raw[:_RAW_CHARACTERS]
         kept = {"key": key, "value": answer.value, "parts": answer.parts, "raw": raw}
-        line = json.dumps(kept, separators=(",", ":")).encode() + b"\n"
+        line = json.dumps(kept, separators=(",", ":")).encode()
         with self._lock:
             if key in self._lines or self._broken:
                 return
@@ -73,14 +74,14 @@ class AnswerCache:
 
         A line that a killed process left torn is left out.
         """
-        lines, size = {}, 0
-        for path in [p for p in sorted(self.folder.glob("*.jsonl")) if p != self.path] + [self.path]:
-            if path != self.path and (size := size + path.stat().st_size) > 4 * self.most_bytes:
+        lines, size, own = {}, 0, [self.old, self.path]
+        for path in [*sorted({*self.folder.glob("*.jsonl")} - {*own}), *own]:
+            if path not in own and (size := size + path.stat().st_size) > 4 * self.most_bytes:
                 continue
-            for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+            for line in path.read_bytes().splitlines() if path.exists() else ():
                 try:
                     kept = json.loads(line)
-                    if line.endswith(b"\n") and {"key", "value", "parts", "raw"} <= kept.keys():
+                    if {"key", "value", "parts", "raw"} <= kept.keys():
                         lines[str(kept["key"])] = line
                 except (ValueError, AttributeError):
                     continue
@@ -89,27 +90,15 @@ class AnswerCache:
     def _write(self, line: bytes) -> None:
         if self._file is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self.path.exists():
-                self._rewrite(self.most_bytes)  # without a torn line
+            torn = self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n")
             self._file = self.path.open("ab", buffering=0)  # unbuffered: written when `write` returns
-        self._file.write(line)
-        if self._file.tell() > self.most_bytes:
+            line = b"\n" * torn + line
+        self._file.write(line + b"\n")
+        if self._file.tell() > self.most_bytes // 2:
             self._file.close()
-            self._rewrite(self.most_bytes // 2)
+            self.path.replace(self.old)
             self._lines = self._read()
             self._file = self.path.open("ab", buffering=0)
-
-    def _rewrite(self, most_bytes: int) -> None:
-        """Leave the newest whole lines of the file, as many as fit into `most_bytes`."""
-        kept, size = [], 0
-        for line in reversed(self.path.read_bytes().splitlines(keepends=True)):
-            size += len(line)
-            if size > most_bytes:
-                break
-            kept += [line] if line.endswith(b"\n") else []
-        fresh = self.path.with_suffix(".new")
-        fresh.write_bytes(b"".join(reversed(kept)))
-        fresh.replace(self.path)
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """The check at the start: whether a judge behind HTTP will work, in seconds.
 
 `check`: are the servers there, do they serve the model, does a pair of pictures get a verdict, are known answers
-right; `reach` asks no pictures. Invariant: both raise one JudgeError that says what was expected, what came, what to
-do.
+right; `reach` asks no pictures; `main` is `prefgrpo judge check`. Invariant: all raise one JudgeError that says what
+was expected, what came, what to do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from prefgrpo.judge.send import validate
 from prefgrpo.judge.template import load_template, shipped
 from prefgrpo.judge.verdict import JudgeError
 
-__all__ = ["Health", "HttpJudge", "check", "reach"]
+__all__ = ["Health", "HttpJudge", "check", "main", "reach"]
 
 _BUSY_S, _PAUSE_S = 30.0, 0.5
 
@@ -91,6 +91,35 @@ def check(
     return health
 
 
+def main(
+    endpoint: tuple[str, ...] = ("http://127.0.0.1:8000",),
+    model: str = "",
+    template: str = "compare",
+    tokenizer: str = "",
+    api_key_env: str = "",
+    bias_pairs: int = 8,
+    timeout_s: float = 20.0,
+) -> int:
+    """Is the judge there, does it serve the model, does it answer a pair, are its known answers right?
+
+    Known answers: which of two pictures, or a picture and noise, is the plain colour of the caption. A judge that
+    always says the same, or mixes the pictures up, fails by name (with a template of your own: exit code 1).
+
+    Args:
+        endpoint: OpenAI-compatible servers, with or without /v1.
+        model: Served model name; empty: the only one served.
+        template: Shipped template name or path to one.
+        tokenizer: Folder or hub id of the judge's tokenizer, for exact label ids.
+        api_key_env: Environment variable that holds the API key.
+        bias_pairs: Random pairs to judge in both orders for the position bias; 0 for none.
+        timeout_s: Longest wait for one answer, in seconds.
+    """
+    config = JudgeConfig(endpoint, model, template, tokenizer, api_key_env=api_key_env)
+    health = check(config, timeout_s=timeout_s, bias_pairs=bias_pairs, known=True)
+    print(health.summary())
+    return 1 if health.alarm else 0
+
+
 def reach(config: JudgeConfig, timeout_s: float = 10.0) -> Health:
     """Whether the servers are there and serve the model, without asking it. Raises JudgeError if no endpoint does.
 
@@ -123,10 +152,10 @@ async def _look(endpoint: Endpoint, config: JudgeConfig, timeout_s: float, busy_
     """Ask an endpoint what it serves; its `problem` says what is wrong."""
     end = time.monotonic() + busy_s
     try:
-        await endpoint.describe(loop_thread().session(), timeout_s)
+        await endpoint.describe(timeout_s)
         while endpoint.models is None and time.monotonic() < end:
             await asyncio.sleep(_PAUSE_S)
-            await endpoint.describe(loop_thread().session(), timeout_s)
+            await endpoint.describe(timeout_s)
     except asyncio.TimeoutError:
         endpoint.problem = f"no answer from /v1/models within {timeout_s:g} s; is the server still loading, or stuck?"
     except (aiohttp.ClientError, OSError) as error:

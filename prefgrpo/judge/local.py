@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 
 from prefgrpo.data.media import Media
 from prefgrpo.judge.template import SOURCE, label_ids, load_template
-from prefgrpo.judge.verdict import JudgeError, Pair, PairJudge, Verdict, soft_verdict
+from prefgrpo.judge.verdict import JudgeError, Pair, PairJudge, Verdict, two_label_softmax
 
 _FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 _SHARED_TOKENS = 64
@@ -98,7 +98,10 @@ class LocalJudge(PairJudge):
             shown = torch.tensor([*grids[len(media) :], grid_1, grid_2])
             logp[rows] = self._log_probs(prompt, features[: len(media)], features[len(media) :], shown, chosen)
         share = (time.perf_counter() - start) / max(len(pairs), 1)
-        return [soft_verdict(a, b, self.min_label_mass, share) for a, b in logp.tolist()]
+        return [
+            Verdict(*two_label_softmax(a, b, self.min_label_mass), share, f"logp {a:.4f} {b:.4f}")
+            for a, b in logp.tolist()
+        ]
 
     def _encode(self, media: Sequence[Media]) -> tuple[list[Features], list[tuple[int, ...]]]:
         """Vision features and patch grid (t, h, w) of each image."""

@@ -142,13 +142,15 @@ class Sender:
         """
         turn, job = next(self._turns), _Job(path, write, read, frozenset(media), self.config.timeout_s or timeout_s)
         ended, slow, longest = Counter[Outcome](), None, min(_LONGEST_PAUSE_S, job.timeout_s)
-        retries = 0
+        exchange, retries = self._hedged if self.config.hedge_s else self._exchange, 0
         while True:
             try:
-                return replace(await self._attempt(turn, job, slow), retries=retries)
+                endpoint = await self._slot(turn, job.media, slow)
             except SendError as error:  # no server is reachable
                 error.retries = retries
                 raise
+            try:
+                return replace(await exchange(endpoint, job), retries=retries)
             except Failure as failure:
                 outcome = failure.outcome
                 ended[outcome] += 1
@@ -160,6 +162,8 @@ class Sender:
                     raise SendError(f"{given_up}{failure}", retries) from failure
                 backoff = min(_BACKOFF_S * 2**retries, longest) * random.uniform(0.5, 1.0)
                 pause_s = max(backoff, min(failure.pause_s, longest))
+            finally:
+                self.pool.release(endpoint)
             retries += 1
             await asyncio.sleep(pause_s)
 
@@ -167,33 +171,21 @@ class Sender:
         """The model that every request asks: the configured one, else the first that is listed; '' if none is."""
         for endpoint in () if self.model else self.endpoints:
             try:
-                await endpoint.describe(self.thread.session(), _CONNECT_S)
+                await endpoint.describe(_CONNECT_S)
             except (asyncio.TimeoutError, aiohttp.ClientError, OSError):
                 continue
             self.model = self.model or (endpoint.models or [""])[0]
         return self.model
 
-    async def _attempt(self, turn: int, job: _Job, slow: Endpoint | None) -> Reply:
-        """One request to the best endpoint (not to `slow` if another one is free), hedged where configured."""
-        endpoint = await self._slot(turn, job.media, slow)
-        try:
-            if not self.config.hedge_s:
-                return await self._exchange(endpoint, job)
-            return await self._hedged(endpoint, job)
-        finally:
-            self.pool.release(endpoint)
-
     async def _slot(self, turn: int, media: frozenset[str], slow: Endpoint | None) -> Endpoint:
-        """An endpoint with a free slot; a request that has to wait for media that another one carries holds none."""
-        waited: set[str] = set()
+        """The best endpoint with a free slot, not `slow` if another one has one; one that has to wait for media that
+        another one carries holds none."""
         while True:
             endpoint = await self.pool.acquire(turn, slow)
-            carried = endpoint.ids.on_the_way(media - waited)
-            if not carried or not endpoint.uses_ids:
+            if not (events := endpoint.ids.on_the_way(media)):
                 return endpoint
             self.pool.release(endpoint)
-            waited |= carried.keys()
-            for event in carried.values():
+            for event in events:
                 await event.wait()
 
     async def _hedged(self, endpoint: Endpoint, job: _Job) -> Reply:
@@ -226,9 +218,9 @@ class Sender:
         except Failure as failure:
             failure.endpoint, outcome = endpoint, failure.outcome
             if outcome.eject:
-                self.pool.eject(self.thread.session(), endpoint, str(failure).removeprefix(f"{endpoint.url}: "))
-            if outcome.probe:
-                self.pool.suspect(self.thread.session(), endpoint)
+                self.pool.eject(endpoint, str(failure).removeprefix(f"{endpoint.url}: "))
+            elif outcome.probe:
+                self.pool.suspect(endpoint)
             if outcome.strike:
                 self.pool.strike(endpoint, failure.pause_s)
             raise
@@ -244,7 +236,7 @@ class Sender:
         asked, limit_s = "/v1/models", min(job.timeout_s, _CONNECT_S)
         try:
             if self.openai:
-                await endpoint.describe(self.thread.session(), limit_s)
+                await endpoint.describe(limit_s)
                 self._check_model(endpoint)
             asked, limit_s = "", job.timeout_s
             reply, payload = await self._deliver(endpoint, job)
@@ -286,8 +278,7 @@ class Sender:
         if not endpoint.uses_ids or not job.media:
             return await self._post(endpoint, job, None)
         ids, success = endpoint.ids, False
-        carried = await ids.claim(job.media)
-        grace_s = ids.grace(job.media, carried)
+        carried, grace_s = await ids.claim(job.media)
         try:
             reply, payload = await self._post(endpoint, job, carried)
             if len(carried) < len(job.media):

@@ -38,7 +38,7 @@ class Server:
         line = command(config)
         _require_free(config.host, config.port)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it has no name, so nothing is left however this ends
-        self._child = subprocess.Popen(
+        self.keeper = subprocess.Popen(  # leads the server's process group
             [sys.executable, str(Path(__file__).with_name("keeper.py")), str(os.getpid()), str(2 * DRAIN_S), *line],
             stdout=self._log,
             stderr=self._log,
@@ -46,11 +46,6 @@ class Server:
             env=environment(config),
             start_new_session=True,
         )
-
-    @property
-    def pid(self) -> int:
-        """Process id of the server's keeper, which leads its process group."""
-        return self._child.pid
 
     @property
     def log(self) -> str:
@@ -61,7 +56,7 @@ class Server:
         """Wait for /health and a verdict on a probe pair; the check's summary. Raises JudgeError with the log's end."""
         deadline, engine = time.monotonic() + self.config.startup_s, self.config.runs_on
         while not _healthy(self.config.url):
-            if (code := self.code()) is not None:
+            if (code := self.keeper.poll()) is not None:
                 raise JudgeError(f"{engine} ended with code {code} while starting:\n{self.tail()}")
             if time.monotonic() > deadline:
                 raise JudgeError(f"{engine} was not ready after {self.config.startup_s:g} s:\n{self.tail()}")
@@ -79,29 +74,16 @@ class Server:
         end = os.pread(handle, _TAIL_BYTES, max(os.fstat(handle).st_size - _TAIL_BYTES, 0))
         return "\n".join(end.decode(errors="replace").splitlines()[-lines:])
 
-    def code(self) -> int | None:
-        """Its exit code, None while it runs."""
-        return self._child.poll()
-
-    def wait(self) -> int:
-        """Wait until the server ends; its exit code."""
-        return self._child.wait()
-
-    def terminate(self) -> None:
-        """Ask it to finish the requests in flight (up to 20 s) and end; does not wait."""
-        if self.code() is None:
-            self._child.terminate()
-
     def stop(self) -> None:
-        """`terminate`, wait, then end what is left of its process group."""
-        self.terminate()
-        self.wait()
+        """Let it finish the requests in flight (up to 20 s), then end what is left of its process group."""
+        self.keeper.terminate()
+        self.keeper.wait()
         deadline = time.monotonic() + _WORKERS_S
         with suppress(ProcessLookupError):
             while time.monotonic() < deadline:
-                os.killpg(self.pid, 0)
+                os.killpg(self.keeper.pid, 0)
                 time.sleep(0.1)
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self.keeper.pid, signal.SIGKILL)
 
     def __enter__(self) -> Server:
         return self
@@ -156,15 +138,12 @@ def serve(
             servers = []
             for config in configs:  # one after another: engines measure free memory while they start
                 servers.append(server := stack.enter_context(Server(config)))
-                print(
-                    f"starting {config.preset.model} with {config.runs_on} on {config.url}, pid {server.pid}, log "
-                    f"{server.log}",
-                    flush=True,
-                )
+                where = f"{config.url}, pid {server.keeper.pid}, log {server.log}"
+                print(f"starting {config.preset.model} with {config.runs_on} on {where}", flush=True)
                 print(server.wait_ready(), flush=True)
             print(_ready(configs), flush=True)
             for server in servers:
-                stack.callback(server.terminate)  # called before the first `stop`, so that all end at once
+                stack.callback(server.keeper.terminate)  # called before the first `stop`, so that all end at once
             return _watch(servers)
         except KeyboardInterrupt:
             print("stopped", flush=True)
@@ -187,10 +166,14 @@ def _watch(servers: list[Server]) -> int:
     """Wait until all servers have ended, reporting each; the exit code."""
     running = list(servers)
     while running:
-        for server in [s for s in running if s.code() is not None]:
+        for server in [s for s in running if s.keeper.poll() is not None]:
             running.remove(server)
             others = "; the other models go on" if running else ""
             name = f"{server.config.runs_on} of '{server.config.served_name}'"
-            print(f"{name} ended with code {server.code()}{others}:\n{server.tail()}", file=sys.stderr, flush=True)
+            print(
+                f"{name} ended with code {server.keeper.returncode}{others}:\n{server.tail()}",
+                file=sys.stderr,
+                flush=True,
+            )
         time.sleep(0.5)
     return 1

@@ -25,18 +25,9 @@ from prefgrpo.judge.verdict import JudgeError
 _MARKER = re.compile(r"(\{[a-z][a-z0-9_]*\})")
 _MEDIUM = re.compile(r"\{media_(\d+)\}")
 _FOLDER = Path(__file__).parent / "templates"
-_TOKENS = {
-    "soft": 1,
-    "plain": 32,
-    "think": 2048,
-    "flex": 2048,
-    "edit": 2048,
-    "scores": 512,
-    "json": 1024,
-    "marks": 4096,
-    "text": 512,
-}
-_SECONDS = {"soft": 60.0, "text": 600.0}
+_TOKENS = {"soft": 1, "plain": 32, "think": 2048, "flex": 2048, "edit": 2048, "json": 1024, "marks": 4096}
+"""Most tokens of an answer; 512 of the other kinds."""
+_SOFT_S, _TEXT_S = 60.0, 600.0
 PAIR_ANSWERS = ("soft", "plain", "think", "flex", "edit")
 """Answers that are a verdict on two media."""
 _KEYS = ("user", "prefill", "labels", "variants", "answer", "scores", "pattern", "max_tokens", "timeout_s")
@@ -69,7 +60,7 @@ class Template:
     """(name, lowest, highest) of the numbers that the answer states, in order."""
     pattern: str = ""
     """How the judge writes one of them, with {name} and {value} ('scores' answers)."""
-    timeout_s: float = _SECONDS["text"]
+    timeout_s: float = _TEXT_S
     """Longest that one request may take, in seconds, unless the judge's configuration says otherwise."""
 
     @property
@@ -166,7 +157,7 @@ def _parse(name: str, raw: Any, needs: tuple[str, ...], may: tuple[str, ...], ki
             raise ValueError(f"score '{score}' needs [low, high], got {limits!r}")
     if answer == "scores" and ("{value}" not in pattern or (len(scores) > 1 and "{name}" not in pattern)):
         raise ValueError(f"a 'scores' answer needs a pattern with {{name}} and {{value}}, got {pattern!r}")
-    timeout_s = float(raw.get("timeout_s", _SECONDS["soft" if answer == "soft" else "text"]))
+    timeout_s = float(raw.get("timeout_s", _SOFT_S if answer == "soft" else _TEXT_S))
     if not 0 < timeout_s < float("inf"):
         raise ValueError(f"expected timeout_s to be positive seconds, got {raw['timeout_s']!r}")
     return Template(
@@ -175,7 +166,7 @@ def _parse(name: str, raw: Any, needs: tuple[str, ...], may: tuple[str, ...], ki
         prefill=str(raw.get("prefill") or ""),
         labels=(str(labels[0]), str(labels[1])) if labels else None,
         answer=answer,
-        max_tokens=int(raw.get("max_tokens", _TOKENS[answer])),
+        max_tokens=int(raw.get("max_tokens", _TOKENS.get(answer, 512))),
         variants=variants,
         scores=tuple((str(score), float(low), float(high)) for score, (low, high) in scores.items()),
         pattern=pattern,

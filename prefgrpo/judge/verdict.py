@@ -70,12 +70,6 @@ def two_label_softmax(first: float, second: float, min_mass: float) -> tuple[flo
     return 1.0 / (1.0 + math.exp(-gap)), ""
 
 
-def soft_verdict(first: float, second: float, min_mass: float, seconds: float, retries: int = 0) -> Verdict:
-    """The verdict of `two_label_softmax`."""
-    value, reason = two_label_softmax(first, second, min_mass)
-    return Verdict(value, reason, seconds, f"logp {first:.4f} {second:.4f}", retries)
-
-
 class PairJudge(ABC):
     """A backend that compares two media for a prompt."""
 

@@ -23,6 +23,8 @@ HUBER_POWER = 0.25
 class AWM(OldPolicy, PointwiseObjective):
     """Advantage-weighted matching."""
 
+    weighs_advantages = True
+
     weight: Literal["uniform", "t", "t2", "huber", "ghuber"] = "uniform"
     """What ℓ is of d: −d, −t·d, −t²·d, −t·(√(d + 1e-10) − 1e-5), or −t·((d + 1e-10)^p − 1e-10^p) / p with p = ¼."""
     ratio: bool = False

@@ -62,6 +62,8 @@ class Objective(ABC):
     """What the loss is computed from."""
     whole_groups: ClassVar[bool] = False
     """Whether the loss needs all members of a group, which must then be on one data-parallel index."""
+    weighs_advantages: ClassVar[bool] = False
+    """Whether a sample's share of the first gradient is proportional to its advantage (`train.min_advantage`)."""
     keeps_velocity: ClassVar[bool] = False
     """Whether the rollout stores the velocities of its steps, for losses that compare means."""
 
@@ -91,6 +93,14 @@ class Objective(ABC):
         """
         whole = (targets.advantage != 0).any(1, keepdim=True)
         return torch.where(whole, targets.advantage, torch.nan)
+
+    def selected(self, train: TrainConfig, targets: Targets) -> Tensor:
+        """`signal`, NaN too where |A| is below train.min_advantage of the largest |A| of the step.
+
+        targets: of all groups of the step, over all ranks. The mean of the loss counts the samples left out.
+        """
+        size = targets.advantage.abs().clamp(max=train.adv_clip_max)
+        return self.signal(train, targets).masked_fill(size < train.min_advantage * size.max(), torch.nan)
 
     def per_group(self, group_size: int) -> int:
         """How many samples of a group the mean of the loss counts."""
@@ -126,6 +136,7 @@ class TrajectoryObjective(Objective):
     """An objective of replayed steps."""
 
     collector = "trajectory"
+    weighs_advantages = True
     metrics: ClassVar[tuple[str, ...]] = METRICS
     """What `PolicyLoss.metrics` holds."""
 

@@ -31,6 +31,8 @@ from prefgrpo.objectives.base import (
 class NFT(OldPolicy, PointwiseObjective):
     """Negative-aware fine-tuning."""
 
+    weighs_advantages = True
+
     beta: PositiveFloat = 1.0
     """β: how far the positive and the negative policy lie from the old one."""
     optimality: Literal["advantage", "win_rate"] = "advantage"

@@ -25,10 +25,13 @@ from torch.distributed.tensor import DTensor
 
 from prefgrpo.config.schema import Config, ConfigError
 from prefgrpo.parallel.mesh import Layout, device_mesh
+from prefgrpo.parallel.watch import Watch
 
 T = TypeVar("T")
 LONGEST_WAIT = timedelta(hours=2)
 """For one that judges or writes a large model while the others wait; torch's own limit is 10 minutes on GPUs."""
+_watches: list[Watch] = []
+"""This process's, while it is in a group."""
 
 
 class Transfer(NamedTuple):
@@ -221,10 +224,24 @@ def start(device_name: str, config: Config | None = None) -> World:
     layout = Layout.of(config, size) if config else Layout(size)
     if size > 1 and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=LONGEST_WAIT)
+        _watches.append(Watch())
+        _watches[-1].start()
     return World(int(os.environ.get("RANK", "0")), size, device, layout, device_mesh(layout, device))
+
+
+def restarted() -> bool:
+    """Whether torchrun has started the processes of this run before (`--max-restarts`)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def follows(error: BaseException) -> bool:
+    """Whether an error only says that another process has ended, or left the group."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
 def stop() -> None:
     """Leave the torchrun group."""
     if dist.is_initialized():
+        while _watches:
+            _watches.pop().stop()
         dist.destroy_process_group()

@@ -58,6 +58,23 @@ class Chart:
     lines: tuple[tuple[float, str], ...] = ()
     """Horizontal lines with their labels, drawn where they fall inside the axis."""
 
+    @property
+    def shows(self) -> bool:
+        """Whether a series holds a number."""
+        return any(not np.isnan(s.y).all() for s in self.series)
+
+    @property
+    def flat(self) -> bool:
+        """Whether no series' mean moves, from the first to the last third, by more than twice its scatter, two points
+        of a percentage, or 10 % of its largest value, whichever is most."""
+        return not any(self._moves(y) for s in self.series if len(y := s.y[~np.isnan(s.y)]))
+
+    def _moves(self, y: Floats) -> bool:
+        third = -(-len(y) // 3)
+        first, last = y[:third], y[-third:]
+        allowed = max(0.02 if self.percent else 0.1 * np.abs(y).max(), 2 * max(first.std(), last.std()))
+        return bool(abs(last.mean() - first.mean()) > allowed)
+
 
 def tag(name: str, *content: str, **attributes: object) -> Markup:
     """An element; `class_` and `stroke_width` become class and stroke-width; text is escaped unless Markup."""

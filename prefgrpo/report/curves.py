@@ -35,11 +35,20 @@ def measure_names(rows: Rows) -> list[str]:
     return sorted(names, key=lambda n: (n.split(".")[0], "." in n, not n.endswith(".all")))
 
 
-def curves(run: Run) -> list[Chart]:
-    """All charts of a run, most telling first."""
+def curves(run: Run) -> tuple[list[Chart], list[Chart], list[Chart]]:
+    """(four that say whether the run works, further results, health): all charts of a run."""
     watched = "dev" if "dev" in run.evals else next(iter(run.evals), "")  # the set evaluated during training
-    measured = _measures(run.evals[watched], watched) if run.evals else []
-    return [_wins(run, watched), *measured, *_rewards(run.train), *_policy(run), *_judge(run.train), *_time(run.train)]
+    wins, measured = [_wins(run, watched)], _measures(run.evals[watched], watched) if run.evals else []
+    rewards, doubts = _rewards(run.train), _doubts(run.train)
+    policy, judge, time = _policy(run), _judge(run.train), _time(run.train)
+    key = [next((c for c in some if c.shows), None) for some in (wins, measured, rewards, doubts)]
+    key += [c for c in [*measured, *rewards, *policy[2:3]] if c.shows and not any(c is k for k in key)]
+    first = [c for c in key if c is not None][:4]
+
+    def rest(charts: list[Chart]) -> list[Chart]:
+        return [c for c in charts if c.shows and not any(c is k for k in first)]
+
+    return first, rest(measured + rewards), rest(policy + doubts + judge + time)
 
 
 def other_curves(run: Run) -> list[Chart]:
@@ -94,13 +103,16 @@ def _rewards(train: Rows) -> list[Chart]:
     spread = _series(train, [(readable(name[7:]), f"{name}_std") for name in names])
     note = "Spread of rewards within a group; 0: no learning signal. "
     note += "A win rate inside a group averages ½ by construction."
-    lost = _series(train, [("groups without signal", "advantage/zero_groups")], colour=1)
-    unused = "All advantages zero: not trained on."
     return [
         *charts,
         Chart("Reward: std within a group", spread, note=note, include=(0.0,)),
-        Chart("Groups without signal", lost, percent=True, include=(0.0,), note=unused),
     ]
+
+
+def _doubts(train: Rows) -> list[Chart]:
+    doubts = [("order swapped, other winner", "order_inconsistency"), ("first shown wins", "position_bias")]
+    doubt, lines = _series(train, [*doubts, ("ties", "tie_rate")], "judge/"), ((0.5, "no bias"),)
+    return [Chart("Judge: consistency", doubt, percent=True, include=(0.0,), lines=lines)]
 
 
 def _policy(run: Run) -> list[Chart]:
@@ -111,11 +123,13 @@ def _policy(run: Run) -> list[Chart]:
     clipped = [("all", "clip_fraction"), ("above", "clip_fraction_high"), ("below", "clip_fraction_low")]
     kl = _series(train, [("to the rollout's policy", "approx_kl"), ("to the start", "kl")], "policy/")
     kl = [s for s in kl if np.nanmax(np.abs(s.y), initial=0) > 0]
-    note = "Share of samples outside the clip range."
+    note, unused = "Share of samples outside the clip range.", "All advantages zero: not trained on."
+    lost = _series(train, [("groups without signal", "advantage/zero_groups")], colour=1)
     return [
         Chart("Policy ratio − 1", ratio, note="Band: smallest to largest of the step.", lines=lines),
         Chart("Clipped", _series(train, clipped, "policy/"), percent=True, include=(0.0,), note=note),
         Chart("KL divergence", kl, log=True),
+        Chart("Groups without signal", lost, percent=True, include=(0.0,), note=unused),
         Chart("Gradient norm", _series(train, [("before clipping", "grad_norm")]), log=True, include=(0.0,)),
     ]
 
@@ -125,13 +139,10 @@ def _judge(train: Rows) -> list[Chart]:
     retries = train["time/judge/retries"] / np.maximum(train["judge/requests"], 1.0)
     lost = _series(train, [("comparisons missing", "judge/missing"), ("rewards missing", "reward/missing")])
     lost.append(Series("retries", train.steps, retries, 2))
-    doubts = [("order swapped, other winner", "order_inconsistency"), ("first shown wins", "position_bias")]
-    doubt = _series(train, [*doubts, ("ties", "tie_rate")], "judge/")
-    note, lines = "Per request; rewards missing per sample.", ((0.5, "no bias"),)
+    note = "Per request; rewards missing per sample."
     return [
         Chart("Judge: latency", delays, unit="s", log=True, include=(0.0,)),
         Chart("Judge: failures", lost, percent=True, include=(0.0,), note=note),
-        Chart("Judge: consistency", doubt, percent=True, include=(0.0,), lines=lines),
     ]
 
 

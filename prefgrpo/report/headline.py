@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+
+import numpy as np
 
 from prefgrpo.report import charts
 from prefgrpo.report.curves import measure_names, readable, win_names
-from prefgrpo.report.run import Rows, Run
+from prefgrpo.report.run import Outcome, Rows, Run
+from prefgrpo.run.evaluate import verdict
+from prefgrpo.run.metrics import WARN_MISSING
 
 LARGE = 8
 
@@ -41,6 +46,78 @@ def _wins(rows: Rows) -> list[tuple[str, str, list[str]]]:
     return wins
 
 
+def judge_name(run: Run) -> str:
+    """The judge that was asked, "" if none was."""
+    judge = run.section("judge")
+    if "judge/requests" not in run.train and not any("win_judge" in rows for rows in run.evals.values()):
+        return ""
+    model = str(judge.get("model") or "")
+    name, hosts = "/".join(Path(model).parts[-2:]) or "a served model", judge.get("endpoints")
+    if judge.get("backend") == "local":
+        name += " (in this process)"
+    elif isinstance(hosts, list | tuple) and hosts:
+        name += f" at {', '.join(map(str, hosts))}"
+    return name + "".join(f", {key} {judge[key]}" for key in ("template", "plan") if judge.get(key))
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+    """(name, text): the judge, how much was trained and compared, how far judge and independent checks agree."""
+    out, rollout = [], run.section("rollout")
+    if judge := judge_name(run):
+        out.append(("Judge", judge))
+    each = [n for key in ("prompts_per_step", "group_size") if isinstance(n := rollout.get(key), int)]
+    if steps := len(run.train.steps):
+        text = f"{steps:,} steps"
+        if len(each) == 2:
+            text += f" × {each[0]} prompts × {each[1]} samples = {steps * each[0] * each[1]:,} samples"
+        asked = np.nansum(run.train["judge/requests"])
+        out.append(("Training", text + (f"; {asked:,.0f} comparisons by the judge" if asked else "")))
+    for name, shown in run.images.items():
+        if outcomes := shown[-1].outcomes:
+            prompts = len({o.prompt for o in outcomes})
+            out.append(
+                (f"Held out ({name})", f"{prompts} prompts × {len(outcomes) // prompts} = {len(outcomes)} samples")
+            )
+    if run.best_set in run.images:
+        for check, (both, alike) in agreement(run.images[run.best_set][-1].outcomes).items():
+            share = f"on {percent(alike / both)} of the {both} samples" if both else "on none of 0 samples"
+            share += f" where both prefer one, of {len(run.images[run.best_set][-1].outcomes)}"
+            out.append((f"Judge and {readable(check)} agree", share))
+    return out
+
+
+def agreement(outcomes: list[Outcome]) -> dict[str, tuple[int, int]]:
+    """Independent check → (samples where judge and check both prefer one image, where it is the same)."""
+    out = {}
+    for check in dict.fromkeys(name for o in outcomes for name in o.wins if not name.startswith("judge")):
+        pairs = [(o.wins["judge"] - 0.5, o.wins[check] - 0.5) for o in outcomes if {"judge", check} <= o.wins.keys()]
+        decided = [judge * own for judge, own in pairs if judge * own]
+        if pairs:
+            known = [d for d in decided if not math.isnan(d)]
+            out[check] = (len(known), sum(d > 0 for d in known))
+    return out
+
+
+def alarms(run: Run) -> list[str]:
+    """What a reader must know before believing the result."""
+    out = [f"After step {step}, a sign of reward hacking: {text}." for step, text in run.alarms]
+    for name, text in (("judge/missing", "comparisons"), ("reward/missing", "rewards")):
+        worst = run.train[name]
+        if (many := worst > WARN_MISSING).any():
+            out.append(f"In {many.sum()} steps more than {percent(WARN_MISSING)} of the {text} were missing.")
+    return out
+
+
+def certainty(run: Run) -> tuple[str, str]:
+    """(better, worse or inconclusive, why) by the first win rate of the best set; empty without one."""
+    if run.best_set is None or not (names := win_names(rows := run.evals[run.best_set])):
+        return "", ""
+    outcomes = run.images[run.best_set][-1].outcomes if run.best_set in run.images else []
+    prompts = len({o.prompt for o in outcomes}) or 10**9  # an older run did not write it: only the interval decides
+    word, _, why = verdict(rows.last(f"{names[0]}_low"), rows.last(f"{names[0]}_high"), prompts).partition(": ")
+    return word, why
+
+
 def figures(run: Run) -> list[tuple[str, str, str, str]]:
     """(name, before, value, line below) of the last evaluation of the run's best set: win rates, then measures."""
     if run.best_set is None:
@@ -62,9 +139,7 @@ def sentence(run: Run) -> str:
             return "No evaluation has finished since training started, so there is no result yet."
         return "This run had no evaluation set (eval.prompts, eval.holdout), so there is no before/after result."
     rows = run.evals[run.best_set]
-    wins = [
-        f"{rate} by {judge}" + (f" ({', '.join(details)})" if details else "") for judge, rate, details in _wins(rows)
-    ]
+    wins = [f"{rate} by {judge}" + (f" ({details[0]})" if details else "") for judge, rate, details in _wins(rows)]
     result = f"wins {' and '.join(wins)} against its own start from the same noise" if wins else "was measured"
     names = [n for n in measure_names(rows) if "." not in n or n.endswith(".all")]
     moves = [f"{readable(n)} {number(rows.last(f'{n}_before'))} → {number(rows.last(n))}" for n in names]

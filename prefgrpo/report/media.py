@@ -48,8 +48,8 @@ def data_uri(media: NDArray[np.uint8], most: int) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def picture(media: NDArray[np.uint8], caption: str, most: int) -> Markup:
+def picture(media: NDArray[np.uint8], caption: str, most: int, **attributes: str) -> Markup:
     """An <img> of an image or a playing clip, with its alternative text."""
     height, width = media.shape[-3:-1]
     look = "sharp" if is_small(media) else "smooth"
-    return tag("img", src=data_uri(media, most), alt=caption, class_=look, width=width, height=height)
+    return tag("img", src=data_uri(media, most), alt=caption, class_=look, width=width, height=height, **attributes)

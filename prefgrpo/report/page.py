@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import prefgrpo
+from prefgrpo.report.browser import KINDS, group_pairs, pairs
 from prefgrpo.report.charts import draw
 from prefgrpo.report.curves import curves, other_curves
-from prefgrpo.report.headline import figures, sentence, table
+from prefgrpo.report.headline import alarms, certainty, facts, figures, sentence, table
 from prefgrpo.report.media import picture, still
 from prefgrpo.report.run import Run, read_run
 from prefgrpo.report.verdicts import draw_group
@@ -33,8 +36,44 @@ def write_report(folder: Path) -> Path:
     """Write `folder/report.html` from what the run folder holds. Raises FileNotFoundError if it holds no run."""
     folder = Path(folder)
     run = read_run(folder)
-    ends = [float(s) for r in (run.train, *run.evals.values()) if len(r.steps) for s in (r.steps[0], r.steps[-1])]
-    steps = (min(ends, default=0.0), max(ends, default=0.0))
+    key, results, health = ([(c, draw(c, span([run]))) for c in charts] for charts in curves(run))
+    groups = [(g, f"step{g.step}-{k}") for k, g in enumerate(_spread(run.groups, GROUPS))]
+    shown, items = _pairs(run), [item for g, ident in groups for item in group_pairs(g, ident)]
+    items = [*(shown["items"] if shown else []), *items]
+    path = folder / "report.html"
+    page = render(
+        "page.html.j2",
+        title=str(run.config.get("name") or folder.resolve().name),
+        model=str(run.config.get("model") or ""),
+        status=run.status,
+        sentence=sentence(run),
+        certainty=certainty(run),
+        figures=figures(run),
+        facts=facts(run),
+        alarms=alarms(run),
+        watched=len(run.train.steps) > 0,
+        table=table(run),
+        pairs=shown,
+        course=_course(run),
+        key=[figure for _, figure in key],
+        charts=[figure for _, figure in results],
+        health=[figure for chart, figure in health if not chart.flat],
+        flat=[figure for chart, figure in health if chart.flat],
+        others=[figure for chart in other_curves(run) if (figure := draw(chart, span([run])))],
+        groups=[draw_group(g, ident) for g, ident in groups],
+        items=items,
+        judged=sum(bool(item["orders"] or item["mean"] is not None) for item in items),
+        kinds=[(kind, KINDS[kind], count) for kind in KINDS if (count := sum(kind in item["kinds"] for item in items))],
+        config=run.config_text,
+        machine=machine(),
+        problems=run.problems,
+    )
+    write_atomic(path, page)
+    return path
+
+
+def render(template: str, **values: object) -> str:
+    """A page from a template of this folder."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -42,26 +81,15 @@ def write_report(folder: Path) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    page = environment.get_template("page.html.j2").render(
-        title=str(run.config.get("name") or folder.resolve().name),
-        model=str(run.config.get("model") or ""),
-        status=run.status,
-        sentence=sentence(run),
-        figures=figures(run),
-        table=table(run),
-        pairs=_pairs(run),
-        course=_course(run),
-        charts=[figure for chart in curves(run) if (figure := draw(chart, steps))],
-        others=[figure for chart in other_curves(run) if (figure := draw(chart, steps))],
-        groups=[draw_group(g, f"g{k}") for k, g in enumerate(_spread(run.groups, GROUPS))],
-        config=run.config_text,
-        machine=machine(),
-        problems=run.problems,
-        written=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-    )
-    path = folder / "report.html"
-    write_atomic(path, page)
-    return path
+    written = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return environment.get_template(template).render(written=written, **values)
+
+
+def span(runs: Sequence[Run]) -> tuple[float, float]:
+    """First and last training step of the runs' rows."""
+    rows = [r for run in runs for r in (run.train, *run.evals.values()) if len(r.steps)]
+    ends = [float(step) for r in rows for step in (r.steps[0], r.steps[-1])]
+    return min(ends, default=0.0), max(ends, default=0.0)
 
 
 def machine() -> list[tuple[str, str]]:
@@ -84,19 +112,24 @@ def machine() -> list[tuple[str, str]]:
     return [*rows, ("GPU", ", ".join(f"{gpus.count(g)} × {g}" for g in dict.fromkeys(gpus)) or "none")]
 
 
-def _pairs(run: Run) -> dict[str, object] | None:
+def _pairs(run: Run) -> dict[str, Any] | None:
     """The last evaluation of the best set as pairs of images; None without images."""
     name = next((n for n in (run.best_set, *run.images) if n in run.images and run.images[n][-1].step > 0), None)
     if name is None:
         return None
     last = run.images[name][-1]
-    columns = [("source", "source", last.sources), ("before", "before", last.before)]
-    columns.append(("after", f"after {last.step} steps", last.after))
-    pairs = []
-    for k, prompt in enumerate(last.prompts):
-        shown = [(label, media[k], text) for label, text, media in columns if media is not None]
-        pairs.append((prompt, [(label, picture(media, f"{prompt}: {text}", PAIR_PX)) for label, media, text in shown]))
-    return {"step": last.step, "set": name, "pairs": pairs, "edits": last.sources is not None}
+    columns = [m for m in (last.sources, last.before, last.after) if m is not None]
+    items, shown = pairs(last, name), []
+    for k, item in enumerate(items):
+        labels = [(label.split()[0], f"{item['prompt']}: {label}", ident) for label, ident in item["media"]]
+        images = [
+            (label, picture(media[k], caption, PAIR_PX, id=ident))
+            for media, (label, caption, ident) in zip(columns, labels, strict=True)
+        ]
+        change = float(np.abs(last.after[k].astype(np.float32) - last.before[k]).mean() / 255)
+        shown.append((item, images, f"{change:.4f}"))
+    judges = list(dict.fromkeys(who for item in items for who in item["wins"]))
+    return {"step": last.step, "set": name, "pairs": shown, "items": items, "judges": judges}
 
 
 def _course(run: Run) -> dict[str, object] | None:

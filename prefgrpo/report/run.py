@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,10 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from prefgrpo.rewards import RewardSpecError, parse_reward_spec
 from prefgrpo.run.log import read_metrics
 from prefgrpo.run.run_folder import PRODUCTS, RunFolder, step_of
+from prefgrpo.run.signs import Signs
 
 Floats = NDArray[np.float64]
 Images = NDArray[np.uint8]
@@ -46,6 +49,32 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """What a judge said of two images of a group, by number; those of an evaluation are 0 before, 1 after."""
+
+    judge: str
+    first: int
+    """The image that was shown first."""
+    second: int
+    p_first: float
+    """Probability that the first is better; NaN: no verdict."""
+    reason: str
+    """Why there is none."""
+    raw: str
+    """The answer itself."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one image of an evaluation: its prompt, and by whom it won (1), tied (½) or lost (0) against before."""
+
+    prompt: int
+    wins: dict[str, float]
+    answers: list[Answer] | None
+    """The judge's, if the image was kept for the report."""
+
+
+@dataclass(frozen=True)
 class EvalImages:
     """Images of one evaluation: prompts [n]; before and after uint8 [n, H, W, 3] (clips [n, F, H, W, 3]) from the same
     initial noise; the source images of edits, uint8 [n, H, W, 3], or None."""
@@ -55,6 +84,14 @@ class EvalImages:
     before: Images
     after: Images
     sources: Images | None = None
+    outcomes: list[Outcome] = field(default_factory=list)
+    """Of all images of the set, also those that are not kept; empty if the run wrote none."""
+
+    @property
+    def kept(self) -> list[Outcome | None]:
+        """Outcomes of the images that are here."""
+        kept = [o for o in self.outcomes if o.answers is not None]
+        return list(kept) if len(kept) == len(self.prompts) else [None] * len(self.prompts)
 
 
 @dataclass(frozen=True)
@@ -67,6 +104,8 @@ class Group:
     wins: Floats
     counts: Floats
     rates: Floats
+    answers: list[Answer] = field(default_factory=list)
+    """The single comparisons, where the run kept them (judge.log)."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +120,8 @@ class Run:
     """Set name → rows; metric names without the set's prefix."""
     images: dict[str, list[EvalImages]]
     groups: list[Group]
+    alarms: list[tuple[int, str]]
+    """(training step, sign of reward hacking) of what the run warned."""
     problems: list[str]
 
     @property
@@ -88,11 +129,15 @@ class Run:
         """The last step that was logged."""
         return int(max((rows.steps[-1] for rows in (self.train, *self.evals.values()) if len(rows.steps)), default=0))
 
+    def section(self, name: str) -> dict[str, Any]:
+        """A section of the configuration, empty if it is not there."""
+        section = self.config.get(name)
+        return section if isinstance(section, dict) else {}
+
     @property
     def settings(self) -> dict[str, Any]:
-        """The section `train` of the configuration."""
-        section = self.config.get("train")
-        return section if isinstance(section, dict) else {}
+        """The section `train`."""
+        return self.section("train")
 
     @property
     def planned(self) -> int:
@@ -154,22 +199,46 @@ def read_run(folder: Path) -> Run:
             return load(path)
         except FileNotFoundError:
             problems.append(f"{path.name} is missing")
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, yaml.YAMLError) as error:
+        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, yaml.YAMLError) as error:
             problems.append(f"{path.name} could not be read: {error}")
         return []
 
     config = next(iter(read(source, lambda _: [yaml.safe_load(text)])), None)
     train = _columns([r for r in rows if r.get("kind") == "train"])
-    images = {}
+    images: dict[str, list[EvalImages]] = {}
     for name in sets:
         prompts = read(files.prompts(name), _prompts)
         origin = files.sources(name)
         sources = read(origin, lambda path: [np.load(path)["sources"]]) if origin.is_file() else []
-        load = partial(_eval_images, prompts=prompts, sources=sources)
-        if found := [one for path in files.all_shown(name) for one in read(path, load)]:
-            images[name] = found
+        found = list[EvalImages]()
+        for path in files.all_shown(name):
+            told = files.outcomes(name, step_of(path))
+            outcomes = read(told, _outcomes) if told.is_file() else []
+            found += read(path, partial(_eval_images, prompts=prompts, sources=sources, outcomes=outcomes))
+        images |= {name: found} if found else {}
     groups = [group for path in files.all_groups() for group in read(path, _groups)]
-    return Run(folder, config if isinstance(config, dict) else {}, text, train, evals, images, groups, problems)
+    log = files.judgements
+    answers = dict(read(log, partial(_answers, groups=groups))) if groups and log.is_file() else {}
+    groups = [replace(group, answers=answers.get(k, [])) for k, group in enumerate(groups)]
+    config = config if isinstance(config, dict) else {}
+    return Run(folder, config, text, train, evals, images, groups, _alarms(config, rows), problems)
+
+
+def _alarms(config: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
+    """What the run warned of, found again in its rows."""
+    reward = config.get("reward")
+    try:
+        trained = parse_reward_spec(reward.get("spec", "") if isinstance(reward, dict) else "")
+    except RewardSpecError:
+        trained = {}
+    signs, out = Signs(name for name, weight in trained.items() if weight), []
+    for row in rows:
+        numbers = {k: v for k, v in row.items() if not np.isnan(_number(v))} | {"set": row.get("set")}
+        out += [
+            (row["step"], text)
+            for text in signs.add("eval" if row.get("kind") == "eval" else "train", numbers).values()
+        ]
+    return out
 
 
 def _columns(rows: list[dict[str, Any]]) -> Rows:
@@ -192,14 +261,44 @@ def _prompts(path: Path) -> list[str]:
     return [str(text) for text in texts] if isinstance(texts, list) else []
 
 
-def _eval_images(path: Path, prompts: list[str], sources: list[Images]) -> list[EvalImages]:
+def _answer(row: dict[str, Any], judge: str, first: int, second: int) -> Answer:
+    return Answer(judge, first, second, _number(row["p_first"]), str(row["reason"]), str(row["raw"]))
+
+
+def _outcomes(path: Path) -> list[Outcome]:
+    out = []
+    for row in json.loads(path.read_text(encoding="utf-8")):
+        orders = [(own, int(own["first"] == "after")) for own in row.get("answers", ())]
+        answers = [_answer(own, str(own["judge"]), first, 1 - first) for own, first in orders]
+        wins = {str(name): _number(win) for name, win in dict(row["wins"]).items()}
+        out.append(Outcome(int(row["prompt"]), wins, answers if "answers" in row else None))
+    return out
+
+
+def _answers(path: Path, groups: Sequence[Group]) -> list[tuple[int, list[Answer]]]:
+    """Place of a group → its comparisons in the log: the n-th group of a prompt there is the n-th one that was kept."""
+    keys = [(g.step - 1, g.prompt[:2000]) for g in groups]  # the log counts steps from 0
+    starts = tuple({f'{{"step": {step},' for step, _ in keys})
+    logged: dict[tuple[int, str], dict[tuple[str, int], list[Answer]]] = defaultdict(lambda: defaultdict(list))
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.startswith(starts) and line.endswith("}\n"):
+                row = json.loads(line)
+                if (key := (row["step"], row["prompt"])) in keys:
+                    answer = _answer(row, str(row["reward"]), int(row["first"]), int(row["second"]))
+                    logged[key][str(row["reward"]), int(row["group"])].append(answer)
+    left = {key: list(found.values()) for key, found in logged.items()}
+    return [(k, left[key].pop(0)) for k, key in enumerate(keys) if left.get(key)]
+
+
+def _eval_images(path: Path, prompts: list[str], sources: list[Images], outcomes: list[Outcome]) -> list[EvalImages]:
     with np.load(path, allow_pickle=False) as file:
         before, after = file["before"], file["now"]
     if before.shape != after.shape or before.ndim not in (4, 5) or before.dtype != np.uint8:
         raise ValueError(f"expected before and now as uint8 [n, (F,) H, W, 3], got {before.shape} and {after.shape}")
     source = next((s for s in sources if s.ndim == 4 and len(s) == len(after)), None)
     texts = (prompts + [""] * len(after))[: len(after)]
-    return [EvalImages(step_of(path), texts, before, after, source)] if len(after) else []
+    return [EvalImages(step_of(path), texts, before, after, source, outcomes)] if len(after) else []
 
 
 def _groups(path: Path) -> list[Group]:

@@ -16,17 +16,19 @@ from prefgrpo.report.media import data_uri, is_small
 from prefgrpo.report.run import Group
 
 CELL, GAP, BAR = 40, 2, 84
+LARGE = 256
+"""Longest side of an image, enlarged in the browser of verdicts."""
 SIDE = CELL - GAP
 
 
 def draw_group(group: Group, ident: str) -> Markup:
-    """The figure of one group; `ident` is unique on the page."""
+    """The figure of one group; `ident` is unique on the page. A cell leads to the verdict `ident`-i-j, i < j."""
     order = np.argsort(-np.nan_to_num(group.rates, nan=-1.0), kind="stable").tolist()
     size = len(order)
     body = [_images(group, order, ident)]
     for row, i in enumerate(order, 1):
         y = row * CELL
-        body += [_cell(group, i, j, column * CELL, y, size <= 12) for column, j in enumerate(order, 1) if i != j]
+        body += [_cell(group, i, j, column * CELL, y, size <= 12, ident) for column, j in enumerate(order, 1) if i != j]
         body += [tag("rect", class_="self", x=y, y=y, width=SIDE, height=SIDE), _rate(group, i, size, y)]
     box = f"0 0 {(size + 1) * CELL + BAR} {(size + 1) * CELL}"
     svg = tag("svg", *body, viewBox=box, role="img", aria_label=f"verdicts on {group.prompt}")
@@ -41,27 +43,27 @@ def _images(group: Group, order: list[int], ident: str) -> Markup:
     look = "sharp" if is_small(group.images[0]) else "smooth"
     for place, i in enumerate(order, 1):
         name = f"{ident}-{i}"
-        defs.append(tag("image", href=data_uri(group.images[i], 96), width=SIDE, height=SIDE, id=name, class_=look))
+        defs.append(tag("image", href=data_uri(group.images[i], LARGE), width=SIDE, height=SIDE, id=name, class_=look))
         title = tag("title", f"image {i + 1} of {len(order)}, in the order of generation")
         uses += [tag("use", title, href=f"#{name}", x=x, y=y) for x, y in ((0, place * CELL), (place * CELL, 0))]
     return tag("g", tag("defs", *defs), *uses)
 
 
-def _cell(group: Group, i: int, j: int, x: int, y: int, written: bool) -> Markup:
+def _cell(group: Group, i: int, j: int, x: int, y: int, written: bool, ident: str) -> Markup:
     """Probability that image i beats image j, as colour and (in small groups) as a number."""
     count, place = float(group.counts[i, j]), {"x": x, "y": y, "width": SIDE, "height": SIDE}
     if not count > 0 or math.isnan(group.wins[i, j]):
         title = tag("title", f"image {i + 1} over image {j + 1}: no verdict")
         return tag("rect", title, class_="missing", **place, fill="url(#hatch)")
+    link = f"#{ident}-{min(i, j)}-{max(i, j)}"
     p = float(group.wins[i, j]) / count
     title = tag("title", f"image {i + 1} over image {j + 1}: {p:.3f}, mean of {count:g}")
     strength = abs(p - 0.5) * 2
     out = tag("rect", class_="neutral", **place)
     out += tag("rect", title, class_="win" if p > 0.5 else "lose", **place, fill_opacity=strength)
     if written:
-        look = "number strong" if strength > 0.55 else "number"
-        out += tag("text", f"{p:.2f}", class_=look, x=x + SIDE / 2, y=y + SIDE / 2 + 4, text_anchor="middle")
-    return out
+        out += tag("text", f"{p:.2f}", class_="number", x=x + SIDE / 2, y=y + SIDE / 2 + 4, text_anchor="middle")
+    return tag("a", out, href=link, aria_label=f"image {i + 1} over image {j + 1}", tabindex=-1)
 
 
 def _rate(group: Group, i: int, size: int, y: int) -> Markup:

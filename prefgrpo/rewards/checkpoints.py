@@ -8,6 +8,7 @@ of `filled` has every weight from the file and uses every tensor given.
 
 from __future__ import annotations
 
+import ast
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,12 @@ def loading(model: str) -> Iterator[None]:
             f"cannot load '{model}': {type(error).__name__}: {str(error)[:500]}. Expected a folder, a file or a hub id "
             "with a complete checkpoint of this reward; download it again or give another in the reward's options"
         ) from error
+
+
+def assigned(file: Path) -> dict[str, ast.expr]:
+    """What is assigned to names at the top of a Python file, which is read without being run."""
+    nodes = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.Assign)]
+    return {target.id: node.value for node in nodes for target in node.targets if isinstance(target, ast.Name)}
 
 
 def device_of(name: str) -> torch.device:

@@ -1,12 +1,16 @@
-"""Rewards of one image vector: `clip`, `hpsv2`, `pickscore`, `clipscore`, `aesthetic`.
+"""Rewards of image vectors: of an image and its prompt, of an edit and its sources, of the cells of a grid.
 
-    clip, hpsv2      cos(image, prompt)                 pickscore     cos, or exp(logit_scale)·cos/26
-    clipscore        exp(logit_scale)·cos/30            aesthetic     head(e_image), 768-1024-128-64-16-1, linear
+    clip, hpsv2        cos(image, prompt)               pickscore         cos, or exp(logit_scale)·cos/26
+    clipscore          exp(logit_scale)·cos/30          aesthetic         head(e_image), 768-1024-128-64-16-1, linear
+    image_similarity   mean_s cos(image, source_s)      subfig_clipT      mean_i cos(cell_i, text_i)
+    subfig_clipI       mean_{i≠j} cos(cell_i, cell_j)   subfig_dreamsim   the same under DreamSim, 1 − its distance
 
 The weights differ: DFN5B (Fang et al. 2309.17425), HPS 2.1 (Wu et al. 2306.09341), PickScore (Kirstain et al.
-2305.01569), OpenAI's CLIP L/14 (Radford et al. 2103.00020), LAION's aesthetic predictor (Schuhmann); the divisors 26
-and 30 are Flow-GRPO's. Of a clip: the mean over `frames` frames. Pref-GRPO and DanceGRPO score the first alone
-(`frames: 1`), which rewards a good start. Invariant: a value that is not finite is missing; the others are scored.
+2305.01569), OpenAI's CLIP L/14 (Radford et al. 2103.00020), LAION's aesthetic predictor (Schuhmann), DreamSim
+(2306.09344); the divisors 26 and 30 are Flow-GRPO's, the grids PaCo-RL's (2512.04784; grid.py). Of a clip: the mean
+over `frames` frames. Pref-GRPO and DanceGRPO score the first alone (`frames: 1`), which rewards a good start.
+Invariant: a value that is not finite is missing, and so is a grid that the prompt does not ask for or whose cells it
+does not describe; the others are scored.
 """
 
 from __future__ import annotations
@@ -15,48 +19,80 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from prefgrpo.data.media import Media
 from prefgrpo.rewards import encoder
-from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
-from prefgrpo.rewards.checkpoints import check_shapes, folder_of, loading
+from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, unusable
+from prefgrpo.rewards.checkpoints import check_shapes, folder_of, library, loading
 from prefgrpo.rewards.encoder import Encoder, Fit
+from prefgrpo.rewards.grid import asked_grid, split, sub_prompts
 
 PICKSCORE, VIT_H = "yuvalkirstain/PickScore_v1", "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 HEAD_FILE, HEAD_WIDTH = "aesthetic-model.pth", 768
 
 
 def bilinear(image: Tensor, side: int) -> Tensor:
-    """[3, side, side] of [3, H, W]: antialiased bilinear in float until the shorter side fits, then the middle of it.
-
-    torchvision's Resize(side) and CenterCrop(side), with which Flow-GRPO and PaCo-RL feed CLIP.
-    """
-    _, high, wide = image.shape
-    size = (side, side * wide // high) if high < wide else (side * high // wide, side)
-    resized = functional.interpolate(image[None], size, mode="bilinear", antialias=True)[0]
-    top, left = (round((n - side) / 2) for n in size)
-    return resized[:, top : top + side, left : left + side]
+    """[3, side, side] of [3, H, W]: bilinear in float, cropped in the middle, as Flow-GRPO and PaCo-RL feed CLIP."""
+    vision = library("torchvision.transforms.functional", "'prefgrpo[rewards]'")
+    return vision.center_crop(vision.resize(image, [side]), [side, side])
 
 
 def padded(image: Tensor, side: int) -> Tensor:
     """[3, side, side] of [3, H, W]: the longer side fills it, black bars the rest; resized in float, as hpsv2 does."""
-    _, high, wide = image.shape
-    scale = side / max(high, wide)
-    high, wide = (max(1, round(n * scale)) for n in (high, wide))
-    resized = functional.interpolate(image[None], (high, wide), mode="bicubic", antialias=True)[0]
+    vision = library("torchvision.transforms.functional", "'prefgrpo[rewards]'")
+    scale = side / max(image.shape[1:])
+    high, wide = (max(1, round(n * scale)) for n in image.shape[1:])
     left, top = (side - wide) // 2, (side - high) // 2
-    return functional.pad(resized, (left, side - wide - left, top, side - high - top))
+    resized = vision.resize(image, [high, wide], vision.InterpolationMode.BICUBIC)
+    return vision.pad(resized, [left, top, side - wide - left, side - high - top])
 
 
 RESIZES: dict[str, Fit | None] = {"processor": None, "bilinear": bilinear, "padded": padded}
 """How images get the model's size; None: as the checkpoint's own image processor does."""
 
 
+class VectorReward(PointwiseReward):
+    """Scores the vectors of the images and texts that belong to a sample."""
+
+    encoder: Encoder
+    resize = "processor"
+
+    @abstractmethod
+    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
+        """Images and texts to encode; ValueError says why the sample cannot be scored."""
+
+    @abstractmethod
+    def _values(self, images: Tensor, texts: Tensor) -> Tensor:
+        """Values of a sample from its unit vectors [n, D] and [m, D]; the score is their mean."""
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """One score per sample; images and texts that occur several times are encoded once."""
+        parts: list[str | tuple[list[Media], list[str]]] = []
+        for sample in samples:
+            try:
+                parts.append(self.refuse(sample) or self._parts(sample))
+            except ValueError as error:
+                parts.append(str(error))
+        able = [p for p in parts if not isinstance(p, str)]
+        images = self.encoder.images([m for own, _ in able for m in own], RESIZES[self.resize])
+        texts = self.encoder.texts([t for _, own in able for t in own])
+        each = zip(images.split([len(m) for m, _ in able]), texts.split([len(t) for _, t in able]), strict=True)
+        scores = iter([self._mean(*vectors) for vectors in each] if able else [])
+        return [Score(None, p) if isinstance(p, str) else next(scores) for p in parts]
+
+    @torch.inference_mode()
+    def _mean(self, images: Tensor, texts: Tensor) -> Score:
+        values = self._values(images, texts).reshape(-1).tolist()
+        mean = math.fsum(values) / len(values)
+        return Score(mean) if math.isfinite(mean) else Score(None, f"the model's score is {mean}")
+
+
 @dataclass(kw_only=True, eq=False)
-class EncoderReward(PointwiseReward):
+class EncoderReward(VectorReward):
     """model: folder or hub id of a CLIPModel of transformers. device: auto, cpu, cuda, cuda:1. dtype: of the model.
     batch_size: images at once."""
 
@@ -64,15 +100,16 @@ class EncoderReward(PointwiseReward):
     device: str = "auto"
     dtype: str = "float32"
     batch_size: int = 32
-    resize = "processor"
 
     def __post_init__(self) -> None:
         if self.resize not in RESIZES:
             raise RewardError(f"resize must be one of {', '.join(RESIZES)}, got '{self.resize}'")
-        self.encoder = self._load()
+        kind, *names = self._loader()
+        self.encoder = encoder.shared(kind, *names, self.device, self.dtype, self.batch_size)
 
-    def _load(self) -> Encoder:
-        return encoder.shared(encoder.Transformers, self.model, "", self.device, self.dtype, self.batch_size)
+    def _loader(self) -> tuple[Any, ...]:
+        """Class of the encoder, and what it loads."""
+        return encoder.Transformers, self.model, ""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -85,9 +122,8 @@ class OpenClipReward(EncoderReward):
     otherwise = "ViT-H-14"
     file = ""
 
-    def _load(self) -> Encoder:
-        names = (self.model, self.architecture, self.otherwise, self.file)
-        return encoder.shared(encoder.OpenClip, *names, self.device, self.dtype, self.batch_size)
+    def _loader(self) -> tuple[Any, ...]:
+        return encoder.OpenClip, self.model, self.architecture, self.otherwise, self.file
 
 
 @dataclass(kw_only=True, eq=False)
@@ -110,25 +146,8 @@ class FrameReward(EncoderReward):
             raise RewardError(f"frames must be at least 1, got {self.frames}")
         super().__post_init__()
 
-    @abstractmethod
-    def _values(self, vectors: Tensor, prompts: list[str]) -> Tensor:
-        """[n] values of n images: their vectors [n, D] and their prompts."""
-
-    def score(self, samples: list[Sample]) -> list[Score]:
-        """One score per sample, the mean over its frames."""
-        return self.in_batches(samples, max(1, len(samples)), self._scores)
-
-    def _scores(self, samples: list[Sample]) -> list[Score]:
-        frames = [s.media.frames(self.frames) for s in samples]
-        vectors = self.encoder.images([frame for own in frames for frame in own], RESIZES[self.resize])
-        values = self._values(vectors, [s.prompt for s, own in zip(samples, frames, strict=True) for _ in own])
-        return [mean_score(own.tolist()) for own in values.split([len(own) for own in frames])]
-
-
-def mean_score(values: list[float]) -> Score:
-    """Mean of the values; missing if it is not finite."""
-    mean = math.fsum(values) / len(values)
-    return Score(mean) if math.isfinite(mean) else Score(None, f"the model's score is {mean}")
+    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
+        return sample.media.frames(self.frames), []
 
 
 class TextImage(FrameReward):
@@ -136,8 +155,11 @@ class TextImage(FrameReward):
 
     factor = 1.0
 
-    def _values(self, vectors: Tensor, prompts: list[str]) -> Tensor:
-        return self.factor * (vectors * self.encoder.texts(prompts)).sum(-1)
+    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
+        return super()._parts(sample)[0], [sample.prompt]
+
+    def _values(self, images: Tensor, texts: Tensor) -> Tensor:
+        return self.factor * (images * texts).sum(-1)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -178,9 +200,8 @@ class Pickscore(TextImage):
         super().__post_init__()
         self.factor = self.encoder.scale / 26 if self.scale == "logit" else 1.0
 
-    def _load(self) -> Encoder:
-        processor = self.processor or (VIT_H if self.model == PICKSCORE else "")
-        return encoder.shared(encoder.Transformers, self.model, processor, self.device, self.dtype, self.batch_size)
+    def _loader(self) -> tuple[Any, ...]:
+        return encoder.Transformers, self.model, self.processor or (VIT_H if self.model == PICKSCORE else "")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -209,9 +230,8 @@ class Aesthetic(FrameReward):
             raise RewardError(f"{message}; use CLIP L/14")
         self.layers = _head(self.head)
 
-    @torch.inference_mode()
-    def _values(self, vectors: Tensor, prompts: list[str]) -> Tensor:
-        return self.layers(vectors)[:, 0]
+    def _values(self, images: Tensor, texts: Tensor) -> Tensor:
+        return self.layers(images)[:, 0]
 
 
 def _head(head: str) -> nn.Sequential:
@@ -227,3 +247,69 @@ def _head(head: str) -> nn.Sequential:
         check_shapes(layers, {name: tuple(tensor.shape) for name, tensor in weights.items()}, head)
         layers.load_state_dict(weights)
     return layers.eval().requires_grad_(False)
+
+
+class ImageSimilarity(ResizeReward):
+    """How much an edit resembles its source images."""
+
+    needs_source = True
+
+    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
+        return [sample.media, *sample.source], []
+
+    def refuse(self, sample: Sample) -> str:
+        """Also for a sample without sources, or with one that cannot be encoded."""
+        own = super().refuse(sample) or ("" if sample.source else "the sample has no source image")
+        return own or next((why for m in sample.source if (why := unusable(m, ("image",)))), "")
+
+    def _values(self, images: Tensor, texts: Tensor) -> Tensor:
+        return (images[1:] @ images[0]).mean()
+
+
+class CellsReward(VectorReward):
+    """How much the cells of a grid resemble each other."""
+
+    probe: ClassVar[dict[str, Any]] = {"prompt": "a 1x2 grid. [LEFT]: a red square. [RIGHT]: a blue circle."}
+
+    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
+        return split(sample.media, *asked_grid(sample.prompt, sample.meta)), []
+
+    def _values(self, images: Tensor, texts: Tensor) -> Tensor:
+        n = len(images)
+        return ((images @ images.T).sum() - (images * images).sum()) / (n * (n - 1))
+
+
+class SubfigClipI(CellsReward, OpenClipReward):
+    """How much the cells of a grid resemble each other."""
+
+
+class SubfigClipT(CellsReward, OpenClipReward):
+    """How well each cell of a grid fits its own part of the prompt."""
+
+    def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
+        cells, texts = super()._parts(sample)[0], sub_prompts(sample.prompt)[1]
+        if len(texts) != len(cells):
+            rows, cols = asked_grid(sample.prompt, sample.meta)
+            raise ValueError(f"the prompt describes {len(texts)} cells (' [LEFT]: …') of a {rows}x{cols} grid")
+        return cells, texts
+
+    def _values(self, images: Tensor, texts: Tensor) -> Tensor:
+        return (images * texts).sum(-1).mean()
+
+
+@dataclass(kw_only=True, eq=False)
+class SubfigDreamsim(CellsReward):
+    """How much the cells of a grid resemble each other to DreamSim, trained on human judgements.
+
+    model: folder of its weights, which the package downloads if they are not there. kind: ensemble (its two DINO files
+    come with code from torch.hub), open_clip_vitb32, clip_vitb32, dino_vitb16. device: auto, cpu, cuda, cuda:1.
+    batch_size: images at once.
+    """
+
+    model: str = "~/.cache/dreamsim"
+    kind: str = "ensemble"
+    device: str = "auto"
+    batch_size: int = 32
+
+    def __post_init__(self) -> None:
+        self.encoder = encoder.shared(encoder.DreamSim, self.model, self.kind, self.device, self.batch_size)

@@ -13,36 +13,35 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
 from prefgrpo.data.media import Media
 from prefgrpo.judge.template import Template
 from prefgrpo.rewards.base import RewardError, Sample, Score
-from prefgrpo.rewards.grid import grid_of, split, sub_prompts
+from prefgrpo.rewards.grid import asked_grid, split, sub_prompts
 from prefgrpo.rewards.vlm import VlmReward, missing
 
-_NO_GRID = "the prompt asks for no grid (such as '2x2'), nor does meta 'grid'"
 
-
+@dataclass(eq=False)
 class YesNo(VlmReward):
     """A reward that is made of P(Yes).
 
     spellings: all counts " yes", "YES" … for Yes as the template says; exact the labels alone, as PaCo-RL.
     """
 
-    def __init__(self, judge: Any, template: str = "", spellings: str = "all") -> None:
-        """As VlmReward."""
-        if spellings not in ("all", "exact"):
-            raise RewardError(f"spellings must be all or exact, got '{spellings}'")
-        self.exact = spellings == "exact"
-        super().__init__(judge, template)
+    spellings: str = "all"
+
+    def __post_init__(self) -> None:
+        if self.spellings not in ("all", "exact"):
+            raise RewardError(f"spellings must be all or exact, got '{self.spellings}'")
+        super().__post_init__()
 
     def load(self, name: str, needs: tuple[str, ...] | None = None) -> Template:
         """As VlmReward, without the labels' other spellings where they do not count."""
         question = super().load(name, needs)
-        if self.exact:
+        if self.spellings == "exact":
             question = replace(question, variants=None)
             self.client.prepare(question)
         return question
@@ -60,14 +59,8 @@ class ConsistencyScore(YesNo):
     may = ("prompt", "criterion")
 
     async def _judge(self, sample: Sample) -> Score:
-        try:
-            grid = grid_of(sample.prompt, sample.meta)
-            cells = split(sample.media, *grid) if grid else []
-            wanted = criteria(sample.meta) if "{criterion}" in self.question.pieces else {"": [""]}
-        except ValueError as error:
-            return Score(None, str(error))
-        if not cells:
-            return Score(None, _NO_GRID)
+        cells = split(sample.media, *asked_grid(sample.prompt, sample.meta))
+        wanted = criteria(sample.meta) if "{criterion}" in self.question.pieces else {"": [""]}
         texts = list(dict.fromkeys(text for group in wanted.values() for text in group))
         answers = dict(zip(texts, await asyncio.gather(*(self._pairs(sample, cells, t) for t in texts)), strict=True))
         if absent := next((score for score in answers.values() if score.value is None), None):
@@ -86,6 +79,7 @@ class ConsistencyScore(YesNo):
         return Score(_mean(values)) if values else Score(None, answers[0].reason)
 
 
+@dataclass(eq=False)
 class ConsistencyForEditing(YesNo):
     """Is the rest as it was, and is the instruction carried out, 0 … 1.
 
@@ -97,13 +91,11 @@ class ConsistencyForEditing(YesNo):
     needs = ("source", "media_1")
     may = ("prompt",)
     needs_source = True
+    following_template: str = "edit_done"
 
-    def __init__(
-        self, judge: Any, template: str = "", following_template: str = "edit_done", spellings: str = "all"
-    ) -> None:
-        """As YesNo."""
-        super().__init__(judge, template, spellings)
-        self.following = self.load(following_template, ("prompt", "source", "media_1"))
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.following = self.load(self.following_template, ("prompt", "source", "media_1"))
 
     async def _judge(self, sample: Sample) -> Score:
         same, done = await self.ask_both(self.question, self.following, sample)
@@ -113,6 +105,7 @@ class ConsistencyForEditing(YesNo):
         return Score(math.sqrt(same.value * done.value), parts=parts)
 
 
+@dataclass(eq=False)
 class GridLayout(YesNo):
     """Is the image the grid that the prompt (or meta "grid") asks for, 0 … 1.
 
@@ -122,23 +115,17 @@ class GridLayout(YesNo):
     template = "grid_layout"
     needs = ("rows", "columns", "media_1")
     may = ("prompt",)
+    verdict: str = "soft"
 
-    def __init__(self, judge: Any, template: str = "", spellings: str = "all", verdict: str = "soft") -> None:
-        """As YesNo."""
-        if verdict not in ("soft", "hard"):
-            raise RewardError(f"grid_layout: verdict must be soft or hard, got '{verdict}'")
-        super().__init__(judge, template, spellings)
-        self.hard = verdict == "hard"
+    def __post_init__(self) -> None:
+        if self.verdict not in ("soft", "hard"):
+            raise RewardError(f"grid_layout: verdict must be soft or hard, got '{self.verdict}'")
+        super().__post_init__()
 
     async def _judge(self, sample: Sample) -> Score:
-        try:
-            grid = grid_of(sample.prompt, sample.meta)
-        except ValueError as error:
-            return Score(None, str(error))
-        if grid is None:
-            return Score(None, _NO_GRID)
-        answer = await self.ask(self.question, sample, rows=str(grid[0]), columns=str(grid[1]))
-        if answer.value is None or not self.hard:
+        rows, columns = map(str, asked_grid(sample.prompt, sample.meta))
+        answer = await self.ask(self.question, sample, rows=rows, columns=columns)
+        if answer.value is None or self.verdict == "soft":
             return missing(answer) or Score(answer.value)
         return Score(float(answer.value > 0.5), parts={"probability": answer.value})
 

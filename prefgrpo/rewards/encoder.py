@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -30,11 +30,19 @@ from prefgrpo.rewards.checkpoints import check_shapes, device_of, dtype_of, fold
 REMEMBERED = 4096
 """Texts whose vectors are kept."""
 CHARACTERS = 4000
-"""What a tokenizer gets of a text: far more than its 77 tokens can hold, and never a megabyte."""
+"""Far more than the 77 tokens of a text can hold, and never a megabyte."""
 Fit = Callable[[Tensor, int], Tensor]
 """[3, H, W] in [0, 1] and a side -> [3, side, side]."""
 CONFIG = "open_clip_config.json"
 WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin")
+
+
+T = TypeVar("T")
+
+
+def clean(text: str) -> str:
+    """What a tokenizer gets of a text: its first CHARACTERS, without lone surrogates."""
+    return text[:CHARACTERS].encode("utf-8", "replace").decode("utf-8")
 
 
 class Encoder(ABC):
@@ -70,25 +78,32 @@ class Encoder(ABC):
         pixels = torch.from_numpy(np.ascontiguousarray(media.pixels)).permute(2, 0, 1) / 255.0
         return (fit(pixels, side) - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
 
+    def _vectors(self, items: Sequence[T], encode: Callable[[Sequence[T]], Tensor]) -> list[Tensor]:
+        """The unit vector of each item, `batch_size` at a time."""
+        starts = range(0, len(items), self.batch_size)
+        return [v for k in starts for v in functional.normalize(encode(items[k : k + self.batch_size]).float()).cpu()]
+
     @torch.inference_mode()
     def images(self, media: Sequence[Media], fit: Fit | None = None) -> Tensor:
-        """[len(media), D] unit vectors, float32 on the CPU. fit: resizes them in place of the checkpoint's own way."""
-        vectors = []
-        for start in range(0, len(media), self.batch_size):
-            chosen = media[start : start + self.batch_size]
-            pixels = torch.stack([self._fitted(m, fit) if fit else self._pixels(m) for m in chosen])
-            vectors.append(_unit(self._encode_images(pixels.to(self.device, self.dtype))))
-        return torch.cat(vectors) if vectors else torch.empty(0)
+        """[len(media), D] unit vectors, float32 on the CPU; equal images are encoded once.
+
+        fit: resizes them in place of the checkpoint's own way.
+        """
+
+        def encode(some: Sequence[Media]) -> Tensor:
+            pixels = torch.stack([self._fitted(m, fit) if fit else self._pixels(m) for m in some])
+            return self._encode_images(pixels.to(self.device, self.dtype))
+
+        different = {m.digest: m for m in media}
+        known = dict(zip(different, self._vectors([*different.values()], encode), strict=True))
+        return torch.stack([known[m.digest] for m in media]) if media else torch.empty(0)
 
     @torch.inference_mode()
     def texts(self, texts: Sequence[str]) -> Tensor:
         """[len(texts), D] unit vectors, float32 on the CPU; each different text is encoded once."""
         known = self._texts
         new = [text for text in dict.fromkeys(texts) if text not in known]
-        for start in range(0, len(new), self.batch_size):
-            chosen = new[start : start + self.batch_size]
-            clean = [t[:CHARACTERS].encode("utf-8", "replace").decode("utf-8") for t in chosen]
-            known.update(zip(chosen, _unit(self._encode_texts(clean)), strict=True))
+        known.update(zip(new, self._vectors(new, lambda some: self._encode_texts([*map(clean, some)])), strict=True))
         vectors = torch.stack([known[text] for text in texts]) if texts else torch.empty(0)
         for text in list(known)[:-REMEMBERED]:
             del known[text]
@@ -231,10 +246,6 @@ def _unlogged() -> Iterator[None]:
     finally:
         root.removeFilter(elsewhere)
         root.removeHandler(nowhere)
-
-
-def _unit(vectors: Tensor) -> Tensor:
-    return functional.normalize(vectors.float(), dim=-1).cpu()
 
 
 def _weights(model: str, file: str) -> Path:

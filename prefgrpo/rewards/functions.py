@@ -18,7 +18,6 @@ from inspect import Parameter
 from typing import Any, cast
 
 from prefgrpo.data.media import Media
-from prefgrpo.judge.rate import Bias, Rate, VerdictKind
 from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
 from prefgrpo.rewards.base import PointwiseReward, Reward, RewardError, Sample, Score
 from prefgrpo.rewards.pairwise import VlmPairwise
@@ -37,9 +36,6 @@ class FunctionReward(PointwiseReward):
         """function: (images, prompts, **columns) -> a number or None per sample, see above. options: its parameters
         with a default."""
         self.function, self.options, self.name = function, options, _name(function)
-        own = _parameters(function, POINTWISE)
-        self.needs_source = "sources" in own
-        self.meta_keys = tuple(key for key in own if key != "sources" and own[key].default is Parameter.empty)
         self._any_column = any(p.kind is Parameter.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
     def score(self, samples: list[Sample]) -> list[Score]:
@@ -67,17 +63,9 @@ class FunctionPairwise(VlmPairwise):
 
     judged = False
 
-    def __init__(
-        self,
-        function: Function,
-        plan: str = "both_orders",
-        verdict: VerdictKind = "soft",
-        rate: Rate = "win_rate",
-        bias: Bias = 0.0,
-    ) -> None:
+    def __init__(self, function: Function, **options: Any) -> None:
         """function: (prompt, image_a, image_b) -> P(image_a is better) in [0, 1], or None. The rest as VlmPairwise."""
-        _parameters(function, PAIRWISE)
-        super().__init__(FunctionJudge(function), plan, verdict, rate, bias)
+        super().__init__(FunctionJudge(function), **options)
 
 
 class FunctionJudge(PairJudge):
@@ -108,32 +96,25 @@ class FunctionJudge(PairJudge):
         return Verdict(float(value), latency_s=time.perf_counter() - start)
 
 
-def as_reward(value: Any, **options: Any) -> Reward:
-    """A reward as it is, or made of its class or of a function with these options. RewardError for anything else."""
-    if isinstance(value, Reward):
-        return value
-    if isinstance(value, type) and issubclass(value, Reward):
-        return value(**options)
-    if not callable(value):
-        raise RewardError(f"expected a reward, its class or a function, got {type(value).__name__}")
-    return function_class(value)(**options)
-
-
 def function_class(function: Function) -> type[Reward]:
-    """The class of a function's reward: its constructor takes the function's options. RewardError for a function of
-    other parameters."""
+    """The class of a function's reward: its constructor takes the function's options.
+
+    RewardError for what is no function, or one of other parameters.
+    """
     try:
         first = next(iter(inspect.signature(function).parameters), "")
-    except ValueError as error:  # of builtins
+    except (TypeError, ValueError) as error:  # of no function, of builtins
         raise RewardError(f"a reward function must have a signature: {error}") from error
-    kind: type[Reward] = FunctionPairwise if first == PAIRWISE[0] else FunctionReward
     members: dict[str, Any] = {"__doc__": inspect.getdoc(function), "__module__": function.__module__}
-    if kind is FunctionReward:
+    kind: type[Reward] = FunctionPairwise if first == PAIRWISE[0] else FunctionReward
+    if kind is FunctionPairwise:
+        _parameters(function, PAIRWISE)
+        options = list(inspect.signature(VlmPairwise).parameters.values())[1:]
+    else:
         own = _parameters(function, POINTWISE)
         options = [p.replace(kind=Parameter.KEYWORD_ONLY) for p in own.values() if p.default is not Parameter.empty]
-        members |= {"needs_source": "sources" in own, "meta_keys": FunctionReward(function).meta_keys}
-    else:
-        options = list(inspect.signature(FunctionPairwise).parameters.values())[1:]
+        columns = tuple(key for key in own if key != "sources" and own[key].default is Parameter.empty)
+        members |= {"needs_source": "sources" in own, "meta_keys": columns}
     members["__signature__"] = inspect.Signature(options)
     members["__init__"] = lambda self, **given: kind.__init__(self, function, **given)  # type: ignore[call-arg]
     return cast("type[Reward]", type(_name(function), (kind,), members))

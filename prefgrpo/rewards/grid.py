@@ -38,6 +38,13 @@ def grid_of(prompt: str, meta: Mapping[str, Any] | None = None) -> tuple[int, in
     return (int(chosen[0][1]), int(chosen[0][2])) if chosen else None
 
 
+def asked_grid(prompt: str, meta: Mapping[str, Any]) -> tuple[int, int]:
+    """The grid of `grid_of`; ValueError without one."""
+    if (grid := grid_of(prompt, meta)) is None:
+        raise ValueError("the prompt asks for no grid such as '2x2'; give one as meta 'grid'")
+    return grid
+
+
 def split(media: Media, rows: int, cols: int) -> list[Media]:
     """The cells of an image or clip, row by row; raises ValueError if it has fewer pixels than cells."""
     *_, height, width, _ = media.pixels.shape

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rewards.checkpoints import device_of, filled, folder_of, library, loading, read_tensors, standard
-from prefgrpo.rewards.encoder import CHARACTERS
+from prefgrpo.rewards.encoder import clean
 
 CENTRE, SCALE = 0.16717362830052426, 1.0333394966054072
 LENGTH = 35
@@ -67,10 +67,8 @@ class ImageReward(PointwiseReward):
 
     @torch.inference_mode()
     def _scores(self, samples: list[Sample]) -> list[Score]:
-        prompts = [s.prompt[:CHARACTERS].encode("utf-8", "replace").decode() for s in samples]
-        words = self.tokenize(
-            prompts, padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt"
-        ).to(self.place)
+        fixed = {"padding": "max_length", "truncation": True, "max_length": LENGTH, "return_tensors": "pt"}
+        words = self.tokenize([clean(s.prompt) for s in samples], **fixed).to(self.place)
         pixels = torch.stack([preprocess(s.media.pil, self.side) for s in samples]).to(self.place)
         seen = self.vision(pixels).last_hidden_state
         hidden = self.text(

@@ -1,20 +1,28 @@
-"""`vlm_pairwise`: a vision-language judge compares the members of a group in pairs; the reward is the win rate.
+"""A vision-language judge compares the members of a group in pairs; the reward is the win rate.
 
     r_i = Σ_j W_ij / n_i over the comparisons of i that exist, or Bradley-Terry's estimate of it (judge/rate.py)
+    unifiedreward_flex            (w_o · r_i + w_c · Σ_d w_d r_id / Σ_d w_d) / (w_o + w_c)
+
+r_id: win rate of the comparisons under category d, over the categories in which the member was compared. The rewards
+differ in their templates: `vlm_pairwise` asks for one token, `unifiedreward_think` for a verdict inside
+<answer>…</answer>, `unifiedreward_edit_pairwise` for "Edited image k is better", with the source image in the request.
 
 `soft`: W takes the judge's probabilities. `hard`: each verdict is rounded to {0, ½, 1} and the two orders of a pair
 are averaged, so a judge that contradicts itself when swapped gives ½. Invariant: a failed comparison counts for
 nobody, and a member without any comparison is missing; the arrival order of members or answers changes no value.
+Sources: UnifiedReward-Think (arXiv 2505.03318), UnifiedReward-Flex, Pref-GRPO (arXiv 2508.20751).
 """
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,47 +31,50 @@ from prefgrpo.data.media import Media
 from prefgrpo.judge.plans import Judged, get_plan
 from prefgrpo.judge.rate import Bias, Rate, Rating, VerdictKind, rate_groups
 from prefgrpo.judge.verdict import PairJudge, Verdict
-from prefgrpo.rewards.base import Comparison, GroupScores, GroupwiseReward, Sample, Score
+from prefgrpo.rewards.base import Comparison, GroupScores, GroupwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.flight import LATE, Flight
 from prefgrpo.rewards.judges import open_judge
 
+CATEGORIES = 3
+"""Categories of an answer that count: the judge may add one of its own after them."""
+_LABEL = re.compile(r"^\s*(?:category\s+)?(?:[a-z]|\d+)\s*[.):]\s*", re.I)
 
+
+@dataclass(eq=False)
 class VlmPairwise(GroupwiseReward):
-    """Win rate under a pairwise judge."""
+    """Win rate under a pairwise judge.
 
-    takes: tuple[str, ...] = ("image", "video")
+    judge: an open judge, its config, or the config's fields with `backend: http | local` in a mapping. plan: which
+    pairs are asked. verdict: soft or hard, see above. rate: win_rate, or bradley_terry for plans that do not ask every
+    pair. bias: position bias in logits to be taken out, or 'fit' (for plans that show each pair once).
+    """
+
+    takes = ("image", "video")
     judged = True
     template = "compare"
+    judge: Any
+    plan: str = "both_orders"
+    verdict: VerdictKind = "soft"
+    rate: Rate = "win_rate"
+    bias: Bias = 0.0
 
-    def __init__(
-        self,
-        judge: PairJudge | Mapping[str, Any] | Any,
-        plan: str = "both_orders",
-        verdict: VerdictKind = "soft",
-        rate: Rate = "win_rate",
-        bias: Bias = 0.0,
-    ) -> None:
-        """`judge`: an open judge, its config, or the config's fields with `backend: http | local` in a mapping.
-
-        `plan`: which pairs are asked. `verdict`: soft or hard, see above. `rate`: win_rate, or bradley_terry for plans
-        that do not ask every pair. `bias`: position bias in logits to be taken out, or 'fit' (for plans that show each
-        pair once).
-        """
-        self.rating = Rating(rate, verdict, bias)
-        self.plan = get_plan(plan)
-        self._owned = not isinstance(judge, PairJudge)
-        self.judge = judge if isinstance(judge, PairJudge) else open_judge(judge, template=self.template)
-        self.takes = type(self).takes if self.judge.clips else ("image",)
+    def __post_init__(self) -> None:
+        self.rating = Rating(self.rate, self.verdict, self.bias)
+        self.next_pairs = get_plan(self.plan)
+        self._owned = not isinstance(self.judge, PairJudge)
+        self.judge = open_judge(self.judge, self.template) if self._owned else self.judge
+        if not self.judge.clips:
+            self.takes = ("image",)  # type: ignore[assignment]
         self.streams, self.answer_s = self.judge.streams, self.judge.answer_s
 
     def check(self, group_size: int) -> None:
         """Raise ValueError for a plan that does not fit the group size."""
-        self.plan(group_size, 0, ())
+        self.next_pairs(group_size, 0, ())
 
     def score_group(self, group: list[Sample], seed: int) -> GroupScores:
         """Judge the whole group now and wait for the answers."""
         media, comparisons = [s.media for s in group], list[Comparison]()
-        while pairs := self.plan(len(group), seed, judged(comparisons)):
+        while pairs := self.next_pairs(len(group), seed, judged(comparisons)):
             verdicts = self.judge.judge_group(group[0].prompt, media, pairs, *_source(group[0]))
             comparisons += [Comparison(i, j, v) for (i, j), v in zip(pairs, verdicts, strict=True)]
         return self.tally(len(group), comparisons)
@@ -82,12 +93,85 @@ class VlmPairwise(GroupwiseReward):
             self.judge.close()
 
 
+class UnifiedRewardThink(VlmPairwise):
+    """Win rate under UnifiedReward-Think."""
+
+    template = "think"
+
+
+class UnifiedRewardEditPairwise(VlmPairwise):
+    """Win rate of edits under UnifiedReward-Edit."""
+
+    takes = ("image",)  # type: ignore[assignment]
+    template = "edit_pairwise"
+    needs_source = True
+
+
+@dataclass(eq=False)
+class UnifiedRewardFlex(VlmPairwise):
+    """Overall win rate blended with the win rates of the judge's categories.
+
+    overall_weight: w_o, of the overall win rate. category_weight: w_c, of the categories' mean. category_weights: w_d
+    by order of first appearance; 1 for categories beyond the list. normalise_parts: normalise the overall rate and the
+    categories' mean each over the group, and blend the advantages (Pref-GRPO with `--apply_gdpo`), not the rates.
+    """
+
+    template = "flex"
+    overall_weight: float = 0.3
+    category_weight: float = 0.7
+    category_weights: Sequence[float] = (1.0, 0.7, 0.7)
+    normalise_parts: bool = False
+
+    def __post_init__(self) -> None:
+        weights = (self.overall_weight, self.category_weight, *self.category_weights)
+        if not all(0 <= w < float("inf") for w in weights) or not self.overall_weight + self.category_weight > 0:
+            raise RewardError(
+                "overall_weight, category_weight and category_weights must be at least 0, and one of the first two "
+                f"positive; got {self.overall_weight}, {self.category_weight}, {list(self.category_weights)}"
+            )
+        super().__post_init__()
+        if self.normalise_parts:
+            if not self.overall_weight:
+                raise RewardError("normalise_parts needs an overall_weight above 0, for members without categories")
+            self.part_weights = {"overall": self.overall_weight, "categories": self.category_weight}
+
+    def tally(self, size: int, comparisons: list[Comparison]) -> GroupScores:
+        """Blended scores; parts: `overall`, `categories` and the rate in each category by name."""
+        overall = super().tally(size, comparisons)
+        parts = [_categories(c.verdict.parts) for c in comparisons]
+        names = list(dict.fromkeys(name for p in parts for name in p))
+        rates = {}
+        for name in names:
+            comparisons = [
+                Comparison(
+                    c.first, c.second, replace(c.verdict, value=None if c.verdict.first is None else p.get(name))
+                )
+                for c, p in zip(comparisons, parts, strict=True)
+            ]
+            rates[name] = [s.value for s in tally(size, comparisons, self.rating).scores]
+        scores = [self._blend(s, {n: rates[n][i] for n in names}) for i, s in enumerate(overall.scores)]
+        return replace(overall, scores=scores)
+
+    def _blend(self, overall: Score, rates: dict[str, float | None]) -> Score:
+        if overall.value is None:
+            return overall
+        weights = dict(zip(rates, [*self.category_weights, *[1.0] * len(rates)], strict=False))
+        known = {name: rate for name, rate in rates.items() if rate is not None}
+        total = sum(weights[name] for name in known)
+        parts = {"overall": overall.value} | {f"category/{name}": rate for name, rate in known.items()}
+        if not known or not self.category_weight:
+            return Score(overall.value, parts=parts)
+        mean = sum(weights[n] * r for n, r in known.items()) / total if total else sum(known.values()) / len(known)
+        blend = self.overall_weight * overall.value + self.category_weight * mean
+        return Score(blend / (self.overall_weight + self.category_weight), parts=parts | {"categories": mean})
+
+
 class PairSession:
     """One group on its way: a pair is sent as soon as both its members exist, a next round when one is answered."""
 
     def __init__(self, reward: VlmPairwise, size: int, seed: int, flight: Flight) -> None:
         self.reward, self.size, self.seed, self._flight = reward, size, seed, flight
-        self.pairs = list(reward.plan(size, seed, ()))
+        self.pairs = list(reward.next_pairs(size, seed, ()))
         self._members: dict[int, Sample] = {}
         self._answers: dict[int, Future[Verdict]] = {}
         self._open = 0
@@ -145,7 +229,7 @@ class PairSession:
                 return
             comparisons = [Comparison(i, j, v) for (i, j), v in zip(self.pairs, verdicts, strict=True)]
             start = len(self.pairs)
-            self.pairs += self.reward.plan(self.size, self.seed, judged(comparisons))
+            self.pairs += self.reward.next_pairs(self.size, self.seed, judged(comparisons))
             for n in range(start, len(self.pairs)):
                 self._send(n)
 
@@ -187,3 +271,11 @@ def _reasons(size: int, comparisons: list[Comparison]) -> list[str]:
             if c.verdict.first is None:
                 seen[member][c.verdict.reason] += 1
     return [s.most_common(1)[0][0] if s else "the plan has no pair with this member" for s in seen]
+
+
+def _categories(parts: dict[str, float]) -> dict[str, float]:
+    """The first CATEGORIES of an answer, names without numbering and case."""
+    scores: dict[str, float] = {}
+    for name, value in list(parts.items())[:CATEGORIES]:
+        scores.setdefault(" ".join(_LABEL.sub("", name).split()).casefold() or "category", value)
+    return scores

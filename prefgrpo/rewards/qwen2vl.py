@@ -33,6 +33,7 @@ from torch.nn import functional
 
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.checkpoints import (
+    assigned,
     device_of,
     dtype_of,
     filled,
@@ -57,14 +58,9 @@ PARTS = ("VQ", "MQ", "TA")
 
 def fit(height: int, width: int, least: int, most: int) -> tuple[int, int]:
     """(height, width) in multiples of 28 with between `least` and `most` pixels, near the given aspect ratio."""
-    high, wide = (max(FACTOR, round(side / FACTOR) * FACTOR) for side in (height, width))
-    if high * wide > most:
-        scale = math.sqrt(height * width / most)
-        return math.floor(height / scale / FACTOR) * FACTOR, math.floor(width / scale / FACTOR) * FACTOR
-    if high * wide < least:
-        scale = math.sqrt(least / (height * width))
-        return math.ceil(height * scale / FACTOR) * FACTOR, math.ceil(width * scale / FACTOR) * FACTOR
-    return high, wide
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    return smart_resize(height, width, FACTOR, least, most)
 
 
 def patches(frames: Tensor, size: int = 14, merge: int = 2) -> tuple[Tensor, Tensor]:
@@ -86,18 +82,6 @@ def chat(vision: str, count: int, text: str) -> str:
     shown = f"<|vision_start|>{f'<|{vision}_pad|>' * count}<|vision_end|>"
     turns = ("system\nYou are a helpful assistant.<|im_end|>", f"user\n{shown}{text}<|im_end|>", "assistant\n")
     return "<|im_start|>" + "\n<|im_start|>".join(turns)
-
-
-def constants(path: str | Path) -> dict[str, str]:
-    """Texts assigned to names in a Python file, read without running it."""
-    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
-    return {
-        target.id: node.value.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
 
 
 class RewardModel:
@@ -230,8 +214,8 @@ class HPSv3(QwenReward):
                 "reward.options.hpsv3.template; or run `scripts/setup_reward.sh hpsv3 VENV`, `prefgrpo reward serve "
                 "hpsv3` there and give reward.options.hpsv3.url"
             )
-        texts = constants(Path(spec.origin).parent / "dataset" / "data_collator_qwen.py")
-        return texts["INSTRUCTION"] + texts["prompt_with_special_token"]
+        texts = assigned(Path(spec.origin).parent / "dataset" / "data_collator_qwen.py")
+        return ast.literal_eval(texts["INSTRUCTION"]) + ast.literal_eval(texts["prompt_with_special_token"])
 
     def _load(self) -> RewardModel:
         files = sorted(folder_of(self.model, ["*.safetensors"]).glob("*.safetensors"))
@@ -275,16 +259,12 @@ class VideoAlign(QwenReward):
     def __post_init__(self) -> None:
         if not self.video_fps > 0:
             raise RewardError(f"videoalign: video_fps must be positive frames per second, got {self.video_fps}")
-        given, self.dimensions = (
-            self.dimensions,
-            [*([self.dimensions] if isinstance(self.dimensions, str) else self.dimensions)],
-        )
-        if (
-            not self.dimensions
-            or len(set(self.dimensions)) < len(self.dimensions)
-            or not set(self.dimensions) <= set(PARTS)
-        ):
-            raise RewardError(f"videoalign: dimensions must be a list of some of {list(PARTS)}, got {given!r}")
+        chosen = [self.dimensions] if isinstance(self.dimensions, str) else list(self.dimensions)
+        if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(PARTS):
+            raise RewardError(
+                f"videoalign: dimensions must be a list of some of {list(PARTS)}, got {self.dimensions!r}"
+            )
+        self.dimensions = chosen
         super().__post_init__()
 
     def _training_text(self) -> str:
@@ -297,7 +277,7 @@ class VideoAlign(QwenReward):
                 "give the file prompt_template.py of KwaiVGI/VideoAlign as reward.options.videoalign.template"
             )
         if path.suffix == ".py":
-            return constants(path)["DETAILED_PROMPT_WITH_SPECIAL_TOKEN"]
+            return ast.literal_eval(assigned(path)["DETAILED_PROMPT_WITH_SPECIAL_TOKEN"])
         return path.read_text(encoding="utf-8")
 
     def _load(self) -> RewardModel:

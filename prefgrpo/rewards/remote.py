@@ -11,6 +11,7 @@ import asyncio
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import cast
 from weakref import WeakKeyDictionary
 
@@ -26,44 +27,39 @@ from prefgrpo.rewards.wire import WireError, media_json, read_scores, request_js
 
 CHECK_S = 10.0
 """Longest wait for a server's first answer."""
+SHARED = ("timeout_s", "retries", "patience_s", "concurrency", "api_key_env")
+"""Options that are those of a judge."""
 
 
+@dataclass(eq=False)
 class RemoteReward(PointwiseReward):
-    """Any pointwise reward behind HTTP."""
+    """Any pointwise reward behind HTTP. RewardError, within seconds, if no server of `url` is ready to score `name`.
+
+    name, cls: registry name or path, as it was served, and its class. url: address of the server, or of several that
+    serve the same. timeout_s: longest that one request may take, the wait for its batch included. retries: repetitions
+    of a failed request. patience_s: how long samples wait while no server is reachable. concurrency: most requests in
+    flight per server. api_key_env: environment variable with a key for a proxy.
+    """
 
     streams = True
+    name: str
+    cls: type[PointwiseReward]
+    url: str | Sequence[str]
+    timeout_s: float = 120.0
+    retries: int = 5
+    patience_s: float = 180.0
+    concurrency: int = 64
+    api_key_env: str = ""
 
-    def __init__(
-        self,
-        name: str,
-        cls: type[PointwiseReward],
-        url: str | Sequence[str],
-        timeout_s: float = 120.0,
-        retries: int = 5,
-        patience_s: float = 180.0,
-        concurrency: int = 64,
-        api_key_env: str = "",
-    ) -> None:
-        """Raises RewardError, within seconds, if no server of `url` is ready to score `name`.
-
-        name, cls: registry name or path, as it was served, and its class. url: address of the server, or of several
-        that serve the same. timeout_s: longest that one request may take, the wait for its batch included. retries:
-        repetitions of a failed request. patience_s: how long samples wait while no server is reachable. concurrency:
-        most requests in flight per server. api_key_env: environment variable with a key for a proxy.
-        """
+    def __post_init__(self) -> None:
+        name, cls, url = self.name, self.cls, self.url
         if not issubclass(cls, PointwiseReward):
             raise RewardError(f"reward '{name}' compares a group's samples and takes no url; give it a judge")
-        self.name, self.takes, self.needs_source, self.meta_keys = name, cls.takes, cls.needs_source, cls.meta_keys
-        options = {
-            "endpoints": [url] if isinstance(url, str) else list(url),
-            "timeout_s": timeout_s,
-            "retries": retries,
-            "patience_s": patience_s,
-            "concurrency": concurrency,
-            "api_key_env": api_key_env,
-        }
+        self.takes, self.needs_source, self.meta_keys = cls.takes, cls.needs_source, cls.meta_keys
+        options = {key: getattr(self, key) for key in SHARED}
         try:
-            self._sender = Sender(JudgeConfig().override(options), openai=False)
+            endpoints = [url] if isinstance(url, str) else list(url)
+            self._sender = Sender(JudgeConfig().override({"endpoints": endpoints} | options), openai=False)
         except ConfigError as error:
             message = "; ".join(mistake.removeprefix("judge.") for mistake in error.mistakes)
             raise RewardError(f"options of reward '{name}': {message}") from error

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from prefgrpo.judge.verdict import Answer
 from prefgrpo.rewards.base import RewardError, Sample, Score
+from prefgrpo.rewards.checkpoints import assigned
 from prefgrpo.rewards.vlm import VlmReward
 
 KEYS = {"en": ("Testpoints", "Testpoint Description"), "zh": ("考点", "考点对应描述")}
@@ -59,14 +60,7 @@ class Wording:
     def __init__(self, file: Path) -> None:
         """Reads the texts out of the file's source. RewardError for a file that does not have them."""
         try:
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-            values = {
-                target.id: node.value
-                for node in tree.body
-                if isinstance(node, ast.Assign)
-                for target in node.targets
-                if isinstance(target, ast.Name)
-            }
+            values = assigned(file)
             languages = _entries(values["LANG_CONFIGS"])
             self.texts = {name: self._language(values, _entries(languages[name])) for name in KEYS}
         except (OSError, SyntaxError, ValueError, KeyError, AttributeError) as error:
@@ -114,26 +108,17 @@ class UniGenBench(VlmReward):
     kinds = ("marks",)
     probe: ClassVar[dict[str, Any]] = {"prompt": "a photo", "sub_dims_en": json.dumps(_PROBE)}
 
-    def __init__(self, judge: Any, template: str = "") -> None:
-        """As VlmReward; RewardError for a .py file that is not the suite's."""
-        self.wording = Wording(Path(template)) if template.endswith(".py") else None
-        super().__init__(judge, "" if self.wording else template)
+    def __post_init__(self) -> None:
+        file = self.template if self.template.endswith(".py") else ""
+        self.wording = Wording(Path(file)) if file else None
+        self.template = "" if file else self.template
+        super().__post_init__()
         own = self.question.name == "unigenbench"
         self.questions = {"en": self.question, "zh": self.load("unigenbench_zh") if own else self.question}
-        if self.wording:
-            plain = replace(self.question, name=template, pieces=("{media_1}", "{asked}"))
+        if file:
+            plain = replace(self.question, name=file, pieces=("{media_1}", "{asked}"))
             self.client.prepare(plain)
             self.questions = dict.fromkeys(KEYS, plain)
-
-    def refuse(self, sample: Sample) -> str:
-        """Also for columns without readable test points."""
-        try:
-            points = points_of(sample.meta)
-            if self.wording:
-                self.wording.question(sample.prompt, points)
-        except ValueError as error:
-            return f"unigenbench: {error}"
-        return super().refuse(sample)
 
     async def _judge(self, sample: Sample) -> Score:
         points = points_of(sample.meta)

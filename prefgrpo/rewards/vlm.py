@@ -18,6 +18,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from prefgrpo.data.media import Media
@@ -28,12 +29,16 @@ from prefgrpo.rewards.judges import open_client
 from prefgrpo.rewards.ocr import image_value, levenshtein, plain, target, unnamed
 
 
+@dataclass(eq=False)
 class VlmReward(PointwiseReward):
-    """A question, or several at once, about each sample.
+    """A question, or several at once, about each sample. JudgeError within seconds if the judge cannot be asked.
 
     judge: an open judge or client, a JudgeConfig, or a mapping of its fields. template: shipped name or path of
-    what is asked; empty: the one that `judge` names, else the reward's own.
+    what is asked; empty: the one that `judge` names, else the reward's own (an attribute of its class).
     """
+
+    judge: Any
+    template: str = ""
 
     judged = True
     streams = True
@@ -44,10 +49,9 @@ class VlmReward(PointwiseReward):
     kinds: ClassVar[tuple[str, ...]] = ("soft",)
     """Answers that it can use."""
 
-    def __init__(self, judge: Any, template: str = "") -> None:
-        """JudgeError within seconds if the judge cannot be asked."""
-        self.client, named = open_client(judge, self.template)
-        self.question = self.load(template or named)
+    def __post_init__(self) -> None:
+        self.client, named = open_client(self.judge, type(self).template)
+        self.question = self.load(self.template or named)
 
     def load(self, name: str, needs: tuple[str, ...] | None = None) -> Template:
         """A template that this reward can fill in, ready to be asked with."""
@@ -56,21 +60,25 @@ class VlmReward(PointwiseReward):
         self.answer_s = max(self.answer_s, self.client.config.timeout_s or question.timeout_s)
         return question
 
-    def submit(self, sample: Sample) -> Future[Score]:
-        """Ask about one sample without waiting."""
-        if not (why := self.refuse(sample)):
-            return self.client.run(self._judge(sample))
-        refused: Future[Score] = Future()
-        refused.set_result(Score(None, why))
-        return refused
-
     def score(self, samples: list[Sample]) -> list[Score]:
         """Ask about all samples at once and wait."""
         return [answer.result() for answer in [self.submit(s) for s in samples]]
 
+    def submit(self, sample: Sample) -> Future[Score]:
+        """Ask about one sample without waiting."""
+        return self.client.run(self._score(sample))
+
+    async def _score(self, sample: Sample) -> Score:
+        if why := self.refuse(sample):
+            return Score(None, why)
+        try:
+            return await self._judge(sample)
+        except ValueError as error:
+            return Score(None, str(error))
+
     @abstractmethod
     async def _judge(self, sample: Sample) -> Score:
-        """One sample's score (runs on the client's loop)."""
+        """One sample's score (runs on the client's loop); ValueError says why it has none."""
 
     async def ask(
         self, question: Template, sample: Sample, media: Sequence[Media] | None = None, **values: str
@@ -103,15 +111,15 @@ def weighted(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
 
 
 class UnifiedRewardAlignment(VlmReward):
-    """How much of the caption the image shows, 1 … 5; the other axes are parts."""
+    """How much of the caption the image shows, 1 … 5; the other axes are parts. RewardError for a template that does
+    not ask for the axis."""
 
     template = "unifiedreward"
     kinds = ("scores",)
     axis: ClassVar[str] = "alignment"
 
-    def __init__(self, judge: Any, template: str = "") -> None:
-        """As VlmReward; RewardError for a template that does not ask for the axis."""
-        super().__init__(judge, template)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         asked = [name.lower() for name, *_ in self.question.scores]
         if self.axis not in asked:
             name = self.question.name
@@ -155,6 +163,7 @@ class QwenVl(UnifiedRewardSglang):
     may = ("prompt",)
 
 
+@dataclass(eq=False)
 class EditImageQuality(VlmReward):
     """The edited image as a picture, 0 … 25.
 
@@ -166,27 +175,22 @@ class EditImageQuality(VlmReward):
     needs: ClassVar[tuple[str, ...]] = ("media_1",)
     may = ("prompt", "source")
     kinds = ("json",)
+    weights: Mapping[str, float] | None = None
+    normalise_parts: bool = False
 
-    def __init__(
-        self,
-        judge: Any,
-        template: str = "",
-        weights: Mapping[str, float] | None = None,
-        normalise_parts: bool = False,
-    ) -> None:
-        """As VlmReward; RewardError for weights of other numbers, negative ones, or nothing but 0."""
-        super().__init__(judge, template)
-        given, names = weights or {}, [name for name, *_ in self.question.scores]
-        self.weights = {name: float(given.get(name, 1.0)) for name in names}
-        good = all(0 <= w < math.inf for w in self.weights.values()) and sum(self.weights.values()) > 0
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given, names = self.weights or {}, [name for name, *_ in self.question.scores]
+        self.by_name = {name: float(given.get(name, 1.0)) for name in names}
+        good = all(0 <= w < math.inf for w in self.by_name.values()) and sum(self.by_name.values()) > 0
         if set(given) - set(names) or not good:
-            raise RewardError(f"weights must give weights of at least 0, not all 0, for {names}; got {weights!r}")
-        if normalise_parts:
-            self.part_weights = self.weights
+            raise RewardError(f"weights must give weights of at least 0, not all 0, for {names}; got {self.weights!r}")
+        if self.normalise_parts:
+            self.part_weights = self.by_name
 
     async def _judge(self, sample: Sample) -> Score:
         answer = await self.ask(self.question, sample)
-        return missing(answer) or weighted(answer.parts, self.weights)
+        return missing(answer) or weighted(answer.parts, self.by_name)
 
 
 class EditInstructionFollowing(EditImageQuality):
@@ -197,6 +201,7 @@ class EditInstructionFollowing(EditImageQuality):
     needs_source = True
 
 
+@dataclass(eq=False)
 class EditScore(VlmReward):
     """Geometric mean of following and quality, 0 … 1.
 
@@ -209,16 +214,14 @@ class EditScore(VlmReward):
     may = ("prompt", "source")
     kinds = ("json",)
     needs_source = True
+    quality_template: str = "edit_quality"
+    reduce: str = "mean"
 
-    def __init__(
-        self, judge: Any, template: str = "", quality_template: str = "edit_quality", reduce: str = "mean"
-    ) -> None:
-        """As VlmReward."""
-        if reduce not in ("mean", "min"):
-            raise RewardError(f"edit_score: reduce must be mean or min, got {reduce!r}")
-        super().__init__(judge, template)
-        self.reduce = reduce
-        self.quality = self.load(quality_template, ("media_1",))
+    def __post_init__(self) -> None:
+        if self.reduce not in ("mean", "min"):
+            raise RewardError(f"edit_score: reduce must be mean or min, got {self.reduce!r}")
+        super().__post_init__()
+        self.quality = self.load(self.quality_template, ("media_1",))
 
     async def _judge(self, sample: Sample) -> Score:
         answers = await self.ask_both(self.question, self.quality, sample)
@@ -239,10 +242,9 @@ class GenrmOcr(VlmReward):
     kinds = ("text",)
     probe: ClassVar[dict[str, Any]] = {"prompt": 'a sign that says "A"'}
 
-    def __init__(self, judge: Any, template: str = "") -> None:
-        """As VlmReward; RewardError if rapidfuzz is not installed."""
+    def __post_init__(self) -> None:
         self._distance = levenshtein()
-        super().__init__(judge, template)
+        super().__post_init__()
 
     def refuse(self, sample: Sample) -> str:
         """Also for a prompt that names no text."""

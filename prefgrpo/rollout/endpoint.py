@@ -66,7 +66,7 @@ class EndpointCollector:
         samples: of the whole update, over all ranks (`Objective.per_group` of each group).
         """
         objective, train, table = self.objective, self.config.train, list[Tensor]()
-        signal = objective.signal(train, targets)
+        signal = objective.selected(train, targets)
         for draw in range(objective.draws):
             slopes = {}
             if isinstance(objective, GroupObjective) and not self._whole:

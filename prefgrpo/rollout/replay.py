@@ -110,7 +110,7 @@ class TrajectoryCollector:
         samples: of the whole update, over all ranks.
         """
         table, train = list[Tensor](), self.train
-        signal = self.objective.signal(train, targets)
+        signal = self.objective.selected(train, targets)
         for batch in batches:
             steps = batch.trajectory.steps
             adv = signal[batch.slots, batch.members].nan_to_num(0.0)  # a batch of weight 0 may hold samples left out

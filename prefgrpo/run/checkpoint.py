@@ -26,13 +26,14 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException as PartsError
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
 from prefgrpo.parallel.shard import is_split, part_of
 from prefgrpo.parallel.world import World
-from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.run_folder import RunFolder, step_of
 
 STATE, META, PARTS = "state.safetensors", "state.json", "parts"
 
@@ -106,17 +107,12 @@ def save(
     """Write the checkpoint of a step; `export(path)` adds the diffusers-format weights. Old ones beyond `keep` go.
 
     Every rank calls it: rank 0 writes, and each its parts of split tensors. One that exists stays as it is: the state
-    after a step is a function of the run and the step.
+    after a step is a function of the run and the step. Raises CheckpointError, on all ranks, if one cannot write.
     """
     final = run.checkpoint(step)
     if world.any(world.main and final.exists()):
         return
     parts = {key: t.detach() for key, t in tensors.items() if is_split(t)}
-    if not world.main:
-        if parts:
-            _save_parts(None, parts, world)
-        world.barrier()
-        return
 
     def write(inside: Path) -> None:
         listing = _save_parts(inside, parts, world) if parts else {}
@@ -127,10 +123,23 @@ def save(
         facts = {"step": step, **meta, "files": dict(sorted(listing.items()))}
         (inside / META).write_text(json.dumps(facts | {"sha256": _hash_facts(facts)}, indent=1), encoding="utf-8")
 
-    write_folder(final, write)
-    for old in run.all_checkpoints()[:-keep]:
-        shutil.rmtree(old)
-    world.barrier()
+    problem = None
+    try:
+        if world.main:
+            write_folder(final, write)
+            for old in run.all_checkpoints()[:-keep]:
+                os.replace(old, _beside(old))  # a name that `claim` removes: what is half removed is no checkpoint
+                shutil.rmtree(_beside(old))
+        elif parts:
+            _save_parts(None, parts, world)
+    except (OSError, SafetensorError) as error:
+        problem = f"the checkpoint cannot be written: {error}"
+    except PartsError as error:
+        told = (f"process {rank}: {cause}" for rank, (cause, _) in error.failures.items())
+        problem = f"the checkpoint cannot be written: {'; '.join(told)}"
+    if first := next((text for text in world.every(problem) if text), None):
+        shutil.rmtree(_beside(final), ignore_errors=True)
+        raise CheckpointError(first)
 
 
 def _save_parts(inside: Path | None, parts: dict[str, Tensor], world: World) -> dict[str, Any]:
@@ -160,7 +169,7 @@ def read(
     except CheckpointError as error:
         problem = error
     except SafetensorError as error:
-        problem = _unusable(path, f"is damaged: {STATE}: {error}")
+        problem = CheckpointError(f"{path} is damaged: {STATE}: {error}")
     if first := next((p for p in world.every(problem) if p is not None), None):
         raise first
     if (path / PARTS).is_dir():
@@ -171,15 +180,42 @@ def read(
     return tensors, meta
 
 
+def read_newest(
+    run: RunFolder, world: World, templates: Callable[[Collection[str]], dict[str, Tensor]]
+) -> tuple[Path, dict[str, Tensor], dict[str, Any], list[CheckpointError]] | None:
+    """(path, tensors, meta) of the newest undamaged checkpoint, and what is wrong with those after it; None if the run
+    has none at all. Every rank calls it. Raises the newest one's CheckpointError if all of them are damaged.
+    """
+    damaged: list[CheckpointError] = []
+    for path in reversed(run.all_checkpoints()):
+        try:
+            return path, *read(path, world, templates), damaged
+        except CheckpointError as error:
+            damaged.append(error)
+    if damaged:
+        advice = f"no other one is whole; remove {run.checkpoints} to start again, or choose another --name"
+        raise CheckpointError(f"{damaged[0]}; {advice}")
+    return None
+
+
+def set_aside(run: RunFolder, newest: int) -> None:
+    """Rename the checkpoints after a step, which are damaged, to step_NNNNNN.damaged: they will be written again."""
+    for path in run.all_checkpoints():
+        if step_of(path) > newest:
+            aside = path.with_name(f"{path.name}.damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(path, aside)
+
+
 def _checked(path: Path, rank: int, size: int) -> dict[str, Any]:
     """The meta of a whole, undamaged checkpoint; each of `size` ranks reads its share of the files of split tensors."""
     try:
         meta = json.loads((path / META).read_text(encoding="utf-8"))
         listing, own = meta["files"], meta.pop("sha256")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _unusable(path, f"is not a whole checkpoint ({META}: {error!r})") from error
+        raise CheckpointError(f"{path} is not a whole checkpoint ({META}: {error!r})") from error
     if own != _hash_facts(meta):
-        raise _unusable(path, f"is damaged: the content of {META} does not match its hash")
+        raise CheckpointError(f"{path} is damaged: the content of {META} does not match its hash")
     split = [name for name in listing if name.startswith(f"{PARTS}/")]
     skipped = set(split) - set(split[rank::size])
     for name, facts in listing.items():
@@ -187,16 +223,10 @@ def _checked(path: Path, rank: int, size: int) -> dict[str, Any]:
         length = file.stat().st_size if file.is_file() else None
         if length != facts["bytes"]:
             has = "it is missing" if length is None else f"it has {length}"
-            raise _unusable(path, f"is damaged: {name} should have {facts['bytes']} bytes, {has}")
+            raise CheckpointError(f"{path} is damaged: {name} should have {facts['bytes']} bytes, {has}")
         if name not in skipped and _hash(file) != facts["sha256"]:
-            raise _unusable(path, f"is damaged: the content of {name} does not match its hash")
+            raise CheckpointError(f"{path} is damaged: the content of {name} does not match its hash")
     return meta
-
-
-def _unusable(path: Path, problem: str) -> CheckpointError:
-    others = [p.name for p in RunFolder(path.parent.parent).all_checkpoints() if p != path]
-    advice = f"remove that folder to resume from {others[-1]}" if others else "remove that folder and start again"
-    return CheckpointError(f"{path} {problem}; {advice}")
 
 
 def load_into(parameters: dict[str, Tensor], tensors: dict[str, Tensor], prefix: str) -> None:

@@ -8,9 +8,11 @@ reaches the training loss.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,10 +33,15 @@ from prefgrpo.rollout.embeddings import Embeddings, fitted_sources
 from prefgrpo.rollout.render import Images, preview, render, sample, to_uint8
 from prefgrpo.rollout.sampling import evaluation
 from prefgrpo.run.checkpoint import CheckpointError, save_images, write_atomic
+from prefgrpo.run.metrics import PARTS_OF_WINS
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.sde.noise import initial_latents
 from prefgrpo.sde.schedule import Schedule
 
+RAW = 2000
+"""Most characters of a judge's answer that are kept."""
+FEW = 30
+"""Fewer prompts than this say nothing certain about others."""
 FIRST_ID = 2**62
 """Sample ids of evaluation noise start here, far from those of training."""
 
@@ -101,9 +108,11 @@ class Evaluator:
         images = zip(now, self.before, strict=True)
         items = [held.items[i] for i in index]
         pairs = [tuple(sample(p, m, self.sizes) for m in both) for p, both in zip(items, images, strict=True)]
-        table = compare(self.scorers, pairs if self.world.leads else [])
+        answers: list[list[Answered]] = [[] for _ in pairs]
+        table = compare(self.scorers, pairs if self.world.leads else [], answers)
         out = over_ranks(self.world, held.name, held.group[index], table, len(held.items))
         self._save_shown(step, now)
+        self._save_outcomes(step, table, answers)
         return out
 
     @torch.no_grad()
@@ -150,6 +159,18 @@ class Evaluator:
         if (shown := self.world.gather_items(pairs)) and self.world.main:
             before, after = (np.stack([pair[k] for pair in shown]) for k in range(2))
             save_images(self.folder.shown(self.held.name, step), before=before, now=after)
+
+    def _save_outcomes(self, step: int, table: Table, answers: list[list[Answered]]) -> None:
+        """Who won each image, and of those in the report what the judge answered."""
+        shown, wins = set(self.shown()), [n for n in table if n.startswith("win_") and not n.endswith(PARTS_OF_WINS)]
+        mine = []
+        for k, i in enumerate(self.mine()):
+            won = {n[4:]: None if np.isnan(table[n][k]) else float(table[n][k]) for n in wins}
+            mine.append(
+                {"prompt": int(self.held.group[i]), "wins": won} | ({"answers": answers[k]} if i in shown else {})
+            )
+        if (every := self.world.gather_items(mine)) and self.world.main:
+            write_atomic(self.folder.outcomes(self.held.name, step), json.dumps(every))
 
     def save_proof(self, count: int) -> None:
         """What a stock pipeline needs to reproduce `count` images: prompts and call, initial latents, our float images.
@@ -198,8 +219,17 @@ Table = dict[str, NDArray[np.float64]]
 """One column of values per measure, one row per pair of images."""
 
 
-def compare(scorers: Mapping[str, Scorer], pairs: Sequence[tuple[Sample, ...]]) -> Table:
-    """The columns of all scorers over pairs (now, before); a judge's scorer is called judge, or judge2 …"""
+Answered = dict[str, Any]
+"""A judge's answer to a pair: judge, first ("after" or "before" the training), p_first, reason, raw."""
+
+
+def compare(
+    scorers: Mapping[str, Scorer], pairs: Sequence[tuple[Sample, ...]], answers: Sequence[list[Answered]] = ()
+) -> Table:
+    """The columns of all scorers over pairs (now, before); a judge's scorer is called judge, or judge2 …
+
+    answers: one list per pair, to which its comparisons are appended; empty: they are not kept.
+    """
     table: Table = {}
     for name, scorer in scorers.items() if pairs else ():
         scorer.begin(0, range(len(pairs)))
@@ -208,6 +238,10 @@ def compare(scorers: Mapping[str, Scorer], pairs: Sequence[tuple[Sample, ...]]) 
                 scorer.add(row, member, one)
         for reward, groups in scorer.finish().groups.items():
             table.update(_columns(name, reward, groups))
+            for kept, group in zip(answers, groups, strict=False):
+                for c in group.comparisons:
+                    shown = {"judge": reward, "first": ("after", "before")[c.first], "p_first": c.verdict.first}
+                    kept.append(shown | {"reason": c.verdict.reason, "raw": c.verdict.raw[:RAW]})
     return table
 
 
@@ -264,6 +298,17 @@ def summarise(name: str, group: NDArray[np.int64], values: NDArray[np.float64], 
         means = total[draws].sum(1) / count[draws].sum(1)
         out[f"{name}_low"], out[f"{name}_high"] = (float(q) for q in np.quantile(means, (0.025, 0.975)))
     return out
+
+
+def verdict(low: float, high: float, prompts: int) -> str:
+    """What a win rate's interval says; nothing certain where it holds one half or the prompts are few."""
+    if math.isnan(low):
+        return "inconclusive: no verdicts"
+    if prompts < FEW:
+        return f"inconclusive: fewer than {FEW} prompts"
+    if low <= 0.5 <= high:
+        return "inconclusive: the interval holds 50 %"
+    return "better" if low > 0.5 else "worse"
 
 
 def load_before(folder: RunFolder, name: str, size: int) -> Images:

@@ -1,10 +1,10 @@
-"""`prefgrpo plan RECIPE [--gpus N]`: what a run holds in memory, from the model's config alone.
+"""What a run holds in memory and how much it computes, from the model's config alone.
 
 The models are built on the meta device and run on fake tensors, which have shapes and no content, while every storage
-that comes into being is weighed until it is freed; no weights are read. Counted: weights, gradients, AdamW's moments
-and the average of what trains, stored latents, images, prompt embeddings, and the most that a rollout's forward, the
-decoder or a trained step holds at once. Invariant: the counts are those of the run (same adapter, LoRA, checkpointing
-and code), and on real tensors they are what the allocator saw (tests/test_plan.py).
+that comes into being is weighed until it is freed, and torch counts FLOP; no weights are read. Counted: weights,
+gradients, AdamW's moments and the average of what trains, stored latents, images, prompt embeddings, and the most that
+a rollout's forward, the decoder or a trained step holds at once. Invariant: the counts are those of the run (same
+adapter, LoRA, checkpointing and code), and on real tensors they are what the allocator saw (tests/test_plan.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,8 +28,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
-from prefgrpo.config.schema import Config, ConfigError
+from prefgrpo.config.schema import Config, ConfigError, ParallelConfig
 from prefgrpo.data.prompts import read_prompts
 from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter, Condition
@@ -42,8 +43,28 @@ from prefgrpo.rollout.sampling import window_range
 from prefgrpo.run.loading import config_errors_as, model_options, trainable
 
 GIB = 2**30
+aten = torch.ops.aten
+FLOP: dict[Any, Any] = flop_registry | {
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+"""torch's formulas, which leave out the CPU's attention (fake tensors are on the CPU)."""
 Batch = tuple[Tensor, Tensor, Condition]
 """x [B, ...], σ [B], the condition."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Sizes of the denoisers."""
+
+    trained: int
+    """Parameters that train."""
+    gathered: int
+    """Bytes of one denoiser's weights in the compute dtype: what split weights are gathered to."""
+    hidden: int
+    """Bytes of the hidden states that enter the self-attentions of a sample's forward, summed over the blocks."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +77,13 @@ class Estimate:
     """Activations of rollout, decode and update, and what comes to the device for a while only."""
     parameters: dict[str, int]
     """Parameters per component of the pipeline, and of what trains."""
+    flop: dict[str, float]
+    """FLOP of a sample's forward in the rollout, its decoding and its trained step (forward and backward, as they run:
+    with what checkpointing recomputes), and of encoding a text of data.max_length tokens."""
+    model: Facts
+    """What the traffic between processes depends on."""
+    other_meshes: dict[ParallelConfig, int]
+    """The sum under each other mesh that was asked for."""
 
     @property
     def total(self) -> int:
@@ -63,80 +91,19 @@ class Estimate:
         return sum(self.parts.values())
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
-
-
-def plan(config: Config, memory_gib: float) -> int:
-    """Print the plan; returns 0 if it fits into `memory_gib` per GPU, else 1. Raises ConfigError or ModelError."""
-    whole = estimate(config)
-    for name, count in whole.parameters.items():
-        print(f"{name:<20} {count / 1e6:12.2f} M parameters")
-    print(f"per GPU, {config.gpus} GPU(s):")
-    for name, value in whole.parts.items():
-        print(f"  {name:<18} {value / GIB:10.4g} GiB")
-    print(f"  {'sum':<18} {whole.total / GIB:10.4g} GiB of {memory_gib:g}")
-    if config.data.cache:
-        print(f"  text encoders      on disk, once `prefgrpo preprocess` has filled {config.data.cache}")
-    shown = ", ".join(f"{name} {value / GIB:.4g}" for name, value in whole.phases.items())
-    print(f"activations of {config.rollout.batch_size} samples at once: {shown} GiB; the largest counts")
-    fits = whole.total < memory_gib * GIB
-    print("fits" if fits else f"does not fit: {_hint(config, whole)}")
-    return 0 if fits else 1
-
-
-def _hint(config: Config, whole: Estimate) -> str:
-    """A field that makes the sum smaller, its value now and then, tried: first for what is largest."""
-    phase = max(whole.phases, key=lambda name: whole.phases[name])
-    sizes = {name: size for name, size in whole.parts.items() if name != "activations"} | {phase: whole.phases[phase]}
-    for part in sorted(sizes, key=lambda name: -sizes[name]):
-        for name, value in _knobs(config, part):
-            section, _, key = name.rpartition(".")
-            owner: Any = getattr(config, section) if section else config
-            changed: dict[str, Any] = {key: value}
-            less = estimate(replace(config, **({section: replace(owner, **changed)} if section else changed))).total
-            if less < whole.total:
-                words = value if isinstance(value, tuple) else () if value is True else (value,)
-                option = " ".join([f"--{name.replace('_', '-')}", *map(str, words)])
-                now = getattr(owner, key) or "none"
-                return f"{part} is large; {option} (now {now}) makes the sum {less / GIB:.4g} GiB"
-    return "no field makes it smaller; more GPUs with a larger parallel.shard (or ulysses) do: docs/scale.md"
-
-
-def _knobs(config: Config, part: str) -> list[tuple[str, Any]]:
-    """(field, next value) for what is not yet at its end and may make this part or phase of an `Estimate` smaller."""
-    r, t, m, p = config.rollout, config.train, config.memory, config.parallel
-    larger = range(config.gpus + 1, r.prompts_per_step * r.group_size * p.ring * p.ulysses + 1)
-    fits = (n for n in larger if not problem(p, n))
-    now = _dealt(config, Layout.of(config, config.gpus).data)
-    more = [n for n in fits if _dealt(config, Layout.of(config, n).data) < now]
-    batch = [("rollout.batch_size", r.batch_size // 2)] if r.batch_size > 1 else []
-    trained = [("train.lora_rank", t.lora_rank // 2 if t.lora_rank else 64)] if t.lora_rank != 1 else []
-    if part in ("rollout", "update"):
-        recomputed = [("train.checkpointing_share", 1.0)] if t.checkpointing_share < 1 else []
-        switched = recomputed if t.gradient_checkpointing else [("train.gradient_checkpointing", True)]
-        return (switched if part == "update" else []) + batch
-    if part == "decode":
-        fewer = [("memory.decode_batch", 1)] if (m.decode_batch or r.batch_size) > 1 else []
-        return fewer + ([] if m.vae_tiling else [("memory.vae_tiling", True)])
-    if part == "optimiser":
-        return ([("train.ema_decay", 0.0)] if t.ema_decay and t.lora_rank else []) + trained
-    if part == "weights":
-        waiting = [("memory.offload", (*m.offload, "vae"))] if "vae" not in m.offload else []
-        return ([] if t.lora_rank else trained) + waiting
-    return [("data.cache", "FOLDER")] if part == "text encoders" else [("gpus", more[0])] if more else []
-
-
 # ---- the estimate ---------------------------------------------------------------------------------------------------
 
 
-def estimate(config: Config) -> Estimate:
-    """What each of `config.gpus` processes holds. Raises ConfigError or ModelError."""
+def estimate(config: Config, meshes: Callable[[Adapter], Iterable[ParallelConfig]] = lambda adapter: ()) -> Estimate:
+    """What each of `config.gpus` processes holds; its sum under `meshes` too. Raises ConfigError or ModelError."""
     r, gpus = config.rollout, config.gpus
     if wrong := problem(config.parallel, gpus):
         raise ConfigError([f"gpus: {wrong}"])
     layout = Layout.of(config, gpus)
     adapter, encoders = without_weights(config)
     parts, parameters = known_bytes(config, adapter, gpus), adapter.parameter_counts() | encoders
+    before, facts = sum(parts.values()), _facts(config, adapter)
+    others = {p: sum(known_bytes(replace(config, parallel=p), adapter, gpus).values()) for p in meshes(adapter)}
     if layout.split > 1:  # gathered in the compute type: autocast then copies no weights
         for module in adapter.modules().values():
             module.to(adapter.dtype)
@@ -145,15 +112,22 @@ def estimate(config: Config) -> Estimate:
         for _, p in adapter.trainable():
             p.grad = torch.empty_like(p)
             known.append(p.grad)
-        phases = {name: _phase(name, config, adapter, batch, known) for name in ("rollout", "decode", "update")}
+        each = {name: _phase(name, config, adapter, batch, known) for name in ("rollout", "decode", "update")}
     _clear_caches("prefgrpo.models")
-    for name in ("rollout", "update"):
-        phases[name] //= layout.context  # every process has its part of the tokens
-    samples, _ = _dealt(config, layout.data)
+    flop = {name: count for name, (_, count) in each.items()}
+    flop["text"] = 2.0 * sum(encoders.values()) * config.data.max_length
+
+    def under(context: int) -> dict[str, int]:  # every process has its part of the tokens
+        return {name: held // (1 if name == "decode" else context) for name, (held, _) in each.items()}
+
+    phases = under(layout.context)
+    samples, _ = dealt(config, layout.data)
     parts["embeddings"] = samples * sum(value.nbytes for value in batch[2].all_tensors()) // r.batch_size
     texts = {} if config.data.cache else {"text encoders": DTYPES[config.dtype].itemsize * sum(encoders.values())}
     (phases if "text_encoder" in config.memory.offload else parts).update(texts)
-    return Estimate(parts | {"activations": max(phases.values())}, phases, parameters)
+    rest = sum(parts.values()) - before
+    others = {p: n + rest + max((phases | under(p.ring * p.ulysses)).values()) for p, n in others.items()}
+    return Estimate(parts | {"activations": max(phases.values())}, phases, parameters, flop, facts, others)
 
 
 def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
@@ -165,7 +139,7 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
     r, layout, goal = config.rollout, Layout.of(config, world), objective(config.train)
     stored = r.window_size or len(window_range(r)) if goal.collector == "trajectory" else 0
     stored *= 2 if r.window_policy == "subset" or goal.keeps_velocity else 1  # neighbours share latents
-    made, scored = _dealt(config, layout.data)
+    made, scored = dealt(config, layout.data)
     whole_ones = {id(p) for name in adapter.denoisers for p in kept_whole(getattr(adapter.pipe, name), adapter)}
     if layout.split == 1:
         whole_ones |= {id(p) for name in adapter.denoisers for p in getattr(adapter.pipe, name).parameters()}
@@ -209,7 +183,7 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // here
 
 
-def _dealt(config: Config, indices: int) -> tuple[int, int]:
+def dealt(config: Config, indices: int) -> tuple[int, int]:
     """Most samples of a step that one of so many data-parallel indices makes, and that it scores."""
     r, made = config.rollout, Counter[int]()
     for batch in deal_batches(config, [r] * r.prompts_per_step, indices):
@@ -238,20 +212,34 @@ def _source_count(config: Config, cls: type[Adapter]) -> int:
     return max(len(p.source) for p in read_prompts(file)) if file.is_file() else 1
 
 
-def _phase(name: str, config: Config, adapter: Adapter, batch: Batch, known: list[Tensor]) -> int:
-    """Most bytes that one forward of the rollout, one decode, or one trained step holds."""
+def _phase(name: str, config: Config, adapter: Adapter, batch: Batch, known: list[Tensor]) -> tuple[int, float]:
+    """(most bytes that one forward of the rollout, one decode, or one trained step holds, FLOP per sample)."""
     x, sigma, condition = batch
-    r, parked = config.rollout, 0
+    r, parked, count = config.rollout, 0, len(x)
     with Weigh(known) as scale, torch.set_grad_enabled(name == "update"):
         if name == "decode":
             mine = -(-r.batch_size // (config.parallel.ring * config.parallel.ulysses))
-            adapter.decode(x[: min(config.memory.decode_batch or mine, mine)], r)
+            count = min(config.memory.decode_batch or mine, mine)
+            adapter.decode(x[:count], r)
             parked = _weights(adapter, *KINDS["vae"]) if "vae" in config.memory.offload else 0
         else:
             v = adapter.velocity(x, sigma, condition, r)
             if name == "update":
                 v.float().square().mean().backward()
-    return scale.most + parked
+    return scale.most + parked, scale.flop / count
+
+
+def _facts(config: Config, adapter: Adapter) -> Facts:
+    """Of the denoisers; blocks whose width the config does not name (a U-Net's) count as none."""
+    denoiser: Any = adapter.transformer
+    get, itemsize = denoiser.config.get, DTYPES[config.dtype].itemsize
+    base = sum(p.numel() for p in denoiser.parameters()) * itemsize
+    width = get("num_attention_heads", 0) * (get("attention_head_dim") or 0) if adapter.context_parallel else 0
+    divided = [entry for entry in (getattr(denoiser, "_cp_plan", None) or {}).values() if isinstance(entry, dict)]
+    text = config.data.max_length * any("encoder_hidden_states" in entry for entry in divided)
+    hidden = len(adapter.blocks(denoiser)) * (adapter.sequence(config.rollout) + text) * width * itemsize
+    trained, both = sum(p.numel() for _, p in adapter.trainable()), 2 if adapter.guided(config.rollout) else 1
+    return Facts(trained, base, hidden * both)
 
 
 # ---- models and batches without content -----------------------------------------------------------------------------
@@ -364,14 +352,15 @@ def _clear_caches(package: str) -> None:
 
 
 class Weigh(TorchDispatchMode):
-    """Inside, `most` is the largest number of bytes that new tensors held at once, and `now()` what they hold."""
+    """Inside, `most` is the largest number of bytes that new tensors held at once, and `now()` what they hold; `flop`
+    sums torch's formulas (its FlopCounterMode keeps tensors alive)."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         """known: tensors that were there before, and their views, do not count."""
         super().__init__()
         self._known = {StorageWeakRef(t.untyped_storage()) for t in known}
         self._live: dict[StorageWeakRef, int] = {}
-        self._total = self.most = 0
+        self._total = self.most = self.flop = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do the operation and weigh what it returns; one on real tensors alone is really done (lengths, σ, pixels)."""
@@ -379,6 +368,8 @@ class Weigh(TorchDispatchMode):
         real = given and not any(isinstance(t, FakeTensor) for t in given)
         with unset_fake_temporarily() if real else nullcontext():
             out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in FLOP:
+            self.flop += FLOP[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._note(tensor.untyped_storage())

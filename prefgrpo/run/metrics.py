@@ -153,6 +153,8 @@ def step_line(
     if "policy/drift" in values:
         parts.append(f"drift {values['policy/drift']:.1e}")
     parts.append(f"grad {values['grad_norm']:.1e}")
+    if skipped := values.get("updates_skipped"):
+        parts.append(f"{skipped:.0f} updates skipped: gradient not finite")
     if values.get("policy/kl"):
         parts.append(f"kl {values['policy/kl']:.1e}")
     phases = " ".join(f"{name} {s:.2f}" for name, s in seconds.items())

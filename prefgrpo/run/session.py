@@ -39,7 +39,7 @@ from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.rollout.sampling import Schedules, all_sizes, evaluation
-from prefgrpo.run import checkpoint, judging
+from prefgrpo.run import checkpoint, judging, trackers
 from prefgrpo.run.evaluate import Evaluator, held_out
 from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
 from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
@@ -57,7 +57,7 @@ FREE = (
         "checkpoint.every",
         "checkpoint.keep",
     ),
-    *("output", "name", "device", "gpus", "tensorboard", "data.cache", "memory.offload"),
+    *("output", "name", "device", "gpus", "tensorboard", "trackers", "data.cache", "memory.offload"),
     *("judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s"),
     *("judge.max_missing", "judge.patience_steps", "judge.log", "judge.cache", "judge.hedge_s"),
     *("judge.retries", "judge.patience_s", "parallel.replicate", "parallel.shard", "parallel.ulysses"),
@@ -155,8 +155,12 @@ class Session:
 
 
 def open_session(config: Config, resume: bool) -> Session:
-    """Build and check everything. Raises ConfigError, DataError, CheckpointError, ModelError or JudgeError."""
+    """Build and check everything. What torchrun has restarted is resumed.
+
+    Raises ConfigError, DataError, CheckpointError, ModelError or JudgeError.
+    """
     world = parallel.start(config.device, config)
+    resume = resume or parallel.restarted()
     lock: int | None = None
     try:
         folder = RunFolder(Path(config.output) / config.name)
@@ -224,7 +228,13 @@ def keeps_graph(config: Config, goal: Objective, world: World) -> bool:
     if wanted is True and why:
         raise ConfigError([f"train.reuse_rollout_forward: expected auto or false, got true: {'; '.join(why)}"])
     r, size = config.rollout, config.rollout.group_size
-    if wanted == "auto" and not why and size % r.batch_size == 0 and goal.per_group(size) == size:
+    if (
+        wanted == "auto"
+        and not why
+        and size % r.batch_size == 0
+        and goal.per_group(size) == size
+        and not t.min_advantage
+    ):
         return graph_bytes(config, world.dp_size) <= free_bytes(world.device) / 2
     return wanted is True
 
@@ -264,10 +274,9 @@ def _objective_mistakes(config: Config) -> list[str]:
     if goal.needs_comparisons and not judging.trains_on_pairs(config):
         wanted = f"{config.train.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
         wrong.append(f"reward.spec: {wanted}, with a weight above 0, got {config.reward.spec!r}")
-    r = config.rollout
-    if goal.whole_groups and config.train.updates_per_rollout > r.prompts_per_step:
-        most = f"{config.train.objective} trains on whole groups: expected at most {r.prompts_per_step} updates"
-        wrong.append(f"train.updates_per_rollout: {most}, one per prompt, got {config.train.updates_per_rollout}")
+    if config.train.min_advantage and not goal.weighs_advantages:
+        why = f"{config.train.objective} does not weigh samples by their advantages"
+        wrong.append(f"train.min_advantage: {why}: expected 0, got {config.train.min_advantage}")
     return wrong
 
 
@@ -282,6 +291,7 @@ def mistakes(config: Config) -> list[str]:
     problems += [] if problems else _objective_mistakes(config)
     if not problems and not any(judging.specs(config)[0].values()):
         problems.append("reward.spec: every weight is 0, which leaves nothing to train on; measure with eval.spec")
+    problems += trackers.mistakes(config)
     files = {"data.prompts": config.data.prompts, "eval.prompts": e.prompts, "eval.final_prompts": e.final_prompts}
     problems += [f"{field}: prompts file not found: {f}" for field, f in files.items() if f and not Path(f).is_file()]
     if config.train.updates_per_rollout > (samples := r.prompts_per_step * r.group_size):
@@ -335,9 +345,9 @@ def open_schedules(config: Config, adapter: Adapter, world: World, prompts: list
 def _start_folder(config: Config, session: Session, resume: bool) -> None:
     """Write the configuration of a new run, or load the newest checkpoint of an old one."""
     folder, world = session.folder, session.world
-    path = folder.latest() if resume else None
-    if path is not None:
-        tensors, meta = checkpoint.read(path, world, session.policy.templates)
+    stored = checkpoint.read_newest(folder, world, session.policy.templates) if resume else None
+    if stored is not None:
+        path, tensors, meta, damaged = stored
         if meta["prompts"] != fingerprint(session.rollouts.prompts):
             raise checkpoint.CheckpointError(
                 f"{config.data.prompts} holds other prompts than when {folder.root} was started; "
@@ -345,7 +355,10 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
             )
         session.policy.load_state_dict(tensors, meta["updates"])
         session.start, session.trained_s, session.kl_coef = meta["step"], meta["trained_s"], meta.get("kl_coef")
+        session.notes += [f"WARNING: {error}; its name now ends in .damaged" for error in damaged]
         session.notes.append(f"resumed from {path}")
+        if world.main:
+            checkpoint.set_aside(folder, session.start)
     elif resume:
         session.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
     if world.main:

@@ -43,9 +43,14 @@ from prefgrpo.run.metrics import (
 from prefgrpo.run.policy import NonFiniteGradient
 from prefgrpo.run.session import Clock, open_session, peak_memory
 from prefgrpo.run.signs import DIVERSITY, pixel_distance
+from prefgrpo.run.trackers import open_trackers
 
 REASONS_SHOWN = 3
 """Most frequent reasons for missing rewards that a step prints; ten times as many in a run."""
+
+
+SKIPS = 3
+"""So many updates in a row whose gradient is not finite end a run."""
 
 
 class TrainingStopped(RuntimeError):
@@ -82,7 +87,7 @@ class TrainingLoop:
             self.folder,
             config.train.steps,
             self.session.start,
-            tensorboard=config.tensorboard,
+            trackers=open_trackers(config, self.folder, self.session.start) if self.world.main else (),
             active=self.world.main,
             trained=[name for name, weight in self.session.weights.items() if weight],
         )
@@ -93,6 +98,8 @@ class TrainingLoop:
         """Metrics of the last evaluation."""
         self.verdict = ""
         """Its summary line."""
+        self._skips = 0
+        """Updates that were skipped in a row."""
         self._reasons_shown: set[str] = set()
         self._alarms = {name: Alarm() for name, weight in self.session.weights.items() if weight}
 
@@ -101,8 +108,8 @@ class TrainingLoop:
     def run(self) -> Path:
         """Train to the end (or the time limit). Returns the run folder.
 
-        Raises TrainingStopped after saving when too many rewards are missing, the judge says nothing, or the gradient
-        is not finite.
+        Raises TrainingStopped after saving when too many rewards are missing, the judge says nothing, or gradients
+        are not finite any more.
         """
         c, done = self.config, self.session.start
         try:
@@ -264,10 +271,11 @@ class TrainingLoop:
         """The step's optimiser updates, each on its samples; one without any signal is skipped, on all ranks.
 
         Groups without signal are left out: they cost no forward. A batch that loses some of its samples is a forward of
-        another shape than the rollout's, so its first ratio is 1 within rounding only. Raises NonFiniteGradient.
+        another shape than the rollout's, so its first ratio is 1 within rounding only. An update whose gradient is not
+        finite is skipped too; SKIPS in a row raise NonFiniteGradient.
         """
-        r, table, norms = self.config.rollout, list[Tensor](), list[float]()
-        keep = ~self.objective.signal(self.config.train, targets).isnan().cpu().numpy()  # [P, G]
+        r, table, norms, skipped = self.config.rollout, list[Tensor](), list[float](), 0
+        keep = ~self.objective.selected(self.config.train, targets).isnan().cpu().numpy()  # [P, G]
         places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
         samples = Counter(update_of(self.config, place) for place in places)
         trained = {update_of(self.config, place) for place in places if keep[place]}
@@ -276,10 +284,17 @@ class TrainingLoop:
         for update in sorted(trained):
             own = [batch for batch in left if batch.update == update]
             table += self.collector.accumulate(own, targets, samples[update] * counted)
-            norms.append(self.policy.update(self.world))
+            try:
+                norms.append(self.policy.update(self.world))
+                self._skips = 0
+            except NonFiniteGradient as error:
+                skipped, self._skips = skipped + 1, self._skips + 1
+                if self._skips >= SKIPS:
+                    raise NonFiniteGradient(f"{error}, in {SKIPS} updates in a row") from error
         return policy_metrics(table, self.world, self.collector.metrics) | {
             "grad_norm": float(np.mean(norms)) if norms else 0.0,
             "samples_trained": float(keep.sum()),
+            "updates_skipped": float(skipped),
         }
 
     def _adapt_kl(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -288,7 +303,7 @@ class TrainingLoop:
         if train.kl_target is None:
             return {}
         used = self.session.kl_coef or train.kl_coef
-        if metrics["samples_trained"]:
+        if metrics["samples_trained"] and not metrics["updates_skipped"]:  # a skipped one may have a KL of NaN
             error = min(max(metrics["policy/kl"] / train.kl_target - 1.0, -0.2), 0.2)
             self.session.kl_coef = used * (1.0 + train.kl_rate * error)
             self.collector = self.collector.with_kl_coef(self.session.kl_coef)
@@ -359,7 +374,14 @@ class TrainingLoop:
             "kl_coef": self.session.kl_coef,
         }
         state, keep, product = self.policy.state_dict(), self.config.checkpoint.keep, self.product.name
-        checkpoint.save(self.folder, done, state, meta, lambda f: self._export(f / product, copies), keep, self.world)
+        try:
+            checkpoint.save(
+                self.folder, done, state, meta, lambda f: self._export(f / product, copies), keep, self.world
+            )
+        except checkpoint.CheckpointError as error:
+            newest = self.folder.latest()
+            advice = f"continue from {newest} with --resume" if newest else "there is no checkpoint yet"
+            raise TrainingStopped(f"step {done}: {error}\nMake room; {advice}") from error
         if self.callbacks.on_save and self.world.main:
             self.callbacks.on_save(path)
         self.world.barrier()

@@ -1,0 +1,217 @@
+"""`python -m benchmarks.bench_levers`: every option that makes training steps cheaper, off and on in the same run.
+
+Each lever trains the same small pipeline as without it (`prefgrpo`'s own training loop, advantages fixed so that judges
+play no part): tiny, or wide, six blocks of width 256 and 256 image tokens, where the model is nearly all of the time.
+One prompt, four samples, three of four steps trained. Written to results/levers_cpu.json, and into docs/training.md:
+
+- step, update: seconds with it over seconds without; medians of steps that alternate, seconds of this process on one
+  thread, whatever else runs.
+- memory: the most bytes of tensors that a step held at once, with it over without.
+- gradient: bitwise equal, or its relative error and cosine to the gradient without it, at the same weights and samples.
+
+Everything else is at its default, but for `train.reuse_rollout_forward`, which is off in all rows but its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import Tensor
+
+from benchmarks.blocks import replace_block, rounded, write_json
+from benchmarks.harness import machine
+from benchmarks.peer_runs import Work, make_pipeline
+from prefgrpo.config.recipe import merged
+from prefgrpo.config.schema import from_dict
+from prefgrpo.run.memory import Weigh
+from prefgrpo.run.session import Clock
+from prefgrpo.run.trainer import TrainingLoop
+
+ROOT = Path(__file__).resolve().parent.parent
+JSON, PAGE = ROOT / "benchmarks" / "results" / "levers_cpu.json", ROOT / "docs" / "training.md"
+SIZES = {"tiny": Work(), "wide": Work("wide", side=64)}
+GROUP, STEPS, TRAINED = 4, 4, 3
+ADVANTAGE = torch.tensor([[1.5, -0.2, -1.4, 0.1]])
+
+
+@dataclass(frozen=True)
+class Lever:
+    """An option with what it is compared with."""
+
+    on: dict[str, Any]
+    """What a run has with it."""
+    default: str
+    """The default, and the reason for it."""
+    off: dict[str, Any] = field(default_factory=dict)
+    """What a run has without it."""
+    family: str = "flux"
+
+
+KL = {"kl_coef": 0.04}
+LEVERS = {
+    "`train.reuse_rollout_forward`": Lever(
+        {"train": {"reuse_rollout_forward": True}}, "auto: where no bit changes and the graphs fit"
+    ),
+    "the same, SD3 with guidance": Lever({"train": {"reuse_rollout_forward": True}}, "auto", family="sd3"),
+    "`train.guidance_gradient: conditional`, SD3": Lever(
+        {"train": {"guidance_gradient": "conditional"}}, "both: it is another gradient", family="sd3"
+    ),
+    "`rollout.batch_size: 4`, without it 1": Lever({}, "8", {"rollout": {"batch_size": 1}}),
+    "`train.replay_batch: 12`": Lever(
+        {"train": {"replay_batch": GROUP * TRAINED}}, "off: the first ratio is 1 up to rounding only"
+    ),
+    "`train.kl_fraction: 0.34` of a KL": Lever(
+        {"train": KL | {"kl_fraction": 0.34}}, "1: it is exact in expectation only", {"train": KL}
+    ),
+    "`train.min_advantage: 0.5`": Lever({"train": {"min_advantage": 0.5}}, "0: the gradient is biased"),
+    "`rollout.window_size: 1`": Lever({"rollout": {"window_size": 1}}, "all steps; most recipes set it"),
+    "`train.objective: awm`": Lever({"train": {"objective": "awm"}}, "grpo: it is another objective"),
+    "no `train.gradient_checkpointing`": Lever(
+        {}, "none; `prefgrpo plan` says where it is needed", {"train": {"gradient_checkpointing": True}}
+    ),
+    "`compile`": Lever({"compile": True}, "off: the first steps compile for minutes"),
+}
+
+
+class CpuClock(Clock):
+    """CPU seconds of this process, in place of a clock on the wall."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to `name`."""
+        begin = time.process_time()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - begin
+
+
+def settings(family: str, folder: Path, work: Work, name: str) -> dict[str, Any]:
+    """What a run has beside its lever."""
+    rollout = {
+        "height": work.side, "width": work.side, "steps": STEPS, "window_high": TRAINED, "prompts_per_step": 1,
+        "group_size": GROUP, "batch_size": GROUP, "guidance": 4.5 if family == "sd3" else 3.5,
+    }  # fmt: skip
+    train = {"lora_rank": 32, "lora_alpha": 64, "lr": 1e-8, "reuse_rollout_forward": False}
+    return {
+        "model": str(folder), "family": family, "output": str(folder / "runs"), "name": name,
+        "device": "cpu", "dtype": "fp32", "data": {"prompts": str(folder / "train.txt"), "max_length": 128},
+        "reward": {"spec": "jpeg_compressibility"}, "rollout": rollout, "train": train, "eval": {"every": 0},
+    }  # fmt: skip
+
+
+class Side:
+    """A training loop that repeats its first step."""
+
+    def __init__(self, lever: Lever, changes: dict[str, Any], folder: Path, work: Work, name: str) -> None:
+        self.loop = TrainingLoop(from_dict(merged(settings(lever.family, folder, work, name), changes)))
+        self.loop.advantages = lambda step, scores: (ADVANTAGE, {})  # type: ignore[method-assign]
+        self.gradient = torch.empty(0)
+        self.seconds: list[dict[str, float]] = []
+        update = self.loop.policy.update
+
+        def seen(world: Any) -> float:
+            self.gradient = torch.cat(
+                [p.grad.double().flatten() for p in self.loop.policy.params if p.grad is not None]
+            )
+            return update(world)
+
+        self.loop.policy.update = seen  # type: ignore[method-assign]
+
+    def step(self) -> dict[str, float]:
+        """CPU seconds of one step and of its update."""
+        clock, begin = CpuClock(), time.process_time()
+        self.loop.step(0, clock)
+        return {"step": time.process_time() - begin, "update": clock.seconds["update"]}
+
+    def most(self) -> int:
+        """The most bytes that a step's tensors held at once."""
+        policy = self.loop.policy
+        held = [t for module in self.loop.adapter.modules().values() for t in [*module.parameters(), *module.buffers()]]
+        held += [t for t in policy.state_dict().values() if isinstance(t, Tensor)]
+        with Weigh(held) as scale:
+            self.step()
+        return scale.most
+
+
+def compared(gradient: Tensor, truth: Tensor) -> dict[str, Any]:
+    """How near a gradient is to another."""
+    cosine = float(gradient @ truth / (gradient.norm() * truth.norm()))
+    error = float((gradient - truth).norm() / truth.norm())
+    return {"bitwise": torch.equal(gradient, truth), "error": error, "cosine": cosine}
+
+
+def measure(name: str, size: str, rounds: int) -> dict[str, Any]:
+    """One lever on one pipeline."""
+    lever, work = LEVERS[name], SIZES[size]
+    with tempfile.TemporaryDirectory() as folder:
+        made = make_pipeline(lever.family, Path(folder), work)
+        sides = [Side(lever, changes, made, work, kind) for kind, changes in (("off", lever.off), ("on", lever.on))]
+        for side in sides:
+            side.step()
+        gradient = compared(sides[1].gradient, sides[0].gradient)
+        for _ in range(rounds):
+            for side in sides:
+                side.seconds.append(side.step())
+        memory = [side.most() for side in sides]
+        off, on = ({k: statistics.median(s[k] for s in side.seconds) for k in ("step", "update")} for side in sides)
+        for side in reversed(sides):
+            side.loop.close()
+    ratios = {k: on[k] / off[k] for k in off}
+    mib = {"memory_mib": [m / 2**20 for m in memory]}
+    return {"lever": name, "size": size, "seconds": off, "ratio": ratios, **mib, "gradient": gradient}
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """The block of docs/training.md."""
+    lines = [
+        "| lever | pipeline | step | update | memory | gradient | default |",
+        "|---|---|---:|---:|---:|---|---|",
+    ]
+    for run in found["runs"]:
+        g, (off, on) = run["gradient"], run["memory_mib"]
+        same = "bitwise" if g["bitwise"] else f"to rounding ({g['error']:.0e})" if g["error"] < 1e-4 else ""
+        cells = [f"×{run['ratio']['step']:.2f}", f"×{run['ratio']['update']:.2f}", f"×{on / off:.2f}"]
+        cells += [same or f"cosine {g['cosine']:.2f}", LEVERS[run["lever"]].default]
+        lines.append(f"| {run['lever']} | {run['size']} | {' | '.join(cells)} |")
+    m = found["machine"]
+    state = f"One thread of a {m['device']}, load average {m['load']:.1f}, torch {m['torch']}; CPU seconds, medians of "
+    return [*lines, "", f"{state}{found['rounds']} steps of each side in turn."]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--levers", nargs="+", choices=LEVERS, default=list(LEVERS), metavar="LEVER")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=JSON)
+    parser.add_argument("--render", action="store_true", help="only write the document's table from the JSON")
+    given = parser.parse_args(argv)
+    if not given.render:
+        torch.set_num_threads(1)
+        runs = list[dict[str, Any]]()
+        for name in given.levers:
+            for size in given.sizes:
+                runs.append(rounded(measure(name, size, given.rounds)))
+                print(json.dumps(runs[-1]), flush=True)
+                write_json(given.out, {"machine": machine("cpu"), "rounds": given.rounds, "runs": runs})
+    if given.out == JSON:
+        replace_block(PAGE, "levers", table(json.loads(JSON.read_text())))
+
+
+if __name__ == "__main__":
+    main()

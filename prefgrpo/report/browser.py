@@ -1,0 +1,77 @@
+"""Items of the page's viewer: images that belong together, with what judges and independent checks said of them.
+
+An item is {id, prompt, where, media: [[label, element id], …], orders: [[judge, which of the last two was shown first,
+P(first) or null, reason, answer], …], mean: P(first of the two) or null, wins: {who: 1, ½ or 0}, kinds}; its id is its
+address on the page. Kinds: `flips` where the two orders name other winners, `missing` where an order has no verdict,
+`differs` where the judge and an independent check name other winners.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from prefgrpo.report.run import Answer, EvalImages, Group, Outcome
+
+Item = dict[str, Any]
+KINDS = {"flips": "the two orders disagree", "differs": "judge and check disagree", "missing": "no verdict"}
+
+
+def pair_id(name: str, step: int, k: int) -> str:
+    """Address of the k-th pair of an evaluation."""
+    return f"{name}-{step}-{k + 1}"
+
+
+def pairs(images: EvalImages, name: str) -> list[Item]:
+    """An item for every pair before, after of an evaluation."""
+    labels = [*(["source"] if images.sources is not None else []), "before", f"after {images.step} steps"]
+    out = []
+    for k, (prompt, outcome) in enumerate(zip(images.prompts, images.kept, strict=True)):
+        ident, where = pair_id(name, images.step, k), f"{name}, after {images.step} steps, image {k + 1}"
+        media = [[label, f"{ident}-{n}"] for n, label in enumerate(labels)]
+        out.append(_item(ident, prompt, where, media, outcome))
+    return out
+
+
+def group_pairs(group: Group, ident: str) -> list[Item]:
+    """An item for every judged pair of a group."""
+    size, out = len(group.rates), []
+    for i in range(size):
+        for j in range(i + 1, size):
+            own = [a for a in group.answers if {a.first, a.second} == {i, j}]
+            count = float(group.counts[i, j])
+            mean = float(group.wins[i, j]) / count if count > 0 else math.nan
+            if own or not math.isnan(mean):
+                media = [[f"image {k + 1}", f"{ident}-{k}"] for k in (i, j)]
+                where = f"training, step {group.step}, images {i + 1} and {j + 1}"
+                numbered = [
+                    Answer(a.judge, int(a.first == j), int(a.first == i), a.p_first, a.reason, a.raw) for a in own
+                ]
+                out.append(_item(f"{ident}-{i}-{j}", group.prompt, where, media, Outcome(0, {}, numbered), mean))
+    return out
+
+
+def _item(
+    ident: str, prompt: str, where: str, media: list[list[str]], outcome: Outcome | None, mean: float = math.nan
+) -> Item:
+    answers = (outcome and outcome.answers) or []
+    wins = {who: win for who, win in (outcome.wins if outcome else {}).items() if not math.isnan(win)}
+    orders = [
+        [a.judge, a.first, None if math.isnan(a.p_first) else round(a.p_first, 4), a.reason, a.raw] for a in answers
+    ]
+    item = {"id": ident, "prompt": prompt, "where": where, "media": media, "orders": orders, "wins": wins}
+    return item | {"mean": None if math.isnan(mean) else round(mean, 4), "kinds": _kinds(answers, wins)}
+
+
+def _kinds(answers: Sequence[Answer], wins: dict[str, float]) -> list[str]:
+    for_second = {np.sign((a.p_first - 0.5) * (2 * a.first - 1)) for a in answers if not math.isnan(a.p_first)}
+    own = {who.startswith("judge"): np.sign(win - 0.5) for who, win in wins.items() if win != 0.5}
+    found = {
+        "flips": {-1.0, 1.0} <= for_second,
+        "differs": len(set(own.values())) > 1,
+        "missing": any(math.isnan(a.p_first) for a in answers),
+    }
+    return [kind for kind, is_so in found.items() if is_so]

@@ -1,0 +1,226 @@
+"""`prefgrpo plan RECIPE [--gpus N] [--nodes M]`: memory, seconds, traffic and judges of a run, and the mesh to choose.
+
+Prints what `run.memory` and `run.speed` find from the model's config alone. Invariant: what a hint or a mesh is said to
+do was computed by the same estimate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from prefgrpo.config.recipe import merged
+from prefgrpo.config.schema import Config, ConfigError, ParallelConfig, from_dict, to_dict
+from prefgrpo.models import family
+from prefgrpo.objectives import objective
+from prefgrpo.parallel.mesh import Layout, problem
+from prefgrpo.run.memory import GIB, Estimate, dealt, estimate
+from prefgrpo.run.speed import (
+    HARDWARE,
+    MFU,
+    Machines,
+    StepTime,
+    graphs,
+    judge_servers,
+    meshes,
+    reuses_forwards,
+    step_time,
+    trained_steps,
+)
+
+
+def plan(
+    config: Config,
+    memory_gib: float | None,
+    gpu: str = "h100",
+    nodes: int = 0,
+    mfu: float | None = None,
+    judge_billions: float = 8.0,
+    levers: bool = False,
+) -> int:
+    """Print the plan; returns 0 if it fits into `memory_gib` per GPU, else 1. Raises ConfigError or ModelError."""
+    hardware = HARDWARE[gpu]
+    memory_gib = hardware.memory_gib if memory_gib is None else memory_gib
+    machines = Machines(hardware, config.gpus, nodes or math.ceil(config.gpus / 8), mfu or MFU[config.compile])
+    if config.gpus % machines.nodes:
+        raise ConfigError([f"gpus: expected a multiple of {machines.nodes} nodes, got {config.gpus}"])
+    whole = estimate(config, partial(meshes, config, machines=machines))
+    for name, count in whole.parameters.items():
+        print(f"{name:<20} {count / 1e6:12.2f} M parameters")
+    print(f"per GPU, {config.gpus} GPU(s):")
+    for name, value in whole.parts.items():
+        print(f"  {name:<18} {value / GIB:10.4g} GiB")
+    print(f"  {'sum':<18} {whole.total / GIB:10.4g} GiB of {memory_gib:g}")
+    if config.data.cache:
+        print(f"  text encoders      on disk, once `prefgrpo preprocess` has filled {config.data.cache}")
+    shown = ", ".join(f"{name} {value / GIB:.4g}" for name, value in whole.phases.items())
+    print(f"activations of {config.rollout.batch_size} samples at once: {shown} GiB; the largest counts")
+    fits = whole.total < memory_gib * GIB
+    print("fits" if fits else f"does not fit: {_hint(config, whole)}")
+    taken = _step(config, whole, machines, memory_gib)
+    for line in (*_speed(config, taken, machines, gpu, judge_billions), *_mesh(config, whole, machines, memory_gib)):
+        print(line)
+    if levers:
+        for line in _levers(config, whole, machines, memory_gib):
+            print(line)
+    return 0 if fits else 1
+
+
+# ---- speed ----------------------------------------------------------------------------------------------------------
+
+
+def _step(config: Config, whole: Estimate, machines: Machines, memory_gib: float) -> StepTime:
+    return step_time(config, whole.flop, whole.model, machines, reuses_forwards(config, whole, memory_gib))
+
+
+def _speed(config: Config, taken: StepTime, machines: Machines, gpu: str, judge_billions: float) -> Iterator[str]:
+    """Seconds, traffic and judges of a step."""
+    unit = "clips" if family(config.family).default_frames else "images"
+    yield (
+        f"a step of {taken.samples} {unit} on {machines.gpus} × {gpu}, {machines.nodes} node(s), at "
+        f"{machines.mfu:g} of the peak:"
+    )
+    for name, seconds in taken.seconds.items():
+        yield f"  {name:<18} {seconds:10.4g} s"
+    yield f"  {'together':<18} {taken.total:10.4g} s, {taken.rate(machines):.4g} {unit} per GPU and second"
+    for kind, size in taken.traffic.items():
+        yield f"  {kind:<18} {size / GIB:10.4g} GiB per GPU over {taken.links[kind]}"
+    asked, each, servers = judge_servers(config, taken, machines, judge_billions)
+    if asked:
+        yield (
+            f"judging: {asked} comparisons of {each:.2g} s ({judge_billions:g} B parameters on one {gpu}, one token): "
+            f"{servers} such server(s) hide it behind the rollout"
+        )
+
+
+def _mesh(config: Config, whole: Estimate, machines: Machines, memory_gib: float) -> Iterator[str]:
+    """The fastest mesh that fits."""
+    times = {
+        p: _step(replace(config, parallel=p), whole, machines, memory_gib).total
+        for p, held in whole.other_meshes.items()
+        if held < memory_gib * GIB
+    }
+    if not times:
+        yield "no mesh of these GPUs holds it"
+        return
+    inner: Mapping[ParallelConfig, int] = {p: p.shard * p.ring * p.ulysses for p in times}
+    best = min(times, key=lambda p: (round(times[p], 3), inner[p]))
+    layout = Layout.of(replace(config, parallel=best), machines.gpus)
+    sizes = f"replicate {layout.replicate} × shard {best.shard} × ring {best.ring} × ulysses {best.ulysses}"
+    now = (config.parallel.shard, config.parallel.ulysses) == (best.shard, best.ulysses)
+    held = whole.other_meshes[best] / GIB
+    options = f"--parallel.shard {best.shard} --parallel.ulysses {best.ulysses}"
+    yield (
+        f"fastest mesh that fits: {sizes}, {times[best]:.4g} s and {held:.4g} GiB ("
+        f"{'as configured' if now else options})"
+    )
+
+
+LEVERS: dict[str, dict[str, Any]] = {
+    "train.reuse_rollout_forward": {"train": {"reuse_rollout_forward": True}},
+    "train.guidance_gradient: conditional": {"train": {"guidance_gradient": "conditional"}},
+    "train.kl_fraction: 0.25": {"train": {"kl_fraction": 0.25}},
+    "train.min_advantage: 0.25": {"train": {"min_advantage": 0.25}},
+    "no train.gradient_checkpointing": {"train": {"gradient_checkpointing": False}},
+    "compile": {"compile": True},
+    "rollout.window_size: halved": {},
+    "train.objective: awm": {
+        "train": {"objective": "awm", "objective_options": {}, "kl_coef": 0.0, "kl_fraction": 1.0}
+    },
+}
+"""Options that make steps cheaper, each alone."""
+COUNTED_ANEW = ("train.guidance_gradient: conditional", "no train.gradient_checkpointing")
+"""Those that change what a forward or backward computes."""
+
+
+def _levers(config: Config, whole: Estimate, machines: Machines, memory_gib: float) -> Iterator[str]:
+    """Samples per GPU and second, and memory, with each lever alone and without any."""
+    off = {
+        "train": {"reuse_rollout_forward": False, "guidance_gradient": "both", "kl_fraction": 1.0, "min_advantage": 0.0}
+    }
+    base = from_dict(merged(to_dict(config), off | {"compile": False}))
+    plain = whole if config.train.guidance_gradient == "both" else estimate(base)
+    per_compile = {False: machines.mfu if not config.compile else MFU[False], True: MFU[True]}
+
+    def row(name: str, changed: Config, held: Estimate) -> str:
+        reuses = changed.train.reuse_rollout_forward is True
+        mfu = per_compile[changed.compile]
+        taken = step_time(changed, held.flop, held.model, replace(machines, mfu=mfu), reuses)
+        gib = held.total / GIB + (graphs(changed, held) / GIB if reuses else 0.0)
+        fits = "" if gib < memory_gib else ", does not fit"
+        first = first_rate[0] if first_rate else taken.rate(machines)
+        first_rate.append(first)
+        return f"  {name:<38} {taken.rate(machines):10.4g} ×{taken.rate(machines) / first:.2f}, {gib:.4g} GiB{fits}"
+
+    first_rate = list[float]()
+    yield "samples per GPU and second, each lever alone:"
+    yield row("none of them", base, plain)
+    window = max(1, trained_steps(config) // 2)
+    for name, changes in LEVERS.items():
+        changes = {"rollout": {"window_size": window}} if "window" in name else changes
+        changed = from_dict(merged(to_dict(base), changes)) if not _without(base, name) else None
+        if changed is not None:
+            yield row(name, changed, estimate(changed) if name in COUNTED_ANEW else plain)
+
+
+def _without(config: Config, name: str) -> bool:
+    """Whether a lever does not apply."""
+    trajectory = objective(config.train).collector == "trajectory"
+    guided = (cfg := family(config.family).cfg) is not None and cfg.active(config.rollout.guidance)
+    return {
+        "train.reuse_rollout_forward": not trajectory or Layout.of(config, config.gpus).split > 1,
+        "train.guidance_gradient: conditional": not guided,
+        "train.kl_fraction: 0.25": not config.train.kl_coef,
+        "no train.gradient_checkpointing": not config.train.gradient_checkpointing,
+        "train.min_advantage: 0.25": not objective(config.train).weighs_advantages,
+        "rollout.window_size: halved": not trajectory or trained_steps(config) == 1,
+        "train.objective: awm": not trajectory,
+    }.get(name, False)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def _hint(config: Config, whole: Estimate) -> str:
+    """A field that makes the sum smaller, its value now and then, tried: first for what is largest."""
+    phase = max(whole.phases, key=lambda name: whole.phases[name])
+    sizes = {name: size for name, size in whole.parts.items() if name != "activations"} | {phase: whole.phases[phase]}
+    for part in sorted(sizes, key=lambda name: -sizes[name]):
+        for name, value in _knobs(config, part):
+            section, _, key = name.rpartition(".")
+            owner: Any = getattr(config, section) if section else config
+            changed: dict[str, Any] = {key: value}
+            less = estimate(replace(config, **({section: replace(owner, **changed)} if section else changed))).total
+            if less < whole.total:
+                words = value if isinstance(value, tuple) else () if value is True else (value,)
+                option = " ".join([f"--{name.replace('_', '-')}", *map(str, words)])
+                now = getattr(owner, key) or "none"
+                return f"{part} is large; {option} (now {now}) makes the sum {less / GIB:.4g} GiB"
+    return "no field makes it smaller; more GPUs with a larger parallel.shard (or ulysses) do: docs/scale.md"
+
+
+def _knobs(config: Config, part: str) -> list[tuple[str, Any]]:
+    """(field, next value) for what is not yet at its end and may make this part or phase of an `Estimate` smaller."""
+    r, t, m, p = config.rollout, config.train, config.memory, config.parallel
+    larger = range(config.gpus + 1, r.prompts_per_step * r.group_size * p.ring * p.ulysses + 1)
+    fits = (n for n in larger if not problem(p, n))
+    now = dealt(config, Layout.of(config, config.gpus).data)
+    more = [n for n in fits if dealt(config, Layout.of(config, n).data) < now]
+    batch = [("rollout.batch_size", r.batch_size // 2)] if r.batch_size > 1 else []
+    trained = [("train.lora_rank", t.lora_rank // 2 if t.lora_rank else 64)] if t.lora_rank != 1 else []
+    if part in ("rollout", "update"):
+        recomputed = [("train.checkpointing_share", 1.0)] if t.checkpointing_share < 1 else []
+        switched = recomputed if t.gradient_checkpointing else [("train.gradient_checkpointing", True)]
+        return (switched if part == "update" else []) + batch
+    if part == "decode":
+        fewer = [("memory.decode_batch", 1)] if (m.decode_batch or r.batch_size) > 1 else []
+        return fewer + ([] if m.vae_tiling else [("memory.vae_tiling", True)])
+    if part == "optimiser":
+        return ([("train.ema_decay", 0.0)] if t.ema_decay and t.lora_rank else []) + trained
+    if part == "weights":
+        waiting = [("memory.offload", (*m.offload, "vae"))] if "vae" not in m.offload else []
+        return ([] if t.lora_rank else trained) + waiting
+    return [("data.cache", "FOLDER")] if part == "text encoders" else [("gpus", more[0])] if more else []

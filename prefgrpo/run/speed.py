@@ -1,0 +1,267 @@
+"""How long a training step takes and what moves between GPUs, from FLOP, bytes and the hardware's peaks.
+
+    seconds = FLOP / (peak · mfu) + what moves / link's bytes per second, where it is not hidden behind computing
+
+One number, mfu, stands for everything that keeps kernels from the peak; docs/scale.md says where published runs differ
+from it. Gathers of split weights are prefetched, so that only what exceeds a phase's computing counts; all-to-alls and
+the sum of a LoRA's gradients are waited for. Judging runs beside the rollout. Invariant: the work is that of the run
+(`deal_batches`, the same windows, forwards and passes), and FLOP are torch's counts of its code (`memory.estimate`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from prefgrpo.config.schema import Config, ParallelConfig, splits
+from prefgrpo.judge.plans import get_plan
+from prefgrpo.models.base import Adapter
+from prefgrpo.objectives import objective
+from prefgrpo.objectives.base import EndpointObjective, GroupObjective
+from prefgrpo.parallel.context import undivided, unsupported
+from prefgrpo.parallel.mesh import Layout, problem
+from prefgrpo.rewards import parse_reward_spec
+from prefgrpo.rollout.deal import deal_batches
+from prefgrpo.rollout.sampling import window_range
+from prefgrpo.run.judging import PAIRWISE
+from prefgrpo.run.memory import Estimate, Facts
+
+MFU = {False: 0.3, True: 0.45}
+"""Share of the bf16 peak that is reached without and with `compile`, if nothing else is said."""
+JUDGE_MFU = 0.3
+PIXELS_PER_TOKEN = 28 * 28
+"""Of a Qwen2-VL judge."""
+FRAMES_SHOWN = 8
+"""Of a clip, to a judge."""
+TEXT_TOKENS = 200
+"""Of a comparison's template and prompt."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A GPU and its links, as the vendor gives them; links in bytes per second and direction."""
+
+    flops: float
+    """Dense bf16 FLOP/s."""
+    flops_fp32: float
+    """fp32 FLOP/s without TF32."""
+    memory_gib: float
+    nvlink: float
+    """To the other GPUs of the node."""
+    network: float
+    """To other nodes, per GPU: 400 Gbit/s (A100: 200)."""
+
+
+HARDWARE = {
+    "h100": Hardware(989e12, 67e12, 80, 450e9, 50e9),
+    "h200": Hardware(989e12, 67e12, 141, 450e9, 50e9),
+    "a100": Hardware(312e12, 19.5e12, 80, 300e9, 25e9),
+}
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What a run is planned for."""
+
+    gpu: Hardware
+    gpus: int
+    nodes: int
+    mfu: float
+
+    def rate(self, config: Config) -> float:
+        """FLOP/s of one GPU."""
+        return self.mfu * (self.gpu.flops if config.dtype == "bf16" else self.gpu.flops_fp32)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One training step, on each GPU."""
+
+    seconds: dict[str, float]
+    """By phase; `gather`, `all-to-all` and `reduce` are what computing does not hide."""
+    traffic: dict[str, float]
+    """Bytes that a GPU sends, by kind."""
+    links: dict[str, str]
+    """Kind → nvlink or network."""
+    samples: int
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step, if judging is hidden."""
+        return sum(self.seconds.values())
+
+    def rate(self, machines: Machines) -> float:
+        """Samples per GPU and second."""
+        return self.samples / self.total / machines.gpus
+
+
+@dataclass(frozen=True)
+class Work:
+    """How often a GPU's share of a step runs the model, in samples times passes."""
+
+    samples: int
+    """Made by the busiest data-parallel index."""
+    batches: int
+    rollout: float
+    """Forwards of the rollout."""
+    trained: float
+    """Forwards with backward."""
+    beside: float
+    """Forwards without: of references, anchors and first passes."""
+    reused: float
+    """Of `trained`, those whose forward was the rollout's."""
+
+
+def work(config: Config, data: int, reuses: bool) -> Work:
+    """The passes of the busiest of so many data-parallel indices; reuses: the first update has the rollout's graphs."""
+    r, t, goal = config.rollout, config.train, objective(config.train)
+    samples, batches, first = Counter[int](), Counter[int](), Counter[int]()
+    for batch in deal_batches(config, [r] * r.prompts_per_step, data, goal.whole_groups):
+        samples[batch.index] += len(batch.places)
+        batches[batch.index] += 1
+        first[batch.index] += len(batch.places) * (batch.update == 0)
+    made = max(samples.values())
+    share = goal.per_group(r.group_size) / r.group_size * kept(config)
+    if isinstance(goal, EndpointObjective):
+        passes = goal.draws
+        two = isinstance(goal, GroupObjective) and r.batch_size % r.group_size != 0
+        beside = passes * ((1 + two) * bool(goal.anchor) + two + bool(t.kl_coef))
+    else:
+        passes = trained_steps(config)
+        beside = max(1, round(t.kl_fraction * passes)) if t.kl_coef else 0
+    reused = max(first.values()) * passes * share if reuses else 0.0
+    return Work(made, max(batches.values()), made * r.steps, made * passes * share, made * beside * share, reused)
+
+
+def trained_steps(config: Config) -> int:
+    """Stored steps of a sample."""
+    return config.rollout.window_size or len(window_range(config.rollout))
+
+
+def kept(config: Config, groups: int = 2000) -> float:
+    """Share of the samples that train.min_advantage keeps, for rewards that are normally distributed."""
+    if not config.train.min_advantage:
+        return 1.0
+    r = config.rollout
+    values = torch.randn(groups, r.prompts_per_step, r.group_size, generator=torch.Generator().manual_seed(0))
+    a = (values - values.mean(2, keepdim=True)) / values.std(2, correction=0, keepdim=True)
+    a = a.abs().clamp(max=config.train.adv_clip_max)
+    return float((a >= config.train.min_advantage * a.amax((1, 2), keepdim=True)).float().mean())
+
+
+def reuses_forwards(config: Config, whole: Estimate, memory_gib: float) -> bool:
+    """Whether train.reuse_rollout_forward takes effect, as `session.keeps_graph` decides it, by the plan's bytes."""
+    wanted, r, t, goal = config.train.reuse_rollout_forward, config.rollout, config.train, objective(config.train)
+    layout = Layout.of(config, config.gpus)
+    unable = goal.collector != "trajectory" or goal.sampled_by_old or layout.shard * layout.context > 1
+    if not wanted or unable or (t.kl_coef and not t.lora_rank):
+        return False
+    if wanted == "auto" and (r.group_size % r.batch_size or goal.per_group(r.group_size) < r.group_size):
+        return False
+    return wanted is True or (not t.min_advantage and graphs(config, whole) <= (memory_gib * 2**30 - whole.total) / 2)
+
+
+def graphs(config: Config, whole: Estimate) -> float:
+    """Bytes of the graphs that the first update keeps, at most: the activations of as many trained steps."""
+    data = Layout.of(config, config.gpus).data
+    r = config.rollout
+    first = Counter(b.index for b in deal_batches(config, [r] * r.prompts_per_step, data) if b.update == 0)
+    return whole.phases["update"] * max(first.values()) * trained_steps(config)
+
+
+def step_time(config: Config, flop: Mapping[str, float], model: Facts, machines: Machines, reuses: bool) -> StepTime:
+    """Seconds and traffic of one training step. Raises ConfigError for a mesh that does not fit the number of GPUs.
+
+    flop, model: of `Estimate`, for any mesh.
+    """
+    layout, rate = Layout.of(config, machines.gpus), machines.rate(config)
+    done, r, t = work(config, layout.data, reuses), config.rollout, config.train
+    texts = 0 if config.data.cache else math.ceil(r.prompts_per_step / layout.data)
+    compute = {
+        "text": texts * flop["text"] / rate,
+        "rollout": done.rollout * flop["rollout"] / layout.context / rate,
+        "decode": math.ceil(done.samples / layout.context) * flop["decode"] / rate,
+        "update": (done.trained * flop["update"] + (done.beside - done.reused) * flop["rollout"])
+        / layout.context
+        / rate,
+    }
+    traffic, per_node = dict[str, float](), math.ceil(machines.gpus / machines.nodes)
+    backward = 2 + t.gradient_checkpointing * t.checkpointing_share
+    attended = (done.rollout + done.beside + backward * done.trained) * model.hidden / layout.context
+    if (u := layout.ulysses) > 1:
+        traffic["all-to-all"] = 4 * attended * (u - 1) / u
+    if layout.ring > 1:
+        traffic["ring"] = 2 * attended * (layout.ring - 1)
+    links = {"all-to-all": u <= per_node, "ring": layout.context <= per_node}
+    inner, batch = layout.shard * layout.context, done.samples / done.batches
+    links |= {"gather in rollout": inner <= per_node, "gather in update": inner <= per_node}
+    if (n := layout.split) > 1:
+        part = (n - 1) / n * model.gathered
+        made = 1 if config.parallel.keep_gathered else done.rollout / batch
+        traffic["gather in rollout"] = part * made
+        traffic["gather in update"] = part * (2 * done.trained + done.beside) / batch
+        if not t.lora_rank:  # gradients are split and summed, in fp32, after every backward
+            traffic["gather in update"] += (n - 1) / n * 4 * model.trained * done.trained / batch
+    copies = layout.replicate if n > 1 and not t.lora_rank else machines.gpus
+    if copies > 1:
+        whole = 4 * model.trained / (n if n > 1 and not t.lora_rank else 1)
+        times = done.trained / batch if n > 1 and not t.lora_rank else t.updates_per_rollout
+        traffic["reduce"] = 2 * (copies - 1) / copies * whole * times
+    links["reduce"] = machines.nodes == 1
+    named = {kind: "nvlink" if links[kind] else "network" for kind in traffic}
+    moved = {kind: size / getattr(machines.gpu, named[kind]) for kind, size in traffic.items()}
+    hidden = [max(0.0, moved.get(f"gather in {k}", 0.0) - compute[k]) for k in ("rollout", "update")]
+    waits = {
+        "gather": sum(hidden),
+        "all-to-all": moved.get("all-to-all", 0.0) + max(0.0, moved.get("ring", 0.0) - compute["rollout"]),
+        "reduce": moved.get("reduce", 0.0),
+    }
+    seconds = compute | {kind: value for kind, value in waits.items() if value}
+    return StepTime(seconds, traffic, named, r.prompts_per_step * r.group_size)
+
+
+# ---- judges ---------------------------------------------------------------------------------------------------------
+
+
+def judge_servers(config: Config, step: StepTime, machines: Machines, judge_billions: float) -> tuple[int, float, int]:
+    """(comparisons of a step, seconds of one on a GPU, servers of one such GPU that judge while the rollout goes on).
+
+    For verdicts of one token; (0, 0, 0) where no pairwise judge is asked.
+    """
+    if PAIRWISE not in parse_reward_spec(config.reward.spec):
+        return 0, 0.0, 0
+    r, plan, judged = config.rollout, get_plan(config.judge.plan), list[Any]()
+    while pairs := plan(r.group_size, 0, judged):
+        judged += [(a, b, 0.5) for a, b in pairs]
+    asked = r.prompts_per_step * len(judged)
+    pixels = min(r.height * r.width, config.judge.max_pixels or math.inf)
+    tokens = 2 * pixels / PIXELS_PER_TOKEN * (FRAMES_SHOWN if (r.frames or 1) > 1 else 1) + TEXT_TOKENS
+    each = 2e9 * judge_billions * tokens / (machines.gpu.flops * JUDGE_MFU)
+    return asked, each, math.ceil(asked * each / (step.seconds["rollout"] + step.seconds["decode"]))
+
+
+# ---- the mesh -------------------------------------------------------------------------------------------------------
+
+
+def meshes(config: Config, adapter: Adapter, machines: Machines) -> list[ParallelConfig]:
+    """The meshes that this model could run on, with tokens and heads that divide; ring stays as it is configured."""
+    p, found = config.parallel, list[ParallelConfig]()
+    per_node = math.ceil(machines.gpus / machines.nodes)
+    sizes = [k for k in range(1, machines.gpus + 1) if machines.gpus % k == 0]
+    for ulysses in [k for k in sizes if k == 1 or k * p.ring <= per_node]:
+        for shard in [
+            k for k in sizes if not problem(replace(p, replicate=0, shard=k, ulysses=ulysses), machines.gpus)
+        ]:
+            one = replace(p, replicate=0, shard=shard, ulysses=ulysses)
+            if not splits(replace(config, parallel=one)):
+                one = replace(one, keep_gathered=False, offload=False)
+            layout = Layout.of(replace(config, parallel=one), machines.gpus)
+            wrong = unsupported(type(adapter), config.family, layout)
+            if not wrong and not undivided(adapter, config.rollout, config.data.max_length, layout):
+                found.append(one)
+    return found

@@ -1,0 +1,213 @@
+"""One process of two dies, raises, stands still or cannot write: the others end soon, and the cause is printed once.
+
+Why these cases: without the first, a cluster waits hours for a collective; without the second, the reason drowns in the
+tracebacks of those that only lost their peer. Faults are real: SIGKILL, SIGSTOP, a limit on file sizes, NaN gradients.
+Under torchrun (`prefgrpo launch`) with the limits that users get, and on processes alone with shorter ones.
+"""
+
+import hashlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import ranks, recipe, rows, world
+
+from prefgrpo.parallel import watch
+from prefgrpo.parallel.world import World
+from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.run import checkpoint
+from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.trainer import TrainingLoop
+
+pytestmark = pytest.mark.dist
+SHORT = {"eval": {"every": 0}, "checkpoint": {"every": 1}}
+
+
+class Brightness(PointwiseReward):
+    def score(self, samples):
+        return [Score(float(s.media.pixels.mean())) for s in samples]
+
+
+def fail(kind: str) -> None:
+    """The fault of process 1; when it began goes into the file FAULT_AT, which says that there was one."""
+    Path(os.environ["FAULT_AT"]).write_text(str(time.time()))
+    if kind == "raises":
+        raise MemoryError("no more of it")
+    os.kill(os.getpid(), {"dies": signal.SIGKILL, "hangs": signal.SIGSTOP}[kind])
+
+
+def fault_in_step_2() -> None:
+    """Process 1 fails with its gradients of step 2, once."""
+    true_sum, calls = World.sum_gradients, []
+
+    def sum_gradients(self, parameters):
+        calls.append(1)
+        if self.rank == 1 and len(calls) == 2 and not Path(os.environ["FAULT_AT"]).exists():
+            fail(os.environ["FAULT"])
+        true_sum(self, parameters)
+
+    World.sum_gradients = sum_gradients
+
+
+if "FAULT" in os.environ:  # torchrun's processes import this file for its reward
+    fault_in_step_2()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return world(tmp_path_factory.mktemp("failures"))
+
+
+# ---- under torchrun --------------------------------------------------------------------------------------------------
+
+
+def launched(file: Path, *torchrun: str, **env: str) -> subprocess.Popen:
+    """`prefgrpo launch` of two processes."""
+    command = [sys.executable, "-m", "prefgrpo", "launch", "--standalone", "--nproc_per_node", "2", *torchrun, "train"]
+    path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *(p for p in sys.path if p)])}
+    with file.with_suffix(".log").open("w") as log:
+        return subprocess.Popen([*command, str(file)], stdout=log, stderr=log, env=os.environ | path | env)
+
+
+CAUSES = {
+    "dies": (137, "process 1 ended with code -9", 0),
+    "raises": (1, "MemoryError: no more of it", 1),
+    "hangs": (1, "error: process 1 has given no sign of life for 20 s", 0),
+}
+"""The exit code, what is said once, and how many tracebacks there are."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", CAUSES)
+def test_torchrun_ends_all_within_a_minute_and_says_why_once(place, kind):
+    code, told, traces = CAUSES[kind]
+    at, file = place / f"{kind}.at", recipe(place, kind, reward={"spec": f"{__name__}.Brightness"}, **SHORT)
+    run = launched(file, FAULT=kind, FAULT_AT=str(at))
+    ended = run.wait(600)
+    seconds, output = time.time() - float(at.read_text()), file.with_suffix(".log").read_text()
+    assert ended == code and seconds < 60, (ended, seconds, output)
+    assert output.count(told) == 1 and output.count("Traceback (most") == traces, output
+    assert [r["step"] for r in rows(place / "runs" / kind)] == [1]
+
+
+@pytest.mark.full
+def test_what_torchrun_restarts_is_resumed(place):
+    options = {"reward": {"spec": f"{__name__}.Brightness"}, **SHORT}
+    straight = ranks(recipe(place, "straight", **options), 2)
+    assert [r.wait() for r in straight] == [0, 0], straight[0].output
+    at, file = place / "restarted.at", recipe(place, "restarted", **options)
+    run = launched(file, "--max_restarts", "1", FAULT="dies", FAULT_AT=str(at))
+    code, output = run.wait(600), file.with_suffix(".log").read_text()
+    assert code == 0 and "resumed from" in output and "step_000001" in output, output
+    assert rows(place / "runs" / "restarted") == rows(place / "runs" / "straight")
+
+
+@pytest.mark.full
+def test_a_signal_to_launch_saves_and_ends_with_3(place):
+    file = recipe(place, "signal", train={"steps": 5000}, eval={"every": 0})
+    run, folder = launched(file), RunFolder(place / "runs" / "signal")
+    while not (folder.metrics.is_file() and len(rows(folder.root)) >= 2):
+        assert run.poll() is None, file.with_suffix(".log").read_text()
+        time.sleep(0.05)
+    run.terminate()
+    output = (run.wait(300), file.with_suffix(".log").read_text())
+    assert output[0] == 3 and "--resume" in output[1] and "Traceback" not in output[1], output
+    assert folder.latest() == folder.checkpoint(rows(folder.root)[-1]["step"])
+
+
+# ---- the processes alone ---------------------------------------------------------------------------------------------
+
+
+def quick_watch() -> None:
+    """In the new process: ten looks take one second."""
+    watch.LOOK_S = 0.1
+
+
+def standing_still() -> None:
+    quick_watch()
+    fault_in_step_2()
+
+
+def test_a_process_that_stands_still_ends_the_other(place):
+    at = place / "still.at"
+    runs = ranks(recipe(place, "still", **SHORT), 2, hook=standing_still, FAULT="hangs", FAULT_AT=str(at))
+    assert runs[0].wait() == 1 and runs[1].process.exitcode is None
+    runs[1].kill()
+    assert runs[0].output.count("process 1 has given no sign of life for 1 s; the run ends") == 1, runs[0].output
+
+
+def slow_save() -> None:
+    """Process 0 writes for five seconds, with looks that would see a process stand still after one."""
+    quick_watch()
+    true_save = checkpoint.save_file
+    checkpoint.save_file = lambda *given, **more: (time.sleep(5), true_save(*given, **more))[1]
+
+
+def no_room() -> None:
+    """The process RANK_LIMITED can write no large files in the second save."""
+    true_save, calls = checkpoint.save, []
+
+    def save(*given):
+        calls.append(1)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if len(calls) == 2 and os.environ["RANK"] == os.environ["RANK_LIMITED"]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+        try:
+            true_save(*given)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    checkpoint.save = save
+
+
+def test_a_slow_save_is_waited_for(place):
+    runs = ranks(recipe(place, "slow", train={"steps": 1}, **SHORT), 2, hook=slow_save)
+    assert [r.wait() for r in runs] == [0, 0], [r.output for r in runs]
+
+
+ALL = {"train": {"lora_rank": 0, "lr": 1e-4}, "parallel": {"shard": 2}}
+
+
+@pytest.mark.parametrize(("name", "rank", "options"), [("lora", "0", {}), ("split", "1", ALL)])
+def test_no_room_for_a_checkpoint_stops_all_after_the_one_before(place, name, rank, options):
+    file, folder = recipe(place, f"room-{name}", **SHORT, **options), RunFolder(place / "runs" / f"room-{name}")
+    runs = ranks(file, 2, hook=no_room, RANK_LIMITED=rank)
+    assert [r.wait() for r in runs] == [3, 3], [r.output for r in runs]
+    assert "step 2: the checkpoint cannot be written" in runs[0].output and "Traceback" not in runs[0].output
+    assert [p.name for p in folder.checkpoints.iterdir()] == ["step_000001"], "what was written of it is gone"
+    again = ranks(file, 2, "--resume")
+    assert [r.wait() for r in again] == [0, 0] and [r["step"] for r in rows(folder.root)] == [1, 2, 3, 4]
+
+
+def not_finite() -> None:
+    """A gradient of process 1 is NaN in the second update; the weights at the end go into DUMP."""
+    true_sum, true_finish, calls = World.sum_gradients, TrainingLoop._finish, []
+
+    def sum_gradients(self, parameters):
+        calls.append(1)
+        if self.rank == 1 and len(calls) == 2:
+            parameters[0].grad.view(-1)[0] = float("nan")
+        true_sum(self, parameters)
+
+    def finish(self, done):
+        content = torch.cat([p.detach().flatten() for p in self.policy.params]).numpy().tobytes()
+        text = f"{self.policy.updates} {hashlib.sha256(content).hexdigest()}"
+        (Path(os.environ["DUMP"]) / f"weights{self.world.rank}").write_text(text)
+        true_finish(self, done)
+
+    World.sum_gradients, TrainingLoop._finish = sum_gradients, finish
+
+
+def test_a_gradient_that_is_not_finite_in_one_process_is_skipped_in_both(place):
+    runs = ranks(recipe(place, "nan", **SHORT), 2, hook=not_finite, DUMP=str(place))
+    assert [r.wait() for r in runs] == [0, 0], [r.output for r in runs]
+    assert [r["updates_skipped"] for r in rows(place / "runs" / "nan")] == [0, 1, 0, 0]
+    weights = [(place / f"weights{k}").read_text() for k in range(2)]
+    assert weights[0] == weights[1] and weights[0].startswith("3 ")
+    assert "1 updates skipped: gradient not finite" in runs[0].output
