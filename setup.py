@@ -1,9 +1,11 @@
 """Build of prefgrpo/_C by CMake; everything else about the package is in pyproject.toml.
 
-PREFGRPO_CUDA=0 builds without CUDA, PREFGRPO_CUDA_ARCHS chooses architectures. No torch is needed to build.
+PREFGRPO_CUDA=0 builds without CUDA, PREFGRPO_CUDA_ARCHS chooses architectures. No torch is needed to build. Without a
+C++ compiler the install succeeds without the module, as Triton and torch serve the ops; one that fails is an error.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +22,15 @@ class CMakeBuild(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         """Build `ext` (there is one, prefgrpo._C)."""
+        compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+        if not any(shutil.which(name.split()[0]) for name in compilers):
+            print(
+                f"prefgrpo: building without the compiled kernels: no C++17 compiler ({', '.join(compilers)}); the ops "
+                "run in Triton on a GPU and in torch on a CPU. Install one (apt-get install g++) and reinstall",
+                file=sys.stderr,
+            )
+            ext.optional = True  # setuptools then does not miss the file
+            return
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         target.parent.mkdir(parents=True, exist_ok=True)
         build = Path(self.build_temp).resolve() / "cmake"
@@ -47,4 +58,13 @@ class CMakeBuild(build_ext):
                     raise SystemExit(f"building prefgrpo._C failed: {' '.join(command)}")
 
 
+def mend_link() -> None:
+    """Make prefgrpo/kernels a folder again where the link to kernels/ came as a small file (a ZIP, Windows)."""
+    link = ROOT / "prefgrpo" / "kernels"
+    if link.is_file():
+        link.unlink()
+        shutil.copytree(ROOT / "kernels", link, ignore=shutil.ignore_patterns("__pycache__", "*.md"))
+
+
+mend_link()
 setup(ext_modules=[Extension("prefgrpo._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

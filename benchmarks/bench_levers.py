@@ -99,21 +99,25 @@ class CpuClock(Clock):
             self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - begin
 
 
+def settings(family: str, folder: Path, work: Work, name: str) -> dict[str, Any]:
+    """What a run has beside its lever."""
+    rollout = {
+        "height": work.side, "width": work.side, "steps": STEPS, "window_high": TRAINED, "prompts_per_step": 1,
+        "group_size": GROUP, "batch_size": GROUP, "guidance": 4.5 if family == "sd3" else 3.5,
+    }  # fmt: skip
+    train = {"lora_rank": 32, "lora_alpha": 64, "lr": 1e-8, "reuse_rollout_forward": False}
+    return {
+        "model": str(folder), "family": family, "output": str(folder / "runs"), "name": name,
+        "device": "cpu", "dtype": "fp32", "data": {"prompts": str(folder / "train.txt"), "max_length": 128},
+        "reward": {"spec": "jpeg_compressibility"}, "rollout": rollout, "train": train, "eval": {"every": 0},
+    }  # fmt: skip
+
+
 class Side:
     """A training loop that repeats its first step."""
 
     def __init__(self, lever: Lever, changes: dict[str, Any], folder: Path, work: Work, name: str) -> None:
-        rollout = {
-            "height": work.side, "width": work.side, "steps": STEPS, "window_high": TRAINED, "prompts_per_step": 1,
-            "group_size": GROUP, "batch_size": GROUP, "guidance": 4.5 if lever.family == "sd3" else 3.5,
-        }  # fmt: skip
-        train = {"lora_rank": 32, "lora_alpha": 64, "lr": 1e-8, "reuse_rollout_forward": False}
-        settings = {
-            "model": str(folder), "family": lever.family, "output": str(folder / "runs"), "name": name,
-            "device": "cpu", "dtype": "fp32", "data": {"prompts": str(folder / "train.txt"), "max_length": 128},
-            "reward": {"spec": "jpeg_compressibility"}, "rollout": rollout, "train": train, "eval": {"every": 0},
-        }  # fmt: skip
-        self.loop = TrainingLoop(from_dict(merged(settings, changes)))
+        self.loop = TrainingLoop(from_dict(merged(settings(lever.family, folder, work, name), changes)))
         self.loop.advantages = lambda step, scores: (ADVANTAGE, {})  # type: ignore[method-assign]
         self.gradient = torch.empty(0)
         self.seconds: list[dict[str, float]] = []

@@ -1,20 +1,21 @@
-"""`python -m benchmarks.bench_objectives`: every objective in the demo's world, from the same start, with the same number of
-judge calls; for docs/objectives.md.
+"""`python -m benchmarks.bench_objectives`: every objective in the demo's world, for docs/objectives.md.
 
-Each runs its recipe `scripts/demo/NAME.yaml` for as many steps as the others, with three seeds (of prompts, noise and LoRA).
-A stopping rule of the recipe does not end it here: where it would have ended is read from the rows, so that a decline
-after it is seen too. Held-out accuracy: share of the dev captions' 288 images whose colour, shape and position are all right,
-which neither objective nor judge ever sees. Seconds are the process's CPU seconds on one thread, without evaluations, so
-other load on the machine counts little. A finished run is a JSON file in results/objectives; what is there is not run again.
+All start alike and ask the judge as often: each trains by its recipe `scripts/demo/NAME.yaml`, for as many steps as the
+others, with three seeds (of prompts, noise and LoRA). A stopping rule of the recipe does not end it: where it would is
+read from the signs, so that a decline after it is seen too. Held-out accuracy: share of the dev captions' 288 images
+whose colour, shape and position are all right, which neither objective nor judge is shown. Seconds are the process's
+CPU seconds without evaluations, so other load on the machine counts little; run it with OMP_NUM_THREADS=1. A run's JSON
+in results/objectives grows with its evaluations; a complete one is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ import numpy as np
 
 from benchmarks.bench_judge import machine
 from benchmarks.blocks import replace_block, rounded, write_json
+from prefgrpo.config.schema import load
+from prefgrpo.run.signs import Signs
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "objectives", "objectives_demo.svg"
@@ -31,81 +34,221 @@ FAMILIES = {
     "noised x0, single samples": ("nft", "awm", "rwr", "sft"),
     "noised x0, members compared": ("soft_dpo", "dpo", "plackett_luce", "dgpo", "crd"),
 }
-FIRST = ("grpo", "nft", "soft_dpo", "awm")
+NAMES = [name for family in FAMILIES.values() for name in family]
+FIRST = ("grpo", "soft_dpo", "nft", "awm")
 SEEDS, STEPS, EVERY, GOAL = (0, 1, 2), 80, 10, 0.70
-ACCURACY = "dev/scenes.all"
-ROW = ("step", "calls", "seconds", "accuracy", "win_judge", "diversity", "order_inconsistency")
-"""Columns of `evaluations`; the last two are means of the training steps since the evaluation before."""
+COLUMNS = ("step", "calls", "seconds", "accuracy", "win_judge", "diversity", "order_inconsistency")
+"""Of `evaluations`; the last two are means of the training steps since the evaluation before."""
+Rows = list[list[float]]
+Run = dict[str, Any]
 
 
 class Watch:
-    """Callbacks of a run: calls and CPU seconds of its training so far, and a row per evaluation."""
+    """Callbacks of a run: calls and CPU seconds of its training so far, a row per evaluation, signs of hacking."""
 
-    def __init__(self) -> None:
+    def __init__(self, write: Callable[[Watch], None]) -> None:
+        """write: called with itself after every evaluation."""
         self.evaluations: list[list[float | None]] = []
-        self.calls, self.seconds, self._mark = 0.0, 0.0, 0.0
+        self.seen: dict[str, int] = {}
+        """Sign → step at which it was first seen."""
+        self._calls, self._seconds, self._mark, self._write = 0.0, 0.0, 0.0, write
         self._since: list[tuple[float, float]] = []
+        self._signs = Signs(["vlm_pairwise"])
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """After a training step."""
         now = time.process_time()
-        self.seconds, self._mark = self.seconds + now - self._mark, now
-        self.calls += metrics["judge/requests"]
+        self._seconds, self._mark = self._seconds + now - self._mark, now
+        self._calls += metrics["judge/requests"]
         self._since.append((metrics["diversity/pixels"], metrics["judge/order_inconsistency"]))
+        self._note("train", step, metrics)
 
     def evaluation(self, step: int, name: str, metrics: dict[str, float]) -> None:
         """After an evaluation, whose seconds do not count."""
         signs = np.mean(self._since, axis=0).tolist() if self._since else [None, None]
-        measured = [metrics[ACCURACY], metrics["dev/win_judge"]]
-        self.evaluations.append(rounded([step, self.calls, self.seconds, *measured, *signs]))
+        measured = [metrics["dev/scenes.all"], metrics["dev/win_judge"]]
+        self.evaluations.append(rounded([step, self._calls, self._seconds, *measured, *signs]))
+        self._note("eval", step, {"set": name} | metrics)
+        self._write(self)
         self._since, self._mark = [], time.process_time()
 
+    def _note(self, kind: str, step: int, row: dict[str, Any]) -> None:
+        for sign in self._signs.add(kind, row):
+            self.seen.setdefault(sign, step)
 
-def train(name: str, seed: int, steps: int = STEPS, every: int = EVERY) -> dict[str, Any]:
-    """One run's evaluations and the steps at which signs of reward hacking appeared."""
+
+def train(name: str, seed: int, file: Path, steps: int = STEPS, every: int = EVERY) -> None:
+    """One run; `file` gets its evaluations and the steps at which signs of reward hacking appeared."""
     from prefgrpo import Trainer
-    from prefgrpo.run.log import read_metrics
-    from prefgrpo.run.signs import Signs
 
-    watch = Watch()
+    def write(watch: Watch) -> None:
+        found = {"objective": name, "seed": seed, "machine": machine(), "signs": watch.seen, "columns": COLUMNS}
+        write_json(file, found | {"evaluations": watch.evaluations})
+
+    watch = Watch(write)
     with tempfile.TemporaryDirectory() as folder:
-        run = Trainer.from_recipe(
-            ROOT / "scripts" / "demo" / f"{name}.yaml", output=folder, seed=seed, steps=steps, tensorboard=False,
-            train={"stop_when": []}, judge={"cache": False}, eval={"every": every, "final_prompts": ""},
-            checkpoint={"every": steps}, on_step=watch.step, on_evaluation=watch.evaluation,
-        )  # fmt: skip
-        rows = read_metrics(run.train().folder / "metrics.jsonl")
-    signs, seen = Signs(["vlm_pairwise"]), dict[str, int]()
-    for row in rows:
-        for sign in signs.add(row["kind"], row):
-            seen.setdefault(sign, row["step"])
-    own = run.config.train
-    return {
-        "objective": name, "seed": seed, "lr": own.lr, "options": own.objective_options, "machine": machine(),
-        "signs": seen, "columns": ROW, "evaluations": watch.evaluations,
-    }  # fmt: skip
+        Trainer.from_recipe(
+            recipe(name), output=folder, seed=seed, steps=steps, tensorboard=False, train={"stop_when": []},
+            judge={"cache": False}, eval={"every": every, "final_prompts": ""}, checkpoint={"every": steps},
+            on_step=watch.step, on_evaluation=watch.evaluation,
+        ).train()  # fmt: skip
 
 
-def jobs() -> list[tuple[str, int]]:
-    """(objective, seed), the most telling ones first."""
-    names = [*FIRST, *(n for family in FAMILIES.values() for n in family if n not in FIRST)]
-    return [(name, seed) for seed in SEEDS for name in names]
+def recipe(name: str) -> Path:
+    """The demo's recipe of an objective."""
+    return ROOT / "scripts" / "demo" / f"{name}.yaml"
+
+
+def read(folder: Path) -> dict[str, list[Run]]:
+    """Objective → its runs by seed, as far as they got."""
+    files = {name: sorted(folder.glob(f"{name}_[0-9].json")) for name in NAMES}
+    return {name: [json.loads(f.read_text()) for f in own] for name, own in files.items() if own}
+
+
+# ---- what a run's rows say ------------------------------------------------------------------------------------------
+
+
+def column(rows: Rows, name: str) -> list[float]:
+    """One column of `evaluations`."""
+    return [row[COLUMNS.index(name)] for row in rows]
+
+
+def reached(rows: Rows, name: str, goal: float = GOAL) -> float | None:
+    """Value of a column where the accuracy first reaches the goal, on the line between two evaluations."""
+    x, y = column(rows, name), column(rows, "accuracy")
+    for k in range(1, len(rows)):
+        if y[k] >= goal:
+            return x[k - 1] + (x[k] - x[k - 1]) * (goal - y[k - 1]) / (y[k] - y[k - 1])
+    return None
+
+
+def stopped(run: Run, stop_when: Sequence[str]) -> int | None:
+    """The step at which the recipe's rule would have ended a run."""
+    return min((run["signs"][sign] for sign in stop_when if sign in run["signs"]), default=None)
+
+
+def fall(run: Run, stop_when: Sequence[str]) -> float | None:
+    """Largest fall below the best so far, from reaching the goal to twice that step, or to where its rule ends it.
+
+    None if the goal was not reached before the rule ends the run, or the run is not long enough to say.
+    """
+    rows = run["evaluations"]
+    at = reached(rows, "step")
+    stop = stopped(run, stop_when) or np.inf
+    if at is None or stop < at:
+        return None
+    end = min(2 * at, stop)
+    steps, y = column(rows, "step"), column(rows, "accuracy")
+    if steps[-1] < end:
+        return None
+    inside = [v for s, v in zip(steps, y, strict=True) if s < end] + [float(np.interp(end, steps, y))]
+    return max(max(inside[: k + 1]) - inside[k] for k in range(len(inside)))
+
+
+def _over_seeds(values: Sequence[float | None], digits: int = 0, factor: float = 1.0) -> str:
+    """Mean, and range if there are several; how many had none."""
+    there = [v * factor for v in values if v is not None]
+    if not there:
+        return "–"
+    text = f"{np.mean(there):.{digits}f}"
+    if len(there) > 1:
+        text += f" ({min(there):.{digits}f}–{max(there):.{digits}f})"
+    return text + (f", {len(values) - len(there)} never" if len(there) < len(values) else "")
+
+
+def table(found: dict[str, list[Run]]) -> list[str]:
+    """A row per objective."""
+    lines = [
+        f"| objective | seeds | steps | calls to {GOAL:.2f} (thousands) | CPU seconds to {GOAL:.2f} | best | last | "
+        "its rule ends it at step | fall until then or in twice the steps |",
+        "|---" * 9 + "|",
+    ]
+    for name, runs in found.items():
+        rows, rule = [run["evaluations"] for run in runs], load(recipe(name)).train.stop_when
+        stops = [stopped(run, rule) for run in runs]
+        lines.append(
+            f"| `{name}` | {', '.join(str(run['seed']) for run in runs)} "
+            f"| {', '.join(str(int(r[-1][0])) for r in rows)} "
+            f"| {_over_seeds([reached(r, 'calls') for r in rows], 1, 1e-3)} "
+            f"| {_over_seeds([reached(r, 'seconds') for r in rows])} "
+            f"| {_over_seeds([max(column(r, 'accuracy')) for r in rows], 3)} "
+            f"| {_over_seeds([column(r, 'accuracy')[-1] for r in rows], 3)} "
+            f"| {', '.join('–' if s is None else str(s) for s in stops) if rule else 'none'} "
+            f"| {_over_seeds([fall(run, rule) for run in runs], 3)} |"
+        )
+    return lines
+
+
+def missing(found: dict[str, list[Run]]) -> str:
+    """Which runs there are not, or not wholly."""
+    done = {(run["objective"], run["seed"]) for runs in found.values() for run in runs if complete(run)}
+    gaps = {n: [s for s in SEEDS if (n, s) not in done] for n in NAMES}
+    parts = [f"`{n}` seed {', '.join(map(str, s))}" for n, s in gaps.items() if s]
+    return f"Not measured, or not to step {STEPS}: {'; '.join(parts)}." if parts else "All runs are complete."
+
+
+def complete(run: Run) -> bool:
+    """Whether a run got to its end."""
+    return bool(run["evaluations"]) and run["evaluations"][-1][0] >= STEPS
+
+
+def draw(found: dict[str, list[Run]], path: Path) -> None:
+    """Held-out accuracy over calls (above) and seconds (below), a column per kind of objective; bands: all seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "prefgrpo"  # the same picture from the same numbers
+    from matplotlib import pyplot
+
+    colours = ("#2a6f97", "#c1121f", "#e09f3e", "#588157", "#7b2cbf")
+    figure, panels = pyplot.subplots(2, len(FAMILIES), figsize=(11, 6), sharey=True, sharex="row")
+    for k, (title, names) in enumerate(FAMILIES.items()):
+        own = [n for n in names if n in found and n != BASELINE]
+        for name, colour in [*zip(own, colours, strict=False), *([(BASELINE, "black")] * (BASELINE in found))]:
+            least = min(len(run["evaluations"]) for run in found[name])
+            rows = np.array([run["evaluations"][:least] for run in found[name]], dtype=object)
+            y = rows[:, :, COLUMNS.index("accuracy")].astype(float)
+            for axes, unit, factor in zip(panels[:, k], ("calls", "seconds"), (1e-3, 1.0), strict=True):
+                x = rows[:, :, COLUMNS.index(unit)].astype(float).mean(0) * factor
+                axes.plot(x, y.mean(0), color=colour, label=name, linewidth=1.6 if name == BASELINE else 1.2)
+                axes.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.15, linewidth=0)
+        for axes in panels[:, k]:
+            axes.axhline(GOAL, color="grey", linewidth=0.6, linestyle="--")
+            axes.spines[["top", "right"]].set_visible(False)
+        panels[0, k].set(title=title, xlabel="judge calls (thousands)")
+        panels[1, k].set(xlabel="CPU seconds of training")
+        panels[0, k].legend(frameon=False, fontsize=8, loc="lower right")
+    for axes in panels[:, 0]:
+        axes.set_ylabel("held-out accuracy")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def block(found: dict[str, list[Run]]) -> list[str]:
+    """The generated part of docs/objectives.md."""
+    cpu = next(iter(found.values()))[0]["machine"]["cpu"]
+    where = f"{cpu}, one thread, shared with other work. {missing(found)}"
+    return [where, "", f"![held-out accuracy over judge calls and over CPU seconds]({PICTURE})", "", *table(found)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_objectives", description=__doc__)
-    parser.add_argument("--only", nargs="*", help="objectives to run; all by default")
+    parser.add_argument("--only", nargs="*", default=NAMES, choices=NAMES, help="objectives to run; all by default")
     parser.add_argument("--render", action="store_true", help="only picture and table, from the JSON")
     args = parser.parse_args(argv)
     os.chdir(ROOT)  # the paths of the demo's recipes are relative to it
     RESULTS.mkdir(parents=True, exist_ok=True)
-    for name, seed in jobs():
+    order = [*FIRST, *(name for name in NAMES if name not in FIRST)]
+    for name, seed in [] if args.render else [(n, s) for s in SEEDS for n in order if n in args.only]:
         file = RESULTS / f"{name}_{seed}.json"
-        if args.render or file.exists() or (args.only and name not in args.only):
-            continue
-        write_json(file, train(name, seed))
-        print(file.name, flush=True)
+        if not (file.exists() and complete(json.loads(file.read_text()))):
+            train(name, seed, file)
+    found = read(RESULTS)
+    draw(found, ROOT / "docs" / PICTURE)
+    replace_block(ROOT / "docs" / "objectives.md", "objectives", block(found))
+    print("\n".join(block(found)))
 
 
 if __name__ == "__main__":

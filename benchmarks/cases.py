@@ -84,7 +84,12 @@ def step_given(d: Latents, with_compile: bool) -> Case:
 
     _same(ours()[0], eager()[0], 1e-6 if d.xb == 4 else 1e-2)
     _same(ours()[1], eager()[1], 1e-4)
-    calls = {"ours": ours, "eager": eager}
+    out = torch.empty_like(d.x)
+    calls = {
+        "ours": ours,
+        "eager": eager,
+        "ours, out=": lambda: affine_step(d.x, d.v, d.coef, d.index, noise=noise, out=out),
+    }
     if with_compile:
         fast = compiled(peers.flow_step)
         calls["compile"] = lambda: fast(d.x, d.v, noise, *d.columns)
@@ -189,16 +194,21 @@ def small_group(groups: int, group: int, device: str) -> Case:
     return Case("group_advantage", f"{groups} groups × {group}", "fp32", 0, "", calls, by_host=True)
 
 
+def plan(device: str, quick: bool) -> list[tuple[str, int, torch.dtype, torch.dtype, bool]]:
+    """(shape, batch, dtypes of x and v, whether with torch.compile) of the cases with latents."""
+    headline = [(*HEADLINE, x, v, not quick) for x, v in ((F32, F32), (F32, BF16), (BF16, BF16))]
+    if quick:
+        return headline
+    batches = {"FLUX 512²": (1, 4, 32), "FLUX 1024²": (1, 32), "Wan 480p 81f": (1, 4), "Wan 720p 81f": (1,)}
+    shapes = [(name, b) for name, many in batches.items() for b in many]
+    return headline + [(*shape, F32, BF16, device == "cuda" and shape in LARGE) for shape in shapes]
+
+
 def cases(device: str, quick: bool) -> Iterator[Case]:
     """All cases; `quick`: the headline shape without torch.compile."""
     for build in (small_policy, small_winrate, small_group):
         yield build(48, 24, device)
-    plan = [(*HEADLINE, x, v, not quick) for x, v in ((F32, F32), (F32, BF16), (BF16, BF16))]
-    if not quick:
-        batches = {"FLUX 512²": (1, 4, 32), "FLUX 1024²": (1, 32), "Wan 480p 81f": (1, 4), "Wan 720p 81f": (1,)}
-        shapes = [(name, b) for name, many in batches.items() for b in many]
-        plan += [(*shape, F32, BF16, device == "cuda" and shape in LARGE) for shape in shapes]
-    for name, batch, x, v, with_compile in plan:
+    for name, batch, x, v, with_compile in plan(device, quick):
         latents = Latents(name, batch, x, v, device)
         for build_latent in (step_given, step_addressed, replay):
             yield build_latent(latents, with_compile)

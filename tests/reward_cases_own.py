@@ -47,15 +47,13 @@ def qwen2vl(folder: Path, seed: int = 0) -> Path:
     letters = {t: k for k, t in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     ids = {t: len(letters) + k for k, t in enumerate(QWEN)}
     config = {
-        "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "attention_dropout": 0.0,
+        "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "hidden_act": "silu",
         "bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"],
-        "vision_start_token_id": ids["<|vision_start|>"], "vision_end_token_id": ids["<|vision_end|>"],
-        "vision_token_id": ids["<|vision_pad|>"], "image_token_id": ids["<|image_pad|>"],
-        "video_token_id": ids["<|video_pad|>"], "hidden_act": "silu", "hidden_size": WIDTH, "initializer_range": 0.02,
-        "intermediate_size": 48, "max_position_embeddings": 32768, "max_window_layers": 2,
-        "num_attention_heads": HEADS, "num_hidden_layers": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-        "transformers_version": "4.41.2", "use_cache": True, "use_sliding_window": False, "vocab_size": ROWS,
+        **{f"{kind}_token_id": ids[f"<|{kind}|>"] for kind in ("vision_start", "vision_end")},
+        **{f"{kind}_token_id": ids[f"<|{kind}_pad|>"] for kind in ("vision", "image", "video")},
+        "hidden_size": WIDTH, "intermediate_size": 48, "num_attention_heads": HEADS, "num_hidden_layers": 2,
+        "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.41.2", "use_sliding_window": False, "vocab_size": ROWS,
         "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
         "vision_config": {
             "depth": 2, "embed_dim": 32, "mlp_ratio": 2, "num_heads": 2, "in_chans": 3, "hidden_size": WIDTH,

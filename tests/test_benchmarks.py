@@ -4,6 +4,8 @@ A short real run of the small ops and of tiny latents on this machine; no number
 """
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -25,6 +27,23 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
     latents = cases.Latents("FLUX 512²", 1, torch.float32, torch.float32, "cpu")
     with pytest.raises(RuntimeError, match="would time wrong results"):
         cases.step_given(latents, with_compile=False)
+
+
+def test_pytest_benchmark_times_the_same_cases(root, tmp_path):
+    """One file per test file of an op; JSON with a group per case. Two cheap cases run."""
+    stems = {path.stem for path in (root / "benchmarks").glob("test_ops_*.py")}
+    assert stems and all((root / "tests" / f"{stem}.py").is_file() for stem in stems)
+    quick = ["--benchmark-min-rounds=2", "--benchmark-max-time=0.01", f"--benchmark-json={tmp_path / 'out.json'}"]
+    command = [sys.executable, "-m", "pytest", "benchmarks", "--benchmark-only", "-q", "-p", "no:cacheprovider", *quick]
+    command += ["-k", "winrate or (test_affine_step and 512 and x1 and out)"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    groups = [one["group"] for one in json.loads((tmp_path / "out.json").read_text())["benchmarks"]]
+    winrate, step = (
+        "winrate_advantage · 48 groups × 24 · fp32",
+        "affine_step, noise given · FLUX 512² ×1 · x fp32, v bf16",
+    )
+    assert sorted(groups) == [step, winrate, winrate]
 
 
 def test_eager_launches_many_ops_and_ours_none_but_itself():

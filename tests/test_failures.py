@@ -1,4 +1,4 @@
-"""One process of two dies, raises, stands still, or cannot write: the others end soon, and the first cause is printed once.
+"""One process of two dies, raises, stands still or cannot write: the others end soon, and the cause is printed once.
 
 Why these cases: without the first, a cluster waits hours for a collective; without the second, the reason drowns in the
 tracebacks of those that only lost their peer. Faults are real: SIGKILL, SIGSTOP, a limit on file sizes, NaN gradients.

@@ -10,9 +10,8 @@ from families import case_of, conditions, folder, load, noise
 from torch import nn
 
 from prefgrpo.config.schema import from_dict
-from prefgrpo.models import recompute
 from prefgrpo.models.parking import Parked
-from prefgrpo.models.weights import innermost
+from prefgrpo.models.weights import innermost, recompute
 from prefgrpo.rollout.embeddings import Embeddings
 from prefgrpo.rollout.render import decode
 from prefgrpo.run.loading import open_adapter
@@ -74,7 +73,7 @@ def test_recomputed_blocks_get_all_that_they_are_called_with():
         return y, *grads
 
     plain, once = run(), len(calls)
-    recompute.enable(innermost(net, ["Masked"]), 1.0)
+    recompute(innermost(net, ["Masked"]), 1.0)
     assert all(torch.equal(a, b) for a, b in zip(plain, run(), strict=True)) and len(calls) == 2 * once
     with torch.no_grad():
         calls.clear()

@@ -34,6 +34,7 @@ from prefgrpo.run.metrics import (
     step_line,
 )
 from prefgrpo.run.run_folder import RunFolder
+from prefgrpo.run.trackers import TensorBoard
 
 ALONE = World(0, 1, torch.device("cpu"))
 NAN = float("nan")
@@ -175,7 +176,7 @@ def test_lines_for_a_person():
 
 
 def log(folder, start=0, active=True):
-    return Log(RunFolder(folder), 10, start, tensorboard=False, active=active)
+    return Log(RunFolder(folder), 10, start, active=active)
 
 
 def test_rows_are_whole_lines_and_not_finite_is_null(tmp_path):
@@ -225,7 +226,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        one = Log(RunFolder(tmp_path), 10, start, tensorboard=True, active=True)
+        one = Log(RunFolder(tmp_path), 10, start, trackers=[TensorBoard(RunFolder(tmp_path), start)], active=True)
         for step in steps:
             one.row("train", step, {"loss": float(step), "set": "text"})
         one.close()

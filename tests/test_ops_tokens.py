@@ -273,8 +273,9 @@ def test_refused(name):
 def test_an_index_outside_the_table_is_found_in_tokens_too():
     index = torch.zeros(3, 7, dtype=torch.int64, device=DEVICE)
     index[1, 2] = len(TABLE)
-    if DEVICE == "cpu":
-        with pytest.raises(IndexError):
-            tokens(index=index)
-    else:
-        assert tokens(index=index).logp.isnan().tolist() == [False, True, False]
+    try:
+        out = tokens(index=index)
+    except IndexError:
+        assert DEVICE == "cpu"
+    else:  # on a GPU nothing is read back
+        assert out.logp.isnan().tolist() == [False, True, False]

@@ -8,6 +8,7 @@ Installs use the build tools and dependencies of this environment: nothing is do
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -136,6 +137,43 @@ def test_sdist_and_wheel(tmp_path):
     assert "nothing was written" in run(command, "demo", "--dry-run", cwd=empty) and not list(empty.iterdir())
 
 
+@pytest.mark.full
+def test_an_install_without_compiler_from_a_checkout_without_links(tmp_path):
+    """As from a ZIP: the link to kernels/ came as a file. The install says what is missing, and the ops work."""
+    source, tools = tmp_path / "source", tmp_path / "tools"
+    shutil.copytree(ROOT, source, symlinks=True, ignore=LEFT_OUT)
+    link = source / "prefgrpo" / "kernels"
+    link.unlink()
+    link.write_text("../kernels")
+    tools.mkdir()  # the whole path: no compiler
+    build = ("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-v", "-w", tmp_path, source)
+    done = subprocess.run(
+        [sys.executable, *map(str, build)], cwd=tmp_path, capture_output=True, text=True,
+        env={k: v for k, v in os.environ.items() if k not in ("CXX", "PYTHONPATH")} | {"PATH": str(tools)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "building without the compiled kernels: no C++17 compiler" in done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {f"prefgrpo/kernels/{name}.py" for name in CODE} <= set(names)
+    assert not [name for name in names if name.startswith("prefgrpo/_C")]
+    own = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(own)
+    code = HIDE.format(names=("prefgrpo._C",)) + (  # which this environment's editable install would find
+        f"sys.path.insert(0, {str(own)!r})\n"
+        "import torch, prefgrpo.ops as ops\nfrom prefgrpo.ops.backend import missing\n"
+        "x = torch.ones(2, 8)\n"
+        "coef = torch.tensor([[0.5, 2.0, 0.0, 0.0, 0.0]])\n"
+        "for name in ('torch', 'triton'):\n"
+        "    with ops.use_backend(name):\n"
+        "        print(ops.__file__, float(ops.affine_step(x, x, coef, 0, noise=None).x_next.sum()))\n"
+        "print(ops.backend_of('cpu'), missing('cpu'))"
+    )
+    lines = python(code, cwd=tmp_path, TRITON_INTERPRET="1").splitlines()
+    assert lines[:2] == [f"{own}/prefgrpo/ops/__init__.py 40.0"] * 2
+    assert lines[2].startswith("torch prefgrpo._C is not built")
+
+
 @pytest.mark.parametrize("version", ["old", "none"])
 def test_make_refuses_a_python_that_will_not_do(version, tmp_path):
     """In one line that says what is needed, before anything is made."""
@@ -174,6 +212,50 @@ def test_ops_need_torch_and_numpy_only():
         "print(float(out.x_next.sum()))"
     )
     assert float(python(step)) == 2 * 8 * 2.5
+
+
+def test_the_command_of_an_ops_only_install_says_what_to_install():
+    code = HIDE.format(names=BEYOND_OPS) + "from prefgrpo.__main__ import main\nprint('code', main())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["code", "2"] and "Traceback" not in done.stderr
+    assert re.fullmatch(r"error: the prefgrpo command needs \w+, .* pip install 'prefgrpo\[train\]'.*\n", done.stderr)
+
+
+HUB = """
+import json, sys
+import kernels, torch
+hub = kernels.get_local_kernel(__import__("pathlib").Path(sys.argv[1]))
+assert "prefgrpo" not in sys.modules and hub.__name__ != "prefgrpo"
+generator = torch.Generator().manual_seed(0)
+x, v = torch.randn(2, 3, 40, generator=generator)
+row = hub.rules.sde_row("flow", 0.9, 0.8, 0.7)
+coef, ids = torch.tensor([row]), torch.arange(3)
+results = []
+for backend in ("torch", "triton"):
+    with hub.use_backend(backend):
+        leaf = v.clone().requires_grad_()
+        step = hub.affine_step(x, v, coef, 0, noise=hub.NoiseAddress(1, ids, ids))
+        logp = hub.affine_logp(x, leaf, step.x_next, coef, 0).logp
+        logp.sum().backward()
+        assert torch.equal(step.logp, logp.detach())
+    results.append((step.x_next, logp.detach(), leaf.grad))
+for a, b in zip(*results):
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+traced = torch.compile(lambda *t: hub.affine_logp(*t).logp, fullgraph=True, backend="aot_eager")
+assert torch.equal(traced(x, v, step.x_next, coef, torch.zeros(3).long()), logp.detach())
+import prefgrpo.ops  # both in one process
+ours, theirs = (ops.affine_step(x, v, coef, 0, noise=None).x_next for ops in (prefgrpo.ops, hub))
+assert torch.equal(ours, theirs)
+print(len(hub.__all__))
+"""
+
+
+def test_the_hub_library_loads_the_ops_from_a_folder(tmp_path):
+    """By its own loader, in a process without prefgrpo: Triton (interpreted here) and torch agree, in a graph too."""
+    run(sys.executable, ROOT / "scripts" / "build_hub.py", tmp_path, cwd=tmp_path)
+    built = tmp_path / "build" / "torch-universal"
+    assert (built / "ops" / "triton_launch.py").is_file() and not list(built.rglob("*.safetensors"))
+    assert int(python(HUB, tmp_path, cwd=tmp_path, TRITON_INTERPRET="1")) > 20
 
 
 def needed(*extras: str) -> set[str]:

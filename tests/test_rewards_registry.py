@@ -23,9 +23,8 @@ from reward_server import serving
 
 from prefgrpo.config.schema import from_dict
 from prefgrpo.data.media import Media
-from prefgrpo.rewards import REWARDS, build, load_class
+from prefgrpo.rewards import REWARDS, build, load_class, show_rewards
 from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward
-from prefgrpo.rewards.listing import show
 from prefgrpo.run.judging import specs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -166,7 +165,7 @@ def test_the_pages_recipe_is_one():
 
 
 def test_list_prints_every_reward(capsys):
-    assert show() == 0
+    assert show_rewards() == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[1:]}
     assert list(lines) == sorted(REWARDS)
     assert "image or video" in lines["jpeg_compressibility"] and "a judge" in lines["vlm_pairwise"]
@@ -184,10 +183,9 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 from prefgrpo.config.schema import from_dict
 from prefgrpo.run.judging import specs
-from prefgrpo.rewards import REWARDS, load_class
-from prefgrpo.rewards.listing import show
+from prefgrpo.rewards import REWARDS, load_class, show_rewards
 [load_class(name) for name in REWARDS]
-show()
+show_rewards()
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ from reward_cases_vlm import clip, flat, grid, judge, speak, words
 from prefgrpo.config.schema import ConfigError, JudgeConfig
 from prefgrpo.judge.http import HttpJudge
 from prefgrpo.judge.verdict import JudgeError
-from prefgrpo.rewards import build
+from prefgrpo.rewards import build, load_class
 from prefgrpo.rewards.base import RewardError, Sample
 from prefgrpo.rewards.scorer import Scorer
 
@@ -50,91 +50,77 @@ def say(answer):
     return lambda bright, text: answer
 
 
+S = 200 / 255
+EDIT = "unifiedreward_edit_pointwise_"
+FORMULAS = [
+    ("unifiedreward_alignment", {}, lambda b: 1 + 4 * b),
+    ("unifiedreward_style", {}, lambda b: 5 - 4 * b),
+    ("unifiedreward_coherence", {}, lambda b: 1 + 2 * b),
+    ("unifiedreward_sglang", {}, lambda b: (1 + 4 * b) / 5),
+    ("qwenvl", {}, lambda b: (1 + round(4 * b)) / 5),
+    (EDIT + "instruction_following", {"weights": {"success": 3}}, lambda b: 25 * (3 * b + S) / 4),
+    (EDIT + "image_quality", {"weights": {"artifacts": 0}}, lambda b: 25 * b),
+    ("edit_score", {}, lambda b: math.sqrt((b + S) / 2 * 0.5)),
+    ("edit_score", {"reduce": "min"}, lambda b: math.sqrt(min(b, S) * min(b, 1 - b))),
+    ("consistency_for_editing", {}, lambda b: math.sqrt((1 - abs(S - b)) * b)),
+    ("grid_layout", {}, lambda b: b),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "formula"), FORMULAS)
+def test_one_by_one(server, name, options, formula):
+    """Of pictures of three greys, edits of one source: the prompt asks for a grid and for a change."""
+    group = samples(40, 130, 250, source=(flat(200),), prompt="a 2x3 grid, made dark")
+    assert values(one(server, name, **options).score(group)) == pytest.approx([formula(b) for b in B], abs=0.01)
+    needs = load_class(name).needs_source
+    assert {len(images(r)) for r in server.requests if "naturalness" not in text_of(r)} <= {1 + needs}
+    if needs:
+        assert "source image" in one(server, name, **options).score(samples(40))[0].reason
+
+
+NUMBERS = ["I cannot say.", "Final Score: 1-5", "Final Score: 6", "<Score>N</Score>", ""]
+PAIRS = ['{"score": [20]}', '{"score": [-1, 3]}', "20, 3", '{"score": "20, 3"}', '{"score": [1, 2], "score": [3, 4]}']
+UNREADABLE = [("unifiedreward_sglang", NUMBERS), ("qwenvl", NUMBERS), (EDIT + "image_quality", PAIRS),
+              ("edit_score", ["?"]), ("consistency_score", [{"Hm": 1.0}]), ("grid_layout", [{"Hm": 1.0}])]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "answers"), UNREADABLE)
+def test_what_the_answer_does_not_state_is_missing(server, name, answers):
+    reward = one(server, name)
+    for answer in answers:
+        server.answer = say(answer)
+        (score,) = reward.score(samples(40, prompt="a 2x2 grid", source=(flat(200),)))
+        assert score.value is None and score.reason, answer
+
+
 def test_three_axes_of_unifiedreward_cost_one_request_per_image(server):
     axes = ["unifiedreward_alignment", "unifiedreward_style", "unifiedreward_coherence"]
     server.delay_s = 0.05
-    group = samples(40, 130, 250)
     with Scorer(make(server, axes), 3) as scorer:
         scorer.begin(0, [0])
-        for member, sample in enumerate(group):
+        for member, sample in enumerate(samples(40, 130, 250)):
             scorer.add(0, member, sample)
         found = scorer.finish()
     assert len(server.requests) == 3
-    want = {axes[0]: [1 + 4 * b for b in B], axes[1]: [5 - 4 * b for b in B], axes[2]: [1 + 2 * b for b in B]}
-    for name in axes:
-        assert found.values[name][0] == pytest.approx(want[name], abs=0.01)
     parts = found.groups[axes[0]][0].scores[1].parts
     assert parts == pytest.approx({"alignment": 3.04, "style": 2.96, "coherence": 2.02})
+    server.answer = say("Alignment Score (1-5): 3\nCoherence Score (1-5): 7")
+    for name, reward in make(server, axes).items():
+        (score,) = reward.score(samples(41))
+        axis = name.removeprefix("unifiedreward_")
+        assert score.value == 3 if axis == "alignment" else f"no readable {axis}" in score.reason
 
 
-def test_an_axis_that_is_not_stated_is_missing_and_the_others_are_not(server):
-    server.answer = lambda b, text: (
-        "Alignment Score (1-5): 3\nCoherence Score (1-5): 7" if b[0] < 0.3 else speak(b, text)
-    )
-    group = samples(40, 130)
-    axes = make(server, ["unifiedreward_alignment", "unifiedreward_style", "unifiedreward_coherence"])
-    found = {name: reward.score(group) for name, reward in axes.items()}
-    assert values(found["unifiedreward_alignment"]) == pytest.approx([3, 1 + 4 * B[1]], abs=0.01)
-    for axis in ("style", "coherence"):
-        first, second = found[f"unifiedreward_{axis}"]
-        assert first.value is None and f"no readable {axis}" in first.reason and second.value is not None
-
-
-@pytest.mark.parametrize(("name", "formula"), [
-    ("unifiedreward_sglang", lambda b: (1 + 4 * b) / 5), ("qwenvl", lambda b: (1 + round(4 * b)) / 5)
-])  # fmt: skip
-def test_one_number_of_five(server, name, formula):
-    reward = one(server, name)
-    assert values(reward.score(samples(40, 130, 250))) == pytest.approx([formula(b) for b in B], abs=0.003)
-    for nothing in ("I cannot say.", "Final Score: 1-5", "Final Score: 6", "<Score>N</Score>", ""):
-        server.answer = say(nothing)
-        score = reward.score(samples(40))[0]
-        assert score.value is None and score.reason, nothing
-
-
-def test_edits_one_by_one(server):
-    source = (flat(200),)
-    group = samples(40, 130, source=source, prompt="make it dark")
-    follow = one(server, "unifiedreward_edit_pointwise_instruction_following", weights={"success": 3})
-    s = 200 / 255
-    assert values(follow.score(group)) == pytest.approx([25 * (3 * b + s) / 4 for b in B[:2]], abs=0.01)
-    assert len(images(server.requests[0])) == 2 and "make it dark" in text_of(server.requests[0])
-    assert "source image" in follow.score(samples(40))[0].reason
-    quality = one(server, "unifiedreward_edit_pointwise_image_quality", weights={"artifacts": 0})
-    scores = quality.score(group)
-    assert values(scores) == pytest.approx([25 * b for b in B[:2]], abs=0.01)
-    assert scores[0].parts == pytest.approx({"naturalness": 25 * B[0], "artifacts": 25 - 25 * B[0]}, abs=0.01)
-    for nothing in (
-        '{"score": [20]}',
-        '{"score": [-1, 3]}',
-        "20, 3",
-        '{"score": "20, 3"}',
-        '{"score": [1, 2], "score": [3, 4]}',
-    ):
-        server.answer = say(nothing)
-        assert values(quality.score(samples(90))) == [None], nothing
-    with pytest.raises(RewardError, match="naturalness"):
-        one(server, "unifiedreward_edit_pointwise_image_quality", weights={"beauty": 1})
-    with pytest.raises(RewardError, match="not all 0"):
-        one(server, "unifiedreward_edit_pointwise_image_quality", weights={"naturalness": 0, "artifacts": 0})
-
-
-def test_edit_score_is_the_geometric_mean_and_shares_its_questions(server):
-    names = [
-        "edit_score",
-        "unifiedreward_edit_pointwise_instruction_following",
-        "unifiedreward_edit_pointwise_image_quality",
-    ]
-    group = samples(40, 250, source=(flat(200),))
-    found = {name: values(reward.score(group)) for name, reward in make(server, names).items()}
-    following, quality = [(b + 200 / 255) / 2 for b in (B[0], B[2])], 0.5
-    assert found["edit_score"] == pytest.approx([math.sqrt(f * quality) for f in following], abs=1e-3)
+def test_rewards_of_edits_share_their_questions_and_refuse_odd_weights(server):
+    names = ["edit_score", EDIT + "instruction_following", EDIT + "image_quality"]
+    group = samples(40, 250, source=(flat(200),), prompt="make it dark")
+    scores = [reward.score(group) for reward in make(server, names).values()]
     assert len(server.requests) == 4, "two questions about two edits, whoever asks"
-    lowest = values(one(server, "edit_score", reduce="min").score(group))
-    least = [min(b, 200 / 255) * min(b, 1 - b) for b in (B[0], B[2])]
-    assert lowest == pytest.approx([math.sqrt(m) for m in least], abs=1e-3)
-    server.answer = lambda b, text: "no idea" if "naturalness" in text else speak(b, text)
-    assert values(make(server, ["edit_score"])["edit_score"].score(samples(77, source=(flat(200),)))) == [None]
+    assert sorted("make it dark" in text_of(r) for r in server.requests) == [False, False, True, True]
+    assert scores[2][0].parts == pytest.approx({"naturalness": 25 * B[0], "artifacts": 25 - 25 * B[0]}, abs=0.01)
+    for weights, why in (({"beauty": 1}, "naturalness"), ({"naturalness": 0, "artifacts": 0}, "not all 0")):
+        with pytest.raises(RewardError, match=why):
+            one(server, names[2], weights=weights)
 
 
 def pairs_mean(levels, scale=1.0):
@@ -172,15 +158,9 @@ def test_consistency_by_criteria_averages_dimensions_of_criteria_of_pairs(server
 
 def test_a_pair_that_fails_counts_for_nothing(server):
     levels = (40, 60, 90, 130)
-    dark = lambda b: {"Hm": 1.0} if max(b) > 0.5 else split(b)  # noqa: E731
-    split = lambda b: speak(b, "Yes or No Theme:")  # noqa: E731
-    server.answer = lambda b, text: dark(b)
-    reward = one(server, "consistency_score")
-    score = reward.score([Sample("2x2 grid", grid(*levels))])[0]
+    server.answer = lambda b, text: {"Hm": 1.0} if max(b) > 0.5 else speak(b, "Yes or No Theme:")
+    score = one(server, "consistency_score").score([Sample("2x2 grid", grid(*levels))])[0]
     assert score.value == pytest.approx(pairs_mean(levels[:3]), abs=1e-6)
-    server.answer = say({"Hm": 1.0})
-    score = reward.score([Sample("2x2 grid", grid(*levels))])[0]
-    assert score.value is None and "neither label" in score.reason
 
 
 def test_consistency_for_editing_asks_both_at_once(server):
@@ -189,19 +169,14 @@ def test_consistency_for_editing_asks_both_at_once(server):
     asks = {"judge": judge(server, media_ids="off")}  # with ids, who needs a picture waits for the one that carries it
     scores = build("consistency_for_editing", {"consistency_for_editing": asks})["consistency_for_editing"].score(group)
     assert server.peak == 4
-    for score, b in zip(scores, (B[0], B[2]), strict=True):
-        same = 1 - abs(200 / 255 - b)
-        assert score.value == pytest.approx(math.sqrt(same * b), abs=1e-4)
-        assert score.parts == pytest.approx({"consistency": same, "following": b}, abs=1e-4)
+    parts = [{"consistency": 1 - abs(S - b), "following": b} for b in (B[0], B[2])]
+    assert [s.parts for s in scores] == [pytest.approx(p, abs=1e-4) for p in parts]
     assert all(len(images(r)) == 3 for r in server.requests), "both source images and the edit"
 
 
-def test_grid_layout_is_the_probability_of_yes(server):
-    reward = one(server, "grid_layout")
+def test_grid_layout_asks_about_the_grid_of_the_prompt_or_the_column(server):
     group = [*samples(40, prompt="a 2x3 grid"), *samples(40, prompt="cat"), *samples(250, prompt="cat", grid=[3, 1])]
-    found = reward.score(group)
-    assert found[0].value == pytest.approx(B[0], abs=1e-4) and found[2].value == pytest.approx(B[2], abs=1e-4)
-    assert found[1].value is None and len(server.requests) == 2
+    assert values(one(server, "grid_layout").score(group))[1] is None and len(server.requests) == 2
     asked = sorted(re.findall(r"(\d) rows and (\d) columns", "".join(map(text_of, server.requests))))
     assert asked == [("2", "3"), ("3", "1")]
 

@@ -42,7 +42,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("prefgrpo.commands.cli:generate", "make images or clips of every prompt of a file"),
     "evaluate": ("prefgrpo.commands.cli:evaluate", "a published suite's table, or a checkpoint against its base"),
     "score": ("prefgrpo.commands.score:main", "score a folder of images or clips"),
-    "reward list": ("prefgrpo.rewards.listing:show", "every reward: what it takes, what it is, where it runs"),
+    "reward list": ("prefgrpo.rewards:show_rewards", "every reward: what it takes, what it is, where it runs"),
     "reward serve": ("prefgrpo.rewards.serve:main", "serve one reward over HTTP, from an environment of its own"),
     "report": ("prefgrpo.commands.cli:report", "write report.html of a run, finished or not; of several: compare them"),
     "judge serve": ("prefgrpo.judge.serve:serve", "start judges with vLLM or SGLang, one port per model"),

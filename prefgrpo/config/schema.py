@@ -419,7 +419,10 @@ class Config:
     gpus: PositiveInt = 1
     """GPUs that a recipe is sized for: `prefgrpo plan` counts with as many. What a run has, torchrun decides."""
     tensorboard: bool = True
-    """Write TensorBoard events beside metrics.jsonl."""
+    """Write TensorBoard events beside metrics.jsonl: numbers, images, verdicts."""
+    trackers: tuple[Literal["wandb", "trackio"], ...] = ()
+    """Send the same to Weights & Biases or Trackio; their environment variables say where (WANDB_PROJECT,
+    WANDB_MODE=offline, TRACKIO_SPACE_ID)."""
     data: DataConfig = field(default_factory=DataConfig)
     rollout: SamplingConfig = field(default_factory=SamplingConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)

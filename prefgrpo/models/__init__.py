@@ -23,10 +23,10 @@ MODELS: dict[str, str] = {
     "sd1": "prefgrpo.models.sd1:StableDiffusion1",
     "sd3": "prefgrpo.models.sd3:StableDiffusion3",
     "wan": "prefgrpo.models.wan:Wan",
-    "wan22": "prefgrpo.models.wan22:Wan22",
-    "wan22_i2v": "prefgrpo.models.wan_i2v:Wan22I2V",
-    "wan_i2v": "prefgrpo.models.wan_i2v:WanI2V",
-    "wan_ti2v": "prefgrpo.models.wan_ti2v:WanTI2V",
+    "wan22": "prefgrpo.models.wan:Wan22",
+    "wan22_i2v": "prefgrpo.models.wan:Wan22I2V",
+    "wan_i2v": "prefgrpo.models.wan:WanI2V",
+    "wan_ti2v": "prefgrpo.models.wan:WanTI2V",
     "z_image": "prefgrpo.models.z_image:ZImage",
 }
 """Family name → import path of its adapter."""

@@ -12,13 +12,14 @@ import math
 from abc import ABC, abstractmethod
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from prefgrpo.config.schema import SamplingConfig as Sampling
 from prefgrpo.models import folder as folders
 from prefgrpo.models import guidance as guiding
 from prefgrpo.models.condition import Condition
@@ -33,34 +34,6 @@ TEXT_WIDTHS = (
     "joint_attention_dim", "text_dim", "cap_feat_dim", "caption_channels", "text_embed_dim", "cross_attention_dim"
 )  # fmt: skip
 """Names of the width of the text's states in the configs of diffusers' denoisers; the first that is there counts."""
-
-
-class Sampling(Protocol):
-    """What samples are made; `config.schema.SamplingConfig` is one."""
-
-    @property
-    def height(self) -> int:
-        """In pixels."""
-
-    @property
-    def width(self) -> int:
-        """In pixels."""
-
-    @property
-    def frames(self) -> int | None:
-        """Per clip; None: as many as the published model makes."""
-
-    @property
-    def steps(self) -> int:
-        """Denoising steps."""
-
-    @property
-    def guidance(self) -> float:
-        """Guidance scale."""
-
-    @property
-    def guidance_2(self) -> float | None:
-        """Guidance scale of the second expert; None: the published model's."""
 
 
 def after_guidance(c: Tensor, more: Guidance | None) -> Tensor:

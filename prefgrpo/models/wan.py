@@ -1,22 +1,25 @@
-"""Wan2.1 text-to-video: latents [C, F', h, w] of 4·(F' − 1) + 1 frames, time = 1000σ, guidance 5.0.
+"""Wan: latents [C, F', h, w] of 4·(F' − 1) + 1 frames, time = 1000σ; from text, from an image, with two experts.
 
 Conditions: UMT5 states, zero-padded. The published folders come with a multistep solver; only its shift is used.
-Invariant: with `ode` steps the clips are those of the stock WanPipeline under an Euler scheduler of that shift.
+Invariant: with `ode` steps the clips are those of the stock WanPipeline, or with a source of the stock
+WanImageToVideoPipeline, under an Euler scheduler of that shift.
 """
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from prefgrpo.models.base import Condition, Sampling
 from prefgrpo.models.guidance import Cfg
-from prefgrpo.models.video_vae import PatchVideo, decode_clip, unnormalise
+from prefgrpo.models.video_vae import PatchVideo, decode_clip, encode_frame, unnormalise
 
 
 class Wan(PatchVideo):
-    """Wan2.1 T2V, 1.3B and 14B."""
+    """Wan2.1 T2V, 1.3B and 14B: guidance 5.0."""
 
     pipeline = "WanPipeline"
     default_frames = 81
@@ -68,3 +71,108 @@ class Wan(PatchVideo):
     def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """Undo the VAE's normalisation, decode to [B, F, 3, H, W]."""
         return decode_clip(self.pipe, unnormalise(self.pipe.vae, latents))
+
+
+class Wan22(Wan):
+    """Wan2.2 T2V-A14B: `transformer`, guidance 4.0, where 1000σ ≥ 1000 · 0.875, else `transformer_2`, guidance 3.0.
+
+    σ is compared on the host. Either expert or both may train.
+    """
+
+    default_guidance_2 = 3.0
+    denoisers = ("transformer", "transformer_2")
+
+    def stock_call(self, prompts: list[str], max_length: int, sampling: Sampling) -> dict[str, Any]:
+        """With the second expert's guidance."""
+        return super().stock_call(prompts, max_length, sampling) | {"guidance_scale_2": self._guidance_2(sampling)}
+
+    def _guidance_2(self, sampling: Sampling) -> float:
+        return self.default_guidance_2 if sampling.guidance_2 is None else sampling.guidance_2
+
+    def high(self, sigma: Tensor) -> Tensor:
+        """Which σ [B] belong to the high-noise expert, compared as the stock pipeline compares timesteps."""
+        return sigma * 1000 >= self.pipe.config.boundary_ratio * 1000
+
+    def expert(self, sigma: Tensor, sampling: Sampling) -> tuple[str, float]:
+        """The expert of a batch, and its guidance scale. Raises ValueError for σ on both sides of the boundary."""
+        high = self.high(sigma)
+        if bool(high.any()) != bool(high.all()):
+            raise ValueError(f"expected a batch of one expert's σ, got {sigma.tolist()}")
+        return (self.denoisers[0], sampling.guidance) if high.all() else (self.denoisers[1], self._guidance_2(sampling))
+
+    def trains(self, sigma: float) -> bool:
+        """Whether the expert of this σ trains."""
+        return self.denoisers[0 if self.high(torch.tensor(sigma)) else 1] in self.trained
+
+
+class WanI2V(Wan):
+    """Wan2.1 I2V 14B (480p, 720p): further channels hold latents of a clip that begins with an image, and a mask.
+
+    A CLIP image encoder sees the frame as well. A run fits the frame to the output's size.
+    """
+
+    pipeline = "WanImageToVideoPipeline"
+    most_sources = 1
+    needs_source = True
+    source_spans_clip = True
+    lora_targets = (*Wan.lora_targets, "add_k_proj", "add_v_proj")
+
+    def source_tensors(self, sources: tuple[Image.Image, ...], frames: int | None) -> list[Tensor]:
+        """Latents [C, F', h, w] of a clip that begins with the source, and (Wan2.1) what CLIP sees in it, [n, C']."""
+        latents = encode_frame(self.pipe, sources[0], frames or self.default_frames)
+        if self.pipe.transformer.config.image_dim is None:
+            return [latents]
+        if self.pipe.image_encoder is None:
+            raise RuntimeError("the pipeline was loaded without its image encoder: load it with encoders=True")
+        return [latents, self.pipe.encode_image(sources[0], self.device)[0]]
+
+    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
+        """Velocity [B, C, F', h, w]."""
+        if not condition.sources:
+            raise ValueError(f"{type(self).__name__} makes a clip from an image: expected one per prompt, got none")
+        latents, *image_embeds = condition.sources
+        known = torch.zeros_like(x[:, :1]).repeat(1, self.pipe.vae_scale_factor_temporal, 1, 1, 1)
+        known[:, :, 0] = 1
+        return self.forward(net, torch.cat([x, known, latents.to(x)], dim=1), sigma * 1000, condition, *image_embeds)
+
+
+class Wan22I2V(Wan22, WanI2V):
+    """Wan2.2 I2V-A14B: two experts, boundary 0.9, no CLIP."""
+
+    pipeline = "WanImageToVideoPipeline"
+    default_guidance_2 = 3.5
+    lora_targets = Wan.lora_targets
+
+
+class WanTI2V(Wan):
+    """Wan2.2 TI2V-5B: one time per token, from text alone or from a first frame.
+
+    The frame's tokens have time 0 and hold its latents whatever x is there, and their velocity is 0, which no weight
+    moves; after the last step they take their place.
+    """
+
+    default_frames = 121
+    most_sources = 1
+    expand_timesteps = True
+
+    def encode_source(self, source: Image.Image) -> Tensor:
+        """Latents [C, 1, h, w] of the first frame."""
+        return encode_frame(self.pipe, source)
+
+    def stock_edit(self, sampling: Sampling) -> tuple[str, dict[str, Any]]:
+        """The folder holds a WanPipeline; from an image, the other pipeline is built of it."""
+        return "WanImageToVideoPipeline", {}
+
+    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
+        """Velocity [B, C, F', h, w]."""
+        patch = self.patch
+        time = (sigma * 1000)[:, None, None, None].repeat(1, x.shape[2], x.shape[3] // patch, x.shape[4] // patch)
+        if not condition.sources:
+            return self.forward(net, x, time.flatten(1), condition)
+        time[:, 0] = 0
+        v = self.forward(net, self.final(x, condition), time.flatten(1), condition)
+        return torch.cat([torch.zeros_like(v[:, :, :1]), v[:, :, 1:]], dim=2)
+
+    def final(self, x: Tensor, condition: Condition) -> Tensor:
+        """The first frame's latents in their place."""
+        return torch.cat([condition.sources[0].to(x), x[:, :, 1:]], dim=2) if condition.sources else x

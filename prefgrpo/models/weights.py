@@ -5,17 +5,19 @@ Invariant: what is saved here loads in the stock pipeline (alpha included), and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from prefgrpo.models import folder as folders
-from prefgrpo.models import lora, recompute
+from prefgrpo.models import lora
 
 GRAPHS = 64
 """Compiled graphs of a kind of block: one per shape, dtype and place of gradients."""
@@ -29,6 +31,23 @@ def innermost(module: nn.Module, classes: Iterable[str]) -> list[nn.Module]:
         return any(cls.__name__ in names for cls in type(part).__mro__)
 
     return [m for m in module.modules() if [n for n in m.modules() if named(n)] == [m]]
+
+
+def recompute(blocks: Iterable[nn.Module], share: float) -> None:
+    """Checkpoint the gradients of every block i where floor((i + 1) · share) steps up: of ½, every second one.
+
+    Blocks are called as without it; diffusers' own switch leaves arguments out of some models' calls.
+    """
+    for i, block in enumerate(blocks):
+        if int((i + 1) * share) > int(i * share):
+            block.forward = partial(_recomputed, block.forward)
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`forward`, whose activations are not kept for the backward pass."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 class Weights:
@@ -81,7 +100,7 @@ class Weights:
     def checkpoint_gradients(self, share: float = 1.0) -> None:
         """Recompute the activations of a share of the repeated blocks, evenly spread, in the backward pass."""
         for module in self.modules().values():
-            recompute.enable(self.blocks(module), share)
+            recompute(self.blocks(module), share)
 
     def compile_blocks(self) -> None:
         """Compile the repeated blocks of all denoisers, a graph per shape.

@@ -124,12 +124,14 @@ def affine_step(
         eps = noise
     pair, dtype = unpack_guidance(guidance), out_dtype or x.dtype
     a = Step(x, v, coef, row, *pair, eps, seed, sample, step, offset, dtype, want_mean, x0_sigma, out)
-    check_out(out, x.shape, dtype, x.device, x, v, eps, pair[0])
+    if out is not None:
+        check_out(out, x.shape, dtype, x.device, x, v, eps, pair[0])
     if mask is not None or cu_seqlens is not None or divisor is not None or (row is not None and row.dim() > 1):
         return AffineStep(*Tokens(a, mask, cu_seqlens, divisor).step())
     check_step(a)
-    x_next, *rest = library.affine_step(a)
-    return AffineStep(written(x_next, out), *rest)
+    results = library.affine_step(a)
+    results[0] = written(results[0], out)
+    return AffineStep(*results)
 
 
 def affine_logp(

@@ -161,11 +161,11 @@ class Policy(NamedTuple):
     def results(self) -> Results:
         """loss [T], metrics [T, 8], d loss/d log-ratio [B, T], d loss/d kl [B, T]; without T where logp is [B]."""
         losses = self.logp.shape[1:]
-        like = torch.empty_like(self.logp, dtype=torch.float32, memory_format=torch.contiguous_format)
+        like = self.logp.float().contiguous()
         return [
             like.new_empty(losses),
             like.new_empty((*losses, 8)),
-            like,
+            torch.empty_like(like),
             None if self.kl is None else torch.empty_like(like),
         ]
 
@@ -257,11 +257,9 @@ def check_clips(low: float, high: float, adv_clip: float, kl_coef: float, denomi
 
 def rows_index(index: Tensor | int | None, batch: int, device: torch.device) -> Tensor | None:
     """int64 rows of a coefficient table: of all samples where `index` is one number."""
-    if index is None:
-        return None
-    if not isinstance(index, Tensor):
-        return torch.full((batch,), integer(index), dtype=torch.int64, device=device)
-    return ids(index)
+    if index is None or isinstance(index, Tensor):
+        return index if index is None or index.dtype != torch.int32 else index.long()
+    return torch.full((batch,), integer(index), dtype=torch.int64, device=device)
 
 
 def ids(t: Tensor) -> Tensor:

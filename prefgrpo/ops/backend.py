@@ -22,12 +22,8 @@ from typing import Any
 import torch
 
 BACKENDS = ("cuda", "triton", "cpu", "torch")
-_MODULES = {
-    "cuda": "prefgrpo.ops.native",
-    "cpu": "prefgrpo.ops.native",
-    "triton": "prefgrpo.ops.triton_launch",
-    "torch": "prefgrpo.ops.plain",
-}
+_MODULES = {"cuda": "native", "cpu": "native", "triton": "triton_launch", "torch": "plain"}
+_EXTENSION = f"{__name__.split('.')[0]}._C"
 _ORDER: dict[str, tuple[str, ...]] = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}
 _override: ContextVar[str | None] = ContextVar("prefgrpo_backend", default=None)
 
@@ -35,9 +31,9 @@ _override: ContextVar[str | None] = ContextVar("prefgrpo_backend", default=None)
 @lru_cache(None)
 def extension() -> Any | None:
     """The compiled module prefgrpo._C, or None where it was not built."""
-    if importlib.util.find_spec("prefgrpo._C") is None:
+    if importlib.util.find_spec(_EXTENSION) is None:
         return None
-    return importlib.import_module("prefgrpo._C")
+    return importlib.import_module(_EXTENSION)
 
 
 @lru_cache(None)
@@ -143,7 +139,7 @@ def serving(device: torch.device) -> ModuleType:
 @lru_cache(None)
 def implementation(name: str) -> ModuleType:
     """The module that implements backend `name`; all have the same functions."""
-    return importlib.import_module(_MODULES[name])
+    return importlib.import_module(f"{__package__}.{_MODULES[name]}")
 
 
 @contextmanager

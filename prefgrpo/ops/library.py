@@ -20,6 +20,8 @@ from torch.autograd import forward_ad
 from prefgrpo.ops.args import Group, Normal, Policy, Replay, Results, Step, Winrate
 from prefgrpo.ops.backend import implementation, serving
 
+NAMESPACE = __name__.split(".")[0]
+"""Of the custom ops: prefgrpo, or where the hub's loader gives the package another name, that one."""
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 # There are no public names for these: how many dispatch modes, whether a function mode, which tracer and transform.
 _dispatch_modes, _function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
@@ -38,10 +40,10 @@ class Op:
         self.name, _, signature = schema.partition("(")
         self.kind, self.results = kind, results
         self._custom = torch.library.custom_op(
-            f"prefgrpo::{self.name}", self.run, mutates_args=(), schema="(" + signature
+            f"{NAMESPACE}::{self.name}", self.run, mutates_args=(), schema="(" + signature
         )
         self._custom.register_fake(lambda *given: _padded(results(kind(*given))))
-        self._graph = getattr(torch.ops.prefgrpo, self.name).default
+        self._graph = getattr(getattr(torch.ops, NAMESPACE), self.name).default
         arguments = self._graph._schema.arguments
         self.fields = kind._fields[: len(arguments)]
         self.tensors = [k for k, a in enumerate(arguments) if "Tensor" in str(a.type)]

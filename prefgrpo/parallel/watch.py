@@ -16,7 +16,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import TCPStore
 
 LOOK_S = 2.0
 """Seconds between two looks."""
@@ -32,7 +31,8 @@ class Watch(threading.Thread):
         super().__init__(daemon=True)
         self.rank, size = dist.get_rank(), dist.get_world_size()
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=LOOK_S * LOOKS))
+        limit = timedelta(seconds=LOOK_S * LOOKS)
+        store = dist.TCPStore(address, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives one
         self._counts = PrefixStore(f"prefgrpo/{attempt}/{port}", store)
         self._counts.set(str(self.rank), "0")
@@ -42,6 +42,7 @@ class Watch(threading.Thread):
     def stop(self) -> None:
         """This process leaves: the others do not expect it to count on."""
         self._stopped.set()
+        self.join(LOOK_S * LOOKS)
         with suppress(dist.DistError):  # process 0 may have left with the store
             self._counts.set(str(self.rank), ENDED)
 

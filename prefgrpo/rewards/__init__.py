@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prefgrpo.rewards.base import PointwiseReward, Reward, RewardError
+from prefgrpo.rewards.base import GroupwiseReward, PointwiseReward, Reward, RewardError
 from prefgrpo.rewards.prepared import Prepared
 
 REWARDS: dict[str, str] = {
@@ -279,3 +279,17 @@ def _checked(name: str, make: type[Reward], options: dict[str, Any], also: Itera
     if needed := [k for k, p in accepted.items() if p.default is p.empty and k not in options]:
         raise RewardSpecError(f"reward '{name}' needs the option(s) {', '.join(needed)}")
     return partial(make, **options)
+
+
+def show_rewards() -> int:
+    """`prefgrpo reward list`. Every reward: its name, what it takes, whether a judge answers it, and what it is."""
+    rows = [("reward", "takes", "asks", "what it is")]
+    for name in sorted(REWARDS):
+        cls = load_class(name)
+        takes = " + ".join([" or ".join(cls.takes), *["source"] * cls.needs_source, *cls.meta_keys])
+        takes += " (group)" if issubclass(cls, GroupwiseReward) else ""
+        rows.append((name, takes, "a judge" if cls.judged else "-", (inspect.getdoc(cls) or "").split("\n")[0]))
+    wide = [max(len(row[k]) for row in rows) for k in range(3)]
+    for row in rows:
+        print("  ".join(text.ljust(width) for text, width in zip(row, [*wide, 0], strict=True)).rstrip())
+    return 0

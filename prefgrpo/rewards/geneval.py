@@ -180,47 +180,32 @@ def relations(a: Detection, b: Detection) -> set[str]:
 
 def judge(objects: Objects, meta: Mapping[str, Any], colours: Colours) -> Verdict:
     """The verdict on detected objects. `colours(name)`: of the objects of a class, in their order."""
-    soft, strict = _exactly(objects, meta["include"], colours)
-    excluded = any(len(objects.get(c["class"], ())) >= c["count"] for c in meta.get("exclude") or ())
-    return Verdict(soft, strict, _at_least(objects, meta["include"], colours) and not excluded)
-
-
-def _exactly(objects: Objects, include: Sequence[Mapping[str, Any]], colours: Colours) -> tuple[float, bool]:
-    """Soft score, and whether each count, colour and place is exact (exclude clauses do not count here)."""
     terms: list[float] = []
-    groups: list[Sequence[Detection] | None] = []
-    for clause in include:
-        detections, wanted = objects.get(clause["class"], ()), clause["count"]
-        terms.append(1 - abs(wanted - len(detections)) / wanted)
-        right = len(detections) == wanted
-        if not right and (clause.get("color") or clause.get("position")):
+    exact: list[Sequence[Detection] | None] = []
+    least: list[Sequence[Detection] | None] = []
+    for clause in meta["include"]:
+        things, wanted = objects.get(clause["class"], ()), clause["count"]
+        colour, position = clause.get("color"), clause.get("position")
+        terms.append(1 - abs(wanted - len(things)) / wanted)  # soft and strict: counts, colours and places are exact
+        right = len(things) == wanted
+        if not right and (colour or position):
             terms.append(0.0)
-        elif right and clause.get("color"):
-            same = colours(clause["class"]).count(clause["color"])
+        elif right and colour:
+            same = colours(clause["class"]).count(colour)
             terms.append(1 - abs(wanted - same) / wanted)
             right = same == wanted
-        if right and clause.get("position"):
-            relation, target = clause["position"]
-            right = _placed(detections, groups[target], relation)
-            terms += [1.0] if right else [0.0] if groups[target] is None else [0.0, 1.0]
-        groups.append(detections if right else None)
-    return sum(terms) / len(terms), None not in groups
-
-
-def _at_least(objects: Objects, include: Sequence[Mapping[str, Any]], colours: Colours) -> bool:
-    """Whether the surest objects, as many as are wanted, exist and have the colour and place."""
-    groups: list[Sequence[Detection] | None] = []
-    for clause in include:
-        wanted = clause["count"]
-        detections = objects.get(clause["class"], ())[:wanted]
-        right = len(detections) == wanted
-        if right and clause.get("color"):
-            right = colours(clause["class"])[:wanted].count(clause["color"]) == wanted
-        if right and clause.get("position"):
-            relation, target = clause["position"]
-            right = _placed(detections, groups[target], relation)
-        groups.append(detections if right else None)
-    return None not in groups
+        if right and position:
+            relation, target = position
+            right = _placed(things, exact[target], relation)
+            terms += [1.0] if right else [0.0] if exact[target] is None else [0.0, 1.0]
+        exact.append(things if right else None)
+        surest = things[:wanted]  # correct: the surest, as many as are wanted, have the colour and place
+        right = len(surest) == wanted
+        right = right and (not colour or colours(clause["class"])[:wanted].count(colour) == wanted)
+        right = right and (not position or _placed(surest, least[position[1]], position[0]))
+        least.append(surest if right else None)
+    excluded = any(len(objects.get(c["class"], ())) >= c["count"] for c in meta.get("exclude") or ())
+    return Verdict(sum(terms) / len(terms), None not in exact, None not in least and not excluded)
 
 
 def _placed(detections: Sequence[Detection], target: Sequence[Detection] | None, relation: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a run says: metrics.jsonl, TensorBoard, a progress bar and one readable line per step.
+"""What a run says: metrics.jsonl, trackers, a progress bar and one readable line per step.
 
 One JSON object per line, `kind` 'train' or 'eval'. Wall-clock numbers live under keys that start with 'time/', so
 that everything else can be compared bit by bit between runs. Invariant: a resumed run rewrites no earlier line and
@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from prefgrpo.run.checkpoint import write_atomic
 from prefgrpo.run.metrics import PARTS_OF_WINS, step_line
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.run.signs import Sign, Signs
+from prefgrpo.run.trackers import Tracker, kept
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
@@ -40,13 +41,19 @@ class Log:
     """The output of rank 0; on other ranks every method does nothing."""
 
     def __init__(
-        self, folder: RunFolder, total: int, start: int, *, tensorboard: bool, active: bool, trained: Iterable[str] = ()
+        self,
+        folder: RunFolder,
+        total: int,
+        start: int,
+        *,
+        trackers: Sequence[Tracker] = (),
+        active: bool,
+        trained: Iterable[str] = (),
     ) -> None:
         """trained: names of the rewards of non-zero weight."""
-        self.active = active
+        self.active, self.folder, self.trackers = active, folder, trackers
         self.win_rate: float | None = None
         """Of the last evaluation: the judge's, or else the first reward's."""
-        self.writer: Any = None
         self.seen = set[Sign]()
         """Signs of reward hacking that there have been."""
         if not active:
@@ -56,10 +63,6 @@ class Log:
         self.have = {(r["kind"], r["step"], r.get("set")) for r in rows}
         write_atomic(folder.metrics, "".join(json.dumps(r) + "\n" for r in rows))
         self.file = folder.metrics.open("a", encoding="utf-8")
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.writer = SummaryWriter(str(folder.tensorboard), purge_step=start + 1 if start else 0)
         self.steps = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True, disable=None, smoothing=0.1)
         self.total, self.start, self.began = total, start, time.monotonic()
 
@@ -83,10 +86,12 @@ class Log:
         self.file.write(json.dumps({"kind": kind, "step": step, **clean}) + "\n")
         self.file.flush()
         os.fsync(self.file.fileno())
-        if self.writer is not None:
-            for key, value in clean.items():
-                if isinstance(value, (int, float)):
-                    self.writer.add_scalar(f"{kind}/{key}", value, step)
+        numbers = {f"{kind}/{key}": value for key, value in clean.items() if isinstance(value, (int, float))}
+        shown = kept(self.folder, kind, step, values.get("set")) if self.trackers else None
+        for tracker in self.trackers:
+            tracker.log(step, numbers)
+            if shown is not None:
+                tracker.show(step, *shown)
 
     def step(self, step: int, values: Mapping[str, float], seconds: Mapping[str, float]) -> None:
         """The summary line of a finished step; the time left counts evaluations in, as they have been so far."""
@@ -105,8 +110,8 @@ class Log:
         if self.active:
             self.steps.close()
             self.file.close()
-            if self.writer is not None:
-                self.writer.close()
+            for tracker in self.trackers:
+                tracker.close()
 
 
 def _write(text: str) -> None:

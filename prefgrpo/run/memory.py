@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from prefgrpo.config.schema import Config, ConfigError, ParallelConfig
 from prefgrpo.data.prompts import read_prompts
@@ -43,6 +43,14 @@ from prefgrpo.rollout.sampling import window_range
 from prefgrpo.run.loading import config_errors_as, model_options, trainable
 
 GIB = 2**30
+aten = torch.ops.aten
+FLOP: dict[Any, Any] = flop_registry | {
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+"""torch's formulas, which leave out the CPU's attention (fake tensors are on the CPU)."""
 Batch = tuple[Tensor, Tensor, Condition]
 """x [B, ...], σ [B], the condition."""
 
@@ -208,7 +216,7 @@ def _phase(name: str, config: Config, adapter: Adapter, batch: Batch, known: lis
     """(most bytes that one forward of the rollout, one decode, or one trained step holds, FLOP per sample)."""
     x, sigma, condition = batch
     r, parked, count = config.rollout, 0, len(x)
-    with FlopCounterMode(display=False) as flop, Weigh(known) as scale, torch.set_grad_enabled(name == "update"):
+    with Weigh(known) as scale, torch.set_grad_enabled(name == "update"):
         if name == "decode":
             mine = -(-r.batch_size // (config.parallel.ring * config.parallel.ulysses))
             count = min(config.memory.decode_batch or mine, mine)
@@ -218,7 +226,7 @@ def _phase(name: str, config: Config, adapter: Adapter, batch: Batch, known: lis
             v = adapter.velocity(x, sigma, condition, r)
             if name == "update":
                 v.float().square().mean().backward()
-    return scale.most + parked, flop.get_total_flops() / count
+    return scale.most + parked, scale.flop / count
 
 
 def _facts(config: Config, adapter: Adapter) -> Facts:
@@ -344,14 +352,15 @@ def _clear_caches(package: str) -> None:
 
 
 class Weigh(TorchDispatchMode):
-    """Inside, `most` is the largest number of bytes that new tensors held at once, and `now()` what they hold."""
+    """Inside, `most` is the largest number of bytes that new tensors held at once, and `now()` what they hold; `flop`
+    sums torch's formulas (its FlopCounterMode keeps tensors alive)."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         """known: tensors that were there before, and their views, do not count."""
         super().__init__()
         self._known = {StorageWeakRef(t.untyped_storage()) for t in known}
         self._live: dict[StorageWeakRef, int] = {}
-        self._total = self.most = 0
+        self._total = self.most = self.flop = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do the operation and weigh what it returns; one on real tensors alone is really done (lengths, σ, pixels)."""
@@ -359,6 +368,8 @@ class Weigh(TorchDispatchMode):
         real = given and not any(isinstance(t, FakeTensor) for t in given)
         with unset_fake_temporarily() if real else nullcontext():
             out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in FLOP:
+            self.flop += FLOP[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._note(tensor.untyped_storage())

@@ -1,7 +1,7 @@
 """Where everything lies in a run's folder, `output/name`: the only place that knows the names of its files.
 
 config.yaml  metrics.jsonl  judgements.jsonl  verdicts/  tensorboard/  checkpoints/step_000020/
-eval/dev_000050.npz  groups/step_000050.npz  lora/ or pipeline/  proof.safetensors  report.html
+eval/dev_000050.npz, .json  groups/step_000050.npz  lora/ or pipeline/  proof.safetensors  report.html
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class RunFolder:
         self.metrics = root / "metrics.jsonl"
         self.judgements = root / "judgements.jsonl"
         self.tensorboard = root / "tensorboard"
+        self.wandb_id = root / "wandb_id"
         self.checkpoints = root / "checkpoints"
         self.eval = root / "eval"
         self.groups = root / "groups"

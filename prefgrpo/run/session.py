@@ -39,7 +39,7 @@ from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.rollout.sampling import Schedules, all_sizes, evaluation
-from prefgrpo.run import checkpoint, judging
+from prefgrpo.run import checkpoint, judging, trackers
 from prefgrpo.run.evaluate import Evaluator, held_out
 from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
 from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
@@ -57,7 +57,7 @@ FREE = (
         "checkpoint.every",
         "checkpoint.keep",
     ),
-    *("output", "name", "device", "gpus", "tensorboard", "data.cache", "memory.offload"),
+    *("output", "name", "device", "gpus", "tensorboard", "trackers", "data.cache", "memory.offload"),
     *("judge.endpoints", "judge.api_key_env", "judge.concurrency", "judge.timeout_s", "judge.deadline_s"),
     *("judge.max_missing", "judge.patience_steps", "judge.log", "judge.cache", "judge.hedge_s"),
     *("judge.retries", "judge.patience_s", "parallel.replicate", "parallel.shard", "parallel.ulysses"),
@@ -291,6 +291,7 @@ def mistakes(config: Config) -> list[str]:
     problems += [] if problems else _objective_mistakes(config)
     if not problems and not any(judging.specs(config)[0].values()):
         problems.append("reward.spec: every weight is 0, which leaves nothing to train on; measure with eval.spec")
+    problems += trackers.mistakes(config)
     files = {"data.prompts": config.data.prompts, "eval.prompts": e.prompts, "eval.final_prompts": e.final_prompts}
     problems += [f"{field}: prompts file not found: {f}" for field, f in files.items() if f and not Path(f).is_file()]
     if config.train.updates_per_rollout > (samples := r.prompts_per_step * r.group_size):

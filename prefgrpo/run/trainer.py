@@ -43,6 +43,7 @@ from prefgrpo.run.metrics import (
 from prefgrpo.run.policy import NonFiniteGradient
 from prefgrpo.run.session import Clock, open_session, peak_memory
 from prefgrpo.run.signs import DIVERSITY, pixel_distance
+from prefgrpo.run.trackers import open_trackers
 
 REASONS_SHOWN = 3
 """Most frequent reasons for missing rewards that a step prints; ten times as many in a run."""
@@ -86,7 +87,7 @@ class TrainingLoop:
             self.folder,
             config.train.steps,
             self.session.start,
-            tensorboard=config.tensorboard,
+            trackers=open_trackers(config, self.folder, self.session.start) if self.world.main else (),
             active=self.world.main,
             trained=[name for name, weight in self.session.weights.items() if weight],
         )

@@ -1,0 +1,177 @@
+"""`python -m benchmarks.plan_check`: what `prefgrpo plan` says of published runs and of runs that were measured here.
+
+Published: seconds of xDiT, vLLM-Omni and verl-omni, ratios of BranchGRPO's table, memory of NeMo Automodel (sources in
+the table). The plan gets the published settings and its own assumptions (0.3 of the peak, 0.45 compiled), nothing is
+fitted per row; what a publication does beside our work is added where it says so. Measured: ratios of
+results/levers_cpu.json (`benchmarks.bench_levers`), which the plan predicts from FLOP alone. Written to
+results/plan_check.json and docs/scale.md; `--render` only writes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench_levers import JSON as LEVERS_JSON
+from benchmarks.bench_levers import LEVERS, SIZES, settings
+from benchmarks.blocks import replace_block, rounded, write_json
+from benchmarks.peer_runs import make_pipeline
+from prefgrpo.config.recipe import merged
+from prefgrpo.config.schema import Config, from_dict
+from prefgrpo.run.memory import Estimate, estimate
+from prefgrpo.run.speed import HARDWARE, MFU, Machines, step_time
+
+ROOT = Path(__file__).resolve().parent.parent
+JSON, PAGE = ROOT / "benchmarks" / "results" / "plan_check.json", ROOT / "docs" / "scale.md"
+WITHIN = 0.3
+Row = tuple[str, str, str, float, float]
+"""What, source, unit, published or measured, planned."""
+
+
+def machines(config: Config, gpu: str = "h100") -> Machines:
+    """One node of these GPUs."""
+    return Machines(HARDWARE[gpu], config.gpus, -(-config.gpus // 8), MFU[config.compile])
+
+
+def base(model: str, family: str, size: int, **over: Any) -> dict[str, Any]:
+    """A run of a published model on square pictures, all of whose parts can be changed."""
+    rollout = {"height": size, "width": size, "prompts_per_step": 1, "group_size": 2, "batch_size": 1}
+    content = {"model": model, "family": family, "data": {"prompts": "p", "cache": "c"}, "rollout": rollout}
+    return merged(content, over)
+
+
+def flux() -> Iterator[Row]:
+    """xDiT: one picture of 1024² in 28 steps; nothing trains."""
+    sampled = {"rollout": {"steps": 28, "window_high": 1}, "gpus": 1}
+    one = estimate(from_dict(base("black-forest-labs/FLUX.1-dev", "flux", 1024, **sampled)))
+    published = {(1, False): 6.5, (2, False): 4.7, (4, False): 3.6, (1, True): 4.1, (4, True): 1.9}
+    for (gpus, compiled), seconds in published.items():
+        content = base("black-forest-labs/FLUX.1-dev", "flux", 1024, **sampled)
+        config = from_dict(content | {"gpus": gpus, "parallel": {"ulysses": gpus}})
+        m = replace(machines(config), mfu=MFU[compiled])
+        taken = step_time(config, one.flop, one.model, m, False).seconds
+        decode = one.flop["decode"] / m.rate(config)
+        per_image = (taken["rollout"] + taken.get("all-to-all", 0.0)) / 2 + decode
+        name = f"FLUX.1-dev 1024², 28 steps, ulysses {gpus}{', compiled' * compiled}"
+        yield name, "xDiT #378, H100", "s per image", seconds, per_image
+
+
+def qwen() -> Iterator[Row]:
+    """vLLM-Omni's pictures and verl-omni's training steps."""
+    rollout = {"steps": 10, "window_high": 5, "window_size": 2, "guidance": 4.0}
+    rollout |= {"prompts_per_step": 32, "group_size": 16, "batch_size": 16}
+    train = {"gradient_checkpointing": True, "updates_per_rollout": 2}
+    content = base("Qwen/Qwen-Image", "qwen_image", 512, rollout=rollout, train=train, gpus=4, data={"max_length": 256})
+    lora = from_dict(content)
+    counted = estimate(lora)
+    rate = MFU[True] * HARDWARE["h200"].flops
+    for seconds, name in ((2.17, "one at a time"), (1.39, "8 at a time")):
+        planned = 20 * counted.flop["rollout"] / rate
+        yield f"Qwen-Image 512², 20 steps, {name}", "vllm-omni #2822, H200", "s per image", seconds, planned
+
+    def steps(config: Config, whole: Estimate) -> float:
+        again = 2 * whole.flop["rollout"] * 512 / config.gpus / machines(config).rate(config)  # their old log-probs
+        return step_time(config, whole.flop, whole.model, machines(config), False).total + again
+
+    yield "LoRA, 4 GPUs, judged beside", "verl-omni performance.md, H800", "s per step", 360, steps(lora, counted)
+    yield "LoRA, 4 GPUs, judged in turn", "verl-omni performance.md, H800", "s per step", 420, steps(lora, counted)
+    free = {"rollout": {"guidance": 1.0}, "train": {"lora_rank": 0}, "parallel": {"shard": 4}}
+    full = from_dict(merged(content, free))
+    whole = estimate(full)
+    yield "all weights, 4 GPUs, no guidance", "verl-omni performance.md, H200", "s per step", 250, steps(full, whole)
+    large = from_dict(merged(content, free | {"gpus": 64, "parallel": {"shard": 8}}))
+    planned = steps(replace(large, rollout=replace(large.rollout, batch_size=8)), whole)
+    yield "all weights, 64 GPUs, no guidance", "verl-omni performance.md, H100", "s per step", 105, planned
+
+
+def branch() -> Iterator[Row]:
+    """BranchGRPO's table: DanceGRPO on FLUX, fewer and fewer of 20 steps trained."""
+    rollout = {"steps": 20, "window_high": 20, "prompts_per_step": 8, "group_size": 8}
+    train = {"lora_rank": 0, "gradient_checkpointing": True, "reuse_rollout_forward": False}
+    content = base(
+        "black-forest-labs/FLUX.1-dev", "flux", 720, rollout=rollout, train=train, gpus=8, parallel={"shard": 8}
+    )
+    whole = estimate(from_dict(content))
+
+    def seconds(trained: int) -> float:
+        config = from_dict(merged(content, {"rollout": {"window_size": trained}}))
+        return step_time(config, whole.flop, whole.model, machines(config), False).total
+
+    for trained, published in ((12, 469 / 698), (5, 289 / 698)):
+        yield (
+            f"FLUX, all weights, {trained} of 20 steps",
+            "BranchGRPO README",
+            "of 20 steps",
+            published,
+            (seconds(trained) / seconds(20)),
+        )
+
+
+def automodel() -> Iterator[Row]:
+    """Peak memory of Wan2.1-1.3B, all weights, one clip per share; 512² of 1 and of 61 frames."""
+    for tokens, frames, meshes in (
+        (1024, 1, ((2, 1, 13.3), (2, 2, 6.7), (2, 4, 3.6))),
+        (16384, 61, ((8, 1, 54.9), (2, 4, 16.3))),
+    ):
+        for shard, ulysses, published in meshes:
+            over = {"rollout": {"frames": frames, "guidance": 1.0}, "train": {"lora_rank": 0}, "gpus": shard * ulysses}
+            over |= {"parallel": {"shard": shard, "ulysses": ulysses}}
+            whole = estimate(from_dict(base("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "wan", 512, **over)))
+            states = sum(whole.parts[k] for k in ("weights", "optimiser", "gathered"))
+            name = f"Wan2.1-1.3B, all weights, {tokens} tokens, shard {shard} ulysses {ulysses}"
+            yield name, "NeMo Automodel #3157, H100", "GB", published, (states + whole.phases["update"]) / 1e9
+
+
+def measured() -> Iterator[Row]:
+    """Ratios of steps with and without a lever, on this machine's CPU."""
+    for run in json.loads(LEVERS_JSON.read_text())["runs"] if LEVERS_JSON.is_file() else []:
+        lever = LEVERS[run["lever"]]
+        if run["size"] != "wide" or lever.on.get("compile"):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            made = make_pipeline(lever.family, Path(folder), SIZES["wide"])
+            totals = []
+            for changes in (lever.off, lever.on):
+                config = from_dict(merged(settings(lever.family, made, SIZES["wide"], "plan"), changes))
+                whole, m = estimate(config), Machines(HARDWARE["h100"], 1, 1, 0.3)
+                reuses = config.train.reuse_rollout_forward is True
+                totals.append(step_time(config, whole.flop, whole.model, m, reuses).total)
+            yield run["lever"], "bench_levers, wide, CPU", "of the step", run["ratio"]["step"], totals[1] / totals[0]
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """The block of docs/scale.md."""
+    lines = ["| run | source | unit | published or measured | planned | error | |", "|---|---|---|---:|---:|---:|---|"]
+    for what, source, unit, real, planned in found["rows"]:
+        error = planned / real - 1
+        verdict = "" if abs(error) <= WITHIN else "misses"
+        lines.append(f"| {what} | {source} | {unit} | {real:.3g} | {planned:.3g} | {error:+.0%} | {verdict} |")
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = {f.__name__: f for f in (flux, qwen, branch, automodel, measured)}
+    parser.add_argument("--render", action="store_true", help="only write the document's table from the JSON")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--out", type=Path, default=JSON)
+    given = parser.parse_args(argv)
+    if not given.render:
+        rows = list[Row]()
+        for name in given.parts:
+            for row in parts[name]():
+                rows.append(row)
+                print(*row, sep=" · ", flush=True)
+        write_json(given.out, rounded({"rows": rows}))
+    if given.out == JSON:
+        replace_block(PAGE, "plan_check", table(json.loads(JSON.read_text())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Trackers beside metrics.jsonl: TensorBoard, Weights & Biases and Trackio.
+
+Each gets the rows' numbers, and what a run keeps for its report: images or clips of an evaluation beside those before
+the training, the judge's answers on them as a table, and groups of training images by win rate. Where they go is for
+the libraries' own environment variables to say (WANDB_MODE=offline, TRACKIO_SPACE_ID, …); the project is prefgrpo, or
+what WANDB_PROJECT or TRACKIO_PROJECT names. Invariant: a tracker only reads; the run's files never depend on one.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from prefgrpo.config.schema import Config, to_dict
+from prefgrpo.run.checkpoint import write_atomic
+from prefgrpo.run.run_folder import RunFolder
+
+FRAME_MS = 125
+"""How long a frame of a clip is shown."""
+
+
+class Shown(NamedTuple):
+    """An image uint8 [H, W, 3] or a clip [F, H, W, 3] with its caption."""
+
+    caption: str
+    pixels: NDArray[np.uint8]
+
+
+class Table(NamedTuple):
+    """Texts and numbers in named columns."""
+
+    columns: list[str]
+    rows: list[list[Any]]
+
+
+class Tracker(Protocol):
+    """What a run reports to."""
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Numbers of a training step or an evaluation."""
+
+    def show(self, step: int, name: str, images: Sequence[Shown], table: Table | None) -> None:
+        """Images or clips, and what was said of them."""
+
+    def close(self) -> None:
+        """Send what is left."""
+
+
+def mistakes(config: Config) -> list[str]:
+    """Trackers of a configuration whose libraries are not installed."""
+    specs = {
+        name: find_spec(name) for name in config.trackers
+    }  # ./wandb, left there by a run, is a spec without origin
+    lacking = [name for name, spec in specs.items() if spec is None or spec.origin is None]
+    return [
+        f"trackers: {name} is not installed; expected `pip install {name}`, or a run without it" for name in lacking
+    ]
+
+
+def open_trackers(config: Config, folder: RunFolder, start: int) -> list[Tracker]:
+    """The trackers of a run that goes on after step `start`."""
+    found: list[Tracker] = [TensorBoard(folder, start)] if config.tensorboard else []
+    return found + [Service(name, config, folder, start > 0) for name in config.trackers]
+
+
+class TensorBoard:
+    """Events in the run folder; clips are pictures that move (GIF)."""
+
+    def __init__(self, folder: RunFolder, start: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder.tensorboard), purge_step=start + 1 if start else 0)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Scalars."""
+        for key, value in numbers.items():
+            self._writer.add_scalar(key, value, step)
+
+    def show(self, step: int, name: str, images: Sequence[Shown], table: Table | None) -> None:
+        """Images by number, captions and table as text."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for k, (_, pixels) in enumerate(images):
+            height, width = pixels.shape[-3:-1]
+            encoded = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=encode(pixels))
+            summary = Summary(value=[Summary.Value(tag=f"{name}/{k + 1}", image=encoded)])
+            self._writer._get_file_writer().add_summary(summary, step)  # add_video needs moviepy
+        captions = [f"{k + 1}. {_escaped(caption)}" for k, (caption, _) in enumerate(images)]
+        self._writer.add_text(f"{name}/captions", "\n".join(captions), step)
+        if table is not None:
+            lines = [table.columns, ["---"] * len(table.columns), *table.rows]
+            text = "\n".join("|" + "|".join(_escaped(str(cell)) for cell in line) + "|" for line in lines)
+            self._writer.add_text(f"{name}/verdicts", text, step)
+
+    def close(self) -> None:
+        """Flush the events."""
+        self._writer.close()
+
+
+class Service:
+    """Weights & Biases, or Trackio, which has the same functions."""
+
+    def __init__(self, name: str, config: Config, folder: RunFolder, resumed: bool) -> None:
+        self._module: Any = import_module(name)
+        options: dict[str, Any] = {"resume": "allow" if resumed else "never"}
+        if name == "wandb":
+            if not (resumed and folder.wandb_id.is_file()):
+                write_atomic(folder.wandb_id, uuid.uuid4().hex)
+            options |= {"id": folder.wandb_id.read_text().strip(), "dir": str(folder.root)}
+        project = os.environ.get(f"{name.upper()}_PROJECT", "prefgrpo")
+        self._run = self._module.init(project=project, name=config.name, config=to_dict(config), **options)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Numbers; Weights & Biases leaves out what a resumed run does once more."""
+        self._run.log(dict(numbers), step=step)
+
+    def show(self, step: int, name: str, images: Sequence[Shown], table: Table | None) -> None:
+        """Images, or clips as GIF, with their captions, and the table."""
+        with tempfile.TemporaryDirectory() as place:
+            media = [self._media(Path(place) / f"{k}.gif", shown) for k, shown in enumerate(images)]
+            values: dict[str, Any] = {f"{name}/images": media}
+            if table is not None:
+                values[f"{name}/verdicts"] = self._module.Table(columns=table.columns, data=table.rows)
+            self._run.log(values, step=step)
+
+    def _media(self, file: Path, shown: Shown) -> Any:
+        if shown.pixels.ndim == 3:
+            return self._module.Image(shown.pixels, caption=shown.caption)
+        file.write_bytes(encode(shown.pixels))
+        return self._module.Video(str(file), caption=shown.caption, format="gif")
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._run.finish()
+
+
+def encode(pixels: NDArray[np.uint8]) -> bytes:
+    """An image as PNG, a clip as a GIF that plays in a loop."""
+    frames = [Image.fromarray(frame) for frame in (pixels if pixels.ndim == 4 else [pixels])]
+    file = io.BytesIO()
+    if pixels.ndim == 4:
+        frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=FRAME_MS, loop=0)
+    else:
+        frames[0].save(file, "PNG")
+    return file.getvalue()
+
+
+def _escaped(text: str) -> str:
+    """Text inside a cell of a Markdown table."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+# ---- what a run keeps for its report ---------------------------------------------------------------------------------
+
+
+def kept(folder: RunFolder, kind: str, step: int, name: Any) -> tuple[str, list[Shown], Table | None] | None:
+    """(name, images or clips, table) that a row of metrics goes with: of the evaluation set `name`, or of the training
+    step; None if the run kept none."""
+    if kind == "eval" and folder.shown(name, step).is_file():
+        return (f"eval/{name}", *_evaluation(folder, name, step))
+    if kind == "train" and folder.group(step).is_file():
+        with np.load(folder.group(step), allow_pickle=False) as file:
+            groups = zip(file["prompts"], file["images"], file["rates"], strict=True)
+            return "train/groups", [_group(str(prompt), images, rates) for prompt, images, rates in groups], None
+    return None
+
+
+def _evaluation(folder: RunFolder, name: str, step: int) -> tuple[list[Shown], Table | None]:
+    """Every kept image, left before the training (and its source, if it is an edit), right now; the judge's answers."""
+    prompts = json.loads(folder.prompts(name).read_text(encoding="utf-8"))
+    with np.load(folder.shown(name, step), allow_pickle=False) as file:
+        parts = [file["before"], file["now"]]
+    if folder.sources(name).is_file():
+        with np.load(folder.sources(name), allow_pickle=False) as file:
+            parts.insert(0, np.stack([_like(source, parts[0]) for source in file["sources"]]))
+    images = [Shown(prompt, np.concatenate(row, axis=-2)) for prompt, *row in zip(prompts, *parts, strict=True)]
+    outcomes = json.loads(folder.outcomes(name, step).read_text(encoding="utf-8"))
+    outcomes = [row for row in outcomes if "answers" in row]
+    who = sorted({name for row in outcomes for name in row["wins"]})
+    rows = [
+        [prompt, *(row["wins"].get(name) for name in who), *(own[key] for key in ANSWER)]
+        for prompt, row in zip(prompts, outcomes, strict=True)
+        for own in row["answers"] or [dict.fromkeys(ANSWER)]
+    ]
+    return images, Table(["prompt", *(f"win by {name}" for name in who), *ANSWER.values()], rows) if rows else None
+
+
+ANSWER = {"judge": "judge", "first": "shown first", "p_first": "P(first)", "reason": "no verdict because",
+          "raw": "answer"}  # fmt: skip
+
+
+def _like(source: NDArray[np.uint8], media: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """A source image at the size of images [n, H, W, 3], or as many frames of it as clips [n, F, H, W, 3] have."""
+    height, width = media.shape[-3:-1]
+    sized = np.asarray(Image.fromarray(source).resize((width, height)))
+    return sized if media.ndim == 4 else np.broadcast_to(sized, media.shape[1:])
+
+
+def _group(prompt: str, images: NDArray[np.uint8], rates: NDArray[np.float64]) -> Shown:
+    """The images of a group side by side, the best first."""
+    order = np.argsort(-np.nan_to_num(rates, nan=-1.0), kind="stable")
+    told = ", ".join("missing" if np.isnan(rate) else f"{rate:.2f}" for rate in rates[order])
+    return Shown(f"{prompt} (win rates {told})", np.concatenate(images[order], axis=-2))

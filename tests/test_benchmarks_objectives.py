@@ -1,0 +1,53 @@
+"""The comparison of objectives: what is read from a run's rows, and docs/objectives.md is what the committed results
+render to. The full tier runs a step of a demo recipe through it.
+"""
+
+import json
+
+import pytest
+
+from benchmarks import bench_objectives as bench
+from benchmarks.blocks import rendered
+
+
+def run(*accuracies, signs=None):
+    """A run whose evaluations are 10 steps, 1000 calls and 20 seconds apart."""
+    rows = [[10 * k, 1000.0 * k, 20.0 * k, y, 0.5, 0.1, 0.1] for k, y in enumerate(accuracies)]
+    return {"objective": "nft", "seed": 0, "signs": signs or {}, "evaluations": rows, "machine": {"cpu": "one"}}
+
+
+def test_what_is_read_from_a_run():
+    up = run(0.4, 0.6, 0.8, 0.7, 0.9)
+    assert bench.reached(up["evaluations"], "calls") == pytest.approx(1500)
+    assert bench.reached(up["evaluations"], "seconds") == pytest.approx(30)
+    assert bench.reached(run(0.4, 0.6)["evaluations"], "calls") is None
+    assert bench.fall(up, ()) == pytest.approx(0.1), "reached at step 15, looked at until 30"
+    early = up | {"signs": {"diversity": 24}}
+    assert bench.fall(early, ["diversity"]) == pytest.approx(0.04), "its rule ends it before"
+    assert bench.fall(early, ["monitors"]) == pytest.approx(0.1)
+    assert bench.fall(run(0.4, 0.6, 0.8), ()) is None, "not long enough to say"
+    table = bench.table({"nft": [up, run(0.4, 0.5, 0.5, 0.5, 0.6) | {"seed": 1}]})
+    assert table[2].startswith("| `nft` | 0, 1 | 40, 40 | 1.5, 1 never | 30, 1 never | 0.750 (0.600–0.900) |"), table[2]
+    assert "`nft` seed 0, 1, 2" in bench.missing({"nft": [up]}), "no run got to its end"
+
+
+def test_every_objective_is_compared():
+    from prefgrpo.objectives import OBJECTIVES
+
+    assert set(bench.NAMES) == set(OBJECTIVES) and all(bench.load(bench.recipe(n)) for n in bench.NAMES)
+    assert all(bench.load(bench.recipe(n)).train.objective == n for n in bench.NAMES)
+
+
+def test_the_document_is_rendered_from_the_results(root):
+    if found := bench.read(bench.RESULTS):
+        page = (root / "docs" / "objectives.md").read_text()
+        assert rendered(page, "objectives", bench.block(found)) == page
+
+
+@pytest.mark.full
+def test_a_run_is_measured(tmp_path, root, monkeypatch):
+    monkeypatch.chdir(root)
+    bench.train("soft_dpo", 0, tmp_path / "run.json", steps=1, every=1)
+    start, end = json.loads((tmp_path / "run.json").read_text())["evaluations"]
+    assert start[:3] == [0, 0, 0] and start[3] == pytest.approx(113 / 288, abs=0.01)
+    assert end[:2] == [1, 672] and end[2] > 0.5 and end[5] > 0

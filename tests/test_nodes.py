@@ -1,0 +1,55 @@
+"""Two torchrun agents on this machine, one process each, started as docs/scale.md says: the run of one agent with two.
+
+Why these cases: several machines differ from one in who starts the processes and where they meet. Both ways of meeting
+(rendezvous by name through `prefgrpo launch`, fixed ranks through torchrun itself) must give the same metrics.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from tiny_run import ranks, recipe, rows, weights, world
+
+pytestmark = [pytest.mark.dist, pytest.mark.full]
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def by_name(node: int, port: str) -> list[str]:
+    """The options of docs/scale.md; the address, since a test machine's own name may not resolve."""
+    meeting = ["--rdzv_backend", "c10d", "--rdzv_id", "wan", "--rdzv_endpoint", f"127.0.0.1:{port}"]
+    return ["-m", "prefgrpo", "launch", "--nnodes", "2", "--nproc_per_node", "1", *meeting, "--local_addr", "127.0.0.1"]
+
+
+def by_rank(node: int, port: str) -> list[str]:
+    """torchrun itself, with ranks given by hand."""
+    meeting = ["--node_rank", str(node), "--master_addr", "127.0.0.1", "--master_port", port]
+    return ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", *meeting, "-m", "prefgrpo"]
+
+
+def test_two_agents_are_one_with_two_processes(tmp_path):
+    place = world(tmp_path)
+    together = ranks(recipe(place, "together"), 2)
+    assert [r.wait() for r in together] == [0, 0], together[0].output
+    truth = place / "runs" / "together"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    for way in (by_name, by_rank):
+        name, port = way.__name__, free_port()
+        file, logs = recipe(place, name), [place / f"{name}{node}.log" for node in range(2)]
+        agents = []
+        for node, log in enumerate(logs):
+            with log.open("w") as to:
+                command = [sys.executable, *way(node, port), "train", str(file)]
+                agents.append(subprocess.Popen(command, stdout=to, stderr=to, env=env))
+        ended, outputs = [agent.wait(600) for agent in agents], [log.read_text() for log in logs]
+        assert ended == [0, 0], outputs
+        run = place / "runs" / name
+        assert rows(run) == rows(truth) and weights(run) == weights(truth), way
+        assert sum(output.count("finished after 4 steps") for output in outputs) == 1, outputs
+        assert "on 2 × cpu" in "".join(outputs)
