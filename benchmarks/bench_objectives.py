@@ -109,17 +109,20 @@ def read(folder: Path) -> dict[str, list[Run]]:
 
 
 def column(rows: Rows, name: str) -> list[float]:
-    """One column of `evaluations`."""
-    return [row[COLUMNS.index(name)] for row in rows]
+    """One column of `evaluations`; NaN where it was not measured."""
+    return [np.nan if (value := row[COLUMNS.index(name)]) is None else value for row in rows]
 
 
 def reached(rows: Rows, name: str, goal: float = GOAL) -> float | None:
-    """Value of a column where the accuracy first reaches the goal, on the line between two evaluations."""
+    """Value of a column where the accuracy first reaches the goal, on the line between two evaluations.
+
+    None if it never does; NaN if the run is not at its end yet.
+    """
     x, y = column(rows, name), column(rows, "accuracy")
     for k in range(1, len(rows)):
         if y[k] >= goal:
             return x[k - 1] + (x[k] - x[k - 1]) * (goal - y[k - 1]) / (y[k] - y[k - 1])
-    return None
+    return None if rows[-1][0] >= STEPS else np.nan
 
 
 def stopped(run: Run, stop_when: Sequence[str]) -> int | None:
@@ -135,7 +138,7 @@ def fall(run: Run, stop_when: Sequence[str]) -> float | None:
     rows = run["evaluations"]
     at = reached(rows, "step")
     stop = stopped(run, stop_when) or np.inf
-    if at is None or stop < at:
+    if at is None or np.isnan(at) or stop < at:
         return None
     end = min(2 * at, stop)
     steps, y = column(rows, "step"), column(rows, "accuracy")
@@ -146,14 +149,15 @@ def fall(run: Run, stop_when: Sequence[str]) -> float | None:
 
 
 def _over_seeds(values: Sequence[float | None], digits: int = 0, factor: float = 1.0) -> str:
-    """Mean, and range if there are several; how many had none."""
-    there = [v * factor for v in values if v is not None]
+    """Mean, and range if there are several, of those that are known; how many never had one (None)."""
+    known = [v for v in values if v is None or not np.isnan(v)]
+    there = [v * factor for v in known if v is not None]
     if not there:
-        return "–"
+        return "never" if known else "–"
     text = f"{np.mean(there):.{digits}f}"
     if len(there) > 1:
         text += f" ({min(there):.{digits}f}–{max(there):.{digits}f})"
-    return text + (f", {len(values) - len(there)} never" if len(there) < len(values) else "")
+    return text + (f", {len(known) - len(there)} never" if len(there) < len(known) else "")
 
 
 def table(found: dict[str, list[Run]]) -> list[str]:
@@ -174,7 +178,7 @@ def table(found: dict[str, list[Run]]) -> list[str]:
             f"| {_over_seeds([max(column(r, 'accuracy')) for r in rows], 3)} "
             f"| {_over_seeds([column(r, 'accuracy')[-1] for r in rows], 3)} "
             f"| {', '.join('–' if s is None else str(s) for s in stops) if rule else 'none'} "
-            f"| {_over_seeds([fall(run, rule) for run in runs], 3)} |"
+            f"| {_over_seeds([np.nan if (f := fall(run, rule)) is None else f for run in runs], 3)} |"
         )
     return lines
 
@@ -182,14 +186,17 @@ def table(found: dict[str, list[Run]]) -> list[str]:
 def missing(found: dict[str, list[Run]]) -> str:
     """Which runs there are not, or not wholly."""
     done = {(run["objective"], run["seed"]) for runs in found.values() for run in runs if complete(run)}
-    gaps = {n: [s for s in SEEDS if (n, s) not in done] for n in NAMES}
-    parts = [f"`{n}` seed {', '.join(map(str, s))}" for n, s in gaps.items() if s]
-    return f"Not measured, or not to step {STEPS}: {'; '.join(parts)}." if parts else "All runs are complete."
+    without: dict[tuple[int, ...], list[str]] = {}
+    for name in NAMES:
+        if gaps := tuple(seed for seed in SEEDS if (name, seed) not in done):
+            without.setdefault(gaps, []).append(f"`{name}`")
+    parts = [f"seed {', '.join(map(str, gaps))} of {', '.join(names)}" for gaps, names in without.items()]
+    return f"Not measured, or not wholly: {'; '.join(parts)}." if parts else "All runs are complete."
 
 
 def complete(run: Run) -> bool:
-    """Whether a run got to its end."""
-    return bool(run["evaluations"]) and run["evaluations"][-1][0] >= STEPS
+    """Whether a run got to its end, with all that is measured."""
+    return bool(rows := run["evaluations"]) and rows[-1][0] >= STEPS and None not in rows[-1]
 
 
 def draw(found: dict[str, list[Run]], path: Path) -> None:

@@ -3,6 +3,7 @@ render to. The full tier runs a step of a demo recipe through it.
 """
 
 import json
+import math
 
 import pytest
 
@@ -16,11 +17,13 @@ def run(*accuracies, signs=None):
     return {"objective": "nft", "seed": 0, "signs": signs or {}, "evaluations": rows, "machine": {"cpu": "one"}}
 
 
-def test_what_is_read_from_a_run():
+def test_what_is_read_from_a_run(monkeypatch):
+    monkeypatch.setattr(bench, "STEPS", 40)
     up = run(0.4, 0.6, 0.8, 0.7, 0.9)
     assert bench.reached(up["evaluations"], "calls") == pytest.approx(1500)
     assert bench.reached(up["evaluations"], "seconds") == pytest.approx(30)
-    assert bench.reached(run(0.4, 0.6)["evaluations"], "calls") is None
+    assert bench.reached(run(0.4, 0.6, 0.5, 0.5, 0.5)["evaluations"], "calls") is None
+    assert math.isnan(bench.reached(run(0.4, 0.6)["evaluations"], "calls")), "not at its end"
     assert bench.fall(up, ()) == pytest.approx(0.1), "reached at step 15, looked at until 30"
     early = up | {"signs": {"diversity": 24}}
     assert bench.fall(early, ["diversity"]) == pytest.approx(0.04), "its rule ends it before"
@@ -28,7 +31,8 @@ def test_what_is_read_from_a_run():
     assert bench.fall(run(0.4, 0.6, 0.8), ()) is None, "not long enough to say"
     table = bench.table({"nft": [up, run(0.4, 0.5, 0.5, 0.5, 0.6) | {"seed": 1}]})
     assert table[2].startswith("| `nft` | 0, 1 | 40, 40 | 1.5, 1 never | 30, 1 never | 0.750 (0.600–0.900) |"), table[2]
-    assert "`nft` seed 0, 1, 2" in bench.missing({"nft": [up]}), "no run got to its end"
+    assert "seed 1, 2 of `nft`" in bench.missing({"nft": [up]})
+    assert "seed 0, 1, 2 of `grpo`" in bench.missing({"nft": [up]})
 
 
 def test_every_objective_is_compared():
