@@ -157,8 +157,9 @@ PYBIND11_MODULE(_C, m) {
     in >> p.batch >> p.dim >> p.noise >> p.out;
   });
   def<PolicyParams>(m, "policy", PG_LAUNCHES(policy), [](Arguments& in, PolicyParams& p) {
-    in >> p.batch >> p.steps >> p.logp >> p.logp_old >> p.advantage >> p.weight >> p.mask >> p.kl >> p.log_ratio >> p.clip_low >>
-        p.clip_high >> p.adv_clip >> p.kl_coef >> p.denominator >> p.loss >> p.metrics >> p.d_delta >> p.d_kl;
+    in >> p.batch >> p.steps >> p.logp >> p.logp_old >> p.advantage >> p.weight >> p.mask >> p.kl >> p.log_ratio >>
+        p.clip_low >> p.clip_high >> p.adv_clip >> p.kl_coef >> p.denominator >> p.loss >> p.metrics >> p.d_delta >>
+        p.d_kl;
   });
   def<AdvantageParams>(m, "group_advantage", PG_LAUNCHES(advantage), [](Arguments& in, AdvantageParams& p) {
     in >> p.rewards >> p.batch >> p.values >> p.dtype >> p.group >> p.sorted >> p.weights >> p.combine >> p.std_mode >>

@@ -1,4 +1,5 @@
-// CUDA kernels of the small ops: policy loss, group advantages, win rates. One block each (of the loss: per column), so one launch and no sync.
+// CUDA kernels of the small ops: policy loss, group advantages, win rates. One block each (of the loss: per column), so
+// one launch and no sync.
 //
 // Statistics are fp64 and two-pass, a group's members in the order of their index, as on the CPU; ids in ascending
 // order (which a large batch is given) make them neighbours. Invariant: every sum has a fixed order; a missing value
@@ -213,7 +214,9 @@ __global__ void __launch_bounds__(kThreads, 1) winrate_kernel(const __grid_const
 
 namespace cuda {
 
-const char* launch_policy(const PolicyParams& p, Stream s) { return run(policy_kernel, static_cast<unsigned>(p.steps), kThreads, s, p); }
+const char* launch_policy(const PolicyParams& p, Stream s) {
+  return run(policy_kernel, static_cast<unsigned>(p.steps), kThreads, s, p);
+}
 const char* launch_advantage(const AdvantageParams& p, Stream s) { return run(advantage_kernel, 1, kThreads, s, p); }
 const char* launch_winrate(const WinrateParams& p, Stream s) { return run(winrate_kernel, 1, kThreads, s, p); }
 

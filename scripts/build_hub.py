@@ -1,9 +1,10 @@
 """`python scripts/build_hub.py FOLDER`: the ops in the layout of the Hugging Face `kernels` hub.
 
 FOLDER/build/torch-universal holds prefgrpo.ops, its Triton kernels, and the step rules and schedules of prefgrpo.sde,
-in Python alone; `kernels.get_local_kernel(FOLDER)` loads it, and an upload of FOLDER is a hub repository. The hub asks for
-a package that imports itself relatively and has torch ops under a name of its own, so imports are rewritten; nothing
-else is. CUDA and C++ are left out: the hub takes extensions of its own builder, against torch's ABI; ours has none.
+in Python alone; `kernels.get_local_kernel(FOLDER)` loads it, and an upload of FOLDER is a hub repository. The hub asks
+for a package that imports itself relatively and has torch ops under a name of its own, so imports are rewritten;
+nothing else is. CUDA and C++ are left out: the hub takes extensions of its own builder, against torch's ABI; ours has
+none.
 """
 
 from __future__ import annotations

@@ -34,13 +34,16 @@ def estimate(config: Config, into: Path) -> Estimate:
         return plan.estimate(replace(config, model=str(folder(config.model, place, depth))))
 
     low = at(**dict.fromkeys(blocks, 2))
-    parts, phases = dict(low.parts), dict(low.phases)
+    parts, phases, flop = dict(low.parts), dict(low.phases), dict(low.flop)
     for key, count in blocks.items():
         more = at(**(dict.fromkeys(blocks, 2) | {key: 4}))
-        for out, small, large in ((parts, low.parts, more.parts), (phases, low.phases, more.phases)):
-            for name in out:
-                out[name] += (large[name] - small[name]) * (count - 2) // 2
-    return Estimate(parts | {"activations": max(phases.values())}, phases, low.parameters)
+        for name in parts:
+            parts[name] += (more.parts[name] - low.parts[name]) * (count - 2) // 2
+        for name in phases:
+            phases[name] += (more.phases[name] - low.phases[name]) * (count - 2) // 2
+        for name in flop:
+            flop[name] += (more.flop[name] - low.flop[name]) * (count - 2) / 2
+    return replace(low, parts=parts | {"activations": max(phases.values())}, phases=phases, flop=flop)
 
 
 def depths(model: str) -> dict[str, int]:

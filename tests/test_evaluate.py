@@ -225,6 +225,14 @@ def test_before_and_after_differ_in_the_weights_only(run):
     assert len(json.loads(run.folder.prompts("dev").read_text())) == 2
 
 
+def test_the_outcome_of_every_image_is_kept(run):
+    """Two prompts, two images each, of which two are kept for the report; their mean is the row's win rate."""
+    row = next(r for r in rows(run.folder.root) if r["kind"] == "eval" and (r["step"], r["set"]) == (3, "test"))
+    kept = json.loads(run.folder.outcomes("test", 3).read_text())
+    assert [k["prompt"] for k in kept] == [0, 0, 1, 1] and ["answers" in k for k in kept] == [True, False, False, True]
+    assert np.mean([k["wins"]["jpeg_incompressibility"] for k in kept]) == row["test/win_jpeg_incompressibility"]
+
+
 def test_a_renderer_is_stock_sampling_at_the_sets_noise(run):
     evaluator = run.evaluators["dev"]
     alone, together = evaluator.render([3]), evaluator.render([0, 1, 2, 3])

@@ -5,7 +5,6 @@ prompt, media, source, order), must survive kill -9 and torn or foreign lines, m
 hold nothing that failed. A hedge must help with a slow server, never ask more than twice, and change no value.
 """
 
-
 import pytest
 from judge_server import MODEL, JudgeServer, free_port
 from test_judge_faults import FAST, ask, judge, media, missing, until

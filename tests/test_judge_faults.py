@@ -117,11 +117,7 @@ def test_retry_after_is_waited_for():
 # name -> (fault, options of the configuration, message)
 CHECKS = {
     "down": ("", {"endpoints": "down"}, r"127.0.0.1.*not reachable.*prefgrpo judge serve"),
-    "no name": (
-        "",
-        {"endpoints": ("http://judge.invalid:8000",)},
-        "'judge.invalid' does not resolve .*correct",
-    ),
+    "no name": ("", {"endpoints": ("http://judge.invalid:8000",)}, "'judge.invalid' does not resolve .*correct"),
     "no TLS": ("", {"endpoints": "https"}, r"does not speak TLS .*is it an http:// address"),
     "another model": ("", {"model": "bright-juge"}, f"serves {MODEL}, not 'bright-juge'; did you mean '{MODEL}'"),
     "no verdict": ("garbage", {}, "no verdict on a probe pair: .*neither label"),

@@ -159,7 +159,7 @@ def test_a_sample_has_the_same_bits_in_any_batch(backend, guidance):
         step = affine_step(x, v, c.coef, index, noise=NoiseAddress(3, sample[keep]), guidance=pair)
         out = affine_logp(x, v, step.x_next, c.coef, index, v_ref=c.v_ref[keep], v_old=c.v_old[keep], guidance=pair)
         (out.logp.sum() + out.kl.sum() + out.log_ratio.sum()).backward()
-        return *step, *out, v.grad
+        return *step[:2], *out, v.grad
 
     with serve(backend):
         whole, alone, swapped = run(slice(None)), run(slice(2, 3)), run([5, 2, 0, 2])

@@ -229,6 +229,44 @@ def test_the_functional_form_is_one_graph_too(backend):
             assert torch.equal(eager, graph)
 
 
+class Exported(torch.nn.Module):
+    """`training_step` without its gradient, which an exported program has not."""
+
+    def forward(self, *given):
+        return training_step(*given)
+
+
+def exported(backend):
+    """The program for any batch of 2 to 64, after a look at its results for another batch than it was made with."""
+    count = torch.export.Dim("count", min=2, max=64)
+    with serve(backend), torch.no_grad():
+        given = tuple(t.detach() for t in inputs(batch=4))
+        sizes = tuple(None if k == 5 else {0: count} for k in range(len(given)))
+        program = torch.export.export(Exported(), given, dynamic_shapes=(sizes,))
+    return program, tuple(t.detach() for t in inputs(1, batch=7))
+
+
+@kernels
+def test_an_exported_program_holds_for_other_batches(backend):
+    program, given = exported(backend)
+    seen = {node.target.name() for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    assert seen >= {"prefgrpo::affine_step", "prefgrpo::affine_logp", "prefgrpo::policy_loss"}
+    with serve(backend), torch.no_grad():
+        for got, want in zip(program.module()(*given), training_step(*given), strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
+def test_an_aot_inductor_package_runs_where_the_ops_are_imported(tmp_path):
+    backend = "cuda" if DEVICE == "cuda" else "cpu"
+    program, given = exported(backend)
+    with serve(backend), torch.no_grad():
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "step.pt2"))
+        for got, want in zip(torch._inductor.aoti_load_package(path)(*given), training_step(*given), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+
+
 def test_batch_size_may_change_without_error():
     @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
     def replay(x, v, y, coef, index):
@@ -240,10 +278,10 @@ def test_batch_size_may_change_without_error():
         assert torch.equal(replay(c.x, c.v, c.eps, c.coef, c.index), want)
 
 
-def inputs(seed=0):
-    c = make((5, 8), 3, F32, F32, seed)
+def inputs(seed=0, batch=3):
+    c = make((5, 8), batch, F32, F32, seed)
     v, u = c.v.clone().requires_grad_(), c.u.clone().requires_grad_()
-    return c.x, v, u, c.v_ref, c.v_old, c.coef, c.index, torch.arange(3, device=DEVICE) + seed
+    return c.x, v, u, c.v_ref, c.v_old, c.coef, c.index, torch.arange(batch, device=DEVICE) + seed
 
 
 class Dispatched(TorchDispatchMode):

@@ -177,7 +177,7 @@ def test_the_forward_of_the_rollout_cannot_always_be_reused(trainer):
 def around_loss(one, function):
     """Let the objective's loss go through function(loss, *its arguments)."""
     loss = function and partial(function, one.objective.loss)
-    parts = {name: getattr(one.objective, name) for name in ("metrics", "signal")}
+    parts = {name: getattr(one.objective, name) for name in ("metrics", "selected")}
     one.collector = replace(one.collector, objective=SimpleNamespace(loss=loss, **parts))
 
 

@@ -33,6 +33,7 @@ def launch(argv: Sequence[str]) -> int:
     if args.shutdown_timeout is None:
         args.shutdown_timeout = SAVE_S
     args.training_script, args.training_script_args = "prefgrpo", [args.training_script, *args.training_script_args]
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a shared one keeps addresses over --max-restarts
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failed process has said why
     try:
         run(args)
@@ -66,8 +67,11 @@ def wait_for_cause(error: Exception) -> None:
     """Called before ending with a traceback: if it is only that of another process's end, torchrun ends this one too,
     without it. Returns after CAUSE_S, as on a machine whose own processes are all there."""
     from prefgrpo.parallel.world import follows
+    from prefgrpo.run.session import Interrupt
 
     if "TORCHELASTIC_RUN_ID" in os.environ and follows(error):
+        if Interrupt.ever:  # torchrun has said so already
+            os._exit(1)
         _wait_for_torchrun(1, CAUSE_S)
 
 

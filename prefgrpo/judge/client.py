@@ -67,12 +67,7 @@ class Health:
 
 
 def check(
-    config: JudgeConfig,
-    *,
-    timeout_s: float = 10.0,
-    bias_pairs: int = 0,
-    known: bool = False,
-    clips: bool = False,
+    config: JudgeConfig, *, timeout_s: float = 10.0, bias_pairs: int = 0, known: bool = False, clips: bool = False
 ) -> Health:
     """Check the configured judge; at most about three `timeout_s` per endpoint, longer for judges that write text.
 

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -43,20 +43,14 @@ Read = Callable[[str, bytes], Any]
 """(address, payload of a 200) -> what it says. Raises ValueError if a server of this kind would not send that."""
 
 
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """What a kind of failure means for the request and for the server."""
+class Outcome(NamedTuple):
+    """What a kind of failure means for the request, and for the server."""
 
-    most: float = math.inf
-    """Requests of one question that may end so, before it is given up."""
-    most_alone: float = math.inf
-    """Likewise while no other server is well."""
-    strike: bool = True
-    """The server rests while another one is well."""
-    probe: bool = False
-    """Its /health is asked, and a server that does not answer that is ejected."""
-    eject: bool = False
-    """It gets no request until its /health answers."""
+    most: float = math.inf  # requests of one question that may end so, before it is given up
+    most_alone: float = math.inf  # likewise while no other server is well
+    strike: bool = True  # the server rests while another one is well
+    probe: bool = False  # its /health is asked, and a server that does not answer that is ejected
+    eject: bool = False  # it gets no request until its /health answers
 
 
 REFUSED = Outcome(most=1, strike=False)

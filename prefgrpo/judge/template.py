@@ -106,10 +106,7 @@ def shipped() -> list[str]:
 
 
 def load_template(
-    name: str,
-    needs: tuple[str, ...] = PAIR,
-    may: tuple[str, ...] = ("source",),
-    kinds: tuple[str, ...] = PAIR_ANSWERS,
+    name: str, needs: tuple[str, ...] = PAIR, may: tuple[str, ...] = ("source",), kinds: tuple[str, ...] = PAIR_ANSWERS
 ) -> Template:
     """Template by shipped name or by path to a YAML file; JudgeError names what is wrong with it.
 

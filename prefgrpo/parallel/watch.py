@@ -24,6 +24,11 @@ LOOKS = 10
 ENDED = "ended"
 
 
+def attempt() -> int:
+    """How often torchrun has started the processes of this run before (`--max-restarts`), on this machine."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 class Watch(threading.Thread):
     """Begins with `start`, in every process of the group."""
 
@@ -33,8 +38,7 @@ class Watch(threading.Thread):
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         limit = timedelta(seconds=LOOK_S * LOOKS)
         store = dist.TCPStore(address, port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives one
-        self._counts = PrefixStore(f"prefgrpo/{attempt}/{port}", store)
+        self._counts = PrefixStore(f"watch/{attempt()}", store)
         self._counts.set(str(self.rank), "0")
         self._others = [str(rank) for rank in (range(1, size) if self.rank == 0 else [0])]
         self._stopped = threading.Event()

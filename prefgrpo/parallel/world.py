@@ -21,11 +21,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from prefgrpo.config.schema import Config, ConfigError
 from prefgrpo.parallel.mesh import Layout, device_mesh
-from prefgrpo.parallel.watch import Watch
+from prefgrpo.parallel.watch import Watch, attempt
 
 T = TypeVar("T")
 LONGEST_WAIT = timedelta(hours=2)
@@ -223,15 +225,14 @@ def start(device_name: str, config: Config | None = None) -> World:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     layout = Layout.of(config, size) if config else Layout(size)
     if size > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=LONGEST_WAIT)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        store, rank, _ = next(rendezvous("env://", timeout=LONGEST_WAIT))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it still has the addresses before a restart
+            store = PrefixStore(f"attempt/{attempt()}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LONGEST_WAIT)
         _watches.append(Watch())
         _watches[-1].start()
     return World(int(os.environ.get("RANK", "0")), size, device, layout, device_mesh(layout, device))
-
-
-def restarted() -> bool:
-    """Whether torchrun has started the processes of this run before (`--max-restarts`)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def follows(error: BaseException) -> bool:

@@ -138,32 +138,28 @@ COUNTED_ANEW = ("train.guidance_gradient: conditional", "no train.gradient_check
 
 def _levers(config: Config, whole: Estimate, machines: Machines, memory_gib: float) -> Iterator[str]:
     """Samples per GPU and second, and memory, with each lever alone and without any."""
-    off = {
-        "train": {"reuse_rollout_forward": False, "guidance_gradient": "both", "kl_fraction": 1.0, "min_advantage": 0.0}
-    }
-    base = from_dict(merged(to_dict(config), off | {"compile": False}))
+    train = {"reuse_rollout_forward": False, "guidance_gradient": "both", "kl_fraction": 1.0, "min_advantage": 0.0}
+    base = from_dict(merged(to_dict(config), {"train": train, "compile": False}))
     plain = whole if config.train.guidance_gradient == "both" else estimate(base)
-    per_compile = {False: machines.mfu if not config.compile else MFU[False], True: MFU[True]}
+    reached = {False: MFU[False] if config.compile else machines.mfu, True: MFU[True]}
 
-    def row(name: str, changed: Config, held: Estimate) -> str:
-        reuses = changed.train.reuse_rollout_forward is True
-        mfu = per_compile[changed.compile]
-        taken = step_time(changed, held.flop, held.model, replace(machines, mfu=mfu), reuses)
-        gib = held.total / GIB + (graphs(changed, held) / GIB if reuses else 0.0)
-        fits = "" if gib < memory_gib else ", does not fit"
-        first = first_rate[0] if first_rate else taken.rate(machines)
-        first_rate.append(first)
-        return f"  {name:<38} {taken.rate(machines):10.4g} ×{taken.rate(machines) / first:.2f}, {gib:.4g} GiB{fits}"
+    def found(changed: Config, held: Estimate) -> tuple[float, float]:
+        """(samples per GPU and second, GiB)."""
+        at, reuses = replace(machines, mfu=reached[changed.compile]), changed.train.reuse_rollout_forward is True
+        taken = step_time(changed, held.flop, held.model, at, reuses)
+        return taken.rate(at), (held.total + (graphs(changed, held) if reuses else 0.0)) / GIB
 
-    first_rate = list[float]()
-    yield "samples per GPU and second, each lever alone:"
-    yield row("none of them", base, plain)
-    window = max(1, trained_steps(config) // 2)
+    yield "samples per GPU and second, at most so many GiB, with each lever alone:"
+    first, gib = found(base, plain)
+    yield f"  {'none of them':<38} {first:10.4g}       {gib:.4g} GiB"
     for name, changes in LEVERS.items():
-        changes = {"rollout": {"window_size": window}} if "window" in name else changes
-        changed = from_dict(merged(to_dict(base), changes)) if not _without(base, name) else None
-        if changed is not None:
-            yield row(name, changed, estimate(changed) if name in COUNTED_ANEW else plain)
+        if _without(base, name):
+            continue
+        half = {"rollout": {"window_size": trained_steps(config) // 2}}
+        changed = from_dict(merged(to_dict(base), changes or half))
+        rate, gib = found(changed, estimate(changed) if name in COUNTED_ANEW else plain)
+        fits = "" if gib < memory_gib else ", does not fit"
+        yield f"  {name:<38} {rate:10.4g} ×{rate / first:.2f} {gib:.4g} GiB{fits}"
 
 
 def _without(config: Config, name: str) -> bool:

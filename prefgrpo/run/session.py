@@ -29,6 +29,7 @@ from prefgrpo.objectives import objective
 from prefgrpo.objectives.base import EndpointObjective, Objective, TrajectoryObjective
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.context import undivided
+from prefgrpo.parallel.watch import attempt
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards import PYTHON, named_objects
 from prefgrpo.rewards.log import drop_from
@@ -99,6 +100,9 @@ class Interrupt:
     Signals belong to the main thread: in any other one nothing is caught.
     """
 
+    ever = False
+    """Whether one was seen in this process."""
+
     def __init__(self) -> None:
         self.seen = False
         main = threading.current_thread() is threading.main_thread()
@@ -106,7 +110,7 @@ class Interrupt:
         self._before = {number: signal.signal(number, self._note) for number in caught}
 
     def _note(self, number: int, frame: object) -> None:
-        self.seen = True
+        self.seen = Interrupt.ever = True
         self.restore()
 
     def restore(self) -> None:
@@ -160,7 +164,7 @@ def open_session(config: Config, resume: bool) -> Session:
     Raises ConfigError, DataError, CheckpointError, ModelError or JudgeError.
     """
     world = parallel.start(config.device, config)
-    resume = resume or parallel.restarted()
+    resume = resume or attempt() > 0
     lock: int | None = None
     try:
         folder = RunFolder(Path(config.output) / config.name)

@@ -130,7 +130,9 @@ class Service:
         """Images, or clips as GIF, with their captions, and the table."""
         with tempfile.TemporaryDirectory() as place:
             media = [self._media(Path(place) / f"{k}.gif", shown) for k, shown in enumerate(images)]
-            values: dict[str, Any] = {f"{name}/images": media}
+            values: dict[str, Any] = {f"{name}/{k + 1}": one for k, one in enumerate(media)}
+            if self._module.__name__ == "wandb":
+                values = {f"{name}/images": media}  # a gallery, which Trackio has not
             if table is not None:
                 values[f"{name}/verdicts"] = self._module.Table(columns=table.columns, data=table.rows)
             self._run.log(values, step=step)
