@@ -335,7 +335,8 @@ def test_a_broken_answer_gives_only_what_stands_in_it(name, count):
             )
         else:
             text = worded(rng, name, filled(rng, SAID, k))
-            text = {"qwenvl": f"<Score>{k}</Score>", "edit_quality": score}.get(name, text)
+            marked = "<analysis>[so, so]</analysis><score>[1, 0]</score>"
+            text = {"qwenvl": f"<Score>{k}</Score>", "edit_quality": score, "unigenbench": marked}.get(name, text)
         for _ in range(rng.choice((1, 1, 2, 4))):
             a, junk = rng.randrange(len(text) + 1), rng.choice(["", *JUNK])
             text = text[:a] + junk + text[a + rng.choice((0, 1, 5, 20)) :]
@@ -343,7 +344,7 @@ def test_a_broken_answer_gives_only_what_stands_in_it(name, count):
         said = text.rpartition("</think>")[2].replace("*", "")
         read += found is not None
         if isinstance(found, dict):
-            low, high = (0, 25) if name == "edit_quality" else (1, 5)
+            low, high = {"edit_quality": (0, 25), "unigenbench": (0, 1)}.get(name, (1, 5))
             assert all(low <= v <= high and f"{v:g}" in said for v in found.values()), text
         elif found is not None:
             assert found in (0.0, 0.5, 1.0) and (found == 0.5 or str(2 - int(found)) in said), text

@@ -6,6 +6,7 @@ worst ratio misleads the person who tunes the run; and a log line must exist onc
 
 import json
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -221,11 +222,14 @@ def test_other_ranks_are_silent(tmp_path, capsys):
     assert not list(tmp_path.iterdir()) and capsys.readouterr() == ("", "")
 
 
-def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path, monkeypatch):
     """The reader hides what the resumed run does again, and keeps the step it was resumed from."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        now = 1.7e9 + start  # files are read in the order of the second in their names
+        clock = SimpleNamespace(time=lambda now=now: now)
+        monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
         one = Log(RunFolder(tmp_path), 10, start, trackers=[TensorBoard(RunFolder(tmp_path), start)], active=True)
         for step in steps:
             one.row("train", step, {"loss": float(step), "set": "text"})

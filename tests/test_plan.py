@@ -33,7 +33,7 @@ from prefgrpo.run.memory import Weigh
 SIDE, BATCH = 64, 2
 LONG = "a very long prompt " * 60
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-RECIPES = {path: load_recipe(path) for path in sorted(SCRIPTS.glob("*/[lf]*.yaml"))}
+RECIPES = {path: load_recipe(path) for path in sorted([*SCRIPTS.glob("*/lora_*.yaml"), *SCRIPTS.glob("*/full_*.yaml")])}
 ONCE = list({case.family: case for case in CASES if not models.family(case.family).text_sees_sources}.values())
 
 
