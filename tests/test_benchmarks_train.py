@@ -19,7 +19,7 @@ def test_a_run_is_timed_weighed_and_counted(tmp_path):
     (run,) = found["runs"]
     assert set(run["seconds"]) == {"rollout", "judge_wait", "update"} and run["seconds"]["update"] > 0
     forward, train = run["flop_per_sample"]["forward"], run["flop_per_sample"]["train"]
-    assert 2 * forward < train < 3 * forward, "LoRA: forward, gradients of what passes through, and little else"
+    assert 2 * forward < train < 3.5 * forward, "LoRA: forward, gradients of what passes through, attention's 2.5 times"
     whole = sum(run["seconds"].values())
     assert run["images_per_s"] == pytest.approx(4 / whole, rel=1e-3)
     done = 4 * (10 * forward + 4 * train)

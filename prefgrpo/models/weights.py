@@ -167,6 +167,10 @@ class Weights:
         if self.has_lora():
             raise RuntimeError("this policy is a LoRA: write it with save_lora (save_full is for full fine-tuning)")
         own = {name: getattr(self.pipe, name) for name in copies}
+        for part in self.pipe.components.values():  # a tokenizer saves the padding of its last call
+            if backend := getattr(getattr(part, "tokenizer", part), "backend_tokenizer", None):
+                backend.no_padding()
+                backend.no_truncation()
         try:
             self.pipe.register_modules(**copies)
             self.pipe.save_pretrained(folder)
