@@ -148,7 +148,7 @@ def measure(prompts: int, batch: int, side: int, rounds: int, share: float) -> d
     return rounded(result)
 
 
-def told(found: dict[str, Any]) -> list[str]:
+def table(found: dict[str, Any]) -> list[str]:
     """The block of docs/judging.md."""
     m, r, s = found["machine"], found["run"], found["run"]["seconds"]
     low, high = r["overhead_quartiles"]
@@ -182,10 +182,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         found = {"machine": machine(), "torch": torch.__version__, "threads": torch.get_num_threads()}
         found["run"] = measure(args.prompts, args.batch, args.side, args.rounds, args.share)
-    print(*told(found), sep="\n")
+    print(*table(found), sep="\n")
     if not args.dry:
         write_json(RESULTS, found)
-        replace_block(DOCUMENT, "overlap", told(found))
+        replace_block(DOCUMENT, "overlap", table(found))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def test_the_tiny_judge_is_measured_on_real_groups():
     [
         ("plans", judge_plans, judge_plans.block),
         ("client", bench_judge, bench_judge.table),
-        ("overlap", bench_overlap, bench_overlap.told),
+        ("overlap", bench_overlap, bench_overlap.table),
     ],
 )
 def test_the_document_is_rendered_from_the_results(root, name, module, lines):

@@ -123,13 +123,13 @@ def test_a_second_judge_is_asked_in_both_orders(place, servers, evaluate):
     assert len([r for r in asked if "red circle" in r]) == 2 * 6, "every pair in both orders"
     assert any(line.startswith("judge2 ") and "second-judge" in line for line in found["judges"])
     (place / "second.yaml").write_text("endpoints: ['http://127.0.0.1:9']\npatience_s: 1\n")
-    for value, told in (
+    for value, message in (
         (str(place / "second.yaml"), "http://127.0.0.1:9"),
         ("{endpoint: x}", "judge.endpoint: unknown key"),
         ("{: 3", "--judge2: expected fields of the judge section"),
     ):
         code, output, _ = evaluate("one", "--judge2", value, "--out", place / "none")
-        assert code == 2 and told in output
+        assert code == 2 and message in output
 
 
 @pytest.mark.dist
@@ -190,7 +190,7 @@ def test_enough_prompts_give_a_result(place, evaluate):
 
 
 def test_what_cannot_be_evaluated(place, evaluate, capsys):
-    for target, options, told in (
+    for target, options, message in (
         ("one", ["--results", "x"], "--results: expected a --suite with it"),
         ("one", ["--samples", "2"], "--samples: expected a --suite with it"),
         ("one/checkpoints/step_000009", [], "one/checkpoints/step_000009 is not a whole checkpoint"),
@@ -198,7 +198,7 @@ def test_what_cannot_be_evaluated(place, evaluate, capsys):
         ("none", [], "--prompts: a model has no prompts of its own"),
     ):
         code, output, _ = evaluate(target, *options)
-        assert code == 2 and told in output and "Traceback" not in output, output
+        assert code == 2 and message in output and "Traceback" not in output, output
     code, output = attempt(capsys, "evaluate", place / "flux", "--prompts", place / "dev.txt", "--weights", "ema")
     assert code == 2 and "is no run, so it keeps no moving average" in output
     options = ["--output", place / "runs", "--eval.judge", "false", "--eval.spec", "jpeg_incompressibility"]

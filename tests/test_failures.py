@@ -86,13 +86,13 @@ CAUSES = {
 @pytest.mark.full
 @pytest.mark.parametrize("kind", CAUSES)
 def test_torchrun_ends_all_within_a_minute_and_says_why_once(place, kind):
-    code, told, traces = CAUSES[kind]
+    code, message, traces = CAUSES[kind]
     at, file = place / f"{kind}.at", recipe(place, kind, reward={"spec": f"{__name__}.Brightness"}, **SHORT)
     run = launched(file, FAULT=kind, FAULT_AT=str(at))
     ended = run.wait(600)
     seconds, output = time.time() - float(at.read_text()), file.with_suffix(".log").read_text()
     assert ended == code and seconds < 60, (ended, seconds, output)
-    assert output.count(told) == 1 and output.count("Traceback (most") == traces, output
+    assert output.count(message) == 1 and output.count("Traceback (most") == traces, output
     assert [r["step"] for r in rows(place / "runs" / kind)] == [1]
 
 

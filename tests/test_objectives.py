@@ -610,7 +610,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("case", MISTAKES)
 def test_mistakes_say_what_was_expected(place, case):
-    train, told = MISTAKES[case]
+    train, message = MISTAKES[case]
     with pytest.raises(ConfigError) as caught:
         TrainingLoop(from_dict(settings(place, f"mistake-{case}", train=train)))
-    assert told in str(caught.value)
+    assert message in str(caught.value)

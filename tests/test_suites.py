@@ -109,7 +109,7 @@ def counted(images, file, samples=4):
     return table, unread
 
 
-def told(out):
+def reported(out):
     """The table that the command wrote, in the form of `counted`."""
     result = json.loads((out / "unigenbench.json").read_text())
     rows = {row["name"]: row for row in result["tables"]["test point"]}
@@ -123,7 +123,7 @@ def told(out):
 
 def check(out, file, marks_missing=True):
     table, unread = counted(out / "images", file)
-    result, found, named = told(out)
+    result, found, named = reported(out)
     assert found.keys() == table.keys() and all(found[name] == pytest.approx(table[name]) for name in table)
     assert sorted(named) == sorted(unread)
     primary = [ones / count for name, (ones, count) in table.items() if name.startswith("primary")]
@@ -196,7 +196,7 @@ def test_unigenbench_does_not_depend_on_ranks(place):
         assert [run.wait(600) for run in both] == [0, 0], both[0].output
         for out in (place / "alone", place / "both"):
             table, unread = counted(out / "images", file, samples=1)
-            _, found, named = told(out)
+            _, found, named = reported(out)
             assert sorted(named) == sorted(unread) and {n: v for n, v in found.items() if v != table[n]} == {}
             tables.append(sorted(tree(out / "images")))
     assert tables[0] == tables[1]

@@ -261,11 +261,28 @@ class OldPolicy:
         return min(grown, max(self.decay, self.decay_max))
 
 
-def optimality(kind: Literal["advantage", "win_rate"], train: TrainConfig, targets: Targets) -> Tensor:
-    """[P, G] in 0 … 1: clip(A / 2A_max + ½) with A_max = train.adv_clip_max, or the win rate as it is."""
-    if kind == "win_rate":
-        return targets.win_rate()
-    return (targets.advantage / (2.0 * train.adv_clip_max) + 0.5).clamp(0.0, 1.0)
+@dataclass(frozen=True, config=STRICT)
+class OptimalityObjective(OldPolicy, EndpointObjective):
+    """An objective of the probability that a sample is good, with the old policy as its anchor."""
+
+    optimality: Literal["advantage", "win_rate"] = "advantage"
+    """r of a sample: clip(A / 2A_max + ½) with A_max = train.adv_clip_max, or its win rate as it is."""
+
+    @property
+    def anchor(self) -> Literal["", "base", "old"]:
+        """The old policy."""
+        return "old"
+
+    @property
+    def needs_comparisons(self) -> bool:
+        """For win rates."""
+        return self.optimality == "win_rate"
+
+    def probability(self, train: TrainConfig, targets: Targets) -> Tensor:
+        """r [P, G] in 0 … 1."""
+        if self.optimality == "win_rate":
+            return targets.win_rate()
+        return (targets.advantage / (2.0 * train.adv_clip_max) + 0.5).clamp(0.0, 1.0)
 
 
 def where_known(values: Tensor, targets: Targets) -> Tensor:

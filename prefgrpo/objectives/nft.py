@@ -9,34 +9,29 @@ holds the residual of the old policy, (2r − 1)(v_old − u) + β(v − v_old):
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import PositiveFloat
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from prefgrpo.config.schema import STRICT, TrainConfig
 from prefgrpo.objectives.base import (
-    OldPolicy,
+    OptimalityObjective,
     PointwiseObjective,
     Prediction,
     Targets,
     mean_square,
-    optimality,
     where_known,
 )
 
 
 @dataclass(frozen=True, config=STRICT)
-class NFT(OldPolicy, PointwiseObjective):
+class NFT(OptimalityObjective, PointwiseObjective):
     """Negative-aware fine-tuning."""
 
     weighs_advantages = True
 
     beta: PositiveFloat = 1.0
     """β: how far the positive and the negative policy lie from the old one."""
-    optimality: Literal["advantage", "win_rate"] = "advantage"
-    """r of a sample: clip(A / 2A_max + ½) with A_max = train.adv_clip_max, or its win rate as it is."""
     scale: PositiveFloat | None = None
     """Factor of the loss; none: A_max with optimality advantage, as published, else 1."""
     weighted: bool = True
@@ -45,23 +40,13 @@ class NFT(OldPolicy, PointwiseObjective):
     """Let the old policy make the rollouts, as published, instead of the policy."""
 
     @property
-    def anchor(self) -> Literal["", "base", "old"]:
-        """The old policy."""
-        return "old"
-
-    @property
-    def needs_comparisons(self) -> bool:
-        """For win rates."""
-        return self.optimality == "win_rate"
-
-    @property
     def sampled_by_old(self) -> bool:
         """As the option says."""
         return self.sample_with_old
 
     def signal(self, train: TrainConfig, targets: Targets) -> Tensor:
         """r [P, G]."""
-        return where_known(optimality(self.optimality, train, targets), targets)
+        return where_known(self.probability(train, targets), targets)
 
     def loss(self, train: TrainConfig, p: Prediction, signal: Tensor) -> Tensor:
         """[B]."""

@@ -195,9 +195,9 @@ def _images(runs: list[Run]) -> tuple[list[tuple[str, str, list[tuple[str, Any]]
         media += [(_name(run), images.after[at]) for run, images, at in zip(runs, last, places, strict=True)]
         labels = [(label, f"{ident}-{n}", m) for n, (label, m) in enumerate(media)]
         rows.append((ident, prompt, [(a, picture(m, f"{prompt}: {a}", PAIR_PX, id=i)) for a, i, m in labels]))
-        told = [_told(run, images.kept[at]) for run, images, at in zip(runs, last, places, strict=True)]
+        texts = [_summary(run, images.kept[at]) for run, images, at in zip(runs, last, places, strict=True)]
         item = {"id": ident, "prompt": prompt, "where": name, "media": [[a, i] for a, i, _ in labels], "orders": []}
-        items.append(item | {"mean": None, "wins": {}, "kinds": [], "text": " · ".join(filter(None, told))})
+        items.append(item | {"mean": None, "wins": {}, "kinds": [], "text": " · ".join(filter(None, texts))})
     return rows, items
 
 
@@ -208,7 +208,7 @@ def _place(images: EvalImages, prompt: str, k: int) -> int | None:
     return images.prompts.index(prompt) if prompt in images.prompts else None
 
 
-def _told(run: Run, outcome: Any) -> str:
+def _summary(run: Run, outcome: Any) -> str:
     wins = outcome.wins if outcome else {}
     words = [f"{who} {'won' if win > 0.5 else 'lost' if win < 0.5 else 'tied'}" for who, win in wins.items()]
     return f"{_name(run)} against its start: {', '.join(words)}" if words else ""

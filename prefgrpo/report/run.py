@@ -212,8 +212,8 @@ def read_run(folder: Path) -> Run:
         sources = read(origin, lambda path: [np.load(path)["sources"]]) if origin.is_file() else []
         found = list[EvalImages]()
         for path in files.all_shown(name):
-            told = files.outcomes(name, step_of(path))
-            outcomes = read(told, _outcomes) if told.is_file() else []
+            file = files.outcomes(name, step_of(path))
+            outcomes = read(file, _outcomes) if file.is_file() else []
             found += read(path, partial(_eval_images, prompts=prompts, sources=sources, outcomes=outcomes))
         images |= {name: found} if found else {}
     groups = [group for path in files.all_groups() for group in read(path, _groups)]

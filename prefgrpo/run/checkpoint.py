@@ -135,8 +135,8 @@ def save(
     except (OSError, SafetensorError) as error:
         problem = f"the checkpoint cannot be written: {error}"
     except PartsError as error:
-        told = (f"process {rank}: {cause}" for rank, (cause, _) in error.failures.items())
-        problem = f"the checkpoint cannot be written: {'; '.join(told)}"
+        causes = (f"process {rank}: {cause}" for rank, (cause, _) in error.failures.items())
+        problem = f"the checkpoint cannot be written: {'; '.join(causes)}"
     if first := next((text for text in world.every(problem) if text), None):
         shutil.rmtree(_beside(final), ignore_errors=True)
         raise CheckpointError(first)

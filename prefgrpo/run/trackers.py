@@ -213,5 +213,5 @@ def _like(source: NDArray[np.uint8], media: NDArray[np.uint8]) -> NDArray[np.uin
 def _group(prompt: str, images: NDArray[np.uint8], rates: NDArray[np.float64]) -> Shown:
     """The images of a group side by side, the best first."""
     order = np.argsort(-np.nan_to_num(rates, nan=-1.0), kind="stable")
-    told = ", ".join("missing" if np.isnan(rate) else f"{rate:.2f}" for rate in rates[order])
-    return Shown(f"{prompt} (win rates {told})", np.concatenate(images[order], axis=-2))
+    listed = ", ".join("missing" if np.isnan(rate) else f"{rate:.2f}" for rate in rates[order])
+    return Shown(f"{prompt} (win rates {listed})", np.concatenate(images[order], axis=-2))
