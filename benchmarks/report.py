@@ -28,8 +28,8 @@ WHY = {
 RANGES = """\
 Over the machines that ran `make bench`, affine_step with noise given took, at FLUX 1024² ×4 with x and v in
 fp32, in fp32 and bf16, and in bf16: 7.4-9.9, 10.5-11.7 and 12.6-16.0 times less time than eager torch, and
-1.3-2.4 times less than torch.compile. The lower ends are an Intel Xeon's, the upper ones those of the AMD EPYC
-below. The variant "ours, out=" writes x' into kept memory."""
+1.3-2.4 times less than torch.compile. The upper ends are those of the AMD EPYC below; the lower ones were
+reported for an Intel Xeon and have no JSON here. The variant "ours, out=" writes x' into kept memory."""
 """Of the CPUs."""
 
 
