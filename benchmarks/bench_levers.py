@@ -20,8 +20,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,19 +85,6 @@ LEVERS = {
 }
 
 
-class CpuClock(Clock):
-    """CPU seconds of this process, in place of a clock on the wall."""
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to `name`."""
-        begin = time.process_time()
-        try:
-            yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - begin
-
-
 def settings(family: str, folder: Path, work: Work, name: str) -> dict[str, Any]:
     """What a run has beside its lever."""
     rollout = {
@@ -133,7 +119,7 @@ class Side:
 
     def step(self) -> dict[str, float]:
         """CPU seconds of one step and of its update."""
-        clock, begin = CpuClock(), time.process_time()
+        clock, begin = Clock(now=time.process_time), time.process_time()
         self.loop.step(0, clock)
         return {"step": time.process_time() - begin, "update": clock.seconds["update"]}
 

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,15 +83,16 @@ class Clock:
     """Seconds per phase of a step."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    now: Callable[[], float] = time.perf_counter
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time spent inside to `name`."""
-        begin = time.perf_counter()
+        begin = self.now()
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+            self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - begin
 
 
 class Interrupt:
