@@ -78,7 +78,7 @@ def launched(file: Path, *torchrun: str, **env: str) -> subprocess.Popen:
 CAUSES = {
     "dies": (137, "process 1 ended with code -9", 0),
     "raises": (1, "MemoryError: no more of it", 1),
-    "hangs": (1, "error: process 1 has given no sign of life for 30 s", 0),
+    "hangs": (1, "error: process 1 has given no sign of life for 20 s", 0),
 }
 """The exit code, what is said once, and how many tracebacks there are."""
 
@@ -125,8 +125,8 @@ def test_a_signal_to_launch_saves_and_ends_with_3(place):
 
 
 def quick_watch() -> None:
-    """In the new process: fifteen looks take six seconds; a busy machine may hold a thread back for one."""
-    watch.LOOK_S = 0.4
+    """In the new process: ten looks take six seconds; a busy machine may hold a thread back for one."""
+    watch.LOOK_S = 0.6
 
 
 def standing_still() -> None:

@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 LOOK_S = 2.0
 """Seconds between two looks."""
-LOOKS = 15
+LOOKS = 10
 """So many looks at the same count: its process stands still."""
 ENDED = "ended"
 
