@@ -25,7 +25,7 @@ NOT_RUN = {
     "curl ": "needs the server of the line above",
     "torchrun ": "abbreviated (test_score.py runs it on two ranks)",
     """prefgrpo score --reward-spec '["clip","aesthetic","pickscore"]'""": (
-        "downloads three checkpoints; docs/rewards.md has the same command with another reward, which is run"
+        "downloads three checkpoints; docs/scoring.md has the same command with another reward, which is run"
     ),
 }
 """How commands begin that are not run (or, with $, all of them), and why."""
@@ -78,7 +78,7 @@ def test_every_exception_is_still_there_and_every_other_command_is_ours():
     for head in NOT_RUN:
         assert any(f"{text}$".startswith(head) for _, text, _ in FOUND), f"no command begins with {head!r} any more"
     assert [text for _, text, words in RUN if words[0] != "prefgrpo"] == []
-    assert {file for file, _, _ in RUN} >= {"README.md", "docs/training.md", "docs/judging.md", "docs/rewards.md"}
+    assert {file for file, _, _ in RUN} >= {"README.md", "docs/training.md", "docs/judging.md", "docs/scoring.md"}
 
 
 @pytest.mark.full
