@@ -216,10 +216,14 @@ def rewards() -> str:
     text = "# Options of rewards\n\nIn `reward.options.NAME` and `eval.options.NAME`; [the rewards](../rewards.md).\n\n"
     for name in sorted(REWARDS):
         kind = load_class(name)
-        makers = [base.__init__ for base in kind.__mro__[:-1] if "__init__" in vars(base)]
-        about = [plain(inspect.cleandoc(part.__doc__ or "")) for part in (kind, *makers)]
-        options = [option(p) for p in inspect.signature(kind).parameters.values()]
-        text += "\n".join([f"## {name}", "", *(f"{part}\n" for part in about if part), *options, "", ""])
+        bases, parameters = kind.__mro__[:-1], inspect.signature(kind).parameters
+        about = [inspect.cleandoc(kind.__doc__ or "")]
+        for part in [*(base.__init__ for base in bases if "__init__" in vars(base)), *bases[1:]]:
+            doc, known = inspect.cleandoc(part.__doc__ or ""), "\n".join(about)
+            if any(re.search(rf"\b{name}: ", doc) and not re.search(rf"\b{name}: ", known) for name in parameters):
+                about.append(doc)  # what it says of an option is not said yet
+        options = [option(p) for p in parameters.values()]
+        text += "\n".join([f"## {name}", "", *(f"{plain(part)}\n" for part in about), *options, "", ""])
     return text
 
 
@@ -237,7 +241,7 @@ def commands() -> str:
     for name, (_, about) in COMMANDS.items():
         text += f"## prefgrpo {name}\n\n{about[0].upper()}{about[1:]}.\n\n"
         if name != "launch":  # torchrun's own options
-            with redirect_stdout(StringIO()) as out, patch.dict(os.environ, COLUMNS="110"), suppress(SystemExit):
+            with redirect_stdout(StringIO()) as out, patch.dict(os.environ, COLUMNS="94"), suppress(SystemExit):
                 main([*name.split(), "--help"])
             text += f"```text\n{out.getvalue().strip()}\n```\n\n"
     return text
