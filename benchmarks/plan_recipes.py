@@ -2,7 +2,8 @@
 
 One recipe per family with a LoRA (scripts/prefgrpo), and one per family that trains all weights: memory per GPU,
 seconds of a step, GPU-hours of the whole recipe, judge servers. Nothing is measured: the numbers are the plan's, at its
-own assumptions. Written to results/plan_recipes.json and docs/hardware.md; `--render` only writes the page.
+own assumptions, found from models of a few blocks as tests/test_recipes.py does it (and holds against whole ones).
+Written to results/plan_recipes.json and docs/hardware.md; `--render` only writes the page.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,14 @@ from typing import Any
 from benchmarks.blocks import replace_block, rounded, write_json
 from prefgrpo.config.schema import Config, load
 from prefgrpo.models import family
-from prefgrpo.run.memory import GIB, estimate
+from prefgrpo.run.memory import GIB
 from prefgrpo.run.plan import judge_servers, reuses_forwards
 from prefgrpo.run.speed import HARDWARE, MFU, Machines, step_time
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+from model_configs import estimate  # noqa: E402
+
 JSON, PAGE = ROOT / "benchmarks" / "results" / "plan_recipes.json", ROOT / "docs" / "hardware.md"
 GPU, JUDGE_BILLIONS = "h100", 8.0
 
@@ -36,7 +42,8 @@ def recipes() -> list[Path]:
 
 def planned(config: Config) -> dict[str, Any]:
     """What `prefgrpo plan` prints of a recipe, on the GPUs that it is sized for."""
-    whole = estimate(config)
+    with tempfile.TemporaryDirectory() as folder:
+        whole = estimate(config, Path(folder))
     machines = Machines(HARDWARE[GPU], config.gpus, math.ceil(config.gpus / 8), MFU[config.compile])
     reuses = reuses_forwards(config, whole, HARDWARE[GPU].memory_gib)
     taken = step_time(config, whole.flop, whole.model, machines, reuses)
@@ -83,14 +90,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--render", action="store_true", help="only write the document's table from the JSON")
+    paths = {path.relative_to(ROOT / "scripts").with_suffix("").as_posix(): path for path in recipes()}
+    parser.add_argument("--only", nargs="+", choices=paths, default=list(paths), metavar="METHOD/RECIPE")
     given = parser.parse_args(argv)
-    found: dict[str, Any] = json.loads(JSON.read_text()) if JSON.is_file() else {}
-    if not given.render:
-        for path in recipes():
-            name = path.relative_to(ROOT / "scripts").with_suffix("").as_posix()
-            found[name] = rounded(planned(load(path)))
-            print(name, found[name], flush=True)
-            write_json(JSON, found)
+    known: dict[str, Any] = json.loads(JSON.read_text()) if JSON.is_file() else {}
+    for name in [] if given.render else given.only:
+        known[name] = rounded(planned(load(paths[name])))
+        print(name, known[name], flush=True)
+        write_json(JSON, {name: known[name] for name in paths if name in known})
+    found = {name: known[name] for name in paths if name in known}
     replace_block(PAGE, "plan_recipes", table(found))
 
 
