@@ -65,9 +65,13 @@ def planned(config: Config) -> dict[str, Any]:
     }
 
 
-def table(found: dict[str, Any]) -> list[str]:
-    """The block of docs/hardware.md."""
+def table(found: dict[str, Any], missing: Sequence[str] = ()) -> list[str]:
+    """The block of docs/hardware.md; missing: recipes that were not planned yet."""
+    later = [f"Not planned yet: {', '.join(f'`{name}`' for name in missing)}.", ""] if missing else []
+    if not found:
+        return later[:1]
     lines = [
+        *later,
         f"On {GPU.upper()} with {HARDWARE[GPU].memory_gib:g} GiB, at {MFU[False]:g} of their peak; recipes are for "
         "the GPUs named:",
         "",
@@ -99,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(name, known[name], flush=True)
         write_json(JSON, {name: known[name] for name in paths if name in known})
     found = {name: known[name] for name in paths if name in known}
-    replace_block(PAGE, "plan_recipes", table(found))
+    missing = [name for name in paths if name not in known]
+    replace_block(PAGE, "plan_recipes", table(found, missing))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tiny_run import start
@@ -21,7 +22,7 @@ from tiny_run import start
 from benchmarks import plan_recipes
 from benchmarks.blocks import split
 
-ROOT = __import__("pathlib").Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_RUN = {
     "make ": "runs this suite, or the demo (test_demo.py)",
@@ -135,27 +136,34 @@ def test_the_messages_and_metrics_of_troubleshooting_are_those_of_the_code():
     assert [name for name in named if name not in texts and name.split("/")[-1] not in texts] == []
 
 
-def test_the_hardware_page_is_what_its_results_render_to_and_has_every_family():
-    page, found = (ROOT / "docs" / "hardware.md").read_text(), json.loads(plan_recipes.JSON.read_text())
-    assert split(page, "plan_recipes")[1] == "\n" + "\n".join(plan_recipes.table(found)) + "\n\n"
+def test_the_hardware_page_names_every_model_and_prompt_file_of_the_recipes():
+    page = (ROOT / "docs" / "hardware.md").read_text()
+    shipped = [path for path in (ROOT / "scripts").glob("*/[!_]*.yaml") if path.parent.name != "demo"]
+    recipes = [plan_recipes.load(path) for path in shipped]
+    named = {name for r in recipes for name in (r.model.split("/")[-1], Path(r.data.prompts).name)}
+    assert len(named) > 20 and [name for name in named if name not in page] == []
+
+
+def test_the_hardware_page_is_what_its_results_render_to():
+    page = (ROOT / "docs" / "hardware.md").read_text()
+    found = json.loads(plan_recipes.JSON.read_text()) if plan_recipes.JSON.is_file() else {}
     names = {path.relative_to(ROOT / "scripts").with_suffix("").as_posix(): path for path in plan_recipes.recipes()}
-    assert found.keys() == names.keys()
+    lines = plan_recipes.table(found, [name for name in names if name not in found])
+    assert split(page, "plan_recipes")[1] == "\n" + "\n".join(lines) + "\n\n"
     for name, path in names.items():
-        recipe = plan_recipes.load(path)
-        asked = (
-            recipe.model,
-            recipe.gpus,
-            recipe.train.steps,
-            recipe.rollout.prompts_per_step * recipe.rollout.group_size,
-        )
-        assert asked == tuple(found[name][key] for key in ("model", "gpus", "steps", "samples")), name
-        assert recipe.model.split("/")[-1].split("-")[0] in page
+        if name in found:
+            recipe, row = plan_recipes.load(path), found[name]
+            samples = recipe.rollout.prompts_per_step * recipe.rollout.group_size
+            assert (recipe.model, recipe.gpus, recipe.train.steps, samples) == (
+                row["model"], row["gpus"], row["steps"], row["samples"]
+            ), name  # fmt: skip
 
 
 @pytest.mark.full
 def test_a_row_of_the_hardware_page_is_what_the_plan_says():
-    found = json.loads(plan_recipes.JSON.read_text())["prefgrpo/lora_sd1"]
-    planned = plan_recipes.planned(plan_recipes.load(ROOT / "scripts" / "prefgrpo" / "lora_sd1.yaml"))
-    assert {
-        key: pytest.approx(value, rel=1e-3) if isinstance(value, float) else value for key, value in planned.items()
-    } == found
+    """Of the smallest model, if its row is there."""
+    known = json.loads(plan_recipes.JSON.read_text()) if plan_recipes.JSON.is_file() else {}
+    if "prefgrpo/lora_sd1" not in known:
+        pytest.skip("not planned yet: python -m benchmarks.plan_recipes")
+    row = plan_recipes.planned(plan_recipes.load(ROOT / "scripts" / "prefgrpo" / "lora_sd1.yaml"))
+    assert known["prefgrpo/lora_sd1"] == plan_recipes.rounded(row)
