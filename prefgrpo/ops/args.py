@@ -249,7 +249,7 @@ def check_clips(low: float, high: float, adv_clip: float, kl_coef: float, denomi
     """Raise ValueError for a clip below 0 or NaN, a KL coefficient that is not finite, a denominator not above 0."""
     if not (low >= 0 and high >= 0 and adv_clip >= 0):
         raise ValueError(f"clip_low, clip_high, adv_clip: expected 0 or more, got {low}, {high}, {adv_clip}")
-    if not math.isfinite(kl_coef):
+    if not abs(kl_coef) < math.inf:
         raise ValueError(f"kl_coef: expected a finite number, got {kl_coef}")
     if denominator is not None and not denominator > 0:
         raise ValueError(f"denominator: expected more than 0, got {denominator}")
