@@ -36,7 +36,7 @@ class Op:
     writes. exact: the fields that leave the op to plain torch where they are fp64.
     """
 
-    derivatives = "has no derivative"
+    has_gradient = False
 
     def __init__(self, kind: Any, results: Callable[[Any], Results], schema: str, exact: str = "") -> None:
         self.name, _, signature = schema.partition("(")
@@ -77,17 +77,14 @@ class Op:
         return _functorch.maybe_current_level() is not None
 
     def refuse_transforms(self, a: Any, wanted: bool = False) -> None:
-        """Raise NotImplementedError for derivatives that would be lost: forward mode, and torch.func.grad if `wanted`."""
+        """Raise NotImplementedError for derivatives that would be lost: forward mode, torch.func.grad if `wanted`."""
         kinds, transform = {i.key() for i in _functorch.get_interpreter_stack() or ()}, _functorch.TransformType
-        forward = any(
-            forward_ad.unpack_dual(t).tangent is not None
-            or (transform.Jvp in kinds and t.is_floating_point() and _functorch.is_functorch_wrapped_tensor(t))
-            for t in self._each(a)
-            if t is not None
-        )
+        forward = self.has_gradient and transform.Jvp in kinds  # another transform may hide its tangents
+        forward |= any(forward_ad.unpack_dual(t).tangent is not None for t in self._each(a) if t is not None)
         if forward or (wanted and transform.Grad in kinds):
             how = "forward mode (jvp)" if forward else "torch.func.grad"
-            raise NotImplementedError(f"{self.name} {self.derivatives}; it was called under {how}: detach its inputs")
+            has = "supports autograd's backward only" if self.has_gradient else "has no derivative"
+            raise NotImplementedError(f"{self.name} {has}; it was called under {how}: detach its inputs")
 
     def eager(self, a: Any) -> Results:
         """Straight to the backend."""
@@ -120,7 +117,7 @@ class GradOp(Op):
     save(ctx, arguments, results) keeps what backward(ctx, upstream, affine_grad) needs for the fields' gradients.
     """
 
-    derivatives = "supports autograd's backward only"
+    has_gradient = True
 
     def __init__(
         self,

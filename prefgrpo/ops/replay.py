@@ -105,8 +105,7 @@ def on_policy_grad(
     factor = factor / (numel * (denominator or max(batch, 1)))
     if weight is not None:
         factor = factor * weight
-    scale = torch.zeros(batch, 5, dtype=torch.float32, device=like.device)
-    scale[:, 2] = factor
+    scale = torch.nn.functional.pad(factor.float()[:, None], (2, 2))  # rows (0, 0, factor, 0, 0)
     zero = like.new_zeros(1, *like.shape[1:]).expand(like.shape)  # one sample of zeros, read by all
     step = noise.step if noise.step is not None else index
     return affine_step(zero, zero, scale, noise=noise._replace(step=step), out_dtype=like.dtype, out=out).x_next
