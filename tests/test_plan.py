@@ -149,6 +149,12 @@ def test_norms_hold_what_a_gpu_holds():
     assert x.grad.shape == x.shape and weight.grad.shape == weight.shape
 
 
+def test_what_is_recomputed_goes_through_the_same_norms():
+    gpu = replace(config(FLUX, gradient_checkpointing=True), dtype="bf16", device="cuda")
+    held, on_cpu = plan.estimate(gpu).phases, plan.estimate(replace(gpu, device="cpu")).phases
+    assert 0.9 * on_cpu["update"] < held["update"] < 2 * on_cpu["update"] and held["update"] != on_cpu["update"]
+
+
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: str(case))
 def test_conditions_have_the_shapes_that_the_plan_knows(case):
     adapter = load(case, folder(case.family))

@@ -227,7 +227,7 @@ def _phase(name: str, config: Config, adapter: Adapter, batch: Batch, known: lis
         else:
             v = adapter.velocity(x, sigma, condition, r)
             if name == "update":
-                v.float().square().mean().backward()
+                torch.autograd.backward(v.float().square().mean())  # Tensor.backward leaves CudaNorms
     return scale.most + parked, scale.flop / count
 
 
