@@ -20,7 +20,7 @@ from inspect import Parameter, Signature, signature
 from io import StringIO
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 import yaml
@@ -298,7 +298,7 @@ def overrides(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], dic
             raise ConfigError([f"{word}: expected a value"])
         else:
             text = text if equals else rest.pop(0)
-            value = text if isinstance(default, str) else _yaml(text)
+            value = text if isinstance(default, str) and bool not in get_args(_kind(key)) else _yaml(text)
             value = [value] if isinstance(default, tuple) and isinstance(value, str) else value
         for part in reversed(key.split(".")):
             value = {part: value}
@@ -310,10 +310,15 @@ def _stands_alone(key: str, rest: Sequence[str]) -> bool:
     """Whether a switch has no value after it: that would be true, false or, of a field that takes more, anything."""
     if not rest or rest[0].startswith("--"):
         return True
+    return _kind(key) is bool and rest[0].lower() not in ("true", "false")
+
+
+def _kind(key: str) -> Any:
+    """The type of a field of the configuration."""
     kind: Any = Config
     for part in key.split("."):
         kind = kind.__pydantic_fields__[part].annotation
-    return kind is bool and rest[0].lower() not in ("true", "false")
+    return kind
 
 
 def _yaml(text: str) -> Any:
