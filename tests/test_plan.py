@@ -132,15 +132,17 @@ def test_norms_hold_what_a_gpu_holds():
         "rms_norm": lambda: F.rms_norm(x, (64,), weight),
         "group_norm": lambda: F.group_norm(x, 2),
     }
+    gpu = replace(config(FLUX), device="cuda")
     for name, call in calls.items():
         assert f"_({name})" in listed
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert call().dtype == torch.bfloat16
-            with plan.CudaNorms():
+            with plan.norms_of(gpu):
                 assert call().dtype == torch.float32
-        with plan.CudaNorms():
+            assert call().dtype == torch.bfloat16
+        with plan.norms_of(gpu):
             assert call().dtype == torch.bfloat16, "without autocast types stay"
-    with torch.autocast("cpu", dtype=torch.bfloat16), plan.CudaNorms():
+    with torch.autocast("cpu", dtype=torch.bfloat16), plan.norms_of(gpu):
         assert torch.equal(calls["layer_norm"](), F.layer_norm(x.float(), (64,), weight.float()))
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
