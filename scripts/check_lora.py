@@ -51,7 +51,8 @@ def load(run: Path, facts: dict[str, str], device: str, lora: bool = True) -> An
     pipe = cls.from_pretrained(str(folder), dtype=dtype, revision=revision, **absent)
     if lora and not full:
         if (run / "lora" / "pytorch_lora_weights.safetensors").is_file():
-            pipe.load_lora_weights(str(run / "lora"))
+            whole = hasattr(pipe, "load_lora_weights")  # HunyuanVideo-1.5's has none
+            (pipe.load_lora_weights if whole else pipe.transformer.load_lora_adapter)(str(run / "lora"))
         if (run / "lora" / "transformer_2").is_dir():  # the second expert of Wan2.2
             pipe.load_lora_weights(str(run / "lora" / "transformer_2"), load_into_transformer_2=True)
     stepping = json.loads(facts["scheduler"])
@@ -80,10 +81,21 @@ def largest_difference(run: Path, device: str, lora: bool = True) -> float:
     if hasattr(pipe, "unet"):
         latents = latents.to(pipe.unet.dtype)  # all other pipelines do it themselves
     call = {"output_type": "pt", "return_dict": False} | json.loads(facts["call"])
+    if hasattr(pipe, "guider"):  # HunyuanVideo-1.5: not in its call; its VAE decodes one clip
+        pipe.guider = pipe.guider.new(guidance_scale=call.pop("guidance_scale"))
+        pipe.tokenizer_max_length = call.pop("tokenizer_max_length")
+        pipe.vae.enable_slicing()
+    if hasattr(pipe, "audio_vae"):  # LTX-2: the sound's tokens follow the clip's
+        frames = (call["num_frames"] - 1) // pipe.vae_temporal_compression_ratio + 1
+        count = frames * call["height"] * call["width"] // pipe.vae_spatial_compression_ratio**2
+        sound = latents[:, count:] * pipe.audio_vae.latents_std + pipe.audio_vae.latents_mean
+        latents, call["audio_latents"] = latents[:, :count], sound
     if any(key.startswith("source_") for key in tensors):
         out = torch.cat([edit(pipe, call, i, prompt, latents, tensors) for i, prompt in enumerate(prompts)])
     else:
         out = pipe(prompt=prompts, latents=latents, **call)[0]
+    if out.dim() == 4 and out.shape[1] == 4:  # Qwen-Image-2.1's images have an alpha channel
+        out = out[:, :3] * out[:, 3:] + (1 - out[:, 3:])
     return float((out.float().cpu() - tensors["images"]).abs().max())
 
 
