@@ -18,6 +18,8 @@ import torch
 SAMPLE, STRIDE = 1 << 16, 1 << 22  # bytes hashed of every STRIDE bytes of a large file
 CONFIGS = Path(__file__).with_name("configs")
 """Public configs of the models that recipes name, OWNER/NAME as on the hub; no weights and no tokenizers."""
+ASKED = "Qwen3VLProcessor"
+"""Class of a processor that its pipeline asks when it is built."""
 BOOKKEEPING = {"_name_or_path", "is_local", "local_files_only"}
 """Config keys that say where a model was loaded from, not what it is."""
 
@@ -94,12 +96,10 @@ def read(path: Path, pipeline: str, dtype: torch.dtype, device: torch.device, en
     """The pipeline in `path`: frozen, eval mode, on `device`; without its text encoders unless `encoders`."""
     import diffusers
 
-    from prefgrpo.models import processors
-
     named = {name: part for name, part in index_of(path).items() if _is_encoder(name)}
     parts: dict[str, Any] = {name: None for name, part in named.items() if not encoders or part[0] is None}
     own = {name: found for name, part in named.items() if (found := _processor(path / name, part[1] or "", encoders))}
-    asked = {name: part for name, part in own.items() if isinstance(part, processors.Qwen3VLProcessor)}
+    asked = {name: part for name, part in own.items() if type(part).__name__ == ASKED}
     pipe = getattr(diffusers, pipeline).from_pretrained(path, dtype=dtype, **parts | dict.fromkeys(own) | asked)
     pipe.register_modules(**own)
     for module in (part for part in pipe.components.values() if isinstance(part, torch.nn.Module)):
@@ -112,11 +112,12 @@ def read(path: Path, pipeline: str, dtype: torch.dtype, device: torch.device, en
 
 def _processor(path: Path, kind: str, encoders: bool) -> Any:
     """The processor in a folder as one that needs no torchvision, if it is of such a kind and needed; else None."""
+    if not kind.endswith("Processor") or not (encoders or kind == ASKED):
+        return None
     from prefgrpo.models import processors
 
     own = getattr(processors, kind, None)
-    needed = encoders or own is processors.Qwen3VLProcessor  # whose pipeline asks it when it is built
-    return own.from_pretrained(path) if own and needed else None
+    return own.from_pretrained(path) if own else None
 
 
 def complete(pipe: Any, path: Path) -> None:

@@ -99,7 +99,7 @@ def save(pipe: Any, folder: str, component: str = "transformer") -> None:
 
 
 def _files(pipe: Any) -> Any:
-    """What writes and reads LoRA files of the pipeline: itself, or where diffusers has forgotten that, its relative."""
+    """Writes and reads the pipeline's LoRA files: itself, or for HunyuanVideo-1.5, which has none, HunyuanVideo's."""
     from diffusers.loaders import HunyuanVideoLoraLoaderMixin
 
     return pipe if hasattr(pipe, "save_lora_weights") else HunyuanVideoLoraLoaderMixin

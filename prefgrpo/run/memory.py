@@ -34,6 +34,7 @@ from prefgrpo.config.schema import Config, ConfigError, ParallelConfig
 from prefgrpo.data.prompts import read_prompts
 from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.folder import ASKED
 from prefgrpo.models.parking import KINDS
 from prefgrpo.objectives import objective
 from prefgrpo.parallel.mesh import Layout, problem
@@ -286,8 +287,6 @@ def meta_pipeline(path: Path, pipeline: str, dtype: torch.dtype) -> tuple[Any, d
     import diffusers
     import transformers
 
-    from prefgrpo.models.processors import NoProcessor
-
     parts: dict[str, Any] = {}
     encoders: dict[str, int] = {}
     for name, entry in json.loads((path / "model_index.json").read_text(encoding="utf-8")).items():
@@ -312,7 +311,9 @@ def meta_pipeline(path: Path, pipeline: str, dtype: torch.dtype) -> tuple[Any, d
         elif name == "connectors":
             encoders[name] = _count(getattr(getattr(diffusers.pipelines, library), kind), path / name)
             parts[name] = None
-        elif kind == "Qwen3VLProcessor":
+        elif kind == ASKED:
+            from prefgrpo.models.processors import NoProcessor
+
             parts[name] = NoProcessor()
         else:
             parts[name] = None if isinstance(entry, list) else entry
