@@ -51,6 +51,8 @@ class Case:
     """For editing: source images are given at the output's size."""
     stock: str = ""
     """The stock pipeline, where it is not the adapter's."""
+    alone: bool = False
+    """Whether the stock pipeline's images depend on what shares their batch."""
     off: float = 1.0
     """A guidance scale that switches classifier-free guidance off."""
 
@@ -97,7 +99,7 @@ CASES = [
     _case("qwen_image", 4.0, 320, **QWEN),
     _case("qwen_image_edit", 4.0, 512, same_edit=True, **QWEN),
     _case("qwen_image_edit_plus", 4.0, 512, same_edit=True, sources=2, **QWEN),
-    Case("qwen_image_21", {"true_cfg_scale": 4.0, "negative_prompt": [" "] * 2}, 4.0, 320, dynamic=True),
+    Case("qwen_image_21", {"true_cfg_scale": 4.0, "negative_prompt": [" "] * 2}, 4.0, 320, dynamic=True, alone=True),
     _case("z_image", 3.0, 128, dynamic=True, off=0.0),
     _case("hunyuan_video", 6.0, 448, frames=5),
     Case("hunyuan_video_15", {"guidance_scale": 6.0, "tokenizer_max_length": 1000, "num_frames": 5}, 6.0, 1000),
@@ -190,8 +192,12 @@ def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
         count = frames * size[0] * size[1] // pipe.vae_spatial_compression_ratio**2
         sound = x0[:, count:] * pipe.audio_vae.latents_std + pipe.audio_vae.latents_mean
         x0, call["audio_latents"] = x0[:, :count], sound
+    if case.alone:
+        one = {key: value[:1] if isinstance(value, list) else value for key, value in call.items()}
+        each = [pipe(prompt=[p], latents=x, **one)[0] for p, x in zip(prompts, x0[:, None], strict=True)]
+        return on_white(torch.cat(each))
     if not case.edit:
-        return on_white(pipe(prompt=list(prompts), latents=x0, **call)[0])  # a copy: Z-Image writes into the list
+        return pipe(prompt=list(prompts), latents=x0, **call)[0]  # a copy: Z-Image writes into the list
     call |= case.edit(*size)
     call = {key: value[:1] if isinstance(value, list) else value for key, value in call.items()}
     images = [case.images(number, size) for number in range(len(prompts))]
@@ -200,9 +206,7 @@ def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
 
 
 def on_white(images):
-    """Images as they are; of Qwen-Image-2.1, which have an alpha channel, as Pillow pastes them on white."""
-    if images.dim() == 5 or images.shape[1] == 3:
-        return images
+    """RGBA images as Pillow pastes them on white."""
     return torch.lerp(torch.ones(3, 1, 1), images[:, :3], images[:, 3:])
 
 
@@ -216,7 +220,10 @@ def settle(pipe, call):
 
 def stock_lora(pipe, path):
     """The LoRA in a folder, as stock diffusers loads it."""
-    (pipe.load_lora_weights if hasattr(pipe, "load_lora_weights") else pipe.transformer.load_lora_adapter)(path)
+    if hasattr(pipe, "load_lora_weights"):
+        pipe.load_lora_weights(path)
+    else:
+        pipe.transformer.load_lora_adapter(path, weight_name="pytorch_lora_weights.safetensors")
 
 
 def differs(adapter, pipe, case, size=SIZES[0], steps=2, prompts=PROMPTS):

@@ -92,7 +92,7 @@ class HunyuanVideo15(HunyuanVideo):
         mask, glyphs = text_mask(condition), text_mask(condition, second=True)
         second = condition.prompt_embeds_2
         assert second is not None
-        no_image = mask.new_zeros(len(x), 0, self.pipe.transformer.config.image_embed_dim, dtype=x.dtype)
+        no_image = mask.new_zeros(len(x), 0, self.pipe.transformer.config.image_embed_dim, dtype=second.dtype)
         return net(
             hidden_states=torch.cat([x, torch.zeros_like(x), torch.zeros_like(x[:, :1])], dim=1),
             timestep=sigma * 1000,

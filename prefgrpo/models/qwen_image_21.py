@@ -2,7 +2,7 @@
 
 Conditions: states of the Qwen3-VL language model, as long as the prompt, to which the stock pipeline sets no limit. The
 VAE has an alpha channel; images are shown on white. Invariant: with `ode` steps the images are those of the stock
-QwenImage21Pipeline, with negative prompt " " where guidance is on.
+QwenImage21Pipeline for one prompt, with negative prompt " " where guidance is on.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from prefgrpo.models.base import Adapter, Condition, Sampling, text_mask
+from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.guidance import Cfg
 from prefgrpo.models.video_vae import unnormalise
 
@@ -59,17 +60,20 @@ class QwenImage21(Adapter):
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, L, C]; the transformer sees text and image as one sequence, of which the image is the end.
 
-        A mask is passed only where prompts of different lengths share a batch.
+        Where the image begins changes it, so that a prompt is never padded: a forward per length.
         """
-        mask, lengths, (count, tokens) = text_mask(condition), condition.text_length, x.shape[:2]
+        lengths, (count, tokens) = condition.text_length, x.shape[:2]
         assert lengths is not None
-        padded = int(lengths.min()) < mask.shape[1]  # not of the mask: `plan` knows the lengths alone
-        slots = torch.cat([torch.zeros_like(mask), mask.new_ones(count, tokens // 4)], dim=1)
+        rows = _at_once(net, lengths)
+        if len(rows) > 1:
+            v = [self.predict(net, x[row], sigma[row], condition.select(row), sampling) for row in rows]
+            return torch.cat(v)[torch.cat(rows).argsort()]
+        text = int(lengths[0])
+        slots = torch.cat([lengths.new_zeros(count, text), lengths.new_ones(count, tokens // 4)], dim=1).bool()
         return net(
             hidden_states=x,
             timestep=sigma * 1000 / 1000,
-            encoder_hidden_states=condition.prompt_embeds[:, : mask.shape[1]],
-            encoder_hidden_states_mask=mask.to(x.device, non_blocking=True) if padded else None,
+            encoder_hidden_states=condition.prompt_embeds[:, :text],
             img_shapes=[[(1, *self.grid(sampling))]] * count,
             img_mask=slots.to(x.device, non_blocking=True),
             return_dict=False,
@@ -81,3 +85,11 @@ class QwenImage21(Adapter):
         grid = latents.transpose(1, 2).reshape(len(latents), -1, 1, rows, columns)
         image = self.decode_image(unnormalise(self.pipe.vae, grid))
         return image[:, :3] * image[:, 3:] + (1 - image[:, 3:])
+
+
+def _at_once(net: nn.Module, lengths: Tensor) -> list[Tensor]:
+    """Rows of a batch that share a forward: those of one length; of split weights, which all processes must gather
+    equally often, each row alone."""
+    if isinstance(net, FSDPModule):
+        return list(torch.arange(len(lengths)).split(1))
+    return [(lengths == length).nonzero().flatten() for length in lengths.unique()]
