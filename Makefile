@@ -4,6 +4,7 @@
 #   make test-all    make test, then the exhaustive tests
 #   make demo-vllm   the demo with its judge behind a real vLLM server, in .venv-vllm
 #   make bench       the benchmarks of the ops
+#   make docs        the site of README and docs/ in site/, every link checked
 #   make lint        the static half of `make test`
 #   make venv        the development environment alone
 # Choose the interpreter with PYTHON=python3.12, pass pip options (an index of CPU wheels, say) with PIP_ARGS=….
@@ -25,16 +26,19 @@ export GOMP_SPINCOUNT ?= 10000
 BIN := $(VENV)/bin
 SOURCES := $(wildcard pyproject.toml constraints.txt setup.py CMakeLists.txt) $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help venv demo demo-vllm test test-all lint bench
+.PHONY: help venv demo demo-vllm test test-all lint bench docs
 
 help:
-	@sed -n '2,9s/^# \{0,1\}//p' Makefile
+	@sed -n '2,10s/^# \{0,1\}//p' Makefile
 
 $(VENV)/.installed-train: $(SOURCES) scripts/install.sh
 	@scripts/install.sh "$(VENV)" train
 
 $(VENV)/.installed-dev: $(SOURCES) scripts/install.sh
 	@scripts/install.sh "$(VENV)" dev
+
+$(VENV)/.installed-docs: $(SOURCES) scripts/install.sh
+	@scripts/install.sh "$(VENV)" docs
 
 venv: $(VENV)/.installed-dev
 
@@ -62,3 +66,7 @@ test-all: test
 
 bench: $(VENV)/.installed-dev
 	@$(BIN)/python -m benchmarks
+
+docs: $(VENV)/.installed-docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "the site is site/index.html; with search: $(BIN)/python -m http.server -d site"

@@ -73,7 +73,7 @@ LEVERS = {
         {"train": {"replay_batch": GROUP * TRAINED}}, "off: the first ratio is 1 up to rounding only"
     ),
     "`train.kl_fraction: 0.34` of a KL": Lever(
-        {"train": KL | {"kl_fraction": 0.34}}, "1: it is exact in expectation only", {"train": KL}
+        {"train": KL | {"kl_fraction": 0.34}}, "1: it is exact in expectation only (here the KL is still 0)", {"train": KL}
     ),
     "`train.min_advantage: 0.5`": Lever({"train": {"min_advantage": 0.5}}, "0: the gradient is biased"),
     "`rollout.window_size: 1`": Lever({"rollout": {"window_size": 1}}, "all steps; most recipes set it"),
@@ -143,6 +143,7 @@ def compared(gradient: Tensor, truth: Tensor) -> dict[str, Any]:
 def measure(name: str, size: str, rounds: int) -> dict[str, Any]:
     """One lever on one pipeline."""
     lever, work = LEVERS[name], SIZES[size]
+    torch.compiler.reset()  # a block that was compiled for many shapes would run without
     with tempfile.TemporaryDirectory() as folder:
         made = make_pipeline(lever.family, Path(folder), work)
         sides = [Side(lever, changes, made, work, kind) for kind, changes in (("off", lever.off), ("on", lever.on))]
@@ -174,7 +175,7 @@ def table(found: dict[str, Any]) -> list[str]:
         cells += [same or f"cosine {g['cosine']:.2f}", LEVERS[run["lever"]].default]
         lines.append(f"| {run['lever']} | {run['size']} | {' | '.join(cells)} |")
     m = found["machine"]
-    state = f"One thread of a {m['device']}, load average {m['load']:.1f}, torch {m['torch']}; CPU seconds, medians of "
+    state = f"One thread of an {m['device']}, load average {m['load']:.1f}, torch {m['torch']}; CPU seconds, medians of "
     return [*lines, "", f"{state}{found['rounds']} steps of each side in turn."]
 
 

@@ -7,11 +7,13 @@ pictures' JPEG size, so that no judge is waited for. Written to results/train_DE
 second, the peak of the allocator beside what `prefgrpo plan` estimates, and MFU.
 
 MFU = (forward FLOP of the rollout + forward and backward FLOP of the trained steps, without what is computed twice)
-/ seconds / FLOP/s of one large bf16 matrix product, timed in the same run. FLOP are those of
-`prefgrpo plan`. `--processes N` also trains two prompts in two updates a step, on one process and on N, and writes the
-share of an update that processes wait for the slowest: 1 − mean / max of their seconds in forwards and backwards (on
-CPUs CPU seconds, so that other load on the machine does not count).
-Invariant: what is timed is `prefgrpo train`, unchanged.
+/ seconds / FLOP/s of one large bf16 matrix product, timed in the same run. FLOP are those of `prefgrpo plan`.
+`step_over_model` is a step's seconds over those in forwards of models and in backwards. `--processes N` also trains two
+prompts in two updates a step, on one process, on N, and on N without dealing (a prompt stays on its own process, as if
+each trained what it had made), and writes the share of an update that processes wait for the slowest: 1 − mean / max of
+their seconds in forwards and backwards. On CPUs both are CPU seconds on one thread, so that other load on the machine
+does not count, and the model is FLUX.1 of six blocks of width 256 (`benchmarks.peer_runs`) unless `--model` says.
+Invariant: what is timed is `prefgrpo train`, unchanged but for that dealing.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ import torch
 
 from benchmarks.bench_judge import machine
 from benchmarks.blocks import rounded, write_json
+from benchmarks.peer_runs import Work, make_pipeline
 from prefgrpo.config.schema import Config, load
 from prefgrpo.run.memory import GIB, estimate
 
@@ -135,6 +138,8 @@ def measure(model: Path, work: Path, side: int, device: str, steps: int, peak_fl
     trained = [r for r in rows if r["kind"] == "train"][1:]
     phases = [k for k in trained[0] if k.startswith("time/") and k.count("/") == 1]
     seconds = {k: statistics.median(r[k] for r in trained) for k in phases}
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        over_model = pool.submit(step_over_model, file, device, steps).result()
     r, counted, expected = config.rollout, flop(config), estimate(replace(config, gpus=1))
     samples = r.prompts_per_step * r.group_size
     work_done = samples * (r.steps * counted["forward"] + r.window_size * counted["train"])
@@ -142,7 +147,8 @@ def measure(model: Path, work: Path, side: int, device: str, steps: int, peak_fl
     return {
         "side": side, "samples": samples, "steps": r.steps, "trained_steps": r.window_size, "batch": r.batch_size,
         "seconds": {k.removeprefix("time/"): v for k, v in seconds.items()}, "images_per_s": samples / whole,
-        "flop_per_sample": counted, "mfu": work_done / whole / peak_flops, "peak_gib": peak / GIB,
+        "step_over_model": over_model, "flop_per_sample": counted, "mfu": work_done / whole / peak_flops,
+        "peak_gib": peak / GIB,
         "plan_gib": expected.total / GIB, "plan_over_peak": expected.total / peak if device == "cuda" else None,
         "plan_parts_gib": {k: v / GIB for k, v in (expected.parts | expected.phases).items()},
     }  # fmt: skip
@@ -156,10 +162,53 @@ def alone_s(device: str) -> float:
     return time.perf_counter()
 
 
-def worked(rank: int, count: int, port: int, file: Path, device: str) -> list[float]:
+def step_over_model(file: Path, device: str, steps: int) -> float:
+    """Median over the steps after the first of their seconds over those in forwards of models and in backwards."""
+    from prefgrpo.run.session import Clock
+    from prefgrpo.run.trainer import TrainingLoop
+
+    torch.set_num_threads(1)
+    config = load(file)
+    loop, inside, depth = TrainingLoop(replace(config, name=f"{config.name}-share")), 0.0, 0
+
+    def timed(work: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            nonlocal inside, depth
+            depth, begin = depth + 1, alone_s(device)
+            try:
+                return work(*given, **named)
+            finally:
+                depth -= 1
+                inside += 0.0 if depth else alone_s(device) - begin
+
+        return call
+
+    pipe, backward = loop.adapter.pipe, torch.Tensor.backward
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.forward = timed(part.forward)
+    pipe.vae.decode = timed(pipe.vae.decode)
+    torch.Tensor.backward = timed(backward)  # type: ignore[method-assign]
+    ratios = []
+    for step in range(steps):
+        inside, begin = 0.0, alone_s(device)
+        loop.step(step, Clock())
+        ratios.append((alone_s(device) - begin) / inside)
+    torch.Tensor.backward = backward  # type: ignore[method-assign]
+    loop.close()
+    return statistics.median(ratios[1:])
+
+
+def worked(rank: int, count: int, port: int, file: Path, device: str, dealt: bool) -> list[float]:
     """Train as process `rank` of `count`; its seconds in forwards and backwards, update by update."""
+    from prefgrpo.rollout import batches, deal
     from prefgrpo.rollout.replay import TrajectoryCollector
 
+    if not dealt:
+        batches.deal_batches = lambda *given: [
+            replace(b, index=b.places[0][0] % count) for b in deal.deal_batches(*given)
+        ]
+        batches.level = lambda left, indices: list(left)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_PORT": str(port)}
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     torch.set_num_threads(1)
@@ -176,19 +225,19 @@ def worked(rank: int, count: int, port: int, file: Path, device: str) -> list[fl
     return seconds
 
 
-def waits(model: Path, work: Path, side: int, device: str, steps: int, count: int) -> dict[str, Any]:
+def waits(model: Path, work: Path, side: int, device: str, steps: int, count: int, dealt: bool) -> dict[str, Any]:
     """Two updates a step on `count` processes; the first step is not counted."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    file, name = recipe(model, work, side, device, steps), f"on{count}"
+    file, name = recipe(model, work, side, device, steps), f"on{count}{'' if dealt else 'own'}"
     changed = json.loads(file.read_text()) | {"name": name}
     changed["train"] |= {"updates_per_rollout": UPDATES}
     changed["rollout"] |= {"prompts_per_step": UPDATES, "group_size": 8, "batch_size": 2}
     file = work / f"{name}.yaml"
     file.write_text(json.dumps(changed))
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found = [pool.submit(worked, rank, count, port, file, device) for rank in range(count)]
+        found = [pool.submit(worked, rank, count, port, file, device, dealt) for rank in range(count)]
         seconds = [one.result()[UPDATES:] for one in found]
     rows = [json.loads(line) for line in (work / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     trained = [r for r in rows if r["kind"] == "train"][1:]
@@ -196,14 +245,14 @@ def waits(model: Path, work: Path, side: int, device: str, steps: int, count: in
     phases = {
         k.removeprefix("time/"): statistics.median(r[k] for r in trained) for k in ("time/rollout", "time/update")
     }
-    return {"processes": count, "waiting": statistics.median(waiting), "seconds": phases}
+    return {"processes": count, "dealt": dealt, "waiting": statistics.median(waiting), "seconds": phases}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--model", type=Path, help="a pipeline folder instead of FLUX.1-dev with random weights")
+    parser.add_argument("--model", type=Path, help="a FLUX.1 pipeline folder instead of random weights")
     parser.add_argument("--sides", type=int, nargs="+", default=[512, 1024], help="picture sizes")
     parser.add_argument("--steps", type=int, default=3, help="steps of each run; the first is not timed")
     parser.add_argument("--matmul", type=int, default=8192, help="size of the matrix product that MFU is measured by")
@@ -214,20 +263,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         work, model = Path(folder), given.model or Path(folder) / "model"
         (work / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
         flops = matmul_flops(given.device, given.matmul)
-        if given.model is None:
+        if given.model is None and given.device == "cpu":
+            make_pipeline("flux", model, Work("wide"))
+        elif given.model is None:
             flux_dev(given.device).save_pretrained(model, max_shard_size="5GB")
-            if given.device == "cuda":
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
         apart("preprocess", recipe(model, work, given.sides[0], given.device, given.steps))
         found = {
             "machine": machine(), "torch": torch.__version__,
             "gpu": torch.cuda.get_device_name() if given.device == "cuda" else None,
-            "matmul_tflops": flops / 1e12, "model": str(given.model or "FLUX.1-dev, random weights"),
+            "matmul_tflops": flops / 1e12,
+            "model": str(given.model or ("wide" if given.device == "cpu" else "FLUX.1-dev, random weights")),
             "runs": [measure(model, work, side, given.device, given.steps, flops) for side in given.sides],
         }  # fmt: skip
         if given.processes:
-            cases = [waits(model, work, given.sides[0], given.device, given.steps, n) for n in (1, given.processes)]
-            found["processes"] = cases
+            cases = ((1, True), (given.processes, True), (given.processes, False))
+            found["processes"] = [
+                waits(model, work, given.sides[0], given.device, given.steps, *case) for case in cases
+            ]
     write_json(given.out or RESULTS / f"train_{given.device}.json", rounded(found))
     print(json.dumps(rounded(found), indent=1))
 

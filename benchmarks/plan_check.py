@@ -3,14 +3,16 @@
 Published: seconds of xDiT, vLLM-Omni and verl-omni, ratios of BranchGRPO's table, memory of NeMo Automodel (sources in
 the table). The plan gets the published settings and its own assumptions (0.3 of the peak, 0.45 compiled), nothing is
 fitted per row; what a publication does beside our work is added where it says so. Measured: ratios of
-results/levers_cpu.json (`benchmarks.bench_levers`), which the plan predicts from FLOP alone. Written to
-results/plan_check.json and docs/scale.md; `--render` only writes the page.
+results/levers_cpu.json (`benchmarks.bench_levers`), which the plan predicts from FLOP alone; no rows without that file.
+Written to results/plan_check.json and docs/scale.md; `--parts` keeps the rows of the others, `--render` only writes the
+page. Invariant: a row that is off by more than 30 % has its reason below the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -31,6 +33,19 @@ JSON, PAGE = ROOT / "benchmarks" / "results" / "plan_check.json", ROOT / "docs" 
 WITHIN = 0.3
 Row = tuple[str, str, str, float, float]
 """What, source, unit, published or measured, planned."""
+NOT_DIVIDED = (
+    "two people measured it, and differ by a third. Kernel launches and the latency of 228 all-to-alls per forward do "
+    "not shrink with the tokens of a GPU; the plan counts neither. Four GPUs for one image gained 1.8 and 2.1, not 3.7."
+)
+WHY = {
+    "FLUX.1-dev 1024², 28 steps, ulysses 4": NOT_DIVIDED,
+    "FLUX.1-dev 1024², 28 steps, ulysses 4, compiled": NOT_DIVIDED,
+    "Qwen-Image, all weights, 4 GPUs, no guidance": "the published step also judges, which in the run with a LoRA took "
+    "60 s of 420, and moves 20 B weights to an inference engine.",
+    "Qwen-Image, all weights, 64 GPUs, no guidance": "the same, with 8 images per GPU: 90 s beside what the plan "
+    "counts would make 252 s on 4 GPUs and 101 s on 64.",
+}
+"""Row → why the plan misses it."""
 
 
 def machines(config: Config, gpu: str = "h100") -> Machines:
@@ -49,7 +64,8 @@ def flux() -> Iterator[Row]:
     """xDiT: one picture of 1024² in 28 steps; nothing trains."""
     sampled = {"rollout": {"steps": 28, "window_high": 1}, "gpus": 1}
     one = estimate(from_dict(base("black-forest-labs/FLUX.1-dev", "flux", 1024, **sampled)))
-    published = {(1, False): 6.5, (2, False): 4.7, (4, False): 3.6, (1, True): 4.1, (4, True): 1.9}
+    published = {(1, False): (6.71, 6.27), (2, False): (4.38, 5.05), (4, False): (4.24, 2.96)}
+    published |= {(1, True): (4.30, 3.88), (2, True): (2.68, 4.01), (4, True): (1.63, 2.21)}
     for (gpus, compiled), seconds in published.items():
         content = base("black-forest-labs/FLUX.1-dev", "flux", 1024, **sampled)
         config = from_dict(content | {"gpus": gpus, "parallel": {"ulysses": gpus}})
@@ -58,7 +74,7 @@ def flux() -> Iterator[Row]:
         decode = one.flop["decode"] / m.rate(config)
         per_image = (taken["rollout"] + taken.get("all-to-all", 0.0)) / 2 + decode
         name = f"FLUX.1-dev 1024², 28 steps, ulysses {gpus}{', compiled' * compiled}"
-        yield name, "xDiT #378, H100", "s per image", seconds, per_image
+        yield name, "xDiT #378, H100, mean of two", "s per image", statistics.mean(seconds), per_image
 
 
 def qwen() -> Iterator[Row]:
@@ -78,15 +94,17 @@ def qwen() -> Iterator[Row]:
         again = 2 * whole.flop["rollout"] * 512 / config.gpus / machines(config).rate(config)  # their old log-probs
         return step_time(config, whole.flop, whole.model, machines(config), False).total + again
 
-    yield "LoRA, 4 GPUs, judged beside", "verl-omni performance.md, H800", "s per step", 360, steps(lora, counted)
-    yield "LoRA, 4 GPUs, judged in turn", "verl-omni performance.md, H800", "s per step", 420, steps(lora, counted)
+    page, planned = "verl-omni performance.md", steps(lora, counted)
+    yield "Qwen-Image, LoRA, 4 GPUs, judged beside", f"{page}, H800", "s per step", 360, planned
+    yield "Qwen-Image, LoRA, 4 GPUs, judged in turn", f"{page}, H800", "s per step", 420, planned
     free = {"rollout": {"guidance": 1.0}, "train": {"lora_rank": 0}, "parallel": {"shard": 4}}
     full = from_dict(merged(content, free))
     whole = estimate(full)
-    yield "all weights, 4 GPUs, no guidance", "verl-omni performance.md, H200", "s per step", 250, steps(full, whole)
+    planned = steps(full, whole)
+    yield "Qwen-Image, all weights, 4 GPUs, no guidance", f"{page}, H200", "s per step", 250, planned
     large = from_dict(merged(content, free | {"gpus": 64, "parallel": {"shard": 8}}))
     planned = steps(replace(large, rollout=replace(large.rollout, batch_size=8)), whole)
-    yield "all weights, 64 GPUs, no guidance", "verl-omni performance.md, H100", "s per step", 105, planned
+    yield "Qwen-Image, all weights, 64 GPUs, no guidance", f"{page}, H100", "s per step", 105, planned
 
 
 def branch() -> Iterator[Row]:
@@ -103,17 +121,15 @@ def branch() -> Iterator[Row]:
         return step_time(config, whole.flop, whole.model, machines(config), False).total
 
     for trained, published in ((12, 469 / 698), (5, 289 / 698)):
-        yield (
-            f"FLUX, all weights, {trained} of 20 steps",
-            "BranchGRPO README",
-            "of 20 steps",
-            published,
-            (seconds(trained) / seconds(20)),
-        )
+        name = f"FLUX.1-dev, all weights, {trained} of 20 steps trained"
+        yield name, "BranchGRPO README", "of all 20", published, seconds(trained) / seconds(20)
 
 
 def automodel() -> Iterator[Row]:
-    """Peak memory of Wan2.1-1.3B, all weights, one clip per share; 512² of 1 and of 61 frames."""
+    """Peak memory of Wan2.1-1.3B, all weights, one clip per share; 512² of 1 and of 61 frames.
+
+    It makes one backward per update, so that there are no gradients yet where activations are at their most.
+    """
     for tokens, frames, meshes in (
         (1024, 1, ((2, 1, 13.3), (2, 2, 6.7), (2, 4, 3.6))),
         (16384, 61, ((8, 1, 54.9), (2, 4, 16.3))),
@@ -122,7 +138,7 @@ def automodel() -> Iterator[Row]:
             over = {"rollout": {"frames": frames, "guidance": 1.0}, "train": {"lora_rank": 0}, "gpus": shard * ulysses}
             over |= {"parallel": {"shard": shard, "ulysses": ulysses}}
             whole = estimate(from_dict(base("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "wan", 512, **over)))
-            states = sum(whole.parts[k] for k in ("weights", "optimiser", "gathered"))
+            states = whole.parts["weights"] + whole.parts["gathered"] + whole.parts["optimiser"] * 2 / 3
             name = f"Wan2.1-1.3B, all weights, {tokens} tokens, shard {shard} ulysses {ulysses}"
             yield name, "NeMo Automodel #3157, H100", "GB", published, (states + whole.phases["update"]) / 1e9
 
@@ -137,7 +153,8 @@ def measured() -> Iterator[Row]:
             made = make_pipeline(lever.family, Path(folder), SIZES["wide"])
             totals = []
             for changes in (lever.off, lever.on):
-                config = from_dict(merged(settings(lever.family, made, SIZES["wide"], "plan"), changes))
+                content = merged(settings(lever.family, made, SIZES["wide"], "plan"), {"data": {"cache": "c"}})
+                config = from_dict(merged(content, changes))  # cache: texts were encoded in the first step
                 whole, m = estimate(config), Machines(HARDWARE["h100"], 1, 1, 0.3)
                 reuses = config.train.reuse_rollout_forward is True
                 totals.append(step_time(config, whole.flop, whole.model, m, reuses).total)
@@ -147,30 +164,35 @@ def measured() -> Iterator[Row]:
 def table(found: dict[str, Any]) -> list[str]:
     """The block of docs/scale.md."""
     lines = ["| run | source | unit | published or measured | planned | error | |", "|---|---|---|---:|---:|---:|---|"]
-    for what, source, unit, real, planned in found["rows"]:
+    reasons = dict[str, list[str]]()
+    for what, source, unit, real, planned in (row for part in PARTS for row in found.get(part, [])):
         error = planned / real - 1
-        verdict = "" if abs(error) <= WITHIN else "misses"
-        lines.append(f"| {what} | {source} | {unit} | {real:.3g} | {planned:.3g} | {error:+.0%} | {verdict} |")
-    return lines
+        if misses := abs(error) > WITHIN:
+            reasons.setdefault(WHY.get(what, "not explained yet."), []).append(what)
+        cells = [what, source, unit, f"{real:.3g}", f"{planned:.3g}", f"{error:+.0%}", "misses" * misses]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", *(f"- {'; '.join(rows)}: {why}" for why, rows in reasons.items())]
+
+
+PARTS = {f.__name__: f for f in (flux, qwen, branch, automodel, measured)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = {f.__name__: f for f in (flux, qwen, branch, automodel, measured)}
     parser.add_argument("--render", action="store_true", help="only write the document's table from the JSON")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, default=JSON)
     given = parser.parse_args(argv)
-    if not given.render:
-        rows = list[Row]()
-        for name in given.parts:
-            for row in parts[name]():
-                rows.append(row)
-                print(*row, sep=" · ", flush=True)
-        write_json(given.out, rounded({"rows": rows}))
+    found = json.loads(given.out.read_text()) if given.out.is_file() else {}
+    for name in () if given.render else given.parts:
+        found[name] = []
+        for row in PARTS[name]():
+            found[name].append(rounded(row))
+            print(*found[name][-1], sep=" · ", flush=True)
+        write_json(given.out, found)
     if given.out == JSON:
-        replace_block(PAGE, "plan_check", table(json.loads(JSON.read_text())))
+        replace_block(PAGE, "plan_check", table(found))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Usage: scripts/install.sh VENV EXTRA
-# Makes VENV if it is missing and installs this checkout into it, editable, with one extra (train, rewards or dev) at the
+# Makes VENV if it is missing and installs this checkout into it, editable, with one extra (train, rewards, docs or dev) at the
 # versions of constraints.txt. Shows the large downloads and the phases; the whole log is VENV/install.log.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -36,4 +36,4 @@ fi
 "$venv/bin/python" scripts/torchvision_cpu.py  # the registry's torchvision is built for CUDA; torch may not be
 say "done in $((SECONDS - started)) s"
 touch "$venv/.installed-$extra"
-[[ $extra != dev ]] || touch "$venv/.installed-train" "$venv/.installed-rewards"
+[[ $extra != dev ]] || touch "$venv/.installed-train" "$venv/.installed-rewards" "$venv/.installed-docs"

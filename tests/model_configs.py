@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from inspect import signature
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import diffusers
 from prefgrpo.config.schema import Config
 from prefgrpo.models.folder import CONFIGS
 from prefgrpo.run import memory as plan
-from prefgrpo.run.memory import Estimate
+from prefgrpo.run.memory import Estimate, Facts
 
 
 def folder(model: str, into: Path, depth: dict[str, int] | None = None) -> Path:
@@ -34,7 +34,7 @@ def estimate(config: Config, into: Path) -> Estimate:
         return plan.estimate(replace(config, model=str(folder(config.model, place, depth))))
 
     low = at(**dict.fromkeys(blocks, 2))
-    parts, phases, flop = dict(low.parts), dict(low.phases), dict(low.flop)
+    parts, phases, flop, facts = dict(low.parts), dict(low.phases), dict(low.flop), asdict(low.model)
     for key, count in blocks.items():
         more = at(**(dict.fromkeys(blocks, 2) | {key: 4}))
         for name in parts:
@@ -43,7 +43,10 @@ def estimate(config: Config, into: Path) -> Estimate:
             phases[name] += (more.phases[name] - low.phases[name]) * (count - 2) // 2
         for name in flop:
             flop[name] += (more.flop[name] - low.flop[name]) * (count - 2) / 2
-    return replace(low, parts=parts | {"activations": max(phases.values())}, phases=phases, flop=flop)
+        for name in facts:
+            facts[name] += (asdict(more.model)[name] - asdict(low.model)[name]) * (count - 2) // 2
+    parts["activations"] = max(phases.values())
+    return replace(low, parts=parts, phases=phases, flop=flop, model=Facts(**facts))
 
 
 def depths(model: str) -> dict[str, int]:

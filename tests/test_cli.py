@@ -125,6 +125,8 @@ OVERRIDES = [
     ("--tensorboard", "tensorboard", True),
     ("--tensorboard false", "tensorboard", False),
     ("--no-tensorboard", "tensorboard", False),
+    ("--train.reuse-rollout-forward false", "train.reuse_rollout_forward", False),
+    ("--train.reuse-rollout-forward auto", "train.reuse_rollout_forward", "auto"),
     ("--train.gradient-checkpointing True", "train.gradient_checkpointing", True),
     ("--train.gradient_checkpointing=false", "train.gradient_checkpointing", False),
     ("--train.no-gradient-checkpointing", "train.gradient_checkpointing", False),

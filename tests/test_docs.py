@@ -3,17 +3,26 @@
 Why these cases: a command that nobody runs rots. The table is read from the Markdown itself, so a new command is run
 or named in NOT_RUN with what it needs; an entry there that no command has any more fails too. What one command makes
 for another (tiny/wan22, images, …) is made in the order of the files, as a reader would (so they are one test); the run
-and the table of prompts that they call runs/NAME and bench.csv are made beforehand.
+and the table of prompts that they call runs/NAME and bench.csv are made beforehand. A block with a title is a file that
+the reader writes, and is written. What docs/troubleshooting.md says that a user sees is what the code says.
 """
 
+import ast
+import json
 import os
 import re
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from tiny_run import start
 
-ROOT = __import__("pathlib").Path(__file__).resolve().parent.parent
+from benchmarks import plan_recipes
+from benchmarks.blocks import split
+
+ROOT = Path(__file__).resolve().parent.parent
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_RUN = {
     "make ": "runs this suite, or the demo (test_demo.py)",
@@ -25,7 +34,7 @@ NOT_RUN = {
     "curl ": "needs the server of the line above",
     "torchrun ": "abbreviated (test_score.py runs it on two ranks)",
     """prefgrpo score --reward-spec '["clip","aesthetic","pickscore"]'""": (
-        "downloads three checkpoints; docs/rewards.md has the same command with another reward, which is run"
+        "downloads three checkpoints; docs/scoring.md has the same command with another reward, which is run"
     ),
 }
 """How commands begin that are not run (or, with $, all of them), and why."""
@@ -61,6 +70,9 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clean")
     for name in ("scripts", "prefgrpo", "docs"):
         (folder / name).symlink_to(ROOT / name)
+    for page in FILES:
+        for name, text in re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```', page.read_text(), re.S | re.M):
+            (folder / name).write_text(text)
     (folder / "bench.csv").write_text("index,prompt\n0,a red circle on the left\n1,a blue square on the right\n")
     short = "--train.steps 1 --train.updates-per-rollout 1 --rollout.prompts-per-step 2 --eval.max-prompts 2"
     prefgrpo(folder, ["train", "scripts/demo/demo.yaml", "--name", "NAME", "--judge.log", "true", *short.split()])
@@ -77,15 +89,23 @@ def prefgrpo(folder, argv):
 def test_every_exception_is_still_there_and_every_other_command_is_ours():
     for head in NOT_RUN:
         assert any(f"{text}$".startswith(head) for _, text, _ in FOUND), f"no command begins with {head!r} any more"
-    assert [text for _, text, words in RUN if words[0] != "prefgrpo"] == []
-    assert {file for file, _, _ in RUN} >= {"README.md", "docs/training.md", "docs/judging.md", "docs/rewards.md"}
+    assert [text for _, text, words in RUN if words[0] not in ("prefgrpo", "python")] == []
+    assert {file for file, _, _ in RUN} >= {
+        "README.md", "docs/training.md", "docs/judging.md", "docs/scoring.md", "docs/tutorial.md"
+    }  # fmt: skip
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_the_commands_of_the_docs_run(place):
     for file, text, words in RUN:
-        assert prefgrpo(place, words[1:]).strip(), f"{file}: {text} says nothing"
+        if words[0] == "python":
+            subprocess.run([sys.executable, *words[1:]], cwd=place, check=True, timeout=600)
+        else:
+            assert prefgrpo(place, words[1:]).strip(), f"{file}: {text} says nothing"
+    told = [json.loads(line) for line in (place / "runs" / "tutorial" / "metrics.jsonl").read_text().splitlines()]
+    assert {"reward/my_rewards.py:right_colour", "reward/my_rewards.py:Size", "reward/vlm_pairwise"} <= told[1].keys()
+    assert (place / "with_lora.png").is_file() and json.loads((place / "before.json").read_text())
 
 
 @pytest.mark.parametrize("file", SNIPPETS)
@@ -94,3 +114,56 @@ def test_a_snippet_runs_as_it_stands(file):
     assert len(blocks) == SNIPPETS[file]
     for block in blocks:
         exec(compile(block, file, "exec"), {})
+
+
+def said():
+    """Every text in the package's code."""
+    for file in (ROOT / "prefgrpo").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_messages_and_metrics_of_troubleshooting_are_those_of_the_code():
+    page, texts = (ROOT / "docs" / "troubleshooting.md").read_text(), "\n".join(said())
+    lines = [line for block in re.findall(r"^```text\n(.*?)^```", page, re.S | re.M) for line in block.splitlines()]
+    parts = {part.strip(" ()") for line in lines for part in re.split("…|[,;:] ", line)} - {""}
+    named = {*re.findall(r"`((?:judge|policy|reward|advantage)/\w+|grad_norm|samples_trained)`", page)} - {
+        "reward/NAME_std"
+    }
+    assert len(lines) >= 12 and len(named) >= 5
+    assert [text for text in parts if text not in texts] == []
+    assert [name for name in named if name not in texts and name.split("/")[-1] not in texts] == []
+
+
+def test_the_hardware_page_names_every_model_and_prompt_file_of_the_recipes():
+    page = (ROOT / "docs" / "hardware.md").read_text()
+    shipped = [path for path in (ROOT / "scripts").glob("*/[!_]*.yaml") if path.parent.name != "demo"]
+    recipes = [plan_recipes.load(path) for path in shipped]
+    named = {name for r in recipes for name in (r.model.split("/")[-1], Path(r.data.prompts).name)}
+    assert len(named) > 20 and [name for name in named if name not in page] == []
+
+
+def test_the_hardware_page_is_what_its_results_render_to():
+    page = (ROOT / "docs" / "hardware.md").read_text()
+    found = json.loads(plan_recipes.JSON.read_text()) if plan_recipes.JSON.is_file() else {}
+    names = {path.relative_to(ROOT / "scripts").with_suffix("").as_posix(): path for path in plan_recipes.recipes()}
+    lines = plan_recipes.table(found, [name for name in names if name not in found])
+    assert split(page, "plan_recipes")[1] == "\n" + "\n".join(lines) + "\n\n"
+    for name, path in names.items():
+        if name in found:
+            recipe, row = plan_recipes.load(path), found[name]
+            samples = recipe.rollout.prompts_per_step * recipe.rollout.group_size
+            assert (recipe.model, recipe.gpus, recipe.train.steps, samples) == (
+                row["model"], row["gpus"], row["steps"], row["samples"]
+            ), name  # fmt: skip
+
+
+@pytest.mark.full
+def test_a_row_of_the_hardware_page_is_what_the_plan_says():
+    """Of the smallest model, if its row is there."""
+    known = json.loads(plan_recipes.JSON.read_text()) if plan_recipes.JSON.is_file() else {}
+    if "prefgrpo/lora_sd1" not in known:
+        pytest.skip("not planned yet: python -m benchmarks.plan_recipes")
+    row = plan_recipes.planned(plan_recipes.load(ROOT / "scripts" / "prefgrpo" / "lora_sd1.yaml"))
+    assert known["prefgrpo/lora_sd1"] == plan_recipes.rounded(row)

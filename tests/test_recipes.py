@@ -210,6 +210,7 @@ def test_models_of_few_blocks_say_what_the_whole_one_holds(tmp_path):
     for name in ("rollout", "decode", "update"):
         assert abs(found.phases[name] / whole.phases[name] - 1) < 0.01, name
     assert all(found.parts[name] == whole.parts[name] for name in ("weights", "optimiser"))
+    assert found.model == whole.model
 
 
 def test_a_dry_run_says_what_is_wrong(place, capsys):

@@ -1,4 +1,4 @@
-"""Rewards that a user writes: functions of images, functions of pairs, the examples of docs/rewards.md."""
+"""Rewards that a user writes: functions of images, functions of pairs, the examples of docs/own_rewards.md."""
 
 import re
 from pathlib import Path
@@ -102,8 +102,8 @@ def test_a_list_of_another_length_ends_the_run_and_is_not_asked_again_one_by_one
 
 
 def test_the_examples_of_the_page(tmp_path, monkeypatch):
-    """docs/rewards.md alone is enough for a reward of one's own, in a file or a module, in process and served."""
-    page = (Path(__file__).parent.parent / "docs" / "rewards.md").read_text(encoding="utf-8")
+    """docs/own_rewards.md alone is enough for a reward of one's own, in a file or a module, in process and served."""
+    page = (Path(__file__).parent.parent / "docs" / "own_rewards.md").read_text(encoding="utf-8")
     example = re.search(r"```python\n(.*?)```", page, re.S)[1]
     assert len(example.splitlines()) < 40
     (tmp_path / "ownreward.py").write_text(example)

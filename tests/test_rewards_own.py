@@ -3,7 +3,7 @@
 Why these cases: each score hangs on details that no error would show (resizing, masked padding, the order of levels,
 where the image stands in the question). Oracles: BLIP's forward in plain float64 from the file's own names,
 torchvision for resizing, sums by hand. The package image-reward 1.5 and the code of DeQA-Score were run beside these
-rewards once, outside the repository: docs/rewards.md. What CI runs of deqa is a stand-in for the model's own code.
+rewards once, outside the repository: docs/reward_servers.md. CI runs a stand-in for the code of deqa's model.
 """
 
 import os

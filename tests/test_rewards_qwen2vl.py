@@ -3,7 +3,7 @@
 Why these cases: each score hangs on details that no error would show (plain text positions, which token is read, LoRA
 scaling, the frames and sizes the model sees). Oracles: transformers' own Qwen2-VL called another way, its image
 processor and sizes, peft for LoRA, torchvision for resizing. The package hpsv3 1.0.0 and the code of VideoAlign were
-run beside these rewards once, outside the repository: docs/rewards.md.
+run beside these rewards once, outside the repository: docs/reward_servers.md.
 """
 
 import json

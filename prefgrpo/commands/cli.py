@@ -13,14 +13,14 @@ import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr
-from dataclasses import field, fields, is_dataclass, make_dataclass
+from dataclasses import field, fields, is_dataclass, make_dataclass, replace
 from fnmatch import fnmatch
 from importlib import import_module
 from inspect import Parameter, Signature, signature
 from io import StringIO
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 import yaml
@@ -28,7 +28,7 @@ import yaml
 from prefgrpo import __version__
 from prefgrpo.commands.launch import speaks, wait_for_cause, wait_for_first
 from prefgrpo.config.recipe import ConfigError, Loader, merged
-from prefgrpo.config.schema import MODEL_VALUES, Config, check, differences, leaves, load, parse
+from prefgrpo.config.schema import AUTO, MODEL_VALUES, Config, check, differences, leaves, load, parse
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("prefgrpo.commands.cli:train", "train a model from a recipe; any field can be overridden"),
@@ -242,8 +242,8 @@ def _with_recipe(command: Any, name: str, argv: Sequence[str], recipe: Path | No
         from prefgrpo.commands.evaluate import recipe_of
 
         file, found = recipe_of(given["target"], given["prompts"] or str(given["results"] or ""))
-        return command(_read(file, merged(found, values), False), **given)
-    return command(_read(recipe or given.pop("recipe"), values, command.__name__ == "train"), **given)
+        return command(_read(file, merged(found, values), command.__name__), **given)
+    return command(_read(recipe or given.pop("recipe"), values, command.__name__), **given)
 
 
 RECIPE = Annotated[
@@ -298,7 +298,7 @@ def overrides(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], dic
             raise ConfigError([f"{word}: expected a value"])
         else:
             text = text if equals else rest.pop(0)
-            value = text if isinstance(default, str) else _yaml(text)
+            value = text if isinstance(default, str) and bool not in get_args(_kind(key)) else _yaml(text)
             value = [value] if isinstance(default, tuple) and isinstance(value, str) else value
         for part in reversed(key.split(".")):
             value = {part: value}
@@ -310,10 +310,15 @@ def _stands_alone(key: str, rest: Sequence[str]) -> bool:
     """Whether a switch has no value after it: that would be true, false or, of a field that takes more, anything."""
     if not rest or rest[0].startswith("--"):
         return True
+    return _kind(key) is bool and rest[0].lower() not in ("true", "false")
+
+
+def _kind(key: str) -> Any:
+    """The type of a field of the configuration."""
     kind: Any = Config
     for part in key.split("."):
         kind = kind.__pydantic_fields__[part].annotation
-    return kind is bool and rest[0].lower() not in ("true", "false")
+    return kind
 
 
 def _yaml(text: str) -> Any:
@@ -324,14 +329,17 @@ def _yaml(text: str) -> Any:
         return text
 
 
-def _read(recipe: Path | None, values: Mapping[str, Any], training: bool) -> Config:
-    """The configuration of a recipe and overrides. Raises ConfigError with every mistake."""
+def _read(recipe: Path | None, values: Mapping[str, Any], command: str) -> Config:
+    """The configuration of a recipe and overrides for a command; `auto` batches are of ON_CPU where nothing trains.
+
+    Raises ConfigError with every mistake.
+    """
     from prefgrpo.run.loading import unsupported
 
     model = str(values.get("model", ""))
     config, mistakes = parse(recipe, model, values)
     mistakes += check(config) + unsupported(config)
-    if training:
+    if command == "train":
         from prefgrpo.run import session
 
         mistakes += session.mistakes(config)
@@ -341,6 +349,10 @@ def _read(recipe: Path | None, values: Mapping[str, Any], training: bool) -> Con
     if changed and os.environ.get("RANK", "0") == "0":
         shown = ", ".join(f"{key} {b} (was {a})" for key, (a, b) in changed.items())
         print(f"from {model}/{MODEL_VALUES}: {shown}", file=sys.stderr)
+    if config.rollout.batch_size == AUTO and command not in ("train", "plan"):
+        from prefgrpo.run.batch_size import ON_CPU
+
+        config = replace(config, rollout=replace(config.rollout, batch_size=ON_CPU))
     return config
 
 

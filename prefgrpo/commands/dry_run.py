@@ -11,7 +11,7 @@ import time
 import torch
 import yaml
 
-from prefgrpo.config.schema import Config, splits, to_dict
+from prefgrpo.config.schema import AUTO, Config, splits, to_dict
 from prefgrpo.data.prompts import prompt_sets
 from prefgrpo.objectives import objective
 from prefgrpo.parallel import world as parallel
@@ -21,6 +21,7 @@ from prefgrpo.rollout.batches import Rollouts
 from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.replay import replay
+from prefgrpo.run import batch_size
 from prefgrpo.run.loading import open_adapter, trainable
 from prefgrpo.run.memory import GIB, known_bytes
 from prefgrpo.run.session import check_run, open_collector, open_policy, open_schedules, peak_memory
@@ -34,7 +35,11 @@ def dry_run(config: Config) -> int:
         print(yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True))
         prompts, sets = prompt_sets(config)
         absent = uncached(config, encoding_jobs(config, prompts))
+        auto = config.rollout.batch_size == AUTO
+        config = batch_size.planned(config, world, prompts) if auto else config
         adapter = trainable(config, open_adapter(config, world.device, bool(absent), splits(config)), world)
+        policy = open_policy(config, goal := objective(config.train), adapter)
+        config = batch_size.tried(config, adapter, policy, world, prompts) if auto else config
         schedules = open_schedules(config, adapter, world, prompts)
         for name, value in known_bytes(config, adapter, world.size).items():
             print(f"{name:<10} {value / GIB:10.4g} GiB per process")
@@ -47,9 +52,7 @@ def dry_run(config: Config) -> int:
         batch = next(rollouts(0, lambda group, member, sample: samples.append(sample)))
         print(f"first batch: {len(samples)} samples of {samples[0].prompt[:80]!r} …")
         r, steps, middle = batch.sizes, batch.trajectory.steps, time.perf_counter()
-        collector = open_collector(
-            config, goal := objective(config.train), adapter, open_policy(config, goal, adapter), world
-        )
+        collector = open_collector(config, goal, adapter, policy, world)
         if isinstance(collector, EndpointCollector):
             error = collector.predict(batch, 0).error
             error.mean().backward()

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
+    PlainSerializer,
     PositiveFloat,
     PositiveInt,
     TypeAdapter,
@@ -35,6 +37,14 @@ MODEL_VALUES = "prefgrpo.yaml"
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 """Unknown keys are mistakes, true is no number, no number is text; the line below a field is its description."""
 Share = Annotated[float, Field(ge=0, lt=1)]
+AUTO = 0
+"""What `auto` is in a configuration: rollout.batch_size until `run.batch_size` has found it."""
+BatchSize = Annotated[
+    int,
+    Field(ge=AUTO),
+    BeforeValidator(lambda value: AUTO if value == "auto" else value),
+    PlainSerializer(lambda value: value or "auto"),
+]
 Attention = Literal[
     "native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math",
     "flash", "flash_hub", "_flash_3", "_flash_3_hub", "xformers",
@@ -121,9 +131,10 @@ class SamplingConfig:
     """P, prompts per training step over all processes."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """G, images per prompt."""
-    batch_size: PositiveInt = 8
+    batch_size: BatchSize = 8
     """Images per forward, in rollout and in training alike. A divisor of group_size keeps the first ratio exactly 1;
-    in batches of several groups, those without signal are left out of training, and rounding differs."""
+    in batches of several groups, those without signal are left out of training, and rounding differs. auto: the
+    largest divisor that fits into memory and keeps no process idle, found at the start of a run (docs/training.md)."""
     same_noise: bool = False
     """Start all images of a prompt from one initial latent (`init_same_noise`)."""
 
@@ -353,7 +364,8 @@ class MemoryConfig:
     offload: tuple[Literal["text_encoder", "vae"], ...] = ()
     """Parts that wait in the CPU's memory and come to the device for their work only."""
     decode_batch: NonNegativeInt = 0
-    """Images or clips per call of the VAE's decoder; 0: rollout.batch_size."""
+    """Images or clips per call of the VAE's decoder; 0: rollout.batch_size, or fewer if that is auto and they do not
+    fit."""
     vae_slicing: bool = False
     """Let the VAE take images of a batch one by one."""
     vae_tiling: bool = False
@@ -463,7 +475,8 @@ def check(c: Config) -> list[str]:
             f"rollout.window_size: expected 0 … {many}, got {r.window_size}",
         ),
         (
-            not r.window_per_prompt or (r.group_size % r.batch_size == 0 and r.window_policy != "progressive"),
+            not r.window_per_prompt
+            or ((r.batch_size == AUTO or r.group_size % r.batch_size == 0) and r.window_policy != "progressive"),
             "rollout.window_per_prompt: expected window_policy random or subset, and a batch_size that divides "
             f"group_size, got {r.window_policy}, {r.batch_size} and {r.group_size}",
         ),
@@ -476,6 +489,11 @@ def check(c: Config) -> list[str]:
             t.update_slices == "prompts" or t.updates_per_rollout <= r.group_size,
             f"train.updates_per_rollout: expected at most group_size = {r.group_size} with train.update_slices: "
             f"members, got {t.updates_per_rollout}",
+        ),
+        (
+            r.batch_size != AUTO or t.reuse_rollout_forward is not True,
+            "rollout.batch_size: expected a number with train.reuse_rollout_forward: true, which keeps the graphs of "
+            "all batches, got auto",
         ),
         (
             r.shift is None or r.sigmas == "published",

@@ -15,17 +15,19 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers.utils import logging as diffusers_logging
 from PIL import Image
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -108,7 +110,7 @@ def estimate(config: Config, meshes: Callable[[Adapter], Iterable[ParallelConfig
     if layout.split > 1:  # gathered in the compute type: autocast then copies no weights
         for module in adapter.modules().values():
             module.to(adapter.dtype)
-    mode, known, batch = stand_ins(config, adapter, _source_count(config, type(adapter)))
+    mode, known, batch = stand_ins(config, adapter)
     with mode:
         for _, p in adapter.trainable():
             p.grad = torch.empty_like(p)
@@ -166,8 +168,8 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
 def graph_bytes(config: Config, indices: int) -> int:
     """Bytes of the autograd graphs that one of so many data-parallel indices keeps with train.reuse_rollout_forward."""
     r, adapter = config.rollout, without_weights(config)[0]
-    _, known, (x, sigma, condition) = stand_ins(config, adapter, _source_count(config, type(adapter)))
-    with Weigh(known) as scale:
+    _, known, (x, sigma, condition) = stand_ins(config, adapter)
+    with Weigh(known) as scale, norms_of(config):
         velocity = adapter.cond_uncond(x, sigma, condition, r)
         one = scale.now()
     del velocity
@@ -205,9 +207,9 @@ def _weights(adapter: Adapter, *starts: str) -> int:
     return sum(p.numel() * p.element_size() for m in parts for p in m.parameters())
 
 
-def _source_count(config: Config, cls: type[Adapter]) -> int:
+def _sources(config: Config, adapter: Adapter) -> int:
     """Source images per prompt: as the prompts file says, or one where it is not there and the family takes any."""
-    if not cls.most_sources:
+    if not adapter.most_sources:
         return 0
     file = Path(config.data.prompts)
     return max(len(p.source) for p in read_prompts(file)) if file.is_file() else 1
@@ -217,7 +219,7 @@ def _phase(name: str, config: Config, adapter: Adapter, batch: Batch, known: lis
     """(most bytes that one forward of the rollout, one decode, or one trained step holds, FLOP per sample)."""
     x, sigma, condition = batch
     r, parked, count = config.rollout, 0, len(x)
-    with Weigh(known) as scale, torch.set_grad_enabled(name == "update"):
+    with Weigh(known) as scale, norms_of(config), torch.set_grad_enabled(name == "update"):
         if name == "decode":
             mine = -(-r.batch_size // (config.parallel.ring * config.parallel.ulysses))
             count = min(config.memory.decode_batch or mine, mine)
@@ -260,26 +262,31 @@ def without_weights(config: Config) -> tuple[Adapter, dict[str, int]]:
     return adapter, encoders
 
 
-def stand_ins(config: Config, adapter: Adapter, sources: int = 0) -> tuple[FakeTensorMode, list[Tensor], Batch]:
+def stand_ins(config: Config, adapter: Adapter) -> tuple[FakeTensorMode, list[Tensor], Batch]:
     """(mode in which the adapter now runs without content, all its tensors, a batch of the rollout).
 
     The condition is that of a longest prompt, the negative one as long; only the lengths have content.
     """
-    r, shapes = config.rollout, adapter.condition_shapes(config.data.max_length)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     known = _fake([m for m in adapter.pipe.components.values() if isinstance(m, nn.Module)], mode)
-    sigma = torch.full((r.batch_size,), 0.9)
-    counted = {key: key.replace("text_length", "prompt_embeds") for key in shapes if key.startswith("text_length")}
-    lengths = {key: torch.tensor(shapes[embeds][0]) for key, embeds in counted.items()}
-    with mode:
-        with Weigh([]):
-            empty = {key: torch.empty(shape, dtype=adapter.dtype) for key, shape in shapes.items()}
-            image, text = Image.new("RGB", (r.width, r.height)), replace(Condition.of_text(empty), **lengths)
-            latents = adapter.encode_sources((image,) * sources, r.frames) if sources else ()
-            one = replace(text, sources=latents, negative=text if adapter.guided(r) else None)
-            batch = one.map(lambda value: value.expand(r.batch_size, *value.shape).contiguous())
-        x = torch.empty(r.batch_size, *adapter.latent_shape(r))
+    with mode, Weigh([]):
+        x, sigma, batch = blank_batch(config, adapter)
     return mode, [*known, x, *batch.all_tensors()], (x, sigma, batch)
+
+
+def blank_batch(config: Config, adapter: Adapter) -> Batch:
+    """x, σ and the condition of a batch of the rollout, on the CPU, without content but for σ and the lengths."""
+    r, shapes, sources = config.rollout, adapter.condition_shapes(config.data.max_length), _sources(config, adapter)
+    with unset_fake_temporarily():
+        sigma = torch.full((r.batch_size,), 0.9)
+        counted = [key for key in shapes if key.startswith("text_length")]
+        lengths = {key: torch.tensor(shapes[key.replace("text_length", "prompt_embeds")][0]) for key in counted}
+    empty = {key: torch.empty(shape, dtype=adapter.dtype) for key, shape in shapes.items()}
+    image, text = Image.new("RGB", (r.width, r.height)), replace(Condition.of_text(empty), **lengths)
+    latents = adapter.encode_sources((image,) * sources, r.frames) if sources else ()
+    one = replace(text, sources=latents, negative=text if adapter.guided(r) else None)
+    batch = one.map(lambda value: value.expand(r.batch_size, *value.shape).contiguous())
+    return torch.empty(r.batch_size, *adapter.latent_shape(r)), sigma, batch
 
 
 def meta_pipeline(path: Path, pipeline: str, dtype: torch.dtype) -> tuple[Any, dict[str, int]]:
@@ -370,6 +377,45 @@ def _places(index: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 # ---- weighing -------------------------------------------------------------------------------------------------------
+
+
+def norms_of(config: Config) -> AbstractContextManager[Any]:
+    """Inside, norms hold what they hold on the run's device; `device: auto` is a GPU."""
+    return nullcontext() if config.device == "cpu" else CudaNorms()
+
+
+class CudaNorms(TorchFunctionMode):
+    """Inside, tensors on the CPU go through norms as on a GPU: under autocast in fp32 (torch's AT_FORALL_FP32; a CPU's
+    autocast leaves their type), and through rms_norm by one kernel, which keeps its input and one number per row."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call what is no norm as it is."""
+        if func not in (F.layer_norm, F.group_norm, F.rms_norm):
+            return func(*args, **(kwargs or {}))
+        x, low = args[0], torch.is_autocast_enabled("cpu")
+        with torch.autocast("cpu", enabled=False):
+            given = [v.float() if low and isinstance(v, Tensor) else v for v in (x, *args[1:])]
+            named = {k: v.float() if low and isinstance(v, Tensor) else v for k, v in (kwargs or {}).items()}
+            if func is not F.rms_norm:
+                return func(*given, **named)
+            weight = given[2] if len(given) > 2 else named.get("weight")
+            return RmsNorm.apply(given[0], weight, len(given[1] if len(given) > 1 else named["normalized_shape"]))
+
+
+class RmsNorm(torch.autograd.Function):
+    """The sizes of CUDA's rms_norm and of its gradients; values are left open."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+        """x [..., D1, ..., D_dims]."""
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[: x.dim() - dims], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """Of x and weight."""
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None, None
 
 
 class Weigh(TorchDispatchMode):

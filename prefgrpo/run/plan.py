@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any
 
 from prefgrpo.config.recipe import merged
-from prefgrpo.config.schema import Config, ConfigError, ParallelConfig, from_dict, to_dict
+from prefgrpo.config.schema import AUTO, Config, ConfigError, ParallelConfig, from_dict, to_dict
 from prefgrpo.models import family
 from prefgrpo.objectives import objective
 from prefgrpo.parallel.mesh import Layout, problem
+from prefgrpo.run.batch_size import FILLED, fitting
 from prefgrpo.run.memory import GIB, Estimate, dealt, estimate
 from prefgrpo.run.speed import (
     HARDWARE,
@@ -47,6 +48,10 @@ def plan(
     machines = Machines(hardware, config.gpus, nodes or math.ceil(config.gpus / 8), mfu or MFU[config.compile])
     if config.gpus % machines.nodes:
         raise ConfigError([f"gpus: expected a multiple of {machines.nodes} nodes, got {config.gpus}"])
+    if config.rollout.batch_size == AUTO:
+        config = fitting(config, FILLED * memory_gib * GIB)
+        decoded = config.memory.decode_batch or config.rollout.batch_size
+        print(f"rollout.batch_size: auto is {config.rollout.batch_size}, {decoded} decoded at once per process")
     whole = estimate(config, partial(meshes, config, machines=machines))
     for name, count in whole.parameters.items():
         print(f"{name:<20} {count / 1e6:12.2f} M parameters")

@@ -14,14 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 import yaml
 
-from prefgrpo.config.schema import Config, ConfigError, differences, load, splits, to_dict
+from prefgrpo.config.schema import AUTO, Config, ConfigError, differences, load, splits, to_dict
 from prefgrpo.data.prompts import FEWEST_TO_SPLIT, Prompt, fingerprint, prompt_sets
 from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.models.base import Adapter
@@ -40,7 +40,7 @@ from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.rollout.sampling import Schedules, all_sizes, evaluation
-from prefgrpo.run import checkpoint, judging, trackers
+from prefgrpo.run import batch_size, checkpoint, judging, trackers
 from prefgrpo.run.evaluate import Evaluator, held_out
 from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
 from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
@@ -124,6 +124,8 @@ class Interrupt:
 class Session:
     """The parts of a run."""
 
+    config: Config
+    """Of the run, with the batch sizes that were found for `auto`."""
     world: World
     folder: RunFolder
     adapter: Adapter
@@ -172,6 +174,7 @@ def open_session(config: Config, resume: bool) -> Session:
         check_run(config)
         lock = world.on_main(partial(checkpoint.claim, folder, resume), checkpoint.CheckpointError)
         if resume:
+            config = _with_found_sizes(config, folder)
             _check_same_run(config, folder)
         return _open(config, resume, world, folder, lock)
     except BaseException:
@@ -189,9 +192,12 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     scorers = {name: evaluation_scorers(config, judge, held, scorer, world) for name, held in measured.items()}
     absent = len(uncached(config, encoding_jobs(config, prompts, [p for held in sets.values() for p in held])))
     _check_context(config, world, [*prompts, *(p for held in sets.values() for p in held)])
+    auto = config.rollout.batch_size == AUTO
+    config = batch_size.planned(config, world, prompts) if auto else config
     adapter = trainable(config, open_adapter(config, world.device, bool(absent), splits(config)), world)
     goal = objective(config.train)
     policy = open_policy(config, goal, adapter)
+    config = batch_size.tried(config, adapter, policy, world, prompts) if auto else config
     schedules = open_schedules(config, adapter, world, prompts)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     ode = schedules.ode(evaluation(config))
@@ -203,9 +209,25 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world, goal.whole_groups, graph)
     collector = open_collector(config, goal, adapter, policy, world)
     session = Session(
-        world, folder, adapter, policy, goal, collector, rollouts, scorer, weights, evaluators, judge, Interrupt(), lock
+        config,
+        world,
+        folder,
+        adapter,
+        policy,
+        goal,
+        collector,
+        rollouts,
+        scorer,
+        weights,
+        evaluators,
+        judge,
+        Interrupt(),
+        lock,
     )
     session.notes = [*_notes(config, session), *judge_notes]
+    if auto:
+        decoded = config.memory.decode_batch or config.rollout.batch_size
+        session.notes.append(f"rollout.batch_size: auto is {config.rollout.batch_size}, {decoded} decoded at once")
     if config.data.cache:
         state = f"{absent} texts are not in it yet" if absent else "it has all prompts, no text encoder was loaded"
         session.notes.append(f"embeddings in {config.data.cache}: {state}")
@@ -240,7 +262,8 @@ def keeps_graph(config: Config, goal: Objective, world: World) -> bool:
         and goal.per_group(size) == size
         and not t.min_advantage
     ):
-        return graph_bytes(config, world.dp_size) <= free_bytes(world.device) / 2
+        there = replace(config, device=world.device.type)  # not auto
+        return graph_bytes(there, world.dp_size) <= free_bytes(world.device) / 2
     return wanted is True
 
 
@@ -320,6 +343,15 @@ def _check_context(config: Config, world: World, prompts: list[Prompt]) -> None:
     problems = [text for s in sizes for text in undivided(adapter, s, config.data.max_length, world.layout)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def _with_found_sizes(config: Config, folder: RunFolder) -> Config:
+    """`auto` in a run that is resumed: what it was at the run's first start."""
+    if config.rollout.batch_size != AUTO or not folder.config.is_file():
+        return config
+    stored = load(folder.config)
+    rollout = replace(config.rollout, batch_size=stored.rollout.batch_size)
+    return replace(config, rollout=rollout, memory=replace(config.memory, decode_batch=stored.memory.decode_batch))
 
 
 def _check_same_run(config: Config, folder: RunFolder) -> None:

@@ -35,26 +35,26 @@ class Signs:
 
     def __init__(self, trained: Iterable[str], rows: Iterable[Mapping[str, Any]] = ()) -> None:
         """trained: names of the rewards of non-zero weight. rows: of metrics.jsonl, of a run that goes on."""
-        self._trained, self._steps, self._evaluations = (
-            set(trained),
-            list[Mapping[str, Any]](),
-            list[Mapping[str, Any]](),
-        )
+        self._trained = set(trained)
+        self._steps: dict[str, list[float]] = {DIVERSITY: [], INCONSISTENCY: []}
+        self._best: dict[Any, dict[str, float]] = {}
+        """Evaluation set → measure → the largest value so far."""
         self._shown = set[Sign]()
         for row in rows:
             self.add(row["kind"], row)
 
     def add(self, kind: str, row: Mapping[str, Any]) -> dict[Sign, str]:
         """Signs that are new with a row ("train" or "eval"), and what is to be seen of them."""
-        (self._steps if kind == "train" else self._evaluations).append(row)
-        seen = self._of_steps() if kind == "train" else self._of_evaluations(row.get("set"))
+        seen = self._of_steps(row) if kind == "train" else self._of_evaluations(row)
         own: set[Sign] = {"diversity", "order_inconsistency"} if kind == "train" else {"monitors"}
         new = {sign: text for sign, text in seen.items() if sign not in self._shown}
         self._shown = (self._shown - own) | set(seen)
         return new
 
-    def _of_steps(self) -> dict[Sign, str]:
+    def _of_steps(self, row: Mapping[str, Any]) -> dict[Sign, str]:
         out: dict[Sign, str] = {}
+        for name, values in self._steps.items():
+            values += [] if row.get(name) is None else [float(row[name])]
         first, last = self._means(DIVERSITY)
         if last < LESS_DIVERSE * first:
             out["diversity"] = f"images of a group differ by {last:.3f}, at the start by {first:.3f}"
@@ -65,18 +65,19 @@ class Signs:
 
     def _means(self, name: str) -> tuple[float, float]:
         """Means of the first and the last WINDOW steps that have a value; NaN before there are twice as many."""
-        values = [float(row[name]) for row in self._steps if row.get(name) is not None]
+        values = self._steps[name]
         if len(values) < 2 * WINDOW:
             return float("nan"), float("nan")
         return float(np.mean(values[:WINDOW])), float(np.mean(values[-WINDOW:]))
 
-    def _of_evaluations(self, name: object) -> dict[Sign, str]:
-        rows = [row for row in self._evaluations if row.get("set") == name]
-        *before, now = rows
+    def _of_evaluations(self, row: Mapping[str, Any]) -> dict[Sign, str]:
+        name = row.get("set")
         values = {
-            k: v for k, v in now.items() if k.startswith(f"{name}/") and not k.endswith(("_before", *PARTS_OF_WINS))
+            k: v for k, v in row.items() if k.startswith(f"{name}/") and not k.endswith(("_before", *PARTS_OF_WINS))
         }
-        best = {k: max((float(row[k]) for row in before if row.get(k) is not None), default=np.nan) for k in values}
+        known = self._best.setdefault(name, {})
+        best = {k: known.get(k, np.nan) for k in values}
+        known |= {k: max(float(v), known.get(k, v)) for k, v in values.items() if v is not None}
         goals = [k for k in values if "/win_" in k or k.split("/", 1)[1] in self._trained]
         rising = [k for k in goals if values[k] is not None and values[k] >= best[k]]
         fallen = [

@@ -77,8 +77,8 @@ class TrainingLoop:
     """One run: `TrainingLoop(config, resume).run()`."""
 
     def __init__(self, config: Config, resume: bool = False, callbacks: Callbacks | None = None) -> None:
-        self.config, self.callbacks = config, callbacks or Callbacks()
-        self.session = open_session(config, resume)
+        self.session, self.callbacks = open_session(config, resume), callbacks or Callbacks()
+        self.config = config = self.session.config
         self.world, self.adapter, self.policy = self.session.world, self.session.adapter, self.session.policy
         self.folder, self.scorer, self.rollouts = self.session.folder, self.session.scorer, self.session.rollouts
         self.evaluators = self.session.evaluators

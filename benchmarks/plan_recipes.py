@@ -1,0 +1,111 @@
+"""`python -m benchmarks.plan_recipes`: what every shipped kind of run needs, by `prefgrpo plan`, for docs/hardware.md.
+
+One recipe per family with a LoRA (scripts/prefgrpo), and one per family that trains all weights: memory per GPU,
+seconds of a step, GPU-hours of the whole recipe, judge servers. Nothing is measured: the numbers are the plan's, at its
+own assumptions, found from models of a few blocks as tests/test_recipes.py does it (and holds against whole ones).
+Written to results/plan_recipes.json and docs/hardware.md; `--render` only writes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.blocks import replace_block, rounded, write_json
+from prefgrpo.config.schema import Config, load
+from prefgrpo.models import family
+from prefgrpo.run.memory import GIB
+from prefgrpo.run.plan import judge_servers, reuses_forwards
+from prefgrpo.run.speed import HARDWARE, MFU, Machines, step_time
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+from model_configs import estimate  # noqa: E402
+
+JSON, PAGE = ROOT / "benchmarks" / "results" / "plan_recipes.json", ROOT / "docs" / "hardware.md"
+GPU, JUDGE_BILLIONS = "h100", 8.0
+
+
+def recipes() -> list[Path]:
+    """All of scripts/prefgrpo, and of each family the first recipe elsewhere that trains all weights."""
+    full = dict[str, Path]()
+    for path in sorted((ROOT / "scripts").glob("*/full_*.yaml"), key=lambda path: path.parent.name != "unifiedreward"):
+        full.setdefault(load(path).family, path)
+    return [*sorted((ROOT / "scripts" / "prefgrpo").glob("lora_*.yaml")), *full.values()]
+
+
+def planned(config: Config) -> dict[str, Any]:
+    """What `prefgrpo plan` prints of a recipe, on the GPUs that it is sized for."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole = estimate(config, Path(folder))
+    machines = Machines(HARDWARE[GPU], config.gpus, math.ceil(config.gpus / 8), MFU[config.compile])
+    reuses = reuses_forwards(config, whole, HARDWARE[GPU].memory_gib)
+    taken = step_time(config, whole.flop, whole.model, machines, reuses)
+    return {
+        "family": config.family,
+        "model": config.model,
+        "lora": config.train.lora_rank > 0,
+        "size": [
+            config.rollout.width,
+            config.rollout.height,
+            config.rollout.frames or family(config.family).default_frames,
+        ],
+        "gpus": config.gpus,
+        "gib": whole.total / GIB,
+        "step_s": taken.total,
+        "samples": taken.samples,
+        "steps": config.train.steps,
+        "judges": judge_servers(config, taken, machines, JUDGE_BILLIONS)[2],
+    }
+
+
+def table(found: dict[str, Any], missing: Sequence[str] = ()) -> list[str]:
+    """The block of docs/hardware.md; missing: recipes that were not planned yet."""
+    later = [f"Not planned yet: {', '.join(f'`{name}`' for name in missing)}.", ""] if missing else []
+    if not found:
+        return later[:1]
+    lines = [
+        *later,
+        f"On {GPU.upper()} with {HARDWARE[GPU].memory_gib:g} GiB, at {MFU[False]:g} of their peak; recipes are for "
+        "the GPUs named:",
+        "",
+        "| family | recipe | makes | GPUs | GiB per GPU | s per step | samples per step | steps | GPU-hours | judges |",
+        "|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, r in found.items():
+        width, height, frames = r["size"]
+        hours = r["step_s"] * r["steps"] * r["gpus"] / 3600
+        size = f"{width}×{height}" + f"×{frames}" * bool(frames)
+        lines.append(
+            f"| `{r['family']}` | [{'LoRA' if r['lora'] else 'all weights'}](../scripts/{name}.yaml) | {size} "
+            f"| {r['gpus']} | {r['gib']:.0f} | {r['step_s']:.0f} | {r['samples']} | {r['steps']} | {hours:,.0f} "
+            f"| {r['judges'] or '–'} |"
+        )
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--render", action="store_true", help="only write the document's table from the JSON")
+    paths = {path.relative_to(ROOT / "scripts").with_suffix("").as_posix(): path for path in recipes()}
+    parser.add_argument("--only", nargs="+", choices=paths, default=list(paths), metavar="METHOD/RECIPE")
+    given = parser.parse_args(argv)
+    known: dict[str, Any] = json.loads(JSON.read_text()) if JSON.is_file() else {}
+    for name in [] if given.render else given.only:
+        known[name] = rounded(planned(load(paths[name])))
+        print(name, known[name], flush=True)
+        write_json(JSON, {name: known[name] for name in paths if name in known})
+    found = {name: known[name] for name in paths if name in known}
+    missing = [name for name in paths if name not in known]
+    replace_block(PAGE, "plan_recipes", table(found, missing))
+
+
+if __name__ == "__main__":
+    main()

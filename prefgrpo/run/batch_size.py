@@ -1,0 +1,158 @@
+"""`rollout.batch_size: auto`: the largest batch that fits into memory, found once, at the start of a run.
+
+Candidates are the divisors of rollout.group_size, with which the first ratio is exactly 1, less those with which
+processes would wait for each other. On a GPU the plan (`run.memory`) says with which to begin, on a CPU it is at most
+ON_CPU. One forward, one decode and one trained step then show whether it runs, and smaller ones are tried until one
+does; where processes compute together (split weights or tokens) one that fails would leave the others waiting, and the
+plan's word counts. Invariant: all processes take the same sizes, and the run folder's config keeps them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from accelerate.utils.memory import find_executable_batch_size, should_reduce_batch_size
+
+from prefgrpo.config.schema import Config, ConfigError
+from prefgrpo.data.prompts import Prompt
+from prefgrpo.models.base import Adapter
+from prefgrpo.objectives import objective
+from prefgrpo.parallel.mesh import Layout
+from prefgrpo.parallel.world import World
+from prefgrpo.rollout.deal import deal_batches
+from prefgrpo.rollout.render import decode
+from prefgrpo.rollout.sampling import all_sizes, evaluation
+from prefgrpo.run.memory import blank_batch, estimate, free_bytes
+from prefgrpo.run.policy import Policy
+
+ON_CPU = 8
+"""Largest batch that is tried on a CPU."""
+FILLED, FILLED_UNTRIED = 0.9, 0.8
+"""Share of the free memory that the plan may fill, if the sizes are then tried and if they are not."""
+
+
+def divisors(count: int) -> list[int]:
+    """Of a number, the largest first."""
+    return [size for size in range(count, 0, -1) if count % size == 0]
+
+
+def candidates(config: Config, indices: int) -> list[int]:
+    """The batch sizes to choose from, the largest first: with none of them one of so many data-parallel indices has
+    more to do in the updates of a step than with batches of one sample."""
+    r, whole_groups = config.rollout, objective(config.train).whole_groups
+
+    def longest(size: int) -> int:
+        made = Counter[tuple[int, int]]()
+        sized = replace(config, rollout=replace(r, batch_size=size))
+        for b in deal_batches(sized, [r] * r.prompts_per_step, indices, whole_groups):
+            made[b.update, b.index] += len(b.places)
+        return sum(max(n for (u, _), n in made.items() if u == update) for update in {u for u, _ in made})
+
+    return [size for size in divisors(r.group_size) if longest(size) <= longest(1)]
+
+
+def fitting(config: Config, free: float) -> Config:
+    """With the largest batch sizes that `config.gpus` processes hold in `free` bytes each, by the plan; else with 1.
+
+    The plan is linear in them, so two sizes tell all.
+    """
+    context = Layout.of(config, config.gpus).context  # of each batch a process decodes that part
+    one, two = (estimate(_sized(config, size)) for size in (1, 1 + context))
+    rest = one.total - one.parts["activations"]
+
+    def fits(phase: str, more: float) -> bool:
+        return rest + one.phases[phase] + more * (two.phases[phase] - one.phases[phase]) <= free
+
+    sizes = candidates(config, Layout.of(config, config.gpus).data)
+    batch = next((s for s in sizes if all(fits(phase, (s - 1) / context) for phase in ("rollout", "update"))), 1)
+    part = -(-batch // context)
+    decoded = next((s for s in divisors(part) if fits("decode", s - 1)), 1)
+    return _sized(config, batch, 0 if decoded == part else decoded)
+
+
+def planned(config: Config, world: World, prompts: Sequence[Prompt]) -> Config:
+    """With the batch sizes to begin with, before the model is loaded; the same on all processes."""
+    if world.device.type == "cpu":
+        return _sized(config, next(s for s in candidates(config, world.dp_size) if s <= ON_CPU))
+    share = FILLED if world.mesh is None else FILLED_UNTRIED
+    here = replace(_largest(config, prompts), gpus=world.size, device="cuda")
+    found = fitting(here, share * free_bytes(world.device))
+    sizes = world.every((found.rollout.batch_size, found.memory.decode_batch or found.rollout.batch_size))
+    batch, decoded = (min(each) for each in zip(*sizes, strict=True))
+    return _sized(config, batch, 0 if decoded == batch else decoded)
+
+
+def tried(config: Config, adapter: Adapter, policy: Policy, world: World, prompts: Sequence[Prompt]) -> Config:
+    """With the largest batch sizes, up to those of `config`, that run. Raises ConfigError if none does."""
+    if world.mesh is not None:
+        return config
+    shown, largest = evaluation(config), _largest(config, prompts)
+    kinds = [largest, replace(largest, rollout=shown)] if config.eval.every else [largest]
+    moments = [torch.zeros_like(p) for p in policy.params for _ in range(2)]  # AdamW makes them at its first step
+
+    def forward(size: int) -> None:
+        for kind in kinds:
+            sized = _sized(kind, size)
+            with adapter.parked.present("vae"):
+                x, sigma, condition = blank_batch(sized, adapter)
+            x, condition = x.to(world.device), condition.to(world.device)
+            with torch.no_grad():
+                adapter.velocity(x, sigma, condition, sized.rollout)
+            if kind is largest:
+                adapter.velocity(x, sigma, condition, sized.rollout).float().square().mean().backward()
+
+    def decoder(size: int) -> None:
+        for kind in kinds:
+            x = torch.zeros(config.rollout.batch_size, *adapter.latent_shape(kind.rollout), device=world.device)
+            decode(adapter, x, kind.rollout, size)
+
+    try:
+        sizes = [s for s in candidates(config, world.dp_size) if s <= config.rollout.batch_size]
+        config = _sized(config, _runs(forward, sizes, world), config.memory.decode_batch)
+        most = config.memory.decode_batch or config.rollout.batch_size
+        decoded = _runs(decoder, [s for s in divisors(config.rollout.batch_size) if s <= most], world)
+    finally:
+        policy.optimizer.zero_grad()
+        moments.clear()
+    return _sized(config, config.rollout.batch_size, 0 if decoded == config.rollout.batch_size else decoded)
+
+
+def _runs(work: Callable[[int], None], sizes: Sequence[int], world: World) -> int:
+    """The first of these sizes with which `work` does not run out of memory on any process. Raises ConfigError."""
+    smaller = iter(sizes[1:])
+
+    @find_executable_batch_size(starting_batch_size=sizes[0], reduce_batch_size_fn=lambda: next(smaller, 0))  # type: ignore[untyped-decorator]
+    def attempt(size: int) -> int:
+        failed = False
+        try:
+            work(size)
+        except RuntimeError as error:
+            if not should_reduce_batch_size(error):
+                raise
+            failed = True
+        if world.any(failed):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return size
+
+    try:
+        return int(attempt())
+    except RuntimeError as error:
+        if "reached zero" not in str(error):
+            raise
+        advice = "`prefgrpo plan` names what makes it smaller"
+        raise ConfigError([f"rollout.batch_size: one sample does not fit into memory; {advice}"]) from error
+
+
+def _sized(config: Config, batch: int, decoded: int = 0) -> Config:
+    """With these batch sizes; a memory.decode_batch of the recipe stays."""
+    memory = replace(config.memory, decode_batch=config.memory.decode_batch or decoded)
+    return replace(config, rollout=replace(config.rollout, batch_size=batch), memory=memory)
+
+
+def _largest(config: Config, prompts: Sequence[Prompt]) -> Config:
+    """At the largest of the prompts' own sizes."""
+    sizes = all_sizes(prompts, config.rollout, config.data.own_sizes)
+    return replace(config, rollout=max(sizes, key=lambda s: s.height * s.width))

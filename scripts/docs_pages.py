@@ -1,0 +1,276 @@
+"""mkdocs hook: the pages of the site that are not in docs/, made when it is built.
+
+README, CONTRIBUTING and CHANGELOG are pages as they stand. Every other file of the repository that a page links to
+becomes a page under source/, so that a link on the site leads to what it leads to in the repository. The reference is
+made from the code: fields of the configuration with their help texts, the --help of commands, options of rewards and
+objectives, docstrings of the Trainer and the ops (by mkdocstrings). Nothing of this is kept in the repository.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import posixpath
+import re
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout, suppress
+from importlib import import_module
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md"}
+"""File of the repository → page of the site."""
+LANGUAGES = {".yaml": "yaml", ".py": "python", ".sh": "bash"}
+LINK = re.compile(r"^```.*?^```|`[^`\n]*`|(\]\()([^)\s]+)(\))", re.S | re.M)
+"""Code, which is left alone, or a link's target between its brackets."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages."""
+    pages = {page: moved(read(file), file) for file, page in PAGES.items()}
+    pages |= {page_of(file): shown(file) for file in linked()}
+    pages |= {f"reference/{name}.md": make() for name, make in REFERENCE.items()}
+    for name, text in pages.items():
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Links out of docs/ lead to the pages of these files."""
+    written = page.file.generated_by is None
+    return moved(markdown, f"docs/{page.file.src_uri}") if written else markdown
+
+
+# ---- files of the repository ----------------------------------------------------------------------------------------
+
+
+def read(file: str) -> str:
+    """The text of a file of the repository."""
+    return (ROOT / file).read_text(encoding="utf-8")
+
+
+def links(text: str) -> list[str]:
+    """Targets of a page's links and pictures, in its text and not in code, that do not lead to another host."""
+    return [match[2] for match in LINK.finditer(text) if match[2] and not re.match(r"[a-z]+:", match[2])]
+
+
+def destination(link: str, source: str) -> tuple[str, str]:
+    """(path in the repository, anchor) that a link of its file `source` leads to."""
+    path, _, anchor = link.partition("#")
+    return posixpath.normpath(posixpath.join(posixpath.dirname(source), path)) if path else source, anchor
+
+
+def page_of(file: str) -> str:
+    """The page or picture of the site that shows a file of the repository."""
+    if file.startswith("docs/"):
+        return file.removeprefix("docs/")
+    return PAGES.get(file) or f"source/{file.removesuffix('.md')}.md"
+
+
+def moved(text: str, source: str) -> str:
+    """The text of the repository's file `source` with its links as they are on the site."""
+
+    def replace(match: re.Match[str]) -> str:
+        if not match[2] or re.match(r"[a-z]+:|#", match[2]):
+            return match[0]
+        file, anchor = destination(match[2], source)
+        if not (ROOT / file).exists():
+            return match[0]  # mkdocs reports it
+        path = posixpath.relpath(page_of(file), posixpath.dirname(page_of(source)) or ".")
+        return f"{match[1]}{path}{'#' * bool(anchor)}{anchor}{match[3]}"
+
+    return LINK.sub(replace, text)
+
+
+def linked() -> Iterator[str]:
+    """Files and folders outside docs/ that its pages lead to, and those that these lead to."""
+    todo = [*PAGES, *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+    seen = set(todo)
+    while todo:
+        source = todo.pop()
+        if (ROOT / source).is_dir():
+            found = recipes(source)
+        else:
+            found = [destination(link, source)[0] for link in links(read(source))] if source.endswith(".md") else []
+        for file in found:
+            if file not in seen and not file.startswith("docs/") and (ROOT / file).exists():
+                seen.add(file)
+                todo.append(file)
+                yield file
+
+
+def recipes(folder: str) -> list[str]:
+    """The recipes under a folder."""
+    return [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / folder).rglob("*.yaml"))]
+
+
+def shown(file: str) -> str:
+    """A file as a page: Markdown as it is, other text in a block of code; of a folder, its recipes."""
+    if (ROOT / file).is_dir():
+        names = [posixpath.relpath(name, posixpath.dirname(file) or ".") for name in recipes(file)]
+        return moved("\n".join([f"# {file}", "", *(f"- [{name}]({name})" for name in names), ""]), file)
+    if file.endswith(".md"):
+        return moved(read(file), file)
+    return f"# {file}\n\n````{LANGUAGES.get(Path(file).suffix, 'text')}\n{read(file)}````\n"
+
+
+# ---- the reference --------------------------------------------------------------------------------------------------
+
+
+def configuration() -> str:
+    """Every field of the configuration, by section."""
+    from dataclasses import is_dataclass
+
+    from prefgrpo.config.schema import Config
+
+    default = vars(Config())
+    sections = {name: section for name, section in default.items() if is_dataclass(section)}
+    about = "Fields of a recipe, of the command line (`--train.lr 1e-5`) and of `prefgrpo.Trainer`, by section."
+    text = f"# Configuration\n\n{about}\n\n## The run\n\n{fields(Config, leave=sections)}"
+    for name, section in sections.items():
+        text += f"## {name}\n\n{inspect.getdoc(section)}\n\n{fields(type(section), f'{name}.')}"
+    return text
+
+
+def fields(kind: Any, prefix: str = "", leave: Any = ()) -> str:
+    """The fields of a pydantic dataclass, a definition each."""
+    from pydantic import TypeAdapter
+
+    lines = list[str]()
+    for name, schema in TypeAdapter(kind).json_schema().get("properties", {}).items():
+        if name not in leave:
+            key, default = prefix + name, schema.get("default", "required")
+            lines += [f"[`{key}`](#{key}){{ #{key} }} {plain(words(schema))}, default `{value(default)}`"]
+            lines += [f":   {plain(described(kind, name))}", ""]
+    return "\n".join([*lines, ""])
+
+
+def described(kind: Any, name: str) -> str:
+    """The text below a field, which pydantic does not inherit."""
+    owners = [base.__pydantic_fields__.get(name) for base in kind.__mro__ if "__pydantic_fields__" in vars(base)]
+    return next((field.description for field in owners if field and field.description), "")
+
+
+def words(schema: dict[str, Any]) -> str:
+    """What a field takes, in words."""
+    if "anyOf" in schema:
+        return " or ".join(words(branch) for branch in schema["anyOf"])
+    if names := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
+        return ", ".join(map(str, names))
+    limits = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {schema[key]}" for key, sign in limits.items() if key in schema]
+    kind = schema.get("type")
+    if kind == "array":
+        return "list of " + words(schema.get("items", {"type": "string"}))
+    names = {
+        "integer": "whole number",
+        "string": "text",
+        "boolean": "true or false",
+        "object": "mapping",
+        "null": "none",
+    }
+    return " ".join([names.get(kind, kind or "any value"), " and ".join(bounds)]).strip()
+
+
+NAMES = {
+    "integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "object": "mapping",
+    "null": "none",
+}  # fmt: skip
+
+
+def value(default: Any) -> str:
+    """A default as a recipe has it."""
+    import yaml
+
+    return "none" if default is None else yaml.safe_dump(default, default_flow_style=True).split("\n")[0] or '""'
+
+
+def plain(text: str) -> str:
+    """Text of a docstring, paragraph by paragraph, with no marks that Markdown or HTML would read."""
+    marked = re.sub(r"(`[^`]*`)|[*_\[\]|<]", lambda mark: mark[1] or f"&#{ord(mark[0])};", text)
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in marked.split("\n\n"))
+
+
+def objectives() -> str:
+    """The options of every objective."""
+    from prefgrpo.objectives import OBJECTIVES, objective_class
+
+    text = "# Options of objectives\n\nIn `train.objective_options`; [what each of them does](../objectives.md).\n\n"
+    for name in OBJECTIVES:
+        kind = objective_class(name)
+        text += f"## {name}\n\n{plain(inspect.getdoc(kind) or '')}\n\n{fields(kind, f'{name}.')}"
+    return text
+
+
+def rewards() -> str:
+    """The options of every reward, as its class documents them."""
+    from prefgrpo.rewards import REWARDS, load_class
+
+    text = "# Options of rewards\n\nIn `reward.options.NAME` and `eval.options.NAME`; [the rewards](../rewards.md).\n\n"
+    for name in sorted(REWARDS):
+        kind = load_class(name)
+        bases, parameters = kind.__mro__[:-1], inspect.signature(kind).parameters
+        about = [inspect.cleandoc(kind.__doc__ or "")]
+        for part in [*(base.__init__ for base in bases if "__init__" in vars(base)), *bases[1:]]:
+            doc, known = inspect.cleandoc(part.__doc__ or ""), "\n".join(about)
+            if any(re.search(rf"\b{name}: ", doc) and not re.search(rf"\b{name}: ", known) for name in parameters):
+                about.append(doc)  # what it says of an option is not said yet
+        options = [option(p) for p in parameters.values()]
+        text += "\n".join([f"## {name}", "", *(f"{plain(part)}\n" for part in about), *options, "", ""])
+    return text
+
+
+def option(parameter: inspect.Parameter) -> str:
+    """An argument of a reward's class as a line of code; required ones are the run's own (its judge)."""
+    default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+    return f"    {parameter.name}: {parameter.annotation}{default}"
+
+
+def commands() -> str:
+    """What --help prints of every command that reads its options by itself or from a recipe."""
+    from prefgrpo.commands.cli import COMMANDS, main
+
+    text = "# Commands\n\n`prefgrpo COMMAND --help` prints the same.\n\n"
+    for name, (_, about) in COMMANDS.items():
+        text += f"## prefgrpo {name}\n\n{about[0].upper()}{about[1:]}.\n\n"
+        if name != "launch":  # torchrun's own options
+            with redirect_stdout(StringIO()) as out, patch.dict(os.environ, COLUMNS="94"), suppress(SystemExit):
+                main([*name.split(), "--help"])
+            text += f"```text\n{out.getvalue().strip()}\n```\n\n"
+    return text
+
+
+def docstrings(title: str, about: str, *names: str) -> Callable[[], str]:
+    """A page of docstrings."""
+    return lambda: "\n\n".join([f"# {title}", about, *(f"::: {name}" for name in names), ""])
+
+
+def ops() -> str:
+    """The public ops, and what makes schedules for them."""
+    names = sorted(import_module("prefgrpo.ops").__all__, key=lambda name: not name.islower())
+    public = [f"prefgrpo.ops.{name}" for name in names]
+    rules = [f"prefgrpo.sde.{name}" for name in ("schedule.make_schedule", "schedule.shifted_sigmas", "rules.sde_row")]
+    return docstrings("Ops", "`from prefgrpo import ops`; [how they are used](../ops.md).", *public, *rules)()
+
+
+REFERENCE: dict[str, Callable[[], str]] = {
+    "configuration": configuration,
+    "commands": commands,
+    "trainer": docstrings(
+        "Trainer",
+        "`from prefgrpo import Trainer, PairwiseJudge`; [with examples](../python.md).",
+        *(f"prefgrpo.{name}" for name in ("Trainer", "PairwiseJudge", "Result", "ConfigError", "TrainingStopped")),
+        *(f"prefgrpo.rewards.base.{name}" for name in ("Sample", "Score", "PointwiseReward", "GroupwiseReward")),
+    ),
+    "ops": ops,
+    "rewards": rewards,
+    "objectives": objectives,
+}
+"""Page → what makes it."""

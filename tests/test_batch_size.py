@@ -1,0 +1,130 @@
+"""`rollout.batch_size: auto`: which sizes it tries, what the plan says of them, and what happens where they do not fit.
+
+Why these cases: the plan's two estimates must choose as an estimate of every size would; memory that runs out on one of
+two processes must make both take the smaller size, in the middle of nothing that the other waits for; a trial must
+leave no trace in the numbers of the run; and a resumed run must not look again.
+"""
+
+import json
+import os
+
+import pytest
+import torch
+import yaml
+from tiny_run import attempt, ranks, recipe, settings, world
+
+from prefgrpo.config.schema import AUTO, ConfigError, from_dict, to_dict
+from prefgrpo.models.flux import Flux
+from prefgrpo.run import batch_size
+from prefgrpo.run.memory import estimate
+from prefgrpo.run.session import Clock
+from prefgrpo.run.trainer import TrainingLoop
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return world(tmp_path_factory.mktemp("auto"))
+
+
+def auto(place, name, **over):
+    over["rollout"] = {"batch_size": "auto"} | over.get("rollout", {})
+    return from_dict(settings(place, name, **({"eval": {"every": 0}} | over)))
+
+
+def out_of_memory():
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+CANDIDATES = {
+    "all divisors": (({"prompts_per_step": 2, "group_size": 12}, {}, 1), [12, 6, 4, 3, 2, 1]),
+    "one group on eight": (({"prompts_per_step": 1, "group_size": 64}, {}, 8), [8, 4, 2, 1]),
+    "42 groups of 24 on eight": (({"prompts_per_step": 42, "group_size": 24}, {}, 8), [6, 3, 2, 1]),
+    "two updates of a group": (({"prompts_per_step": 1, "group_size": 8}, {"updates_per_rollout": 2}, 2), [2, 1]),
+    "whole groups": (
+        ({"prompts_per_step": 4, "group_size": 8}, {"objective": "soft_dpo"}, 4), [8, 4, 2, 1],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CANDIDATES)
+def test_candidates_divide_the_group_and_leave_nobody_idle(place, case):
+    (rollout, train, indices), want = CANDIDATES[case]
+    assert batch_size.candidates(auto(place, "c", rollout=rollout, train=train), indices) == want
+
+
+def test_auto_is_written_as_auto_and_read_again(place, capsys):
+    config = auto(place, "w")
+    assert config.rollout.batch_size == AUTO and to_dict(config)["rollout"]["batch_size"] == "auto"
+    assert from_dict(to_dict(config)) == config
+    with pytest.raises(ConfigError, match=r"reuse_rollout_forward: true.*got auto"):
+        auto(place, "w", train={"reuse_rollout_forward": True})
+    with pytest.raises(ConfigError, match=r"rollout\.batch_size: expected a whole number, got 'many'"):
+        auto(place, "w", rollout={"batch_size": "many"})
+    file = recipe(place, "planned", rollout={"batch_size": "auto"})
+    code, out = attempt(capsys, "plan", file)
+    assert code == 0 and "rollout.batch_size: auto is 4, 4 decoded at once" in out
+
+
+def test_the_plan_chooses_as_an_estimate_of_every_size_would(place):
+    config = auto(place, "fit", rollout={"group_size": 4, "height": 64, "width": 64}, device="cuda")
+    four, two = (estimate(batch_size._sized(config, size, 1)).total for size in (4, 2))
+    found = batch_size.fitting(config, 1.02 * two)
+    assert four > 1.1 * two and found.rollout.batch_size == 2 and estimate(found).total <= 1.03 * two
+    assert batch_size.fitting(config, 1.02 * four).rollout.batch_size == 4
+    assert batch_size.fitting(config, 0).rollout.batch_size == 1
+
+
+def test_a_trial_leaves_no_trace_and_decodes_what_fits(place, monkeypatch):
+    loops = TrainingLoop(auto(place, "found")), TrainingLoop(auto(place, "given", rollout={"batch_size": 4}))
+    assert [loop.config.rollout.batch_size for loop in loops] == [4, 4] and loops[0].config.memory.decode_batch == 0
+    assert all(p.grad is None for p in loops[0].policy.params) and not loops[0].policy.optimizer.state
+    rows = [{k: v for k, v in loop.step(0, Clock()).items() if not k.startswith("time/")} for loop in loops]
+    assert rows[0] == rows[1] and rows[0]["samples_trained"] == 8
+    for loop in loops:
+        loop.close()
+    decode = Flux.decode
+    monkeypatch.setattr(Flux, "decode", lambda self, x, r: out_of_memory() if len(x) > 1 else decode(self, x, r))
+    loop = TrainingLoop(auto(place, "decoded"))
+    assert (loop.config.rollout.batch_size, loop.config.memory.decode_batch) == (4, 1)
+    loop.close()
+    stored = yaml.safe_load((place / "runs" / "decoded" / "config.yaml").read_text())
+    assert stored["rollout"]["batch_size"] == 4 and stored["memory"]["decode_batch"] == 1
+
+
+def test_what_never_fits_is_refused_and_other_errors_are_not_caught(place, monkeypatch):
+    monkeypatch.setattr(Flux, "predict", lambda *a, **k: out_of_memory())
+    with pytest.raises(ConfigError, match=r"rollout\.batch_size: one sample does not fit"):
+        TrainingLoop(auto(place, "never"))
+
+    def wrong(*_, **__):
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr(Flux, "predict", wrong)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        TrainingLoop(auto(place, "wrong"))
+
+
+def short_of_memory():
+    """In the new process: rank 1 has memory for two samples."""
+    predict = Flux.predict
+
+    def limited(self, net, x, *rest, **named):
+        if os.environ["RANK"] == "1" and len(x) > 2:
+            out_of_memory()
+        return predict(self, net, x, *rest, **named)
+
+    Flux.predict = limited
+
+
+def test_all_processes_take_the_smallest_and_a_resumed_run_keeps_it(place):
+    file = recipe(place, "two", rollout={"batch_size": "auto"}, train={"steps": 2})
+    runs = ranks(file, 2, hook=short_of_memory)
+    assert [run.wait() for run in runs] == [0, 0], runs[0].output + runs[1].output
+    assert "rollout.batch_size: auto is 2, 2 decoded at once" in runs[0].output
+    folder = place / "runs" / "two"
+    assert yaml.safe_load((folder / "config.yaml").read_text())["rollout"]["batch_size"] == 2
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert {row["policy/on_policy_error"] for row in steps if row["kind"] == "train"} == {0.0}
+    again = ranks(file, 2, "--resume", "--train.steps", "3")  # with memory for four
+    assert [run.wait() for run in again] == [0, 0], again[0].output + again[1].output
+    assert yaml.safe_load((folder / "config.yaml").read_text())["rollout"]["batch_size"] == 2
