@@ -126,7 +126,8 @@ class LTX2(LTXVideo):
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, tokens of clip and sound, C]."""
         frames, rows, columns = self.volume(sampling)
-        clip, sound = x.split([self.tokens(sampling), self.sound_tokens(sampling)], dim=1)
+        parts = x.split([self.tokens(sampling), self.sound_tokens(sampling)], dim=1)
+        clip, sound = (part.contiguous() for part in parts)  # else torch multiplies trained weights in another order
         v = net(
             hidden_states=clip,
             audio_hidden_states=sound,
