@@ -16,6 +16,7 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
 from families import CASES, folder, load
 from torch.profiler import ProfilerActivity, profile
@@ -31,7 +32,7 @@ from prefgrpo.run.loading import open_adapter, trainable
 from prefgrpo.run.memory import Weigh
 
 SIDE, BATCH = 64, 2
-LONG = "a very long prompt " * 60
+LONG = f'"{"a very long prompt " * 60}"'
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 RECIPES = {path: load_recipe(path) for path in sorted([*SCRIPTS.glob("*/lora_*.yaml"), *SCRIPTS.glob("*/full_*.yaml")])}
 ONCE = list({case.family: case for case in CASES if not models.family(case.family).text_sees_sources}.values())
@@ -46,6 +47,7 @@ def config(case, **train):
         "guidance": case.guidance,
     }
     content = {"model": str(folder(case.family)), "family": case.family, "dtype": "fp32", "rollout": rollout}
+    content["device"] = "cpu"
     data = {"prompts": "none.txt", "max_length": case.max_length}
     return from_dict(content | {"data": data, "train": {"lora_rank": 4, "lora_alpha": 8} | train})
 
@@ -119,6 +121,42 @@ def test_the_estimate_with_other_settings(name):
     agree(case, c)
 
 
+def test_norms_hold_what_a_gpu_holds():
+    """Under autocast those of torch's own list are in fp32; rms_norm keeps its input and one number per row."""
+    header = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text()
+    listed = header.split("define AT_FORALL_FP32(_)")[1].split("#define")[0]
+    x = torch.randn(2, 6, 64, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(64, dtype=torch.bfloat16, requires_grad=True)
+    calls = {
+        "layer_norm": lambda: F.layer_norm(x, (64,), weight),
+        "rms_norm": lambda: F.rms_norm(x, (64,), weight),
+        "group_norm": lambda: F.group_norm(x, 2),
+    }
+    gpu = replace(config(FLUX), device="cuda")
+    for name, call in calls.items():
+        assert f"_({name})" in listed
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert call().dtype == torch.bfloat16
+            with plan.norms_of(gpu):
+                assert call().dtype == torch.float32
+            assert call().dtype == torch.bfloat16
+        with plan.norms_of(gpu):
+            assert call().dtype == torch.bfloat16, "without autocast types stay"
+    with torch.autocast("cpu", dtype=torch.bfloat16), plan.norms_of(gpu):
+        assert torch.equal(calls["layer_norm"](), F.layer_norm(x.float(), (64,), weight.float()))
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
+            calls["rms_norm"]().sum().backward()
+    assert sum(saved) == 4 * x.numel() + 4 * 64 + 4 * 12, "input, weight, a number per row"
+    assert x.grad.shape == x.shape and weight.grad.shape == weight.shape
+
+
+def test_what_is_recomputed_goes_through_the_same_norms():
+    gpu = replace(config(FLUX, gradient_checkpointing=True), dtype="bf16", device="cuda")
+    held, on_cpu = plan.estimate(gpu).phases, plan.estimate(replace(gpu, device="cpu")).phases
+    assert 0.9 * on_cpu["update"] < held["update"] < 2 * on_cpu["update"] and held["update"] != on_cpu["update"]
+
+
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: str(case))
 def test_conditions_have_the_shapes_that_the_plan_knows(case):
     adapter = load(case, folder(case.family))
@@ -169,11 +207,15 @@ def test_every_hint_is_a_field_that_is_free_to_turn(tmp_path, monkeypatch, capsy
 PUBLISHED = {
     "black-forest-labs/FLUX.1-dev": 11.9,
     "black-forest-labs/FLUX.1-Kontext-dev": 11.9,
+    "black-forest-labs/FLUX.2-dev": 32.0,
     "black-forest-labs/FLUX.2-klein-base-9B": 9.1,
     "CompVis/stable-diffusion-v1-4": 0.86,
     "hunyuanvideo-community/HunyuanVideo": 12.8,
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": 8.3,
+    "Lightricks/LTX-2": 18.9,  # "19B"
     "Lightricks/LTX-Video": 1.92,
     "Qwen/Qwen-Image": 20.4,
+    "Qwen/Qwen-Image-2.1": 7.28,  # "7B"
     "Qwen/Qwen-Image-Edit": 20.4,
     "Qwen/Qwen-Image-Edit-2509": 20.4,
     "stabilityai/stable-diffusion-3.5-medium": 2.24,
