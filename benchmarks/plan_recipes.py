@@ -1,7 +1,7 @@
 """`python -m benchmarks.plan_recipes`: what every shipped kind of run needs, by `prefgrpo plan`, for docs/hardware.md.
 
-One recipe per family with a LoRA (scripts/prefgrpo), and one per family that trains all weights: memory per GPU,
-seconds of a step, GPU-hours of the whole recipe, judge servers. Nothing is measured: the numbers are the plan's, at its
+The recipes of README's table of families, LoRA and all weights: memory per GPU, seconds of a step, GPU-hours of the
+whole recipe, judge servers. Nothing is measured: the numbers are the plan's, at its
 own assumptions, found from models of a few blocks as tests/test_recipes.py does it (and holds against whole ones).
 Written to results/plan_recipes.json and docs/hardware.md; `--render` only writes the page.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -33,11 +34,9 @@ GPU, JUDGE_BILLIONS = "h100", 8.0
 
 
 def recipes() -> list[Path]:
-    """All of scripts/prefgrpo, and of each family the first recipe elsewhere that trains all weights."""
-    full = dict[str, Path]()
-    for path in sorted((ROOT / "scripts").glob("*/full_*.yaml"), key=lambda path: path.parent.name != "unifiedreward"):
-        full.setdefault(load(path).family, path)
-    return [*sorted((ROOT / "scripts" / "prefgrpo").glob("lora_*.yaml")), *full.values()]
+    """The recipes of README's table of families."""
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Model families\n")[1].split("\n## ")[0]
+    return [ROOT / name for name in dict.fromkeys(re.findall(r"\]\((scripts/\w+/\w+\.yaml)\)", section))]
 
 
 def planned(config: Config) -> dict[str, Any]:
@@ -75,15 +74,15 @@ def table(found: dict[str, Any], missing: Sequence[str] = ()) -> list[str]:
         f"On {GPU.upper()} with {HARDWARE[GPU].memory_gib:g} GiB, at {MFU[False]:g} of their peak; recipes are for "
         "the GPUs named:",
         "",
-        "| family | recipe | makes | GPUs | GiB per GPU | s per step | samples per step | steps | GPU-hours | judges |",
-        "|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| family | model | recipe | makes | GPUs | GiB per GPU | s per step | samples per step | steps | GPU-hours | judges |",
+        "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, r in found.items():
         width, height, frames = r["size"]
         hours = r["step_s"] * r["steps"] * r["gpus"] / 3600
         size = f"{width}×{height}" + f"×{frames}" * bool(frames)
         lines.append(
-            f"| `{r['family']}` | [{'LoRA' if r['lora'] else 'all weights'}](../scripts/{name}.yaml) | {size} "
+            f"| `{r['family']}` | {r['model'].split('/')[-1]} | [{'LoRA' if r['lora'] else 'all weights'}](../scripts/{name}.yaml) | {size} "
             f"| {r['gpus']} | {r['gib']:.0f} | {r['step_s']:.0f} | {r['samples']} | {r['steps']} | {hours:,.0f} "
             f"| {r['judges'] or '–'} |"
         )
