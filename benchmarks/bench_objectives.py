@@ -90,8 +90,8 @@ def train(name: str, seed: int, file: Path, steps: int = STEPS, every: int = EVE
     with tempfile.TemporaryDirectory() as folder:
         Trainer.from_recipe(
             recipe(name), output=folder, seed=seed, steps=steps, tensorboard=False, train={"stop_when": []},
-            judge={"cache": False, "patience_steps": 0}, eval={"every": every, "final_prompts": ""}, checkpoint={"every": steps},
-            on_step=watch.step, on_evaluation=watch.evaluation,
+            judge={"cache": False, "patience_steps": 0}, eval={"every": every, "final_prompts": ""},
+            checkpoint={"every": steps}, on_step=watch.step, on_evaluation=watch.evaluation,
         ).train()  # fmt: skip
 
 

@@ -103,7 +103,8 @@ def _checked(a: Policy) -> Policy:
     if len(shape) not in (1, 2) or 0 in shape[1:]:
         raise ValueError(f"logp: expected [B] or [B, T], got {list(shape)}")
     for k in library.policy_loss.tensors:
-        name, t = a._fields[k], a[k]
+        name: str = a._fields[k]
+        t: Any = a[k]
         if t is None:
             continue
         if len(shape) == 2 and t.shape == shape[:1]:

@@ -282,7 +282,7 @@ def blank_batch(config: Config, adapter: Adapter) -> Batch:
         counted = [key for key in shapes if key.startswith("text_length")]
         lengths = {key: torch.tensor(shapes[key.replace("text_length", "prompt_embeds")][0]) for key in counted}
     empty = {key: torch.empty(shape, dtype=adapter.dtype) for key, shape in shapes.items()}
-    image, text = Image.new("RGB", (r.width, r.height)), replace(Condition.of_text(empty), **lengths)
+    image, text = Image.new("RGB", (r.width, r.height)), Condition.of_text(empty | lengths)
     latents = adapter.encode_sources((image,) * sources, r.frames) if sources else ()
     one = replace(text, sources=latents, negative=text if adapter.guided(r) else None)
     batch = one.map(lambda value: value.expand(r.batch_size, *value.shape).contiguous())
@@ -412,7 +412,7 @@ class RmsNorm(torch.autograd.Function):
     @classmethod
     def of(cls, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         """As F.rms_norm."""
-        return cls.apply(x, weight, len(shape))  # type: ignore[no-untyped-call]
+        return cls.apply(x, weight, len(shape))
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
