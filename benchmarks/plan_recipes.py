@@ -74,15 +74,17 @@ def table(found: dict[str, Any], missing: Sequence[str] = ()) -> list[str]:
         f"On {GPU.upper()} with {HARDWARE[GPU].memory_gib:g} GiB, at {MFU[False]:g} of their peak; recipes are for "
         "the GPUs named:",
         "",
-        "| family | model | recipe | makes | GPUs | GiB per GPU | s per step | samples per step | steps | GPU-hours | judges |",
+        "| family | model | recipe | makes | GPUs | GiB per GPU | s per step | samples per step | steps | GPU-hours "
+        "| judges |",
         "|---|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, r in found.items():
         width, height, frames = r["size"]
         hours = r["step_s"] * r["steps"] * r["gpus"] / 3600
         size = f"{width}×{height}" + f"×{frames}" * bool(frames)
+        link = f"[{'LoRA' if r['lora'] else 'all weights'}](../scripts/{name}.yaml)"
         lines.append(
-            f"| `{r['family']}` | {r['model'].split('/')[-1]} | [{'LoRA' if r['lora'] else 'all weights'}](../scripts/{name}.yaml) | {size} "
+            f"| `{r['family']}` | {r['model'].split('/')[-1]} | {link} | {size} "
             f"| {r['gpus']} | {r['gib']:.0f} | {r['step_s']:.0f} | {r['samples']} | {r['steps']} | {hours:,.0f} "
             f"| {r['judges'] or '–'} |"
         )
