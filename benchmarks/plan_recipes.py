@@ -22,8 +22,7 @@ from benchmarks.blocks import replace_block, rounded, write_json
 from prefgrpo.config.schema import Config, load
 from prefgrpo.models import family
 from prefgrpo.run.memory import GIB
-from prefgrpo.run.plan import judge_servers, reuses_forwards
-from prefgrpo.run.speed import HARDWARE, MFU, Machines, step_time
+from prefgrpo.run.speed import HARDWARE, MFU, Machines, judge_servers, reuses_forwards, step_time
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
