@@ -1,7 +1,7 @@
 """Every public function with every option × whoever traces, transforms or differentiates it: it works or is refused.
 
 Works: shapes, dtypes and strides as promised by the fakes, values and gradients as eager's, for other batch sizes too.
-Refused: by an error that names the op, or by torch's own where a transform forbids what `out=` does. Each cell is one or
+Refused: by an error that names the op, or by torch's own where a transform forbids what `out=` does. A cell is one or
 the other, so one that starts or ceases to work fails. Graphs are built by torch's own compilers with fullgraph=True.
 """
 
