@@ -8,7 +8,6 @@ equal eager's bit for bit, since both run the same kernel. With each backend, si
 inside an op (Triton's interpreter is no part of a graph).
 """
 
-import copy
 import itertools
 import shutil
 from typing import ClassVar
@@ -87,7 +86,7 @@ def with_leaves(name, given):
     """The arguments, each tensor its own, with the gradients that the op has."""
     flows = {"affine_logp": ("v", "uncond"), "policy_loss": ("logp", "kl", "log_ratio")}.get(name, ())
     fields = getattr(library, name).fields
-    own = [copy.deepcopy(t) if isinstance(t, torch.Tensor) else t for t in given]  # strides too
+    own = [t.clone() if isinstance(t, torch.Tensor) else t for t in given]
     return [t.requires_grad_() if f in flows and t is not None else t for f, t in zip(fields, own, strict=True)]
 
 
@@ -95,9 +94,9 @@ CALLS = [name for name, _ in table("contiguous", F32, F32, F32)]
 OPCHECK = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
-def opcheck(name, given, tests=OPCHECK):
+def opcheck(name, given):
     op = getattr(torch.ops.prefgrpo, name).default
-    torch.library.opcheck(op, tuple(with_leaves(name, given)), test_utils=tests)
+    torch.library.opcheck(op, tuple(with_leaves(name, given)), test_utils=OPCHECK)
 
 
 @kernels
@@ -110,12 +109,10 @@ def test_opcheck(call, backend):
 @pytest.mark.full
 @kernels
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "negated"])  # which gives NaN
-@pytest.mark.parametrize("mixture", range(len(MIXTURES)))
-def test_opcheck_of_every_dtype_and_stride(mixture, layout, backend):
-    """Each dtype also by the compiler's own comparison of a graph with eager, which is slow."""
-    for name, given in table(layout, *MIXTURES[mixture]):
+def test_opcheck_of_other_layouts(layout, backend):
+    for name, given in table(layout, F32, F32, F32):
         with serve(backend):
-            opcheck(name, given, OPCHECK if layout == "contiguous" else OPCHECK[:3])
+            opcheck(name, given)
 
 
 def test_every_backend_has_every_op():
