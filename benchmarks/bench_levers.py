@@ -73,7 +73,9 @@ LEVERS = {
         {"train": {"replay_batch": GROUP * TRAINED}}, "off: the first ratio is 1 up to rounding only"
     ),
     "`train.kl_fraction: 0.34` of a KL": Lever(
-        {"train": KL | {"kl_fraction": 0.34}}, "1: it is exact in expectation only (here the KL is still 0)", {"train": KL}
+        {"train": KL | {"kl_fraction": 0.34}},
+        "1: it is exact in expectation only (here the KL is still 0)",
+        {"train": KL},
     ),
     "`train.min_advantage: 0.5`": Lever({"train": {"min_advantage": 0.5}}, "0: the gradient is biased"),
     "`rollout.window_size: 1`": Lever({"rollout": {"window_size": 1}}, "all steps; most recipes set it"),
@@ -175,8 +177,8 @@ def table(found: dict[str, Any]) -> list[str]:
         cells += [same or f"cosine {g['cosine']:.2f}", LEVERS[run["lever"]].default]
         lines.append(f"| {run['lever']} | {run['size']} | {' | '.join(cells)} |")
     m = found["machine"]
-    state = f"One thread of an {m['device']}, load average {m['load']:.1f}, torch {m['torch']}; CPU seconds, medians of "
-    return [*lines, "", f"{state}{found['rounds']} steps of each side in turn."]
+    state = f"One thread of an {m['device']}, load average {m['load']:.1f}, torch {m['torch']}; CPU seconds, "
+    return [*lines, "", f"{state}medians of {found['rounds']} steps of each side in turn."]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

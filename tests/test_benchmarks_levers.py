@@ -1,9 +1,11 @@
-"""The benchmark of levers measures and renders; both pages have the place of its tables."""
+"""The benchmark of levers measures and renders; the plan's page is what was computed, and says why it is off."""
+
+import json
 
 import pytest
 
 from benchmarks import bench_levers, plan_check
-from benchmarks.blocks import split
+from benchmarks.blocks import rendered, split
 
 
 @pytest.mark.full
@@ -19,8 +21,18 @@ def test_a_lever_is_timed_weighed_and_compared():
 
 
 def test_the_pages_have_a_place_for_the_tables():
-    for page, block in ((bench_levers.PAGE, "levers"), (plan_check.PAGE, "plan_check")):
-        split(page.read_text(), block)
+    split(bench_levers.PAGE.read_text(), "levers")
     rows = [["a run", "someone", "s", 10.0, 12.0], ["another", "someone", "s", 10.0, 14.0]]
-    lines = plan_check.table({"rows": rows})
+    lines = plan_check.table({"flux": rows})
     assert lines[2].endswith("| 10 | 12 | +20% |  |") and lines[3].endswith("| +40% | misses |")
+    assert lines[5:] == ["- another: not explained yet."]
+
+
+def test_the_page_is_the_rendering_of_the_plans_check():
+    found, page = json.loads(plan_check.JSON.read_text()), plan_check.PAGE.read_text()
+    assert rendered(page, "plan_check", plan_check.table(found)) == page
+    assert {"flux", "qwen", "branch", "automodel"} <= found.keys()
+    missed = {what for rows in found.values() for what, _, _, real, planned in rows if abs(planned / real - 1) > 0.3}
+    assert {what for rows in found.values() for what, *_ in rows if what in plan_check.WHY} == missed, (
+        "each has a reason"
+    )

@@ -11,6 +11,7 @@ from test_judge_faults import FAST, ask, judge, media, missing, until
 from tiny_run import Hold, recipe, rows, start, train, world
 
 from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.judge import cache
 from prefgrpo.judge.cache import AnswerCache, shared_cache
 from prefgrpo.judge.client import HttpJudge, check
 from prefgrpo.judge.traffic import TRAFFIC, metrics
@@ -91,13 +92,20 @@ def test_a_file_that_a_killed_process_left_torn_is_read_and_mended(tmp_path):
     assert len(AnswerCache(tmp_path)) == 1
 
 
-def test_it_does_not_grow_without_bound(tmp_path):
+def test_it_does_not_grow_without_bound(tmp_path, monkeypatch):
     kept = AnswerCache(tmp_path, most_bytes=10_000)
     for k in range(1000):
         kept.put(f"{k:032d}", Answer(0.5, raw="logp -0.6931 -0.6931"))
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 10_100
-    assert kept.get(f"{999:032d}") and kept.get(f"{960:032d}") and not kept.get(f"{0:032d}")
-    assert 30 < len(AnswerCache(tmp_path)) == len(kept) < 120
+    again = AnswerCache(tmp_path)
+    assert again.get(f"{999:032d}") and again.get(f"{960:032d}") and not again.get(f"{0:032d}")
+    assert 30 < len(again) < 120
+    monkeypatch.setattr(cache, "NEWEST", 50)
+    few = AnswerCache(tmp_path / "few")
+    for k in range(1000):
+        few.put(f"{k:032d}", Answer(0.5))
+    assert len(few) == 50 and few.get(f"{950:032d}") and not few.get(f"{949:032d}"), "memory does not grow either"
+    assert len(AnswerCache(tmp_path / "few")) == 1000
     kept.put("long", Answer(0.5, raw="x" * 100_000))
     assert len(AnswerCache(tmp_path).get("long").raw) == 500, "texts are cut as in the judgement log"
     kept.put("whole", Answer(None, raw="y" * 4_000), whole=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+import torch.nn.functional as F
 import yaml
 from families import CASES, folder, load
 from torch.profiler import ProfilerActivity, profile
@@ -46,6 +47,7 @@ def config(case, **train):
         "guidance": case.guidance,
     }
     content = {"model": str(folder(case.family)), "family": case.family, "dtype": "fp32", "rollout": rollout}
+    content["device"] = "cpu"
     data = {"prompts": "none.txt", "max_length": case.max_length}
     return from_dict(content | {"data": data, "train": {"lora_rank": 4, "lora_alpha": 8} | train})
 
@@ -117,6 +119,42 @@ def test_the_estimate_with_other_settings(name):
     case, train, top = HARDER[name]
     c = replace(config(case, **train), **top)
     agree(case, c)
+
+
+def test_norms_hold_what_a_gpu_holds():
+    """Under autocast those of torch's own list are in fp32; rms_norm keeps its input and one number per row."""
+    header = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text()
+    listed = header.split("define AT_FORALL_FP32(_)")[1].split("#define")[0]
+    x = torch.randn(2, 6, 64, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(64, dtype=torch.bfloat16, requires_grad=True)
+    calls = {
+        "layer_norm": lambda: F.layer_norm(x, (64,), weight),
+        "rms_norm": lambda: F.rms_norm(x, (64,), weight),
+        "group_norm": lambda: F.group_norm(x, 2),
+    }
+    gpu = replace(config(FLUX), device="cuda")
+    for name, call in calls.items():
+        assert f"_({name})" in listed
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert call().dtype == torch.bfloat16
+            with plan.norms_of(gpu):
+                assert call().dtype == torch.float32
+            assert call().dtype == torch.bfloat16
+        with plan.norms_of(gpu):
+            assert call().dtype == torch.bfloat16, "without autocast types stay"
+    with torch.autocast("cpu", dtype=torch.bfloat16), plan.norms_of(gpu):
+        assert torch.equal(calls["layer_norm"](), F.layer_norm(x.float(), (64,), weight.float()))
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
+            calls["rms_norm"]().sum().backward()
+    assert sum(saved) == 4 * x.numel() + 4 * 64 + 4 * 12, "input, weight, a number per row"
+    assert x.grad.shape == x.shape and weight.grad.shape == weight.shape
+
+
+def test_what_is_recomputed_goes_through_the_same_norms():
+    gpu = replace(config(FLUX, gradient_checkpointing=True), dtype="bf16", device="cuda")
+    held, on_cpu = plan.estimate(gpu).phases, plan.estimate(replace(gpu, device="cpu")).phases
+    assert 0.9 * on_cpu["update"] < held["update"] < 2 * on_cpu["update"] and held["update"] != on_cpu["update"]
 
 
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: str(case))

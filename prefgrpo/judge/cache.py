@@ -8,24 +8,28 @@ no answer.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import threading
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 from typing import IO
+from weakref import WeakValueDictionary
 
 from prefgrpo.judge.verdict import Answer, JudgeError
 
 MOST_BYTES = 32 << 20
 """Most that a process keeps, about 200 000 soft verdicts, in a file and the one before it."""
+NEWEST = 10_000
+"""So many of its own answers stay in memory: a question comes back in a resumed run, which reads the files."""
 _RAW_CHARACTERS = 500
 """Of an answer's text that is kept, unless the asker needs all of it."""
 
 
 class AnswerCache:
-    """Answers by key, in memory and in a folder; safe to use from any thread."""
+    """Answers by key, in a folder, and in memory those that were there at the start and the newest; safe to use from
+    any thread."""
 
     def __init__(self, folder: str | Path, most_bytes: int = MOST_BYTES) -> None:
         """Reads what is there; the folder is made when the first answer comes. JudgeError if it cannot be used."""
@@ -35,18 +39,19 @@ class AnswerCache:
         self._lock = threading.Lock()
         self._file: IO[bytes] | None = None
         self._broken = False
+        self._new: OrderedDict[str, bytes] = OrderedDict()
         try:
             self._lines = self._read()
         except OSError as error:
             raise JudgeError(f"the judge's cache {folder} cannot be used ({error}); choose another folder") from error
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._lines) + len(self._new)
 
     def get(self, key: str) -> Answer | None:
         """The answer that is kept under `key`."""
         with self._lock:
-            line = self._lines.get(key)
+            line = self._new.get(key) or self._lines.get(key)
         if line is None:
             return None
         kept = json.loads(line)
@@ -60,9 +65,11 @@ class AnswerCache:
         kept = {"key": key, "value": answer.value, "parts": answer.parts, "raw": raw}
         line = json.dumps(kept, separators=(",", ":")).encode()
         with self._lock:
-            if key in self._lines or self._broken:
+            if key in self._lines or key in self._new or self._broken:
                 return
-            self._lines[key] = line
+            self._new[key] = line
+            if len(self._new) > NEWEST:
+                self._new.popitem(last=False)
             try:
                 self._write(line)
             except OSError as error:
@@ -97,11 +104,14 @@ class AnswerCache:
         if self._file.tell() > self.most_bytes // 2:
             self._file.close()
             self.path.replace(self.old)
-            self._lines = self._read()
             self._file = self.path.open("ab", buffering=0)
 
 
-@functools.cache
+_open: WeakValueDictionary[str, AnswerCache] = WeakValueDictionary()
+
+
 def shared_cache(folder: str) -> AnswerCache:
-    """This process's cache in `folder`, one for all its clients."""
-    return AnswerCache(folder)
+    """This process's cache in `folder`, one for all its clients; read anew when none is left."""
+    if (cache := _open.get(folder)) is None:
+        cache = _open[folder] = AnswerCache(folder)
+    return cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,8 @@ class Condition:
     @classmethod
     def of_text(cls, tensors: Mapping[str, Tensor]) -> Condition:
         """The inverse of `tensors`."""
-        return cls(**{name: tensors[name] for name in TEXT if name in tensors})
+        fields: dict[str, Any] = {name: tensors[name] for name in TEXT if name in tensors}
+        return cls(**fields)
 
     def tensors(self) -> dict[str, Tensor]:
         """What the text encoder made of the prompt, by field."""

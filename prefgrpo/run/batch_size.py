@@ -124,7 +124,7 @@ def _runs(work: Callable[[int], None], sizes: Sequence[int], world: World) -> in
     """The first of these sizes with which `work` does not run out of memory on any process. Raises ConfigError."""
     smaller = iter(sizes[1:])
 
-    @find_executable_batch_size(starting_batch_size=sizes[0], reduce_batch_size_fn=lambda: next(smaller, 0))  # type: ignore[untyped-decorator]
+    @find_executable_batch_size(starting_batch_size=sizes[0], reduce_batch_size_fn=lambda: next(smaller, 0))
     def attempt(size: int) -> int:
         failed = False
         try:

@@ -14,9 +14,10 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,8 @@ from PIL import Image
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from prefgrpo.config.schema import Config, ConfigError, ParallelConfig
@@ -282,7 +282,7 @@ def blank_batch(config: Config, adapter: Adapter) -> Batch:
         counted = [key for key in shapes if key.startswith("text_length")]
         lengths = {key: torch.tensor(shapes[key.replace("text_length", "prompt_embeds")][0]) for key in counted}
     empty = {key: torch.empty(shape, dtype=adapter.dtype) for key, shape in shapes.items()}
-    image, text = Image.new("RGB", (r.width, r.height)), replace(Condition.of_text(empty), **lengths)
+    image, text = Image.new("RGB", (r.width, r.height)), Condition.of_text(empty | lengths)
     latents = adapter.encode_sources((image,) * sources, r.frames) if sources else ()
     one = replace(text, sources=latents, negative=text if adapter.guided(r) else None)
     batch = one.map(lambda value: value.expand(r.batch_size, *value.shape).contiguous())
@@ -379,31 +379,40 @@ def _places(index: Tensor | None) -> tuple[Tensor | None, ...]:
 # ---- weighing -------------------------------------------------------------------------------------------------------
 
 
-def norms_of(config: Config) -> AbstractContextManager[Any]:
-    """Inside, norms hold what they hold on the run's device; `device: auto` is a GPU."""
-    return nullcontext() if config.device == "cpu" else CudaNorms()
+@contextmanager
+def norms_of(config: Config) -> Iterator[None]:
+    """Inside, norms on the CPU hold what they hold on the run's device; `device: auto` is a GPU.
+
+    There autocast runs them in fp32 (torch's AT_FORALL_FP32; on a CPU it leaves their type), and rms_norm is one
+    kernel, which keeps its input and a number per row.
+    """
+    names = () if config.device == "cpu" else ("layer_norm", "group_norm", "rms_norm")
+    before = {name: getattr(F, name) for name in names}
+    for name, norm in before.items():
+        setattr(F, name, partial(_in_fp32, RmsNorm.of if name == "rms_norm" else norm))
+    try:
+        yield
+    finally:
+        for name, norm in before.items():
+            setattr(F, name, norm)
 
 
-class CudaNorms(TorchFunctionMode):
-    """Inside, tensors on the CPU go through norms as on a GPU: under autocast in fp32 (torch's AT_FORALL_FP32; a CPU's
-    autocast leaves their type), and through rms_norm by one kernel, which keeps its input and one number per row."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call what is no norm as it is."""
-        if func not in (F.layer_norm, F.group_norm, F.rms_norm):
-            return func(*args, **(kwargs or {}))
-        x, low = args[0], torch.is_autocast_enabled("cpu")
-        with torch.autocast("cpu", enabled=False):
-            given = [v.float() if low and isinstance(v, Tensor) else v for v in (x, *args[1:])]
-            named = {k: v.float() if low and isinstance(v, Tensor) else v for k, v in (kwargs or {}).items()}
-            if func is not F.rms_norm:
-                return func(*given, **named)
-            weight = given[2] if len(given) > 2 else named.get("weight")
-            return RmsNorm.apply(given[0], weight, len(given[1] if len(given) > 1 else named["normalized_shape"]))
+def _in_fp32(norm: Callable[..., Tensor], *given: Any, **named: Any) -> Tensor:
+    """`norm` as CUDA's autocast calls it."""
+    if not torch.is_autocast_enabled("cpu"):
+        return norm(*given, **named)
+    given, named = tree_map_only(Tensor, Tensor.float, (given, named))
+    with torch.autocast("cpu", enabled=False):
+        return norm(*given, **named)
 
 
 class RmsNorm(torch.autograd.Function):
     """The sizes of CUDA's rms_norm and of its gradients; values are left open."""
+
+    @classmethod
+    def of(cls, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        """As F.rms_norm."""
+        return cls.apply(x, weight, len(shape))
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:

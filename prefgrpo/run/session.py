@@ -262,7 +262,7 @@ def keeps_graph(config: Config, goal: Objective, world: World) -> bool:
         and goal.per_group(size) == size
         and not t.min_advantage
     ):
-        there = replace(config, device=world.device.type)  # not auto
+        there = replace(config, device="cpu" if world.device.type == "cpu" else "cuda")
         return graph_bytes(there, world.dp_size) <= free_bytes(world.device) / 2
     return wanted is True
 
