@@ -215,7 +215,7 @@ PUBLISHED = {
     "Lightricks/LTX-2": 18.9,  # "19B"
     "Lightricks/LTX-Video": 1.92,
     "Qwen/Qwen-Image": 20.4,
-    "Qwen/Qwen-Image-2.1": 7.28,  # "7B"
+    "Qwen/Qwen-Image-2.1": 7.1,  # "7B"
     "Qwen/Qwen-Image-Edit": 20.4,
     "Qwen/Qwen-Image-Edit-2509": 20.4,
     "stabilityai/stable-diffusion-3.5-medium": 2.24,
