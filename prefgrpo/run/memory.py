@@ -391,7 +391,7 @@ class RmsNorm(torch.autograd.Function):
     @classmethod
     def of(cls, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         """As F.rms_norm."""
-        return cls.apply(x, weight, len(shape))  # type: ignore[no-untyped-call]
+        return cls.apply(x, weight, len(shape))
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
