@@ -2,6 +2,7 @@
 
 PREFGRPO_CUDA=0 builds without CUDA, PREFGRPO_CUDA_ARCHS chooses architectures. No torch is needed to build. Without a
 C++ compiler the install succeeds without the module, as Triton and torch serve the ops; one that fails is an error.
+The module uses CPython's stable ABI: a wheel serves every Python from 3.10.
 """
 
 import os
@@ -10,7 +11,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pybind11
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -40,7 +40,6 @@ class CMakeBuild(build_ext):
             "-G",
             "Ninja",
             f"-DPython_EXECUTABLE={sys.executable}",
-            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={target.parent}",
             "-DCMAKE_BUILD_TYPE=Release",
             str(ROOT),
@@ -56,6 +55,8 @@ class CMakeBuild(build_ext):
                 if done.returncode:
                     print(done.stdout, file=sys.stderr)
                     raise SystemExit(f"building prefgrpo._C failed: {' '.join(command)}")
+        for other in set(target.parent.glob("_C.*.so")) - {target}:  # of one Python alone: it would be preferred
+            other.unlink()
 
 
 def mend_link() -> None:
@@ -67,4 +68,8 @@ def mend_link() -> None:
 
 
 mend_link()
-setup(ext_modules=[Extension("prefgrpo._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(
+    ext_modules=[Extension("prefgrpo._C", sources=[], py_limited_api=True)],
+    cmdclass={"build_ext": CMakeBuild},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

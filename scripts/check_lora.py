@@ -50,7 +50,10 @@ def load(run: Path, facts: dict[str, str], device: str, lora: bool = True) -> An
     revision = None if full else facts.get("revision")
     pipe = cls.from_pretrained(str(folder), dtype=dtype, revision=revision, **absent)
     if lora and not full:
-        if (run / "lora" / "pytorch_lora_weights.safetensors").is_file():
+        weights = "pytorch_lora_weights.safetensors"
+        if not hasattr(pipe, "load_lora_weights"):  # HunyuanVideo-1.5's
+            pipe.transformer.load_lora_adapter(str(run / "lora"), weight_name=weights)
+        elif (run / "lora" / weights).is_file():
             pipe.load_lora_weights(str(run / "lora"))
         if (run / "lora" / "transformer_2").is_dir():  # the second expert of Wan2.2
             pipe.load_lora_weights(str(run / "lora" / "transformer_2"), load_into_transformer_2=True)
@@ -80,21 +83,34 @@ def largest_difference(run: Path, device: str, lora: bool = True) -> float:
     if hasattr(pipe, "unet"):
         latents = latents.to(pipe.unet.dtype)  # all other pipelines do it themselves
     call = {"output_type": "pt", "return_dict": False} | json.loads(facts["call"])
-    if any(key.startswith("source_") for key in tensors):
+    if hasattr(pipe, "guider"):  # HunyuanVideo-1.5: not in its call; its VAE decodes one clip
+        pipe.guider = pipe.guider.new(guidance_scale=call.pop("guidance_scale"))
+        pipe.tokenizer_max_length = call.pop("tokenizer_max_length")
+        pipe.vae.enable_slicing()
+    if hasattr(pipe, "audio_vae"):  # LTX-2: the sound's tokens follow the clip's
+        frames = (call["num_frames"] - 1) // pipe.vae_temporal_compression_ratio + 1
+        count = frames * call["height"] * call["width"] // pipe.vae_spatial_compression_ratio**2
+        sound = latents[:, count:] * pipe.audio_vae.latents_std + pipe.audio_vae.latents_mean
+        latents, call["audio_latents"] = latents[:, :count], sound
+    alone = type(pipe).__name__ == "QwenImage21Pipeline"  # its images depend on the lengths of a batch's prompts
+    if alone or any(key.startswith("source_") for key in tensors):
         out = torch.cat([edit(pipe, call, i, prompt, latents, tensors) for i, prompt in enumerate(prompts)])
     else:
         out = pipe(prompt=prompts, latents=latents, **call)[0]
+    if out.dim() == 4 and out.shape[1] == 4:  # Qwen-Image-2.1's images have an alpha channel
+        out = out[:, :3] * out[:, 3:] + (1 - out[:, 3:])
     return float((out.float().cpu() - tensors["images"]).abs().max())
 
 
 def edit(
     pipe: Any, call: dict[str, Any], i: int, prompt: str, latents: torch.Tensor, tensors: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Prompt number i with its source images; the stock pipelines edit one at a time."""
+    """Prompt number i with its source images, if any; the stock pipelines edit one at a time."""
     names = sorted((key for key in tensors if key.startswith(f"source_{i}_")), key=lambda key: int(key.split("_")[2]))
     images = [Image.fromarray(tensors[name].numpy()) for name in names]
     call = {key: value[:1] if isinstance(value, list) else value for key, value in call.items()}
-    return pipe(prompt=[prompt], image=images if len(images) > 1 else images[0], latents=latents[i : i + 1], **call)[0]
+    image = {} if not images else {"image": images if len(images) > 1 else images[0]}
+    return pipe(prompt=[prompt], latents=latents[i : i + 1], **image, **call)[0]
 
 
 def main() -> int:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and measures the ops on a GPU machine: builds the extension for the GPU that is there, runs the tests of the
 # ops on it (where pytest and hypothesis are installed), checks memory accesses of a small case, takes the benchmarks,
-# writes benchmarks/results/cuda.json and docs/benchmarks.md. Needs torch with CUDA, nvcc, cmake, ninja, pybind11; no
+# writes benchmarks/results/cuda.json and docs/benchmarks.md. Needs torch with CUDA, nvcc, cmake, ninja; no
 # network. Usage: scripts/gpu_check.sh [train]
 # With "train": builds and then times a LoRA step of FLUX.1-dev's true size (benchmarks/bench_train.py), which needs
 # diffusers, transformers and peft besides, 30 GB of disk and an 80 GB GPU.

@@ -40,9 +40,9 @@ class Case:
     """Arguments of the stock call beside prompt, latents, size, steps."""
     guidance: float
     """Our guidance scale."""
+    max_length: int = 32
     dynamic: bool = False
     """Whether the stock pipeline supports the scheduler's dynamic shift."""
-    max_length: int = 32
     edit: Callable[[int, int], dict] | None = None
     """For editing: arguments of the stock call that depend on the size."""
     sources: int = 1
@@ -51,12 +51,14 @@ class Case:
     """For editing: source images are given at the output's size."""
     stock: str = ""
     """The stock pipeline, where it is not the adapter's."""
+    alone: bool = False
+    """Whether the stock pipeline's images depend on what shares their batch."""
     off: float = 1.0
     """A guidance scale that switches classifier-free guidance off."""
 
     def unguided(self):
         """The same with classifier-free guidance off."""
-        scales = ("guidance_scale", "guidance_scale_2", "true_cfg_scale")
+        scales = ("guidance_scale", "guidance_scale_2", "true_cfg_scale", "audio_guidance_scale")
         return replace(self, guidance=self.off, call=self.call | {k: self.off for k in scales if k in self.call})
 
     def sampling(self, size=SIZES[0], steps=4):
@@ -77,8 +79,8 @@ class Case:
         return f"{self.family}{'-edit' if self.edit else ''}{'' if self.guidance > 1 else '-unguided'}"
 
 
-def _case(family, scale, length=32, *, frames=0, second=0.0, name="guidance_scale", same_edit=False, **more):
-    call = {name: scale} | ({"max_sequence_length": length} if length else {})
+def _case(family, scale, length=32, *, frames=0, second=0.0, name="guidance_scale", same_edit=False, also=(), **more):
+    call = dict(also) | {name: scale} | ({"max_sequence_length": length} if length else {})
     call |= {"num_frames": frames} if frames else {}
     call |= {"guidance_scale_2": second} if second else {}
     call |= {"negative_prompt": [" "] * 2} if name == "true_cfg_scale" else {}
@@ -86,6 +88,8 @@ def _case(family, scale, length=32, *, frames=0, second=0.0, name="guidance_scal
     return Case(family, call, scale, max_length=length or 32, **more)
 
 
+PLAIN = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0}
+LTX2 = PLAIN | {f"audio_{k}": v for k, v in PLAIN.items()} | {"audio_guidance_scale": 3.0, "use_cross_timestep": False}
 QWEN = {"name": "true_cfg_scale", "dynamic": True}
 CASES = [
     _case("flux", 3.5, dynamic=True),
@@ -95,8 +99,11 @@ CASES = [
     _case("qwen_image", 4.0, 320, **QWEN),
     _case("qwen_image_edit", 4.0, 512, same_edit=True, **QWEN),
     _case("qwen_image_edit_plus", 4.0, 512, same_edit=True, sources=2, **QWEN),
+    Case("qwen_image_21", {"true_cfg_scale": 4.0, "negative_prompt": [" "] * 2}, 4.0, 320, dynamic=True, alone=True),
     _case("z_image", 3.0, 128, dynamic=True, off=0.0),
     _case("hunyuan_video", 6.0, 448, frames=5),
+    Case("hunyuan_video_15", {"guidance_scale": 6.0, "tokenizer_max_length": 1000, "num_frames": 5}, 6.0, 1000),
+    _case("ltx2", 3.0, dynamic=True, frames=5, also=LTX2),
     _case("ltx_video", 3.0, dynamic=True, frames=5),
     _case("wan", 5.0, frames=5),
     _case("wan22", 4.0, frames=5, second=3.0),
@@ -104,6 +111,8 @@ CASES = [
     _case("wan_i2v", 5.0, frames=5, same_edit=True, fit=True),
     _case("wan_ti2v", 5.0, frames=5),
     _case("wan_ti2v", 5.0, frames=5, same_edit=True, fit=True, stock="WanImageToVideoPipeline"),
+    _case("flux2", 4.0, 512, dynamic=True),
+    _case("flux2", 4.0, 512, dynamic=True, same_edit=True),
     _case("flux2_klein", 4.0, 64, dynamic=True),
     _case("flux2_klein", 4.0, 64, dynamic=True, same_edit=True),
 ]
@@ -177,6 +186,16 @@ def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
         first = {"solver_order": 1, "disable_corrector": list(range(steps))}
         pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **first)
     call = case.call | {"height": size[0], "width": size[1], "num_inference_steps": steps, "output_type": "pt"}
+    settle(pipe, call)
+    if hasattr(pipe, "audio_vae"):  # LTX-2: the sound's tokens follow the clip's
+        frames = (call["num_frames"] - 1) // pipe.vae_temporal_compression_ratio + 1
+        count = frames * size[0] * size[1] // pipe.vae_spatial_compression_ratio**2
+        sound = x0[:, count:] * pipe.audio_vae.latents_std + pipe.audio_vae.latents_mean
+        x0, call["audio_latents"] = x0[:, :count], sound
+    if case.alone:
+        one = {key: value[:1] if isinstance(value, list) else value for key, value in call.items()}
+        each = [pipe(prompt=[p], latents=x, **one)[0] for p, x in zip(prompts, x0[:, None], strict=True)]
+        return on_white(torch.cat(each))
     if not case.edit:
         return pipe(prompt=list(prompts), latents=x0, **call)[0]  # a copy: Z-Image writes into the list
     call |= case.edit(*size)
@@ -184,6 +203,27 @@ def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
     images = [case.images(number, size) for number in range(len(prompts))]
     each = zip(prompts, images, x0[:, None], strict=True)
     return torch.cat([pipe(prompt=[p], image=one_or_list(own), latents=x, **call)[0] for p, own, x in each])
+
+
+def on_white(images):
+    """RGBA images as Pillow pastes them on white."""
+    return torch.lerp(torch.ones(3, 1, 1), images[:, :3], images[:, 3:])
+
+
+def settle(pipe, call):
+    """HunyuanVideo-1.5's call has no argument for these, and its VAE decodes one clip."""
+    if hasattr(pipe, "guider"):
+        pipe.vae.enable_slicing()
+        pipe.guider = pipe.guider.new(guidance_scale=call.pop("guidance_scale"))
+        pipe.tokenizer_max_length = call.pop("tokenizer_max_length")
+
+
+def stock_lora(pipe, path):
+    """The LoRA in a folder, as stock diffusers loads it."""
+    if hasattr(pipe, "load_lora_weights"):
+        pipe.load_lora_weights(path)
+    else:
+        pipe.transformer.load_lora_adapter(path, weight_name="pytorch_lora_weights.safetensors")
 
 
 def differs(adapter, pipe, case, size=SIZES[0], steps=2, prompts=PROMPTS):

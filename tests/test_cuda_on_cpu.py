@@ -12,7 +12,6 @@ import sys
 
 import pytest
 
-pytest.importorskip("pybind11")
 FILES = ("affine", "noise", "policy", "advantage", "replay", "tokens")
 
 

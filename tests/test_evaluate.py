@@ -311,15 +311,27 @@ def test_a_fully_trained_pipeline_is_exported_whole(place, check_lora):
     assert not (place / "runs" / "full" / "lora").exists()
 
 
+def sizes(length, **more):
+    size = {"height": 32, "width": 32} | more
+    return {"data": {"max_length": length}, "rollout": size, "eval": size}
+
+
+OTHERS = {
+    ("flux_kontext", "fp32"): {}, ("sd3", "fp32"): {}, ("sd1", "bf16"): {}, ("qwen_image_21", "fp32"): sizes(320),
+    ("hunyuan_video_15", "fp32"): sizes(1000, frames=5), ("ltx2", "fp32"): sizes(32, frames=5),
+}  # fmt: skip
+
+
 @pytest.mark.full
-@pytest.mark.parametrize(("family", "dtype"), [("flux_kontext", "fp32"), ("sd3", "fp32"), ("sd1", "bf16")])
+@pytest.mark.parametrize(("family", "dtype"), OTHERS)
 def test_the_check_of_other_families(family, dtype, place, check_lora, monkeypatch, capsys):
-    """Kontext without a source (its pipeline would turn to a million pixels), SD3 without T5, a UNet in bf16."""
+    """Kontext without a source (its pipeline would turn to a million pixels), SD3 without T5, a UNet in bf16, an alpha
+    channel, a guider, a state that is not the pipeline's `latents` alone."""
     model = pipelines.make(family, place / family)
     if family == "sd3":
         less = {"text_encoder_3": None, "tokenizer_3": None}
         StableDiffusion3Pipeline.from_pretrained(model, **less).save_pretrained(model)
-    over = {"model": str(model), "family": family, "dtype": dtype, "train": {"steps": 1}}
+    over = {"model": str(model), "family": family, "dtype": dtype, "train": {"steps": 1}} | OTHERS[family, dtype]
     code, output = train(recipe(place, family, **over))
     assert code == 0 and "(exact)" in output, output
     monkeypatch.setattr(sys, "argv", ["check_lora.py", str(place / "runs" / family)])

@@ -311,6 +311,41 @@ def test_a_distilled_klein_stays_distilled(tmp_path):
     assert diffusers.Flux2KleinPipeline.from_pretrained(tmp_path / "full").config.is_distilled
 
 
+def test_text_in_quotes_has_an_encoder_of_its_own():
+    """HunyuanVideo-1.5: one prompt has two quotes, one has none; the batch, and the one alone."""
+    case, prompts = case_of("hunyuan_video_15"), ['a sign that says "Café" and “open”', "a red cube"]
+    adapter, pipe = load(case), case.pipe(folder("hunyuan_video_15"))
+    lengths = conditions(adapter, case, prompts).text_length_2
+    assert lengths is not None and lengths.tolist() == [len('Text "Café". Text "open". '.encode()) + 1, 0]
+    for some in (prompts, prompts[:1], prompts[1:]):
+        assert differs(adapter, pipe, case, prompts=some) <= 1e-5
+
+
+def test_a_few_step_model_has_sigmas_of_its_own():
+    """Qwen-Image-2.1's pipeline takes them whatever the number of steps; here another number is refused."""
+    case = case_of("qwen_image_21").unguided()
+    adapter, pipe = load(case), case.pipe(folder("qwen_image_21"))
+    for one in (adapter.pipe, pipe):
+        one.register_to_config(sample_sigmas=[1.0, 0.8, 0.3])
+    assert differs(adapter, pipe, case, steps=3) <= 1e-5
+    with pytest.raises(ValueError, match="has 3 sampling sigmas: expected as many steps, got 4"):
+        adapter.sigmas(case.sampling(steps=4))
+
+
+def test_the_sound_of_a_clip_is_in_its_state():
+    """LTX-2: 5 frames of 1/24 s are 5 tokens of 1/25 s; the clip depends on them, and `decode` leaves them out."""
+    case = case_of("ltx2")
+    adapter, sampling = load(case), case.sampling()
+    x, clip = noise(adapter, sampling), adapter.tokens(sampling)
+    assert x.shape[1] == clip + 5
+    condition, sigma = conditions(adapter, case), torch.full((2,), 0.7)
+    v, other = (
+        adapter.velocity(one, sigma, condition, sampling) for one in (x, torch.cat([x[:, :clip], -x[:, clip:]], 1))
+    )
+    assert v.shape == x.shape and (v - other)[:, :clip].abs().max() > 1e-4
+    assert torch.equal(adapter.decode(x, sampling), adapter.decode(torch.cat([x[:, :clip], -x[:, clip:]], 1), sampling))
+
+
 def test_the_boundary_belongs_to_the_high_noise_expert():
     """σ = 0.875 exactly is t = 875 ≥ 875, as in the stock pipeline; either side changes with its own expert alone."""
     case = case_of("wan22")

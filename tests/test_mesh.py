@@ -64,9 +64,12 @@ FAMILIES = {
 """In Qwen-Image's batches prompts of different lengths are masked."""
 CLIP = {"rollout": {"frames": 5}}
 OTHERS = {
+    "flux2": {"rollout": {"height": 64, "width": 64}, "data": {"max_length": 512}},
     "flux2_klein": {"rollout": {"height": 64, "width": 64}, "data": {"max_length": 64}},
-    "flux_kontext": {}, "hunyuan_video": CLIP, "ltx_video": CLIP, "sd1": {"rollout": {"rule": "ddim"}}, "sd3": {},
-    "wan": CLIP, "wan22_i2v": CLIP, "wan_i2v": CLIP, "wan_ti2v": CLIP, "z_image": {},
+    "flux_kontext": {}, "hunyuan_video": CLIP, "hunyuan_video_15": CLIP | {"data": {"max_length": 1000}},
+    "ltx2": CLIP | {"data": {"max_length": 32}}, "ltx_video": CLIP, "qwen_image_21": {"data": {"max_length": 320}},
+    "sd1": {"rollout": {"rule": "ddim"}}, "sd3": {}, "wan": CLIP, "wan22_i2v": CLIP, "wan_i2v": CLIP, "wan_ti2v": CLIP,
+    "z_image": {},
 }  # fmt: skip
 """Split weights, and split tokens where the family takes them, of LoRA runs."""
 
@@ -338,7 +341,7 @@ def test_families_that_do_not_train_under_context_parallelism(place):
         ("qwen_image", {"ring": 2}, "parallel.ring: qwen_image masks its text"),
     ):
         assert text in "\n".join(unsupported(from_dict({"model": "m", "family": family, "parallel": layout, **DATA})))
-    for family in ("flux", "flux2_klein", "wan", "wan22", "wan_i2v", "wan22_i2v", "wan_ti2v"):
+    for family in ("flux", "flux2", "flux2_klein", "wan", "wan22", "wan_i2v", "wan22_i2v", "wan_ti2v"):
         layout = {"ulysses": 2, "ring": 2}
         assert not unsupported(from_dict({"model": "m", "family": family, "parallel": layout, **DATA}))
 

@@ -32,7 +32,7 @@ from prefgrpo.run.loading import open_adapter, trainable
 from prefgrpo.run.memory import Weigh
 
 SIDE, BATCH = 64, 2
-LONG = "a very long prompt " * 60
+LONG = f'"{"a very long prompt " * 60}"'
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 RECIPES = {path: load_recipe(path) for path in sorted([*SCRIPTS.glob("*/lora_*.yaml"), *SCRIPTS.glob("*/full_*.yaml")])}
 ONCE = list({case.family: case for case in CASES if not models.family(case.family).text_sees_sources}.values())
@@ -207,11 +207,15 @@ def test_every_hint_is_a_field_that_is_free_to_turn(tmp_path, monkeypatch, capsy
 PUBLISHED = {
     "black-forest-labs/FLUX.1-dev": 11.9,
     "black-forest-labs/FLUX.1-Kontext-dev": 11.9,
+    "black-forest-labs/FLUX.2-dev": 32.0,
     "black-forest-labs/FLUX.2-klein-base-9B": 9.1,
     "CompVis/stable-diffusion-v1-4": 0.86,
     "hunyuanvideo-community/HunyuanVideo": 12.8,
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": 8.3,
+    "Lightricks/LTX-2": 18.9,  # "19B"
     "Lightricks/LTX-Video": 1.92,
     "Qwen/Qwen-Image": 20.4,
+    "Qwen/Qwen-Image-2.1": 7.28,  # "7B"
     "Qwen/Qwen-Image-Edit": 20.4,
     "Qwen/Qwen-Image-Edit-2509": 20.4,
     "stabilityai/stable-diffusion-3.5-medium": 2.24,

@@ -31,7 +31,8 @@ from prefgrpo.ops.reference import guided
 __all__ = ["Adapter", "Condition", "Sampling", "after_guidance", "text_mask"]
 
 TEXT_WIDTHS = (
-    "joint_attention_dim", "text_dim", "cap_feat_dim", "caption_channels", "text_embed_dim", "cross_attention_dim"
+    "joint_attention_dim", "text_dim", "cap_feat_dim", "caption_channels", "text_embed_dim", "context_in_dim",
+    "cross_attention_dim",
 )  # fmt: skip
 """Names of the width of the text's states in the configs of diffusers' denoisers; the first that is there counts."""
 
@@ -41,14 +42,15 @@ def after_guidance(c: Tensor, more: Guidance | None) -> Tensor:
     return c if more is None else guided(c, more.uncond, more.scale, more.from_cond, more.rescale)
 
 
-def text_mask(condition: Condition, multiple: int = 1) -> Tensor:
+def text_mask(condition: Condition, multiple: int = 1, second: bool = False) -> Tensor:
     """bool [B, longest], on the CPU: which places of a batch's `prompt_embeds` hold a token of the prompt.
 
-    multiple: of which the longest is made one, by places without a token.
+    multiple: of which the longest is made one, by places without a token. second: of its `prompt_embeds_2`.
     """
-    lengths = condition.text_length
+    lengths = condition.text_length_2 if second else condition.text_length
     assert lengths is not None
-    return torch.arange(-(-int(lengths.max()) // multiple) * multiple)[None, :] < lengths[:, None]
+    places = lengths.new_ones(-(-int(lengths.max()) // multiple) * multiple).cumsum(0)
+    return places[None, :] <= lengths[:, None]  # made of the lengths, whose content `plan` knows
 
 
 class Adapter(Weights, ABC):
@@ -229,7 +231,7 @@ class Adapter(Weights, ABC):
         mu only counts where the scheduler shifts dynamically.
         """
         steps = sampling.steps
-        flux = self.pipeline in ("FluxPipeline", "Flux2KleinPipeline")
+        flux = self.pipeline in ("FluxPipeline", "Flux2Pipeline", "Flux2KleinPipeline")
         own = flux and self.pipe.scheduler.config.get("use_flow_sigmas")
         even = {} if own else {"sigmas": np.linspace(1.0, 1.0 / steps, steps)}
         return even | {"mu": self.mu(sampling)}

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+TEXT = ("prompt_embeds", "text_length", "pooled", "prompt_embeds_2", "text_length_2")
+"""The fields that a text encoder fills."""
+
 
 @dataclass(frozen=True, eq=False)
 class Condition:
@@ -20,6 +23,10 @@ class Condition:
     shapes may depend on it without waiting for the device."""
     pooled: Tensor | None = None
     """[(B,) C'] pooled vector of a second text encoder."""
+    prompt_embeds_2: Tensor | None = None
+    """[(B,) n', C'] states of a second text encoder, of a length of their own."""
+    text_length_2: Tensor | None = None
+    """Their `text_length`."""
     sources: tuple[Tensor, ...] = ()
     """What `Adapter.encode_sources` makes of the source images: latents [(B,) rows, columns, C] of each, or
     [(B,) C, F', h, w]."""
@@ -29,11 +36,11 @@ class Condition:
     @classmethod
     def of_text(cls, tensors: Mapping[str, Tensor]) -> Condition:
         """The inverse of `tensors`."""
-        return cls(tensors["prompt_embeds"], tensors.get("text_length"), tensors.get("pooled"))
+        return cls(**{name: tensors[name] for name in TEXT if name in tensors})
 
     def tensors(self) -> dict[str, Tensor]:
         """What the text encoder made of the prompt, by field."""
-        named = {"prompt_embeds": self.prompt_embeds, "text_length": self.text_length, "pooled": self.pooled}
+        named = {name: getattr(self, name) for name in TEXT}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def all_tensors(self) -> list[Tensor]:
@@ -77,7 +84,7 @@ def collate(conditions: Sequence[Condition], device: torch.device | str = "cpu")
 
     def stack(name: str, tensors: list[Tensor]) -> Tensor:
         shapes = {tuple(tensor.shape) for tensor in tensors}
-        if len(shapes) > 1 and name == "prompt_embeds":
+        if len(shapes) > 1 and name.startswith("prompt_embeds"):
             return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
         if len(shapes) > 1:
             raise ValueError(f"conditions of one batch must have equal shapes, but '{name}' has {sorted(shapes)}")

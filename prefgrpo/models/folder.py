@@ -18,6 +18,8 @@ import torch
 SAMPLE, STRIDE = 1 << 16, 1 << 22  # bytes hashed of every STRIDE bytes of a large file
 CONFIGS = Path(__file__).with_name("configs")
 """Public configs of the models that recipes name, OWNER/NAME as on the hub; no weights and no tokenizers."""
+ASKED = "Qwen3VLProcessor"
+"""Class of a processor that its pipeline asks when it is built."""
 BOOKKEEPING = {"_name_or_path", "is_local", "local_files_only"}
 """Config keys that say where a model was loaded from, not what it is."""
 
@@ -87,7 +89,7 @@ def _from_hub(model: str, configs_only: bool) -> Path:
 
 def _is_encoder(name: str) -> bool:
     """Whether a component turns prompts (and the images beside them) into conditions."""
-    return name.startswith(("text_encoder", "tokenizer", "processor", "image_encoder", "image_processor"))
+    return name.startswith(("text_encoder", "tokenizer", "processor", "image_encoder", "image_processor", "connectors"))
 
 
 def read(path: Path, pipeline: str, dtype: torch.dtype, device: torch.device, encoders: bool) -> Any:
@@ -96,17 +98,26 @@ def read(path: Path, pipeline: str, dtype: torch.dtype, device: torch.device, en
 
     named = {name: part for name, part in index_of(path).items() if _is_encoder(name)}
     parts: dict[str, Any] = {name: None for name, part in named.items() if not encoders or part[0] is None}
-    if encoders and "processor" in named:
-        from prefgrpo.models.qwen_processor import Qwen2VLProcessor
-
-        parts["processor"] = Qwen2VLProcessor.from_pretrained(path / "processor")
-    pipe = getattr(diffusers, pipeline).from_pretrained(path, dtype=dtype, **parts)
+    own = {name: found for name, part in named.items() if (found := _processor(path / name, part[1] or "", encoders))}
+    asked = {name: part for name, part in own.items() if type(part).__name__ == ASKED}
+    pipe = getattr(diffusers, pipeline).from_pretrained(path, dtype=dtype, **parts | dict.fromkeys(own) | asked)
+    pipe.register_modules(**own)
     for module in (part for part in pipe.components.values() if isinstance(part, torch.nn.Module)):
         module.eval().requires_grad_(False)
         for tensor in [*module.parameters(), *module.buffers()]:
             tensor.data = tensor.data.clone()
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
+
+
+def _processor(path: Path, kind: str, encoders: bool) -> Any:
+    """The processor in a folder as one that needs no torchvision, if it is of such a kind and needed; else None."""
+    if not kind.endswith("Processor") or not (encoders or kind == ASKED):
+        return None
+    from prefgrpo.models import processors
+
+    own = getattr(processors, kind, None)
+    return own.from_pretrained(path) if own else None
 
 
 def complete(pipe: Any, path: Path) -> None:

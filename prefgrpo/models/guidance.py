@@ -61,7 +61,8 @@ def both(
         with torch.no_grad():
             u = predict(x, sigma, negative)
         return predict(x, sigma, positive), u
-    if positive.prompt_embeds.shape != negative.prompt_embeds.shape:
+    shapes = ([tensor.shape for tensor in one.tensors().values()] for one in (positive, negative))
+    if next(shapes) != next(shapes):
         return predict(x, sigma, positive), predict(x, sigma, negative)
     pair = combine([positive, negative], lambda _, tensors: torch.cat(tensors))
     c, u = predict(torch.cat([x, x]), torch.cat([sigma, sigma]), pair).chunk(2)

@@ -1,7 +1,8 @@
-"""HunyuanVideo text-to-video: latents [C, F', h, w] of 4·(F' − 1) + 1 frames, time = 1000σ, guidance embedded (6.0).
+"""HunyuanVideo and HunyuanVideo-1.5 text-to-video: latents [C, F', h, w] of 4·(F' − 1) + 1 frames, time = 1000σ.
 
-Conditions: Llama states as long as the prompt, and the pooled CLIP vector. Invariant: with `ode` steps the clips are
-those of the stock HunyuanVideoPipeline (without true guidance).
+Conditions: Llama states as long as the prompt, and the pooled CLIP vector; of 1.5 those of Qwen2.5-VL, and ByT5's of
+what the prompt has in quotes. Guidance 6.0 is embedded, in 1.5 true. Invariant: with `ode` steps the clips are those of
+the stock HunyuanVideoPipeline (without true guidance) or HunyuanVideo15Pipeline (with a guider of this scale).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from prefgrpo.models.base import Condition, Sampling, text_mask
+from prefgrpo.models.guidance import Cfg
 from prefgrpo.models.lora import JOINT_ATTENTION
 from prefgrpo.models.video_vae import PatchVideo, decode_clip
 
@@ -51,3 +53,58 @@ class HunyuanVideo(PatchVideo):
     def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
         """Undo the VAE's scale, decode to [B, F, 3, H, W]."""
         return decode_clip(self.pipe, latents.to(self.pipe.vae.dtype) / self.pipe.vae.config.scaling_factor)
+
+
+class HunyuanVideo15(HunyuanVideo):
+    """HunyuanVideo-1.5 text-to-video, 480p or 720p."""
+
+    pipeline = "HunyuanVideo15Pipeline"
+    default_frames = 121
+    cfg = Cfg()
+
+    def encode_prompt(self, prompt: str, max_length: int) -> Condition:
+        """prompt_embeds [n, C] with n ≤ max_length tokens, prompt_embeds_2 [n', C'] of quoted text, and the lengths."""
+        self.pipe.tokenizer_max_length = max_length
+        embeds, mask, glyphs, glyph_mask = self.pipe.encode_prompt(prompt, device=self.device)
+        length, count = (int(each.sum()) for each in (mask, glyph_mask))
+        return Condition(
+            embeds[0, :length],
+            text_length=torch.tensor(length),
+            prompt_embeds_2=glyphs[0, :count],
+            text_length_2=torch.tensor(count),
+        )
+
+    def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
+        """With as much quoted text as counts."""
+        glyphs = self.pipe.tokenizer_2_max_length, self.pipe.transformer.config.text_embed_2_dim
+        return super().condition_shapes(max_length) | {"prompt_embeds_2": glyphs, "text_length_2": ()}
+
+    def stock_call(self, prompts: list[str], max_length: int, sampling: Sampling) -> dict[str, Any]:
+        """The scale is the guider's and the length an attribute of the pipeline: its call takes neither."""
+        length = {"tokenizer_max_length": max_length, "num_frames": self.frames(sampling)}
+        return {"prompt": prompts, "guidance_scale": sampling.guidance} | length
+
+    def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
+        """Velocity [B, C, F', h, w]; there is no first frame, neither as latents and their mask nor as image tokens.
+
+        The stock pipeline masks what pads the texts, and 729 tokens of no image; here they are not there.
+        """
+        mask, glyphs = text_mask(condition), text_mask(condition, second=True)
+        second = condition.prompt_embeds_2
+        assert second is not None
+        no_image = mask.new_zeros(len(x), 0, self.pipe.transformer.config.image_embed_dim, dtype=second.dtype)
+        return net(
+            hidden_states=torch.cat([x, torch.zeros_like(x), torch.zeros_like(x[:, :1])], dim=1),
+            timestep=sigma * 1000,
+            encoder_hidden_states=condition.prompt_embeds[:, : mask.shape[1]],
+            encoder_attention_mask=mask.to(x.device, non_blocking=True),
+            encoder_hidden_states_2=second[:, : glyphs.shape[1]],
+            encoder_attention_mask_2=glyphs.to(x.device, non_blocking=True),
+            image_embeds=no_image.to(x.device),
+            return_dict=False,
+        )[0]
+
+    def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
+        """One clip at a time: the attention mask of diffusers' VAE is wrong for several (0.42)."""
+        self.pipe.vae.enable_slicing()
+        return super().decode(latents, sampling)

@@ -86,7 +86,7 @@ def save(pipe: Any, folder: str, component: str = "transformer") -> None:
         raise RuntimeError("there is no LoRA to save: call add_lora or load_lora first")
     facts = module.peft_config[NAME].to_dict()
     part, kind = f".partial-{os.getpid()}.safetensors", _kind(component)
-    pipe.save_lora_weights(
+    _files(pipe).save_lora_weights(
         folder,
         **{
             f"{kind}_lora_layers": get_peft_model_state_dict(module, adapter_name=NAME),
@@ -96,6 +96,13 @@ def save(pipe: Any, folder: str, component: str = "transformer") -> None:
     )
     sort_header(Path(folder) / part)
     os.replace(Path(folder) / part, Path(folder) / LORA_WEIGHT_NAME_SAFE)
+
+
+def _files(pipe: Any) -> Any:
+    """Writes and reads the pipeline's LoRA files: itself, or for HunyuanVideo-1.5, which has none, HunyuanVideo's."""
+    from diffusers.loaders import HunyuanVideoLoraLoaderMixin
+
+    return pipe if hasattr(pipe, "save_lora_weights") else HunyuanVideoLoraLoaderMixin
 
 
 def sort_header(file: Path) -> None:
@@ -124,7 +131,7 @@ def load(pipe: Any, folder: str, component: str = "transformer") -> None:
     file, module = Path(folder) / LORA_WEIGHT_NAME_SAFE, getattr(pipe, component)
     if not file.is_file():
         raise FileNotFoundError(f"no LoRA in '{folder}': expected {LORA_WEIGHT_NAME_SAFE}")
-    packed, *_, metadata = pipe.lora_state_dict(str(Path(folder).resolve()), return_lora_metadata=True)
+    packed, *_, metadata = _files(pipe).lora_state_dict(str(Path(folder).resolve()), return_lora_metadata=True)
     prefix = f"{_kind(component)}."
     state = {key.removeprefix(prefix): value for key, value in packed.items()}
     if not has(module):

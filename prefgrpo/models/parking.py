@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-KINDS: dict[str, tuple[str, ...]] = {"text_encoder": ("text_encoder", "image_encoder"), "vae": ("vae",)}
+KINDS: dict[str, tuple[str, ...]] = {"text_encoder": ("text_encoder", "image_encoder", "connectors"), "vae": ("vae",)}
 """Kind of part → how the names of its components begin."""
 
 

@@ -116,7 +116,7 @@ def affine_step(
     fit.
     """
     eps, seed, sample, step, offset = None, 0, None, None, 0
-    row = rows_index(index, x.shape[0] if x.dim() else 0, x.device)
+    row = rows_index(index, x)
     if isinstance(noise, NoiseAddress):
         seed, sample, offset = signed(noise.seed), ids(noise.sample), integer(noise.offset)
         step = row if noise.step is None else ids(noise.step)
@@ -160,7 +160,7 @@ def affine_logp(
     or per token. divisor: what the sums over a sample are divided by, a number or [B]; default the number of its
     unmasked elements. 1 gives the sums themselves; with the size of the whole latent the results of its slices add up.
     """
-    row = rows_index(index, x.shape[0] if x.dim() else 0, x.device)
+    row = rows_index(index, x)
     a = Replay(x, v, x_next, coef, row, *unpack_guidance(guidance), v_ref, v_old)
     if mask is not None or cu_seqlens is not None or divisor is not None or (row is not None and row.dim() > 1):
         return AffineLogp(*Tokens(a, mask, cu_seqlens, divisor).logp())

@@ -163,8 +163,8 @@ class Policy(NamedTuple):
         losses = self.logp.shape[1:]
         like = self.logp.float().contiguous()
         return [
-            like.new_empty(losses),
-            like.new_empty((*losses, 8)),
+            like.new_empty_strided(losses, (1,) * len(losses)),
+            like.new_empty(*losses, 8),
             torch.empty_like(like),
             None if self.kl is None else torch.empty_like(like),
         ]
@@ -249,17 +249,17 @@ def check_clips(low: float, high: float, adv_clip: float, kl_coef: float, denomi
     """Raise ValueError for a clip below 0 or NaN, a KL coefficient that is not finite, a denominator not above 0."""
     if not (low >= 0 and high >= 0 and adv_clip >= 0):
         raise ValueError(f"clip_low, clip_high, adv_clip: expected 0 or more, got {low}, {high}, {adv_clip}")
-    if not math.isfinite(kl_coef):
+    if not abs(kl_coef) < math.inf:
         raise ValueError(f"kl_coef: expected a finite number, got {kl_coef}")
     if denominator is not None and not denominator > 0:
         raise ValueError(f"denominator: expected more than 0, got {denominator}")
 
 
-def rows_index(index: Tensor | int | None, batch: int, device: torch.device) -> Tensor | None:
-    """int64 rows of a coefficient table: of all samples where `index` is one number."""
+def rows_index(index: Tensor | int | None, x: Tensor) -> Tensor | None:
+    """int64 rows of a coefficient table: of all samples of `x` where `index` is one number."""
     if index is None or isinstance(index, Tensor):
         return index if index is None or index.dtype != torch.int32 else index.long()
-    return torch.full((batch,), integer(index), dtype=torch.int64, device=device)
+    return torch.full(x.shape[:1] or (0,), integer(index), dtype=torch.int64, device=x.device)
 
 
 def ids(t: Tensor) -> Tensor:

@@ -36,6 +36,8 @@ class Op:
     writes. exact: the fields that leave the op to plain torch where they are fp64.
     """
 
+    has_gradient = False
+
     def __init__(self, kind: Any, results: Callable[[Any], Results], schema: str, exact: str = "") -> None:
         self.name, _, signature = schema.partition("(")
         self.kind, self.results = kind, results
@@ -56,10 +58,14 @@ class Op:
 
     def __call__(self, a: Any) -> Results:
         """The results for these arguments."""
-        if torch.compiler.is_compiling() or self.observed(a):
-            with torch.no_grad():
-                return self.in_graph(a)
-        return self.eager(a)
+        if not torch.compiler.is_compiling():
+            observed = self.observed(a)
+            if observed or forward_ad._current_level >= 0:
+                self.refuse_transforms(a)
+            if not observed:
+                return self.eager(a)
+        with torch.no_grad():
+            return self.in_graph(a)
 
     def observed(self, a: Any) -> bool:
         """Whether the dispatcher must see this call: the memory of these tensors is not all there is to them."""
@@ -69,6 +75,16 @@ class Op:
         if _dispatch_modes() or _function_mode() or _tracer() is not None:
             return True
         return _functorch.maybe_current_level() is not None
+
+    def refuse_transforms(self, a: Any, wanted: bool = False) -> None:
+        """Raise NotImplementedError for derivatives that would be lost: forward mode, torch.func.grad if `wanted`."""
+        kinds, transform = {i.key() for i in _functorch.get_interpreter_stack() or ()}, _functorch.TransformType
+        forward = self.has_gradient and transform.Jvp in kinds  # another transform may hide its tangents
+        forward |= any(forward_ad.unpack_dual(t).tangent is not None for t in self._each(a) if t is not None)
+        if forward or (wanted and transform.Grad in kinds):
+            how = "forward mode (jvp)" if forward else "torch.func.grad"
+            has = "supports autograd's backward only" if self.has_gradient else "has no derivative"
+            raise NotImplementedError(f"{self.name} {has}; it was called under {how}: detach its inputs")
 
     def eager(self, a: Any) -> Results:
         """Straight to the backend."""
@@ -100,6 +116,8 @@ class GradOp(Op):
     flows_to: the fields with a gradient; another one that requires it is refused. of: how many results have it.
     save(ctx, arguments, results) keeps what backward(ctx, upstream, affine_grad) needs for the fields' gradients.
     """
+
+    has_gradient = True
 
     def __init__(
         self,
@@ -151,21 +169,10 @@ class GradOp(Op):
         if not torch.compiler.is_compiling():
             observed = self.observed(a)
             if observed or forward_ad._current_level >= 0:
-                self._refuse_transforms(a, bool(wanted))
+                self.refuse_transforms(a, bool(wanted))
             if not observed:
                 return self._function.apply(*a[: len(self.fields)]) if wanted else self.eager(a)
         return [t if t is None or k < self._of else t.detach() for k, t in enumerate(self.in_graph(a))]
-
-    def _refuse_transforms(self, a: Any, wanted: bool) -> None:
-        """Raise NotImplementedError for derivatives that would be lost: forward mode, and torch.func.grad."""
-        kinds, transform = {i.key() for i in _functorch.get_interpreter_stack() or ()}, _functorch.TransformType
-        forward = transform.Jvp in kinds or any(
-            t is not None and forward_ad.unpack_dual(t).tangent is not None for t in self._each(a)
-        )
-        if forward or (wanted and transform.Grad in kinds):
-            raise NotImplementedError(
-                f"{self.name} supports autograd's backward only; it was called under jvp or torch.func.grad"
-            )
 
 
 def _affine_grad(a: Replay, backend: ModuleType) -> Results:

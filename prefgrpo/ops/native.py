@@ -88,7 +88,7 @@ def _guide(a: Affine, dv: Tensor | None, out: Tensor | None, du: Tensor | None) 
     c, u = _packed(a.v, a.uncond)
     pair, batch = (a.scale, a.from_cond, rescaled_dim(a)), a.v.shape[0]
     views = (_view(c), _view(u), pair, _view(dv), _view(out), _view(du))
-    _launch(lambda _, *given: _C.guide(*given), a.v, batch, a.v.numel() // max(batch, 1), *views)
+    _launch(_C.guide, a.v, batch, a.v.numel() // max(batch, 1), *views)
 
 
 def _head(a: Affine) -> tuple[list[Any], list[Tensor | None]]:
@@ -154,7 +154,7 @@ def policy_loss(a: args.Policy) -> Results:
     """`Policy.results`."""
     read, results = _contiguous(a.logp, a.logp_old, a.advantage, a.weight, a.mask, a.kl, a.log_ratio), a.results()
     numbers = (a.clip_low, a.clip_high, a.adv_clip, a.kl_coef, a.denominator or 0.0)
-    _launch(_C.policy, a.logp, len(a.logp), results[0].numel(), *map(_ptr, read), *numbers, *map(_ptr, results))
+    _launch(_C.policy, a.logp, a.logp.shape[0], results[0].numel(), *map(_ptr, read), *numbers, *map(_ptr, results))
     return results
 
 

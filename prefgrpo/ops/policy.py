@@ -102,8 +102,9 @@ def _checked(a: Policy) -> Policy:
     shape, device = a.logp.shape, a.logp.device
     if len(shape) not in (1, 2) or 0 in shape[1:]:
         raise ValueError(f"logp: expected [B] or [B, T], got {list(shape)}")
-    for name, t in zip(a._fields, a, strict=True):
-        if not isinstance(t, Tensor):
+    for k in library.policy_loss.tensors:
+        name, t = a._fields[k], a[k]
+        if t is None:
             continue
         if len(shape) == 2 and t.shape == shape[:1]:
             t = t[:, None].expand(shape)

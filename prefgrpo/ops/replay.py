@@ -64,7 +64,7 @@ def replay_policy_grad(
     KL term on, v_old GRPO-Guard's log-ratio. out: memory for dv, which must not overlap an input.
     """
     check_out(out, v.shape, v.dtype, v.device, x, v, x_next, v_ref, v_old)
-    index = rows_index(index, len(x), x.device)
+    index = rows_index(index, x)
     with torch.no_grad():
         new = affine_logp(x, v, x_next, coef, index, v_ref=v_ref, v_old=v_old, guidance=guidance)
         p = policy_loss_grad(new.logp, logp_old, advantage, kl=new.kl, log_ratio=new.log_ratio, **loss)
@@ -92,7 +92,7 @@ def on_policy_grad(
     for latents stored in fp32; rounded storage differs by its rounding. like: any tensor of v's shape and dtype, which
     is not read. out: memory for the result.
     """
-    index = rows_index(index, len(like), like.device)
+    index = rows_index(index, like)
     a = Replay(like, like, like, coef, index, *unpack_guidance(None), None, None)
     check_affine(a)
     check_clips(0.0, 0.0, adv_clip, 0.0, denominator)
@@ -105,8 +105,7 @@ def on_policy_grad(
     factor = factor / (numel * (denominator or max(batch, 1)))
     if weight is not None:
         factor = factor * weight
-    scale = torch.zeros(batch, 5, dtype=torch.float32, device=like.device)
-    scale[:, 2] = factor
+    scale = torch.nn.functional.pad(factor.float()[:, None], (2, 2))  # rows (0, 0, factor, 0, 0)
     zero = like.new_zeros(1, *like.shape[1:]).expand(like.shape)  # one sample of zeros, read by all
     step = noise.step if noise.step is not None else index
     return affine_step(zero, zero, scale, noise=noise._replace(step=step), out_dtype=like.dtype, out=out).x_next

@@ -32,8 +32,8 @@ from prefgrpo.ops.args import (
 
 def _check_leading(name: str, t: Tensor, x: Tensor) -> None:
     """Raise ValueError unless `t` has the leading dimensions of `x`, or 1 in their place; alone, the first is [B]."""
-    least = 1 if t.dim() > 1 else len(x)
-    if not 0 < t.dim() <= x.dim() or any(n not in (least, m) for n, m in zip(t.shape, x.shape, strict=False)):
+    least = 1 if t.dim() > 1 else x.shape[0]
+    if not 0 < t.dim() <= x.dim() or any(n != m and n != least for n, m in zip(t.shape, x.shape, strict=False)):
         raise ValueError(f"{name}: expected the leading dimensions of x, {list(x.shape)}, or 1s, got {list(t.shape)}")
 
 
@@ -110,9 +110,10 @@ class Tokens:
 
     def _sum(self, t: Tensor) -> Tensor:
         """fp64 [B] of [tokens]."""
+        x = self.a.x
+        each = t.view(x.shape[0], math.prod(x.shape[1 : self.depth])).sum(1)
         if self.cu_seqlens is None:
-            return t.reshape(self.batch, -1).sum(1) if self.batch else t
-        each = t.reshape(self.a.x.shape[0], -1).sum(1)
+            return each
         return torch.segment_reduce(each, "sum", offsets=self.cu_seqlens, initial=0.0)
 
     def _totals(self, means: Results) -> Results:

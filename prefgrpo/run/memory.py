@@ -36,6 +36,7 @@ from prefgrpo.config.schema import Config, ConfigError, ParallelConfig
 from prefgrpo.data.prompts import read_prompts
 from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.folder import ASKED
 from prefgrpo.models.parking import KINDS
 from prefgrpo.objectives import objective
 from prefgrpo.parallel.mesh import Layout, problem
@@ -278,9 +279,10 @@ def blank_batch(config: Config, adapter: Adapter) -> Batch:
     r, shapes, sources = config.rollout, adapter.condition_shapes(config.data.max_length), _sources(config, adapter)
     with unset_fake_temporarily():
         sigma = torch.full((r.batch_size,), 0.9)
-        length = torch.tensor(shapes["prompt_embeds"][0]) if "text_length" in shapes else None
+        counted = [key for key in shapes if key.startswith("text_length")]
+        lengths = {key: torch.tensor(shapes[key.replace("text_length", "prompt_embeds")][0]) for key in counted}
     empty = {key: torch.empty(shape, dtype=adapter.dtype) for key, shape in shapes.items()}
-    image, text = Image.new("RGB", (r.width, r.height)), replace(Condition.of_text(empty), text_length=length)
+    image, text = Image.new("RGB", (r.width, r.height)), replace(Condition.of_text(empty), **lengths)
     latents = adapter.encode_sources((image,) * sources, r.frames) if sources else ()
     one = replace(text, sources=latents, negative=text if adapter.guided(r) else None)
     batch = one.map(lambda value: value.expand(r.batch_size, *value.shape).contiguous())
@@ -298,10 +300,9 @@ def meta_pipeline(path: Path, pipeline: str, dtype: torch.dtype) -> tuple[Any, d
         if name.startswith("_"):
             continue
         library, kind = entry if isinstance(entry, list) else ("", "")
-        if library == "diffusers" and kind.endswith("Scheduler"):
-            parts[name] = getattr(diffusers, kind).from_pretrained(path / name)
+        if library == "diffusers" and not issubclass(cls := getattr(diffusers, kind), nn.Module):
+            parts[name] = cls.from_pretrained(path / name)  # a scheduler, a guider
         elif library == "diffusers":
-            cls = getattr(diffusers, kind)
             with torch.device("meta"):
                 parts[name] = cls.from_config(cls.load_config(path / name)).to(dtype)
             parts[name].requires_grad_(False)
@@ -314,14 +315,23 @@ def meta_pipeline(path: Path, pipeline: str, dtype: torch.dtype) -> tuple[Any, d
         elif library == "transformers" and (path / name / "config.json").is_file():
             encoders[name] = _count(getattr(transformers, kind), path / name)
             parts[name] = None
+        elif name == "connectors":
+            encoders[name] = _count(getattr(getattr(diffusers.pipelines, library), kind), path / name)
+            parts[name] = None
+        elif kind == ASKED:
+            from prefgrpo.models.processors import NoProcessor
+
+            parts[name] = NoProcessor()
         else:
             parts[name] = None if isinstance(entry, list) else entry
     return getattr(diffusers, pipeline)(**parts), encoders
 
 
 def _count(cls: Any, path: Path) -> int:
-    """Parameters of a transformers model."""
+    """Parameters of a transformers or diffusers model."""
     with torch.device("meta"):
+        if hasattr(cls, "load_config"):
+            return sum(p.numel() for p in cls.from_config(cls.load_config(path)).parameters())
         return sum(p.numel() for p in cls._from_config(cls.config_class.from_pretrained(path)).parameters())
 
 
@@ -344,6 +354,8 @@ def _fake(modules: Iterable[nn.Module], mode: FakeTensorMode) -> list[Tensor]:
             for name, value in list(vars(module).items()):
                 if isinstance(value, Tensor):
                     setattr(module, name, like(value))
+                elif isinstance(value, list) and value and all(isinstance(each, Tensor) for each in value):
+                    setattr(module, name, [like(each) for each in value])
     return made
 
 
@@ -353,6 +365,15 @@ def _clear_caches(package: str) -> None:
         for value in vars(module).values():
             if callable(getattr(value, "cache_clear", None)):
                 value.cache_clear()
+
+
+def _places(index: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What a mask of known content (or of none) picks, as indices, whose number is known; any other index itself."""
+    fake = isinstance(index, FakeTensor)
+    if index is None or index.dtype != torch.bool or (fake and index.numel()):
+        return (index,)
+    with unset_fake_temporarily():
+        return (torch.zeros(index.shape, dtype=torch.bool) if fake else index).nonzero().unbind(1)
 
 
 # ---- weighing -------------------------------------------------------------------------------------------------------
@@ -418,9 +439,11 @@ class Weigh(TorchDispatchMode):
         self._total = self.most = self.flop = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do the operation and weigh what it returns; one on real tensors alone is really done (lengths, σ, pixels)."""
+        """Do the operation and weigh what it returns; one on real tensors or a number is really done (lengths, σ)."""
+        if func is aten.index.Tensor:
+            args = args[0], [place for index in args[1] for place in _places(index)]
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        real = given and not any(isinstance(t, FakeTensor) for t in given)
+        real = (given or func is aten.scalar_tensor.default) and not any(isinstance(t, FakeTensor) for t in given)
         with unset_fake_temporarily() if real else nullcontext():
             out = func(*args, **(kwargs or {}))
         if func.overloadpacket in FLOP:

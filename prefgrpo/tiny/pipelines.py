@@ -23,16 +23,18 @@ from transformers import CLIPTextModel, CLIPTokenizer, Qwen2Tokenizer, T5Config,
 from prefgrpo.config.schema import MODEL_VALUES
 from prefgrpo.models import family as model_family
 from prefgrpo.models.folder import ModelError
-from prefgrpo.models.qwen_processor import Qwen2VLProcessor
+from prefgrpo.models.processors import PixtralProcessor, Qwen2VLProcessor, Qwen3VLProcessor
 
 TEXT_WIDTH = 32
 QWEN_WIDTH = CLIP_WIDTH = 16
 QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
                "<|image_pad|>", "<|video_pad|>")  # fmt: skip
+PIXTRAL_TOKENS = ("[IMG]", "[IMG_BREAK]", "[IMG_END]")
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+CHAT_OF_PARTS = CHAT.replace("message['content']", "message['content'] | map(attribute='text') | join")
 
 
 def clip_tokenizer() -> CLIPTokenizer:
@@ -61,7 +63,7 @@ def clip_text(tokenizer: CLIPTokenizer, cls: type[Any] = CLIPTextModel, width: i
 
 
 def t5_text(
-    tokenizer: T5Tokenizer, cls: type[Any] = T5EncoderModel, config: type[Any] = T5Config, width: int = TEXT_WIDTH
+    tokenizer: Any, cls: type[Any] = T5EncoderModel, config: type[Any] = T5Config, width: int = TEXT_WIDTH
 ) -> Any:
     """T5 (or UMT5) encoder of two layers."""
     return cls(
@@ -72,11 +74,11 @@ def t5_text(
     )  # fmt: skip
 
 
-def qwen_tokenizer() -> Qwen2Tokenizer:
-    """Byte-level Qwen tokenizer without merges, with its special tokens and a chat template."""
-    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *QWEN_TOKENS]
+def qwen_tokenizer(*more: str) -> Qwen2Tokenizer:
+    """Byte-level Qwen tokenizer without merges, with its special tokens (and more) and a chat template."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *QWEN_TOKENS, *more]
     tokenizer = Qwen2Tokenizer(
-        vocab={t: i for i, t in enumerate(tokens)}, merges=[], extra_special_tokens=list(QWEN_TOKENS[1:]),
+        vocab={t: i for i, t in enumerate(tokens)}, merges=[], extra_special_tokens=[*QWEN_TOKENS[1:], *more],
         model_max_length=4096,
     )  # fmt: skip
     tokenizer.chat_template = CHAT
@@ -93,14 +95,14 @@ def qwen3_text(tokenizer: Qwen2Tokenizer, cls: type[Any], layers: int) -> Any:
     )  # fmt: skip
 
 
-def qwen_vl_text(tokenizer: Qwen2Tokenizer) -> Any:
+def qwen_vl_text(tokenizer: Qwen2Tokenizer, layers: int = 2) -> Any:
     """Qwen2.5-VL of width 16, with its vision tower."""
     token = tokenizer.convert_tokens_to_ids
     return transformers.Qwen2_5_VLForConditionalGeneration(
         transformers.Qwen2_5_VLConfig(
             text_config={
                 "vocab_size": len(tokenizer), "hidden_size": QWEN_WIDTH, "intermediate_size": 32,
-                "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+                "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 2,
                 "max_position_embeddings": 4096, "bos_token_id": token("<|endoftext|>"),
                 "eos_token_id": token("<|im_end|>"),
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2]},
@@ -213,6 +215,48 @@ def qwen_image(pipeline: str = "QwenImagePipeline") -> Any:
     )  # fmt: skip
 
 
+def qwen3_vl_text(tokenizer: Qwen2Tokenizer) -> Any:
+    """Qwen3-VL of width 16, with its vision tower."""
+    token = tokenizer.convert_tokens_to_ids
+    return transformers.Qwen3VLForConditionalGeneration(
+        transformers.Qwen3VLConfig(
+            text_config={
+                "vocab_size": len(tokenizer), "hidden_size": QWEN_WIDTH, "intermediate_size": 32,
+                "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+                "max_position_embeddings": 4096,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [2, 1, 1]},
+            },
+            vision_config={
+                "depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": QWEN_WIDTH,
+                "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+            },
+            image_token_id=token("<|image_pad|>"), video_token_id=token("<|video_pad|>"),
+            vision_start_token_id=token("<|vision_start|>"), vision_end_token_id=token("<|vision_end|>"),
+        )
+    )  # fmt: skip
+
+
+def qwen_image_21() -> Any:
+    """Qwen-Image-2.1: 2 blocks of width 32, an RGBA VAE of a sixteenth a side, dynamic shift to a last σ."""
+    tokenizer = qwen_tokenizer()
+    transformer = diffusers.QwenImage21Transformer2DModel(
+        in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
+        context_in_dim=QWEN_WIDTH, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKLQwenImage21(
+        base_dim=4, decoder_base_dim=4, z_dim=4, dim_mult=[1, 2, 2, 2, 2], num_res_blocks=1,
+        temperal_downsample=[False] * 4, latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.0, 0.8, 1.2, 0.9],
+    )  # fmt: skip
+    images = transformers.Qwen2VLImageProcessor(patch_size=16, min_pixels=32 * 32, max_pixels=64 * 64)
+    return diffusers.QwenImage21Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, max_image_seq_len=8192, max_shift=0.9, shift_terminal=0.02,
+        ),
+        vae=vae, text_encoder=qwen3_vl_text(tokenizer), transformer=transformer,
+        processor=Qwen3VLProcessor(images, tokenizer, chat_template=CHAT_OF_PARTS),
+    )  # fmt: skip
+
+
 def wan(experts: bool = False, frame: bool = False, expand: bool = False) -> Any:
     """Wan: 2 blocks of width 24, a causal VAE that quarters each side and halves time; UniPC.
 
@@ -266,6 +310,28 @@ def hunyuan_video() -> Any:
     )  # fmt: skip
 
 
+def hunyuan_video_15() -> Any:
+    """HunyuanVideo-1.5: 2 blocks of width 24, a causal VAE that quarters each side and halves time.
+
+    18 MB, because its class has a projection of a fixed width.
+    """
+    qwen, byt5 = qwen_tokenizer(), transformers.ByT5Tokenizer()
+    transformer = diffusers.HunyuanVideo15Transformer3DModel(
+        in_channels=9, out_channels=4, num_attention_heads=2, attention_head_dim=12, num_layers=2,
+        num_refiner_layers=1, mlp_ratio=2.0, text_embed_dim=QWEN_WIDTH, text_embed_2_dim=TEXT_WIDTH,
+        image_embed_dim=CLIP_WIDTH, rope_axes_dim=(4, 4, 4), task_type="t2v",
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKLHunyuanVideo15(
+        latent_channels=4, block_out_channels=(8, 16, 16), layers_per_block=1, spatial_compression_ratio=4,
+        temporal_compression_ratio=2,
+    )  # fmt: skip
+    return diffusers.HunyuanVideo15Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0), vae=vae, transformer=transformer,
+        text_encoder=qwen_vl_text(qwen, 3).model.language_model, tokenizer=qwen, text_encoder_2=t5_text(byt5),
+        tokenizer_2=byt5, guider=diffusers.ClassifierFreeGuidance(guidance_scale=6.0),
+    )  # fmt: skip
+
+
 def ltx_video() -> Any:
     """LTX-Video: 2 blocks of width 32, a VAE of an eighth a side and half the frames, dynamic shift to a last σ."""
     t5 = t5_tokenizer()
@@ -290,6 +356,67 @@ def ltx_video() -> Any:
     )  # fmt: skip
 
 
+def gemma3_text(tokenizer: Qwen2Tokenizer) -> Any:
+    """Gemma 3 of width 16, with its vision tower."""
+    return transformers.Gemma3ForConditionalGeneration(
+        transformers.Gemma3Config(
+            text_config={
+                "vocab_size": len(tokenizer), "hidden_size": QWEN_WIDTH, "intermediate_size": 32,
+                "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
+                "max_position_embeddings": 4096, "pad_token_id": tokenizer.pad_token_id,
+            },
+            vision_config={
+                "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+                "image_size": 28, "patch_size": 14,
+            },
+            mm_tokens_per_image=4, image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        )
+    )  # fmt: skip
+
+
+def ltx2() -> Any:
+    """LTX-2: 2 blocks of widths 24 (clip) and 16 (sound), VAEs that halve the clip's sides and time; a last σ."""
+    from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
+
+    tokenizer = qwen_tokenizer()
+    transformer = diffusers.LTX2VideoTransformer3DModel(
+        in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=12, cross_attention_dim=24,
+        audio_in_channels=4, audio_out_channels=4, audio_num_attention_heads=2, audio_attention_head_dim=8,
+        audio_cross_attention_dim=16, num_layers=2, caption_channels=QWEN_WIDTH, rope_type="split",
+    )  # fmt: skip
+    connectors = LTX2TextConnectors(
+        caption_channels=QWEN_WIDTH, text_proj_in_factor=3, video_connector_num_attention_heads=2,
+        video_connector_attention_head_dim=8, video_connector_num_layers=1, video_connector_num_learnable_registers=16,
+        audio_connector_num_attention_heads=2, audio_connector_attention_head_dim=8, audio_connector_num_layers=1,
+        audio_connector_num_learnable_registers=16, rope_type="split",
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKLLTX2Video(
+        latent_channels=4, block_out_channels=(8,), down_block_types=("LTX2VideoDownBlock3D",),
+        decoder_block_out_channels=(8,), layers_per_block=(1,), decoder_layers_per_block=(1, 1),
+        spatio_temporal_scaling=(True,), decoder_spatio_temporal_scaling=(True,), decoder_inject_noise=(False,) * 2,
+        downsample_type=("spatial",), upsample_type=("spatiotemporal",), upsample_residual=(False,),
+        upsample_factor=(1,), patch_size=1, decoder_causal=False,
+    )  # fmt: skip
+    audio_vae = diffusers.AutoencoderKLLTX2Audio(
+        base_channels=4, ch_mult=(1,), num_res_blocks=1, latent_channels=2, mel_bins=8, resolution=32,
+        mid_block_add_attention=False,
+    )  # fmt: skip
+    for part in (vae, audio_vae):
+        torch.nn.init.normal_(part.latents_mean, std=0.2)
+        torch.nn.init.uniform_(part.latents_std, 0.5, 1.5)
+    vocoder = LTX2Vocoder(
+        in_channels=16, hidden_channels=8, upsample_kernel_sizes=[4, 4], upsample_factors=[2, 2],
+        resnet_kernel_sizes=[3], resnet_dilations=[[1, 3, 5]], output_sampling_rate=16000,
+    )  # fmt: skip
+    return diffusers.LTX2Pipeline(
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, base_image_seq_len=1024, base_shift=0.95, max_shift=2.05, shift_terminal=0.1,
+        ),
+        vae=vae, audio_vae=audio_vae, vocoder=vocoder, transformer=transformer, connectors=connectors,
+        text_encoder=gemma3_text(tokenizer), tokenizer=tokenizer,
+    )  # fmt: skip
+
+
 def z_image() -> Any:
     """Z-Image: 2 blocks and one refiner of each kind, width 32, static shift."""
     tokenizer = qwen_tokenizer()
@@ -303,13 +430,37 @@ def z_image() -> Any:
     )  # fmt: skip
 
 
-def flux2_klein() -> Any:
-    """FLUX.2-klein base: 2 double and 2 single blocks of width 32, text states of three of 28 layers."""
-    tokenizer = qwen_tokenizer()
+def mistral3_text(tokenizer: Qwen2Tokenizer) -> Any:
+    """Mistral 3 of width 16 and 31 layers, with its vision tower."""
+    return transformers.Mistral3ForConditionalGeneration(
+        transformers.Mistral3Config(
+            text_config={
+                "model_type": "mistral", "vocab_size": len(tokenizer), "hidden_size": QWEN_WIDTH,
+                "intermediate_size": 32, "num_hidden_layers": 31, "num_attention_heads": 2, "num_key_value_heads": 1,
+                "head_dim": 8, "max_position_embeddings": 4096,
+            },
+            vision_config={
+                "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+                "num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14,
+            },
+            image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
+        )
+    )  # fmt: skip
+
+
+def pixtral_processor(tokenizer: Qwen2Tokenizer) -> Any:
+    """Of text."""
+    images = transformers.PixtralImageProcessor(size={"longest_edge": 28}, patch_size=14)
+    return PixtralProcessor(images, tokenizer, patch_size=14, spatial_merge_size=2, chat_template=CHAT_OF_PARTS)
+
+
+def flux2(klein: bool = False) -> Any:
+    """FLUX.2: 2 double and 2 single blocks of width 32, text states of three of 31 layers (klein, base: of 28)."""
+    tokenizer = qwen_tokenizer(*() if klein else PIXTRAL_TOKENS)
     transformer = diffusers.Flux2Transformer2DModel(
         in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
         joint_attention_dim=3 * QWEN_WIDTH, timestep_guidance_channels=32, axes_dims_rope=(4, 4, 4, 4),
-        guidance_embeds=False,
+        guidance_embeds=not klein,
     )  # fmt: skip
     vae = diffusers.AutoencoderKLFlux2(
         down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
@@ -317,21 +468,27 @@ def flux2_klein() -> Any:
     )  # fmt: skip
     torch.nn.init.normal_(vae.bn.running_mean, std=0.2)
     torch.nn.init.uniform_(vae.bn.running_var, 0.5, 1.5)
-    return diffusers.Flux2KleinPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), vae=vae, tokenizer=tokenizer,
-        text_encoder=qwen3_text(tokenizer, transformers.Qwen3ForCausalLM, 28), transformer=transformer,
-    )  # fmt: skip
+    parts = {"scheduler": FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True), "transformer": transformer}
+    if klein:
+        text = qwen3_text(tokenizer, transformers.Qwen3ForCausalLM, 28)
+        return diffusers.Flux2KleinPipeline(vae=vae, tokenizer=tokenizer, text_encoder=text, **parts)
+    processor, text = pixtral_processor(tokenizer), mistral3_text(tokenizer)
+    return diffusers.Flux2Pipeline(vae=vae, tokenizer=processor, text_encoder=text, **parts)
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "flux": flux,
     "flux_kontext": partial(flux, "FluxKontextPipeline"),
-    "flux2_klein": flux2_klein,
+    "flux2": flux2,
+    "flux2_klein": partial(flux2, klein=True),
     "hunyuan_video": hunyuan_video,
+    "hunyuan_video_15": hunyuan_video_15,
+    "ltx2": ltx2,
     "ltx_video": ltx_video,
     "qwen_image": qwen_image,
     "qwen_image_edit": partial(qwen_image, "QwenImageEditPipeline"),
     "qwen_image_edit_plus": partial(qwen_image, "QwenImageEditPlusPipeline"),
+    "qwen_image_21": qwen_image_21,
     "sd1": sd1,
     "sd3": sd3,
     "wan": wan,
@@ -348,7 +505,7 @@ SMALL = """\
 # What replaces a recipe's values when this folder is its --model: little enough for a CPU.
 gpus: 1
 parallel: {{shard: 1}}
-data: {{max_length: 128, prompts: {prompts}}}
+data: {{max_length: {length}, prompts: {prompts}}}
 rollout:
   height: {side}
   width: {side}
@@ -388,5 +545,6 @@ def make(family: str, folder: str | Path, seed: int = 0, **scheduler: Any) -> Pa
     own = "" if cls.default_frames is None else "\n  frames: 5"
     own += "" if cls.default_source_area is None else f"\n  source_area: {side * side}"
     file = json.dumps(str(prompts(Path(folder).resolve(), cls.needs_source)))
-    (Path(folder) / MODEL_VALUES).write_text(SMALL.format(side=side, own=own, prompts=file))
+    length = 1000 if family in ("flux2", "hunyuan_video_15") else 128  # a system message is in it, a letter a token
+    (Path(folder) / MODEL_VALUES).write_text(SMALL.format(side=side, own=own, prompts=file, length=length))
     return Path(folder)

@@ -19,10 +19,8 @@ CSRC = HERE.parent.parent / "csrc"
 
 def built(folder: Path) -> Path:
     """The module, compiled from csrc with every launch turned into a call of the shim."""
-    import pybind11
-
     flags = ["-std=c++17", "-O1", "-fPIC", "-mfma", "-ffp-contract=off", "-fvisibility=hidden", '-DPG_CUDA="shim"']
-    flags += [f"-I{p}" for p in (HERE, CSRC, pybind11.get_include(), sysconfig.get_paths()["include"])]
+    flags += [f"-I{p}" for p in (HERE, CSRC, sysconfig.get_paths()["include"])]
     jobs = [(CSRC / "bindings.cpp", ()), (CSRC / "cpu.cpp", ()), (CSRC / "cpu_kernels.cpp", ("-DPG_ISA=plain",))]
     jobs += [(CSRC / f"{name}.cu", ("-x", "c++")) for name in ("cuda_affine", "cuda_small")]
     objects = [folder / f"{source.stem}.o" for source, _ in jobs]

@@ -1,8 +1,9 @@
-"""FLUX.2-klein: patchified latents [4C, h, w] normalised by the VAE's batch-norm statistics, time = σ, guidance 4.0.
+"""FLUX.2 (dev and klein): patchified latents [4C, h, w] normalised by the VAE's batch-norm statistics, time = σ.
 
-Conditions: Qwen3 states of layers 9, 18 and 27 side by side; in editing also the sources' latents, appended as tokens
-with 10, 20, … in the first position channel. Distilled checkpoints take no guidance. Invariant: with `ode` steps the
-images are those of the stock Flux2KleinPipeline.
+Conditions: states of three of the language model's layers side by side (dev: Mistral 3, klein: Qwen3); in editing also
+the sources' latents, appended as tokens with 10, 20, … in the first position channel. Guidance 4.0 is embedded in dev,
+true in klein base, none in distilled klein. Invariant: with `ode` steps the images are those of the stock Flux2Pipeline
+or Flux2KleinPipeline.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from diffusers.pipelines.flux2.pipeline_flux2_klein import Flux2KleinPipeline, compute_empirical_mu
+from diffusers.pipelines.flux2.pipeline_flux2 import Flux2Pipeline, compute_empirical_mu
 from PIL import Image
 from torch import Tensor, nn
 
@@ -20,21 +21,16 @@ from prefgrpo.models.guidance import Cfg
 from prefgrpo.models.lora import JOINT_ATTENTION
 
 
-class Flux2Klein(Adapter):
-    """FLUX.2-klein text-to-image and editing, base or distilled."""
+class Flux2(Adapter):
+    """FLUX.2-dev text-to-image and editing."""
 
-    pipeline = "Flux2KleinPipeline"
+    pipeline = "Flux2Pipeline"
     most_sources = 4
     context_parallel = "ring"
-    cfg = Cfg()
     lora_targets = (
         *JOINT_ATTENTION, "attn.to_qkv_mlp_proj",
         "ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out",
     )  # fmt: skip
-
-    def guided(self, sampling: Sampling) -> bool:
-        """Guidance is off for a step-distilled model, whatever its scale."""
-        return super().guided(sampling) and not self.pipe.config.is_distilled
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
         """prompt_embeds [max_length, 3C]."""
@@ -52,7 +48,7 @@ class Flux2Klein(Adapter):
         return latents[0].permute(1, 2, 0)
 
     def latent_shape(self, sampling: Sampling) -> tuple[int, ...]:
-        """[4C, height / 16, width / 16] for FLUX.2-klein."""
+        """[4C, height / 16, width / 16] where the VAE's scale is 8."""
         return self.pipe.transformer.config.in_channels, *self.grid(sampling)
 
     def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
@@ -63,15 +59,17 @@ class Flux2Klein(Adapter):
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
         """Velocity [B, 4C, h, w]; the transformer sees tokens [B, h · w, 4C]."""
         embeds, sources = condition.prompt_embeds, condition.sources
-        tokens, ids = Flux2KleinPipeline._pack_latents(x), _image_ids(*self.grid(sampling), x.device)
+        tokens, ids = Flux2Pipeline._pack_latents(x), _image_ids(*self.grid(sampling), x.device)
         count = tokens.shape[1]
+        embedded = self.pipe.transformer.config.guidance_embeds
+        guidance = torch.full_like(sigma, sampling.guidance) if embedded else None
         if sources:
             tokens = torch.cat([tokens, *(source.flatten(1, 2).to(x.dtype) for source in sources)], dim=1)
             ids = torch.cat([ids, _source_ids(tuple(source.shape[1:3] for source in sources), x.device)], dim=1)
         v = net(
             hidden_states=tokens,
             timestep=sigma * 1000 / 1000,
-            guidance=None,
+            guidance=guidance,
             encoder_hidden_states=embeds,
             txt_ids=_text_ids(embeds.shape[1], x.device).expand(x.shape[0], -1, -1),
             img_ids=ids.expand(x.shape[0], -1, -1),
@@ -84,23 +82,34 @@ class Flux2Klein(Adapter):
         vae = self.pipe.vae
         mean = vae.bn.running_mean.view(1, -1, 1, 1).to(latents)
         std = torch.sqrt(vae.bn.running_var.view(1, -1, 1, 1) + vae.config.batch_norm_eps).to(latents)
-        return self.decode_image(Flux2KleinPipeline._unpatchify_latents(latents * std + mean))
+        return self.decode_image(Flux2Pipeline._unpatchify_latents(latents * std + mean))
+
+
+class Flux2Klein(Flux2):
+    """FLUX.2-klein text-to-image and editing, base or distilled."""
+
+    pipeline = "Flux2KleinPipeline"
+    cfg = Cfg()
+
+    def guided(self, sampling: Sampling) -> bool:
+        """Guidance is off for a step-distilled model, whatever its scale."""
+        return super().guided(sampling) and not self.pipe.config.is_distilled
 
 
 @lru_cache(maxsize=64)
 def _image_ids(rows: int, columns: int, device: torch.device) -> Tensor:
     """Position ids [1, rows · columns, 4]."""
     grid = torch.empty(1, 1, rows, columns)
-    return Flux2KleinPipeline._prepare_latent_ids(grid).to(device)
+    return Flux2Pipeline._prepare_latent_ids(grid).to(device)
 
 
 @lru_cache(maxsize=64)
 def _source_ids(grids: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
     """Position ids [1, tokens of all, 4] of source images of these (rows, columns)."""
-    return Flux2KleinPipeline._prepare_image_ids([torch.empty(1, 1, *grid) for grid in grids]).to(device)
+    return Flux2Pipeline._prepare_image_ids([torch.empty(1, 1, *grid) for grid in grids]).to(device)
 
 
 @lru_cache(maxsize=64)
 def _text_ids(length: int, device: torch.device) -> Tensor:
     """Position ids [1, length, 4]."""
-    return Flux2KleinPipeline._prepare_text_ids(torch.empty(1, length, 1)).to(device)
+    return Flux2Pipeline._prepare_text_ids(torch.empty(1, length, 1)).to(device)

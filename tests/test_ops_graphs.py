@@ -1,0 +1,325 @@
+"""Every public function with every option × whoever traces, transforms or differentiates it: it works or is refused.
+
+Works: shapes, dtypes and strides as promised by the fakes, values and gradients as eager's, for other batch sizes too.
+Refused: by an error that names the op, or by torch's own where a transform forbids what `out=` does. Each cell is one or
+the other, so one that starts or ceases to work fails. Graphs are built by torch's own compilers with fullgraph=True.
+"""
+
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+from ops_cases import DEVICE, ON_CPU, ON_GPU, each_backend, make, serve
+from test_ops_library import LAYOUTS, MIXTURES
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from prefgrpo.ops import (
+    Guidance,
+    NoiseAddress,
+    affine_logp,
+    affine_step,
+    group_advantage,
+    on_policy_grad,
+    philox_normal,
+    policy_loss,
+    policy_loss_grad,
+    replay_policy_grad,
+    winrate_advantage,
+)
+
+F32 = torch.float32
+FULL = pytest.mark.full
+kernels = pytest.mark.parametrize("backend", ON_GPU if DEVICE == "cuda" else [b for b in ON_CPU if b != "triton"])
+
+
+class Inputs(NamedTuple):
+    """Of B samples [B, 5, 8] in two dtypes; what does not count samples has None in BATCH."""
+
+    x: Tensor
+    v: Tensor
+    u: Tensor
+    ref: Tensor
+    old: Tensor
+    y: Tensor
+    logp: Tensor
+    logp_old: Tensor
+    logps: Tensor
+    kl: Tensor
+    index: Tensor
+    token_row: Tensor
+    mask: Tensor
+    token_mask: Tensor
+    divisor: Tensor
+    ids: Tensor
+    out: Tensor
+    wins: Tensor
+    rewards: Tensor
+    coef: Tensor
+    sigma: Tensor
+    packs: Tensor
+
+
+BATCH = Inputs(*[0] * 18, 1, None, None, None)
+LEAVES = ("v", "u", "logp", "logps", "kl")
+
+
+def inputs(batch=3, x_dtype=F32, v_dtype=F32, lay=lambda t: t, seed=0):
+    c, g = make((5, 8), batch, x_dtype, v_dtype, seed), torch.Generator().manual_seed(seed + 1)
+
+    def draw(*shape):
+        return torch.rand(*shape, generator=g).to(DEVICE)
+
+    x, v, u, ref, old, y = (lay(t.clone()) for t in (c.x, c.v, c.u, c.v_ref, c.v_old, c.eps))
+    logp, logp_old, kl = (lay(draw(batch)) for _ in range(3))
+    n = len(x)
+    return Inputs(
+        x, v, u, ref, old, y, logp, logp_old, lay(draw(batch, 2)), kl, c.index[:n], (draw(n, 5) * 4).long(),
+        draw(n) > 0.4, draw(n, 5) > 0.4, 1 + draw(n), torch.arange(n, device=DEVICE) + seed,
+        torch.empty(n, 5, 8, dtype=v_dtype, device=DEVICE), draw(n, 4, 4), draw(2, n), c.coef, draw(4),
+        torch.tensor([0, min(n, 1), n], device=DEVICE),
+    )  # fmt: skip
+
+
+def step(i, index=None, **options):
+    return affine_step(i.x, i.v, i.coef, i.index if index is None else index, **{"noise": i.y, **options})
+
+
+def logp(i, index=None, **options):
+    return affine_logp(i.x, i.v, i.y, i.coef, i.index if index is None else index, **options)
+
+
+def loss(i, **options):
+    return policy_loss(i.logp, i.logp_old, i.kl.detach().float(), clip_low=0.1, **options)
+
+
+def replay(i, **options):
+    losses = {"logp_old": i.logp_old, "advantage": i.kl.detach(), "clip_low": 0.1}
+    return replay_policy_grad(i.x, i.v, i.y, i.coef, i.index, **losses, **options)
+
+
+CALLS = {
+    "step": lambda i: step(i),
+    "step, a pair, addressed, mean, x0": lambda i: step(
+        i, noise=NoiseAddress(5, i.ids, offset=2), guidance=Guidance(i.u, 2.0, rescale=True), want_mean=True,
+        x0_sigma=i.sigma, out_dtype=torch.bfloat16,
+    ),
+    "step without noise, a row each": lambda i: affine_step(i.x, i.v, i.coef[i.index], noise=None),
+    "step of one index": lambda i: step(i, 2, noise=NoiseAddress(-3, i.ids.int())),
+    "step, out": lambda i: step(i, out=i.out, out_dtype=i.out.dtype),
+    "step, mask": lambda i: step(i, mask=i.token_mask, guidance=Guidance(i.u, 1.5, from_cond=True)),
+    "step, mask, out": lambda i: step(i, mask=i.mask, out=i.out, out_dtype=i.out.dtype),
+    "step, a row per token": lambda i: step(i, i.token_row, noise=NoiseAddress(5, i.ids, i.ids), want_mean=True),
+    "step, packed": lambda i: step(i, cu_seqlens=i.packs, **{"index": 1}),
+    "step, divisor": lambda i: step(i, divisor=640.0),
+    "logp": lambda i: logp(i),
+    "logp, a pair, KL, Guard": lambda i: logp(
+        i, v_ref=i.ref, v_old=i.old, guidance=Guidance(i.u, 2.0, rescale=True)
+    ),
+    "logp, int32": lambda i: logp(i, i.index.int()),
+    "logp, mask": lambda i: logp(i, mask=i.token_mask, v_ref=i.ref),
+    "logp, a row per token, a pair": lambda i: logp(i, i.token_row, guidance=Guidance(i.u, 1.5), v_old=i.old),
+    "logp, a row per token, mask": lambda i: logp(i, i.token_row, mask=i.token_mask),
+    "logp, packed": lambda i: logp(i, 1, cu_seqlens=i.packs, v_ref=i.ref),
+    "logp, packed, mask": lambda i: logp(i, cu_seqlens=i.packs.int(), mask=i.mask),
+    "logp, divisor each": lambda i: logp(i, divisor=i.divisor),
+    "normal": lambda i: philox_normal(9, i.ids, i.index, 40, 3),
+    "normal, out": lambda i: philox_normal(9, i.ids, i.index, 40, dtype=i.out.dtype, out=i.out.flatten(1)),
+    "loss": lambda i: loss(i),
+    "loss, weight, mask, KL, Guard": lambda i: loss(
+        i, clip_high=0.2, weight=i.logp_old.float(), mask=i.mask, kl=i.kl, kl_coef=0.1, log_ratio=i.logp, denominator=7,
+    ),
+    "loss of steps": lambda i: policy_loss(i.logps, i.logp_old, i.divisor, clip_low=0.1, mask=i.mask),
+    "loss and gradient": lambda i: policy_loss_grad(i.logp, i.logp_old, i.divisor, clip_low=0.1, kl=i.kl, kl_coef=0.1),
+    "replay": lambda i: replay(i),
+    "replay, a pair, KL, out": lambda i: replay(i, guidance=Guidance(i.u, 1.5), v_ref=i.ref, kl_coef=0.1, out=i.out),
+    "on policy, out": lambda i: on_policy_grad(i.v, i.coef, i.index, NoiseAddress(3, i.ids), i.divisor, out=i.out),
+    "groups": lambda i: group_advantage(i.rewards, i.ids // 2),
+    "groups, GDPO, ranks": lambda i: group_advantage(
+        i.rewards, i.ids.int() // 2, i.sigma[:2], combine="weighted_advantage_sum", std="global", ddof=1, rank=True
+    ),
+    "groups, geometric": lambda i: group_advantage(i.rewards, i.ids, combine="geometric_mean", std="none"),
+    "win rates": lambda i: winrate_advantage(i.wins, i.wins.mT, std="global"),
+}  # fmt: skip
+calls = pytest.mark.parametrize("name", CALLS)
+
+
+def results(name, i):
+    """The call's tensors."""
+    out = CALLS[name](i)
+    return [t for t in ((out,) if isinstance(out, Tensor) else out) if t is not None]
+
+
+def promise(t):
+    return t.shape, t.dtype, t.device, t.stride() if t.numel() else ()
+
+
+@each_backend
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mixture", [0, *(pytest.param(k, marks=FULL) for k in range(1, len(MIXTURES)))])
+def test_fakes_of_public_functions(backend, layout, mixture):
+    """Shape, dtype, strides and device over dtypes and strides, as of the ops themselves in test_ops_library.py."""
+    i, mode = inputs(4, *MIXTURES[mixture][:2], LAYOUTS[layout]), FakeTensorMode()
+    fakes = Inputs(*map(mode.from_tensor, i))
+    for name in CALLS:
+        with serve(backend), torch.no_grad():
+            real = results(name, i)
+            with mode:
+                fake = results(name, fakes)
+        assert list(map(promise, fake)) == list(map(promise, real)), name
+
+
+def leaves(i):
+    """The inputs, those of LEAVES requiring a gradient."""
+    return i._replace(**{name: getattr(i, name).detach().clone().requires_grad_() for name in LEAVES})
+
+
+def values(call, i):
+    """The results of call(*i), and where there is one the gradient of their sum."""
+    i = leaves(i._replace(out=i.out.clone()))
+    out = call(*i)
+    total = [t.double().sum() for t in out if t.requires_grad]
+    grads = torch.autograd.grad(sum(total), [getattr(i, n) for n in LEAVES], allow_unused=True) if total else ()
+    return [t.detach().clone() for t in out] + [t for t in grads if t is not None]
+
+
+def same(got, want):
+    assert len(got) == len(want)
+    for g, w in zip(got, want, strict=True):
+        assert promise(g)[:3] == promise(w)[:3]
+        torch.testing.assert_close(g, w, rtol=1e-6, atol=1e-7)
+
+
+def static(call):
+    return torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=False)
+
+
+def dynamic(call):
+    return torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)
+
+
+@kernels
+@calls
+@pytest.mark.parametrize("how", [static, pytest.param(dynamic, marks=FULL)])
+def test_compiled(backend, name, how):
+    """One graph with the values and gradients of eager; a dynamic one without compiling again for another batch."""
+    torch.compiler.reset()
+
+    def call(*i):
+        return results(name, Inputs(*i))
+
+    compiled = how(call)
+    with serve(backend):
+        same(values(compiled, inputs(6)), values(call, inputs(6)))
+        if how is dynamic:
+            with torch._dynamo.config.patch(error_on_recompile=True):
+                same(values(compiled, inputs(9, seed=1)), values(call, inputs(9, seed=1)))
+
+
+class Module(torch.nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, *i):
+        return results(self.name, Inputs(*i))
+
+
+@pytest.mark.full
+@kernels
+@calls
+def test_exported(backend, name):
+    """For any batch of 3 to 64."""
+    count = torch.export.Dim("count", min=3, max=64)
+    sizes = tuple(None if d is None else {d: count} for d in BATCH)
+    with serve(backend), torch.no_grad():
+        program = torch.export.export(Module(name), tuple(inputs(4)), dynamic_shapes=(sizes,))
+        for batch in (4, 7):
+            i = inputs(batch, seed=batch)
+            got = program.module()(*i._replace(out=i.out.clone()))
+            same(got, results(name, i))
+
+
+DIFFERENTIABLE = [name for name in CALLS if name.startswith(("logp", "loss")) and name != "loss and gradient"]
+
+
+@kernels
+@calls
+def test_vmap_is_a_loop(backend, name):
+    both = [inputs(seed=seed) for seed in (0, 1)]
+    with serve(backend), torch.no_grad():
+        want = [torch.stack(pair) for pair in zip(*(results(name, i) for i in both), strict=True)]
+        got = torch.func.vmap(lambda *i: results(name, Inputs(*i)))(*map(torch.stack, zip(*both, strict=True)))
+    for g, w in zip(got, want, strict=True):
+        assert torch.equal(g, w)
+
+
+def functions(name):
+    """(total of the call's results as a function of the leaves, the leaves)."""
+    i = inputs()
+
+    def total(*given):
+        return sum(t.double().sum() for t in results(name, i._replace(**dict(zip(LEAVES, given, strict=True)))))
+
+    return total, tuple(getattr(i, leaf) for leaf in LEAVES)
+
+
+def forward_mode(total, given):
+    return torch.func.jvp(total, given, given)[1]
+
+
+def dual_numbers(total, given):
+    with torch.autograd.forward_ad.dual_level():
+        out = total(*(torch.autograd.forward_ad.make_dual(t, t) for t in given))
+        return torch.autograd.forward_ad.unpack_dual(out).tangent
+
+
+def func_grad(total, given):
+    return torch.func.grad(total, tuple(range(len(given))))(*given)
+
+
+def func_vjp(total, given):
+    out, pull = torch.func.vjp(total, *given)
+    return pull(torch.ones_like(out))
+
+
+def backward(total, given):
+    out = total(*(t.requires_grad_() for t in given))
+    return torch.autograd.grad(out, given, allow_unused=True) if out.requires_grad else None
+
+
+def twice(total, given):
+    return torch.autograd.grad(total(*(t.requires_grad_() for t in given)), given, create_graph=True, allow_unused=True)
+
+
+def hessian(total, given):
+    return torch.func.hessian(total)(*given)
+
+
+@kernels
+@calls
+@pytest.mark.parametrize("how", [forward_mode, dual_numbers, func_grad, func_vjp, backward, twice, hessian])
+def test_derivatives_are_complete_refused_or_none(backend, name, how):
+    """Refused by the op's name. A result without a gradient is a constant in reverse mode, as torch's detached ones."""
+    total, given = functions(name)
+    op = {"log": "affine_logp", "los": "policy_loss"}.get(name[:3], "")
+    forward = how in (forward_mode, dual_numbers) or (how is hessian and not re.fullmatch("step(?!, mask$).*", name))
+    with serve(backend):
+        if name in DIFFERENTIABLE and how is backward:
+            assert any(t is not None and bool(t.any()) for t in how(total, given))
+        elif name in DIFFERENTIABLE and how is twice:
+            with pytest.raises(RuntimeError, match=f"{op} cannot be differentiated twice"):
+                how(total, given)
+        elif name in DIFFERENTIABLE or (forward and name.startswith(("step", "replay", "loss"))):
+            with pytest.raises(NotImplementedError, match=f"{op}.* (backward only|no derivative)"):
+                how(total, given)
+        elif name.endswith(", out") and how in (forward_mode, func_grad, func_vjp, hessian):  # torch's own words
+            with pytest.raises(RuntimeError, match="mutate a captured Tensor"):
+                how(total, given)
+        elif how is twice:
+            with pytest.raises(RuntimeError, match="does not require grad"):
+                how(total, given)
+        else:
+            assert not any(t is not None and bool(t.any()) for t in tree_leaves(how(total, given)))
