@@ -1,8 +1,8 @@
 """Every public function with every option × whoever traces, transforms or differentiates it: it works or is refused.
 
 Works: shapes, dtypes and strides as promised by the fakes, values and gradients as eager's, for other batch sizes too.
-Refused: by an error that names the op, or by torch's own where a transform forbids what `out=` does. Each cell is one
-or the other, so one that starts or ceases to work fails. Graphs are built by torch's own compilers with fullgraph=True.
+Refused: by an error that names the op, or by torch's own where a transform forbids what `out=` does. A cell is one or
+the other, so one that starts or ceases to work fails. Graphs are built by torch's own compilers with fullgraph=True.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from ops_cases import DEVICE, ON_CPU, ON_GPU, each_backend, make, serve
+from ops_cases import DEVICE, ON_CPU, ON_GPU, make, serve
 from test_ops_library import LAYOUTS, MIXTURES
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -156,7 +156,7 @@ def promise(t):
     return t.shape, t.dtype, t.device, t.stride() if t.numel() else ()
 
 
-@each_backend
+@kernels
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mixture", [0, *(pytest.param(k, marks=FULL) for k in range(1, len(MIXTURES)))])
 def test_fakes_of_public_functions(backend, layout, mixture):
