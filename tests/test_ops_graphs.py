@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from ops_cases import DEVICE, ON_CPU, ON_GPU, each_backend, make, serve
+from ops_cases import DEVICE, ON_CPU, ON_GPU, make, serve
 from test_ops_library import LAYOUTS, MIXTURES
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -156,7 +156,7 @@ def promise(t):
     return t.shape, t.dtype, t.device, t.stride() if t.numel() else ()
 
 
-@each_backend
+@kernels
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mixture", [0, *(pytest.param(k, marks=FULL) for k in range(1, len(MIXTURES)))])
 def test_fakes_of_public_functions(backend, layout, mixture):
