@@ -24,15 +24,15 @@ class Condition:
     shapes may depend on it without waiting for the device."""
     pooled: Tensor | None = None
     """[(B,) C'] pooled vector of a second text encoder."""
-    prompt_embeds_2: Tensor | None = None
-    """[(B,) n', C'] states of a second text encoder, of a length of their own."""
-    text_length_2: Tensor | None = None
-    """Their `text_length`."""
     sources: tuple[Tensor, ...] = ()
     """What `Adapter.encode_sources` makes of the source images: latents [(B,) rows, columns, C] of each, or
     [(B,) C, F', h, w]."""
     negative: Condition | None = None
     """The negative prompt's embedding, if guidance is on; its sources are those of the prompt."""
+    prompt_embeds_2: Tensor | None = None
+    """[(B,) n', C'] states of a second text encoder, of a length of their own."""
+    text_length_2: Tensor | None = None
+    """Their `text_length`."""
 
     @classmethod
     def of_text(cls, tensors: Mapping[str, Tensor]) -> Condition:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.guidance import Cfg
@@ -90,6 +89,6 @@ class QwenImage21(Adapter):
 def _at_once(net: nn.Module, lengths: Tensor) -> list[Tensor]:
     """Rows of a batch that share a forward: those of one length; of split weights, which all processes must gather
     equally often, each row alone."""
-    if isinstance(net, FSDPModule):
+    if hasattr(net, "unshard"):  # split by FSDP2
         return list(torch.arange(len(lengths)).split(1))
     return [(lengths == length).nonzero().flatten() for length in lengths.unique()]
