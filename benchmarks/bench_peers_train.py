@@ -146,9 +146,12 @@ def tables(found: dict[str, Any]) -> list[str]:
             cells += [f"{s[kind]:.2f}", f"{s['peer'] / s[kind]:.2f}"] if kind in s else ["", ""]
         lines.append(f"| {run['peer']} | {run['size']} | {' | '.join(cells)} |")
     load, torch_version = found["machine"]["load"], found["machine"]["torch"]
-    state = f"One thread of a {found['machine']['device']}, load average {load:.1f}, torch {torch_version}; "
+    state = f"One thread of an {found['machine']['device']}, load average {load:.1f}, torch {torch_version}; "
     state += f"{found['rounds']} × {found['steps']} timed steps of each."
-    return [*lines, "", ("Preliminary: the machine was busy. " if load > 1.5 else "") + state]
+    done = {(run["peer"], run["size"]) for run in found["runs"]}
+    absent = [f"{peer} ({size})" for size in SIZES for peer in PEERS if (peer, size) not in done]
+    state += f" Not measured: {', '.join(absent)}." if absent else ""
+    return [*lines, "", ("The machine was busy. " if load > 1.5 else "") + state]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

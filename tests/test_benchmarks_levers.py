@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import bench_levers, plan_check
-from benchmarks.blocks import rendered, split
+from benchmarks.blocks import rendered
 
 
 @pytest.mark.full
@@ -20,8 +20,13 @@ def test_a_lever_is_timed_weighed_and_compared():
     assert lines[2].startswith(f"| {name} | tiny | ×0.") and "| bitwise | auto" in lines[2]
 
 
-def test_the_pages_have_a_place_for_the_tables():
-    split(bench_levers.PAGE.read_text(), "levers")
+def test_the_page_is_the_rendering_of_the_levers():
+    found, page = json.loads(bench_levers.JSON.read_text()), bench_levers.PAGE.read_text()
+    assert {run["lever"] for run in found["runs"]} == set(bench_levers.LEVERS)
+    assert rendered(page, "levers", bench_levers.table(found)) == page
+
+
+def test_the_plans_table_marks_what_misses():
     rows = [["a run", "someone", "s", 10.0, 12.0], ["another", "someone", "s", 10.0, 14.0]]
     lines = plan_check.table({"flux": rows})
     assert lines[2].endswith("| 10 | 12 | +20% |  |") and lines[3].endswith("| +40% | misses |")

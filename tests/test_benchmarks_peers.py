@@ -2,10 +2,13 @@
 trains. The peers' side: test_integrations_trainers.py.
 """
 
+import json
+
 import pytest
 
 from benchmarks import bench_peers_train
 from benchmarks.bench_peers_train import SIZES, settings
+from benchmarks.blocks import rendered
 from benchmarks.peer_runs import PEERS
 from prefgrpo.config.schema import from_dict
 
@@ -29,3 +32,8 @@ def test_our_side_does_the_same_work(tmp_path, name, published):
 def test_a_step_of_ours_is_timed():
     seconds = bench_peers_train.train("dance_grpo_flux", SIZES["tiny"], 2, True)
     assert len(seconds) == 2 and min(seconds) > 0
+
+
+def test_the_page_is_the_rendering_of_the_results():
+    page, found = bench_peers_train.PAGE.read_text(), json.loads(bench_peers_train.JSON.read_text())
+    assert found["runs"] and rendered(page, "peers_train", bench_peers_train.tables(found)) == page
