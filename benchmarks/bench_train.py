@@ -9,11 +9,10 @@ second, the peak of the allocator beside what `prefgrpo plan` estimates, and MFU
 MFU = (forward FLOP of the rollout + forward and backward FLOP of the trained steps, without what is computed twice)
 / seconds / FLOP/s of one large bf16 matrix product, timed in the same run. FLOP are those of `prefgrpo plan`.
 `step_over_model` is a step's seconds over those in forwards of models and in backwards. `--processes N` also trains two
-prompts in two updates a step, on one process, on N, and on N without dealing (a prompt stays on its own process, as if
-each trained what it had made), and writes the share of an update that processes wait for the slowest: 1 − mean / max of
-their seconds in forwards and backwards. On CPUs both are CPU seconds on one thread, so that other load on the machine
-does not count, and the model is FLUX.1 of six blocks of width 256 (`benchmarks.peer_runs`) unless `--model` says.
-Invariant: what is timed is `prefgrpo train`, unchanged but for that dealing.
+prompts in two updates a step, on one process and on N, and writes the share of an update that processes wait for the
+slowest: 1 − mean / max of their seconds in forwards and backwards. On CPUs both are CPU seconds on one thread, so that
+other load on the machine does not count, and the model is FLUX.1 of six blocks of width 256 (`benchmarks.peer_runs`)
+unless `--model` says. Invariant: what is timed is `prefgrpo train`, unchanged.
 """
 
 from __future__ import annotations
@@ -199,16 +198,10 @@ def step_over_model(file: Path, device: str, steps: int) -> float:
     return statistics.median(ratios[1:])
 
 
-def worked(rank: int, count: int, port: int, file: Path, device: str, dealt: bool) -> list[float]:
+def worked(rank: int, count: int, port: int, file: Path, device: str) -> list[float]:
     """Train as process `rank` of `count`; its seconds in forwards and backwards, update by update."""
-    from prefgrpo.rollout import batches, deal
     from prefgrpo.rollout.replay import TrajectoryCollector
 
-    if not dealt:
-        batches.deal_batches = lambda *given: [
-            replace(b, index=b.places[0][0] % count) for b in deal.deal_batches(*given)
-        ]
-        batches.level = lambda left, indices: list(left)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_PORT": str(port)}
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     torch.set_num_threads(1)
@@ -225,19 +218,19 @@ def worked(rank: int, count: int, port: int, file: Path, device: str, dealt: boo
     return seconds
 
 
-def waits(model: Path, work: Path, side: int, device: str, steps: int, count: int, dealt: bool) -> dict[str, Any]:
+def waits(model: Path, work: Path, side: int, device: str, steps: int, count: int) -> dict[str, Any]:
     """Two updates a step on `count` processes; the first step is not counted."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    file, name = recipe(model, work, side, device, steps), f"on{count}{'' if dealt else 'own'}"
+    file, name = recipe(model, work, side, device, steps), f"on{count}"
     changed = json.loads(file.read_text()) | {"name": name}
     changed["train"] |= {"updates_per_rollout": UPDATES}
     changed["rollout"] |= {"prompts_per_step": UPDATES, "group_size": 8, "batch_size": 2}
     file = work / f"{name}.yaml"
     file.write_text(json.dumps(changed))
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found = [pool.submit(worked, rank, count, port, file, device, dealt) for rank in range(count)]
+        found = [pool.submit(worked, rank, count, port, file, device) for rank in range(count)]
         seconds = [one.result()[UPDATES:] for one in found]
     rows = [json.loads(line) for line in (work / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     trained = [r for r in rows if r["kind"] == "train"][1:]
@@ -245,7 +238,7 @@ def waits(model: Path, work: Path, side: int, device: str, steps: int, count: in
     phases = {
         k.removeprefix("time/"): statistics.median(r[k] for r in trained) for k in ("time/rollout", "time/update")
     }
-    return {"processes": count, "dealt": dealt, "waiting": statistics.median(waiting), "seconds": phases}
+    return {"processes": count, "waiting": statistics.median(waiting), "seconds": phases}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -277,9 +270,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "runs": [measure(model, work, side, given.device, given.steps, flops) for side in given.sides],
         }  # fmt: skip
         if given.processes:
-            cases = ((1, True), (given.processes, True), (given.processes, False))
             found["processes"] = [
-                waits(model, work, given.sides[0], given.device, given.steps, *case) for case in cases
+                waits(model, work, given.sides[0], given.device, given.steps, count) for count in (1, given.processes)
             ]
     write_json(given.out or RESULTS / f"train_{given.device}.json", rounded(found))
     print(json.dumps(rounded(found), indent=1))
