@@ -103,8 +103,8 @@ def test_the_commands_of_the_docs_run(place):
             subprocess.run([sys.executable, *words[1:]], cwd=place, check=True, timeout=600)
         else:
             assert prefgrpo(place, words[1:]).strip(), f"{file}: {text} says nothing"
-    told = [json.loads(line) for line in (place / "runs" / "tutorial" / "metrics.jsonl").read_text().splitlines()]
-    assert {"reward/my_rewards.py:right_colour", "reward/my_rewards.py:Size", "reward/vlm_pairwise"} <= told[1].keys()
+    logged = [json.loads(line) for line in (place / "runs" / "tutorial" / "metrics.jsonl").read_text().splitlines()]
+    assert {"reward/my_rewards.py:right_colour", "reward/my_rewards.py:Size", "reward/vlm_pairwise"} <= logged[1].keys()
     assert (place / "with_lora.png").is_file() and json.loads((place / "before.json").read_text())
 
 
