@@ -18,7 +18,6 @@ evaluations of 144) and 5 × 5 × about 240 for e (80 steps of 96 images, 9 eval
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -46,7 +45,7 @@ MEASURED = Columns(
 )
 T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """97.5 % quantiles of Student's t with 1, 2, … degrees of freedom."""
-FLAWED, BIASED, NOISY = {"flaw": 2.0}, {"bias": 0.3}, {"noise": 0.3}
+FLAWED, BIASED, FAIR = {"flaw": 2.0}, {"bias": 0.3}, dict[str, float]()
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,11 @@ class Arm:
     """What differs from scripts/demo/grpo.yaml."""
 
     def settings(self) -> Run:
-        """What makes a run another run."""
-        return {key: value for key, value in asdict(self).items() if key != "label"}
+        """What makes a run another run, as JSON has it."""
+        judge = asdict(SimulatedJudge(**self.judge))
+        del judge["calls"]
+        own = {"judge": judge, "asks": self.asks, "pairs": dict(self.pairs), "values": dict(self.values)}
+        return own | {"steps": STEPS, "prompts_per_step": GROUPS, "group_size": MEMBERS}
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,10 @@ ARMS: dict[str, Arm] = {
     "index_order": Arm(
         "24 pairs, the earlier image first", BIASED, pairs=SPARSE | {"plan": "budget(24)", "order": "index"}
     ),
-    "regular": Arm("k_regular(4), Bradley-Terry", NOISY, pairs=SPARSE | {"plan": "k_regular(4)"}),
-    "regular_wins": Arm("k_regular(4), win rate", NOISY, pairs={"verdict": "hard", "plan": "k_regular(4)"}),
-    "swiss": Arm("swiss(4), Bradley-Terry", NOISY, pairs=SPARSE | {"plan": "swiss(4)"}),
-    "swiss_wins": Arm("swiss(4), win rate", NOISY, pairs={"verdict": "hard", "plan": "swiss(4)"}),
+    "regular": Arm("k_regular(4), Bradley-Terry", FAIR, pairs=SPARSE | {"plan": "k_regular(4)"}),
+    "regular_wins": Arm("k_regular(4), win rate", FAIR, pairs={"verdict": "hard", "plan": "k_regular(4)"}),
+    "swiss": Arm("swiss(4), Bradley-Terry", FAIR, pairs=SPARSE | {"plan": "swiss(4)"}),
+    "swiss_wins": Arm("swiss(4), win rate", FAIR, pairs={"verdict": "hard", "plan": "swiss(4)"}),
 }
 OBJECTIVES: dict[str, Objective] = {
     "grpo": Objective("GRPO, all 3 steps of the window", "grpo"),
@@ -127,7 +129,7 @@ EXPERIMENTS = {
     "e": Experiment(tuple(OBJECTIVES), ("accuracy",)),
 }
 ORDER = ("a", "c", "b", "d", "e")
-"""In which they are run, and drawn in time if time is short."""
+"""In which they are run."""
 TITLES = {
     "accuracy": "held-out accuracy", "truth": "held-out truth", "opinion": "the judge's opinion",
     "gap": "opinion − truth",
@@ -148,7 +150,7 @@ def done(name: str, seed: int, folder: Path = RESULTS) -> Run | None:
     if name in OBJECTIVES:
         return ended(file_of(name, seed, folder), bench_objectives.STEPS)
     run = ended(file_of(name, seed, folder), STEPS)
-    return run if run and run["settings"] == json.loads(json.dumps(ARMS[name].settings())) else None
+    return run if run and run["settings"] == ARMS[name].settings() else None
 
 
 def train(name: str, seed: int, folder: Path = RESULTS, steps: int = STEPS, every: int = EVERY) -> None:
@@ -156,11 +158,10 @@ def train(name: str, seed: int, folder: Path = RESULTS, steps: int = STEPS, ever
     arm = ARMS[name]
     judge = SimulatedJudge(**arm.judge)
     reward = Ratings(judge, arm.asks) if arm.asks else WinRates(judge, **arm.pairs)
-    asked = [0]
 
     def calls(_: Mapping[str, float]) -> float:
-        asked.append(judge.calls)
-        return asked[-1] - asked[-2]
+        asked, judge.calls = judge.calls, 0
+        return asked
 
     measure(
         recipe("grpo"), file_of(name, seed, folder), {"arm": name, "seed": seed, "settings": arm.settings()},
@@ -172,7 +173,7 @@ def train(name: str, seed: int, folder: Path = RESULTS, steps: int = STEPS, ever
 
 
 def run(job: tuple[str, int, Path]) -> str:
-    """A run in a process of its own kind; what it did."""
+    """One run, without what it prints; says how it ended."""
     name, seed, folder = job
     if done(name, seed, folder):
         return f"{name}, seed {seed}: is there"
@@ -262,7 +263,7 @@ def table(key: str, seeds: Sequence[int], folder: Path = RESULTS) -> list[str]:
             for what in head
             if what.endswith("first")
         ]
-        lines.append(f"| {labels[name]} | {len(runs)} | {' | '.join(cells)} |")
+        lines.append(f"| `{name}`: {labels[name]} | {len(runs)} | {' | '.join(cells)} |")
     return lines
 
 
@@ -276,9 +277,12 @@ def _whole(numbers: Sequence[float]) -> str:
 
 def missing(key: str, seeds: Sequence[int], folder: Path = RESULTS) -> str:
     """Which runs of an experiment there are not."""
-    gaps = {name: [str(seed) for seed in seeds if not done(name, seed, folder)] for name in EXPERIMENTS[key].arms}
-    lacking = [f"seed {', '.join(own)} of `{name}`" for name, own in gaps.items() if own]
-    return f"Not measured: {'; '.join(lacking)}." if lacking else "All runs are complete."
+    without: dict[tuple[int, ...], list[str]] = {}
+    for name in EXPERIMENTS[key].arms:
+        if gaps := tuple(seed for seed in seeds if not done(name, seed, folder)):
+            without.setdefault(gaps, []).append(f"`{name}`")
+    parts = [f"seed {', '.join(map(str, gaps))} of {', '.join(names)}" for gaps, names in without.items()]
+    return f"Not measured: {'; '.join(parts)}." if parts else "All runs are complete."
 
 
 def agreement(one: Sequence[int], two: Sequence[int], folder: Path = RESULTS) -> list[str]:

@@ -69,7 +69,7 @@ class SimulatedJudge:
     bias: float = 0.0
     temperature: float = 0.25
     calls: int = 0
-    """Questions so far."""
+    """Questions so far, or since somebody set it to 0."""
 
     def opinion(self, images: Images, prompts: Sequence[str]) -> Floats:
         """[n] without noise."""
