@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from prefgrpo.config.schema import SamplingConfig as Sampling
 from prefgrpo.models import folder as folders
 from prefgrpo.models import guidance as guiding
+from prefgrpo.models.cache import in_turn
 from prefgrpo.models.condition import Condition
 from prefgrpo.models.parking import Parked
 from prefgrpo.models.weights import Weights
@@ -327,7 +328,10 @@ class Adapter(Weights, ABC):
         sigma is best on the host: a family of experts chooses by it.
         """
         name, scale = self.expert(sigma, sampling)
-        predict = partial(self.predict, getattr(self.pipe, name), sampling=sampling)
+        denoiser = getattr(self.pipe, name)
+        predict = partial(self.predict, denoiser, sampling=sampling)
+        if getattr(denoiser, "is_cache_enabled", False):
+            predict = in_turn(predict, denoiser)
         x, sigma, low = x.float(), sigma.to(x.device, non_blocking=True), self.dtype != torch.float32
         if self.compiled and not torch.is_grad_enabled():  # the graph of training; see `compile_blocks`
             with torch.enable_grad():

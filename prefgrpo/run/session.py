@@ -302,6 +302,9 @@ def _objective_mistakes(config: Config) -> list[str]:
     if goal.needs_comparisons and not judging.trains_on_pairs(config):
         wanted = f"{config.train.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
         wrong.append(f"reward.spec: {wanted}, with a weight above 0, got {config.reward.spec!r}")
+    if r.cache != "none" and goal.collector == "trajectory":
+        why = f"{config.train.objective} needs the log-probs of what the policy computes in full"
+        wrong.append(f"rollout.cache: {why}: expected none, got {r.cache}")
     if config.train.min_advantage and not goal.weighs_advantages:
         why = f"{config.train.objective} does not weigh samples by their advantages"
         wrong.append(f"train.min_advantage: {why}: expected 0, got {config.train.min_advantage}")
