@@ -104,7 +104,7 @@ class Scorer:
         self.asks = asks
         self._log = JudgementLog(log_path) if log_path else None
         self.samples: dict[int, dict[int, Sample]] = {}
-        """Group → member → what was added, of the step that was finished last, or begun since then without `ahead`."""
+        """Group → member → what was added, of the step that is finished next, or was finished last."""
         self._lock = threading.Lock()
         self._begun: list[_Step] = []
 
@@ -124,8 +124,7 @@ class Scorer:
             if reward.streams and self.asks
         }
         self._begun.append(one)
-        if not ahead:
-            self.samples = one.samples
+        self.samples = self._begun[0].samples
 
     def add(self, group: int, member: int, sample: Sample) -> None:
         """Hand over member 0 … G − 1 of a group, on any thread; returns at once."""
@@ -146,7 +145,6 @@ class Scorer:
         progress: called with 1 for every group that a judge or server has scored.
         """
         one = self._begun.pop(0)
-        self.samples = one.samples
         if not self.asks:
             none = {name: [GroupScores([_ABSENT] * self.group_size) for _ in one.samples] for name in self.rewards}
             missing = np.full((len(one.samples), self.group_size), np.nan)
