@@ -145,6 +145,10 @@ class SamplingConfig:
     """first_block: largest relative change that skips the others."""
     cache_interval: Annotated[int, Field(ge=2)] = 2
     """taylorseer: every so many steps, and the first two, all blocks are computed."""
+    staleness: Literal[0, 1] = 0
+    """1: make the samples of a step before the update of the step before, while that is judged; ratios are then those
+    to the policy that made them. Not across a checkpoint, so that a resumed run stays the same; one that ended at
+    another step (SIGTERM, a limit) makes that step's samples anew, of the newer weights. Not with an old policy."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -502,6 +506,11 @@ def check(c: Config) -> list[str]:
             r.batch_size != AUTO or t.reuse_rollout_forward is not True,
             "rollout.batch_size: expected a number with train.reuse_rollout_forward: true, which keeps the graphs of "
             "all batches, got auto",
+        ),
+        (
+            not r.staleness or c.checkpoint.every > 1,
+            "checkpoint.every: expected 2 or more with rollout.staleness: 1, which makes no samples across a "
+            f"checkpoint, got {c.checkpoint.every}",
         ),
         (
             r.shift is None or r.sigmas == "published",

@@ -100,7 +100,7 @@ def _speed(config: Config, taken: StepTime, machines: Machines, gpu: str, judge_
     if asked:
         yield (
             f"judging: {asked} comparisons of {each:.2g} s ({judge_billions:g} B parameters on one {gpu}, one token): "
-            f"{servers} such server(s) hide it behind the rollout"
+            f"{servers} such server(s) hide it behind the {'step' if config.rollout.staleness else 'rollout'}"
         )
 
 
@@ -170,7 +170,9 @@ def _without(config: Config, name: str) -> bool:
     trajectory = objective(config.train).collector == "trajectory"
     guided = (cfg := family(config.family).cfg) is not None and cfg.active(config.rollout.guidance)
     return {
-        "train.reuse_rollout_forward": not trajectory or Layout.of(config, config.gpus).split > 1,
+        "train.reuse_rollout_forward": not trajectory
+        or Layout.of(config, config.gpus).split > 1
+        or bool(config.rollout.staleness),
         "train.guidance_gradient: conditional": not guided,
         "train.kl_fraction: 0.25": not config.train.kl_coef,
         "no train.gradient_checkpointing": not config.train.gradient_checkpointing,
