@@ -170,6 +170,46 @@ def test_win_rates_inside_a_group_give_no_mean_curve_but_other_rewards_do(tmp_pa
     assert curve(found["Reward: std within a group"], "clip")[1] == [1.5] * 4
 
 
+def test_rewards_of_ones_own_go_by_their_function(tmp_path):
+    """Named by a file or a module, with dots, slashes and colons in the name; a part of one is a line of its chart."""
+    file, module = "my/rewards.py:right_colour", "pkg.rewards.Shade"
+    rows = [
+        train_row(s) | {f"reward/{file}": 20.0 + s, f"reward/{file}_std": 1.5, f"reward/{file}/missing_rate": 0.1}
+        for s in range(1, 5)
+    ]
+    measured = {
+        f"dev/{name}{end}": k for name in (file, module) for k, end in enumerate(("_before", "", ".all", ".all_before"))
+    }
+    page = report(small_run(tmp_path / "r", [*rows, eval_row(4, 4, "dev") | measured | {f"dev/win_{file}": 0.6}]))
+    found = charts(page)
+    assert (
+        curve(found["Reward: right colour"], "mean")[1] == [21, 22, 23, 24]
+        and "right colour" in found["Reward: std within a group"].text
+    )
+    for name in ("right colour", "pkg · rewards · Shade"):
+        assert [curve(found[f"Measured: {name}"], line)[1] for line in ("overall", "all")] == [[1], [2]]
+    shown = {f.all("h2")[0].text: f.all("p", "value")[0].text for f in page.all("div", "figure")}
+    assert shown["right colour"] == "0.00 → 1.00" and shown["Win rate by right colour"] == "60 %"
+    assert "missing rate" not in " ".join(found) and ".py" not in page.all("section")[0].text
+
+
+SUBJECTS = {
+    "{model: org/FLUX, family: flux, train: {lora_rank: 8, objective: grpo}, reward: {spec: vlm_pairwise}}": (
+        "LoRA of rank 8 on org/FLUX (flux), trained by grpo on vlm pairwise"
+    ),
+    "{model: /a/b/c, train: {lora_rank: 0, objective: 'mine.py:Loss'}, reward: {spec: 'clip:0.7,x.py:f:0.3,ocr:0'}}": (
+        "All weights of b/c, trained by Loss on 0.7 clip + 0.3 f"
+    ),
+    "{model: tiny/flux, reward: {spec: 'a:b:c:d'}}": "tiny/flux",
+}
+
+
+@pytest.mark.parametrize("config", SUBJECTS)
+def test_what_was_trained_stands_under_the_name(tmp_path, config):
+    page = report(small_run(tmp_path / "r", [train_row(1)], config))
+    assert page.all("p", "subject")[0].text == SUBJECTS[config]
+
+
 def test_verdict_matrix_is_sorted_and_complete(page, run):
     group, figure = read_run(run).groups[0], page.all("figure", "group")[0]
     assert figure.all("figcaption")[0].text.startswith(group.prompt)

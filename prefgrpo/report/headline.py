@@ -46,6 +46,19 @@ def _wins(rows: Rows) -> list[tuple[str, str, list[str]]]:
     return wins
 
 
+def subject(run: Run) -> str:
+    """What was trained: weights, model, family, objective and rewards, as far as the configuration says; "" without a
+    model."""
+    train, family, weights = run.settings, run.config.get("family"), {k: w for k, w in run.trained_on.items() if w}
+    if not (model := "/".join(Path(str(run.config.get("model") or "")).parts[-2:])):
+        return ""
+    rank, objective = train.get("lora_rank"), readable(str(train.get("objective") or ""))
+    out = f"LoRA of rank {rank} on {model}" if rank else f"All weights of {model}" if rank == 0 else model
+    out += f" ({family})" if family else ""
+    goal = " + ".join(f"{w:g} {readable(name)}" if len(weights) > 1 else readable(name) for name, w in weights.items())
+    return f"{out}, trained by {objective} on {goal}" if objective and goal else out
+
+
 def judge_name(run: Run) -> str:
     """The judge that was asked, "" if none was."""
     judge = run.section("judge")
@@ -140,7 +153,8 @@ def sentence(run: Run) -> str:
         return "This run had no evaluation set (eval.prompts, eval.holdout), so there is no before/after result."
     rows = run.evals[run.best_set]
     wins = [f"{rate} by {judge}" + (f" ({details[0]})" if details else "") for judge, rate, details in _wins(rows)]
-    result = f"wins {' and '.join(wins)} against its own start from the same noise" if wins else "was measured"
+    wins[:1] = [win.replace(" by ", " of comparisons by ", 1) for win in wins[:1]]
+    result = f"beats its own start from the same noise in {' and '.join(wins)}" if wins else "was measured"
     names = [n for n in measure_names(rows) if "." not in n or n.endswith(".all")]
     moves = [f"{readable(n)} {number(rows.last(f'{n}_before'))} → {number(rows.last(n))}" for n in names]
     where = f"After {int(rows.steps[-1])} steps, on the held-out prompts ({run.best_set}), the policy"

@@ -21,7 +21,7 @@ import prefgrpo
 from prefgrpo.report.browser import KINDS, group_pairs, pairs
 from prefgrpo.report.charts import draw
 from prefgrpo.report.curves import curves, other_curves
-from prefgrpo.report.headline import alarms, certainty, facts, figures, sentence, table
+from prefgrpo.report.headline import alarms, certainty, facts, figures, sentence, subject, table
 from prefgrpo.report.media import picture, still
 from prefgrpo.report.run import Run, read_run
 from prefgrpo.report.verdicts import draw_group
@@ -44,7 +44,7 @@ def write_report(folder: Path) -> Path:
     page = render(
         "page.html.j2",
         title=str(run.config.get("name") or folder.resolve().name),
-        model=str(run.config.get("model") or ""),
+        subject=subject(run),
         status=run.status,
         sentence=sentence(run),
         certainty=certainty(run),
