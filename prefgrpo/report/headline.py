@@ -113,12 +113,21 @@ def agreement(outcomes: list[Outcome]) -> dict[str, tuple[int, int]]:
 
 def alarms(run: Run) -> list[str]:
     """What a reader must know before believing the result."""
-    out = [f"After step {step}, a sign of reward hacking: {text}." for step, text in run.alarms]
+    out = [f"After step {step}, a sign of reward hacking: {_in_words(run, text)}." for step, text in run.alarms]
     for name, text in (("judge/missing", "comparisons"), ("reward/missing", "rewards")):
         worst = run.train[name]
         if (many := worst > WARN_MISSING).any():
             out.append(f"In {many.sum()} steps more than {percent(WARN_MISSING)} of the {text} were missing.")
     return out
+
+
+def _in_words(run: Run, text: str) -> str:
+    """A text with the names of held-out metrics as people read them."""
+    names = [(f"{name}/{column}", column) for name, rows in run.evals.items() for column in rows.columns]
+    for name, column in sorted(names, key=lambda pair: -len(pair[0])):
+        win = column.startswith("win_")
+        text = text.replace(name, "win rate by " * win + readable(column[4:] if win else column))
+    return text
 
 
 def certainty(run: Run) -> tuple[str, str]:
@@ -145,6 +154,11 @@ def figures(run: Run) -> list[tuple[str, str, str, str]]:
     return (wins + measures)[:LARGE]
 
 
+def _listed(parts: list[str]) -> str:
+    """a, b and c."""
+    return " and ".join(part for part in (", ".join(parts[:-1]), *parts[-1:]) if part)
+
+
 def sentence(run: Run) -> str:
     """The result in one sentence; says so when there is none yet."""
     if run.best_set is None:
@@ -154,7 +168,7 @@ def sentence(run: Run) -> str:
     rows = run.evals[run.best_set]
     wins = [f"{rate} by {judge}" + (f" ({details[0]})" if details else "") for judge, rate, details in _wins(rows)]
     wins[:1] = [win.replace(" by ", " of comparisons by ", 1) for win in wins[:1]]
-    result = f"beats its own start from the same noise in {' and '.join(wins)}" if wins else "was measured"
+    result = f"beats its own start from the same noise in {_listed(wins)}" if wins else "was measured"
     names = [n for n in measure_names(rows) if "." not in n or n.endswith(".all")]
     moves = [f"{readable(n)} {number(rows.last(f'{n}_before'))} → {number(rows.last(n))}" for n in names]
     where = f"After {int(rows.steps[-1])} steps, on the held-out prompts ({run.best_set}), the policy"
