@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -329,7 +330,7 @@ class Adapter(Weights, ABC):
         """
         name, scale = self.expert(sigma, sampling)
         denoiser = getattr(self.pipe, name)
-        predict = partial(self.predict, denoiser, sampling=sampling)
+        predict: Callable[..., Tensor] = partial(self.predict, denoiser, sampling=sampling)
         if getattr(denoiser, "is_cache_enabled", False):
             predict = in_turn(predict, denoiser)
         x, sigma, low = x.float(), sigma.to(x.device, non_blocking=True), self.dtype != torch.float32

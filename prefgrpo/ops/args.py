@@ -283,7 +283,7 @@ def check_out(out: Tensor | None, shape: Sequence[int], dtype: torch.dtype, devi
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are one, or their extents in a common storage meet; in a graph only the first is known."""
-    if a is b or torch.compiler.is_compiling() or not torch._C._is_alias_of(a, b):
+    if a is b or torch.compiler.is_compiling() or not torch._C._is_alias_of(a, b):  # type: ignore[attr-defined]
         return a is b
     (a_first, a_end), (b_first, b_end) = (_extent(t) for t in (a, b))
     return a_first < b_end and b_first < a_end
@@ -293,7 +293,8 @@ def _extent(t: Tensor) -> tuple[int, int]:
     """First byte of `t` in its storage, and the one after its last."""
     size = t.element_size() if t.numel() else 0
     reach = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-    return t.storage_offset() * t.element_size(), (t.storage_offset() + reach) * t.element_size() + size
+    offset = int(t.storage_offset())
+    return offset * t.element_size(), (offset + reach) * t.element_size() + size
 
 
 def written(result: Tensor, out: Tensor | None) -> Tensor:
