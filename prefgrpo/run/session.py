@@ -303,6 +303,9 @@ def _objective_mistakes(config: Config) -> list[str]:
     if goal.needs_comparisons and not judging.trains_on_pairs(config):
         wanted = f"{config.train.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
         wrong.append(f"reward.spec: {wanted}, with a weight above 0, got {config.reward.spec!r}")
+    if r.cache != "none" and goal.collector == "trajectory":
+        why = f"{config.train.objective} needs the log-probs of what the policy computes in full"
+        wrong.append(f"rollout.cache: {why}: expected none, got {r.cache}")
     if r.staleness and (goal.anchor == "old" or goal.sampled_by_old):
         why = f"{config.train.objective} has an old policy here, which is to be the one that made the samples"
         wrong.append(f"rollout.staleness: {why}: expected 0, got {r.staleness}")
