@@ -101,7 +101,7 @@ def fall(run: Run, stop_when: Sequence[str]) -> float | None:
     return max(max(inside[: k + 1]) - inside[k] for k in range(len(inside)))
 
 
-def _over_seeds(values: Sequence[float | None], digits: int = 0, factor: float = 1.0) -> str:
+def over_seeds(values: Sequence[float | None], digits: int = 0, factor: float = 1.0) -> str:
     """Mean, and range if there are several, of those that are known; how many never had one (None)."""
     known = [v for v in values if v is None or not np.isnan(v)]
     there = [v * factor for v in known if v is not None]
@@ -126,12 +126,12 @@ def table(found: dict[str, list[Run]]) -> list[str]:
         lines.append(
             f"| `{name}` | {', '.join(str(run['seed']) for run in runs)} "
             f"| {', '.join(str(int(r[-1][0])) for r in rows)} "
-            f"| {_over_seeds([reached(r, 'calls') for r in rows], 1, 1e-3)} "
-            f"| {_over_seeds([reached(r, 'seconds') for r in rows])} "
-            f"| {_over_seeds([max(column(r, 'accuracy')) for r in rows], 3)} "
-            f"| {_over_seeds([column(r, 'accuracy')[-1] for r in rows], 3)} "
+            f"| {over_seeds([reached(r, 'calls') for r in rows], 1, 1e-3)} "
+            f"| {over_seeds([reached(r, 'seconds') for r in rows])} "
+            f"| {over_seeds([max(column(r, 'accuracy')) for r in rows], 3)} "
+            f"| {over_seeds([column(r, 'accuracy')[-1] for r in rows], 3)} "
             f"| {', '.join('–' if s is None else str(s) for s in stops) if rule else 'none'} "
-            f"| {_over_seeds([np.nan if (f := fall(run, rule)) is None else f for run in runs], 3)} |"
+            f"| {over_seeds([np.nan if (f := fall(run, rule)) is None else f for run in runs], 3)} |"
         )
     return lines
 
