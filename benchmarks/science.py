@@ -132,7 +132,7 @@ ORDER = ("a", "c", "b", "d", "e")
 """In which they are run."""
 TITLES = {
     "accuracy": "held-out accuracy", "truth": "held-out truth", "opinion": "the judge's opinion",
-    "gap": "opinion − truth",
+    "gap": "gap: growth of opinion − truth",
 }  # fmt: skip
 
 
