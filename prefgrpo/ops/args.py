@@ -281,13 +281,12 @@ def check_out(out: Tensor | None, shape: Sequence[int], dtype: torch.dtype, devi
         raise ValueError("out: expected a tensor that requires no gradient and shares no memory with an input")
 
 
-_same_storage: Any = vars(torch._C)["_is_alias_of"]  # there is no public name that fake tensors have too
-
-
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are one, or their extents in a common storage meet; in a graph only the first is known."""
-    if a is b or torch.compiler.is_compiling() or not _same_storage(a, b):
+    """Whether two tensors are one, or their extents in a common storage meet; in a graph or vmap the first alone."""
+    if a is b or torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return a is b
+    if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+        return False
     (a_first, a_end), (b_first, b_end) = (_extent(t) for t in (a, b))
     return a_first < b_end and b_first < a_end
 
