@@ -295,7 +295,8 @@ def _extent(t: Tensor) -> tuple[Any, Any]:
     """First byte of `t` in its storage, and the one after its last."""
     size = t.element_size() if t.numel() else 0
     reach = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-    return t.storage_offset() * t.element_size(), (t.storage_offset() + reach) * t.element_size() + size
+    offset = int(t.storage_offset())
+    return offset * t.element_size(), (offset + reach) * t.element_size() + size
 
 
 def written(result: Tensor, out: Tensor | None) -> Tensor:
