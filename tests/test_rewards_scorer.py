@@ -276,8 +276,11 @@ def test_a_second_step_may_begin_before_the_first_is_finished():
         assert np.array_equal(found.values["vlm_pairwise"], expected.values["vlm_pairwise"])
         ours, theirs = ([g.comparisons for g in s.groups["vlm_pairwise"]] for s in (found, expected))
         assert ours == theirs and list(both.samples) == [group]
-        both.begin(group, [group + 4], ahead=True)
-        assert list(both.samples) == [{7: 9, 9: 11}[group]], "what was finished is not held any longer"
+    both.begin(6, [11])
+    both.begin(7, [13], ahead=True)
+    both.finish()
+    both.begin(8, [15], ahead=True)
+    assert list(both.samples) == [13], "a step that was finished is not held beside two others"
     with JudgeServer() as server:
         reward = {"vlm_pairwise": {"judge": JudgeConfig((server.url,))}}
         with Scorer(build("vlm_pairwise", reward), 2, deadline_s=600) as s:

@@ -150,7 +150,8 @@ def test_where_no_weight_moves_nothing_changes(trainer, case):
     for before, ahead in zip(*found, strict=True):
         only = {"policy/staleness"} if ahead["kind"] == "train" else set()
         assert only == ahead.keys() - before.keys() and before.keys() - ahead.keys() <= {"policy/on_policy_error"}
-        assert all(before[key] == ahead[key] for key in before.keys() & ahead.keys()), before["step"]
+        both = before.keys() & ahead.keys()
+        assert {key: before[key] for key in both} == {key: ahead[key] for key in both}
     updates = SAME[case].get("updates_per_rollout", 1)
     assert [r["policy/staleness"] for r in found[1] if r["kind"] == "train"] == [0, updates, updates, 0]
 

@@ -145,6 +145,7 @@ class Scorer:
         progress: called with 1 for every group that a judge or server has scored.
         """
         one = self._begun.pop(0)
+        self.samples = one.samples
         if not self.asks:
             none = {name: [GroupScores([_ABSENT] * self.group_size) for _ in one.samples] for name in self.rewards}
             missing = np.full((len(one.samples), self.group_size), np.nan)
