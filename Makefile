@@ -5,6 +5,7 @@
 #   make test-all    make test, then the exhaustive tests
 #   make demo-vllm   the demo with its judge behind a real vLLM server, in .venv-vllm
 #   make bench       the benchmarks of the ops
+#   make science     the experiments of docs/science.md, under an hour on 4 cores; JOBS=2 on fewer
 #   make docs        the site of README and docs/ in site/, every link checked
 #   make lint        the static half of `make test`
 #   make venv        the development environment alone
@@ -27,10 +28,10 @@ export GOMP_SPINCOUNT ?= 10000
 BIN := $(VENV)/bin
 SOURCES := $(wildcard pyproject.toml constraints.txt setup.py CMakeLists.txt) $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help venv demo demo-ocr demo-vllm test test-all lint bench docs
+.PHONY: help venv demo demo-ocr demo-vllm test test-all lint bench science docs
 
 help:
-	@sed -n '2,11s/^# \{0,1\}//p' Makefile
+	@sed -n '2,12s/^# \{0,1\}//p' Makefile
 
 $(VENV)/.installed-train: $(SOURCES) scripts/install.sh
 	@scripts/install.sh "$(VENV)" train
@@ -73,6 +74,12 @@ test-all: test
 
 bench: $(VENV)/.installed-dev
 	@$(BIN)/python -m benchmarks
+
+JOBS ?= 4
+SEEDS ?= 0 1 2 3 4
+science: $(VENV)/.installed-dev
+	@$(BIN)/python -m benchmarks.science --jobs $(JOBS) --seeds $(SEEDS)
+	@$(BIN)/python -m benchmarks.science --render
 
 docs: $(VENV)/.installed-docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

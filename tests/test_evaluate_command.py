@@ -53,7 +53,8 @@ def place(tmp_path_factory, servers):
 def evaluate(place, capsys):
     def run(target, *options):
         code, output = attempt(capsys, "evaluate", place / "runs" / target, *options)
-        out = output.splitlines()[-1].partition("comparison")[0] if code == 0 else ""
+        written = next((line for line in output.splitlines() if line.endswith("comparison.json, .md")), "")
+        out = written.partition("comparison")[0]
         return code, output, json.loads(open(f"{out}comparison.json").read()) if out else {}
 
     return run
@@ -80,6 +81,8 @@ def test_the_runs_own_last_evaluation_is_found_again(place, servers, evaluate):
     assert about["against"]["checkpoint"] is None and "# one step_000003_ema against base" in output
     out = place / "runs/one/evaluations/step_000003_ema/against_base"
     assert len([name for name in tree(out) if name.endswith(".png")]) == 2 * 6
+    page = place / "runs/one/report.html"
+    assert f"also in {page}" in output and "step_000003_ema against base" in page.read_text()
     asked = len(servers[0].requests)
     kept = {name: (out / name).stat().st_mtime_ns for name in tree(out) if name.endswith(".png")}
     code, again, _ = evaluate("one")

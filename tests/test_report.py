@@ -21,6 +21,7 @@ from prefgrpo.report import write_report
 from prefgrpo.report.charts import LEFT, RIGHT, WIDTH
 from prefgrpo.report.run import read_run
 from prefgrpo.rollout.render import preview
+from prefgrpo.suites.base import Results, Row
 
 STEPS = 80
 NO_RESULT = "No evaluation has finished since training started"
@@ -168,6 +169,87 @@ def test_win_rates_inside_a_group_give_no_mean_curve_but_other_rewards_do(tmp_pa
     assert "Reward: vlm pairwise" not in found
     assert curve(found["Reward: clip"], "mean")[1] == [21, 22, 23, 24]
     assert curve(found["Reward: std within a group"], "clip")[1] == [1.5] * 4
+
+
+def test_rewards_of_ones_own_go_by_their_function(tmp_path):
+    """Named by a file or a module, with dots, slashes and colons in the name; a part of one is a line of its chart."""
+    file, module = "my/rewards.py:right_colour", "pkg.rewards.Shade"
+    rows = [
+        train_row(s) | {f"reward/{file}": 20.0 + s, f"reward/{file}_std": 1.5, f"reward/{file}/missing_rate": 0.1}
+        for s in range(1, 5)
+    ]
+    measured = {
+        f"dev/{name}{end}": k for name in (file, module) for k, end in enumerate(("_before", "", ".all", ".all_before"))
+    }
+    page = report(small_run(tmp_path / "r", [*rows, eval_row(4, 4, "dev") | measured | {f"dev/win_{file}": 0.6}]))
+    found = charts(page)
+    assert (
+        curve(found["Reward: right colour"], "mean")[1] == [21, 22, 23, 24]
+        and "right colour" in found["Reward: std within a group"].text
+    )
+    for name in ("right colour", "pkg · rewards · Shade"):
+        assert [curve(found[f"Measured: {name}"], line)[1] for line in ("overall", "all")] == [[1], [2]]
+    shown = {f.all("h2")[0].text: f.all("p", "value")[0].text for f in page.all("div", "figure")}
+    assert shown["right colour"] == "0.00 → 1.00" and shown["Win rate by right colour"] == "60 %"
+    assert "missing rate" not in " ".join(found) and ".py" not in page.all("section")[0].text
+
+
+SUBJECTS = {
+    "{model: org/FLUX, family: flux, train: {lora_rank: 8, objective: grpo}, reward: {spec: vlm_pairwise}}": (
+        "LoRA of rank 8 on org/FLUX (flux), trained by grpo on vlm pairwise"
+    ),
+    "{model: /a/b/c, train: {lora_rank: 0, objective: 'mine.py:Loss'}, reward: {spec: 'clip:0.7,x.py:f:0.3,ocr:0'}}": (
+        "All weights of b/c, trained by Loss on 0.7 clip + 0.3 f"
+    ),
+    "{model: tiny/flux, reward: {spec: 'a:b:c:d'}}": "tiny/flux",
+}
+
+
+@pytest.mark.parametrize("config", SUBJECTS)
+def test_what_was_trained_stands_under_the_name(tmp_path, config):
+    page = report(small_run(tmp_path / "r", [train_row(1)], config))
+    assert page.all("p", "subject")[0].text == SUBJECTS[config]
+
+
+def test_evaluations_after_the_training_have_a_section(tmp_path):
+    """A suite's table and a comparison as `prefgrpo evaluate` writes them; damaged ones are named."""
+    folder = small_run(tmp_path / "r", [train_row(1)])
+    rows = [Row("Style", 0.25, 8, 1), Row("Attribute", None, 0, 3)]
+    suite = Results(
+        "UniGenBench", "by <a judge>", {"overall": 0.125}, {"dimension": rows}, [f"{k}.png: no" for k in range(25)]
+    )
+    rate = {"rate": 0.75, "low": 0.6, "high": 0.9, "first": 0.7, "second": None, "missing": 0.0, "verdict": "better"}
+    means = {"dev/scenes.all": {"now": 0.5, "against": None, "missing": 0.25}}
+    comparison = {
+        "prompts": {"dev": 40},
+        "win_rates": {"dev/win_judge2": rate},
+        "means": means,
+        "judges": ["judge2 is x"],
+    }
+    for name, text in {
+        "unigenbench/unigenbench": suite.json(), "against_base/comparison": json.dumps(comparison),
+        "torn/comparison": "{", "list/x": "[1]", "other/x": "{}", "unigenbench/about": "torn",
+    }.items():  # fmt: skip
+        file = folder / "evaluations" / "step_000001_ema" / f"{name}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    page = report(folder)
+    assert "Evaluations" in page.all("nav")[0].text
+    (section,) = (s for s in page.all("section") if s.attributes["id"] == "evaluations")
+    assert [s.text for s in section.all("summary")] == [
+        "step_000001_ema against base", "UniGenBench: step_000001_ema", "What is missing",
+    ]  # fmt: skip
+    cells = [[c.text for c in row.all("td")] for row in section.all("tr")]
+    for wanted in (
+        ["dev · judge2", "75.0 %", "60.0 % to 90.0 %", "70.0 %, –", "0.0 %", "better"],
+        ["dev · scenes · all", "–", "0.50", "25.0 %"],
+        ["overall", "12.50 %"], ["Style", "25.00 %", "8", "1"], ["Attribute", "–", "0", "3"],
+    ):  # fmt: skip
+        assert wanted in cells
+    lines = [line.text for line in section.all("li")]
+    assert lines[:2] == ["0.png: no", "1.png: no"] and lines[-1].startswith("… and 5 more")
+    assert "40 prompts (dev)" in section.text and "judge2 is x" in section.text and "by <a judge>" in section.text
+    assert "step_000001_ema/torn/comparison.json could not be read" in page.all("p", "problems")[0].text
 
 
 def test_verdict_matrix_is_sorted_and_complete(page, run):

@@ -226,6 +226,7 @@ def test_runs_are_compared_with_bands_over_seeds(runs, visit):
             "rows => rows.map(r => [...r.cells].map(c => c.textContent))"
         )
     }
+    assert cells["against its start"] == ["inconclusive"] * 2 and page.text_content(".subject") == "tiny/flux"
     assert cells["differs in"] == ["train.lr 0.0001", "train.lr 0.0005"]
     assert cells["win rate by judge"] == ["91 % ± 0.0".replace(" %", "\u00a0%"), "91\u00a0% [85–97]"]
     wins = page.locator("figure.chart", has_text="Win rate against the start: by judge").first

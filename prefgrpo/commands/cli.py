@@ -68,9 +68,9 @@ FIELDS = {
     "rollout.guidance* rollout.sigmas rollout.shift rollout.source_area rollout.truncate_timesteps rollout.batch_size "
     "eval.prompts eval.height eval.width eval.frames eval.steps eval.guidance* memory.*",
     "evaluate": "seed dtype device data.cache rollout.height rollout.width rollout.frames rollout.steps "
-    "rollout.guidance* rollout.batch_size judge.model judge.endpoints judge.concurrency eval.prompts "
-    "eval.samples_per_prompt eval.max_prompts eval.height eval.width eval.frames eval.steps eval.guidance* eval.spec "
-    "eval.options eval.judge memory.* parallel.*",
+    "rollout.guidance* rollout.batch_size judge.backend judge.model judge.endpoints judge.concurrency "
+    "eval.prompts eval.samples_per_prompt eval.max_prompts eval.height eval.width eval.frames eval.steps "
+    "eval.guidance* eval.spec eval.options eval.judge memory.* parallel.*",
 }
 """The configuration's fields that --help shows: the most common ones of `train`, those that the others use."""
 

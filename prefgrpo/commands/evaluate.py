@@ -32,6 +32,7 @@ from prefgrpo.judge.verdict import PairJudge
 from prefgrpo.models import family_of
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
+from prefgrpo.report import write_report
 from prefgrpo.rewards import build, load_class
 from prefgrpo.rewards.base import PointwiseReward, Sample
 from prefgrpo.rewards.functions import FunctionPairwise
@@ -78,7 +79,8 @@ def recipe_of(target: str, prompts: str) -> tuple[Path | None, dict[str, Any]]:
     if Path(target).suffix in (".yaml", ".yml"):
         return Path(target), {}
     if not prompts:
-        raise ConfigError([f"--prompts: a model has no prompts of its own; expected a file of prompts for {target}"])
+        expected = f"expected a file of prompts for {target}, or a run (no config.yaml is in {target})"
+        raise ConfigError([f"--prompts: a model has no prompts of its own; {expected}"])
     name = Path(target).resolve().name
     return None, {"model": target, "name": name, "family": family_of(target), "data": {"prompts": prompts}}
 
@@ -192,7 +194,9 @@ def evaluate(
     given = {"--against": against != "base", "--judge2": bool(judge2)} if suite else {"--results": results is not None}
     given |= {} if suite else {"--question": bool(question), "--samples": samples > 0}
     if odd := [name for name, on in given.items() if on]:
-        raise ConfigError([f"{name}: expected {'no' if suite else 'a'} --suite with it" for name in odd])
+        more = {"--samples": ", or --eval.samples-per-prompt"}
+        wrong = "expected {} --suite with it".format("no" if suite else "a")
+        raise ConfigError([f"{name}: {wrong}{more.get(name, '')}" for name in odd])
     if suite and results is not None:
         return _report(load_suite(suite).read_results(results), {}, out or results.parent, suite)
     side = _side(config, target, weights)
@@ -200,10 +204,14 @@ def evaluate(
     world = parallel.start(config.device, config)
     try:
         if suite:
-            return _suite(side, load_suite(suite), suite, prompts, out or where / suite, samples, question, fps, world)
-        other = _other(side, against, against_weights)
-        place = out or where / f"against_{str(other).replace(' ', '_').rpartition('/')[2]}"
-        return _against(side, other, prompts, place, judge2, fps, world)
+            code = _suite(side, load_suite(suite), suite, prompts, out or where / suite, samples, question, fps, world)
+        else:
+            other = _other(side, against, against_weights)
+            place = out or where / f"against_{str(other).replace(' ', '_').rpartition('/')[2]}"
+            code = _against(side, other, prompts, place, judge2, fps, world)
+        if world.main and out is None and (run := _run_of(Path(target))):
+            print(f"also in {write_report(run.root)}")
+        return code
     finally:
         parallel.stop()
 

@@ -153,6 +153,11 @@ def draw(chart: Chart, steps: tuple[float, float]) -> Markup:
     axes, unit = _axes(chart, drawn, steps)
     suffix = f" {unit}" if unit else ""
     body = [_grid(axes, unit, chart), *(_area(axes, s) if chart.stacked else _curve(axes, s) for s in drawn)]
+    body += [
+        tag("text", text, class_="rule", x=WIDTH - RIGHT, y=float(axes.y(value)) - 4, text_anchor="end")
+        for value, text in chart.lines
+        if axes.y0 <= value <= axes.y1
+    ]
     cursor = tag("line", class_="cursor", y1=TOP, y2=HEIGHT - BOTTOM)
     name, box = f"{chart.title} over training steps", f"0 0 {WIDTH} {HEIGHT}"
     svg = tag("svg", *body, cursor, viewBox=box, role="img", aria_label=name)
@@ -229,7 +234,7 @@ def _axes(chart: Chart, series: list[Series], steps: tuple[float, float]) -> tup
 
 
 def _grid(axes: Axes, unit: str, chart: Chart) -> Markup:
-    """Grid lines, tick labels, the x title and the chart's own lines."""
+    """Grid lines, tick labels, the x title and the chart's own lines, whose labels stand above the curves."""
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     if axes.log:
         powers = range(math.ceil(math.log10(axes.y0)), math.floor(math.log10(axes.y1)) + 1)
@@ -251,11 +256,10 @@ def _grid(axes: Axes, unit: str, chart: Chart) -> Markup:
     if unit := (f"×{_power(axes.power)} " if axes.power else "") + unit:
         out.append(tag("text", unit.strip(), class_="unit", x=4, y=11))
     out.append(tag("text", "training step", class_="x", x=right, y=HEIGHT - 4, text_anchor="end"))
-    for value, text in chart.lines:
+    for value, _ in chart.lines:
         if axes.y0 <= value <= axes.y1:
             y = float(axes.y(value))
             out.append(tag("line", class_="rule", x1=LEFT, x2=right, y1=y, y2=y))
-            out.append(tag("text", text, class_="rule", x=right, y=y - 4, text_anchor="end"))
     return tag("g", *out)
 
 

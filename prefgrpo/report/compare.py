@@ -20,7 +20,7 @@ from prefgrpo.config.recipe import flatten
 from prefgrpo.report.browser import pair_id
 from prefgrpo.report.charts import COLOURS, Chart, Series, draw
 from prefgrpo.report.curves import curves, measure_names, readable, win_names
-from prefgrpo.report.headline import number, percent
+from prefgrpo.report.headline import certainty, number, percent, subject
 from prefgrpo.report.media import picture
 from prefgrpo.report.page import PAIR_PX, render, span
 from prefgrpo.report.run import EvalImages, Run, read_run
@@ -43,12 +43,15 @@ def write_comparison(folders: Sequence[Path], out: Path) -> Path:
     """Write the page `out` about the runs in `folders`. Raises FileNotFoundError if one holds no run."""
     runs = [read_run(Path(folder)) for folder in folders]
     found = variants(runs)
-    steps, charts = span(runs), [compared(found, part) for part in range(3)]
-    figures = [[figure for chart in part if (figure := draw(chart, steps))] for part in charts]
+    key, results, health = (compared(found, part) for part in range(3))
+    large = [chart for chart, first in key if first]
+    charts = [large, [c for c, first in key if not first] + [c for c, _ in results], [c for c, _ in health]]
+    figures = [[figure for chart in part if (figure := draw(chart, span(runs)))] for part in charts]
     images, items = _images(runs)
     page = render(
         "compare.html.j2",
         title=f"{len(runs)} runs compared",
+        subjects=list(dict.fromkeys(subject(run) for run in runs)),
         variants=[(v.label, _links(v, out), _differences(v, found)) for v in found],
         statuses=[f"{_name(run)}: {run.status}" for run in runs if run.status],
         table=_table(found),
@@ -102,12 +105,19 @@ def _table(found: list[Variant]) -> list[tuple[str, list[str]]]:
     """(measure, its value under every variant) of the last evaluation of each run's best set."""
     own = [[_numbers(run) for run in v.runs] for v in found]
     names = dict.fromkeys(name for runs in own for numbers in runs for name in numbers)
-    rows = [("evaluated", [", ".join(dict.fromkeys(_when(run) for run in v.runs)) for v in found])]
+    rows = []
+    for name, of in FACTS.items():
+        cells = [", ".join(dict.fromkeys(of(run) for run in v.runs)) or "–" for v in found]
+        rows += [(name, cells)] if name != "trained" or len(set(cells)) > 1 else []
     return rows + [(name, [_cell(name, [n[name] for n in runs if name in n]) for runs in own]) for name in names]
 
 
 def _when(run: Run) -> str:
     return f"{run.best_set}, step {run.evals[run.best_set].steps[-1]:.0f}" if run.best_set else "not yet"
+
+
+FACTS = {"trained": subject, "evaluated": _when, "against its start": lambda run: certainty(run)[0]}
+"""Rows of the table about a run as a whole."""
 
 
 def _numbers(run: Run) -> dict[str, tuple[float, ...]]:
@@ -141,21 +151,24 @@ def _cell(name: str, values: list[tuple[float, ...]]) -> str:
 # ---- curves ---------------------------------------------------------------------------------------------------------
 
 
-def compared(found: list[Variant], part: int) -> list[Chart]:
-    """A chart for every series of the runs' own charts (part 0 key, 1 results, 2 health), one curve per variant."""
+def compared(found: list[Variant], part: int) -> list[tuple[Chart, bool]]:
+    """A chart for every series of the runs' own charts (part 0 key, 1 results, 2 health), one curve per variant, and
+    whether it is the first series of its own. Sets that are evaluated at the end alone are in the table."""
     charts: dict[tuple[str, str], Chart] = {}
     drawn: dict[tuple[str, str], dict[int, list[Series]]] = {}
     for k, variant in enumerate(found):
         for run in variant.runs:
             for chart in curves(run)[part]:
-                for series in chart.series:
+                for series in (s for s in chart.series if not s.marks):
                     key = (chart.title, series.name)
                     charts.setdefault(key, chart)
                     drawn.setdefault(key, {}).setdefault(k, []).append(series)
-    out = []
+    out, titles = [], set[str]()
     for key, chart in charts.items():
         lines = [_over_seeds(own, found[k].label, k % COLOURS) for k, own in drawn[key].items()]
-        out.append(replace(chart, title=": ".join(filter(None, key)), series=lines, stacked=False, note=""))
+        whole = replace(chart, title=": ".join(filter(None, key)), series=lines, stacked=False, note="")
+        out.append((whole, key[0] not in titles))
+        titles.add(key[0])
     return out
 
 
@@ -210,5 +223,5 @@ def _place(images: EvalImages, prompt: str, k: int) -> int | None:
 
 def _summary(run: Run, outcome: Any) -> str:
     wins = outcome.wins if outcome else {}
-    words = [f"{who} {'won' if win > 0.5 else 'lost' if win < 0.5 else 'tied'}" for who, win in wins.items()]
+    words = [f"{readable(who)} {'won' if win > 0.5 else 'lost' if win < 0.5 else 'tied'}" for who, win in wins.items()]
     return f"{_name(run)} against its start: {', '.join(words)}" if words else ""

@@ -5,10 +5,13 @@ Colours mean the same everywhere: 0 the judge or the main value, 1 the second on
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from prefgrpo.report.charts import Chart, Series
 from prefgrpo.report.run import Rows, Run
+from prefgrpo.run.metrics import REWARD
 
 PHASES = ("rollout", "judge_wait", "update")
 SHOWN = ("time/judge/latency_", "time/reward/", "policy/", "reward/")
@@ -18,8 +21,8 @@ NOT_LISTED = ("advantage/zero_groups", "grad_norm", "time/judge/busy_s", "judge/
 
 
 def readable(name: str) -> str:
-    """A metric's name for people: 'scenes.all' → 'scenes · all', 'judge_wait' → 'judge wait'."""
-    return name.replace(".", " · ").replace("_", " ").replace("/", " · ")
+    """A metric's name for people: 'scenes.all' → 'scenes · all', 'my/rewards.py:right_colour' → 'right colour'."""
+    return name.rpartition(":")[2].replace(".", " · ").replace("_", " ").replace("/", " · ")
 
 
 def win_names(rows: Rows) -> list[str]:
@@ -32,7 +35,14 @@ def win_names(rows: Rows) -> list[str]:
 def measure_names(rows: Rows) -> list[str]:
     """Measures that exist before and now; 'x.all' after 'x', then the other parts."""
     names = [n for n in rows.columns if f"{n}_before" in rows]
-    return sorted(names, key=lambda n: (n.split(".")[0], "." in n, not n.endswith(".all")))
+    parts = {n: part_of(n, names) for n in names}
+    return sorted(names, key=lambda n: (parts[n][0], bool(parts[n][1]), parts[n][1] != "all"))
+
+
+def part_of(name: str, names: Iterable[str]) -> tuple[str, str]:
+    """(reward, part or "") of a measure. A reward is one of `names` too: that of one's own may hold dots."""
+    reward = min((n for n in names if name.startswith(f"{n}.")), key=len, default=name)
+    return reward, name[len(reward) + 1 :]
 
 
 def curves(run: Run) -> tuple[list[Chart], list[Chart], list[Chart]]:
@@ -83,16 +93,15 @@ def _wins(run: Run, watched: str) -> Chart:
 def _measures(rows: Rows, watched: str) -> list[Chart]:
     """One chart per measuring reward, its parts as lines."""
     charts: dict[str, list[tuple[str, str]]] = {}
-    for name in measure_names(rows):
-        reward, _, part = name.partition(".")
+    for name in (names := measure_names(rows)):
+        reward, part = part_of(name, names)
         charts.setdefault(reward, []).append((readable(part) or "overall", name))
     note = f"Mean over the images of the held-out set {watched}."
     return [Chart(f"Measured: {readable(reward)}", _series(rows, lines), note=note) for reward, lines in charts.items()]
 
 
 def _rewards(train: Rows) -> list[Chart]:
-    names = [n for n in train.columns if n.startswith("reward/") and n.count("/") == 1 and not n.endswith("_std")]
-    names = [n for n in names if n != "reward/missing"]
+    names = [n for n in train.columns if REWARD.fullmatch(n)]
     charts = []
     for k, name in enumerate(names):
         mean, std = train[name], train[f"{name}_std"]
@@ -151,7 +160,7 @@ def _time(train: Rows) -> list[Chart]:
     phases.sort(key=lambda n: PHASES.index(n) if n in PHASES else len(PHASES))
     overlap = [("judge at work", "judge/busy_s"), ("trainer waits for rewards", "judge_wait")]
     overlap = overlap if "time/judge/busy_s" in train else []
-    note = "First request to last answer; what the trainer did not wait for went on during the rollout."
+    note = "First request to last answer; what the trainer did not wait for went on during its own work."
     return [
         Chart("Time per step", _series(train, [(readable(n), n) for n in phases], "time/"), unit="s", stacked=True),
         Chart("Judge overlap", _series(train, overlap, "time/"), unit="s", include=(0.0,), note=note),

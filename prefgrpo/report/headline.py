@@ -46,6 +46,19 @@ def _wins(rows: Rows) -> list[tuple[str, str, list[str]]]:
     return wins
 
 
+def subject(run: Run) -> str:
+    """What was trained: weights, model, family, objective and rewards, as far as the configuration says; "" without a
+    model."""
+    train, family, weights = run.settings, run.config.get("family"), {k: w for k, w in run.trained_on.items() if w}
+    if not (model := "/".join(Path(str(run.config.get("model") or "")).parts[-2:])):
+        return ""
+    rank, objective = train.get("lora_rank"), readable(str(train.get("objective") or ""))
+    out = f"LoRA of rank {rank} on {model}" if rank else f"All weights of {model}" if rank == 0 else model
+    out += f" ({family})" if family else ""
+    goal = " + ".join(f"{w:g} {readable(name)}" if len(weights) > 1 else readable(name) for name, w in weights.items())
+    return f"{out}, trained by {objective} on {goal}" if objective and goal else out
+
+
 def judge_name(run: Run) -> str:
     """The judge that was asked, "" if none was."""
     judge = run.section("judge")
@@ -100,12 +113,21 @@ def agreement(outcomes: list[Outcome]) -> dict[str, tuple[int, int]]:
 
 def alarms(run: Run) -> list[str]:
     """What a reader must know before believing the result."""
-    out = [f"After step {step}, a sign of reward hacking: {text}." for step, text in run.alarms]
+    out = [f"After step {step}, a sign of reward hacking: {_in_words(run, text)}." for step, text in run.alarms]
     for name, text in (("judge/missing", "comparisons"), ("reward/missing", "rewards")):
         worst = run.train[name]
         if (many := worst > WARN_MISSING).any():
             out.append(f"In {many.sum()} steps more than {percent(WARN_MISSING)} of the {text} were missing.")
     return out
+
+
+def _in_words(run: Run, text: str) -> str:
+    """A text with the names of held-out metrics as people read them."""
+    names = [(f"{name}/{column}", column) for name, rows in run.evals.items() for column in rows.columns]
+    for name, column in sorted(names, key=lambda pair: -len(pair[0])):
+        win = column.startswith("win_")
+        text = text.replace(name, "win rate by " * win + readable(column[4:] if win else column))
+    return text
 
 
 def certainty(run: Run) -> tuple[str, str]:
@@ -132,6 +154,11 @@ def figures(run: Run) -> list[tuple[str, str, str, str]]:
     return (wins + measures)[:LARGE]
 
 
+def _listed(parts: list[str]) -> str:
+    """a, b and c."""
+    return " and ".join(part for part in (", ".join(parts[:-1]), *parts[-1:]) if part)
+
+
 def sentence(run: Run) -> str:
     """The result in one sentence; says so when there is none yet."""
     if run.best_set is None:
@@ -140,7 +167,8 @@ def sentence(run: Run) -> str:
         return "This run had no evaluation set (eval.prompts, eval.holdout), so there is no before/after result."
     rows = run.evals[run.best_set]
     wins = [f"{rate} by {judge}" + (f" ({details[0]})" if details else "") for judge, rate, details in _wins(rows)]
-    result = f"wins {' and '.join(wins)} against its own start from the same noise" if wins else "was measured"
+    wins[:1] = [win.replace(" by ", " of comparisons by ", 1) for win in wins[:1]]
+    result = f"beats its own start from the same noise in {_listed(wins)}" if wins else "was measured"
     names = [n for n in measure_names(rows) if "." not in n or n.endswith(".all")]
     moves = [f"{readable(n)} {number(rows.last(f'{n}_before'))} → {number(rows.last(n))}" for n in names]
     where = f"After {int(rows.steps[-1])} steps, on the held-out prompts ({run.best_set}), the policy"

@@ -21,11 +21,13 @@ import prefgrpo
 from prefgrpo.report.browser import KINDS, group_pairs, pairs
 from prefgrpo.report.charts import draw
 from prefgrpo.report.curves import curves, other_curves
-from prefgrpo.report.headline import alarms, certainty, facts, figures, sentence, table
+from prefgrpo.report.evaluations import Evaluation, read_evaluation
+from prefgrpo.report.headline import alarms, certainty, facts, figures, sentence, subject, table
 from prefgrpo.report.media import picture, still
 from prefgrpo.report.run import Run, read_run
 from prefgrpo.report.verdicts import draw_group
 from prefgrpo.run.checkpoint import write_atomic
+from prefgrpo.run.run_folder import RunFolder
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "numpy", "pillow")
 PAIR_PX, COURSE_PX = 384, 160
@@ -44,7 +46,7 @@ def write_report(folder: Path) -> Path:
     page = render(
         "page.html.j2",
         title=str(run.config.get("name") or folder.resolve().name),
-        model=str(run.config.get("model") or ""),
+        subject=subject(run),
         status=run.status,
         sentence=sentence(run),
         certainty=certainty(run),
@@ -53,6 +55,7 @@ def write_report(folder: Path) -> Path:
         alarms=alarms(run),
         watched=len(run.train.steps) > 0,
         table=table(run),
+        evaluations=_evaluations(run),
         pairs=shown,
         course=_course(run),
         key=[figure for _, figure in key],
@@ -110,6 +113,17 @@ def machine() -> list[tuple[str, str]]:
         rows.append(("memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"))
     gpus = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     return [*rows, ("GPU", ", ".join(f"{gpus.count(g)} × {g}" for g in dict.fromkeys(gpus)) or "none")]
+
+
+def _evaluations(run: Run) -> list[Evaluation]:
+    """Those of `prefgrpo evaluate`; a damaged file goes to the run's problems."""
+    found: list[Evaluation] = []
+    for file in RunFolder(run.folder).all_evaluations():
+        try:
+            found += read_evaluation(file)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            run.problems.append(f"{file.relative_to(run.folder)} could not be read: {error!r}")
+    return found
 
 
 def _pairs(run: Run) -> dict[str, Any] | None:

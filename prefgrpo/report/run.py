@@ -140,6 +140,11 @@ class Run:
         return self.section("train")
 
     @property
+    def trained_on(self) -> dict[str, float]:
+        """Weights of the rewards, empty if unknown."""
+        return _rewards(self.config)
+
+    @property
     def planned(self) -> int:
         """Steps in the configuration, 0 if unknown."""
         steps = self.settings.get("steps")
@@ -226,12 +231,7 @@ def read_run(folder: Path) -> Run:
 
 def _alarms(config: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
     """What the run warned of, found again in its rows."""
-    reward = config.get("reward")
-    try:
-        trained = parse_reward_spec(reward.get("spec", "") if isinstance(reward, dict) else "")
-    except RewardSpecError:
-        trained = {}
-    signs, out = Signs(name for name, weight in trained.items() if weight), []
+    signs, out = Signs(name for name, weight in _rewards(config).items() if weight), []
     for row in rows:
         numbers = {k: v for k, v in row.items() if not np.isnan(_number(v))} | {"set": row.get("set")}
         out += [
@@ -239,6 +239,15 @@ def _alarms(config: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[in
             for text in signs.add("eval" if row.get("kind") == "eval" else "train", numbers).values()
         ]
     return out
+
+
+def _rewards(config: dict[str, Any]) -> dict[str, float]:
+    """Weights of the rewards of a configuration, empty if it does not say."""
+    reward = config.get("reward")
+    try:
+        return parse_reward_spec(reward.get("spec", "") if isinstance(reward, dict) else "")
+    except RewardSpecError:
+        return {}
 
 
 def _columns(rows: list[dict[str, Any]]) -> Rows:

@@ -46,7 +46,10 @@ def open_client(judge: Any, template: str) -> tuple[Client, str]:
         return shared_client(judge.config), template
     config = _config(judge, template)
     if config.backend == "local":
-        raise JudgeError("this reward asks other questions than which of two is better: it needs a judge over http")
+        raise JudgeError(
+            "this reward asks more than which of two is better, which a judge in this process cannot answer: "
+            "serve one, and set judge.backend to http, judge.endpoints, and judge.model to its name or nothing"
+        )
     client.reach(config)
     return shared_client(config), config.template
 

@@ -113,6 +113,8 @@ def policy_metrics(rows: list[Tensor], world: World, names: Sequence[str] = METR
     return {k: float(v) for k, v in out.items()}
 
 
+REWARD = re.compile(r"reward/(?!missing$)([^/]+|.+:[^/]+)(?<!_std)")
+"""The mean of a reward; one's own may be named by a path, my/rewards.py:function."""
 PARTS_OF_WINS = ("_low", "_high", "_missing", "_first", "_second")
 """Endings of what is known about a win rate: its interval, missing comparisons, and the rate in either order."""
 
@@ -130,7 +132,7 @@ def step_line(
     if win_rate is not None:
         parts.append(f"held-out win rate {win_rate:.3f}")
     for key, value in values.items():
-        if re.fullmatch(r"reward/[^/]+(?<!_std)", key) and key != "reward/missing":
+        if REWARD.fullmatch(key):
             spread = values.get(f"{key}_std", 0.0)
             mean = f"{value:.3f}" + f"±{spread:.3f}" * (spread > 0)
             always_half = spread > 0 and abs(value - 0.5) < 5e-4  # the mean of win rates within a group

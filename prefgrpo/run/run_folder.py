@@ -2,6 +2,7 @@
 
 config.yaml  metrics.jsonl  judgements.jsonl  verdicts/  tensorboard/  checkpoints/step_000020/
 eval/dev_000050.npz, .json  groups/step_000050.npz  lora/ or pipeline/  proof.safetensors  report.html
+evaluations/step_000020_live/against_base/comparison.json
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class RunFolder:
         self.checkpoints = root / "checkpoints"
         self.eval = root / "eval"
         self.groups = root / "groups"
+        self.evaluations = root / "evaluations"
         self.proof = root / "proof.safetensors"
         self.report = root / "report.html"
 
@@ -69,6 +71,10 @@ class RunFolder:
     def all_groups(self) -> list[Path]:
         """Those of all steps, by step."""
         return sorted(self.groups.glob(f"step_{'[0-9]' * 6}.npz"))
+
+    def all_evaluations(self) -> list[Path]:
+        """What `prefgrpo evaluate` wrote: tables of suites and comparisons."""
+        return sorted(p for p in self.evaluations.glob("*/*/*.json") if p.name != "about.json")
 
     def checkpoint(self, step: int) -> Path:
         """The checkpoint after a step."""
