@@ -237,7 +237,9 @@ def test_evaluations_after_the_training_have_a_section(tmp_path):
     assert "Evaluations" in page.all("nav")[0].text
     (section,) = (s for s in page.all("section") if s.attributes["id"] == "evaluations")
     assert [s.text for s in section.all("summary")] == [
-        "step_000001_ema against base", "UniGenBench: step_000001_ema", "What is missing",
+        "step 1 (ema) against base: 75.0 % by dev · judge2, better",
+        "UniGenBench, step 1 (ema): 12.50 %",
+        "What is missing",
     ]  # fmt: skip
     cells = [[c.text for c in row.all("td")] for row in section.all("tr")]
     for wanted in (

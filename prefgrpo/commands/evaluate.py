@@ -194,9 +194,9 @@ def evaluate(
     given = {"--against": against != "base", "--judge2": bool(judge2)} if suite else {"--results": results is not None}
     given |= {} if suite else {"--question": bool(question), "--samples": samples > 0}
     if odd := [name for name, on in given.items() if on]:
-        other = {"--samples": ", or --eval.samples-per-prompt"}
-        wrong = "expected {} --suite with it".format("no" if suite else "a")
-        raise ConfigError([f"{name}: {wrong}{other.get(name, '')}" for name in odd])
+        expected = f"expected {'no' if suite else 'a'} --suite with it"
+        hint = {"--samples": ", or --eval.samples-per-prompt"}
+        raise ConfigError([f"{name}: {expected}{hint.get(name, '')}" for name in odd])
     if suite and results is not None:
         known = load_suite(suite).read_results(results)
         place = out or (results if results.is_dir() else results.parent)
