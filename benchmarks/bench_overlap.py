@@ -2,8 +2,9 @@
 
 The demo's rollout (scripts/demo/demo.yaml) with its groups judged by a server in a process of its own, which holds back
 every answer so that judging a step alone, with all samples there, takes as long as making them. Each round times the
-rollout without a judge, with the judge, and the judge alone; ratios are medians over the rounds. Writes
-results/judge_overlap.json and the block in docs/judging.md.
+rollout without a judge, with the judge, and the judge alone; ratios are medians over the rounds. A second part runs
+whole steps with a judge slower than the rollout, with rollout.staleness 0 and 1 in turn, in blocks of BLOCK steps.
+Writes results/judge_overlap.json and the blocks in docs/judging.md.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that spin would measure each other where cores are shared
 
@@ -31,7 +32,8 @@ from prefgrpo.data.media import Media
 from prefgrpo.rewards import build
 from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rewards.scorer import Scorer, StepScores
-from prefgrpo.run.session import Session, open_session
+from prefgrpo.run.session import Clock, Session, open_session
+from prefgrpo.run.trainer import TrainingLoop
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, DOCUMENT = ROOT / "benchmarks" / "results" / "judge_overlap.json", ROOT / "docs" / "judging.md"
@@ -39,6 +41,9 @@ PLAN, CONCURRENCY = "k_regular(4)", 2
 
 ALONE = 2
 """Rounds that also time judging alone."""
+BLOCK = 4
+"""Steps between two checkpoints, across which no samples are made."""
+PHASES = ("rollout", "judge_wait", "update")
 
 
 class Nothing(PointwiseReward):
@@ -148,8 +153,65 @@ def measure(prompts: int, batch: int, side: int, rounds: int, share: float) -> d
     return rounded(result)
 
 
+def trained(url: str, folder: str, prompts: int, batch: int, side: int, staleness: Literal[0, 1]) -> Config:
+    """`demo` with a second reward: the echo server's answers, always the same, would train nothing."""
+    config = demo(url, folder, prompts, batch, side)
+    return dataclasses.replace(
+        config,
+        rollout=dataclasses.replace(config.rollout, staleness=staleness),
+        reward=dataclasses.replace(config.reward, spec="vlm_pairwise:0.5,jpeg_compressibility:0.5"),
+        checkpoint=dataclasses.replace(config.checkpoint, every=BLOCK),
+    )
+
+
+def block(loop: TrainingLoop, number: int) -> dict[str, float]:
+    """Seconds of a block of steps per phase, its requests, and the mean share of ratios that were clipped."""
+    clock, metrics = Clock(), list[dict[str, float]]()
+    for step in range(number * BLOCK, (number + 1) * BLOCK):
+        metrics.append(loop.step(step, clock))
+    requests = sum(m["judge/requests"] for m in metrics)
+    clipped = statistics.mean(m["policy/clip_fraction"] for m in metrics)
+    print(
+        f"block {number}: " + ", ".join(f"{n} {s:.2f} s" for n, s in clock.seconds.items()), file=sys.stderr, flush=True
+    )
+    return clock.seconds | {"requests": requests, "clipped": clipped, "step": sum(clock.seconds.values())}
+
+
+def measure_staleness(prompts: int, batch: int, side: int, rounds: int, slow: float) -> dict[str, Any]:
+    """Per step, medians over the rounds; the server's delay is set for judging to take `slow` of the rollout's time."""
+    found: dict[str, list[dict[str, float]]] = {"0": [], "1": []}
+    with tempfile.TemporaryDirectory() as folder:
+        with echo_server() as url:
+            loop = TrainingLoop(trained(url, f"{folder}/quick", prompts, batch, side, 0))
+            quick = [block(loop, k) for k in range(2)][-1]
+            loop.close()
+        delay = slow * quick["rollout"] * CONCURRENCY / quick["requests"]
+        with echo_server("--delay", f"{delay:.4f}") as url:
+            loops = {
+                str(s): TrainingLoop(trained(url, f"{folder}/{s}", prompts, batch, side, s)) for s in (0, 1)
+            }  # fmt: skip
+            for k in range(rounds + 1):  # the first warms up
+                for name in ("0", "1") if k % 2 else ("1", "0"):
+                    found[name].append(block(loops[name], k))
+            for loop in loops.values():
+                loop.close()
+    ratios = [after["step"] / before["step"] for before, after in zip(found["0"][1:], found["1"][1:], strict=True)]
+    seconds = {
+        name: {key: statistics.median(b[key] for b in blocks[1:]) / BLOCK for key in (*PHASES, "step")}
+        for name, blocks in found.items()
+    }
+    result = {
+        "prompts": prompts, "group_size": loop.config.rollout.group_size, "batch_size": batch, "side": side,
+        "plan": PLAN, "requests": round(quick["requests"] / BLOCK), "concurrency": CONCURRENCY, "delay_s": delay,
+        "judge": slow, "block": BLOCK, "rounds": rounds, "seconds": seconds,
+        "clipped": {name: statistics.mean(b["clipped"] for b in blocks[1:]) for name, blocks in found.items()},
+        "ratio": statistics.median(ratios), "ratio_extremes": [min(ratios), max(ratios)],
+    }  # fmt: skip
+    return rounded(result)
+
+
 def table(found: dict[str, Any]) -> list[str]:
-    """The block of docs/judging.md."""
+    """The block of docs/judging.md about a rollout."""
     m, r, s = found["machine"], found["run"], found["run"]["seconds"]
     low, high = r["overhead_quartiles"]
     return [
@@ -166,6 +228,31 @@ def table(found: dict[str, Any]) -> list[str]:
     ]
 
 
+def steps_table(found: dict[str, Any]) -> list[str]:
+    """The block of docs/judging.md about whole steps."""
+    m, r = found["steps_machine"], found["steps"]
+    low, high = r["ratio_extremes"]
+    rows = [
+        f"| `rollout.staleness: {name}` | {s['rollout']:.2f} s | {s['judge_wait']:.2f} s | {s['update']:.2f} s "
+        f"| {s['step']:.2f} s | {s['judge_wait'] / s['step']:.0%} | {r['clipped'][name]:.0%} |"
+        for name, s in r["seconds"].items()
+    ]
+    return [
+        f"{r['prompts']} groups of {r['group_size']} at {r['side']}², made {r['batch_size']} at a time; "
+        f"{r['requests']} requests (`{r['plan']}`), {r['concurrency']} in flight, each held back "
+        f"{1e3 * r['delay_s']:.0f} ms, so that judging takes {r['judge']:g} × the rollout; a checkpoint every "
+        f"{r['block']} steps; {m['cpu']}, {m['cores']} cores shared with other work (load {m['load']:.1f} at the "
+        f"start), torch {found['torch']} on {found['threads']} thread, medians of {r['rounds']} interleaved rounds of "
+        f"{r['block']} steps, per step:",
+        "",
+        "| | rollout | waiting for the judge | update | step | of it waiting | ratios clipped |",
+        "|---|---|---|---|---|---|---|",
+        *rows,
+        "",
+        f"A step takes {r['ratio']:.2f} × as long with staleness 1 (rounds: {low:.2f} to {high:.2f}).",
+    ]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_overlap", description=__doc__)
@@ -174,18 +261,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=1, help="samples that are made at once")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--share", type=float, default=0.95, help="time of judging alone over that of the rollout")
+    parser.add_argument("--slow", type=float, default=1.5, help="the same, where whole steps are timed")
+    parser.add_argument(
+        "--part", choices=("all", "rollout", "steps"), default="all", help="the others stay as they are"
+    )
     parser.add_argument("--dry", action="store_true", help="write nothing")
-    parser.add_argument("--render", action="store_true", help="only the block, from the JSON")
+    parser.add_argument("--render", action="store_true", help="only the blocks, from the JSON")
     args = parser.parse_args(argv)
-    if args.render:
-        found = json.loads(RESULTS.read_text())
-    else:
-        found = {"machine": machine(), "torch": torch.__version__, "threads": torch.get_num_threads()}
-        found["run"] = measure(args.prompts, args.batch, args.side, args.rounds, args.share)
-    print(*table(found), sep="\n")
+    found = json.loads(RESULTS.read_text())
+    if not args.render:
+        found |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
+        if args.part != "steps":
+            found["machine"] = machine()
+            found["run"] = measure(args.prompts, args.batch, args.side, args.rounds, args.share)
+        if args.part != "rollout":
+            found["steps_machine"] = machine()
+            found["steps"] = measure_staleness(args.prompts, args.batch, args.side, args.rounds, args.slow)
+    print(*table(found), "", *steps_table(found), sep="\n")
     if not args.dry:
         write_json(RESULTS, found)
         replace_block(DOCUMENT, "overlap", table(found))
+        replace_block(DOCUMENT, "staleness", steps_table(found))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ text encoders; processes alternate, and a number is the median over all timed st
   predictions of guidance differentiated, as its checkout does.
 - as published: ours with what our recipe of the same method has instead: batches of a group where the peer's batch is
   one sample, and for SD3 a gradient through the conditional prediction alone.
+- compiled: the same with `compile: true`, after the steps that compile.
 
-Written to results/peers_train.json with the load of the machine; `--render` writes the tables of docs/integrations.md.
+Written to results/peers_train.json with the load of the machine, in place of what was there of the same peers and
+sizes; `--render` writes the tables of docs/integrations.md.
 """
 
 from __future__ import annotations
@@ -42,10 +44,19 @@ FULL = {"dance_grpo_flux"}
 """Peers that train all weights."""
 ALONE = {"dance_grpo_flux", "pref_grpo_flux"}
 """Peers whose forwards hold one sample, in rollout and training."""
+KINDS = ("same", "own", "compiled")
+"""Of ours: the peer's work, our recipe's settings where they differ, and these compiled."""
 
 
-def settings(name: str, work: Work, folder: Path, steps: int, published: bool) -> dict[str, Any]:
+def kinds(name: str, size: str) -> tuple[str, ...]:
+    """What is timed of ours: compiled only beside Pref-GRPO, at the size where the model is nearly all."""
+    differs = name in ALONE or name == "flow_grpo_sd3"
+    return KINDS if name == "pref_grpo_flux" and size == "wide" else KINDS[: 1 + differs]
+
+
+def settings(name: str, work: Work, folder: Path, steps: int, kind: str) -> dict[str, Any]:
     """prefgrpo's configuration for the work of a peer's training step."""
+    published = kind != "same"
     family, sde = PEERS[name].family, {"rule": "flow", "eta": 0.7}
     rollout: dict[str, Any] = {
         "height": work.side, "width": work.side, "steps": work.steps, "prompts_per_step": work.prompts,
@@ -67,13 +78,14 @@ def settings(name: str, work: Work, folder: Path, steps: int, published: bool) -
         train["guidance_gradient"] = "conditional"
     return {
         "model": str(folder), "family": family, "output": str(folder / "runs"), "name": "ours", "device": "cpu",
-        "dtype": "fp32", "gpus": 1, "data": {"prompts": str(folder / "train.txt"), "max_length": 128},
+        "dtype": "fp32", "gpus": 1, "compile": kind == "compiled",
+        "data": {"prompts": str(folder / "train.txt"), "max_length": 128},
         "reward": {"spec": "jpeg_compressibility"}, "rollout": rollout | sde, "train": train, "eval": {"every": 0},
         "checkpoint": {"every": 10**6},
     }  # fmt: skip
 
 
-def train(name: str, work: Work, steps: int, published: bool) -> list[float]:
+def train(name: str, work: Work, steps: int, kind: str) -> list[float]:
     """Seconds of each training step of ours, in this process."""
     import torch
     import transformers
@@ -94,7 +106,7 @@ def train(name: str, work: Work, steps: int, published: bool) -> list[float]:
 
     with tempfile.TemporaryDirectory() as folder:
         made = make_pipeline(PEERS[name].family, Path(folder), work)
-        loop = TrainingLoop(from_dict(settings(name, work, made, steps, published)), callbacks=Callbacks(timed))
+        loop = TrainingLoop(from_dict(settings(name, work, made, steps, kind)), callbacks=Callbacks(timed))
         start[0] = time.process_time()
         loop.run()
     return seconds
@@ -114,7 +126,7 @@ def apart(module: str, *arguments: str) -> dict[str, Any]:
 
 def measure(name: str, size: str, rounds: int, steps: int) -> dict[str, Any]:
     """One peer on one pipeline."""
-    work, timed = SIZES[size], {"peer": list[float](), "launcher": list[float](), "same": list[float](), "own": []}
+    work, timed = SIZES[size], {kind: list[float]() for kind in ("peer", "launcher", *kinds(name, size))}
     calls: dict[str, int] = {}
     ours = ["--ours", name, "--sizes", size, "--steps", str(steps)]
     for _ in range(rounds):
@@ -124,10 +136,9 @@ def measure(name: str, size: str, rounds: int, steps: int) -> dict[str, Any]:
         for row in rows[WARM:-COUNTED]:
             timed["launcher" if row["patched"] else "peer"].append(row["seconds"])
         calls |= {"launcher" if row["patched"] else "peer": row["calls"] for row in rows[-COUNTED:]}
-        timed["same"] += apart("benchmarks.bench_peers_train", *ours)["seconds"][WARM:]
-        if name in ALONE or name == "flow_grpo_sd3":
-            timed["own"] += apart("benchmarks.bench_peers_train", *ours, "--published")["seconds"][WARM:]
-    medians = {kind: statistics.median(values) for kind, values in timed.items() if values}
+        for kind in kinds(name, size):
+            timed[kind] += apart("benchmarks.bench_peers_train", *ours, "--kind", kind)["seconds"][WARM:]
+    medians = {kind: statistics.median(values) for kind, values in timed.items()}
     batch = 1 if name in ALONE else work.batch
     return {"peer": name, "size": size, "work": asdict(replace(work, batch=batch)), "seconds": medians, "calls": calls}
 
@@ -135,14 +146,15 @@ def measure(name: str, size: str, rounds: int, steps: int) -> dict[str, Any]:
 def tables(found: dict[str, Any]) -> list[str]:
     """The block of docs/integrations.md."""
     lines = [
-        "| trainer | pipeline | s | launcher, s | × | dispatcher calls | same work, s | × | as published, s | × |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| trainer | pipeline | s | launcher, s | × | dispatcher calls | same work, s | × | as published, s | × "
+        "| compiled, s | × |",
+        "|---|---|" + "---:|" * 10,
     ]
     for run in found["runs"]:
         s, calls = run["seconds"], run["calls"]
         cells = [f"{s['peer']:.2f}", f"{s['launcher']:.2f}", f"{s['peer'] / s['launcher']:.2f}"]
         cells += [f"{calls['peer']} → {calls['launcher']}"]
-        for kind in ("same", "own"):
+        for kind in KINDS:
             cells += [f"{s[kind]:.2f}", f"{s['peer'] / s[kind]:.2f}"] if kind in s else ["", ""]
         lines.append(f"| {run['peer']} | {run['size']} | {' | '.join(cells)} |")
     load, torch_version = found["machine"]["load"], found["machine"]["torch"]
@@ -164,21 +176,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=JSON)
     parser.add_argument("--render", action="store_true", help="only write the document's tables from the JSON")
     parser.add_argument("--ours", choices=PEERS, help=argparse.SUPPRESS)
-    parser.add_argument("--published", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--kind", choices=KINDS, default="same", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     if given.ours:
-        seconds = train(given.ours, SIZES[given.sizes[0]], WARM + given.steps, given.published)
+        seconds = train(given.ours, SIZES[given.sizes[0]], WARM + given.steps, given.kind)
         given.out.write_text(json.dumps({"seconds": seconds}))
         return
     if not given.render:
         from benchmarks.harness import machine
 
-        runs = []
+        known = json.loads(given.out.read_text())["runs"] if given.out.exists() else []
+        runs = {(run["peer"], run["size"]): run for run in known}
         for size in given.sizes:
             for name in given.peers:
-                runs.append(measure(name, size, given.rounds, given.steps))
-                print(json.dumps(rounded(runs[-1])), flush=True)
-                found = {"machine": machine("cpu"), "rounds": given.rounds, "steps": given.steps, "runs": runs}
+                runs[name, size] = rounded(measure(name, size, given.rounds, given.steps))
+                print(json.dumps(runs[name, size]), flush=True)
+                ordered = [runs[one, at] for at in SIZES for one in PEERS if (one, at) in runs]
+                found = {"machine": machine("cpu"), "rounds": given.rounds, "steps": given.steps, "runs": ordered}
                 write_json(given.out, rounded(found))
     if given.out == JSON:
         replace_block(PAGE, "peers_train", tables(json.loads(JSON.read_text())))

@@ -1,9 +1,9 @@
 """`python -m benchmarks.plan_recipes`: what every shipped kind of run needs, by `prefgrpo plan`, for docs/hardware.md.
 
 The recipes of README's table of families, LoRA and all weights: memory per GPU, seconds of a step, GPU-hours of the
-whole recipe, judge servers. Nothing is measured: the numbers are the plan's, at its
-own assumptions, found from models of a few blocks as tests/test_recipes.py does it (and holds against whole ones).
-Written to results/plan_recipes.json and docs/hardware.md; `--render` only writes the page.
+whole recipe, judge servers; for two of them what each lever would change. Nothing is measured: the numbers are the
+plan's, at its own assumptions, found from models of a few blocks as tests/test_recipes.py does it (and holds against
+whole ones). Written to results/plan_recipes.json and docs/hardware.md; `--render` only writes the page.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from benchmarks.blocks import replace_block, rounded, write_json
 from prefgrpo.config.schema import Config, load
 from prefgrpo.models import family
 from prefgrpo.run.memory import GIB
+from prefgrpo.run.plan import with_levers
 from prefgrpo.run.speed import HARDWARE, MFU, Machines, judge_servers, reuses_forwards, step_time
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,6 +31,8 @@ from model_configs import estimate  # noqa: E402
 
 JSON, PAGE = ROOT / "benchmarks" / "results" / "plan_recipes.json", ROOT / "docs" / "hardware.md"
 GPU, JUDGE_BILLIONS = "h100", 8.0
+WITH_LEVERS = ("prefgrpo/lora_flux", "prefgrpo/lora_wan")
+"""Recipes whose levers are planned too."""
 
 
 def recipes() -> list[Path]:
@@ -38,14 +41,15 @@ def recipes() -> list[Path]:
     return [ROOT / name for name in dict.fromkeys(re.findall(r"\]\((scripts/\w+/\w+\.yaml)\)", section))]
 
 
-def planned(config: Config) -> dict[str, Any]:
+def planned(config: Config, with_their_levers: bool = False) -> dict[str, Any]:
     """What `prefgrpo plan` prints of a recipe, on the GPUs that it is sized for."""
     with tempfile.TemporaryDirectory() as folder:
         whole = estimate(config, Path(folder))
     machines = Machines(HARDWARE[GPU], config.gpus, math.ceil(config.gpus / 8), MFU[config.compile])
     reuses = reuses_forwards(config, whole, HARDWARE[GPU].memory_gib)
     taken = step_time(config, whole.flop, whole.model, machines, reuses)
-    return {
+    levers = [list(row) for row in with_levers(config, whole, machines)] if with_their_levers else []
+    return ({"levers": levers} if levers else {}) | {
         "family": config.family,
         "model": config.model,
         "lora": config.train.lora_rank > 0,
@@ -90,6 +94,23 @@ def table(found: dict[str, Any], missing: Sequence[str] = ()) -> list[str]:
     return lines
 
 
+def levers_table(found: dict[str, Any]) -> list[str]:
+    """Images or clips per GPU and second with each lever alone, by recipe."""
+    known = [name for name in WITH_LEVERS if "levers" in found.get(name, {})]
+    rows = {name: {lever: (rate, gib) for lever, rate, gib in found[name]["levers"]} for name in known}
+    lines = ["| lever | " + " | ".join(f"`{name}` | × | GiB" for name in known) + " |"]
+    lines.append("|---" + "|---:" * 3 * len(known) + "|")
+    for lever in dict.fromkeys(lever for own in rows.values() for lever in own):
+        cells = []
+        for own in rows.values():
+            rate, gib = own.get(lever, (0.0, 0.0))
+            ratio = f"×{rate / own['none of them'][0]:.2f}"
+            too_much = " (does not fit)" * (gib > HARDWARE[GPU].memory_gib)
+            cells += [f"{rate:.3g}", ratio, f"{gib:.0f}{too_much}"] if rate else [""] * 3
+        lines.append(f"| {lever} | {' | '.join(cells)} |")
+    return lines if known else []
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -99,12 +120,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     known: dict[str, Any] = json.loads(JSON.read_text()) if JSON.is_file() else {}
     for name in [] if given.render else given.only:
-        known[name] = rounded(planned(load(paths[name])))
+        known[name] = rounded(planned(load(paths[name]), name in WITH_LEVERS))
         print(name, known[name], flush=True)
         write_json(JSON, {name: known[name] for name in paths if name in known})
     found = {name: known[name] for name in paths if name in known}
     missing = [name for name in paths if name not in known]
     replace_block(PAGE, "plan_recipes", table(found, missing))
+    replace_block(PAGE, "plan_levers", levers_table(found))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,8 @@ void with_scratch(const AffineParams& given, Launch launch, int planes) {
   for (int64_t i = 0; given.index && i < given.batch; ++i)
     if (given.index[i] < 0 || given.index[i] >= given.rows)
       throw std::out_of_range("index: " + std::to_string(given.index[i]) + " is not within the " +
-                              std::to_string(given.rows) + " rows of coef");
+                              std::to_string(given.rows) + " rows of coef" +
+                              (given.index[i] == -1 ? ", or cu_seqlens do not ascend from 0 to all tokens" : ""));
   const CpuKernels& k = *chosen().kernels;
   AffineParams p = given;
   const int64_t size = planes * p.batch * k.partials_of(p.dim, p.rescale_dim);

@@ -50,6 +50,14 @@ def test_the_overlap_runs(monkeypatch):
     assert set(found["seconds"]) == {"rollout", "with_judge", "judge", "wait"}
 
 
+def test_steps_with_and_without_staleness_are_timed(monkeypatch):
+    monkeypatch.setattr(bench_overlap, "BLOCK", 2)
+    found = bench_overlap.measure_staleness(prompts=2, batch=8, side=32, rounds=1, slow=1.0)
+    assert found["requests"] == 2 * 16 and found["delay_s"] > 0 and found["seconds"].keys() == {"0", "1"}
+    for s in found["seconds"].values():
+        assert s["update"] > 0 and s["step"] == pytest.approx(s["rollout"] + s["judge_wait"] + s["update"], rel=1e-3)
+
+
 def test_the_tiny_judge_is_measured_on_real_groups():
     groups = judge_plans.tiny_groups(2)
     assert groups.verdicts.shape == (2, 24, 24) and np.isnan(groups.verdicts).sum() == 2 * 24
@@ -64,6 +72,7 @@ def test_the_tiny_judge_is_measured_on_real_groups():
         ("plans", judge_plans, judge_plans.block),
         ("client", bench_judge, bench_judge.table),
         ("overlap", bench_overlap, bench_overlap.table),
+        ("staleness", bench_overlap, bench_overlap.steps_table),
     ],
 )
 def test_the_document_is_rendered_from_the_results(root, name, module, lines):

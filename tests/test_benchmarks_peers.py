@@ -13,13 +13,13 @@ from benchmarks.peer_runs import PEERS
 from prefgrpo.config.schema import from_dict
 
 
-@pytest.mark.parametrize("published", [False, True])
+@pytest.mark.parametrize("kind", bench_peers_train.KINDS)
 @pytest.mark.parametrize("name", PEERS)
-def test_our_side_does_the_same_work(tmp_path, name, published):
+def test_our_side_does_the_same_work(tmp_path, name, kind):
     """As many samples, trained steps and updates as the peer; other batches and gradients only where it is said."""
     for work in SIZES.values():
-        config = from_dict(settings(name, work, tmp_path, 3, published))
-        r, t = config.rollout, config.train
+        config = from_dict(settings(name, work, tmp_path, 3, kind))
+        r, t, published = config.rollout, config.train, kind != "same"
         assert (r.prompts_per_step, r.group_size, r.steps) == (work.prompts, work.group, work.steps)
         assert r.window_high == r.window_size == 0, "all steps but the last"
         assert t.updates_per_rollout == work.updates and t.kl_coef == (work.kl if "flow_grpo" in name else 0.0)
@@ -30,7 +30,7 @@ def test_our_side_does_the_same_work(tmp_path, name, published):
 
 
 def test_a_step_of_ours_is_timed():
-    seconds = bench_peers_train.train("dance_grpo_flux", SIZES["tiny"], 2, True)
+    seconds = bench_peers_train.train("dance_grpo_flux", SIZES["tiny"], 2, "own")
     assert len(seconds) == 2 and min(seconds) > 0
 
 

@@ -150,6 +150,7 @@ def test_the_hardware_page_is_what_its_results_render_to():
     names = {path.relative_to(ROOT / "scripts").with_suffix("").as_posix(): path for path in plan_recipes.recipes()}
     lines = plan_recipes.table(found, [name for name in names if name not in found])
     assert split(page, "plan_recipes")[1] == "\n" + "\n".join(lines) + "\n\n"
+    assert split(page, "plan_levers")[1] == "\n" + "\n".join(plan_recipes.levers_table(found)) + "\n\n"
     for name, path in names.items():
         if name in found:
             recipe, row = plan_recipes.load(path), found[name]

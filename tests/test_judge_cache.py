@@ -5,6 +5,8 @@ prompt, media, source, order), must survive kill -9 and torn or foreign lines, m
 hold nothing that failed. A hedge must help with a slow server, never ask more than twice, and change no value.
 """
 
+from collections import Counter
+
 import pytest
 from judge_server import MODEL, JudgeServer, free_port
 from test_judge_faults import FAST, ask, judge, media, missing, until
@@ -14,7 +16,7 @@ from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.judge import cache
 from prefgrpo.judge.cache import AnswerCache, shared_cache
 from prefgrpo.judge.client import HttpJudge, check
-from prefgrpo.judge.traffic import TRAFFIC, metrics
+from prefgrpo.judge.traffic import counted, metrics
 from prefgrpo.judge.verdict import Answer, JudgeError
 
 TEXT = "user: '{prompt} {media_1} {media_2}'\nlabels: ['1', '2']\nprefill: 'Image '\n"
@@ -162,12 +164,12 @@ def test_a_run_that_was_killed_before_its_checkpoint_asks_for_nothing_twice(tmp_
 
 
 def test_traffic_is_counted(tmp_path):
-    before = TRAFFIC.copy()
-    assert metrics(before) == {}
-    with JudgeServer("garbage", count=1) as server:
+    done = Counter()
+    assert metrics(done) == {}
+    with JudgeServer("garbage", count=1) as server, counted(done):
         for _ in range(2):
             ask(judge(server.url, cache=str(tmp_path / "v"), model=MODEL, concurrency=1))
-    found = metrics(before)
+    found = metrics(done)
     assert 0 < found.pop("judge/wasted_share") < 1, "of two requests nothing could be read from one"
     assert found == {"judge/cache_hits": 1.0, "judge/hedges": 0.0, "judge/parse_failure_rate": 0.25}
 
@@ -176,11 +178,11 @@ def test_traffic_is_counted(tmp_path):
 
 
 def test_a_slow_request_is_sent_to_a_second_server_and_the_first_answer_counts():
-    before = TRAFFIC.copy()
-    with JudgeServer("hang chat") as slow, JudgeServer() as quick:
+    done = Counter()
+    with JudgeServer("hang chat") as slow, JudgeServer() as quick, counted(done):
         verdicts = ask(judge(slow.url, quick.url, hedge_s=0.2, timeout_s=60.0), 4)
         assert [v.first > 0.5 for v in verdicts] == [False, True] * 4 and all(v.retries == 0 for v in verdicts)
-        assert 1 <= metrics(before)["judge/hedges"] <= 8
+        assert 1 <= metrics(done)["judge/hedges"] <= 8
         until(lambda: not slow.in_flight)
 
 

@@ -6,6 +6,7 @@ worst ratio misleads the person who tunes the run; and a log line must exist onc
 
 import json
 import pickle
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefgrpo.judge import traffic
-from prefgrpo.judge.traffic import TRAFFIC
 from prefgrpo.judge.verdict import Verdict
 from prefgrpo.ops import METRICS
 from prefgrpo.parallel.world import World
@@ -145,9 +145,7 @@ def test_every_metric_is_reduced_over_ranks_as_its_producer_says():
     assert found["reward/x"] == 0.25 and found["only/b"] == 7.0
     timed = {"retries", "busy_s", "wait_s", "queue_max", "queue_mean", "latency_p50", "latency_p95"}
     assert {name for name in found if name.startswith("time/")} == {f"time/judge/{name}" for name in timed}
-    before, TRAFFIC["questions"] = TRAFFIC.copy(), TRAFFIC["questions"] + 2
-    TRAFFIC["cache_hits"] += 1
-    found = over_ranks(m := traffic.metrics(before), TwoRanks(m))
+    found = over_ranks(m := traffic.metrics(Counter(questions=2, cache_hits=1)), TwoRanks(m))
     assert found == {"time/judge/cache_hits": 2, "time/judge/hedges": 0, "judge/parse_failure_rate": 0}
     assert over_ranks({}, ALONE) == {}
     assert pickle.loads(pickle.dumps(a["judge/requests"])).reduction == "sum"

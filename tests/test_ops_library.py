@@ -9,8 +9,11 @@ inside an op (Triton's interpreter is no part of a graph).
 """
 
 import itertools
+import re
 import shutil
-from typing import ClassVar
+import subprocess
+from pathlib import Path
+from typing import ClassVar, get_args
 
 import pytest
 import torch
@@ -29,9 +32,11 @@ from prefgrpo.ops import (
     library,
     philox_normal,
     policy_loss,
+    replay_policy_grad,
     winrate_advantage,
 )
-from prefgrpo.ops.backend import BACKENDS, implementation
+from prefgrpo.ops.args import Combine, Std
+from prefgrpo.ops.backend import BACKENDS, extension, implementation
 
 kernels = pytest.mark.parametrize("backend", ON_GPU if DEVICE == "cuda" else [b for b in ON_CPU if b != "triton"])
 
@@ -45,7 +50,7 @@ LAYOUTS = {
     "turned": lambda t: t.mT.contiguous().mT if t.dim() > 1 else t.repeat_interleave(2)[::2],
     "slices": lambda t: torch.stack((t, t), 1)[:, 1],
     "one for all": lambda t: t[:1].expand_as(t),
-    "negated": torch._neg_view,
+    "negated": lambda t: torch._neg_view(-t),
     "no samples": lambda t: t[:0],
 }
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -90,13 +95,48 @@ def with_leaves(name, given):
     return [t.requires_grad_() if f in flows and t is not None else t for f, t in zip(fields, own, strict=True)]
 
 
+def options(x_dtype, v_dtype, out_dtype):
+    """(op, arguments) of every op with every combination of its options; contiguous."""
+    c = make((4, 6), 3, x_dtype, v_dtype)
+    column, sigma = torch.rand(3, device=DEVICE), torch.rand(4, device=DEVICE)
+    steps, flags = torch.stack((column, column), 1), (False, True)
+    pairs = [(None, 0.0, False, False), *((c.u, 2.0, *both) for both in itertools.product(flags, flags))]
+    noises = (None, 0, None, None, 0), (c.eps, 0, None, None, 0), (None, 7, c.index, c.index, 2)
+
+    def each(*options):
+        return itertools.product(*((None, option) for option in options))
+
+    tables = (c.coef, c.index, sigma), (c.rows, None, sigma[:3])
+    for (coef, row, levels), pair in itertools.product(tables, pairs):
+        for noise, mean, (x0,) in itertools.product(noises, flags, each(levels)):
+            yield "affine_step", (c.x, c.v, coef, row, *pair, *noise, out_dtype, mean, x0)
+        for others in each(c.v_ref, c.v_old):
+            given = (c.x, c.v, c.eps, coef, row, *pair, *others)
+            yield "affine_logp", given
+            for upstream in each(column, column, -column):
+                if all(g is None or t is not None for g, t in zip(upstream[1:], others, strict=True)):
+                    yield "affine_grad", (*given, *upstream)
+    for logp in (column, steps):
+        for weight, mask, kl, delta, n in each(logp, logp > 0.5, logp, logp - 0.5, 7.0):
+            yield "policy_loss", (logp, logp * 0.9, logp - 0.3, 0.1, 0.2, 5.0, weight, mask, kl, 0.1, delta, n)
+    rewards, ids = torch.rand(2, 5, device=DEVICE), torch.tensor([4, 9, 4, 4, 9], device=DEVICE)
+    for combine, std, ddof, rank in itertools.product(get_args(Combine), get_args(Std), (0, 1), flags):
+        yield "group_advantage", (rewards, ids, sigma[:2], combine, std, 1e-4, ddof, rank)
+    for std, ddof in itertools.product(get_args(Std), (0, 1)):
+        yield (
+            "winrate_advantage",
+            (torch.rand(2, 3, 3, device=DEVICE), torch.ones(2, 3, 3, device=DEVICE), std, 1e-4, ddof),
+        )
+
+
 CALLS = [name for name, _ in table("contiguous", F32, F32, F32)]
-OPCHECK = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+PROMISES = ("test_schema", "test_autograd_registration", "test_faketensor")
+IN_GRAPHS = (*PROMISES, "test_aot_dispatch_dynamic")  # 20 times as long
 
 
-def opcheck(name, given):
+def opcheck(name, given, tests=IN_GRAPHS):
     op = getattr(torch.ops.prefgrpo, name).default
-    torch.library.opcheck(op, tuple(with_leaves(name, given)), test_utils=OPCHECK)
+    torch.library.opcheck(op, tuple(with_leaves(name, given)), test_utils=tests)
 
 
 @kernels
@@ -108,11 +148,36 @@ def test_opcheck(call, backend):
 
 @pytest.mark.full
 @kernels
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "negated"])  # which gives NaN
-def test_opcheck_of_other_layouts(layout, backend):
-    for name, given in table(layout, F32, F32, F32):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_opcheck_over_dtypes(layout, backend):
+    """Every triple of dtypes; those of MIXTURES in graphs too. A call whose dtypes came before is not repeated."""
+    seen = set()
+    for mixture in sorted(itertools.product((F32, BF16, F16, F64), repeat=3), key=lambda m: m not in MIXTURES):
+        for k, (name, given) in enumerate(table(layout, *mixture)):
+            kind = k, *(getattr(t, "dtype", t) for t in given if isinstance(t, torch.Tensor | torch.dtype))
+            if kind not in seen:
+                seen.add(kind)
+                with serve(backend):
+                    opcheck(name, given, IN_GRAPHS if mixture in MIXTURES else PROMISES)
+
+
+@pytest.mark.full
+@kernels
+@pytest.mark.parametrize("mixture", [MIXTURES[0], MIXTURES[2]], ids=str)
+def test_opcheck_over_options(mixture, backend):
+    for name, given in options(*mixture):
         with serve(backend):
-            opcheck(name, given)
+            opcheck(name, given, PROMISES)
+
+
+@pytest.mark.parametrize("backend", [b for b in (ON_GPU if DEVICE == "cuda" else ON_CPU[:1]) if b != "torch"])
+def test_every_combination_of_options_agrees_with_torch(backend):
+    for name, given in options(F32, F32, F32):
+        results = []
+        for served in (backend, "torch"):
+            with serve(served):
+                results.append(getattr(torch.ops.prefgrpo, name)(*given))
+        torch.testing.assert_close(*results, rtol=2e-5, atol=2e-6, msg=lambda text, call=name: f"{call}: {text}")
 
 
 def test_every_backend_has_every_op():
@@ -192,14 +257,22 @@ def test_one_graph_equals_eager(backend):
 
 
 class Exported(torch.nn.Module):
-    """`training_step` without its gradient, which an exported program has not."""
+    """Every op, without the gradients of autograd, which an exported program has not; the last results are in bf16."""
 
     def forward(self, *given):
-        return training_step(*given)
+        x, v, u, ref, old, coef, index, ids = given
+        half, pair = x.mT.bfloat16(), Guidance(u.mT, 1.5, from_cond=True)
+        step = affine_step(half, v.mT, coef, index, noise=ref.mT, guidance=pair, x0_sigma=coef[:, 0])
+        losses = {"advantage": ids.float(), "clip_low": 0.1, "kl_coef": 0.1, "denominator": 7.0, "mask": ids > 0}
+        grad = replay_policy_grad(
+            half, v.mT, step.x_next, coef, index, step.logp - 0.1, v_ref=old.mT, guidance=pair, **losses
+        )
+        ranks = group_advantage(x[:, :2, 0].T, ids % 2, std="global", combine="weighted_advantage_sum", rank=True)
+        return *training_step(*given), step.x_next, step.x0, grad.dv, grad.du, grad.metrics, ranks
 
 
 def exported(backend):
-    """The program for any batch of 2 to 64, after a look at its results for another batch than it was made with."""
+    """The program for any batch of 2 to 64, and inputs of another batch than it was made with."""
     count = torch.export.Dim("count", min=2, max=64)
     with serve(backend), torch.no_grad():
         given = tuple(t.detach() for t in inputs(batch=4))
@@ -212,21 +285,49 @@ def exported(backend):
 def test_an_exported_program_holds_for_other_batches(backend):
     program, given = exported(backend)
     seen = {node.target.name() for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
-    assert seen >= {"prefgrpo::affine_step", "prefgrpo::affine_logp", "prefgrpo::policy_loss"}
+    assert seen >= {f"prefgrpo::{name}" for name in CALLS}
     with serve(backend), torch.no_grad():
-        for got, want in zip(program.module()(*given), training_step(*given), strict=True):
+        for got, want in zip(program.module()(*given), Exported()(*given), strict=True):
             assert torch.equal(got, want)
 
 
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
-def test_an_aot_inductor_package_runs_where_the_ops_are_imported(tmp_path):
+def test_an_aot_inductor_package_runs_with_python_and_without(tmp_path, root):
+    """Without: by the C++ program of docs/ops.md, linked with libtorch alone, which finds the ops in prefgrpo._C."""
     backend = "cuda" if DEVICE == "cuda" else "cpu"
     program, given = exported(backend)
     with serve(backend), torch.no_grad():
-        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "step.pt2"))
-        for got, want in zip(torch._inductor.aoti_load_package(path)(*given), training_step(*given), strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+        want = Exported()(*given)
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "step.pt2"))
+        results = [torch._inductor.aoti_load_package(package)(*given)]
+    if DEVICE == "cpu":
+        source, binary, files = tmp_path / "step.cpp", tmp_path / "step", [tmp_path / "inputs", tmp_path / "results"]
+        source.write_text(re.findall(r"```cpp\n(.*?)```", (root / "docs" / "ops.md").read_text(), re.DOTALL)[0])
+        library = Path(torch.__file__).parent / "lib"
+        where = [f"-I{library.parent / 'include'}", f"-L{library}", f"-Wl,-rpath,{library}"]
+        build = ["g++", "-std=c++20", source, "-o", binary, *where, "-ltorch", "-ltorch_cpu", "-lc10"]
+        subprocess.run(build, check=True)
+        torch.save(list(given), files[0])
+        env = {"OMP_NUM_THREADS": "1", "LD_DEBUG": "files", "LD_DEBUG_OUTPUT": str(tmp_path / "loaded")}
+        subprocess.run([binary, extension().__file__, package, *files], check=True, env=env)
+        (loaded,) = tmp_path.glob("loaded.*")
+        assert "_C.abi3.so" in loaded.read_text() and "libpython" not in loaded.read_text()
+        results.append(torch.load(files[1], weights_only=False))
+    for got in results:
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_schemas_without_python_are_those_with_it(root):
+    """csrc/torch_library.cpp registers every op by its schema here."""
+    text = (root / "csrc" / "torch_library.cpp").read_text()
+    for name, value in reversed(re.findall(r"#define (PG_PAIR|PG_REPLAY) (.*)", text)):
+        text = text.replace(f" {name} ", f" {value} ").replace(f" {name}\n", f" {value}\n")
+    text = re.sub(r'"\s+"', "", text)
+    found = dict(re.findall(r'\{"(\w+)",\s+"(\(.*?)",\s+Boxed<\1>::call\}', text))
+    ops = {name: str(getattr(torch.ops.prefgrpo, name).default._schema) for name in CALLS}
+    assert {f"prefgrpo::{name}{schema}" for name, schema in found.items()} == set(ops.values())
 
 
 def inputs(seed=0, batch=3):

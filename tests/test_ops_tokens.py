@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from ops_cases import DEVICE, TABLE, assert_close, each_backend, make, serve
+from ops_cases import DEVICE, assert_close, each_backend, make, serve
 
 from prefgrpo.ops import (
     Guidance,
@@ -47,7 +47,7 @@ def truth(c, x_next, index, mask, segment, divisor, scale, grad):
     out = []
     for t in each:
         t = torch.where(keep, t, 0.0)
-        out.append(torch.stack([t[segment == i].sum() for i in range(int(segment.max()) + 1)]))
+        out.append(torch.stack([t[segment == i].sum() for i in range(grad.shape[1])]))
     count = torch.stack([keep[segment == i].sum() for i in range(len(out[0]))]).double().clamp_min(1)
     out = [t / (count if divisor is None else divisor) for t in out]
     gradients = torch.autograd.grad(
@@ -71,6 +71,7 @@ CASES = {
     "elements masked": (TOKENS, {"mask": keep(3, 7, 16)}),
     "one mask for all": (TOKENS, {"mask": keep(1, 7)}),
     "one row for all": (TOKENS, {"index": 2, "divisor": 5.0}),
+    "one row for all, as that of one frame": (TOKENS, {"index": rows(1, 1)}),
     "a row per token": (TOKENS, {"index": rows(3, 7)}),
     "a row per token, masked": (TOKENS, {"index": rows(3, 7).int(), "mask": keep(3, 7)}),
     "a row per element": (TOKENS, {"index": rows(3, 7, 16), "mask": keep(3, 7, 16)}),
@@ -82,6 +83,9 @@ CASES = {
     ),
     "packed": ((11, 16), {"cu_seqlens": [0, 4, 5, 11], "index": rows(3)}),
     "packed, a row per token": ((11, 16), {"cu_seqlens": [0, 4, 5, 11], "index": rows(11)}),
+    "packed, some without tokens": ((6, 16), {"cu_seqlens": [0, 0, 2, 6, 6], "index": rows(4)}),
+    "packed, as many as tokens": ((3, 16), {"cu_seqlens": [0, 2, 2, 3], "index": rows(3)}),
+    "packed, as many, a row per token": ((3, 16), {"cu_seqlens": [0, 2, 2, 3], "index": rows(3, 1)}),
     "packed and masked": ((11, 16), {"cu_seqlens": [0, 4, 5, 11], "index": rows(3), "mask": keep(11)}),
     "packed, sums": ((11, 2, 8), {"cu_seqlens": [0, 2, 11], "index": 0, "divisor": 1}),
     "sums": (TOKENS, {"divisor": 1.0}),
@@ -100,13 +104,12 @@ def test_against_the_formula_of_one_element(backend, name, guided, dtypes):
     c = make(shape[1:], shape[0], *dtypes)
     options = {"index": c.index, **options}
     mask, divisor, index = options.get("mask"), options.get("divisor"), options["index"]
-    segment, given = torch.arange(shape[0]), dict(options)
+    batch, segment, given = shape[0], torch.arange(shape[0]), dict(options)
     if lengths := options.get("cu_seqlens"):
-        segment = torch.repeat_interleave(torch.tensor(lengths).diff())
+        batch, segment = len(lengths) - 1, torch.repeat_interleave(torch.tensor(lengths).diff())
         given["cu_seqlens"] = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-        if isinstance(index, torch.Tensor) and len(index) < shape[0]:
+        if isinstance(index, torch.Tensor) and index.shape == (batch,):
             index = index[segment.to(DEVICE)]
-    batch = int(segment.max()) + 1
     index = torch.full((shape[0],), index, device=DEVICE) if isinstance(index, int) else index.long()
     noise = (
         c.eps if lengths else NoiseAddress(5, torch.arange(batch, device=DEVICE), torch.arange(batch, device=DEVICE))
@@ -235,7 +238,9 @@ def tokens(**options):
 
 def step(out=None, **options):
     c = make((7, 16), 3, F32, F32)
-    return affine_step(c.x, c.v, c.coef, **{"index": c.index, "noise": None, **options}, out=c.x if out == "x" else out)
+    return affine_step(
+        c.x, c.v, c.coef, **{"index": c.index, "noise": None, **options}, out=out(c) if callable(out) else out
+    )
 
 
 IDS = torch.arange(3, device=DEVICE)
@@ -259,7 +264,8 @@ REFUSED = {
     "out shape": (lambda: step(out=torch.empty(3, 7, 15, device=DEVICE)), ValueError, r"out: expected torch\.float32"),
     "out dtype": (lambda: step(out=torch.empty(3, 7, 16, device=DEVICE).half()), ValueError, "out: expected"),
     "out strides": (lambda: step(out=torch.empty(3, 16, 7, device=DEVICE).mT), ValueError, "contiguous memory"),
-    "out is x": (lambda: step(out="x"), ValueError, "is no input"),
+    "out is x": (lambda: step(out=lambda c: c.x), ValueError, "shares no memory"),
+    "out is a view of v": (lambda: step(out=lambda c: c.v[:]), ValueError, "shares no memory"),
 }  # fmt: skip
 
 
@@ -270,12 +276,31 @@ def test_refused(name):
         call()
 
 
-def test_an_index_outside_the_table_is_found_in_tokens_too():
-    index = torch.zeros(3, 7, dtype=torch.int64, device=DEVICE)
-    index[1, 2] = len(TABLE)
-    try:
-        out = tokens(index=index)
-    except IndexError:
-        assert DEVICE == "cpu"
-    else:  # on a GPU nothing is read back
-        assert out.logp.isnan().tolist() == [False, True, False]
+OUTSIDE = torch.tensor([[0, 1, 0], [0, 4, 0], [3, 2, 1]], device=DEVICE)
+BAD_PACKS = [[0, 2, 4], [0, 2, 2], [1, 3, 3], [0, 4, 3], [0, -1, 3]]
+
+
+@each_backend
+@pytest.mark.parametrize("packs", [None, *BAD_PACKS], ids=str)
+def test_what_only_values_show_is_found_in_tokens_too(backend, packs):
+    """An index outside the table; packs that do not ascend from 0 to the number of tokens, which reach no memory."""
+    c = make((3, 16) if packs is None else (16,), 3, F32, F32)
+    options = {"index": OUTSIDE} if packs is None else {"index": 0, "cu_seqlens": torch.tensor(packs, device=DEVICE)}
+    with serve(backend):
+        try:
+            out = affine_logp(c.x, c.v, c.eps, c.coef, **options)
+        except IndexError:
+            assert DEVICE == "cpu" and backend != "triton"
+        else:  # on a GPU nothing is read back
+            assert out.logp.isnan().any()
+
+
+def test_out_may_lie_beside_an_input():
+    """In one buffer of several steps; where the two meet it is refused."""
+    c = make((7, 16), 3, F32, F32)
+    want = affine_step(c.x, c.v, c.coef, c.index, noise=c.eps)
+    buffer = torch.stack((c.x, torch.zeros_like(c.x)))
+    got = affine_step(buffer[0], c.v, c.coef, c.index, noise=c.eps, out=buffer[1])
+    assert got.x_next.data_ptr() == buffer[1].data_ptr() and torch.equal(buffer[1], want.x_next)
+    with pytest.raises(ValueError, match="shares no memory"):
+        affine_step(buffer[0], c.v, c.coef, 0, noise=None, out=buffer.flatten()[1:][: c.x.numel()].view_as(c.x))

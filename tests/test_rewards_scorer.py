@@ -262,6 +262,43 @@ def test_streaming_rewards_get_samples_at_once_and_the_others_run_meanwhile():
     assert {"reward/slow/latency_p50", "reward/streaming/latency_p95"} <= set(result.metrics)
 
 
+def test_a_second_step_may_begin_before_the_first_is_finished():
+    """Each has its own scores, pairs, requests and failures, in whatever order samples come."""
+    alone = [run(pairs(StubJudge(), seed=3, plan="round_robin"), LEVELS, (g,), step=k) for k, g in ((4, 7), (5, 9))]
+    both = pairs(StubJudge(), seed=3, plan="round_robin")
+    both.begin(4, [7])
+    both.begin(5, [9], ahead=True)
+    for member in range(4):
+        both.add(9, member, sample(LEVELS[member]))
+        both.add(7, member, sample(LEVELS[member]))
+    for expected, group in zip(alone, (7, 9), strict=True):
+        found = both.finish()
+        assert np.array_equal(found.values["vlm_pairwise"], expected.values["vlm_pairwise"])
+        ours, theirs = ([g.comparisons for g in s.groups["vlm_pairwise"]] for s in (found, expected))
+        assert ours == theirs and list(both.samples) == [group]
+    both.begin(6, [11])
+    both.begin(7, [13], ahead=True)
+    both.finish()
+    both.begin(8, [15], ahead=True)
+    assert list(both.samples) == [13], "a step that was finished is not held beside two others"
+    with JudgeServer() as server:
+        reward = {"vlm_pairwise": {"judge": JudgeConfig((server.url,))}}
+        with Scorer(build("vlm_pairwise", reward), 2, deadline_s=600) as s:
+            s.begin(0, [0])
+            s.begin(1, [1], ahead=True)
+            server.fault, server.count = "garbage", 2
+            for group in (0, 1):
+                for member in (0, 1):
+                    s.add(group, member, sample(50 + 100 * member + group))
+                end = time.monotonic() + 600
+                while not group and server.count and time.monotonic() < end:
+                    time.sleep(0.01)
+            found = [s.finish().metrics for _ in range(2)]
+    assert [(m["judge/requests"], m["judge/failures"], m["judge/parse_failure_rate"]) for m in found] == [
+        (2, 2, 1.0), (2, 0, 0.0),
+    ]  # fmt: skip
+
+
 def test_the_deadline_bounds_the_wait_and_late_answers_are_missing():
     rewards = {"pairs": VlmPairwise(StubJudge(hang=[10])), "silent": Streaming(4), "level": Level()}
     result = run(Scorer(rewards, 4, deadline_s=0.2), LEVELS, groups=(7,))
@@ -280,6 +317,8 @@ def test_misuse_is_refused():
     for group, member, why in ((6, 0, "not part of this step"), (5, 0, "added before"), (5, 4, "out of range")):
         with pytest.raises(ValueError, match=why):
             s.add(group, member, sample(10))
+    with pytest.raises(ValueError, match=r"different, got \[5\] beside \[5\]"):
+        s.begin(1, [5], ahead=True)
     with pytest.raises(ValueError, match="different"):
         s.begin(1, [5, 5])
     with pytest.raises(ValueError, match="soft, hard"):

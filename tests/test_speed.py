@@ -6,6 +6,7 @@ tiny run really makes; traffic with what the definitions of the collectives say.
 """
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from prefgrpo.models import family
 from prefgrpo.objectives.base import Targets
 from prefgrpo.run.memory import GIB, Facts, estimate
 from prefgrpo.run.session import Clock
-from prefgrpo.run.speed import HARDWARE, Machines, kept, meshes, step_time, work
+from prefgrpo.run.speed import HARDWARE, Machines, judge_servers, kept, meshes, step_time, work
 from prefgrpo.run.trainer import TrainingLoop
 
 SIZES = {"flux": (1024, None), "sd3": (1024, None), "qwen_image": (512, None), "wan": (480, 17)}
@@ -142,6 +143,16 @@ def test_traffic_and_seconds_are_those_of_the_definitions():
     assert both.links["all-to-all"] == "nvlink" and both.links["gather in rollout"] == "network"
     full = planned(parallel={"shard": 4}, train={"lora_rank": 0})
     assert full.traffic["reduce"] == pytest.approx(2 * 1 / 2 * 4e8 / 4 * 2 * 4), "after every backward, of a part"
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_judges_are_hidden_behind_the_rollout_or_the_whole_step(staleness):
+    step, machines = planned(gpus=64), Machines(HARDWARE["h100"], 64, 8, 0.5)
+    config = from_dict({"model": "m", "data": {"prompts": "p"}, "rollout": {"staleness": staleness}})
+    asked, each, servers = judge_servers(config, step, machines, 8.0)
+    s = step.seconds
+    beside = s["rollout"] + s["decode"] + staleness * (s["text"] + s["update"] + s["reduce"])
+    assert asked == 8 * 8 * 7 and servers == math.ceil(asked * each / beside) > 1
 
 
 def test_the_share_that_min_advantage_keeps():

@@ -137,6 +137,18 @@ class SamplingConfig:
     largest divisor that fits into memory and keeps no process idle, found at the start of a run (docs/training.md)."""
     same_noise: bool = False
     """Start all images of a prompt from one initial latent (`init_same_noise`)."""
+    cache: Literal["none", "first_block", "taylorseer"] = "none"
+    """A cache of diffusers that skips blocks of the denoiser in training's rollouts, for objectives without a ratio:
+    faster, and lossy (docs/objectives.md). first_block: while the first block's output hardly changes; taylorseer: in
+    most steps, whose outputs are extrapolated."""
+    cache_threshold: PositiveFloat = 0.05
+    """first_block: largest relative change that skips the others."""
+    cache_interval: Annotated[int, Field(ge=2)] = 2
+    """taylorseer: every so many steps, and the first two, all blocks are computed."""
+    staleness: Literal[0, 1] = 0
+    """1: make the samples of a step before the update of the step before, while that is judged; ratios are then those
+    to the policy that made them. Not across a checkpoint, so that a resumed run stays the same; one that ended at
+    another step (SIGTERM, a limit) makes that step's samples anew, of the newer weights. Not with an old policy."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -496,6 +508,11 @@ def check(c: Config) -> list[str]:
             "all batches, got auto",
         ),
         (
+            not r.staleness or c.checkpoint.every > 1,
+            "checkpoint.every: expected 2 or more with rollout.staleness: 1, which makes no samples across a "
+            f"checkpoint, got {c.checkpoint.every}",
+        ),
+        (
             r.shift is None or r.sigmas == "published",
             f"rollout.shift: with rollout.sigmas: pipeline the model folder's scheduler sets the shift; expected none, "
             f"got {r.shift}; set rollout.sigmas: published to train on sigmas of this shift",
@@ -534,6 +551,10 @@ def check(c: Config) -> list[str]:
             p.ring == 1 or c.attention != "native",
             f"attention: ring attention needs log-sum-exps; expected one of {', '.join(SPLITTING[1:])} (on GPUs), got "
             "native",
+        ),
+        (
+            r.cache == "none" or not (c.compile or splits(c) or p.ring * p.ulysses > 1),
+            f"rollout.cache: expected none with compile or where parallel splits weights or tokens, got {r.cache}",
         ),
         (not c.compile or p.ring * p.ulysses == 1, "compile: expected false under context parallelism, got true"),
         (not (p.offload and p.keep_gathered), "parallel.offload: expected keep_gathered off, which undoes it, got on"),

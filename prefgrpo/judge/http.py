@@ -21,14 +21,13 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from prefgrpo.config.schema import JudgeConfig
 from prefgrpo.data.media import Media
-from prefgrpo.judge import answers
+from prefgrpo.judge import answers, traffic
 from prefgrpo.judge.body import Encoded, chat_body, encode
 from prefgrpo.judge.cache import shared_cache
 from prefgrpo.judge.endpoint import Endpoint, SendError, describe_error
 from prefgrpo.judge.loop import loop_thread
 from prefgrpo.judge.send import Sender
 from prefgrpo.judge.template import Template, label_ids, load_template, shipped
-from prefgrpo.judge.traffic import TRAFFIC
 from prefgrpo.judge.verdict import Answer, Pair, PairJudge, Verdict, two_label_softmax
 
 _PATH = "/v1/chat/completions"
@@ -119,7 +118,7 @@ class Client:
     ) -> Answer:
         """The kept answer to a question; else send it, read the answer, and keep that."""
         start = time.monotonic()
-        TRAFFIC["questions"] += 1
+        traffic.count(questions=1)
 
         def body(model: str, vllm: bool, carried: Collection[str] | None) -> bytes:
             ids = self._label_ids[template] if vllm else None
@@ -135,7 +134,7 @@ class Client:
             rule = (t.answer, t.labels, t.variants, t.scores, t.pattern, self.config.min_label_mass)
             key = hashlib.sha256(body(model, True, ()) + repr(rule).encode()).hexdigest()[:32]
             if kept := self._cache.get(key):
-                TRAFFIC["cache_hits"] += 1
+                traffic.count(cache_hits=1)
                 return replace(kept, latency_s=time.monotonic() - start)
         try:
             uuids = [e.uuid for e in (*media, *source)]
@@ -150,7 +149,7 @@ class Client:
         if self._cache is not None and key:
             self._cache.put(key, answer, whole=template.answer in ("marks", "text"))
         if answer.reason:
-            TRAFFIC.update(unread=1, wasted_us=reply.spent_us)
+            traffic.count(unread=1, wasted_us=reply.spent_us)
         return answer
 
     def _choice(self, url: str, payload: bytes) -> dict[str, Any]:

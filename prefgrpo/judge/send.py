@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from prefgrpo.config.schema import JudgeConfig
+from prefgrpo.judge import traffic
 from prefgrpo.judge.endpoint import Endpoint, Pool, SendError, checkpoint_name, describe_error, redirect
 from prefgrpo.judge.loop import loop_thread
-from prefgrpo.judge.traffic import TRAFFIC
 from prefgrpo.judge.verdict import JudgeError
 
 _MISS = (b"Cache miss for", b"Failed to apply")
@@ -189,7 +189,7 @@ class Sender:
         try:
             _, waiting = await asyncio.wait(tasks, timeout=self.config.hedge_s)
             if waiting and (other := self.pool.spare(endpoint)):
-                TRAFFIC["hedges"] += 1
+                traffic.count(hedges=1)
                 lone = replace(job, media=frozenset()) if other is endpoint else job  # there the slow one carries them
                 tasks.append(asyncio.create_task(self._exchange(other, lone)))
                 waiting = set(tasks)
@@ -221,7 +221,7 @@ class Sender:
         finally:
             spent_us = round(1e6 * (time.monotonic() - start))
             if self.openai:
-                TRAFFIC.update(spent_us=spent_us, wasted_us=spent_us if reply is None else 0)
+                traffic.count(spent_us=spent_us, wasted_us=spent_us if reply is None else 0)
         endpoint.strikes = 0
         return replace(reply, spent_us=spent_us)
 

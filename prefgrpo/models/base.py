@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from prefgrpo.config.schema import SamplingConfig as Sampling
 from prefgrpo.models import folder as folders
 from prefgrpo.models import guidance as guiding
+from prefgrpo.models.cache import in_turn
 from prefgrpo.models.condition import Condition
 from prefgrpo.models.parking import Parked
 from prefgrpo.models.weights import Weights
@@ -327,7 +329,10 @@ class Adapter(Weights, ABC):
         sigma is best on the host: a family of experts chooses by it.
         """
         name, scale = self.expert(sigma, sampling)
-        predict = partial(self.predict, getattr(self.pipe, name), sampling=sampling)
+        denoiser = getattr(self.pipe, name)
+        predict: Callable[..., Tensor] = partial(self.predict, denoiser, sampling=sampling)
+        if getattr(denoiser, "is_cache_enabled", False):
+            predict = in_turn(predict, denoiser)
         x, sigma, low = x.float(), sigma.to(x.device, non_blocking=True), self.dtype != torch.float32
         if self.compiled and not torch.is_grad_enabled():  # the graph of training; see `compile_blocks`
             with torch.enable_grad():

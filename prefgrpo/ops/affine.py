@@ -157,8 +157,9 @@ def affine_logp(
     index [B, …], with the leading dimensions of x or 1: a row of its own per token, frame or element. mask: bool,
     likewise; an element where it is False counts for nothing and gets gradient 0, whatever it holds. cu_seqlens: int32
     or int64 [B + 1], 0 … N: x is [N, …], sample i its tokens cu_seqlens[i] … cu_seqlens[i + 1] − 1; index is then [B],
-    or per token. divisor: what the sums over a sample are divided by, a number or [B]; default the number of its
-    unmasked elements. 1 gives the sums themselves; with the size of the whole latent the results of its slices add up.
+    or per token ([N, 1] where N = B); any other than 0 … N is an index outside the table. divisor: what the sums over
+    a sample are divided by, a number or [B]; default the number of its unmasked elements. 1 gives the sums themselves;
+    with the size of the whole latent the results of its slices add up.
     """
     row = rows_index(index, x)
     a = Replay(x, v, x_next, coef, row, *unpack_guidance(guidance), v_ref, v_old)

@@ -268,7 +268,7 @@ def ids(t: Tensor) -> Tensor:
 
 
 def check_out(out: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *read: Any) -> None:
-    """Raise ValueError unless `out` is None or memory for such a result that is none of the tensors `read`."""
+    """Raise ValueError unless `out` is None or memory for such a result that overlaps none of the tensors `read`."""
     if out is None:
         return
     if out.shape != torch.Size(shape) or out.dtype != dtype or out.device != device:
@@ -277,8 +277,26 @@ def check_out(out: Tensor | None, shape: Sequence[int], dtype: torch.dtype, devi
         )
     if not out.is_contiguous():
         raise ValueError(f"out: expected contiguous memory, got strides {list(out.stride())}")
-    if any(t is out for t in read) or out.requires_grad:
-        raise ValueError("out: expected a tensor that requires no gradient and is no input")
+    if any(t is not None and _overlap(t, out) for t in read) or out.requires_grad:
+        raise ValueError("out: expected a tensor that requires no gradient and shares no memory with an input")
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are one, or their extents in a common storage meet; in a graph or vmap the first alone."""
+    if a is b or torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
+        return a is b
+    if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+        return False
+    (a_first, a_end), (b_first, b_end) = (_extent(t) for t in (a, b))
+    return a_first < b_end and b_first < a_end
+
+
+def _extent(t: Tensor) -> tuple[Any, Any]:
+    """First byte of `t` in its storage, and the one after its last."""
+    size = t.element_size() if t.numel() else 0
+    reach = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    offset = int(t.storage_offset())
+    return offset * t.element_size(), (offset + reach) * t.element_size() + size
 
 
 def written(result: Tensor, out: Tensor | None) -> Tensor:

@@ -63,7 +63,7 @@ def philox_normal(
     angle = (2.0 * math.pi) * u[..., 1::2]
     z = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1)  # [B, n, 2, 2]
     start = offset - 4 * first
-    return z.flatten(1)[:, start : start + numel].to(dtype)
+    return z.flatten(1)[:, start : start + numel].to(dtype, copy=True)  # a result of its own, not a part
 
 
 def expand(column: Tensor, like: Tensor) -> Tensor:

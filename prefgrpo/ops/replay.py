@@ -63,7 +63,7 @@ def replay_policy_grad(
     Arguments as in `affine_logp`; `loss`: the options of `policy_loss`, of which clip_low is required. v_ref turns the
     KL term on, v_old GRPO-Guard's log-ratio. out: memory for dv, which must not overlap an input.
     """
-    check_out(out, v.shape, v.dtype, v.device, x, v, x_next, v_ref, v_old)
+    check_out(out, v.shape, v.dtype, v.device, x, v, x_next, v_ref, v_old, guidance and guidance.uncond)
     index = rows_index(index, x)
     with torch.no_grad():
         new = affine_logp(x, v, x_next, coef, index, v_ref=v_ref, v_old=v_old, guidance=guidance)

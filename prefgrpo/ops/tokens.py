@@ -51,6 +51,8 @@ class Tokens:
             self.row = torch.arange(self.batch, device=x.device)
         if self.row is None:
             raise ValueError(f"coef rows: expected [{self.batch}, 5], got {list(a.coef.shape)}; pass an index")
+        if self.row.dim() > 1 and self.row.shape[0] == 1:
+            self.row = self.row.expand(x.shape[0], *self.row.shape[1:])
         while self.row.dim() > 1 and self.row.shape[-1] == 1:
             self.row = self.row.squeeze(-1)
         _check_leading("index", self.row, x)
@@ -72,15 +74,20 @@ class Tokens:
     def _pack(self, cu_seqlens: Tensor) -> None:
         """Tokens of packed samples: the row of each from that of its sample."""
         x = self.a.x
-        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.device != x.device:
+        integers = cu_seqlens.dtype in (torch.int32, torch.int64)
+        if cu_seqlens.dim() != 1 or not cu_seqlens.numel() or not integers or cu_seqlens.device != x.device:
             raise ValueError(
                 f"cu_seqlens: expected int32 or int64 [B + 1] on {x.device}, got {cu_seqlens.dtype} "
                 f"{list(cu_seqlens.shape)} on {cu_seqlens.device}"
             )
-        self.cu_seqlens, tokens, self.batch = cu_seqlens.long(), x.shape[0], cu_seqlens.numel() - 1
-        if self.row is None or (self.row.shape == (self.batch,) and self.batch != tokens):
-            segment = torch.searchsorted(self.cu_seqlens, torch.arange(tokens, device=x.device), right=True) - 1
+        cu, tokens, self.batch = cu_seqlens.long(), x.shape[0], cu_seqlens.numel() - 1
+        if self.row is None or self.row.shape == (self.batch,):
+            segment = torch.searchsorted(cu, torch.arange(tokens, device=x.device), right=True) - 1
+            segment = segment.clamp(0, max(self.batch - 1, 0))
             self.row = segment if self.row is None else self.row[segment]
+        spans = (cu[0] == 0) & (cu[-1] == tokens) & (cu.diff() >= 0).all()
+        self.row = torch.where(spans, self.row, -1)  # outside the table, which the kernels judge
+        self.cu_seqlens = cu.clamp(0, tokens).cummax(0).values
 
     def _checked_mask(self, mask: Tensor) -> Tensor:
         """`mask` with all dimensions of x, each of its size or 1."""

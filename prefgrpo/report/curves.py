@@ -160,7 +160,7 @@ def _time(train: Rows) -> list[Chart]:
     phases.sort(key=lambda n: PHASES.index(n) if n in PHASES else len(PHASES))
     overlap = [("judge at work", "judge/busy_s"), ("trainer waits for rewards", "judge_wait")]
     overlap = overlap if "time/judge/busy_s" in train else []
-    note = "First request to last answer; what the trainer did not wait for went on during the rollout."
+    note = "First request to last answer; what the trainer did not wait for went on during its own work."
     return [
         Chart("Time per step", _series(train, [(readable(n), n) for n in phases], "time/"), unit="s", stacked=True),
         Chart("Judge overlap", _series(train, overlap, "time/"), unit="s", include=(0.0,), note=note),

@@ -2,8 +2,9 @@
 
 `add` hands over a sample and never waits: streaming rewards get it at once (a judge gets a pair as soon as both its
 members exist). `finish` runs the in-process rewards on the calling thread while those answers are in flight, then
-waits for them, no longer than the deadline. Invariant: values depend on (seed, step, group, samples) alone, not on
-the order of arrival; a metric that does not exist (latency without an answer) is left out, never 0.
+waits for them, no longer than the deadline. A second step may begin before the first is finished; each has its own
+counts and times. Invariant: values depend on (seed, step, group, samples) alone, not on the order of arrival; a metric
+that does not exist (latency without an answer) is left out, never 0.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,6 @@ from numpy.typing import NDArray
 
 from prefgrpo.data.metric import Metric
 from prefgrpo.judge import traffic
-from prefgrpo.judge.traffic import TRAFFIC
 from prefgrpo.rewards.base import (
     Comparison,
     GroupScores,
@@ -56,6 +56,26 @@ class StepScores:
     """Why values or comparisons of which reward are missing, and how many, commonest first."""
 
 
+@dataclass
+class _Step:
+    """A step that has begun."""
+
+    number: int
+    samples: dict[int, dict[int, Sample]]
+    """Group → member → what was added."""
+    flights: dict[str, Flight]
+    sessions: dict[str, dict[int, GroupSession]] = field(default_factory=dict)
+    """Reward → group → its way at a streaming reward."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """What the judge clients have done for it (`judge.traffic`)."""
+
+    def cancel(self) -> None:
+        """Give up what has not been answered."""
+        for sessions in self.sessions.values():
+            for session in sessions.values():
+                session.cancel()
+
+
 class Scorer:
     """Scores groups of `group_size` samples under several rewards."""
 
@@ -84,60 +104,72 @@ class Scorer:
         self.asks = asks
         self._log = JudgementLog(log_path) if log_path else None
         self.samples: dict[int, dict[int, Sample]] = {}
-        """Group → member → what was added since `begin`."""
+        """Group → member → what was added, of the step that is finished next, or was finished last."""
         self._lock = threading.Lock()
-        self._sessions: dict[str, dict[int, GroupSession]] = {}
-        self._flights: dict[str, Flight] = {}
-        self._before = TRAFFIC.copy()
-        self._step = -1
+        self._begun: list[_Step] = []
 
-    def begin(self, step: int, groups: Sequence[int]) -> None:
-        """Start a step with these group ids; what an unfinished step left behind is cancelled."""
-        self._cancel()
-        if len(set(groups)) != len(groups):
-            raise ValueError(f"group ids of a step must be different, got {list(groups)}")
-        self._step, self._flights = step, {name: Flight() for name in self.rewards}
-        self.samples, self._before = {g: {} for g in groups}, TRAFFIC.copy()
-        self._sessions = {
-            name: {g: self._session(name, reward, g) for g in groups}
+    def begin(self, step: int, groups: Sequence[int], ahead: bool = False) -> None:
+        """Start a step with these group ids. ahead: beside the one that has begun, which is finished first and has
+        other groups; else what an unfinished step left behind is cancelled.
+        """
+        if not ahead:
+            self.cancel()
+        known = [g for one in self._begun for g in one.samples]
+        if len({*groups, *known}) != len(groups) + len(known):
+            raise ValueError(f"group ids of a step must be different, got {list(groups)}" + f" beside {known}" * ahead)
+        one = _Step(step, {g: {} for g in groups}, {name: Flight() for name in self.rewards})
+        one.sessions = {
+            name: {g: self._session(one, name, reward, g) for g in groups}
             for name, reward in self.rewards.items()
             if reward.streams and self.asks
         }
+        self._begun.append(one)
+        self.samples = self._begun[0].samples
 
     def add(self, group: int, member: int, sample: Sample) -> None:
         """Hand over member 0 … G − 1 of a group, on any thread; returns at once."""
-        if group not in self.samples:
-            raise ValueError(f"group {group} is not part of this step: {list(self.samples)}")
-        with self._lock:
-            if not 0 <= member < self.group_size or member in self.samples[group]:
+        one = next((one for one in self._begun if group in one.samples), None)
+        if one is None:
+            known = [g for one in self._begun for g in one.samples]
+            raise ValueError(f"group {group} is not part of this step: {known}")
+        with self._lock, traffic.counted(one.counts):
+            if not 0 <= member < self.group_size or member in one.samples[group]:
                 raise ValueError(f"member {member} of group {group} is out of range or was added before")
-            self.samples[group][member] = sample
-            for sessions in self._sessions.values():
+            one.samples[group][member] = sample
+            for sessions in one.sessions.values():
                 sessions[group].add(member, sample)
 
     def finish(self, progress: Callable[[int], object] = lambda n: None) -> StepScores:
-        """All scores of the step; takes at most the in-process rewards' time plus `deadline_s`.
+        """All scores of the step that began first; takes at most the in-process rewards' time plus `deadline_s`.
 
         progress: called with 1 for every group that a judge or server has scored.
         """
+        one = self._begun.pop(0)
+        self.samples = one.samples
         if not self.asks:
-            none = {name: [GroupScores([_ABSENT] * self.group_size) for _ in self.samples] for name in self.rewards}
-            missing = np.full((len(self.samples), self.group_size), np.nan)
+            none = {name: [GroupScores([_ABSENT] * self.group_size) for _ in one.samples] for name in self.rewards}
+            missing = np.full((len(one.samples), self.group_size), np.nan)
             return StepScores(dict.fromkeys(self.rewards, missing), none, {}, {})
-        groups = {name: self._in_process(name, r) for name, r in self.rewards.items() if not r.streams}
-        started = time.monotonic()
-        for name, sessions in self._sessions.items():
-            groups[name] = []
-            for session in sessions.values():
-                groups[name].append(session.result(started + self.deadline_s))
-                progress(1)
-        wait_s = time.monotonic() - started if self._sessions else 0.0
-        self._cancel()
-        return self._collect({name: groups[name] for name in self.rewards}, wait_s)
+        with traffic.counted(one.counts):
+            groups = {name: self._in_process(one, name, r) for name, r in self.rewards.items() if not r.streams}
+            started = time.monotonic()
+            for name, sessions in one.sessions.items():
+                groups[name] = []
+                for session in sessions.values():
+                    groups[name].append(session.result(started + self.deadline_s))
+                    progress(1)
+        wait_s = time.monotonic() - started if one.sessions else 0.0
+        one.cancel()
+        return self._collect(one, {name: groups[name] for name in self.rewards}, wait_s)
+
+    def cancel(self) -> None:
+        """Give up the steps that have begun."""
+        while self._begun:
+            self._begun.pop().cancel()
 
     def close(self) -> None:
         """Cancel what is in flight, close the rewards and the log."""
-        self._cancel()
+        self.cancel()
         for reward in self.rewards.values():
             reward.close()
         if self._log:
@@ -149,39 +181,33 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _seed(self, group: int) -> int:
+    def _seed(self, step: int, group: int) -> int:
         """Seed of a group's pair plan: a function of (seed, step, group)."""
-        words = [self.seed & 0xFFFFFFFF, self._step & 0xFFFFFFFF, group & 0xFFFFFFFF]
+        words = [self.seed & 0xFFFFFFFF, step & 0xFFFFFFFF, group & 0xFFFFFFFF]
         return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
 
-    def _session(self, name: str, reward: Reward, group: int) -> GroupSession:
+    def _session(self, one: _Step, name: str, reward: Reward, group: int) -> GroupSession:
         if isinstance(reward, GroupwiseReward):
-            return reward.session(self.group_size, self._seed(group), self._flights[name])
+            return reward.session(self.group_size, self._seed(one.number, group), one.flights[name])
         assert isinstance(reward, PointwiseReward)
-        return _PointwiseSession(reward, self.group_size, self._flights[name])
+        return _PointwiseSession(reward, self.group_size, one.flights[name])
 
-    def _cancel(self) -> None:
-        for sessions in self._sessions.values():
-            for session in sessions.values():
-                session.cancel()
-        self._sessions = {}
-
-    def _in_process(self, name: str, reward: Reward) -> list[GroupScores]:
+    def _in_process(self, one: _Step, name: str, reward: Reward) -> list[GroupScores]:
         """Scores of a reward that runs on this thread."""
-        flight, started = self._flights[name], time.monotonic()
+        flight, started = one.flights[name], time.monotonic()
         flight.sent()
         if isinstance(reward, PointwiseReward):
-            scores = self._pointwise(name, reward)
+            scores = self._pointwise(one.samples, name, reward)
         else:
             assert isinstance(reward, GroupwiseReward)
-            scores = [self._groupwise(reward, g) for g in self.samples]
+            scores = [self._groupwise(reward, made, self._seed(one.number, g)) for g, made in one.samples.items()]
         flight.done(time.monotonic() - started)
         return scores
 
-    def _pointwise(self, name: str, reward: PointwiseReward) -> list[GroupScores]:
+    def _pointwise(self, added: dict[int, dict[int, Sample]], name: str, reward: PointwiseReward) -> list[GroupScores]:
         """One call for the whole step, in the order of groups and members; one for each if that one raises."""
-        keys = [(g, m) for g, members in self.samples.items() for m in sorted(members)]
-        samples = [self.samples[g][m] for g, m in keys]
+        keys = [(g, m) for g, members in added.items() for m in sorted(members)]
+        samples = [added[g][m] for g, m in keys]
         try:
             scores = reward.score(samples) if samples else []
         except RewardError:  # what it returned is no list of scores
@@ -194,21 +220,21 @@ class Scorer:
             got = f"expected one Score for each of {len(samples)} samples, got {len(scores)} of {kinds}"
             raise RewardError(f"reward '{name}': {got}")
         scored = dict(zip(keys, scores, strict=True))
-        return [GroupScores([scored.get((g, m), _ABSENT) for m in range(self.group_size)]) for g in self.samples]
+        return [GroupScores([scored.get((g, m), _ABSENT) for m in range(self.group_size)]) for g in added]
 
-    def _groupwise(self, reward: GroupwiseReward, group: int) -> GroupScores:
+    def _groupwise(self, reward: GroupwiseReward, made: dict[int, Sample], seed: int) -> GroupScores:
         """A groupwise reward in process, on the members that exist."""
-        members = sorted(self.samples[group])
+        members = sorted(made)
         if len(members) < 2:
             return GroupScores([Score(None, "fewer than two samples of the group exist")] * self.group_size)
         try:
-            part = reward.score_group([self.samples[group][m] for m in members], self._seed(group))
+            part = reward.score_group([made[m] for m in members], seed)
         except Exception as error:  # noqa: BLE001
             traceback.print_exc()
             return GroupScores([_raised(error)] * self.group_size)
         return part if len(members) == self.group_size else _spread(part, members, self.group_size)
 
-    def _collect(self, groups: dict[str, list[GroupScores]], wait_s: float) -> StepScores:
+    def _collect(self, one: _Step, groups: dict[str, list[GroupScores]], wait_s: float) -> StepScores:
         reasons: Counter[str] = Counter()
         values: dict[str, NDArray[np.float64]] = {}
         metrics: dict[str, float] = {}
@@ -221,17 +247,17 @@ class Scorer:
             missing = np.isnan(values[name])
             if missing.size:
                 metrics[f"reward/{name}/missing_rate"] = Metric(float(missing.mean()), weight=missing.size)
-            metrics |= latency(f"reward/{name}/", self._flights[name].seconds)
+            metrics |= latency(f"reward/{name}/", one.flights[name].seconds)
         judged = [name for name, scored in groups.items() if any(g.comparisons for g in scored)]
         if judged:
             comparisons = [g.comparisons for name in judged for g in groups[name] if g.comparisons]
-            metrics |= judge_metrics(comparisons, [self._flights[name] for name in judged], wait_s)
-        metrics |= traffic.metrics(self._before)
+            metrics |= judge_metrics(comparisons, [one.flights[name] for name in judged], wait_s)
+        metrics |= traffic.metrics(one.counts)
         if self._log:
             for name, scored in groups.items():
-                for group, scores in zip(self.samples, scored, strict=True):
-                    prompt = next((s.prompt for s in self.samples[group].values()), "")
-                    self._log.write(name, self._step, group, prompt, scores.comparisons)
+                for (group, made), scores in zip(one.samples.items(), scored, strict=True):
+                    prompt = next((s.prompt for s in made.values()), "")
+                    self._log.write(name, one.number, group, prompt, scores.comparisons)
         return StepScores(values, groups, metrics, dict(reasons.most_common()))
 
 

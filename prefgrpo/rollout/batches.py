@@ -19,6 +19,7 @@ from torch import Tensor
 from prefgrpo.config.schema import Config, SamplingConfig
 from prefgrpo.data.prompts import Prompt
 from prefgrpo.models.base import Adapter, Condition
+from prefgrpo.models.cache import cached
 from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rollout.deal import Place, Planned, Slots, deal_batches, level, slot_prompts
@@ -166,17 +167,19 @@ class Rollouts:
     def _made(self, step: int, b: Planned, condition: Condition, sizes: SamplingConfig) -> Batch:
         """A batch of the present policy."""
         schedule, (first, ids) = self._schedule(step, b, sizes), self._ids(step, b)
-        done = rollout(
-            self.adapter,
-            schedule,
-            condition,
-            ids,
-            sizes,
-            seed=self.config.seed,
-            initial_sample=first if self.config.rollout.same_noise else None,
-            keep_velocity=self.schedules.goal.keeps_velocity,
-            keep_graph=self.keep_graph and b.update == 0,
-        )
+        denoisers = [getattr(self.adapter.pipe, name) for name in self.adapter.denoisers]
+        with cached(denoisers, self.config.rollout):
+            done = rollout(
+                self.adapter,
+                schedule,
+                condition,
+                ids,
+                sizes,
+                seed=self.config.seed,
+                initial_sample=first if self.config.rollout.same_noise else None,
+                keep_velocity=self.schedules.goal.keeps_velocity,
+                keep_graph=self.keep_graph and b.update == 0,
+            )
         return _batch(b, sizes, schedule, condition, done)
 
     def _moved(self, step: int, slots: Slots, old: Planned, new: Planned) -> Batch:

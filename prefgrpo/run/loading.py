@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from prefgrpo.config.schema import Config, ConfigError
-from prefgrpo.models import DTYPES, family
+from prefgrpo.models import DTYPES, cache, family
 from prefgrpo.models import load as load_model
 from prefgrpo.models.base import Adapter
 from prefgrpo.models.folder import ModelError
@@ -107,6 +107,7 @@ def trainable(config: Config, adapter: Adapter, world: World | None = None) -> A
         adapter.enable_full()
     if t.gradient_checkpointing:
         adapter.checkpoint_gradients(t.checkpointing_share)
+    cache.check(adapter.transformer, config.rollout)
     if world is not None:
         attention.use(adapter, config, world.layout, world.device)
         if config.compile:

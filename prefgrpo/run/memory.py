@@ -2,9 +2,10 @@
 
 The models are built on the meta device and run on fake tensors, which have shapes and no content, while every storage
 that comes into being is weighed until it is freed, and torch counts FLOP; no weights are read. Counted: weights,
-gradients, AdamW's moments and the average of what trains, stored latents, images, prompt embeddings, and the most that
-a rollout's forward, the decoder or a trained step holds at once. Invariant: the counts are those of the run (same
-adapter, LoRA, checkpointing and code), and on real tensors they are what the allocator saw (tests/test_plan.py).
+gradients, AdamW's moments and the average of what trains, stored latents, images and prompt embeddings (of two steps
+with rollout.staleness), and the most that a rollout's forward, the decoder or a trained step holds at once. Invariant:
+the counts are those of the run (same adapter, LoRA, checkpointing and code), and on real tensors they are what the
+allocator saw (tests/test_plan.py).
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def estimate(config: Config, meshes: Callable[[Adapter], Iterable[ParallelConfig
         return {name: held // (1 if name == "decode" else context) for name, (held, _) in each.items()}
 
     phases = under(layout.context)
-    samples, _ = dealt(config, layout.data)
+    samples = (1 + r.staleness) * dealt(config, layout.data)[0]
     parts["embeddings"] = samples * sum(value.nbytes for value in batch[2].all_tensors()) // r.batch_size
     texts = {} if config.data.cache else {"text encoders": DTYPES[config.dtype].itemsize * sum(encoders.values())}
     (phases if "text_encoder" in config.memory.offload else parts).update(texts)
@@ -142,7 +143,7 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
     r, layout, goal = config.rollout, Layout.of(config, world), objective(config.train)
     stored = r.window_size or len(window_range(r)) if goal.collector == "trajectory" else 0
     stored *= 2 if r.window_policy == "subset" or goal.keeps_velocity else 1  # neighbours share latents
-    made, scored = dealt(config, layout.data)
+    made, scored = (count * (1 + r.staleness) for count in dealt(config, layout.data))
     whole_ones = {id(p) for name in adapter.denoisers for p in kept_whole(getattr(adapter.pipe, name), adapter)}
     if layout.split == 1:
         whole_ones |= {id(p) for name in adapter.denoisers for p in getattr(adapter.pipe, name).parameters()}

@@ -69,8 +69,11 @@ def plan(
     for line in (*_speed(config, taken, machines, gpu, judge_billions), *_mesh(config, whole, machines, memory_gib)):
         print(line)
     if levers:
-        for line in _levers(config, whole, machines, memory_gib):
-            print(line)
+        print("samples per GPU and second, at most so many GiB, with each lever alone:")
+        first = None
+        for name, rate, gib in with_levers(config, whole, machines):
+            first, ratio = first or rate, f"×{rate / first:.2f}" if first else "     "
+            print(f"  {name:<38} {rate:10.4g} {ratio} {gib:.4g} GiB{'' if gib < memory_gib else ', does not fit'}")
     return 0 if fits else 1
 
 
@@ -97,7 +100,7 @@ def _speed(config: Config, taken: StepTime, machines: Machines, gpu: str, judge_
     if asked:
         yield (
             f"judging: {asked} comparisons of {each:.2g} s ({judge_billions:g} B parameters on one {gpu}, one token): "
-            f"{servers} such server(s) hide it behind the rollout"
+            f"{servers} such server(s) hide it behind the {'step' if config.rollout.staleness else 'rollout'}"
         )
 
 
@@ -141,30 +144,25 @@ COUNTED_ANEW = ("train.guidance_gradient: conditional", "no train.gradient_check
 """Those that change what a forward or backward computes."""
 
 
-def _levers(config: Config, whole: Estimate, machines: Machines, memory_gib: float) -> Iterator[str]:
-    """Samples per GPU and second, and memory, with each lever alone and without any."""
+def with_levers(config: Config, whole: Estimate, machines: Machines) -> Iterator[tuple[str, float, float]]:
+    """(name, samples per GPU and second, GiB per GPU) without any lever, then with each alone."""
     train = {"reuse_rollout_forward": False, "guidance_gradient": "both", "kl_fraction": 1.0, "min_advantage": 0.0}
     base = from_dict(merged(to_dict(config), {"train": train, "compile": False}))
     plain = whole if config.train.guidance_gradient == "both" else estimate(base)
     reached = {False: MFU[False] if config.compile else machines.mfu, True: MFU[True]}
 
-    def found(changed: Config, held: Estimate) -> tuple[float, float]:
-        """(samples per GPU and second, GiB)."""
+    def found(name: str, changed: Config, held: Estimate) -> tuple[str, float, float]:
         at, reuses = replace(machines, mfu=reached[changed.compile]), changed.train.reuse_rollout_forward is True
         taken = step_time(changed, held.flop, held.model, at, reuses)
-        return taken.rate(at), (held.total + (graphs(changed, held) if reuses else 0.0)) / GIB
+        return name, taken.rate(at), (held.total + (graphs(changed, held) if reuses else 0.0)) / GIB
 
-    yield "samples per GPU and second, at most so many GiB, with each lever alone:"
-    first, gib = found(base, plain)
-    yield f"  {'none of them':<38} {first:10.4g}       {gib:.4g} GiB"
+    yield found("none of them", base, plain)
     for name, changes in LEVERS.items():
         if _without(base, name):
             continue
         half = {"rollout": {"window_size": trained_steps(config) // 2}}
         changed = from_dict(merged(to_dict(base), changes or half))
-        rate, gib = found(changed, estimate(changed) if name in COUNTED_ANEW else plain)
-        fits = "" if gib < memory_gib else ", does not fit"
-        yield f"  {name:<38} {rate:10.4g} ×{rate / first:.2f} {gib:.4g} GiB{fits}"
+        yield found(name, changed, estimate(changed) if name in COUNTED_ANEW else plain)
 
 
 def _without(config: Config, name: str) -> bool:
@@ -172,7 +170,9 @@ def _without(config: Config, name: str) -> bool:
     trajectory = objective(config.train).collector == "trajectory"
     guided = (cfg := family(config.family).cfg) is not None and cfg.active(config.rollout.guidance)
     return {
-        "train.reuse_rollout_forward": not trajectory or Layout.of(config, config.gpus).split > 1,
+        "train.reuse_rollout_forward": not trajectory
+        or Layout.of(config, config.gpus).split > 1
+        or bool(config.rollout.staleness),
         "train.guidance_gradient: conditional": not guided,
         "train.kl_fraction: 0.25": not config.train.kl_coef,
         "no train.gradient_checkpointing": not config.train.gradient_checkpointing,

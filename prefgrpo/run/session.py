@@ -249,6 +249,7 @@ def keeps_graph(config: Config, goal: Objective, world: World) -> bool:
         f"{t.objective} replays no steps": goal.collector != "trajectory",
         "an old policy makes the rollouts": goal.sampled_by_old,
         "parallel splits weights or tokens": world.mesh is not None,
+        "rollout.staleness is 1, and the weights change in between": bool(config.rollout.staleness),
         "with train.lora_rank 0 the KL's reference takes the weights' place": bool(t.kl_coef and not t.lora_rank),
     }
     why = [reason for reason, there in obstacles.items() if there]
@@ -302,6 +303,12 @@ def _objective_mistakes(config: Config) -> list[str]:
     if goal.needs_comparisons and not judging.trains_on_pairs(config):
         wanted = f"{config.train.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
         wrong.append(f"reward.spec: {wanted}, with a weight above 0, got {config.reward.spec!r}")
+    if r.cache != "none" and goal.collector == "trajectory":
+        why = f"{config.train.objective} needs the log-probs of what the policy computes in full"
+        wrong.append(f"rollout.cache: {why}: expected none, got {r.cache}")
+    if r.staleness and (goal.anchor == "old" or goal.sampled_by_old):
+        why = f"{config.train.objective} has an old policy here, which is to be the one that made the samples"
+        wrong.append(f"rollout.staleness: {why}: expected 0, got {r.staleness}")
     if config.train.min_advantage and not goal.weighs_advantages:
         why = f"{config.train.objective} does not weigh samples by their advantages"
         wrong.append(f"train.min_advantage: {why}: expected 0, got {config.train.min_advantage}")
@@ -429,6 +436,12 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
         yield f"{share}: evaluated on every {e.every} steps, never trained on"
     if session.rollouts.keep_graph:
         yield "the first update of each step reuses the rollout's forwards (train.reuse_rollout_forward)"
+    if r.staleness:
+        yield (
+            "the samples of a step are made before the update of the step before, while that is judged "
+            f"(rollout.staleness); those of the first step, and after a checkpoint (every {c.checkpoint.every} steps), "
+            "are not"
+        )
     if waits := idle(config, session.world.dp_size):
         yield waits
     parts, device = known_bytes(config, adapter, session.world.size), session.world.device

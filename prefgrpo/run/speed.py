@@ -158,7 +158,7 @@ def reuses_forwards(config: Config, whole: Estimate, memory_gib: float) -> bool:
     """Whether train.reuse_rollout_forward takes effect, as `session.keeps_graph` decides it, by the plan's bytes."""
     wanted, r, t, goal = config.train.reuse_rollout_forward, config.rollout, config.train, objective(config.train)
     layout = Layout.of(config, config.gpus)
-    unable = goal.collector != "trajectory" or goal.sampled_by_old or layout.shard * layout.context > 1
+    unable = goal.collector != "trajectory" or goal.sampled_by_old or layout.shard * layout.context > 1 or r.staleness
     if not wanted or unable or (t.kl_coef and not t.lora_rank):
         return False
     if wanted == "auto" and (r.group_size % r.batch_size or goal.per_group(r.group_size) < r.group_size):
@@ -229,9 +229,8 @@ def step_time(config: Config, flop: Mapping[str, float], model: Facts, machines:
 
 
 def judge_servers(config: Config, step: StepTime, machines: Machines, judge_billions: float) -> tuple[int, float, int]:
-    """(comparisons of a step, seconds of one on a GPU, servers of one such GPU that judge while the rollout goes on).
-
-    For verdicts of one token; (0, 0, 0) where no pairwise judge is asked.
+    """(comparisons of a step, seconds of one on a GPU, servers of one such GPU that judge while the rollout goes on, or
+    with rollout.staleness the whole step). For verdicts of one token; (0, 0, 0) where no pairwise judge is asked.
     """
     if PAIRWISE not in parse_reward_spec(config.reward.spec):
         return 0, 0.0, 0
@@ -242,7 +241,8 @@ def judge_servers(config: Config, step: StepTime, machines: Machines, judge_bill
     pixels = min(r.height * r.width, config.judge.max_pixels or math.inf)
     tokens = 2 * pixels / PIXELS_PER_TOKEN * (FRAMES_SHOWN if (r.frames or 1) > 1 else 1) + TEXT_TOKENS
     each = 2e9 * judge_billions * tokens / (machines.gpu.flops * JUDGE_MFU)
-    return asked, each, math.ceil(asked * each / (step.seconds["rollout"] + step.seconds["decode"]))
+    beside = step.total if r.staleness else step.seconds["rollout"] + step.seconds["decode"]
+    return asked, each, math.ceil(asked * each / beside)
 
 
 # ---- the mesh -------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
     prompts → rollout → judge (streamed) → advantage → gradients of the objective → AdamW
 
 Noise, prompts and pair orders are functions of (seed, step), so a step depends on the weights and its number only.
+With rollout.staleness the rollout is that of the next step, which uses it after this one's update.
 Invariant: all ranks take every decision (skip, stop, checkpoint) from gathered numbers, hence together.
 """
 
@@ -62,6 +63,15 @@ class Diverged(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Made:
+    """The samples of a step on this process; the scorer has their media."""
+
+    batches: list[Batch]
+    updates: int
+    """Optimiser updates of the policy that made them."""
+
+
+@dataclass(frozen=True)
 class Callbacks:
     """What is called on rank 0 while a run goes on; an exception in one ends the run."""
 
@@ -100,6 +110,9 @@ class TrainingLoop:
         """Its summary line."""
         self._skips = 0
         """Updates that were skipped in a row."""
+        self._ahead: Made | None = None
+        """Samples of the step after the one in work (rollout.staleness)."""
+        self._said_stale = False
         self._reasons_shown: set[str] = set()
         self._alarms = {name: Alarm() for name, weight in self.session.weights.items() if weight}
 
@@ -139,28 +152,47 @@ class TrainingLoop:
 
     def step(self, step: int, clock: Clock) -> dict[str, float]:
         """Training step number `step` (from 0): metrics over all ranks."""
-        batches, groups = list[Batch](), self.rollouts.groups(step)
-        kept = gathered(self.adapter, self.config.parallel.keep_gathered)
-        maker = self.policy.holding(self.policy.old if self.objective.sampled_by_old else {})
-        bar_of = self.log.bar("rollout", "sample", self.rollouts.count(step))
-        with clock.phase("rollout"), maker, kept, bar_of as bar:
-            self.scorer.begin(step, groups)
-            for batch in self.rollouts(step, self.scorer.add):  # judged while the next batch is made
-                batches.append(batch)
-                bar.update(len(batch.slots))
-            finite = all(bool(batch.trajectory.latents.isfinite().all()) for batch in batches)
-            if self.world.any(not finite):
-                raise Diverged("the policy makes latents that are not finite (NaN or infinite)")
+        with clock.phase("rollout"):  # judged while it goes on
+            made = self._ahead or self.make(step)
+            self._ahead = self.make(step + 1, ahead=True) if self._makes_ahead(step + 1) else None
+        groups, stale = self.rollouts.groups(step), self.policy.updates - made.updates
         streamed = sum(reward.streams for reward in self.scorer.rewards.values()) * len(groups)
         with clock.phase("judge_wait"), self.log.bar("judging", "group", streamed) as bar:
             scores = self.scorer.finish(bar.update)
         self._save_groups(step + 1, scores)
         advantage, metrics = self.advantages(step + 1, scores)
         with clock.phase("update"):
-            metrics |= self.update(step, batches, self._targets(advantage, scores))
+            metrics |= self.update(step, made.batches, self._targets(advantage, scores))
             metrics |= self._adapt_kl(metrics)
             self.policy.follow(self.objective.old_decay(step))
+        if self.config.rollout.staleness:
+            metrics["policy/staleness"] = float(stale)
+        if stale:
+            metrics.pop("policy/on_policy_error", None)
         return metrics | self._diversity(len(groups)) | over_ranks(scores.metrics, self.world)
+
+    def make(self, step: int, ahead: bool = False) -> Made:
+        """The samples of a step by the present policy; each is handed to the scorer as soon as it is there.
+
+        ahead: before the scores of the step before are there. Raises Diverged.
+        """
+        batches = list[Batch]()
+        kept = gathered(self.adapter, self.config.parallel.keep_gathered)
+        maker = self.policy.holding(self.policy.old if self.objective.sampled_by_old else {})
+        with maker, kept, self.log.bar("rollout", "sample", self.rollouts.count(step)) as bar:
+            self.scorer.begin(step, self.rollouts.groups(step), ahead)
+            for batch in self.rollouts(step, self.scorer.add):
+                batches.append(batch)
+                bar.update(len(batch.slots))
+            finite = all(bool(batch.trajectory.latents.isfinite().all()) for batch in batches)
+            if self.world.any(not finite):
+                raise Diverged("the policy makes latents that are not finite (NaN or infinite)")
+        return Made(batches, self.policy.updates)
+
+    def _makes_ahead(self, step: int) -> bool:
+        """Whether the samples of a step are made before the update of the one before; the same on all ranks."""
+        every, steps = self.config.checkpoint.every, self.config.train.steps
+        return self.config.rollout.staleness > 0 and step % every != 0 and step < steps
 
     def _diversity(self, groups: int) -> dict[str, float]:
         """How far the images of a group are apart, mean over the groups of the step."""
@@ -325,6 +357,14 @@ class TrainingLoop:
                 verdict += "; groups without signal were left out of batches with others: it is exact where "
                 verdict += "rollout.batch_size divides rollout.group_size"
             self.log.say(f"on-policy check, step {step}: max |ratio - 1| = {error:.1e} ({verdict})")
+        if metrics.get("policy/staleness") and not self._said_stale:
+            self._said_stale = True
+            ratio = max(abs(metrics.get(f"policy/ratio_{end}", 1.0) - 1.0) for end in ("min", "max"))
+            self.log.say(
+                f"step {step} has the samples of a policy {metrics['policy/staleness']:.0f} update(s) old "
+                f"(rollout.staleness), so its ratios are not those of one policy and the on-policy check is left out: "
+                f"max |ratio - 1| = {ratio:.1e}"
+            )
         if first:
             self.log.say(f"peak memory after step {step}: {peak_memory(self.world.device) / 2**30:.2f} GiB")
         if self.callbacks.on_step and self.world.main:
@@ -404,7 +444,8 @@ class TrainingLoop:
 
     def _finish(self, done: int) -> None:
         """Final evaluation and export."""
-        c = self.config
+        c, self._ahead = self.config, None
+        self.scorer.cancel()
         for name in self.evaluators:
             if name == "test" or (c.eval.every and done % c.eval.every):
                 self._evaluate(done, name)

@@ -156,8 +156,21 @@ def _to_world_size(images: Tensor) -> Tensor:
     return F.interpolate(images, (SIZE, SIZE), mode="bilinear", align_corners=False)
 
 
-def read(images: Tensor) -> Tensor:
-    """What a picture shows: [n, 3, H, W] in [0, 1] -> long [n, 3] (colour, shape, place or -1)."""
+class Evidence(NamedTuple):
+    """How near n pictures are to every answer, all float32."""
+
+    colour: Tensor
+    """[n, 8] distance of the shape's colour from each of COLOURS, in RGB of 0 … 1."""
+    shape: Tensor
+    """[n, 3] intersection over union with each of SHAPES of the same centroid and area."""
+    place: Tensor
+    """[n, 5] distance of the centroid from each of PHRASES, in pixels of 32 x 32."""
+    pixels: Tensor
+    """[n] size of the shape in pixels of 32 x 32."""
+
+
+def evidence(images: Tensor) -> Evidence:
+    """What `read` decides by, of [n, 3, H, W] in [0, 1]."""
     x = _to_world_size(images)
     border = torch.cat([x[:, :, 0], x[:, :, -1], x[:, :, :, 0], x[:, :, :, -1]], 2)
     ground = border.median(2).values[:, :, None, None]
@@ -169,13 +182,18 @@ def read(images: Tensor) -> Tensor:
 
     core = mask * (contrast > 0.6 * contrast.amax((1, 2), keepdim=True))
     ink = (x * core[:, None]).sum((2, 3)) / core.sum((1, 2)).clamp(min=1)[:, None]
-    colour_distance, colour = torch.cdist(ink, _RGB).min(1)
     ideal = (_distances(centroid, area) < 0).float()  # each shape at this centroid and area
     union = torch.maximum(ideal, mask[:, None]).sum((2, 3)).clamp(min=1)
-    iou, shape = ((ideal * mask[:, None]).sum((2, 3)) / union).max(1)
-    place_distance, place = torch.cdist(centroid, _CENTRES).min(1)
+    iou = (ideal * mask[:, None]).sum((2, 3)) / union
+    return Evidence(torch.cdist(ink, _RGB), iou, torch.cdist(centroid, _CENTRES), pixels)
 
-    seen = torch.stack([colour, shape, place], 1)
+
+def read(images: Tensor) -> Tensor:
+    """What a picture shows: [n, 3, H, W] in [0, 1] -> long [n, 3] (colour, shape, place or -1)."""
+    seen = evidence(images)
+    colour_distance, colour = seen.colour.min(1)
+    iou, shape = seen.shape.max(1)
+    place_distance, place = seen.place.min(1)
     sure = torch.stack(
         [
             colour_distance < _MAX_COLOUR_DISTANCE,
@@ -184,8 +202,8 @@ def read(images: Tensor) -> Tensor:
         ],
         1,
     )
-    sized = (pixels > _READABLE_PX[0]) & (pixels < _READABLE_PX[1])
-    return torch.where(sure & sized[:, None], seen, UNREADABLE)
+    sized = (seen.pixels > _READABLE_PX[0]) & (seen.pixels < _READABLE_PX[1])
+    return torch.where(sure & sized[:, None], torch.stack([colour, shape, place], 1), UNREADABLE)
 
 
 def hits(images: Tensor, captions: Sequence[str]) -> Tensor:

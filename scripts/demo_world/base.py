@@ -1,18 +1,20 @@
-"""Train the tiny FluxPipeline on the frozen VAE: `python -m scripts.demo_world.base VAE OUT`.
+"""Train the tiny FluxPipeline on the frozen VAE: `python -m scripts.demo_world.base VAE OUT`, or with `--world text`.
 
-FluxTransformer2DModel (1 double + 3 single blocks, width 96, 0.86 M), one-layer CLIP and T5 text
-encoders, all trained together by flow matching: x_s = (1 - s) x_0 + s eps, target eps - x_0, with
-s drawn under the shift of 3 that the sampler uses. Each caption attribute is replaced at random
-with probability `noise`, so the model draws clean shapes that are often not the ones asked for:
-that is the room that preference training has.
+FluxTransformer2DModel (1 double + 3 single blocks, width 96, 0.86 M; words: 2 single, width 64,
+0.34 M), one-layer CLIP and T5 text encoders, all trained together by flow matching:
+x_s = (1 - s) x_0 + s eps, target eps - x_0, with s drawn under the shift of 3 that the sampler
+uses. Each caption attribute is replaced at random with probability `noise`, so the model draws
+clean shapes or letters that are often not the ones asked for: that is the room that preference
+training has.
 Invariant: no image of a dev or test combination is ever seen here.
 """
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -34,21 +36,13 @@ from transformers import (
     T5Tokenizer,
 )
 
-from prefgrpo.tiny import scenes
 from scripts.demo_world.training import Schedule, fit, parameter_count
-from scripts.demo_world.vae import draw
+from scripts.demo_world.worlds import WORLDS, World
 
 TEXT_WIDTH = 64
-CLIP_LENGTH, T5_LENGTH = 16, 12
+CLIP_LENGTH = 16
 GUIDANCE = 3.5  # the one embedded guidance value the model knows
 SHIFT = 3.0
-SAMPLING = {
-    "height": scenes.SIZE,
-    "width": scenes.SIZE,
-    "num_inference_steps": 8,
-    "guidance_scale": GUIDANCE,
-    "max_sequence_length": T5_LENGTH,
-}
 
 
 @dataclass(frozen=True)
@@ -59,23 +53,25 @@ class BaseConfig:
     """Folder of the trained AutoencoderKL."""
     out: tyro.conf.Positional[Path]
     """Folder for the bf16 FluxPipeline."""
+    world: Literal["scenes", "text"] = "scenes"
+    """What it draws (worlds.py)."""
     start: Path | None = None
     """Pipeline folder to train on from, instead of fresh weights."""
     steps: int = 9000
     """Optimiser steps."""
     batch: int = 64
-    """Scenes per step."""
+    """Pictures per step."""
     lr: float = 2e-3
     """Peak learning rate of AdamW."""
     noise: float = 0.42
     """Probability that an attribute of the caption is replaced by a random one."""
-    scenes: int = 24000
-    """Scenes drawn and encoded before training."""
+    pictures: int = 24000
+    """Pictures drawn and encoded before training."""
     seed: int = 0
-    """Seed of weights, scenes and noise."""
+    """Seed of weights, pictures and noise."""
 
 
-def clip_tokenizer() -> CLIPTokenizer:
+def clip_tokenizer(words: Sequence[str]) -> CLIPTokenizer:
     """A BPE over the world's words, trained until every word is one token."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
@@ -83,7 +79,7 @@ def clip_tokenizer() -> CLIPTokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=2000, initial_alphabet=letters, end_of_word_suffix="</w>", show_progress=False
     )
-    bpe.train_from_iterator(scenes.WORDS, trainer)
+    bpe.train_from_iterator(words, trainer)
     merges = merge_list(bpe)
     vocab = {token: i for i, token in enumerate(letters + [c + "</w>" for c in letters])}
     for left, right in merges:
@@ -99,19 +95,19 @@ def merge_list(tokenizer: Tokenizer) -> list[tuple[str, str]]:
     return [tuple(m) if isinstance(m, list) else tuple(m.split(" ", 1)) for m in merges]
 
 
-def t5_tokenizer() -> T5Tokenizer:
+def t5_tokenizer(words: Sequence[str], length: int) -> T5Tokenizer:
     """A Unigram model of whole words, with single characters as a fallback."""
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    pieces += [("\u2581" + word, -2.0) for word in scenes.WORDS]
+    pieces += [("\u2581" + word, -2.0) for word in words]
     pieces += [("\u2581", -10.0)]
     known = {piece for piece, _ in pieces}
     pieces += [(chr(i), -15.0) for i in range(33, 127) if chr(i) not in known]
-    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=T5_LENGTH)
+    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=length)
 
 
-def build(vae: AutoencoderKL) -> FluxPipeline:
+def build(vae: AutoencoderKL, world: World) -> FluxPipeline:
     """The pipeline with untrained text encoders and transformer."""
-    clip_tok, t5_tok = clip_tokenizer(), t5_tokenizer()
+    clip_tok, t5_tok = clip_tokenizer(world.words), t5_tokenizer(world.words, world.t5_length)
     clip = CLIPTextModel(
         CLIPTextConfig(
             vocab_size=len(clip_tok), hidden_size=TEXT_WIDTH, intermediate_size=TEXT_WIDTH,
@@ -128,7 +124,7 @@ def build(vae: AutoencoderKL) -> FluxPipeline:
     )  # fmt: skip
     transformer = FluxTransformer2DModel(
         patch_size=1, in_channels=4 * vae.config.latent_channels, num_layers=1,
-        num_single_layers=3, attention_head_dim=32, num_attention_heads=3,
+        num_single_layers=world.single_blocks, attention_head_dim=32, num_attention_heads=world.heads,
         joint_attention_dim=TEXT_WIDTH, pooled_projection_dim=TEXT_WIDTH, guidance_embeds=True,
         axes_dims_rope=(8, 12, 12),
     )  # fmt: skip
@@ -139,54 +135,24 @@ def build(vae: AutoencoderKL) -> FluxPipeline:
     )  # fmt: skip
 
 
-class Captions:
-    """All captions, tokenised once; encodes rows of them with the pipeline's text encoders."""
-
-    def __init__(self, pipe: FluxPipeline) -> None:
-        texts = [scenes.caption(c, t) for c in scenes.COMBOS for t in range(len(scenes.TEMPLATES))]
-
-        def rows(tokenizer: CLIPTokenizer | T5Tokenizer, length: int) -> Tensor:
-            return tokenizer(
-                texts, padding="max_length", max_length=length, truncation=True,
-                return_tensors="pt",
-            ).input_ids  # fmt: skip
-
-        self.clip_ids = rows(pipe.tokenizer, CLIP_LENGTH)
-        self.t5_ids = rows(pipe.tokenizer_2, T5_LENGTH)
-        self.pipe = pipe
-
-    def encode(self, combos: Tensor, template: Tensor) -> tuple[Tensor, Tensor]:
-        """combos [n, 3], template [n] -> (T5 states [n, 12, 64], CLIP pooled [n, 64])."""
-        _, shapes, places = scenes.COUNTS
-        row = (combos[:, 0] * shapes + combos[:, 1]) * places + combos[:, 2]
-        row = row * len(scenes.TEMPLATES) + template
-        states = self.pipe.text_encoder_2(self.t5_ids[row])[0]
-        return states, self.pipe.text_encoder(self.clip_ids[row]).pooler_output
-
-
-def corrupt(combos: Tensor, probability: float, tries: int = 8) -> Tensor:
-    """Replace each attribute by a random one with the given probability: [n, 3] -> [n, 3].
-
-    Draws again where the result is no train combination (and keeps the input after `tries` such
-    draws): a held-out caption that only ever came with other pictures would be learnt as such.
-    """
-    known = torch.zeros(scenes.COUNTS, dtype=torch.bool)
-    known[tuple(torch.tensor(scenes.SPLITS["train"]).T)] = True
-    size = (tries, *combos.shape)
-    random = torch.stack([torch.randint(m, size[:2]) for m in scenes.COUNTS], -1)
-    drawn = torch.where(torch.rand(size) < probability, random, combos)
-    drawn = torch.cat([drawn, combos[None]])
-    first = known[tuple(drawn.unbind(-1))].int().argmax(0)  # index of the first valid draw
-    return drawn[first, torch.arange(len(combos))]
+def encode_captions(pipe: FluxPipeline, texts: list[str]) -> tuple[Tensor, Tensor]:
+    """n captions -> (T5 states [n, length, 64], CLIP pooled [n, 64])."""
+    ids = [
+        tokenizer(
+            texts, padding="max_length", max_length=tokenizer.model_max_length, truncation=True, return_tensors="pt"
+        ).input_ids
+        for tokenizer in (pipe.tokenizer_2, pipe.tokenizer)
+    ]
+    return pipe.text_encoder_2(ids[0])[0], pipe.text_encoder(ids[1]).pooler_output
 
 
 @torch.no_grad()
-def encode_scenes(vae: AutoencoderKL, n: int) -> tuple[Tensor, Tensor]:
-    """n train-split scenes as packed, scaled latents [n, 16, 16] and their combinations [n, 3]."""
-    images, combos = draw("train", n)
+def encode_pictures(vae: AutoencoderKL, world: World, n: int) -> tuple[Tensor, Tensor]:
+    """n train-split pictures as packed, scaled latents [n, tokens, 4C] and their codes [n, k]."""
+    images, codes = world.draw("train", n, None)
     latents = torch.cat([vae.encode(x * 2 - 1).latent_dist.mode() for x in images.split(500)])
     latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
-    return FluxPipeline._pack_latents(latents, *latents.shape), combos
+    return FluxPipeline._pack_latents(latents, *latents.shape), codes
 
 
 def draw_sigma(n: int, step: int) -> Tensor:
@@ -198,21 +164,20 @@ def draw_sigma(n: int, step: int) -> Tensor:
 def train_base(config: BaseConfig) -> FluxPipeline:
     """Train transformer and text encoders together; the pipeline ends with the averaged weights."""
     torch.manual_seed(config.seed)
+    world = WORLDS[config.world]
     vae = AutoencoderKL.from_pretrained(config.vae.resolve()).eval().requires_grad_(False)
-    pipe = FluxPipeline.from_pretrained(config.start.resolve()) if config.start else build(vae)
+    pipe = FluxPipeline.from_pretrained(config.start.resolve()) if config.start else build(vae, world)
     pipe.vae = vae
     modules = {"clip": pipe.text_encoder, "t5": pipe.text_encoder_2, "flux": pipe.transformer}
     print("base:", {name: parameter_count(module) for name, module in modules.items()})
-    captions = Captions(pipe)
-    latents, combos = encode_scenes(vae, config.scenes)
-    side = scenes.SIZE // pipe.vae_scale_factor // 2
-    image_ids = FluxPipeline._prepare_latent_image_ids(1, side, side, "cpu", torch.float32)
-    text_ids = torch.zeros(T5_LENGTH, 3)
+    latents, codes = encode_pictures(vae, world, config.pictures)
+    grid = [side // pipe.vae_scale_factor // 2 for side in (world.height, world.width)]
+    image_ids = FluxPipeline._prepare_latent_image_ids(1, *grid, "cpu", torch.float32)
+    text_ids = torch.zeros(world.t5_length, 3)
 
     def step_loss(step: int) -> tuple[Tensor, dict[str, float]]:
         rows = torch.randint(len(latents), (config.batch,))
-        template = torch.randint(len(scenes.TEMPLATES), (config.batch,))
-        states, pooled = captions.encode(corrupt(combos[rows], config.noise), template)
+        states, pooled = encode_captions(pipe, world.noisy_captions(codes[rows], config.noise))
         clean, sigma = latents[rows], draw_sigma(config.batch, step)
         eps, s = torch.randn_like(clean), sigma[:, None, None]
         velocity = pipe.transformer(
@@ -227,7 +192,7 @@ def train_base(config: BaseConfig) -> FluxPipeline:
     schedule = Schedule(config.steps, config.lr, warmup=100, final=0.01, ema=0.999)
 
     def on_log(step: int) -> str:
-        return report(pipe, "train", 144) if (step + 1) % 1000 == 0 else ""
+        return report(pipe, world, "train", 144) if (step + 1) % 1000 == 0 else ""
 
     seconds = fit("base", [(params, 1.0)], step_loss, schedule, on_log=on_log)
     print(f"base: {seconds:.0f} CPU seconds")
@@ -235,27 +200,22 @@ def train_base(config: BaseConfig) -> FluxPipeline:
 
 
 @torch.no_grad()
-def sample(pipe: FluxPipeline, texts: list[str], seed: int, batch: int = 240) -> Tensor:
-    """The stock pipeline call -> float images [n, 3, 32, 32] in [0, 1]."""
+def sample(pipe: FluxPipeline, world: World, texts: list[str], seed: int, batch: int = 240) -> Tensor:
+    """The stock pipeline call, in 8 steps -> float images [n, 3, H, W] in [0, 1]."""
     pipe.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(seed)
+    sampling = {"height": world.height, "width": world.width, "max_sequence_length": world.t5_length}
+    sampling |= {"num_inference_steps": 8, "guidance_scale": GUIDANCE}
     parts = [texts[i : i + batch] for i in range(0, len(texts), batch)]
-    images = [pipe(part, generator=generator, output_type="pt", **SAMPLING).images for part in parts]
+    images = [pipe(part, generator=generator, output_type="pt", **sampling).images for part in parts]
     return torch.cat(images).float()
 
 
-def report(pipe: FluxPipeline, split: str, n: int = 720, seed: int = 1234) -> str:
-    """All-correct, per-attribute and unreadable shares of n samples of a split's captions."""
-    texts = scenes.prompts(split)
+def report(pipe: FluxPipeline, world: World, split: str, n: int = 720, seed: int = 1234) -> str:
+    """What share of n samples of a split's captions is right."""
+    texts = world.prompts(split)
     texts = (texts * (n // len(texts) + 1))[:n]
-    images = sample(pipe, texts, seed)
-    right, seen = scenes.hits(images, texts), scenes.read(images)
-    broken = (seen == scenes.UNREADABLE).any(1).float().mean()
-    colour, shape, place = right.float().mean(0).tolist()
-    return (
-        f"{split}: all right {right.all(1).float().mean():.3f} "
-        f"(colour {colour:.2f} shape {shape:.2f} place {place:.2f}) unreadable {broken:.3f}"
-    )
+    return f"{split}: {world.report(sample(pipe, world, texts, seed), texts)}"
 
 
 def save(pipe: FluxPipeline, out: Path) -> None:
@@ -276,8 +236,8 @@ def train(config: Annotated[BaseConfig, tyro.conf.arg(name="")]) -> None:
     began = time.time()
     save(train_base(config), config.out)
     saved = FluxPipeline.from_pretrained(config.out.resolve())
-    for split in scenes.SPLITS:
-        print(report(saved, split))
+    for split in ("train", "dev", "test"):
+        print(report(saved, WORLDS[config.world], split))
     print(f"base: {time.time() - began:.0f} s in all")
 
 

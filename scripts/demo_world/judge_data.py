@@ -21,6 +21,7 @@ from torch import Tensor
 
 from prefgrpo.tiny import scenes
 from scripts.demo_world.base import sample
+from scripts.demo_world.worlds import WORLDS
 
 ASKED = torch.tensor(scenes.SPLITS["train"] + scenes.SPLITS["dev"])  # [96, 3]
 
@@ -174,7 +175,7 @@ def make_pool(config: PoolConfig) -> Pool:
     combos = [combo for split in config.splits for combo in scenes.SPLITS[split]]
     texts = [scenes.caption(c, t) for c in combos for t in range(len(scenes.TEMPLATES))]
     texts = [text for text in texts for _ in range(config.per_caption)]
-    images = sample(pipe, texts, config.seed)
+    images = sample(pipe, WORLDS["scenes"], texts, config.seed)
     right = scenes.hits(images, texts).all(1).float().mean()
     print(f"pool: {len(images)} samples, all right {right:.3f}")
     images = (images * 255).round().byte()

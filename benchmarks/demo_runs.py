@@ -1,0 +1,145 @@
+"""Training runs in the demo's world whose evaluations become a JSON file, and what is shown of several seeds.
+
+A file grows with its run's evaluations; whoever measures runs again only what is not complete. Seconds are the
+process's CPU seconds without evaluations, so other load on the machine counts little.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.bench_judge import machine
+from benchmarks.blocks import rounded, write_json
+from prefgrpo.run.signs import Signs
+
+ROOT = Path(__file__).resolve().parent.parent
+Rows = list[list[float]]
+Run = dict[str, Any]
+COLOURS = ("#2a6f97", "#c1121f", "#e09f3e", "#588157", "#7b2cbf", "#4a4e69")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What a row of `evaluations` holds: step, calls and seconds of training so far, and these."""
+
+    evaluated: Mapping[str, str]
+    """Column → metric of the evaluation."""
+    stepped: Mapping[str, str]
+    """Column → metric of training, its mean over the steps since the evaluation before; null at the start."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All columns in order."""
+        return ("step", "calls", "seconds", *self.evaluated, *self.stepped)
+
+
+class Watch:
+    """Callbacks of a run: calls and CPU seconds of its training so far, a row per evaluation, signs of hacking."""
+
+    def __init__(self, columns: Columns, calls: Callable[[dict[str, float]], float]) -> None:
+        """calls: how many questions a step asked, from its metrics."""
+        self.columns, self.write = columns, lambda: None
+        self.evaluations: list[list[float | None]] = []
+        self.seen: dict[str, int] = {}
+        """Sign → step at which it was first seen."""
+        self._asked, self._calls, self._seconds, self._mark = calls, 0.0, 0.0, 0.0
+        self._since: list[list[float]] = []
+        self._signs = Signs(["vlm_pairwise"])
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """After a training step."""
+        now = time.process_time()
+        self._seconds, self._mark = self._seconds + now - self._mark, now
+        self._calls += self._asked(metrics)
+        self._since.append([metrics[name] for name in self.columns.stepped.values()])
+        self._note("train", step, metrics)
+
+    def evaluation(self, step: int, name: str, metrics: dict[str, float]) -> None:
+        """After an evaluation, whose seconds do not count."""
+        stepped = np.mean(self._since, axis=0).tolist() if self._since else [None] * len(self.columns.stepped)
+        measured = [metrics[name] for name in self.columns.evaluated.values()]
+        self.evaluations.append(rounded([step, self._calls, self._seconds, *measured, *stepped]))
+        self._note("eval", step, {"set": name} | metrics)
+        self.write()
+        self._since, self._mark = [], time.process_time()
+
+    def _note(self, kind: str, step: int, row: dict[str, Any]) -> None:
+        for sign in self._signs.add(kind, row):
+            self.seen.setdefault(sign, step)
+
+
+def measure(recipe: Path, file: Path, facts: Run, watch: Watch, steps: int, every: int, **values: Any) -> None:
+    """Train by a recipe of the demo for `steps` steps, evaluated at the start and `every` so many.
+
+    Neither a stopping rule of the recipe nor a judge without information ends the run. `file` gets the facts,
+    the machine, `signs` (the steps at which signs of reward hacking appeared), columns and evaluations. values: of the
+    recipe, and arguments of `Trainer`.
+    """
+    from prefgrpo import Trainer
+    from prefgrpo.config.recipe import merged
+
+    def write() -> None:
+        found = facts | {"machine": machine(), "signs": watch.seen, "columns": watch.columns.names}
+        write_json(file, found | {"evaluations": watch.evaluations})
+
+    watch.write = write
+    fixed = {
+        "steps": steps, "tensorboard": False, "checkpoint": {"every": steps}, "train": {"stop_when": []},
+        "judge": {"cache": False, "patience_steps": 0}, "eval": {"every": every, "final_prompts": ""},
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        Trainer.from_recipe(
+            recipe, output=folder, **merged(fixed, values), on_step=watch.step, on_evaluation=watch.evaluation
+        ).train()
+
+
+def recipe(name: str) -> Path:
+    """The demo's recipe of an objective."""
+    return ROOT / "scripts" / "demo" / f"{name}.yaml"
+
+
+def ended(file: Path, steps: int) -> Run | None:
+    """The run of a file if it got to its last step."""
+    run = json.loads(file.read_text()) if file.exists() else {"evaluations": []}
+    return run if run["evaluations"] and run["evaluations"][-1][0] >= steps else None
+
+
+def column(run: Run, name: str) -> list[float]:
+    """One column of `evaluations`; NaN where it was not measured."""
+    at = run["columns"].index(name)
+    return [np.nan if row[at] is None else row[at] for row in run["evaluations"]]
+
+
+@contextmanager
+def drawing(path: Path, rows: int, columns: int, **options: Any) -> Iterator[Any]:
+    """Panels [rows][columns] of a figure that is written to `path` at the end: the same file from the same numbers."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "prefgrpo"
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(rows, columns, squeeze=False, **options)
+    yield panels
+    for axes in panels.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def band(axes: Any, x: Sequence[Sequence[float]], y: Sequence[Sequence[float]], colour: str, **line: Any) -> None:
+    """Mean of y over seeds [n][k] against the mean of x, and the range of all seeds behind it."""
+    least = min(map(len, y))
+    across, up = np.array([row[:least] for row in x]).mean(0), np.array([row[:least] for row in y])
+    axes.plot(across, up.mean(0), color=colour, **line)
+    axes.fill_between(across, up.min(0), up.max(0), color=colour, alpha=0.15, linewidth=0)

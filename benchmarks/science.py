@@ -1,0 +1,358 @@
+"""`make science`: five questions about rewards from pairs, answered in the demo's world for docs/science.md.
+
+An arm is a way to train. The arms of an experiment differ in what its title says and in nothing else: the same seeds
+(of prompts, noise and LoRA), learning rate, number of steps and images per step, and judge calls per step. Experiments
+a to d ask a simulated judge (simulated_judge.py), whose truth, flaw, noise and position bias are known; e asks the
+demo's own and shares its runs with bench_objectives. `accuracy` is the share of held-out images whose colour, shape and
+position are all right, `truth` the same made continuous; neither is shown to the training but through the judge.
+
+± is half of the 95 % interval of the mean over seeds (Student's t); a difference is taken seed by seed, where prompts,
+noise and starting weights are the same, so it can be more certain than its two means. A run's JSON is written as it
+goes; a complete one, of the same settings, is not run again, so `--seeds` splits the work over machines.
+
+Budget of `make science` from nothing, 5 seeds: 13 arms × 5 × about 55 CPU seconds (40 steps of 64 images, 5
+evaluations of 144) and 5 × 5 × about 240 for e (80 steps of 96 images, 9 evaluations of 288, the demo's judge):
+160 core minutes, 40 minutes on 4 cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass, field
+from math import sqrt
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import bench_objectives
+from benchmarks.blocks import replace_block
+from benchmarks.demo_runs import COLOURS, ROOT, Columns, Run, Watch, band, column, drawing, ended, measure, recipe
+from benchmarks.simulated_judge import USUAL, Ratings, SimulatedJudge, WinRates
+
+RESULTS, PAGE = ROOT / "benchmarks" / "results" / "science", ROOT / "docs" / "science.md"
+SEEDS, STEPS, EVERY, GROUPS, MEMBERS = (0, 1, 2, 3, 4), 40, 10, 8, 8
+JUDGE = "benchmarks.simulated_judge"
+MEASURED = Columns(
+    {"accuracy": "dev/scenes.all", "truth": f"dev/{JUDGE}:truth", "brightness": f"dev/{JUDGE}:brightness"},
+    {"diversity": "diversity/pixels"},
+)
+T95 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""97.5 % quantiles of Student's t with 1, 2, … degrees of freedom."""
+FLAWED, BIASED, FAIR = {"flaw": 2.0}, {"bias": 0.3}, dict[str, float]()
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to train; a simulated judge is asked for `asks` ratings of every image, or for `pairs`."""
+
+    label: str
+    judge: Mapping[str, float] = field(default_factory=dict)
+    """Fields of SimulatedJudge."""
+    asks: int = 0
+    pairs: Mapping[str, Any] = field(default_factory=dict)
+    """Options of WinRates."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """What differs from scripts/demo/grpo.yaml."""
+
+    def settings(self) -> Run:
+        """What makes a run another run, as JSON has it."""
+        judge = asdict(SimulatedJudge(**self.judge))
+        del judge["calls"]
+        own = {"judge": judge, "asks": self.asks, "pairs": dict(self.pairs), "values": dict(self.values)}
+        return own | {"steps": STEPS, "prompts_per_step": GROUPS, "group_size": MEMBERS}
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A way to train on the demo's own judge: a recipe of bench_objectives."""
+
+    label: str
+    recipe: str
+    rollout: Mapping[str, Any] = field(default_factory=dict)
+
+
+HARD = {"plan": "both_orders", "verdict": "hard"}
+SOFT = {"plan": "both_orders", "verdict": "soft"}
+SPARSE = {"verdict": "hard", "rate": "bradley_terry"}
+GLOBAL = {"reward": {"std": "global"}}
+ARMS: dict[str, Arm] = {
+    "ratings": Arm("7 ratings of every image", FLAWED, asks=7),
+    "win_rates": Arm("win rates", FLAWED, pairs=HARD),
+    "ratings_global": Arm("7 ratings, divided by the std of all", FLAWED, asks=7, values=GLOBAL),
+    "soft": Arm("win rates of probabilities", FLAWED, pairs=SOFT),
+    "soft_global": Arm("win rates of probabilities, divided by the std of all", FLAWED, pairs=SOFT, values=GLOBAL),
+    "both_orders": Arm("12 pairs in both orders", BIASED, pairs=SPARSE | {"plan": "k_regular(3)", "order": "both"}),
+    "one_order": Arm("24 pairs in one order, balanced", BIASED, pairs=SPARSE | {"plan": "budget(24)"}),
+    "one_order_fit": Arm(
+        "24 pairs in one order, bias fitted", BIASED, pairs=SPARSE | {"plan": "budget(24)", "bias": "fit"}
+    ),
+    "index_order": Arm(
+        "24 pairs, the earlier image first", BIASED, pairs=SPARSE | {"plan": "budget(24)", "order": "index"}
+    ),
+    "regular": Arm("k_regular(4), Bradley-Terry", FAIR, pairs=SPARSE | {"plan": "k_regular(4)"}),
+    "regular_wins": Arm("k_regular(4), win rate", FAIR, pairs={"verdict": "hard", "plan": "k_regular(4)"}),
+    "swiss": Arm("swiss(4), Bradley-Terry", FAIR, pairs=SPARSE | {"plan": "swiss(4)"}),
+    "swiss_wins": Arm("swiss(4), win rate", FAIR, pairs={"verdict": "hard", "plan": "swiss(4)"}),
+}
+OBJECTIVES: dict[str, Objective] = {
+    "grpo": Objective("GRPO, all 3 steps of the window", "grpo"),
+    "window": Objective("GRPO, 1 of them drawn each time", "grpo", {"window_size": 1}),
+    "grpo_guard": Objective("GRPO-Guard", "grpo_guard"),
+    "nft": Objective("NFT on win rates", "nft"),
+    "soft_dpo": Objective("soft DPO on the matrix", "soft_dpo"),
+}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Arms to compare; differences are from the first."""
+
+    arms: tuple[str, ...]
+    shown: tuple[str, ...] = ("accuracy", "truth")
+    """Series that are drawn."""
+
+
+EXPERIMENTS = {
+    "a": Experiment(("ratings", "win_rates"), ("accuracy", "truth", "opinion", "gap")),
+    "b": Experiment(
+        ("ratings", "ratings_global", "win_rates", "soft", "soft_global"), ("accuracy", "truth", "opinion", "gap")
+    ),
+    "c": Experiment(("both_orders", "one_order", "one_order_fit", "index_order")),
+    "d": Experiment(("regular", "regular_wins", "swiss", "swiss_wins")),
+    "e": Experiment(tuple(OBJECTIVES), ("accuracy",)),
+}
+ORDER = ("a", "c", "b", "d", "e")
+"""In which they are run."""
+TITLES = {
+    "accuracy": "held-out accuracy", "truth": "held-out truth", "opinion": "the judge's opinion",
+    "gap": "opinion − truth",
+}  # fmt: skip
+
+
+# ---- running --------------------------------------------------------------------------------------------------------
+
+
+def file_of(name: str, seed: int, folder: Path = RESULTS) -> Path:
+    """Where a run is kept; those of bench_objectives with its own."""
+    shared = name in OBJECTIVES and not OBJECTIVES[name].rollout
+    return (bench_objectives.RESULTS if shared else folder) / f"{name}_{seed}.json"
+
+
+def done(name: str, seed: int, folder: Path = RESULTS) -> Run | None:
+    """The run if it is complete and of today's settings."""
+    if name in OBJECTIVES:
+        return ended(file_of(name, seed, folder), bench_objectives.STEPS)
+    run = ended(file_of(name, seed, folder), STEPS)
+    return run if run and run["settings"] == ARMS[name].settings() else None
+
+
+def train(name: str, seed: int, folder: Path = RESULTS, steps: int = STEPS, every: int = EVERY) -> None:
+    """One run of a simulated judge's arm."""
+    arm = ARMS[name]
+    judge = SimulatedJudge(**arm.judge)
+    reward = Ratings(judge, arm.asks) if arm.asks else WinRates(judge, **arm.pairs)
+
+    def calls(_: Mapping[str, float]) -> float:
+        asked, judge.calls = judge.calls, 0
+        return asked
+
+    measure(
+        recipe("grpo"), file_of(name, seed, folder), {"arm": name, "seed": seed, "settings": arm.settings()},
+        Watch(MEASURED, calls), steps, every, seed=seed, rewards=reward,
+        rollout={"prompts_per_step": GROUPS, "group_size": MEMBERS, "batch_size": GROUPS * MEMBERS},
+        eval={"judge": False, "spec": f"scenes,{JUDGE}:truth,{JUDGE}:brightness", "samples_per_prompt": 2},
+        **arm.values,
+    )  # fmt: skip
+
+
+def run(job: tuple[str, int, Path]) -> str:
+    """One run, without what it prints; says how it ended."""
+    name, seed, folder = job
+    if done(name, seed, folder):
+        return f"{name}, seed {seed}: is there"
+    with tempfile.TemporaryFile("w+") as log, redirect_stdout(log), redirect_stderr(log):
+        if name in OBJECTIVES:
+            way = OBJECTIVES[name]
+            bench_objectives.train(way.recipe, seed, file_of(name, seed, folder), rollout=dict(way.rollout))
+        else:
+            train(name, seed, folder)
+    found = done(name, seed, folder)
+    assert found
+    return f"{name}, seed {seed}: accuracy {column(found, 'accuracy')[-1]:.3f}, {column(found, 'seconds')[-1]:.0f} s"
+
+
+def jobs(only: Sequence[str], seeds: Sequence[int], folder: Path) -> list[tuple[str, int, Path]]:
+    """Runs in order: seed by seed, and what asks the demo's own judge last."""
+    names = dict.fromkeys(name for key in ORDER if key in only for name in EXPERIMENTS[key].arms)
+    every = [(name, seed, folder) for seed in seeds for name in names]
+    return sorted(every, key=lambda job: job[0] in OBJECTIVES)
+
+
+# ---- what the runs say ----------------------------------------------------------------------------------------------
+
+
+def series(name: str, found: Run, what: str) -> list[float]:
+    """A column, or of a simulated judge: opinion (noiseless), and gap, how much more that has grown than truth has."""
+    if what not in ("opinion", "gap"):
+        return column(found, what)
+    flaw = ARMS[name].judge.get("flaw", 0.0)
+    extra = flaw * (np.array(column(found, "brightness")) - USUAL)
+    return (extra - extra[0] if what == "gap" else extra + column(found, "truth")).tolist()
+
+
+def values(name: str, seeds: Sequence[int], what: str, folder: Path = RESULTS) -> dict[int, float]:
+    """Seed → how a series ended."""
+    runs = {seed: done(name, seed, folder) for seed in seeds}
+    return {seed: series(name, found, what)[-1] for seed, found in runs.items() if found}
+
+
+def interval(numbers: Sequence[float]) -> tuple[float, float]:
+    """(mean, half of its 95 % interval by Student's t, or NaN of one number)."""
+    n = len(numbers)
+    return float(np.mean(numbers)), float(T95[n - 2] * np.std(numbers, ddof=1) / sqrt(n)) if n > 1 else np.nan
+
+
+def shown(numbers: Sequence[float], sign: str = "") -> str:
+    """0.512 ± 0.031."""
+    if not numbers:
+        return "–"
+    mean, half = interval(numbers)
+    return f"{mean:{sign}.3f}" + ("" if np.isnan(half) else f" ± {half:.3f}")
+
+
+def against(name: str, other: str, seeds: Sequence[int], what: str, folder: Path = RESULTS) -> list[float]:
+    """How a series of `name` ended above that of `other`, seed by seed."""
+    one, two = (values(arm, seeds, what, folder) for arm in (name, other))
+    return [one[seed] - two[seed] for seed in one if seed in two]
+
+
+def table(key: str, seeds: Sequence[int], folder: Path = RESULTS) -> list[str]:
+    """Rows of an experiment, one per arm."""
+    names = EXPERIMENTS[key].arms
+    first = names[0]
+    labels = {name: OBJECTIVES[name].label if key == "e" else ARMS[name].label for name in names}
+    if key == "e":
+        head = ["accuracy at the end", "at half of the calls", "calls to .60 (thousands)", "CPU seconds to .60"]
+    else:
+        head = ["accuracy", "truth", *(["opinion", "gap"] if "gap" in EXPERIMENTS[key].shown else [])]
+    head += [f"{what} against the first" for what in ("accuracy",) + (("truth",) if key != "e" else ())]
+    head += ["gap against the first"] if "gap" in head else []
+    lines = [f"| {' | '.join(['arm', 'seeds', *head])} |", "|---" * (len(head) + 2) + "|"]
+    for name in names:
+        runs = [found for seed in seeds if (found := done(name, seed, folder))]
+        if not runs:
+            continue
+        if key == "e":
+            rows = [found["evaluations"] for found in runs]
+            cells = [shown([column(found, "accuracy")[k] for found in runs]) for k in (-1, len(rows[0]) // 2)]
+            for what, factor in (("calls", 1e-3), ("seconds", 1.0)):
+                at = [bench_objectives.reached(r, what, 0.6) for r in rows]
+                known = [value * factor for value in at if value is not None]
+                cells.append(_whole(known) + f", {len(at) - len(known)} never" * (len(known) < len(at)))
+        else:
+            cells = [shown([series(name, found, what)[-1] for found in runs]) for what in head if " " not in what]
+        cells += [
+            shown(against(name, first, seeds, what.split()[0], folder), "+") if name != first else ""
+            for what in head
+            if what.endswith("first")
+        ]
+        lines.append(f"| `{name}`: {labels[name]} | {len(runs)} | {' | '.join(cells)} |")
+    return lines
+
+
+def _whole(numbers: Sequence[float]) -> str:
+    """As `shown`, with three digits in all."""
+    if not numbers:
+        return "–"
+    mean, half = interval(numbers)
+    return f"{mean:.3g}" + ("" if np.isnan(half) else f" ± {half:.2g}")
+
+
+def missing(key: str, seeds: Sequence[int], folder: Path = RESULTS) -> str:
+    """Which runs of an experiment there are not."""
+    without: dict[tuple[int, ...], list[str]] = {}
+    for name in EXPERIMENTS[key].arms:
+        if gaps := tuple(seed for seed in seeds if not done(name, seed, folder)):
+            without.setdefault(gaps, []).append(f"`{name}`")
+    parts = [f"seed {', '.join(map(str, gaps))} of {', '.join(names)}" for gaps, names in without.items()]
+    return f"Not measured: {'; '.join(parts)}." if parts else "All runs are complete."
+
+
+def agreement(one: Sequence[int], two: Sequence[int], folder: Path = RESULTS) -> list[str]:
+    """Rows: of an arm's numbers from two sets of seeds, whether they differ by less than both error bars together."""
+    lines = ["| arm | number | first seeds | other seeds | within the error bars |", "|---|---|---|---|---|"]
+    for key in EXPERIMENTS:
+        for name in EXPERIMENTS[key].arms:
+            for what in EXPERIMENTS[key].shown:
+                sets = [list(values(name, seeds, what, folder).values()) for seeds in (one, two)]
+                if min(map(len, sets)) < 2 or (key == "b" and name in EXPERIMENTS["a"].arms):
+                    continue
+                (mean, half), (other, own) = map(interval, sets)
+                same = "yes" if abs(mean - other) <= sqrt(half**2 + own**2) else "no"
+                lines.append(f"| `{name}` | {what} | {shown(sets[0])} | {shown(sets[1])} | {same} |")
+    return lines
+
+
+def draw(key: str, seeds: Sequence[int], path: Path, folder: Path = RESULTS) -> None:
+    """Series of an experiment over judge calls (and seconds, of e); bands: from the lowest seed to the highest."""
+    what = EXPERIMENTS[key].shown
+    panels_of = [(name, "calls", 1e-3) for name in what] + [("accuracy", "seconds", 1.0)] * (key == "e")
+    with drawing(path, 1, len(panels_of), figsize=(3.2 * len(panels_of) + 0.6, 3.2)) as panels:
+        for axes, (name, unit, factor) in zip(panels[0], panels_of, strict=True):
+            for arm, colour in zip(EXPERIMENTS[key].arms, COLOURS, strict=False):
+                runs = [found for seed in seeds if (found := done(arm, seed, folder))]
+                if runs:
+                    x = [[value * factor for value in column(found, unit)] for found in runs]
+                    band(axes, x, [series(arm, found, name) for found in runs], colour, label=arm)
+            axes.set(title=TITLES[name], xlabel="judge calls (thousands)" if unit == "calls" else "CPU seconds")
+        if panels[0][0].lines:
+            panels[0][0].legend(frameon=False, fontsize=7)
+
+
+def block(key: str, seeds: Sequence[int] = SEEDS, folder: Path = RESULTS) -> list[str]:
+    """An experiment's generated part of docs/science.md."""
+    picture = f"![{' and '.join(TITLES[what] for what in EXPERIMENTS[key].shown)} over judge calls](science_{key}.svg)"
+    return [missing(key, seeds, folder), "", picture, "", *table(key, seeds, folder)]
+
+
+def render() -> None:
+    """Pictures and tables of docs/science.md."""
+    for key in EXPERIMENTS:
+        draw(key, SEEDS, PAGE.parent / f"science_{key}.svg")
+        replace_block(PAGE, f"science-{key}", block(key))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.science", description=__doc__)
+    parser.add_argument("--only", nargs="*", default=ORDER, choices=ORDER, help="experiments; all by default")
+    parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS, help="those of the page by default")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once, each on one thread")
+    parser.add_argument("--render", action="store_true", help="run nothing: pictures and tables of docs/science.md")
+    parser.add_argument("--against", nargs="*", type=int, help="run nothing: do --seeds agree with these seeds?")
+    args = parser.parse_args(argv)
+    if args.against:
+        print("\n".join(agreement(args.against, args.seeds)))
+        return
+    if args.render:
+        render()
+        return
+    os.chdir(ROOT)  # the paths of the demo's recipes are relative to it
+    os.environ["OMP_NUM_THREADS"] = "1"  # the same sums on every machine, and honest CPU seconds
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+        for line in pool.map(run, jobs(args.only, args.seeds, RESULTS)):
+            print(line, flush=True)
+    for key in args.only:
+        print("", *block(key, args.seeds), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""A judge of the demo's world whose truth, flaw, noise and position bias are known, asked for ratings or for pairs.
+
+    opinion = truth + flaw · (brightness − 0.25)          perceived at a look = opinion + noise · ε
+    rating of an image        clip(round(3 + 5 · perceived), 1, 10)
+    P(first is better)        σ((perceived first − perceived second + bias) / temperature)
+
+truth is what the world's own scorer decides by (prefgrpo/tiny/scenes.py), made continuous: 1 for a right picture, near
+0 for a wrong one. brightness, the mean of all pixels in 0 … 1, is no part of it, so whoever raises the opinion by it
+exploits the judge. ε is N(0, 1) and addressed by what is asked: the same question about the same images has the same
+answer, in any process. Rating an image again is another question (as a judge that samples, or is asked in other words).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from prefgrpo.data.media import Media
+from prefgrpo.judge.verdict import Pair, PairJudge, Verdict
+from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+from prefgrpo.rewards.pairwise import VlmPairwise
+from prefgrpo.tiny.scenes import evidence, parse_caption
+
+USUAL = 0.25
+"""Brightness that the flawed judge neither likes nor dislikes; about that of the demo's starting policy."""
+Floats = NDArray[np.float64]
+Images = Sequence[NDArray[np.uint8]]
+
+
+def truth(images: Images, prompts: Sequence[str]) -> list[float]:
+    """How right each picture is, 0 … 1: mean over colour, shape and place of σ(lead of what is asked over the best
+    other answer), less where the shape is too small or too large to be read. The scale of a lead is about a tenth
+    of what lies between two answers."""
+    seen = evidence(torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255.0)
+    asked = torch.tensor([parse_caption(text) for text in prompts])
+    values = ((-seen.colour, 0.1), (seen.shape, 0.05), (-seen.place, 2.0))
+    leads = [_lead(value, asked[:, k]) / scale for k, (value, scale) in enumerate(values)]
+    right = torch.sigmoid(torch.stack(leads)).mean(0)
+    readable = torch.sigmoid((seen.pixels - 45) / 10) * torch.sigmoid((260 - seen.pixels) / 20)
+    return (right * readable).tolist()
+
+
+def _lead(values: Tensor, asked: Tensor) -> Tensor:
+    """[n] values [n, k] of the asked answer minus the largest other."""
+    own = values.gather(1, asked[:, None])[:, 0]
+    return own - values.scatter(1, asked[:, None], -math.inf).amax(1)
+
+
+def brightness(images: Images, prompts: Sequence[str]) -> list[float]:
+    """Mean of all pixels, 0 … 1."""
+    del prompts
+    return [float(image.mean()) / 255 for image in images]
+
+
+@dataclass
+class SimulatedJudge:
+    """What a simulated judge thinks. Public fields as in the module's equations."""
+
+    flaw: float = 0.0
+    noise: float = 0.1
+    bias: float = 0.0
+    temperature: float = 0.25
+    calls: int = 0
+    """Questions so far, or since somebody set it to 0."""
+
+    def opinion(self, images: Images, prompts: Sequence[str]) -> Floats:
+        """[n] without noise."""
+        flaw = self.flaw * (np.array(brightness(images, prompts)) - USUAL)
+        return np.array(truth(images, prompts)) + flaw
+
+
+class Ratings(PointwiseReward):
+    """Mean of `asks` ratings of an image, 1 … 10."""
+
+    def __init__(self, judge: SimulatedJudge, asks: int) -> None:
+        self.judge, self.asks = judge, asks
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """One score per sample."""
+        images = [s.media.pixels for s in samples]
+        opinions = self.judge.opinion(images, [s.prompt for s in samples])
+        self.judge.calls += self.asks * len(samples)
+        noise = np.array([[_normal(_digest(image), bytes([k])) for k in range(self.asks)] for image in images])
+        ratings = np.clip(np.round(3 + 5 * (opinions[:, None] + self.judge.noise * noise)), 1, 10)
+        return [Score(float(value)) for value in ratings.mean(1)]
+
+
+class Pairs(PairJudge):
+    """Verdicts on ordered pairs."""
+
+    streams = False
+
+    def __init__(self, judge: SimulatedJudge) -> None:
+        self.judge = judge
+
+    def judge_group(
+        self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
+    ) -> list[Verdict]:
+        """P(first is better) of each pair; the noise of two looks is one normal number of twice the variance."""
+        j, images = self.judge, [m.pixels for m in media]
+        opinions, digests = j.opinion(images, [prompt] * len(images)), [_digest(image) for image in images]
+        j.calls += len(pairs)
+        noise = math.sqrt(2) * j.noise
+        leads = [opinions[a] - opinions[b] + noise * _normal(digests[a], digests[b]) + j.bias for a, b in pairs]
+        return [Verdict(1 / (1 + math.exp(-lead / j.temperature))) for lead in leads]
+
+
+class WinRates(VlmPairwise):
+    """`vlm_pairwise` with simulated verdicts: its plans, rates and win matrix."""
+
+    judged = False
+
+    def __init__(self, judge: SimulatedJudge, order: Literal["plan", "both", "index"] = "plan", **options: Any) -> None:
+        """order: who of a pair is shown first: as the plan says, both in turn (two calls), or the earlier of the
+        group (as Pref-GRPO asks). options: plan, verdict, rate and bias, as of VlmPairwise."""
+        super().__init__(Pairs(judge), **options)
+        plan = self.next_pairs
+        if order == "both":
+            self.next_pairs = lambda *group: [pair for i, j in plan(*group) for pair in ((i, j), (j, i))]
+        elif order == "index":
+            self.next_pairs = lambda *group: [(min(pair), max(pair)) for pair in plan(*group)]
+
+
+def _digest(image: NDArray[np.uint8]) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(image).tobytes(), digest_size=16).digest()
+
+
+def _normal(*address: bytes) -> float:
+    """A standard normal number of its address (Box-Muller)."""
+    words = np.frombuffer(hashlib.blake2b(b"".join(address), digest_size=16).digest(), np.uint64)
+    u, v = (int(words[0]) + 1) / 2**64, int(words[1]) / 2**64
+    return math.sqrt(-2 * math.log(u)) * math.cos(2 * math.pi * v)

@@ -1,0 +1,181 @@
+"""The world of words: two to four capital letters, 64x16 pixels, their prompts, and a check by templates.
+
+A prompt is `the word "CAB"`. A word stands at the left, one letter per cell of 16x16 pixels, drawn with Pillow's own
+font; position and brightness vary a little. 3000 words are drawn once and split into test (72), dev (72) and train.
+Invariant: nothing here learns or reads with the OCR package: `Letters`, for evaluation specs, compares every cell with
+drawings of the letters, so it judges independently of the reward `ocr`. This file imports nothing of this folder: a
+recipe names it by its path, scripts/demo_world/text.py:Letters.
+"""
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from prefgrpo.rewards.base import PointwiseReward, Sample, Score
+
+CELL, CELLS = 16, 4
+HEIGHT, WIDTH = CELL, CELL * CELLS
+LETTERS = "ABCDEFHKLMNPRSTU"
+BLANK, UNREADABLE = len(LETTERS), -1  # codes of an empty cell, and of one that shows no letter
+FONT_SIZE = 14
+_SHIFT = 2  # pixels by which a drawn letter may lie beside its template
+_LIKE = 0.6  # least correlation with a template
+_EMPTY = 0.06  # an empty cell has a smaller standard deviation
+
+
+def _words() -> list[str]:
+    """3000 different words: all of two letters, as many of three as of four."""
+    rng = random.Random(0)
+    words = [a + b for a in LETTERS for b in LETTERS]
+    seen = set(words)
+    while len(words) < 3000:
+        word = "".join(rng.choice(LETTERS) for _ in range(3 + len(words) % 2))
+        if word not in seen:
+            seen.add(word)
+            words.append(word)
+    rng.shuffle(words)
+    return words
+
+
+_WORDS = _words()
+SPLITS: dict[str, list[str]] = {"test": _WORDS[:72], "dev": _WORDS[72:144], "train": _WORDS[144:]}
+_HELD_OUT = {*SPLITS["test"], *SPLITS["dev"]}
+VOCABULARY = ["the", "word"]
+
+
+def prompt(word: str) -> str:
+    """What asks for a word."""
+    return f'the word "{word}"'
+
+
+def prompts(split: str) -> list[str]:
+    """All prompts of a split ('train', 'dev' or 'test')."""
+    return [prompt(word) for word in SPLITS[split]]
+
+
+def parse_prompt(text: str) -> str:
+    """The word of a prompt; ValueError when this world cannot draw it."""
+    word = text.split('"')[1] if text.count('"') == 2 else ""
+    if not 2 <= len(word) <= CELLS or set(word) - set(LETTERS):
+        raise ValueError(f"expected a prompt such as {prompt('CAB')!r}, of 2 to {CELLS} of {LETTERS}; got {text!r}")
+    return word
+
+
+def encode(words: Sequence[str]) -> Tensor:
+    """Words -> codes [n, 4] of their cells."""
+    rows = [[LETTERS.index(letter) for letter in word] + [BLANK] * (CELLS - len(word)) for word in words]
+    return torch.tensor(rows, dtype=torch.long).view(-1, CELLS)
+
+
+def decode(codes: Tensor) -> list[str]:
+    """Codes [n, 4] without unreadable cells -> words."""
+    return ["".join(LETTERS[c] for c in row if c != BLANK) for row in codes.tolist()]
+
+
+@cache
+def glyphs() -> Tensor:
+    """The letters and the blank, centred in their cells: [17, 16, 16] in [0, 1]."""
+    font, cells = ImageFont.load_default(FONT_SIZE), []
+    for letter in (*LETTERS, ""):
+        cell = Image.new("L", (CELL, CELL))
+        ImageDraw.Draw(cell).text((CELL / 2, CELL / 2), letter, 255, font, anchor="mm")
+        cells.append(np.asarray(cell, np.float32) / 255)
+    return torch.from_numpy(np.stack(cells))
+
+
+def _shifted(x: Tensor, dy: int, dx: int) -> Tensor:
+    """x [..., H, W] moved down and to the right, zeros where it came from."""
+    h, w = x.shape[-2:]
+    padded = F.pad(x, (max(dx, 0), max(-dx, 0), max(dy, 0), max(-dy, 0)))
+    return padded[..., max(-dy, 0) : max(-dy, 0) + h, max(-dx, 0) : max(-dx, 0) + w]
+
+
+def render(codes: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Draw one picture per row of codes [n, 4] -> float32 [n, 3, 16, 64] in [0, 1]; all moved by at most one pixel."""
+    n = len(codes)
+    ink = glyphs()[codes].permute(0, 2, 1, 3).reshape(n, HEIGHT, WIDTH)
+    move = torch.randint(-1, 2, (n, 2), generator=generator)
+    moved = torch.stack([_shifted(ink, dy, dx) for dy in (-1, 0, 1) for dx in (-1, 0, 1)])
+    ink = moved[(move[:, 0] + 1) * 3 + move[:, 1] + 1, torch.arange(n)][:, None]
+    ground = 0.1 + 0.15 * torch.rand(n, 1, 1, 1, generator=generator)
+    light = 0.85 + 0.15 * torch.rand(n, 1, 1, 1, generator=generator)
+    return (ground + (light - ground) * ink).expand(-1, 3, -1, -1).contiguous()
+
+
+def draw(split: str, n: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    """n random pictures of a split's words, images [n, 3, 16, 64] in [0, 1], and their codes [n, 4]."""
+    codes = encode(SPLITS[split])
+    codes = codes[torch.randint(len(codes), (n,), generator=generator)]
+    return render(codes, generator), codes
+
+
+def corrupt(codes: Tensor, probability: float) -> Tensor:
+    """Replace each letter by a random one with the given probability; a word that this makes a held-out one stays."""
+    drawn = torch.where(
+        (codes != BLANK) & (torch.rand(codes.shape) < probability), torch.randint(len(LETTERS), codes.shape), codes
+    )
+    held = torch.tensor([word in _HELD_OUT for word in decode(drawn)])
+    return torch.where(held[:, None], codes, drawn)
+
+
+@cache
+def _templates() -> Tensor:
+    """Letters at all small shifts, [16 * 25, 256], each of mean 0 and norm 1."""
+    span = range(-_SHIFT, _SHIFT + 1)
+    all_shifts = torch.stack([_shifted(glyphs()[:BLANK], dy, dx) for dy in span for dx in span], 1)
+    return _normal(all_shifts.flatten(0, 1).flatten(1))
+
+
+def _normal(x: Tensor) -> Tensor:
+    """Rows of mean 0 and norm 1."""
+    return F.normalize(x - x.mean(-1, keepdim=True), dim=-1)
+
+
+def read(images: Tensor) -> Tensor:
+    """The letter, BLANK or UNREADABLE of each cell: [n, 3, 16, 64] in [0, 1] -> long [n, 4]."""
+    grey = images.detach().float().cpu().nan_to_num(0.0).mean(1)
+    if grey.shape[1:] != (HEIGHT, WIDTH):
+        raise ValueError(f"expected images of shape [n, 3, {HEIGHT}, {WIDTH}], got {list(images.shape)}")
+    cells = grey.view(-1, HEIGHT, CELLS, CELL).transpose(1, 2).flatten(2)  # [n, 4, 256]
+    likeness, best = (_normal(cells) @ _templates().T).max(-1)
+    letter = torch.where(likeness > _LIKE, best // (2 * _SHIFT + 1) ** 2, UNREADABLE)
+    return torch.where(cells.std(-1) < _EMPTY, BLANK, letter)
+
+
+def hits(images: Tensor, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+    """Share of each prompt's letters that stand in their cells [n], and whether all four cells are right [n]."""
+    asked = encode([parse_prompt(text) for text in texts])
+    right, letters = read(images) == asked, asked != BLANK
+    return (right & letters).sum(1) / letters.sum(1), right.all(1)
+
+
+def report(images: Tensor, texts: Sequence[str]) -> str:
+    """Shares of words and letters that are right, and of cells that show no letter."""
+    letters, words = hits(images, texts)
+    broken = (read(images) == UNREADABLE).float().mean()
+    return f"all right {words.float().mean():.3f} (letters {letters.mean():.3f}) unreadable cells {broken:.3f}"
+
+
+class Letters(PointwiseReward):
+    """What share of the asked letters stand in their places, compared with drawings of them; part `all`: all do."""
+
+    probe: ClassVar[dict[str, Any]] = {"prompt": prompt("CAB")}
+
+    def score(self, samples: list[Sample]) -> list[Score]:
+        """One score per sample; missing for a prompt or a size of another world."""
+        return self.in_batches(samples, 1, lambda one: [self._one(one[0])])
+
+    def _one(self, sample: Sample) -> Score:
+        image = torch.from_numpy(np.ascontiguousarray(sample.media.pixels)).permute(2, 0, 1)[None].float() / 255.0
+        try:
+            letters, words = hits(image, [sample.prompt])
+        except ValueError as error:
+            return Score(None, str(error))
+        return Score(float(letters[0]), parts={"all": float(words[0])})

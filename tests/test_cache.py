@@ -1,0 +1,81 @@
+"""Caches of diffusers in rollouts: against stock pipelines that use the same cache, and who is refused.
+
+A cache that is on in training's forwards, or whose state outlives a batch, would change gradients and samples without
+a word: so everything is compared before, inside and after.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers import FirstBlockCacheConfig, TaylorSeerCacheConfig
+from families import SIZES, case_of, draw, load, noise, stock_image
+from tiny_run import settings, world
+
+from prefgrpo.config.recipe import ConfigError
+from prefgrpo.config.schema import from_dict
+from prefgrpo.models.cache import ATTENTION, cached, check
+from prefgrpo.run.session import Clock, mistakes
+from prefgrpo.run.trainer import TrainingLoop
+
+STOCK = {
+    "first_block": FirstBlockCacheConfig(threshold=50.0),  # so large that what a pair's halves say does not matter
+    "taylorseer": TaylorSeerCacheConfig(
+        cache_interval=2, disable_cache_before_step=2, taylor_factors_dtype=torch.float32, cache_identifiers=[ATTENTION]
+    ),
+}
+OURS = {"first_block": {"cache": "first_block", "cache_threshold": 50.0}, "taylorseer": {"cache": "taylorseer"}}
+
+
+@pytest.mark.parametrize("cache", STOCK)
+@pytest.mark.parametrize("family", ["flux", "qwen_image", "wan"])
+def test_samples_are_those_of_the_stock_pipeline_with_the_cache(family, cache):
+    case, steps = case_of(family), 6
+    adapter, pipe = load(case), load(case).pipe
+    sampling = replace(case.sampling(SIZES[0], steps), **OURS[cache])
+    plain = draw(adapter, case, SIZES[0], steps)
+    with cached([adapter.transformer], sampling):
+        ours = draw(adapter, case, SIZES[0], steps)
+    assert torch.equal(draw(adapter, case, SIZES[0], steps), plain)
+    pipe.transformer.enable_cache(STOCK[cache])
+    theirs = stock_image(pipe, case, noise(adapter, sampling), SIZES[0], steps)
+    assert float((ours - theirs).abs().max()) < 1e-5 < float((ours - plain).abs().max())
+
+
+def test_a_run_skips_blocks_in_rollouts_alone(tmp_path):
+    """Forwards of the first and of the last block, counted in one step of AWM with and without the cache."""
+    place, counts = world(tmp_path), {}
+    for cache in ("none", "first_block"):
+        rollout = {"steps": 8, "cache": cache, "cache_threshold": 50.0}
+        config = settings(place, cache, rollout=rollout, train={"objective": "awm"}, eval={"every": 0})
+        loop = TrainingLoop(from_dict(config))
+        blocks = loop.adapter.transformer.transformer_blocks[0], loop.adapter.transformer.single_transformer_blocks[-1]
+        seen = [[], []]
+        for calls, block in zip(seen, blocks, strict=True):
+            block.attn.register_forward_hook(lambda *_, calls=calls: calls.append(torch.is_grad_enabled()))
+        loop.step(0, Clock())
+        counts[cache] = [(len(calls) - sum(calls), sum(calls)) for calls in seen]
+        loop.close()
+    (first, trains), (last, also) = counts["none"]
+    assert (first, trains) == (last, also) and first > 8
+    assert counts["first_block"] == [(first, trains), (first // 8, trains)]
+
+
+REFUSED = {
+    "rollout.cache: grpo needs the log-probs": {},
+    "rollout.cache: expected none with compile": {"train": {"objective": "awm"}, "compile": True},
+    "or where parallel splits weights": {"train": {"objective": "awm"}, "parallel": {"shard": 2}},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_needs_every_forward_is_refused(tmp_path, message):
+    changes = {"rollout": {"cache": "taylorseer"}, "eval": {"every": 0}} | REFUSED[message]
+    with pytest.raises(ConfigError, match=message):
+        raise ConfigError(mistakes(from_dict(settings(world(tmp_path), "refused", **changes))))
+
+
+def test_a_family_without_a_cache_is_refused():
+    case = case_of("sd3")
+    with pytest.raises(ConfigError, match="diffusers has no cache for SD3Transformer2DModel"):
+        check(load(case).transformer, replace(case.sampling(SIZES[0], 2), cache="taylorseer"))

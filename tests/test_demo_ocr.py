@@ -1,0 +1,131 @@
+"""The demo of words: its world, the OCR package on clean drawings of it, and its recipe in small with the real command.
+
+Why these cases: the reward is a package that nobody here wrote, so it must read what is drawn right, or training is on
+its mistakes; the check that the docs report must not be the reward, and must tell words apart by itself; the recipe's
+paths hold from a checkout. Expected words come from what was drawn, and stock diffusers repeats the trainer's images.
+"""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import rows, start
+
+from prefgrpo.config.schema import load
+from prefgrpo.data.media import Media
+from prefgrpo.rewards import build, parse_reward_spec
+from prefgrpo.rewards.base import RewardError, Sample
+from scripts.demo_world import text
+from scripts.demo_world.text import Letters
+
+LETTERS = "scripts/demo_world/text.py:Letters"
+SHORT = ["--eval.max-prompts", "2", "--eval.samples-per-prompt", "2", "--rollout.prompts-per-step", "2"]
+
+
+def drawn(n, seed=0):
+    images, codes = text.draw("train", n, torch.Generator().manual_seed(seed))
+    return images, text.decode(codes)
+
+
+def media(images):
+    return [Media(image) for image in (images.permute(0, 2, 3, 1) * 255).round().byte().numpy()]
+
+
+def _enter():
+    os.chdir(os.environ["CHECKOUT"])
+
+
+def train(root, place, *options):
+    """The run folder of the recipe, started in the checkout."""
+    argv = ["train", "scripts/demo/ocr.yaml", "--output", str(place), *SHORT, *options]
+    run = start(argv, place / "train.log", _enter, CHECKOUT=str(root))
+    assert run.wait(900) == 0, run.output
+    return place / "demo-ocr", run.output
+
+
+def test_the_prompts_are_three_sets_of_this_worlds_words(root):
+    sets = {split: (root / f"scripts/demo/ocr/prompts/{split}.txt").read_text().splitlines() for split in text.SPLITS}
+    assert sets == {split: text.prompts(split) for split in text.SPLITS}
+    assert len(set.union(*map(set, sets.values()))) == sum(map(len, sets.values())) == 3000
+    assert {len(text.parse_prompt(prompt)) for prompt in sets["test"]} == {2, 3, 4}
+    for wrong in ("CAB", 'the word "A"', 'the word "CABAC"', 'the word "CÄB"', 'the word "cab"', '"CAB" or "BED"'):
+        with pytest.raises(ValueError, match="expected a prompt such as"):
+            text.parse_prompt(wrong)
+
+
+def test_caption_noise_never_makes_a_held_out_word():
+    torch.manual_seed(0)
+    held = {*text.SPLITS["dev"], *text.SPLITS["test"]}
+    words = [word for word in text.SPLITS["train"] if len(word) == 2]
+    shown = text.decode(text.corrupt(text.encode(words * 20), 0.5))
+    assert not held & set(shown) and set(map(len, shown)) == {2}
+    changed = np.mean(
+        [a != b for word, new in zip(words * 20, shown, strict=True) for a, b in zip(word, new, strict=True)]
+    )
+    assert 0.3 < changed < 0.5
+
+
+def test_templates_read_every_clean_drawing_and_no_other_word():
+    images, words = drawn(600)
+    letters, right = text.hits(images, [text.prompt(word) for word in words])
+    assert right.all() and (letters == 1).all()
+    others = [word[:-1] + ("A" if word[-1] != "A" else "B") for word in words]
+    letters, right = text.hits(images, [text.prompt(word) for word in others])
+    assert not right.any() and letters.tolist() == pytest.approx([1 - 1 / len(word) for word in words])
+    for spoilt in (torch.rand(50, 3, 16, 64), 1 - torch.zeros(50, 3, 16, 64), images[:50].flip(-2)):
+        assert not text.hits(spoilt, [text.prompt("BEN")] * 50)[1].any()
+    one, other = Letters().score([Sample(text.prompt(words[0]), media(images)[0]), Sample("a dog", media(images)[1])])
+    assert (one.value, one.parts) == (1.0, {"all": 1.0}) and other.value is None
+
+
+def test_the_ocr_package_reads_clean_drawings():
+    pytest.importorskip("rapidocr_onnxruntime", reason="it has no release for this Python")
+    images, words = drawn(60)
+    reward = build("ocr", {"ocr": {"detect": False, "workers": 1}})["ocr"]
+    samples = [Sample(text.prompt(word), one) for word, one in zip(words, media(images), strict=True)]
+    scores = reward.score(samples)
+    assert np.mean([score.parts["exact"] for score in scores]) > 0.95
+    wrong = reward.score([Sample(text.prompt("BEN"), one) for one in media(images[:20])])
+    blank = reward.score([Sample(text.prompt("BEN"), Media(np.full((16, 64, 3), 40, np.uint8)))])
+    assert all(s.parts["exact"] == 0 for s in wrong) and blank[0].value == 0.0
+    reward.close()
+
+
+def test_without_detection_only_rapidocr():
+    with pytest.raises(RewardError, match=r"detect: false needs engine rapidocr; got 'paddleocr'"):
+        build("ocr", {"ocr": {"engine": "paddleocr", "detect": False}})
+
+
+def test_the_check_is_never_the_reward(root):
+    config = load(root / "scripts/demo/ocr.yaml")
+    assert [*parse_reward_spec(config.reward.spec)] == ["ocr"]
+    assert [*parse_reward_spec(config.eval.spec)] == ["ocr", LETTERS]
+    assert config.reward.options == config.eval.options
+
+
+def test_one_step_and_its_evaluation(root, tmp_path):
+    pytest.importorskip("rapidocr_onnxruntime", reason="it has no release for this Python")
+    folder, _ = train(root, tmp_path, "--train.steps", "1", "--eval.prompts", "")
+    (step,) = [row for row in rows(folder) if row["kind"] == "train"]
+    assert step["reward/missing"] == 0 and 0 <= step["reward/ocr"] <= 1
+    assert step["policy/on_policy_error"] <= 1e-6
+    last = rows(folder)[-1]
+    assert (last["kind"], last["set"], last["step"]) == ("eval", "test", 1)
+    for name in ("ocr", "ocr.exact", LETTERS, f"{LETTERS}.all"):
+        assert 0 <= last[f"test/{name}_before"] <= 1 and 0 <= last[f"test/{name}"] <= 1
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_a_short_training_moves_the_weights_and_stock_diffusers_repeats_its_images(root, tmp_path):
+    pytest.importorskip("rapidocr_onnxruntime", reason="it has no release for this Python")
+    folder, output = train(root, tmp_path, "--train.steps", "6", "--eval.every", "3")
+    assert "win rate by ocr" in output and (folder / "report.html").is_file()
+    found = rows(folder)
+    sets = [(row["step"], row["set"]) for row in found if row["kind"] == "eval"]
+    assert sets == [(0, "dev"), (0, "test"), (3, "dev"), (6, "dev"), (6, "test")]
+    assert len({row["reward/ocr"] for row in found if row["kind"] == "train"}) > 1
+    subprocess.run([sys.executable, root / "scripts/check_lora.py", folder], cwd=root, check=True, timeout=600)

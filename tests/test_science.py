@@ -1,0 +1,146 @@
+"""`make science`: the simulated judge is what its page says, the arms of an experiment cost the same and differ in one
+thing, the error bars are Student's, and docs/science.md is what the committed results render to.
+
+Truth is held against scenes drawn by the world itself, the intervals against textbook numbers. The full tier trains.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import bench_objectives, science
+from benchmarks.blocks import rendered
+from benchmarks.simulated_judge import Pairs, Ratings, SimulatedJudge, WinRates, brightness, truth
+from prefgrpo.data.media import Media
+from prefgrpo.rewards.base import Sample
+from prefgrpo.tiny.scenes import COMBOS, caption, hits, render
+
+CAPTIONS = [caption(combo) for combo in COMBOS]
+
+
+def drawn(count=None):
+    pictures = render(COMBOS[:count], torch.Generator().manual_seed(0))
+    return list((pictures * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()), CAPTIONS[:count]
+
+
+def group(size=8):
+    """Pictures of different scenes, all for the caption of the first."""
+    images, captions = drawn(size)
+    return [Sample(captions[0], Media(image)) for image in images]
+
+
+def test_truth_is_that_of_the_world():
+    images, captions = drawn()
+    shifted = captions[1:] + captions[:1]
+    right, wrong = truth(images, captions), truth(images, shifted)
+    assert min(right) > 0.8 and np.mean(right) > 0.95
+    tensors = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2) / 255
+    share = hits(tensors, shifted).float().mean(1).numpy()
+    assert np.abs(np.array(wrong) - share).max() < 0.25 and np.abs(np.array(wrong) - share).mean() < 0.05
+    assert max(truth([np.zeros((32, 32, 3), np.uint8)], captions[:1])) < 0.05, "nothing to be seen"
+
+
+def test_the_flaw_is_brightness_and_noise_is_addressed():
+    images, captions = drawn(8)
+    flawed = SimulatedJudge(flaw=2.0).opinion(images, captions) - SimulatedJudge().opinion(images, captions)
+    assert flawed == pytest.approx(2 * (np.array(brightness(images, captions)) - 0.25))
+    ways = [(1, 0), (0, 1), (1, 0)]
+    ask = lambda judge: [v.first for v in Pairs(judge).judge_group(captions[0], [s.media for s in group()], ways)]  # noqa: E731
+    logits = lambda judge: [judge.temperature * np.log(p / (1 - p)) for p in ask(judge)]  # noqa: E731
+    again = ask(SimulatedJudge(noise=1.0, temperature=1.0))
+    assert again == ask(SimulatedJudge(noise=1.0, temperature=1.0)), "the same question has the same answer"
+    assert again[0] == again[2] != pytest.approx(1 - again[1]), "the other order is another question"
+    biased, fair = (logits(SimulatedJudge(noise=0, bias=b, temperature=1.0)) for b in (0.3, 0))
+    assert np.array(biased) - fair == pytest.approx(0.3) and fair[0] == pytest.approx(-fair[1])
+
+
+def test_ratings_are_unbiased_whole_numbers():
+    sharp, rough = (Ratings(SimulatedJudge(noise=noise), asks) for noise, asks in ((0.0, 1), (0.3, 200)))
+    exact = 3 + 5 * SimulatedJudge().opinion([s.media.pixels for s in group()], [CAPTIONS[0]] * 8)
+    assert [s.value for s in sharp.score(group())] == pytest.approx(np.round(exact))
+    assert [s.value for s in rough.score(group())] == pytest.approx(exact, abs=0.4)
+
+
+@pytest.mark.parametrize("key", "abcd")
+def test_arms_of_an_experiment_have_one_judge_and_as_many_calls(key):
+    arms = [science.ARMS[name] for name in science.EXPERIMENTS[key].arms]
+    assert len({json.dumps(dict(arm.judge)) for arm in arms}) == 1
+    asked = set()
+    for arm in arms:
+        judge = SimulatedJudge(**arm.judge)
+        reward = Ratings(judge, arm.asks) if arm.asks else WinRates(judge, **arm.pairs)
+        scores = reward.score(group()) if arm.asks else reward.score_group(group(), 1).scores
+        assert all(score.value is not None for score in scores)
+        asked.add(judge.calls)
+    assert asked == {{"a": 56, "b": 56, "c": 24, "d": 16}[key]}
+
+
+def test_who_is_shown_first():
+    shown = lambda order: WinRates(SimulatedJudge(), order, plan="k_regular(3)").next_pairs(8, 0, [])  # noqa: E731
+    assert all(i < j for i, j in shown("index")) and len(shown("index")) == 12
+    assert not all(i < j for i, j in shown("plan"))
+    assert sorted(shown("both")) == sorted([(j, i) for i, j in shown("plan")] + shown("plan"))
+
+
+def write(folder, name, seed, accuracy, **changes):
+    rows = [[10 * k, 448.0 * k, 5.0 * k, y, y + 0.1, 0.25 + 0.01 * k, 0.1] for k, y in enumerate(accuracy)]
+    facts = {"arm": name, "seed": seed, "settings": science.ARMS[name].settings()} | changes
+    text = json.dumps(facts | {"columns": science.MEASURED.names, "evaluations": rows})
+    science.file_of(name, seed, folder).write_text(text)
+
+
+def test_what_is_read_from_runs(tmp_path, monkeypatch):
+    ends = {"ratings": (0.50, 0.54), "win_rates": (0.60, 0.65), "soft": (0.4,)}
+    for name, own in ends.items():
+        for seed, end in enumerate(own):
+            write(tmp_path, name, seed, [0.4, 0.4, 0.45, 0.5, end])
+    write(tmp_path, "ratings", 2, [0.4, 0.4, 0.45])  # on its way
+    write(tmp_path, "win_rates", 2, [0.4] * 5, settings={"asks": 3})  # of other settings
+    assert science.interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2.4841), abs=1e-3), "t(2) = 4.303, s = 1"
+    assert np.isnan(science.interval([1.0])[1])
+    assert science.against("win_rates", "ratings", (0, 1, 2), "accuracy", tmp_path) == pytest.approx([0.1, 0.11])
+    rows = science.table("a", (0, 1, 2), tmp_path)
+    assert rows[3].startswith(
+        "| `win_rates`: win rates | 2 | 0.625 ± 0.318 | 0.725 ± 0.318 | 0.805 ± 0.318 | 0.080 ± 0.000 |"
+    )
+    assert "+0.105 ± 0.064" in rows[3], "less than the two means: seed by seed"
+    assert "seed 2 of `ratings`, `win_rates`." in science.missing("a", (0, 1, 2), tmp_path)
+    assert len(science.table("b", (0,), tmp_path)) == 2 + 3, "arms without runs are left out"
+    science.draw("a", (0, 1), tmp_path / "a.svg", tmp_path)
+    assert (tmp_path / "a.svg").stat().st_size > 10_000
+    for seed in (5, 6):
+        write(tmp_path, "ratings", seed, [0.4, 0.4, 0.4, 0.5, 0.52])
+        write(tmp_path, "win_rates", seed, [0.4, 0.4, 0.4, 0.5, 0.99])
+    same = [row for row in science.agreement((0, 1), (5, 6), tmp_path) if "accuracy" in row]
+    assert [row.split(" | ")[0] for row in same] == ["| `ratings`", "| `win_rates`"]
+    assert same[0].endswith("yes |") and same[1].endswith("no |")
+
+
+def test_work_is_dealt_by_seeds(tmp_path, monkeypatch):
+    every = science.jobs(science.ORDER, (3, 4), tmp_path)
+    assert len(every) == len(set(every)) == 2 * (len(science.ARMS) + len(science.OBJECTIVES))
+    assert [job[1] for job in every[: len(science.ARMS)]] == [3] * len(science.ARMS), "seed by seed"
+    assert {job[0] for job in every[-2 * len(science.OBJECTIVES) :]} == set(science.OBJECTIVES)
+    assert science.file_of("grpo", 3).parent == bench_objectives.RESULTS != science.file_of("window", 3).parent
+
+
+def test_the_document_is_rendered_from_the_results(root):
+    page = (root / "docs" / "science.md").read_text()
+    for key in science.EXPERIMENTS:
+        assert rendered(page, f"science-{key}", science.block(key)) == page, "run python -m benchmarks.science --render"
+
+
+@pytest.mark.full
+def test_a_run_is_measured_once_and_again_the_same(tmp_path, root, monkeypatch):
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(science, "STEPS", 1)
+    for name, calls in (("ratings", 56), ("one_order_fit", 24)):
+        science.train(name, 0, tmp_path, steps=1, every=1)
+        start, end = json.loads(science.file_of(name, 0, tmp_path).read_text())["evaluations"]
+        assert start[:3] == [0, 0, 0] and end[:2] == [1, 8 * calls] and None not in end
+        assert science.run((name, 0, tmp_path)).endswith("is there")
+    science.train(name, 0, tmp_path, steps=1, every=1)
+    again = json.loads(science.file_of(name, 0, tmp_path).read_text())["evaluations"][1]
+    assert again[:2] + again[3:] == end[:2] + end[3:], "but for the seconds"

@@ -1,0 +1,294 @@
+"""Samples made before the update of the step before, while that is judged (rollout.staleness).
+
+Why these cases: off-policy samples hide well. So the weights that made each step's samples are named here by hand and
+put into a second trainer, which must make the same samples to the bit; the gradient of each update is compared with
+autograd through the plain formula, with the stored log-probs as the old policy's. Where no weight moves, staleness must
+change no number. A judge that answers a step only when the next one's samples are there shows the order of events (in
+series it would never answer). A resumed run must be the one that was not stopped, and two processes one.
+"""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_run import ALONE, ranks, recipe, rows, settings, weights, world
+
+from prefgrpo.config.schema import ConfigError, from_dict
+from prefgrpo.objectives import objective
+from prefgrpo.rewards.base import PointwiseReward, Score
+from prefgrpo.run import trainer as trainer_module
+from prefgrpo.run.memory import known_bytes
+from prefgrpo.run.session import Clock, keeps_graph, mistakes
+from prefgrpo.run.trainer import Callbacks, TrainingLoop, TrainingStopped
+
+STALE = {"staleness": 1}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return world(tmp_path_factory.mktemp("stale"))
+
+
+@pytest.fixture
+def trainer(place):
+    """Makes trainers; closes them."""
+    made = []
+
+    def make(name, resume=False, callbacks=None, **over):
+        made.append(TrainingLoop(from_dict(settings(place, name, **over)), resume, callbacks))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+class Brightness(PointwiseReward):
+    def score(self, samples):
+        return [Score(float(s.media.pixels.mean())) for s in samples]
+
+
+HERE = f"{__name__}."
+
+
+# ---- which weights make the samples ---------------------------------------------------------------------------------
+
+MADE_BY = [0, 0, 1, 3, 3]
+"""How many steps' updates the weights have seen that make the samples of step 1, 2, …: no step is made across the
+checkpoint after the third."""
+
+
+def recorded(one):
+    """A run's updates: the weights before, the batches and advantages, the gradient, and what is held meanwhile."""
+    seen, true_update, true_step = [], one.update, one.policy.update
+
+    def update(step, batches, targets):
+        kept = {t.untyped_storage() for b in (*batches, *(one._ahead.batches if one._ahead else ()))
+                for t in b.trajectory.tensors()}  # fmt: skip
+        held = sum({s.data_ptr(): s.nbytes() for s in kept}.values())
+        before = [p.detach().clone() for p in one.policy.params]
+        seen.append(SimpleNamespace(weights=before, batches=batches, advantage=targets.advantage, held=held))
+        return true_update(step, batches, targets)
+
+    def optimise(world):
+        seen[-1].gradient = torch.cat([p.grad.flatten() for p in one.policy.params])
+        return true_step(world)
+
+    one.update, one.policy.update = update, optimise
+    one.run()
+    return seen
+
+
+def put(one, values):
+    with torch.no_grad():
+        for p, value in zip(one.policy.params, values, strict=True):
+            p.copy_(value)
+
+
+def plain_formula(one, batches, advantage):
+    """(loss, gradient) of GRPO at the present weights; the old log-probs are the stored ones."""
+    train, total, count = one.config.train, torch.zeros((), dtype=torch.float64), 0
+    for batch in batches:
+        for step in batch.trajectory.steps:
+            a, b, _, w, const = batch.schedule.coef[step.step_indices[0]].double()
+            sigma = batch.schedule.sigmas[step.step_indices[0]].expand(len(batch.slots))
+            v = one.adapter.velocity(step.x, sigma, batch.condition, one.config.rollout).double()
+            logp = w * (step.x_next.double() - a * step.x.double() - b * v).square().flatten(1).mean(1) + const
+            ratio, adv = torch.exp(logp - step.logp.double()), advantage[batch.slots, batch.members].double()
+            clipped = ratio.clamp(1 - train.clip_range, 1 + train.clip_range)
+            total, count = total + torch.maximum(-adv * ratio, -adv * clipped).sum(), count + len(adv)
+    gradient = torch.autograd.grad(total / count, one.policy.params)
+    return float(total.detach() / count), torch.cat([g.flatten() for g in gradient])
+
+
+def test_the_samples_are_those_of_older_weights_and_the_ratio_is_to_them(trainer):
+    over = {"train": {"steps": 5, "lr": 1e-2, "clip_range": 2e-4}, "checkpoint": {"every": 3}, "eval": {"every": 0}}
+    over["reward"] = {"spec": f"{HERE}Brightness"}
+    one, plain = trainer("ahead", rollout=STALE, **over), trainer("plain", **over)
+    seen = recorded(one)
+    found = rows(one.folder.root)
+    for k, (made_by, now, row) in enumerate(zip(MADE_BY, seen, found, strict=True)):
+        put(plain, seen[made_by].weights)
+        same = list(plain.rollouts(k, lambda *sample: None))
+        for ours, theirs in zip(now.batches, same, strict=True):
+            pairs = zip(ours.trajectory.tensors(), theirs.trajectory.tensors(), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs), k
+        put(plain, now.weights)
+        loss, gradient = plain_formula(plain, same, now.advantage)
+        assert row["loss"] == pytest.approx(loss, rel=1e-3, abs=1e-6), k
+        assert float((now.gradient - gradient).norm() / gradient.norm()) < 1e-4, k
+        assert row["policy/staleness"] == k - made_by
+        assert row.get("policy/on_policy_error") == (0.0 if k == made_by else None)
+        assert (row["policy/ratio_min"] < 1.0 < row["policy/ratio_max"]) == (k != made_by)
+    assert 0 < found[1]["policy/clip_fraction"] < 1, "some ratios inside, some outside"
+    assert seen[0].held == seen[1].held == 2 * seen[2].held, "the samples of two steps, where the next are made ahead"
+    sizes, once = known_bytes(one.config, one.adapter, 1), known_bytes(plain.config, plain.adapter, 1)
+    assert {k: sizes[k] / once[k] for k in sizes} == {"weights": 1, "optimiser": 1, "latents": 2, "images": 2}
+
+
+SAME = {
+    "grpo": {"updates_per_rollout": 2, "kl_coef": 0.1, "ema_decay": 0.5},
+    "guard": {"objective": "grpo_guard"},
+    "rwr": {"objective": "rwr"},
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_where_no_weight_moves_nothing_changes(trainer, case):
+    found = []
+    for staleness in (0, 1):
+        over = {
+            "rollout": {"staleness": staleness},
+            "checkpoint": {"every": 3},
+            "reward": {"spec": f"{HERE}Brightness"},
+        }
+        one = trainer(f"{case}{staleness}", train={"steps": 4, "lr": 1e-30} | SAME[case], **over)
+        one.run()
+        found.append(rows(one.folder.root))
+    assert len(found[0]) == len(found[1]) > 4
+    for before, ahead in zip(*found, strict=True):
+        only = {"policy/staleness"} if ahead["kind"] == "train" else set()
+        assert only == ahead.keys() - before.keys() and before.keys() - ahead.keys() <= {"policy/on_policy_error"}
+        both = before.keys() & ahead.keys()
+        assert {key: before[key] for key in both} == {key: ahead[key] for key in both}
+    updates = SAME[case].get("updates_per_rollout", 1)
+    assert [r["policy/staleness"] for r in found[1] if r["kind"] == "train"] == [0, updates, updates, 0]
+
+
+# ---- order and time -------------------------------------------------------------------------------------------------
+
+STEPS, SAMPLES = 3, 8
+
+
+class OneStepLate(PointwiseReward):
+    """Answers the samples of a step when those of the next one are all there."""
+
+    streams = True
+
+    def __init__(self):
+        self.asked = []
+
+    def score(self, samples):
+        raise AssertionError("a streaming reward is not called in bulk")
+
+    def submit(self, sample):
+        self.asked.append((Future(), Score(float(sample.media.pixels.mean()))))
+        whole, rest = divmod(len(self.asked), SAMPLES)
+        for future, score in self.asked[: (whole - (whole < STEPS)) * SAMPLES] if not rest else ():
+            if not future.done():
+                future.set_result(score)
+        return self.asked[-1][0]
+
+
+def test_the_next_samples_are_made_before_the_scores_are_there(trainer, monkeypatch, capsys):
+    """And every second counts once, in the step that waited for it."""
+    events, time = [], [0.0]
+    monkeypatch.setattr(trainer_module, "Clock", lambda: Clock(now=lambda: time[0]))
+    over = {"judge": {"deadline_s": 60, "timeout_s": 60}, "eval": {"every": 0}, "checkpoint": {"every": 20}}
+    one = trainer("late", rollout=STALE, train={"steps": STEPS}, reward={"spec": f"{HERE}OneStepLate"}, **over)
+
+    def noted(owner, name, what, seconds):
+        true = getattr(owner, name)
+
+        def call(*arguments, **named):
+            out = true(*arguments, **named)
+            events.append(what)
+            time[0] += seconds
+            return out
+
+        setattr(owner, name, call)
+
+    noted(one, "make", "made", 10.0)
+    noted(one.scorer, "finish", "scored", 1.0)
+    noted(one, "update", "updated", 3.0)
+    one.run()
+    done = ["scored", "updated"]
+    assert events == ["made", "made", *done, "made", *done, *done]
+    found = rows(one.folder.root, timeless=False)
+    phases = [[r[f"time/{name}"] for name in ("rollout", "judge_wait", "update")] for r in found]
+    assert phases == [[20.0, 1.0, 3.0], [10.0, 1.0, 3.0], [0.0, 1.0, 3.0]]
+    assert all(r["reward/missing"] == 0 for r in found)
+    printed = capsys.readouterr().out
+    assert "on-policy check, step 1: max |ratio - 1| = 0.0e+00 (exact)" in printed
+    assert printed.count("on-policy check") == 2 and "step 2 has the samples of a policy 1 update(s) old" in printed
+
+
+# ---- stopped and resumed --------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_is_the_one_that_was_not_stopped(trainer, place):
+    """Lost after step 3, whose next samples were made; and interrupted where it has no checkpoint otherwise."""
+
+    def lost(step, metrics):
+        if step == 3:
+            raise OSError("lost")
+
+    over = {"rollout": STALE, "train": {"steps": 5, "ema_decay": 0.5}, "reward": {"spec": f"{HERE}Brightness"}}
+    trainer("straight", **over).run()
+    with pytest.raises(OSError, match="lost"):
+        trainer("stopped", callbacks=Callbacks(on_step=lost), **over).run()
+    trainer("stopped", resume=True, **over).run()
+    straight, stopped = place / "runs" / "straight", place / "runs" / "stopped"
+    assert rows(stopped) == rows(straight) and weights(stopped) == weights(straight)
+    assert [r["policy/staleness"] for r in rows(straight) if r["kind"] == "train"] == [0, 1, 0, 1, 0]
+
+    one = trainer("interrupted", **over)
+    one.callbacks = Callbacks(on_step=lambda step, metrics: setattr(one.session.interrupt, "seen", True))
+    with pytest.raises(TrainingStopped, match="interrupted after step 1"):
+        one.run()
+    trainer("interrupted", resume=True, **over).run()
+    anew = [r for r in rows(place / "runs" / "interrupted") if r["kind"] == "train"]
+    assert anew[0] == rows(straight)[1] and anew[1] != rows(straight)[2]
+    assert [r["policy/staleness"] for r in anew] == [0] * 3 + [1, 0] and anew[1]["policy/on_policy_error"] == 0.0
+
+
+# ---- what does not go with it ---------------------------------------------------------------------------------------
+
+OLD = {
+    "nft": {},
+    "crd": {},
+    "awm": {"ratio": True},
+    "dgpo": {"reference": "old"},
+}
+TAKEN = ("grpo", "grpo_guard", "flow_dppo", "awm", "sft", "rwr", "dpo", "plackett_luce", "dgpo")
+
+
+def test_what_needs_samples_of_the_present_weights_is_refused(place):
+    def config(**train):
+        return from_dict(settings(place, "refused", rollout=STALE, train=train))
+
+    for name, options in OLD.items():
+        wrong = mistakes(config(objective=name, objective_options=options))
+        assert [w for w in wrong if f"rollout.staleness: {name} has an old policy" in w] == wrong != [], name
+    assert not [name for name in TAKEN if mistakes(config(objective=name))]
+    with pytest.raises(ConfigError, match=r"checkpoint\.every: expected 2 or more with rollout\.staleness: 1"):
+        from_dict(settings(place, "refused", rollout=STALE, checkpoint={"every": 1}))
+    auto, asked = (config(reuse_rollout_forward=value) for value in ("auto", True))
+    assert keeps_graph(auto, objective(auto.train), ALONE) is False
+    with pytest.raises(ConfigError, match=r"reuse_rollout_forward: .* rollout.staleness is 1"):
+        keeps_graph(asked, objective(asked.train), ALONE)
+
+
+# ---- several processes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.dist
+@pytest.mark.full
+def test_two_processes_are_one(trainer, place):
+    """Groups span the processes: both make the next samples ahead, and neither the ones after the checkpoint."""
+    over = {"rollout": STALE | {"prompts_per_step": 3, "batch_size": 2}, "reward": {"spec": f"{HERE}Brightness"}}
+    over["train"] = {"steps": 4, "lr": 1e-3, "updates_per_rollout": 2, "kl_coef": 0.1}
+    over["checkpoint"] = {"every": 3}
+    trainer("one", **over).run()
+    runs = ranks(recipe(place, "two", **over), 2)
+    assert [r.wait(900) for r in runs] == [0, 0], "\n".join(r.output for r in runs)
+    one, two = rows(place / "runs" / "one"), rows(place / "runs" / "two")
+    assert [(r["kind"], r["step"]) for r in one] == [(r["kind"], r["step"]) for r in two]
+    for a, b in zip(one, two, strict=True):
+        assert a.get("policy/staleness") == b.get("policy/staleness") and a.keys() == b.keys()
+        for key in a.keys() & {"grad_norm", "loss", "policy/kl", "policy/ratio_min", "policy/ratio_max"}:
+            assert a[key] == pytest.approx(b[key], rel=2e-3, abs=2e-6), (a["step"], key)
+        for key in (key for key in a if "Brightness" in key):
+            assert a[key] == pytest.approx(b[key], rel=2e-3, abs=2e-6), (a["step"], key)
+    assert [r["policy/staleness"] for r in two if r["kind"] == "train"] == [0, 2, 2, 0]
