@@ -9,7 +9,6 @@ text encoders; processes alternate, and a number is the median over all timed st
   predictions of guidance differentiated, as its checkout does.
 - as published: ours with what our recipe of the same method has instead: batches of a group where the peer's batch is
   one sample, and for SD3 a gradient through the conditional prediction alone.
-- compiled: the same with `compile: true`, after the steps that compile.
 
 Written to results/peers_train.json with the load of the machine, in place of what was there of the same peers and
 sizes; `--render` writes the tables of docs/integrations.md.
@@ -44,14 +43,13 @@ FULL = {"dance_grpo_flux"}
 """Peers that train all weights."""
 ALONE = {"dance_grpo_flux", "pref_grpo_flux"}
 """Peers whose forwards hold one sample, in rollout and training."""
-KINDS = ("same", "own", "compiled")
-"""Of ours: the peer's work, our recipe's settings where they differ, and these compiled."""
+KINDS = ("same", "own")
+"""Of ours: the peer's work, and our recipe's settings where they differ."""
 
 
-def kinds(name: str, size: str) -> tuple[str, ...]:
-    """What is timed of ours: compiled only beside Pref-GRPO, at the size where the model is nearly all."""
-    differs = name in ALONE or name == "flow_grpo_sd3"
-    return KINDS if name == "pref_grpo_flux" and size == "wide" else KINDS[: 1 + differs]
+def kinds(name: str) -> tuple[str, ...]:
+    """What is timed of ours."""
+    return KINDS if name in ALONE or name == "flow_grpo_sd3" else KINDS[:1]
 
 
 def settings(name: str, work: Work, folder: Path, steps: int, kind: str) -> dict[str, Any]:
@@ -78,8 +76,7 @@ def settings(name: str, work: Work, folder: Path, steps: int, kind: str) -> dict
         train["guidance_gradient"] = "conditional"
     return {
         "model": str(folder), "family": family, "output": str(folder / "runs"), "name": "ours", "device": "cpu",
-        "dtype": "fp32", "gpus": 1, "compile": kind == "compiled",
-        "data": {"prompts": str(folder / "train.txt"), "max_length": 128},
+        "dtype": "fp32", "gpus": 1, "data": {"prompts": str(folder / "train.txt"), "max_length": 128},
         "reward": {"spec": "jpeg_compressibility"}, "rollout": rollout | sde, "train": train, "eval": {"every": 0},
         "checkpoint": {"every": 10**6},
     }  # fmt: skip
@@ -126,7 +123,7 @@ def apart(module: str, *arguments: str) -> dict[str, Any]:
 
 def measure(name: str, size: str, rounds: int, steps: int) -> dict[str, Any]:
     """One peer on one pipeline."""
-    work, timed = SIZES[size], {kind: list[float]() for kind in ("peer", "launcher", *kinds(name, size))}
+    work, timed = SIZES[size], {kind: list[float]() for kind in ("peer", "launcher", *kinds(name))}
     calls: dict[str, int] = {}
     ours = ["--ours", name, "--sizes", size, "--steps", str(steps)]
     for _ in range(rounds):
@@ -136,7 +133,7 @@ def measure(name: str, size: str, rounds: int, steps: int) -> dict[str, Any]:
         for row in rows[WARM:-COUNTED]:
             timed["launcher" if row["patched"] else "peer"].append(row["seconds"])
         calls |= {"launcher" if row["patched"] else "peer": row["calls"] for row in rows[-COUNTED:]}
-        for kind in kinds(name, size):
+        for kind in kinds(name):
             timed[kind] += apart("benchmarks.bench_peers_train", *ours, "--kind", kind)["seconds"][WARM:]
     medians = {kind: statistics.median(values) for kind, values in timed.items()}
     batch = 1 if name in ALONE else work.batch
@@ -146,9 +143,8 @@ def measure(name: str, size: str, rounds: int, steps: int) -> dict[str, Any]:
 def tables(found: dict[str, Any]) -> list[str]:
     """The block of docs/integrations.md."""
     lines = [
-        "| trainer | pipeline | s | launcher, s | × | dispatcher calls | same work, s | × | as published, s | × "
-        "| compiled, s | × |",
-        "|---|---|" + "---:|" * 10,
+        "| trainer | pipeline | s | launcher, s | × | dispatcher calls | same work, s | × | as published, s | × |",
+        "|---|---|" + "---:|" * 8,
     ]
     for run in found["runs"]:
         s, calls = run["seconds"], run["calls"]

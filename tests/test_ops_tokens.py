@@ -71,6 +71,7 @@ CASES = {
     "elements masked": (TOKENS, {"mask": keep(3, 7, 16)}),
     "one mask for all": (TOKENS, {"mask": keep(1, 7)}),
     "one row for all": (TOKENS, {"index": 2, "divisor": 5.0}),
+    "one row for all, as that of one frame": (TOKENS, {"index": rows(1, 1)}),
     "a row per token": (TOKENS, {"index": rows(3, 7)}),
     "a row per token, masked": (TOKENS, {"index": rows(3, 7).int(), "mask": keep(3, 7)}),
     "a row per element": (TOKENS, {"index": rows(3, 7, 16), "mask": keep(3, 7, 16)}),

@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 from PIL import Image
 from report_html import parse
-from report_run import MEASURES, eval_row, groups, make_run, shown, small_run, train_row
+from report_run import MEASURES, eval_row, evaluated, groups, make_run, shown, small_run, train_row
 
 from prefgrpo.report import page as report_page
 from prefgrpo.report import write_report
 from prefgrpo.report.charts import LEFT, RIGHT, WIDTH
 from prefgrpo.report.run import read_run
 from prefgrpo.rollout.render import preview
-from prefgrpo.suites.base import Results, Row
 
 STEPS = 80
 NO_RESULT = "No evaluation has finished since training started"
@@ -214,30 +213,18 @@ def test_what_was_trained_stands_under_the_name(tmp_path, config):
 def test_evaluations_after_the_training_have_a_section(tmp_path):
     """A suite's table and a comparison as `prefgrpo evaluate` writes them; damaged ones are named."""
     folder = small_run(tmp_path / "r", [train_row(1)])
-    rows = [Row("Style", 0.25, 8, 1), Row("Attribute", None, 0, 3)]
-    suite = Results(
-        "UniGenBench", "by <a judge>", {"overall": 0.125}, {"dimension": rows}, [f"{k}.png: no" for k in range(25)]
-    )
-    rate = {"rate": 0.75, "low": 0.6, "high": 0.9, "first": 0.7, "second": None, "missing": 0.0, "verdict": "better"}
-    means = {"dev/scenes.all": {"now": 0.5, "against": None, "missing": 0.25}}
-    comparison = {
-        "prompts": {"dev": 40},
-        "win_rates": {"dev/win_judge2": rate},
-        "means": means,
-        "judges": ["judge2 is x"],
-    }
-    for name, text in {
-        "unigenbench/unigenbench": suite.json(), "against_base/comparison": json.dumps(comparison),
-        "torn/comparison": "{", "list/x": "[1]", "other/x": "{}", "unigenbench/about": "torn",
-    }.items():  # fmt: skip
+    evaluated(folder)
+    for name, text in {"torn/comparison": "{", "list/x": "[1]", "other/x": "{}", "unigenbench/about": "torn"}.items():
         file = folder / "evaluations" / "step_000001_ema" / f"{name}.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(exist_ok=True)
         file.write_text(text)
     page = report(folder)
     assert "Evaluations" in page.all("nav")[0].text
     (section,) = (s for s in page.all("section") if s.attributes["id"] == "evaluations")
     assert [s.text for s in section.all("summary")] == [
-        "step_000001_ema against base", "UniGenBench: step_000001_ema", "What is missing",
+        "step 1 (ema) against base: 75.0 % by dev · judge2, better",
+        "UniGenBench, step 1 (ema): 12.50 %",
+        "What is missing",
     ]  # fmt: skip
     cells = [[c.text for c in row.all("td")] for row in section.all("tr")]
     for wanted in (

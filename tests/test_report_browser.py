@@ -11,7 +11,7 @@ import shutil
 import numpy as np
 import pytest
 import yaml
-from report_run import make_run, outcomes
+from report_run import evaluated, make_run, outcomes
 
 from prefgrpo.report import write_comparison, write_report
 
@@ -50,6 +50,8 @@ def runs(tmp_path_factory):
         config |= {"seed": k, "name": f"run{k}", "train": config["train"] | {"lr": 1e-4 if k < 2 else 5e-4}}
         (run / "config.yaml").write_text(yaml.safe_dump(config))
         outcomes(run, "test", 40)
+        if k == 0:
+            evaluated(run)
         write_report(run)
         made.append(run)
     return made
@@ -110,8 +112,10 @@ def answers(page):
 
 def test_the_navigation_leads_to_every_section(runs, visit):
     page = visit(runs[0] / "report.html")
-    assert page.locator("nav a").all_text_contents() == ["Result", "Images", "Verdicts", "Curves", "Config"]
-    for name in ("Curves", "Images", "Verdicts", "Config", "Result"):
+    assert page.locator("nav a").all_text_contents() == [
+        *("Result", "Evaluations", "Images", "Verdicts", "Curves", "Config")
+    ]
+    for name in ("Curves", "Images", "Evaluations", "Verdicts", "Config", "Result"):
         page.click(f"nav a:text('{name}')")
         page.wait_for_function("n => document.querySelector('nav [aria-current]')?.textContent === n", arg=name)
         assert page.locator(f"#{name.lower()} :is(h1, h2)").first.is_visible()

@@ -394,6 +394,10 @@ def test_t2i_compbench_numbers_a_categorys_images_through(place, capsys):
     code, output = attempt(capsys, *argv, "--results", out)
     assert code == 0 and "| color | 70.05 % | 2 | 0 |" in output and "| complex | 25.00 % | 1 | 0 |" in output
     assert "spatial: spatial/labels/annotation_obj_detection_2d/vqa_result.json is not there" in output
+    code, output = attempt(capsys, *argv[:-1], place / "new" / "folder", "--results", out)
+    assert code == 0 and tree(place / "new").keys() == {"folder/t2i_compbench.json", "folder/t2i_compbench.md"}
+    code, output = attempt(capsys, *argv[:-2], "--results", out)
+    assert code == 0 and f"{out / 't2i_compbench'}.json" in output, "without --out: where the results are"
 
 
 def test_vbench_names_and_numbers(tmp_path):

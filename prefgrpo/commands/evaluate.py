@@ -194,11 +194,14 @@ def evaluate(
     given = {"--against": against != "base", "--judge2": bool(judge2)} if suite else {"--results": results is not None}
     given |= {} if suite else {"--question": bool(question), "--samples": samples > 0}
     if odd := [name for name, on in given.items() if on]:
-        more = {"--samples": ", or --eval.samples-per-prompt"}
-        wrong = "expected {} --suite with it".format("no" if suite else "a")
-        raise ConfigError([f"{name}: {wrong}{more.get(name, '')}" for name in odd])
+        expected = f"expected {'no' if suite else 'a'} --suite with it"
+        hint = {"--samples": ", or --eval.samples-per-prompt"}
+        raise ConfigError([f"{name}: {expected}{hint.get(name, '')}" for name in odd])
     if suite and results is not None:
-        return _report(load_suite(suite).read_results(results), {}, out or results.parent, suite)
+        known = load_suite(suite).read_results(results)
+        place = out or (results if results.is_dir() else results.parent)
+        place.mkdir(parents=True, exist_ok=True)
+        return _report(known, {}, place, suite)
     side = _side(config, target, weights)
     where = out or Path(config.output) / config.name / "evaluations" / side.label
     world = parallel.start(config.device, config)
@@ -272,7 +275,6 @@ def _suite_reward(config: Config, suite: Suite, options: Mapping[str, Any], out:
 
 def _report(results: Results, facts: Mapping[str, Any], out: Path, name: str) -> int:
     """Print and write the tables; 1 if nothing was scored."""
-    out = out if out.is_dir() else out.parent
     write_atomic(
         out / f"{name}.json", json.dumps({"about": dict(facts), **json.loads(results.json())}, indent=1) + "\n"
     )
@@ -417,8 +419,10 @@ def _write_comparison(
     everything = {"about": facts, "prompts": counts, "win_rates": rates, "means": means, "judges": list(notes)}
     text = json.dumps(_finite(everything), indent=1, ensure_ascii=False, allow_nan=False)
     write_atomic(out / "comparison.json", text + "\n")
-    lines = [f"# {labels[0]} against {labels[1]}", "", *(f"{n} prompts ({name})  " for name, n in counts.items()), ""]
-    lines += ["| win rate by | rate | 95 % interval over prompts | shown first, second | missing | |"]
+    samples = facts["now"]["samples"]
+    of = [f"{n} prompts × {samples} = {n * samples} samples ({name})  " for name, n in counts.items()]
+    lines = [f"# {labels[0]} against {labels[1]}", "", *of, ""]
+    lines += ["| win rate by | rate | 95 % interval over prompts | shown first, second | missing | result |"]
     lines += ["|---|---:|---:|---:|---:|---|"]
     for key, row in rates.items():
         rate, lowest, highest, first, second, missing = (

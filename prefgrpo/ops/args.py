@@ -282,14 +282,16 @@ def check_out(out: Tensor | None, shape: Sequence[int], dtype: torch.dtype, devi
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are one, or their extents in a common storage meet; in a graph only the first is known."""
-    if a is b or torch.compiler.is_compiling() or not torch._C._is_alias_of(a, b):  # type: ignore[attr-defined]
+    """Whether two tensors are one, or their extents in a common storage meet; in a graph or vmap the first alone."""
+    if a is b or torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return a is b
+    if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+        return False
     (a_first, a_end), (b_first, b_end) = (_extent(t) for t in (a, b))
     return a_first < b_end and b_first < a_end
 
 
-def _extent(t: Tensor) -> tuple[int, int]:
+def _extent(t: Tensor) -> tuple[Any, Any]:
     """First byte of `t` in its storage, and the one after its last."""
     size = t.element_size() if t.numel() else 0
     reach = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))

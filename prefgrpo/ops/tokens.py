@@ -51,6 +51,8 @@ class Tokens:
             self.row = torch.arange(self.batch, device=x.device)
         if self.row is None:
             raise ValueError(f"coef rows: expected [{self.batch}, 5], got {list(a.coef.shape)}; pass an index")
+        if self.row.dim() > 1 and self.row.shape[0] == 1:
+            self.row = self.row.expand(x.shape[0], *self.row.shape[1:])
         while self.row.dim() > 1 and self.row.shape[-1] == 1:
             self.row = self.row.squeeze(-1)
         _check_leading("index", self.row, x)

@@ -61,8 +61,8 @@ def _item(
     answers = (outcome and outcome.answers) or []
     wins = {who: win for who, win in (outcome.wins if outcome else {}).items() if not math.isnan(win)}
     orders = [[a.judge, a.first, None if math.isnan(a.p_first) else a.p_first, a.reason, a.raw] for a in answers]
-    item: Item = {"id": ident, "prompt": prompt, "where": where, "media": media, "orders": orders}
-    item["wins"] = {readable(who): win for who, win in wins.items()}
+    shown = {readable(who): win for who, win in wins.items()}
+    item = {"id": ident, "prompt": prompt, "where": where, "media": media, "orders": orders, "wins": shown}
     return item | {"mean": None if math.isnan(mean) else round(mean, 4), "kinds": _kinds(answers, wins)}
 
 

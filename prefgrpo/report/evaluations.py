@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,11 +34,16 @@ class Evaluation:
 
 def read_evaluation(file: Path) -> list[Evaluation]:
     """What RUN/evaluations/WEIGHTS/NAME/*.json holds; empty for other files. Raises ValueError, KeyError, TypeError."""
-    content, weights = json.loads(file.read_text(encoding="utf-8")), file.parent.parent.name
+    content, weights = json.loads(file.read_text(encoding="utf-8")), _in_words(file.parent.parent.name)
     if "win_rates" in content:
-        other = file.parent.name.removeprefix("against_")
+        other = _in_words(file.parent.name.removeprefix("against_"))
         return [_comparison(f"{weights} against {other}", content)]
-    return [_suite(f"{content['suite']}: {weights}", content)] if "suite" in content else []
+    return [_suite(f"{content['suite']}, {weights}", content)] if "suite" in content else []
+
+
+def _in_words(weights: str) -> str:
+    """'run_step_000020_live' → 'run step 20 (live)'."""
+    return re.sub(r"_?step_0*(\d+)_(live|ema)$", r" step \1 (\2)", weights).strip()
 
 
 def _suite(title: str, content: Mapping[str, Any]) -> Evaluation:
@@ -50,7 +56,8 @@ def _suite(title: str, content: Mapping[str, Any]) -> Evaluation:
     problems = [str(line) for line in content["problems"]]
     left = len(problems) - PROBLEMS
     problems = problems[:PROBLEMS] + [f"… and {left} more, in {content['suite']}'s JSON file"] * (left > 0)
-    return Evaluation(title, [content["scored_by"]], tables, problems)
+    score = next(iter(content["summary"].values()), None)
+    return Evaluation(f"{title}: {_share(score, 2)}", [content["scored_by"]], tables, problems)
 
 
 def _comparison(title: str, content: Mapping[str, Any]) -> Evaluation:
@@ -67,7 +74,8 @@ def _comparison(title: str, content: Mapping[str, Any]) -> Evaluation:
     head = ["win rate", "rate", "95 % interval", "shown first, second", "missing", "result"]
     tables: list[Table] = [(head, rates), (["mean", "other", "this", "missing"], means)]
     notes = [", ".join(f"{count} prompts ({name})" for name, count in content["prompts"].items()), *content["judges"]]
-    return Evaluation(title, notes, [t for t in tables if t[1]], [])
+    result = "".join(f": {row[1]} by {row[0]}, {row[-1]}" for row in rates[:1])
+    return Evaluation(title + result, notes, [t for t in tables if t[1]], [])
 
 
 def _share(value: float | None, decimals: int = 1) -> str:

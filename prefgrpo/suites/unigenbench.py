@@ -61,13 +61,13 @@ class UniGenBench(Suite):
         marks = [mark for g, s in zip(files, scores, strict=True) for mark in marks_of(g.prompt, s)]
         unread = sum(s.value is None for s in scores)
         asked = str(options.get("template", ""))
-        wording = (
-            "with the suite's own wording; comparable with published numbers if the judge is its evaluation model"
-            if asked.endswith(".py")
-            else "with our own wording, which no evaluation model of the suite was trained on; not comparable with "
-            "published numbers"
-        )
-        by = f"Marked by a served judge {wording}. {len(files) - unread} of {len(files)} images have marks."
+        if asked.endswith(".py"):
+            wording = "the suite's own wording; comparable with published numbers if the judge is its evaluation model"
+        else:
+            words = f"the wording of {Path(asked).name}" if asked else "our own wording"
+            why = "which no evaluation model of the suite was trained on; not comparable with published numbers"
+            wording = f"{words}, {why}"
+        by = f"Marked by a served judge with {wording}. {len(files) - unread} of {len(files)} images have marks."
         return table(by, marks, problems(files, scores))
 
     def write_scores(self, files: Sequence[Generated], scores: Sequence[Score], out: Path) -> None:
