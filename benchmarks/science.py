@@ -132,7 +132,7 @@ ORDER = ("a", "c", "b", "d", "e")
 """In which they are run."""
 TITLES = {
     "accuracy": "held-out accuracy", "truth": "held-out truth", "opinion": "the judge's opinion",
-    "gap": "opinion − truth",
+    "gap": "gap: growth of opinion − truth",
 }  # fmt: skip
 
 
@@ -234,7 +234,7 @@ def against(name: str, other: str, seeds: Sequence[int], what: str, folder: Path
 
 
 def table(key: str, seeds: Sequence[int], folder: Path = RESULTS) -> list[str]:
-    """Rows of an experiment, one per arm."""
+    """Rows of an experiment, one per arm that has runs; [] if none has."""
     names = EXPERIMENTS[key].arms
     first = names[0]
     labels = {name: OBJECTIVES[name].label if key == "e" else ARMS[name].label for name in names}
@@ -264,7 +264,7 @@ def table(key: str, seeds: Sequence[int], folder: Path = RESULTS) -> list[str]:
             if what.endswith("first")
         ]
         lines.append(f"| `{name}`: {labels[name]} | {len(runs)} | {' | '.join(cells)} |")
-    return lines
+    return lines if len(lines) > 2 else []
 
 
 def _whole(numbers: Sequence[float]) -> str:
@@ -312,20 +312,21 @@ def draw(key: str, seeds: Sequence[int], path: Path, folder: Path = RESULTS) -> 
                     x = [[value * factor for value in column(found, unit)] for found in runs]
                     band(axes, x, [series(arm, found, name) for found in runs], colour, label=arm)
             axes.set(title=TITLES[name], xlabel="judge calls (thousands)" if unit == "calls" else "CPU seconds")
-        if panels[0][0].lines:
-            panels[0][0].legend(frameon=False, fontsize=7)
+        panels[0][0].legend(frameon=False, fontsize=7)
 
 
 def block(key: str, seeds: Sequence[int] = SEEDS, folder: Path = RESULTS) -> list[str]:
     """An experiment's generated part of docs/science.md."""
     picture = f"![{' and '.join(TITLES[what] for what in EXPERIMENTS[key].shown)} over judge calls](science_{key}.svg)"
-    return [missing(key, seeds, folder), "", picture, "", *table(key, seeds, folder)]
+    rows = table(key, seeds, folder)
+    return [missing(key, seeds, folder)] + (["", picture, "", *rows] if rows else [])
 
 
 def render() -> None:
     """Pictures and tables of docs/science.md."""
     for key in EXPERIMENTS:
-        draw(key, SEEDS, PAGE.parent / f"science_{key}.svg")
+        if table(key, SEEDS):
+            draw(key, SEEDS, PAGE.parent / f"science_{key}.svg")
         replace_block(PAGE, f"science-{key}", block(key))
 
 

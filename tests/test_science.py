@@ -108,6 +108,7 @@ def test_what_is_read_from_runs(tmp_path, monkeypatch):
     assert "+0.105 ± 0.064" in rows[3], "less than the two means: seed by seed"
     assert "seed 2 of `ratings`, `win_rates`." in science.missing("a", (0, 1, 2), tmp_path)
     assert len(science.table("b", (0,), tmp_path)) == 2 + 3, "arms without runs are left out"
+    assert science.block("c", (0,), tmp_path) == [science.missing("c", (0,), tmp_path)], "and so is an empty table"
     science.draw("a", (0, 1), tmp_path / "a.svg", tmp_path)
     assert (tmp_path / "a.svg").stat().st_size > 10_000
     for seed in (5, 6):
