@@ -12,14 +12,16 @@ import sys
 import numpy as np
 import pytest
 import torch
+from diffusers import FluxTransformer2DModel
 from tiny_run import rows, start
 
 from prefgrpo.config.schema import load
 from prefgrpo.data.media import Media
 from prefgrpo.rewards import build, parse_reward_spec
 from prefgrpo.rewards.base import RewardError, Sample
-from scripts.demo_world import text
+from scripts.demo_world import base, text, vae
 from scripts.demo_world.text import Letters
+from scripts.demo_world.worlds import WORLDS
 
 LETTERS = "scripts/demo_world/text.py:Letters"
 SHORT = ["--eval.max-prompts", "2", "--eval.samples-per-prompt", "2", "--rollout.prompts-per-step", "2"]
@@ -116,6 +118,19 @@ def test_one_step_and_its_evaluation(root, tmp_path):
     assert (last["kind"], last["set"], last["step"]) == ("eval", "test", 1)
     for name in ("ocr", "ocr.exact", LETTERS, f"{LETTERS}.all"):
         assert 0 <= last[f"test/{name}_before"] <= 1 and 0 <= last[f"test/{name}"] <= 1
+
+
+def test_its_base_is_trained_by_the_same_loop(root, tmp_path):
+    vae.train_vae(vae.VAEConfig(tmp_path / "vae", world="text", steps=2, batch=4)).save_pretrained(tmp_path / "vae")
+    config = base.BaseConfig(tmp_path / "vae", tmp_path / "base", world="text", steps=2, batch=4, pictures=8)
+    made, shipped = (
+        base.train_base(config),
+        FluxTransformer2DModel.from_pretrained(root / "scripts/demo/ocr/base/transformer"),
+    )
+    assert {k: v.shape for k, v in made.transformer.state_dict().items()} == {
+        k: v.shape for k, v in shipped.state_dict().items()
+    }
+    assert base.sample(made, WORLDS["text"], text.prompts("dev")[:2], seed=0).shape == (2, 3, 16, 64)
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ from prefgrpo.data.media import Media
 from prefgrpo.judge.local import LocalJudge
 from prefgrpo.tiny import ASSETS, scenes
 from scripts.demo_world import base, judge, judge_data, vae
+from scripts.demo_world.worlds import WORLDS
 
 MIB = 2**20
 
@@ -66,7 +67,7 @@ def test_assets_are_small():
 def test_base_draws_scenes_but_often_the_wrong_ones():
     pipe = diffusers.FluxPipeline.from_pretrained(ASSETS / "base")
     captions = scenes.prompts("dev") * 4
-    images = base.sample(pipe, captions, seed=0)
+    images = base.sample(pipe, WORLDS["scenes"], captions, seed=0)
     assert 0.25 <= scenes.hits(images, captions).all(1).float().mean() <= 0.5  # measured .37-.39; room for training
     assert (scenes.read(images) != scenes.UNREADABLE).all(1).float().mean() >= 0.92
 
@@ -96,7 +97,7 @@ def test_judge_is_right_on_clean_pairs_in_both_orders():
 def test_the_assets_can_be_made_again(tmp_path):
     """What the commands of scripts/demo_world/README.md do, in two steps each; what they write loads and answers."""
     vae.train_vae(vae.VAEConfig(tmp_path / "vae", steps=2, batch=4)).save_pretrained(tmp_path / "vae")
-    config = base.BaseConfig(tmp_path / "vae", tmp_path / "base", steps=2, batch=4, scenes=8)
+    config = base.BaseConfig(tmp_path / "vae", tmp_path / "base", steps=2, batch=4, pictures=8)
     base.save(base.train_base(config), config.out)
     pool = judge_data.PoolConfig(config.out, tmp_path / "pool.pt", splits=("dev",), per_caption=1)
     judge_data.make_pool(pool).save(pool.out)

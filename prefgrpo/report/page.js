@@ -156,7 +156,7 @@ if (filter) {
 // The section in view is marked in the navigation.
 const links = new Map([...document.querySelectorAll("nav a")].map(a => [document.getElementById(a.hash.slice(1)), a]));
 const mark = () => {
-  const seen = [...links.keys()].filter(s => s.getBoundingClientRect().top < innerHeight / 3).pop() ?? [...links.keys()][0];
+  const seen = [...links.keys()].filter(s => s.getBoundingClientRect().top < 100).pop() ?? [...links.keys()][0];
   const end = innerHeight + scrollY >= document.documentElement.scrollHeight - 2 ? [...links.keys()].pop() : seen;
   for (const [section, link] of links) section === end ? link.setAttribute("aria-current", "true") : link.removeAttribute("aria-current");
 };
