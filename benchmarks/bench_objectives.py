@@ -31,7 +31,7 @@ FAMILIES = {
     "noised x0, members compared": ("soft_dpo", "dpo", "plackett_luce", "dgpo", "crd"),
 }
 SHIPPED, SHIPPED_STEPS = "demo", 110
-"""The demo as it ships: GRPO at half the baseline's learning rate, which takes longer; a row of its own in the table."""
+"""The demo as it ships: GRPO at half the baseline's learning rate, which takes longer; a row of its own."""
 NAMES = [name for family in FAMILIES.values() for name in family]
 FIRST = ("grpo", "soft_dpo", "nft", "awm")
 SEEDS, STEPS, EVERY, GOAL = (0, 1, 2), 80, 10, 0.70
