@@ -263,7 +263,7 @@ def test_what_does_not_fit_is_refused(server, tmp_path):
     for name in ("unifiedreward_style", "unifiedreward_think", "consistency_score"):
         with pytest.raises(JudgeError, match="not reachable"):
             build(name, {name: {"judge": {"endpoints": [f"http://127.0.0.1:{free_port()}"]}}})
-    with pytest.raises(JudgeError, match="judge over http"):
+    with pytest.raises(JudgeError, match="which a judge in this process cannot answer"):
         build("qwenvl", {"qwenvl": {"judge": {"backend": "local", "model": "x"}}})
     with pytest.raises(ConfigError, match=r"did you mean 'judge\.model'"):
         build("qwenvl", {"qwenvl": {"judge": judge(server, modl="x")}})

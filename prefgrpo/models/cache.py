@@ -12,8 +12,6 @@ from itertools import count
 from typing import Any
 
 import torch
-from diffusers import FirstBlockCacheConfig, TaylorSeerCacheConfig
-from diffusers.models.cache_utils import CacheMixin
 
 from prefgrpo.config.schema import ConfigError, SamplingConfig
 
@@ -23,7 +21,7 @@ ATTENTION = r"[a-z_]*blocks\.\d+\.attn\d*"
 
 def check(denoiser: object, sampling: SamplingConfig) -> None:
     """Raise ConfigError where `rollout.cache` is set and diffusers has no cache for the denoiser."""
-    if sampling.cache != "none" and not isinstance(denoiser, CacheMixin):
+    if sampling.cache != "none" and not hasattr(denoiser, "enable_cache"):
         kind = type(denoiser).__name__
         raise ConfigError([f"rollout.cache: diffusers has no cache for {kind}: expected none, got {sampling.cache}"])
 
@@ -34,6 +32,8 @@ def cached(denoisers: Sequence[Any], sampling: SamplingConfig) -> Iterator[None]
     if sampling.cache == "none":
         yield
         return
+    from diffusers import FirstBlockCacheConfig, TaylorSeerCacheConfig
+
     config = (
         FirstBlockCacheConfig(threshold=sampling.cache_threshold)
         if sampling.cache == "first_block"
