@@ -77,10 +77,12 @@ def table(seconds: dict[str, float]) -> list[str]:
         "|---|---:|---|---:|---:|---:|---:|",
     ]
     for arm, values in ARMS.items():
-        if not (found := runs(arm)):
-            continue
+        found = runs(arm)
         rows = [run["evaluations"] for run in found]
         shown = ", ".join(f"`rollout.{key}: {value}`" for key, value in values.items()) or "in full"
+        if not found:
+            lines.append(f"| {shown} | ×{seconds[arm] / seconds['full']:.2f} | not measured | | | | |")
+            continue
         lines.append(
             f"| {shown} | ×{seconds[arm] / seconds['full']:.2f} | {', '.join(str(run['seed']) for run in found)} "
             f"| {over_seeds([column(r, 'accuracy')[-1] for r in rows], 3)} "
