@@ -2,8 +2,9 @@
 
 Objectives without a ratio need only final latents, from wherever. Soft DPO trains in the demo's world by
 scripts/demo/soft_dpo.yaml with its full rollout (the runs of bench_objectives), with diffusers' caches and with fewer
-steps. Evaluations use no cache, but as many steps as the rollout. Rollout: CPU seconds of the phase over those with the full rollout, of
-alternating steps of one process. Written to results/rollouts and docs/objectives.md; a complete run is not run again.
+steps. Evaluations use no cache, but as many steps as the rollout. Rollout: CPU seconds of the phase over those with the
+full rollout, of alternating steps of one process. Written to results/rollouts and docs/objectives.md; a complete run is
+not run again.
 """
 
 from __future__ import annotations
