@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_run import ALONE, ranks, recipe, rows, settings, weights, world
+from tiny_run import ALONE, BRIGHTNESS, ranks, recipe, rows, settings, trainers, weights, world
 
 from prefgrpo.config.schema import ConfigError, from_dict
 from prefgrpo.objectives import objective
@@ -20,7 +20,7 @@ from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.run import trainer as trainer_module
 from prefgrpo.run.memory import known_bytes
 from prefgrpo.run.session import Clock, keeps_graph, mistakes
-from prefgrpo.run.trainer import Callbacks, TrainingLoop, TrainingStopped
+from prefgrpo.run.trainer import Callbacks, TrainingStopped
 
 STALE = {"staleness": 1}
 
@@ -33,20 +33,8 @@ def place(tmp_path_factory):
 @pytest.fixture
 def trainer(place):
     """Makes trainers; closes them."""
-    made = []
-
-    def make(name, resume=False, callbacks=None, **over):
-        made.append(TrainingLoop(from_dict(settings(place, name, **over)), resume, callbacks))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
-class Brightness(PointwiseReward):
-    def score(self, samples):
-        return [Score(float(s.media.pixels.mean())) for s in samples]
+    with trainers(place) as make:
+        yield make
 
 
 HERE = f"{__name__}."
@@ -104,7 +92,7 @@ def plain_formula(one, batches, advantage):
 
 def test_the_samples_are_those_of_older_weights_and_the_ratio_is_to_them(trainer):
     over = {"train": {"steps": 5, "lr": 1e-2, "clip_range": 2e-4}, "checkpoint": {"every": 3}, "eval": {"every": 0}}
-    over["reward"] = {"spec": f"{HERE}Brightness"}
+    over["reward"] = {"spec": BRIGHTNESS}
     one, plain = trainer("ahead", rollout=STALE, **over), trainer("plain", **over)
     seen = recorded(one)
     found = rows(one.folder.root)
@@ -141,7 +129,7 @@ def test_where_no_weight_moves_nothing_changes(trainer, case):
         over = {
             "rollout": {"staleness": staleness},
             "checkpoint": {"every": 3},
-            "reward": {"spec": f"{HERE}Brightness"},
+            "reward": {"spec": BRIGHTNESS},
         }
         one = trainer(f"{case}{staleness}", train={"steps": 4, "lr": 1e-30} | SAME[case], **over)
         one.run()
@@ -224,7 +212,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(trainer, place):
         if step == 3:
             raise OSError("lost")
 
-    over = {"rollout": STALE, "train": {"steps": 5, "ema_decay": 0.5}, "reward": {"spec": f"{HERE}Brightness"}}
+    over = {"rollout": STALE, "train": {"steps": 5, "ema_decay": 0.5}, "reward": {"spec": BRIGHTNESS}}
     trainer("straight", **over).run()
     with pytest.raises(OSError, match="lost"):
         trainer("stopped", callbacks=Callbacks(on_step=lost), **over).run()
@@ -277,7 +265,7 @@ def test_what_needs_samples_of_the_present_weights_is_refused(place):
 @pytest.mark.full
 def test_two_processes_are_one(trainer, place):
     """Groups span the processes: both make the next samples ahead, and neither the ones after the checkpoint."""
-    over = {"rollout": STALE | {"prompts_per_step": 3, "batch_size": 2}, "reward": {"spec": f"{HERE}Brightness"}}
+    over = {"rollout": STALE | {"prompts_per_step": 3, "batch_size": 2}, "reward": {"spec": BRIGHTNESS}}
     over["train"] = {"steps": 4, "lr": 1e-3, "updates_per_rollout": 2, "kl_coef": 0.1}
     over["checkpoint"] = {"every": 3}
     trainer("one", **over).run()

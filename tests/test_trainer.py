@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tiny_run import collect, rows, settings, world
+from tiny_run import BRIGHTNESS, collect, rows, settings, trainers, world
 
 from prefgrpo.config.schema import ConfigError, from_dict
 from prefgrpo.objectives.base import Targets
 from prefgrpo.rewards.base import PointwiseReward, Score
 from prefgrpo.rollout.deal import deal_batches
-from prefgrpo.run.trainer import TrainingLoop, TrainingStopped
+from prefgrpo.run.trainer import TrainingStopped
 from prefgrpo.sde import noise
 
 
@@ -30,22 +30,9 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def trainer(place, request):
-    """Makes trainers; closes them."""
-    made = []
-
-    def make(name=None, resume=False, **over):
-        config = from_dict(settings(place, name or request.node.name.replace("/", "-"), **over))
-        made.append(TrainingLoop(config, resume))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-
-
-class Brightness(PointwiseReward):
-    def score(self, samples):
-        return [Score(float(s.media.pixels.mean())) for s in samples]
+    """Makes trainers, named like the test unless it says otherwise; closes them."""
+    with trainers(place) as make:
+        yield lambda name=None, **over: make(name or request.node.name.replace("/", "-"), **over)
 
 
 class Constant(PointwiseReward):
@@ -74,7 +61,7 @@ HERE = f"{__name__}."
 
 EXACT = {
     "plain": {},
-    "bright": {"reward": {"spec": f"{HERE}Brightness"}},
+    "bright": {"reward": {"spec": BRIGHTNESS}},
     "ema": {"train": {"ema_decay": 0.9}},
     "kl": {"train": {"kl_coef": 0.5}},
     "window": {"rollout": {"steps": 6, "window_low": 1, "window_high": 5, "window_size": 2}},
@@ -203,7 +190,7 @@ PLAIN_FORMULA = {
 @pytest.mark.parametrize("case", PLAIN_FORMULA)
 def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
     """Autograd through the objective as the papers write it, on the stored latents, sample by sample."""
-    one = trainer(reward={"spec": f"{HERE}Brightness"}, eval={"every": 0}, **PLAIN_FORMULA[case])
+    one = trainer(reward={"spec": BRIGHTNESS}, eval={"every": 0}, **PLAIN_FORMULA[case])
     c = one.config
     moved(one)
     batches = collect(one, 0)

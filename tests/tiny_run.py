@@ -16,16 +16,18 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import yaml
 
+from prefgrpo.config.schema import from_dict
 from prefgrpo.parallel.world import World
+from prefgrpo.rewards.base import PointwiseReward, Sample, Score
 from prefgrpo.rollout.batches import Batch
-from prefgrpo.run.trainer import TrainingLoop
+from prefgrpo.run.trainer import Callbacks, TrainingLoop
 from prefgrpo.tiny import pipelines
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -89,6 +91,32 @@ def recipe(place: Path, name: str, **over: Any) -> Path:
     file = place / f"{name}.yaml"
     file.write_text(yaml.safe_dump(settings(place, name, **over), allow_unicode=True), encoding="utf-8")
     return file
+
+
+@contextlib.contextmanager
+def trainers(place: Path) -> Iterator[Callable[..., TrainingLoop]]:
+    """A function that makes training loops of `settings`; they are closed at the end."""
+    made = list[TrainingLoop]()
+
+    def make(name: str, resume: bool = False, callbacks: Callbacks | None = None, **over: Any) -> TrainingLoop:
+        made.append(TrainingLoop(from_dict(settings(place, name, **over)), resume, callbacks))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+class Brightness(PointwiseReward):
+    """Mean of all pixels."""
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """One score per sample."""
+        return [Score(float(s.media.pixels.mean())) for s in samples]
+
+
+BRIGHTNESS = f"{__name__}.Brightness"
+"""Its name in `reward.spec`."""
 
 
 class Hold(NamedTuple):
