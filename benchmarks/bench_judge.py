@@ -1,9 +1,9 @@
-"""`python -m benchmarks.bench_judge [--vllm ENVIRONMENT]`: our judge client against the original's behaviour.
+"""`python -m benchmarks.bench_judge [--vllm ENVIRONMENT]`: our judge client compared with the original client.
 
-One group of 9 noisy 512² pictures, its 36 pairs once each: pairs per second, processor time of the client, and bytes
-of pictures sent, at a server that answers at once (the client is the bottleneck) and at a real vLLM on this CPU with
-the tiny judge. Every round asks each client in turn about pictures that nobody has seen; ratios are medians over the
-rounds. Writes results/judge_cpu.json and the table in docs/judging.md.
+One group of 9 noisy 512² images, each of its 36 pairs once: pairs per second, CPU time of the client, and image bytes
+sent, with a server that answers immediately (so that the client is the bottleneck) and with a real vLLM that serves the
+tiny judge on this CPU. Every round runs each client in turn on new images; ratios are medians over the rounds. Writes
+results/judge_cpu.json and the table in docs/judging.md.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STYLES = {"original, paths": "paths", "original, pairs encoded": "pairs"}
 
 
 def photo(rng: np.random.Generator, side: int = SIDE) -> Media:
-    """A picture of large soft shapes and sensor noise: about 110 kB as JPEG 95 at 512²."""
+    """An image of large soft shapes and sensor noise: about 110 kB as JPEG of quality 95 at 512²."""
     soft = Image.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8)).resize((side, side), Image.BICUBIC)
     noise = rng.normal(0, 10.0, (side, side, 3))
     pixels = np.asarray(soft.filter(ImageFilter.GaussianBlur(4)), np.float64) + noise
@@ -51,7 +51,7 @@ def photo(rng: np.random.Generator, side: int = SIDE) -> Media:
 
 @contextmanager
 def process(command: Sequence[str], ready: str, seconds: float) -> Iterator[str]:
-    """A server process until the block ends; gives the output up to the line that has `ready`."""
+    """Run a server process inside the block; yields its output up to the line that contains `ready`."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as running:
         assert running.stdout is not None
         seen, deadline = "", time.monotonic() + seconds
@@ -69,14 +69,14 @@ def process(command: Sequence[str], ready: str, seconds: float) -> Iterator[str]
 
 @contextmanager
 def echo_server(*options: str) -> Iterator[str]:
-    """The address of an echo server of its own process."""
+    """Address of an echo server in a separate process."""
     with process([sys.executable, "-m", "benchmarks.echo_server", *options], "http://", 20) as seen:
         yield seen.strip()
 
 
 @contextmanager
 def vllm_server(environment: str, port: int) -> Iterator[str]:
-    """The address of a vLLM that serves the tiny judge on the CPU."""
+    """Address of a vLLM server with the tiny judge on the CPU."""
     options = ["--vllm", environment, "--port", str(port), "--template", TEMPLATE, "--vision-tokens", "4"]
     command = [sys.executable, "-m", "prefgrpo", "judge", "serve", str(JUDGE), "--cpu", *options]
     with process([*command, "--max-model-len", "2048"], "ready", 300):
@@ -84,7 +84,7 @@ def vllm_server(environment: str, port: int) -> Iterator[str]:
 
 
 def counts(url: str) -> dict[str, int]:
-    """What an echo server counted."""
+    """The counters of an echo server."""
     with urllib.request.urlopen(f"{url}/counts") as reply:
         return json.load(reply)
 
@@ -95,7 +95,7 @@ def judge_at(url: str, **changes: Any) -> HttpJudge:
 
 
 def skeleton(model: str) -> dict[str, Any]:
-    """The request that our client would send without media ids, for the others to fill in."""
+    """Template for the other clients' requests: the one that our client would send without media ids."""
     with echo_server("--count") as url:
         judge = judge_at(url, model="echo", media_ids="off")
         media = [Media(np.full((8, 8, 3), c, np.uint8)) for c in (0, 255)]
@@ -106,7 +106,7 @@ def skeleton(model: str) -> dict[str, Any]:
 
 
 def clients(url: str, model: str, size: int) -> dict[str, Callable[[list[Media], list[Path]], int]]:
-    """name -> a call that judges a group, given as pictures and as files, and returns how many pairs were answered."""
+    """name -> function that judges a group, given as images and as files, and returns the number of answered pairs."""
     judge, pairs, asked = judge_at(url, model=model), round_robin(size, 0), skeleton(model)
 
     def ours(media: list[Media], files: list[Path]) -> int:
@@ -124,7 +124,7 @@ def clients(url: str, model: str, size: int) -> dict[str, Callable[[list[Media],
 
 
 def group(folder: Path, rng: np.random.Generator, size: int, side: int) -> tuple[list[Media], list[Path]]:
-    """New pictures, in memory and as files."""
+    """New images, in memory and as files."""
     media = [photo(rng, side) for _ in range(size)]
     files = [folder / f"{k}.png" for k in range(size)]
     for picture, file in zip(media, files, strict=True):
@@ -133,7 +133,7 @@ def group(folder: Path, rng: np.random.Generator, size: int, side: int) -> tuple
 
 
 def measure(url: str, model: str, rounds: int, size: int = SIZE, side: int = SIDE) -> dict[str, Any]:
-    """Seconds and processor seconds per group of every client, round by round; the first round only warms up."""
+    """Wall and CPU seconds per group for every client, round by round; the first round is a warm-up."""
     calls, pairs, rng = clients(url, model, size), size * (size - 1) // 2, np.random.default_rng(0)
     wall: dict[str, list[float]] = {name: [] for name in calls}
     cpu: dict[str, list[float]] = {name: [] for name in calls}
@@ -163,7 +163,7 @@ def measure(url: str, model: str, rounds: int, size: int = SIZE, side: int = SID
 
 
 def picture_bytes(size: int, side: int) -> dict[str, Any]:
-    """Megabytes of base64 that each client sends about one group."""
+    """Megabytes of base64 that each client sends per group."""
     sent: dict[str, Any] = {}
     with echo_server("--count") as url, tempfile.TemporaryDirectory() as folder:
         media, files = group(Path(folder), np.random.default_rng(1), size, side)
@@ -175,7 +175,7 @@ def picture_bytes(size: int, side: int) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were taken on."""
+    """The machine of the measurement."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     libraries = {name: version(name) for name in ("aiohttp", "requests", "pillow", "numpy")}
@@ -196,7 +196,7 @@ def table(found: dict[str, Any]) -> list[str]:
         + (f", vLLM {found['vllm_version']}" if "vllm_version" in found else "")
         + ".",
         "",
-        "| server | client | pairs/s (quartiles) | client CPU per pair | time of ours × | pictures sent |",
+        "| server | client | pairs/s (quartiles) | client CPU per pair | time relative to ours | images sent |",
         "|---" * 6 + "|",
     ]
     for server in ("echo", "vllm"):
@@ -210,7 +210,7 @@ def table(found: dict[str, Any]) -> list[str]:
                 f"| {row['client_ms_per_pair']:.2f} ms | {row['slower_than_ours']:.2f} | {sent:.2f} MB |"
             )
     share = min(v for name, v in found["pictures"]["share"].items() if name != "ours")
-    return [*lines, "", f"Our pictures take {share:.4f} of the original's bytes."]
+    return [*lines, "", f"Our client sends {share:.4f} of the original's image bytes."]
 
 
 def vllm_version(environment: str) -> str:
@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--vllm", default=os.environ.get("PREFGRPO_VLLM", ""), help="environment that has vLLM")
     parser.add_argument("--port", type=int, default=8917)
-    parser.add_argument("--render", action="store_true", help="only the table, from the JSON")
+    parser.add_argument("--render", action="store_true", help="only write the table from the JSON")
     args = parser.parse_args(argv)
     if not args.render:
         found: dict[str, Any] = {

@@ -1,15 +1,15 @@
 """`python -m benchmarks.bench_levers`: every option that makes training steps cheaper, off and on in the same run.
 
-Each lever trains the same small pipeline as without it (`prefgrpo`'s own training loop, advantages fixed so that judges
-play no part): tiny, or wide, six blocks of width 256 and 256 image tokens, where the model is nearly all of the time.
-One prompt, four samples, three of four steps trained. Written to results/levers_cpu.json, and into docs/training.md:
+Each option ("lever") is measured with `prefgrpo`'s own training loop and fixed advantages, without a judge, on a small
+pipeline: tiny, or wide (six blocks of width 256, 256 image tokens), where the model takes nearly all of the time.
+One prompt, four samples, three of four steps trained. Results go to results/levers_cpu.json and docs/training.md:
 
-- step, update: seconds with it over seconds without; medians of steps that alternate, seconds of this process on one
-  thread, whatever else runs.
-- memory: the most bytes of tensors that a step held at once, with it over without.
+- step, update: time with the lever divided by time without; medians of alternating steps, in CPU seconds of this
+  process on one thread, so that other load does not count.
+- memory: peak bytes of a step's tensors, with the lever divided by without.
 - gradient: bitwise equal, or its relative error and cosine to the gradient without it, at the same weights and samples.
 
-Everything else is at its default, but for `train.reuse_rollout_forward`, which is off in all rows but its own.
+All other options have their defaults, except that `train.reuse_rollout_forward` is off in all rows but its own.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ ADVANTAGE = torch.tensor([[1.5, -0.2, -1.4, 0.1]])
 
 @dataclass(frozen=True)
 class Lever:
-    """An option with what it is compared with."""
+    """An option and its baseline."""
 
     on: dict[str, Any]
-    """What a run has with it."""
+    """Settings with the lever."""
     default: str
-    """The default, and the reason for it."""
+    """The option's default, and the reason for it."""
     off: dict[str, Any] = field(default_factory=dict)
-    """What a run has without it."""
+    """Settings without the lever."""
     family: str = "flux"
 
 
@@ -88,7 +88,7 @@ LEVERS = {
 
 
 def settings(family: str, folder: Path, work: Work, name: str) -> dict[str, Any]:
-    """What a run has beside its lever."""
+    """Settings common to both sides."""
     rollout = {
         "height": work.side, "width": work.side, "steps": STEPS, "window_high": TRAINED, "prompts_per_step": 1,
         "group_size": GROUP, "batch_size": GROUP, "guidance": 4.5 if family == "sd3" else 3.5,
@@ -126,7 +126,7 @@ class Side:
         return {"step": time.process_time() - begin, "update": clock.seconds["update"]}
 
     def most(self) -> int:
-        """The most bytes that a step's tensors held at once."""
+        """Peak bytes of a step's tensors."""
         policy = self.loop.policy
         held = [t for module in self.loop.adapter.modules().values() for t in [*module.parameters(), *module.buffers()]]
         held += [t for t in policy.state_dict().values() if isinstance(t, Tensor)]
@@ -136,16 +136,16 @@ class Side:
 
 
 def compared(gradient: Tensor, truth: Tensor) -> dict[str, Any]:
-    """How near a gradient is to another."""
+    """How close a gradient is to a reference gradient."""
     cosine = float(gradient @ truth / (gradient.norm() * truth.norm()))
     error = float((gradient - truth).norm() / truth.norm())
     return {"bitwise": torch.equal(gradient, truth), "error": error, "cosine": cosine}
 
 
 def measure(name: str, size: str, rounds: int) -> dict[str, Any]:
-    """One lever on one pipeline."""
+    """Measure one lever on one pipeline."""
     lever, work = LEVERS[name], SIZES[size]
-    torch.compiler.reset()  # a block that was compiled for many shapes would run without
+    torch.compiler.reset()  # else blocks compiled for many shapes would run uncompiled
     with tempfile.TemporaryDirectory() as folder:
         made = make_pipeline(lever.family, Path(folder), work)
         sides = [Side(lever, changes, made, work, kind) for kind, changes in (("off", lever.off), ("on", lever.on))]

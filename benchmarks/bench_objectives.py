@@ -1,12 +1,12 @@
 """`python -m benchmarks.bench_objectives`: every objective in the demo's world, for docs/objectives.md.
 
-All start alike and ask the judge as often: each trains by its recipe `scripts/demo/NAME.yaml`, for as many steps as the
-others, with three seeds (of prompts, noise and LoRA). Neither a stopping rule of the recipe nor a judge without
-information ends it: where the rule would is read from the signs, so that a decline after it is seen too. Held-out
-accuracy: share of the dev captions' 288 images whose colour, shape and position are all right, which neither objective
-nor judge is shown. Seconds are the process's CPU seconds without evaluations, so other load on the machine counts
-little; run it with OMP_NUM_THREADS=1. A run's JSON in results/objectives grows with its evaluations; a complete one is
-not run again.
+All start from the same weights and make the same number of judge calls: each trains with its recipe
+`scripts/demo/NAME.yaml` for the same number of steps, with three seeds (of prompts, noise and LoRA). Neither the
+recipe's stopping rule nor an uninformative judge ends a run, so that a later decline is visible; the step at which the
+rule would stop is derived from the recorded signs. Held-out accuracy: share of the dev captions' 288 images whose
+colour, shape and position are all correct; neither objective nor judge uses it. Seconds are the process's CPU seconds
+without evaluations, so that other load hardly counts; run it with OMP_NUM_THREADS=1. A run's JSON in results/objectives
+grows with its evaluations; complete runs are not repeated.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FAMILIES = {
     "noised x0, single samples": ("nft", "awm", "rwr", "sft"),
     "noised x0, members compared": ("soft_dpo", "dpo", "plackett_luce", "dgpo", "crd"),
 }
-SHIPPED, SHIPPED_STEPS = "demo", 110
-"""The demo as it ships: GRPO at half the baseline's learning rate, which takes longer; a row of its own."""
+SLOW, SLOW_STEPS = "grpo_5e-4", 110
+"""The baseline at half its learning rate, which takes longer; a separate row."""
 NAMES = [name for family in FAMILIES.values() for name in family]
 FIRST = ("grpo", "soft_dpo", "nft", "awm")
 SEEDS, STEPS, EVERY, GOAL = (0, 1, 2), 80, 10, 0.70
@@ -43,19 +43,23 @@ COLUMNS = MEASURED.names
 
 
 def train(name: str, seed: int, file: Path, steps: int = STEPS, every: int = EVERY, rollout: Run | None = None) -> None:
-    """One run; `file` gets its evaluations and the steps at which signs of reward hacking appeared.
+    """Run one training; `file` receives its evaluations and the steps at which signs of reward hacking appeared.
 
-    rollout: values that differ from the recipe's.
+    rollout: values that replace the recipe's.
     """
+    values = {"rollout": rollout or {}} | ({"train": {"lr": 5e-4}} if name == SLOW else {})
     watch = Watch(MEASURED, lambda metrics: metrics["judge/requests"])
-    measure(
-        recipe(name), file, {"objective": name, "seed": seed}, watch, steps, every, seed=seed, rollout=rollout or {}
-    )
+    measure(recipe_of(name), file, {"objective": name, "seed": seed}, watch, steps, every, seed=seed, **values)
+
+
+def recipe_of(name: str) -> Path:
+    """The recipe of a row."""
+    return recipe(BASELINE if name == SLOW else name)
 
 
 def read(folder: Path) -> dict[str, list[Run]]:
-    """Objective → its runs of SEEDS that got to the last step."""
-    files = {name: [folder / f"{name}_{seed}.json" for seed in SEEDS] for name in (SHIPPED, *NAMES)}
+    """Objective → its runs with SEEDS that reached the last step."""
+    files = {name: [folder / f"{name}_{seed}.json" for seed in SEEDS] for name in (SLOW, *NAMES)}
     runs = {name: [run for file in own if (run := ended(file, STEPS))] for name, own in files.items()}
     return {name: own for name, own in runs.items() if own}
 
@@ -69,9 +73,9 @@ def column(rows: Rows, name: str) -> list[float]:
 
 
 def reached(rows: Rows, name: str, goal: float = GOAL) -> float | None:
-    """Value of a column where the accuracy first reaches the goal, on the line between two evaluations.
+    """Value of a column where the accuracy first reaches the goal, interpolated between evaluations.
 
-    None if it never does; NaN if the run is not at its end yet.
+    None if it never does; NaN if the run is not complete.
     """
     x, y = column(rows, name), column(rows, "accuracy")
     for k in range(1, len(rows)):
@@ -81,14 +85,14 @@ def reached(rows: Rows, name: str, goal: float = GOAL) -> float | None:
 
 
 def stopped(run: Run, stop_when: Sequence[str]) -> int | None:
-    """The step at which the recipe's rule would have ended a run."""
+    """The step at which the recipe's stopping rule would have ended the run."""
     return min((run["signs"][sign] for sign in stop_when if sign in run["signs"]), default=None)
 
 
 def fall(run: Run, stop_when: Sequence[str]) -> float | None:
-    """Largest fall below the best so far, from reaching the goal to twice that step, or to where its rule ends it.
+    """Largest drop below the best accuracy so far, from reaching the goal to twice that step or to the rule's step.
 
-    None if the goal was not reached before the rule ends the run, or the run is not long enough to say.
+    None if the goal was not reached before the rule's step, or the run is too short to tell.
     """
     rows = run["evaluations"]
     at = reached(rows, "step")
@@ -104,7 +108,7 @@ def fall(run: Run, stop_when: Sequence[str]) -> float | None:
 
 
 def over_seeds(values: Sequence[float | None], digits: int = 0, factor: float = 1.0) -> str:
-    """Mean, and range if there are several, of those that are known; how many never had one (None)."""
+    """Mean of the known values, with their range if there are several, and the number of None."""
     known = [v for v in values if v is None or not np.isnan(v)]
     there = [v * factor for v in known if v is not None]
     if not there:
@@ -119,11 +123,11 @@ def table(found: dict[str, list[Run]]) -> list[str]:
     """A row per objective."""
     lines = [
         f"| objective | seeds | steps | calls to {GOAL:.2f} (thousands) | CPU seconds to {GOAL:.2f} | best | last | "
-        "its rule ends it at step | fall until then or in twice the steps |",
+        "stopped by its rule at step | largest fall up to then, or to twice the steps to the goal |",
         "|---" * 9 + "|",
     ]
     for name, runs in found.items():
-        rows, rule = [run["evaluations"] for run in runs], load(recipe(name)).train.stop_when
+        rows, rule = [run["evaluations"] for run in runs], load(recipe_of(name)).train.stop_when
         stops = [stopped(run, rule) for run in runs]
         lines.append(
             f"| `{name}` | {', '.join(str(run['seed']) for run in runs)} "
@@ -139,18 +143,18 @@ def table(found: dict[str, list[Run]]) -> list[str]:
 
 
 def missing(found: dict[str, list[Run]]) -> str:
-    """Which runs there are not, or not wholly."""
+    """Names the runs that are missing or incomplete."""
     done = {(run["objective"], run["seed"]) for runs in found.values() for run in runs if complete(run)}
     without: dict[tuple[int, ...], list[str]] = {}
     for name in NAMES:
         if gaps := tuple(seed for seed in SEEDS if (name, seed) not in done):
             without.setdefault(gaps, []).append(f"`{name}`")
     parts = [f"seed {', '.join(map(str, gaps))} of {', '.join(names)}" for gaps, names in without.items()]
-    return f"Not measured, or not wholly: {'; '.join(parts)}." if parts else "All runs are complete."
+    return f"Not measured, or not completely: {'; '.join(parts)}." if parts else "All runs are complete."
 
 
 def complete(run: Run) -> bool:
-    """Whether a run got to its end, with all that is measured."""
+    """Whether a run reached its end and has all columns."""
     return bool(rows := run["evaluations"]) and rows[-1][0] >= STEPS and None not in rows[-1]
 
 
@@ -184,16 +188,16 @@ def block(found: dict[str, list[Run]]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_objectives", description=__doc__)
-    choices = [SHIPPED, *NAMES]
+    choices = [SLOW, *NAMES]
     parser.add_argument("--only", nargs="*", default=choices, choices=choices, help="recipes to run; all by default")
-    parser.add_argument("--render", action="store_true", help="only picture and table, from the JSON")
+    parser.add_argument("--render", action="store_true", help="only write figure and table from the JSON")
     args = parser.parse_args(argv)
     os.chdir(ROOT)  # the paths of the demo's recipes are relative to it
     RESULTS.mkdir(parents=True, exist_ok=True)
-    order = [*FIRST, *(name for name in NAMES if name not in FIRST), SHIPPED]
+    order = [*FIRST, *(name for name in NAMES if name not in FIRST), SLOW]
     for name, seed in [] if args.render else [(n, s) for s in SEEDS for n in order if n in args.only]:
         file = RESULTS / f"{name}_{seed}.json"
-        steps = SHIPPED_STEPS if name == SHIPPED else STEPS
+        steps = SLOW_STEPS if name == SLOW else STEPS
         if not ((run := ended(file, steps)) and complete(run)):
             train(name, seed, file, steps)
     found = read(RESULTS)

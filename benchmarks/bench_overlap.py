@@ -1,10 +1,10 @@
-"""`python -m benchmarks.bench_overlap`: what a judge costs a rollout that it overlaps with.
+"""`python -m benchmarks.bench_overlap`: how much a judge slows down a rollout that it overlaps with.
 
-The demo's rollout (scripts/demo/demo.yaml) with its groups judged by a server in a process of its own, which holds back
-every answer so that judging a step alone, with all samples there, takes as long as making them. Each round times the
-rollout without a judge, with the judge, and the judge alone; ratios are medians over the rounds. A second part runs
-whole steps with a judge slower than the rollout, with rollout.staleness 0 and 1 in turn, in blocks of BLOCK steps.
-Writes results/judge_overlap.json and the blocks in docs/judging.md.
+The demo's rollout (scripts/demo/demo.yaml), judged by a server in a separate process that delays every answer so that
+judging a finished step's samples takes as long as generating them. Each round times the rollout without a judge, the
+rollout with it, and judging alone; ratios are medians over the rounds. A second part runs whole steps with a judge
+slower than the rollout, alternating rollout.staleness 0 and 1 in blocks of BLOCK steps. Writes
+results/judge_overlap.json and the blocks in docs/judging.md.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that spin would measure each other where cores are shared
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # spinning threads would disturb each other's timings on shared cores
 
 import torch
 
@@ -42,12 +42,12 @@ PLAN, CONCURRENCY = "k_regular(4)", 2
 ALONE = 2
 """Rounds that also time judging alone."""
 BLOCK = 4
-"""Steps between two checkpoints, across which no samples are made."""
+"""Steps between two checkpoints; samples are not generated ahead across a checkpoint."""
 PHASES = ("rollout", "judge_wait", "update")
 
 
 class Nothing(PointwiseReward):
-    """A reward that costs no time: the rollout without a judge."""
+    """A reward that takes no time, for the rollout without a judge."""
 
     def score(self, samples: list[Sample]) -> list[Score]:
         """0 for everything."""
@@ -95,7 +95,7 @@ def step(config: Config, parts: Session, number: int) -> tuple[float, StepScores
 
 
 def judge_alone(config: Config, scorer: Scorer, number: int, samples: Any) -> float:
-    """Seconds to judge a step whose samples are all there, and new to the judge."""
+    """Seconds to judge a step whose samples are all finished and not in the judge's cache."""
     fresh = {place: Sample(s.prompt, Media(255 - s.media.pixels)) for place, s in samples.items()}
     start = time.perf_counter()
     scorer.begin(number, range(config.rollout.prompts_per_step))
@@ -107,7 +107,7 @@ def judge_alone(config: Config, scorer: Scorer, number: int, samples: Any) -> fl
 
 
 def measure(prompts: int, batch: int, side: int, rounds: int, share: float) -> dict[str, Any]:
-    """Medians over the rounds; the server's delay is set for judging alone to take `share` of the rollout's time."""
+    """Medians over the rounds; the server's delay makes judging alone take `share` × the rollout's time."""
     plain: list[float] = []
     with echo_server() as url, tempfile.TemporaryDirectory() as folder:
         config = demo(url, folder, prompts, batch, side)
@@ -154,7 +154,7 @@ def measure(prompts: int, batch: int, side: int, rounds: int, share: float) -> d
 
 
 def trained(url: str, folder: str, prompts: int, batch: int, side: int, staleness: Literal[0, 1]) -> Config:
-    """`demo` with a second reward: the echo server's answers, always the same, would train nothing."""
+    """`demo` with a second reward, because the echo server's constant answers give no learning signal."""
     config = demo(url, folder, prompts, batch, side)
     return dataclasses.replace(
         config,
@@ -178,7 +178,7 @@ def block(loop: TrainingLoop, number: int) -> dict[str, float]:
 
 
 def measure_staleness(prompts: int, batch: int, side: int, rounds: int, slow: float) -> dict[str, Any]:
-    """Per step, medians over the rounds; the server's delay is set for judging to take `slow` of the rollout's time."""
+    """Medians over the rounds, per step; the server's delay makes judging take `slow` × the rollout's time."""
     found: dict[str, list[dict[str, float]]] = {"0": [], "1": []}
     with tempfile.TemporaryDirectory() as folder:
         with echo_server() as url:
@@ -215,13 +215,13 @@ def table(found: dict[str, Any]) -> list[str]:
     m, r, s = found["machine"], found["run"], found["run"]["seconds"]
     low, high = r["overhead_quartiles"]
     return [
-        f"{r['prompts']} groups of {r['group_size']} at {r['side']}², made {r['batch_size']} at a time; "
-        f"{r['requests']} requests (`{r['plan']}`), {r['concurrency']} in flight, each held back "
+        f"{r['prompts']} groups of {r['group_size']} at {r['side']}², generated {r['batch_size']} at a time; "
+        f"{r['requests']} requests (`{r['plan']}`), {r['concurrency']} in flight, each delayed by "
         f"{1e3 * r['delay_s']:.0f} ms; {m['cpu']}, {m['cores']} cores shared with other work (load {m['load']:.1f} "
         f"at the start), torch {found['torch']} on {found['threads']} thread, medians of {r['rounds']} "
         "interleaved rounds:",
         "",
-        "| rollout alone | judging alone | both, overlapped | of it waiting at the end | overhead (quartiles) |",
+        "| rollout alone | judging alone | both, overlapped | final wait for the judge | overhead (quartiles) |",
         "|---|---|---|---|---|",
         f"| {s['rollout']:.2f} s | {s['judge']:.2f} s ({r['judge_alone']:.2f} ×) | {s['with_judge']:.2f} s "
         f"| {s['wait']:.2f} s | {r['overhead']:.1%} ({low:.1%} to {high:.1%}) |",
@@ -238,14 +238,14 @@ def steps_table(found: dict[str, Any]) -> list[str]:
         for name, s in r["seconds"].items()
     ]
     return [
-        f"{r['prompts']} groups of {r['group_size']} at {r['side']}², made {r['batch_size']} at a time; "
-        f"{r['requests']} requests (`{r['plan']}`), {r['concurrency']} in flight, each held back "
+        f"{r['prompts']} groups of {r['group_size']} at {r['side']}², generated {r['batch_size']} at a time; "
+        f"{r['requests']} requests (`{r['plan']}`), {r['concurrency']} in flight, each delayed by "
         f"{1e3 * r['delay_s']:.0f} ms, so that judging takes {r['judge']:g} × the rollout; a checkpoint every "
         f"{r['block']} steps; {m['cpu']}, {m['cores']} cores shared with other work (load {m['load']:.1f} at the "
         f"start), torch {found['torch']} on {found['threads']} thread, medians of {r['rounds']} interleaved rounds of "
         f"{r['block']} steps, per step:",
         "",
-        "| | rollout | waiting for the judge | update | step | of it waiting | ratios clipped |",
+        "| | rollout | waiting for the judge | update | step | share waiting | ratios clipped |",
         "|---|---|---|---|---|---|---|",
         *rows,
         "",
@@ -256,17 +256,17 @@ def steps_table(found: dict[str, Any]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_overlap", description=__doc__)
-    parser.add_argument("--prompts", type=int, default=16, help="groups of a step")
-    parser.add_argument("--side", type=int, default=192, help="pixels of a side")
-    parser.add_argument("--batch", type=int, default=1, help="samples that are made at once")
+    parser.add_argument("--prompts", type=int, default=16, help="groups per step")
+    parser.add_argument("--side", type=int, default=192, help="image height and width in pixels")
+    parser.add_argument("--batch", type=int, default=1, help="samples generated at once")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--share", type=float, default=0.95, help="time of judging alone over that of the rollout")
-    parser.add_argument("--slow", type=float, default=1.5, help="the same, where whole steps are timed")
+    parser.add_argument("--share", type=float, default=0.95, help="time of judging alone / time of the rollout")
+    parser.add_argument("--slow", type=float, default=1.5, help="the same for the part that times whole steps")
     parser.add_argument(
-        "--part", choices=("all", "rollout", "steps"), default="all", help="the others stay as they are"
+        "--part", choices=("all", "rollout", "steps"), default="all", help="earlier results of the other parts are kept"
     )
     parser.add_argument("--dry", action="store_true", help="write nothing")
-    parser.add_argument("--render", action="store_true", help="only the blocks, from the JSON")
+    parser.add_argument("--render", action="store_true", help="only write the blocks from the JSON")
     args = parser.parse_args(argv)
     found = json.loads(RESULTS.read_text())
     if not args.render:

@@ -1,17 +1,17 @@
-"""`python -m benchmarks.bench_peers_train`: the peers' own training steps beside ours, and with our launcher.
+"""`python -m benchmarks.bench_peers_train`: training steps of the peers, with and without our launcher, and ours.
 
 PREFGRPO_PEERS names the folder of the checkouts. Every trainer runs on the same pipeline folder (benchmarks/peer_runs):
-tiny, or wide, where the model is nearly all of the time. Seconds are those of its own process, on one thread, without
-text encoders; processes alternate, and a number is the median over all timed steps. For each peer:
+tiny, or wide, where the model takes nearly all of the time. Seconds are each process's own, on one thread, without text
+encoders; processes alternate, and a number is the median over all timed steps. For each peer:
 
-- launcher: its script through `python -m prefgrpo.integrations`, with the patch taken out in every other step.
-- same work: `prefgrpo train` with its samples, steps, trained steps, updates, batch, LoRA, rule, KL and both
-  predictions of guidance differentiated, as its checkout does.
-- as published: ours with what our recipe of the same method has instead: batches of a group where the peer's batch is
+- launcher: its script through `python -m prefgrpo.integrations`, with the patch removed in every other step.
+- same work: `prefgrpo train` with the peer's samples, steps, trained steps, updates, batch, LoRA, rule and KL, with a
+  gradient through both predictions of guidance, as in its checkout.
+- as published: ours with the settings of our recipe for the same method: batches of a group where the peer's batch is
   one sample, and for SD3 a gradient through the conditional prediction alone.
 
-Written to results/peers_train.json with the load of the machine, in place of what was there of the same peers and
-sizes; `--render` writes the tables of docs/integrations.md.
+Results and the machine's load go to results/peers_train.json, replacing earlier results of the same peers and sizes;
+`--render` writes the tables of docs/integrations.md.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ ROOT = Path(__file__).resolve().parent.parent
 JSON, PAGE = ROOT / "benchmarks" / "results" / "peers_train.json", ROOT / "docs" / "integrations.md"
 SIZES = {"tiny": Work(), "wide": Work("wide", side=64, prompts=1, steps=3, updates=1, kl=0.0)}
 WARM, COUNTED = 2, 2
-"""Steps of a run that are not timed: the first, and, with `--calls`, the last."""
+"""Untimed steps of a run: the first and, with `--calls`, the last."""
 FULL = {"dance_grpo_flux"}
 """Peers that train all weights."""
 ALONE = {"dance_grpo_flux", "pref_grpo_flux"}
 """Peers whose forwards hold one sample, in rollout and training."""
 KINDS = ("same", "own")
-"""Of ours: the peer's work, and our recipe's settings where they differ."""
+"""Kinds of our runs: the peer's work, and our recipe's settings where they differ."""
 
 
 def kinds(name: str) -> tuple[str, ...]:
-    """What is timed of ours."""
+    """Kinds of our runs that are timed for a peer."""
     return KINDS if name in ALONE or name == "flow_grpo_sd3" else KINDS[:1]
 
 
@@ -110,7 +110,7 @@ def train(name: str, work: Work, steps: int, kind: str) -> list[float]:
 
 
 def apart(module: str, *arguments: str) -> dict[str, Any]:
-    """What `python -m MODULE ARGUMENTS --out FILE` writes. Raises RuntimeError with its last lines if it fails."""
+    """Result of `python -m MODULE ARGUMENTS --out FILE`. Raises RuntimeError with its last lines if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.json"
         command = [sys.executable, "-m", module, *arguments, "--out", str(out)]

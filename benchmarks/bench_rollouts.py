@@ -1,10 +1,10 @@
-"""`python -m benchmarks.bench_rollouts`: rollouts that are cheaper and lossy, and the reward that they cost.
+"""`python -m benchmarks.bench_rollouts`: cheaper, lossy rollouts, and their effect on the reward.
 
-Objectives without a ratio need only final latents, from wherever. Soft DPO trains in the demo's world by
-scripts/demo/soft_dpo.yaml with its full rollout (the runs of bench_objectives), with diffusers' caches and with fewer
-steps. Evaluations use no cache, but as many steps as the rollout. Rollout: CPU seconds of the phase over those with the
-full rollout, of alternating steps of one process. Written to results/rollouts and docs/objectives.md; a complete run is
-not run again.
+Objectives without an importance ratio need only final latents, however they were sampled. Soft DPO trains in the demo's
+world with scripts/demo/soft_dpo.yaml: with its full rollout (the runs of bench_objectives), with diffusers' caches, and
+with fewer steps. Evaluations use no cache, but the rollout's number of steps. Rollout: CPU seconds of the phase divided
+by those of the full rollout, from alternating steps in one process. Written to results/rollouts and docs/objectives.md;
+complete runs are not repeated.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def runs(arm: str) -> list[Run]:
 
 
 def name(arm: str) -> str:
-    """How the files of an arm's runs begin."""
+    """File name prefix of an arm's runs."""
     return OBJECTIVE if arm == "full" else arm
 
 
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", choices=SEEDS, default=list(SEEDS))
-    parser.add_argument("--render", action="store_true", help="only the table, from the JSON")
+    parser.add_argument("--render", action="store_true", help="only write the table from the JSON")
     given = parser.parse_args(argv)
     os.chdir(ROOT)  # the paths of the demo's recipes are relative to it
     RESULTS.mkdir(parents=True, exist_ok=True)

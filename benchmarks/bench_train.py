@@ -1,18 +1,19 @@
-"""`python -m benchmarks.bench_train [--device cuda]`: a LoRA step of FLUX.1-dev's true size, timed and weighed.
+"""`python -m benchmarks.bench_train [--device cuda]`: time and memory of a LoRA step at FLUX.1-dev's true size.
 
-The transformer and the VAE have the published configuration and random weights, which cost the same time as trained
-ones; the text encoders have the published widths and two layers, since training reads an embedding cache. Per picture
-size a process of its own trains `scripts/prefgrpo/lora_flux.yaml` on one process with small groups, rewarded by the
-pictures' JPEG size, so that no judge is waited for. Written to results/train_DEVICE.json: seconds per phase, images per
-second, the peak of the allocator beside what `prefgrpo plan` estimates, and MFU.
+The transformer and the VAE have the published configuration and random weights, which are as fast as trained ones; the
+text encoders have the published widths and two layers, since training reads an embedding cache. For each image size, a
+new process trains `scripts/prefgrpo/lora_flux.yaml` on its own with small groups; the reward is the images' JPEG size,
+so that there is no wait for a judge. Written to results/train_DEVICE.json: seconds per phase, images per second, the
+allocator's peak next to the estimate of `prefgrpo plan`, and MFU.
 
-MFU = (forward FLOP of the rollout + forward and backward FLOP of the trained steps, without what is computed twice)
-/ seconds / FLOP/s of one large bf16 matrix product, timed in the same run. FLOP are those of `prefgrpo plan`.
-`step_over_model` is a step's seconds over those in forwards of models and in backwards. `--processes N` also trains two
-prompts in two updates a step, on one process and on N, and writes the share of an update that processes wait for the
-slowest: 1 − mean / max of their seconds in forwards and backwards. On CPUs both are CPU seconds on one thread, so that
-other load on the machine does not count, and the model is FLUX.1 of six blocks of width 256 (`benchmarks.peer_runs`)
-unless `--model` says. Invariant: what is timed is `prefgrpo train`, unchanged.
+MFU = (forward FLOP of the rollout + forward and backward FLOP of the trained steps, without recomputation) / seconds
+/ FLOP/s of one large bf16 matrix product, timed in the same run. FLOP are those of `prefgrpo plan`. `step_over_model`
+is a step's seconds divided by those in model forwards and backwards. `--processes N` also trains two prompts in two
+updates per step, on one process and on N, and writes the share of an update that processes wait for the slowest:
+1 − mean / max of their seconds in forwards and backwards; then again with each update on a single process, to show what
+distributing every update over all processes saves. On CPUs both are CPU seconds on one thread, so that other load does
+not count, and unless `--model` is given, the model is FLUX.1 with six blocks of width 256 (`benchmarks.peer_runs`).
+Invariant: apart from that one comparison, `prefgrpo train` is timed unchanged.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from prefgrpo.run.memory import GIB, estimate
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE, RESULTS = ROOT / "scripts" / "prefgrpo/lora_flux.yaml", ROOT / "benchmarks" / "results"
 UPDATES = 2
-"""Per step of `--processes`."""
+"""Updates per step with `--processes`."""
 PROMPTS = ("a red cube left of a blue ball", "a street in the rain at night", "two cats asleep on a piano")
 
 
@@ -75,7 +76,7 @@ def flux_dev(device: str) -> Any:
 
 
 def recipe(model: Path, work: Path, side: int, device: str, steps: int) -> Path:
-    """The shipped recipe with what the benchmark changes, as a file."""
+    """Write the shipped recipe with the benchmark's changes to a file; returns its path."""
     changed = {
         "extends": str(RECIPE), "model": str(model), "output": str(work / "runs"), "name": f"at{side}",
         "device": device, "reward": {"spec": "jpeg_compressibility"}, "eval": {"every": 0},
@@ -92,7 +93,7 @@ def recipe(model: Path, work: Path, side: int, device: str, steps: int) -> Path:
 
 
 def run(command: str, file: Path) -> int:
-    """`prefgrpo COMMAND` in this process; the most bytes it held. Raises RuntimeError if it fails."""
+    """Run `prefgrpo COMMAND` in this process; returns its peak memory in bytes. Raises RuntimeError if it fails."""
     from prefgrpo.commands.cli import main
     from prefgrpo.run.session import peak_memory
 
@@ -102,7 +103,7 @@ def run(command: str, file: Path) -> int:
 
 
 def apart(command: str, file: Path) -> int:
-    """`run` in a new process, whose peak is its own."""
+    """`run` in a new process, so that its peak memory is measured separately."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(run, command, file).result()
 
@@ -130,7 +131,7 @@ def matmul_flops(device: str, size: int, rounds: int = 20) -> float:
 
 
 def measure(model: Path, work: Path, side: int, device: str, steps: int, peak_flops: float) -> dict[str, Any]:
-    """One picture size; medians over the steps after the first."""
+    """Measure one image size; medians over the steps after the first."""
     file = recipe(model, work, side, device, steps)
     config, peak = load(file), apart("train", file)
     rows = [json.loads(line) for line in (work / "runs" / f"at{side}" / "metrics.jsonl").read_text().splitlines()]
@@ -154,7 +155,7 @@ def measure(model: Path, work: Path, side: int, device: str, steps: int, peak_fl
 
 
 def alone_s(device: str) -> float:
-    """A clock of this process's own work, seconds: CPU time, or with a GPU the time until all its work is done."""
+    """A clock for this process's own work: CPU time, or on a GPU the time after a synchronisation."""
     if device == "cpu":
         return time.process_time()
     torch.cuda.synchronize()
@@ -162,7 +163,7 @@ def alone_s(device: str) -> float:
 
 
 def step_over_model(file: Path, device: str, steps: int) -> float:
-    """Median over the steps after the first of their seconds over those in forwards of models and in backwards."""
+    """Median, over the steps after the first, of a step's seconds divided by those in model forwards and backwards."""
     from prefgrpo.run.session import Clock
     from prefgrpo.run.trainer import TrainingLoop
 
@@ -198,9 +199,20 @@ def step_over_model(file: Path, device: str, steps: int) -> float:
     return statistics.median(ratios[1:])
 
 
-def worked(rank: int, count: int, port: int, file: Path, device: str) -> list[float]:
-    """Train as process `rank` of `count`; its seconds in forwards and backwards, update by update."""
+def worked(rank: int, count: int, port: int, file: Path, device: str, dealt: bool) -> list[float]:
+    """Train as process `rank` of `count`; returns its seconds in forwards and backwards per update.
+
+    dealt: distribute every update over all processes, the normal case; False: update u on process u % count alone.
+    """
+    from prefgrpo.rollout import batches
+    from prefgrpo.rollout.deal import Planned, deal_batches
     from prefgrpo.rollout.replay import TrajectoryCollector
+
+    def by_update(*given: Any) -> list[Planned]:
+        return [replace(batch, index=batch.update % count) for batch in deal_batches(*given)]
+
+    if not dealt:
+        batches.deal_batches, batches.level = by_update, lambda planned, _: list(planned)
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_PORT": str(port)}
     os.environ["MASTER_ADDR"] = "127.0.0.1"
@@ -218,19 +230,21 @@ def worked(rank: int, count: int, port: int, file: Path, device: str) -> list[fl
     return seconds
 
 
-def waits(model: Path, work: Path, side: int, device: str, steps: int, count: int) -> dict[str, Any]:
-    """Two updates a step on `count` processes; the first step is not counted."""
+def waits(
+    model: Path, work: Path, side: int, device: str, steps: int, count: int, dealt: bool = True
+) -> dict[str, Any]:
+    """Two updates per step on `count` processes, distributed as in `worked`; the first step is not counted."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    file, name = recipe(model, work, side, device, steps), f"on{count}"
+    file, name = recipe(model, work, side, device, steps), f"on{count}" + "-undealt" * (not dealt)
     changed = json.loads(file.read_text()) | {"name": name}
     changed["train"] |= {"updates_per_rollout": UPDATES}
     changed["rollout"] |= {"prompts_per_step": UPDATES, "group_size": 8, "batch_size": 2}
     file = work / f"{name}.yaml"
     file.write_text(json.dumps(changed))
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found = [pool.submit(worked, rank, count, port, file, device) for rank in range(count)]
+        found = [pool.submit(worked, rank, count, port, file, device, dealt) for rank in range(count)]
         seconds = [one.result()[UPDATES:] for one in found]
     rows = [json.loads(line) for line in (work / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     trained = [r for r in rows if r["kind"] == "train"][1:]
@@ -238,18 +252,18 @@ def waits(model: Path, work: Path, side: int, device: str, steps: int, count: in
     phases = {
         k.removeprefix("time/"): statistics.median(r[k] for r in trained) for k in ("time/rollout", "time/update")
     }
-    return {"processes": count, "waiting": statistics.median(waiting), "seconds": phases}
+    return {"processes": count, "dealt": dealt, "waiting": statistics.median(waiting), "seconds": phases}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """See the module."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--model", type=Path, help="a FLUX.1 pipeline folder instead of random weights")
-    parser.add_argument("--sides", type=int, nargs="+", default=[512, 1024], help="picture sizes")
+    parser.add_argument("--sides", type=int, nargs="+", default=[512, 1024], help="image sizes")
     parser.add_argument("--steps", type=int, default=3, help="steps of each run; the first is not timed")
-    parser.add_argument("--matmul", type=int, default=8192, help="size of the matrix product that MFU is measured by")
-    parser.add_argument("--processes", type=int, default=0, help="compare one process with so many")
+    parser.add_argument("--matmul", type=int, default=8192, help="size of the matrix product timed for MFU")
+    parser.add_argument("--processes", type=int, default=0, help="compare one process with this many")
     parser.add_argument("--out", type=Path, default=None, help="the JSON; default results/train_DEVICE.json")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
@@ -271,7 +285,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }  # fmt: skip
         if given.processes:
             found["processes"] = [
-                waits(model, work, given.sides[0], given.device, given.steps, count) for count in (1, given.processes)
+                waits(model, work, given.sides[0], given.device, given.steps, count, dealt)
+                for count, dealt in ((1, True), (given.processes, True), (given.processes, False))
             ]
     write_json(given.out or RESULTS / f"train_{given.device}.json", rounded(found))
     print(json.dumps(rounded(found), indent=1))

@@ -1,4 +1,4 @@
-"""Results as JSON, and generated blocks of a document: what stands between `<!-- NAME -->` and `<!-- /NAME -->` is
+"""Results as JSON, and generated blocks of a document: the text between `<!-- NAME -->` and `<!-- /NAME -->`, which is
 never written by hand.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def split(text: str, name: str) -> tuple[str, str, str]:
-    """(text before, block, text after). Raises ValueError without the two marks."""
+    """(text before, block, text after). Raises ValueError if a marker is missing."""
     start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->\n"
     if text.count(start) != 1 or text.count(end) != 1:
         raise ValueError(f"expected the marks {start.strip()} and {end.strip()} once each")
@@ -32,7 +32,7 @@ def replace_block(path: Path, name: str, lines: Sequence[str]) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """The value with four significant digits in every float."""
+    """The value with every float rounded to four significant digits."""
     if isinstance(value, dict):
         return {key: rounded(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
@@ -41,7 +41,7 @@ def rounded(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Indented, but the members of lists in a line each."""
+    """Indented JSON, with one line per list item."""
     lists: list[Any] = []
 
     def mark(part: Any) -> Any:

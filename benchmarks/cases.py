@@ -1,6 +1,6 @@
-"""The cases: each op at the shapes of FLUX and Wan, with the peers' composition in eager torch and under torch.compile.
+"""The cases: each op at the shapes of FLUX and Wan, and the peers' torch code, eager and with torch.compile.
 
-Invariant: before a case is timed its variants are compared, so no number is of a wrong result.
+Invariant: the variants' results are compared before timing, so that wrong results are never timed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 F32, BF16 = torch.float32, torch.bfloat16
 HEADLINE = ("FLUX 1024²", 4)
 LARGE = (("FLUX 1024²", 32), ("Wan 480p 81f", 4))
-"""At least 8M elements: what a GPU is judged by."""
+"""Cases with at least 8M elements, which the targets for GPUs use."""
 SIGMA, SIGMA_NEXT, ETA = 0.9, 0.8, 0.7
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile for this shape alone; compiled code of other shapes is dropped."""
+    """torch.compile for this shape only; compiled code for other shapes is dropped."""
     torch._dynamo.reset()
     return torch.compile(function, dynamic=False)
 
@@ -118,7 +118,7 @@ def step_addressed(d: Latents, with_compile: bool) -> Case:
 
 
 def replay(d: Latents, with_compile: bool) -> Case:
-    """affine_logp forward and backward to v."""
+    """affine_logp, forward and backward with respect to v."""
     y = affine_step(d.x, d.v, d.coef, d.index, noise=d.eps).x_next
     v = d.v.clone().requires_grad_()
 

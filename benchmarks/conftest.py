@@ -1,6 +1,6 @@
-"""`pytest benchmarks --benchmark-only`: the cases of `make bench` one by one, to save and compare by pytest-benchmark.
+"""`pytest benchmarks --benchmark-only`: the cases of `make bench` one by one, for saving and comparing timings.
 
-Each variant is timed by itself, so ratios come from `make bench`, which interleaves them; both check the results first.
+Variants are timed separately; for ratios use `make bench`, which interleaves them. Both check the results first.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def latents(request: pytest.FixtureRequest) -> tuple[Latents, bool]:
 
 @pytest.fixture
 def device() -> str:
-    """Of the tensors."""
+    """Device of the tensors."""
     return DEVICE
 
 
 @pytest.fixture
 def timed(benchmark: Any) -> Callable[[Case, str], None]:
-    """Times one variant of a case, waiting for the GPU after each call."""
+    """Time one variant of a case, with a GPU sync after each call."""
 
     def run(case: Case, variant: str) -> None:
         if variant not in case.calls:

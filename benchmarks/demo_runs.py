@@ -1,7 +1,7 @@
-"""Training runs in the demo's world whose evaluations become a JSON file, and what is shown of several seeds.
+"""Training runs in the demo's world, their evaluations as JSON files, and plots over several seeds.
 
-A file grows with its run's evaluations; whoever measures runs again only what is not complete. Seconds are the
-process's CPU seconds without evaluations, so other load on the machine counts little.
+A file grows with its run's evaluations; only incomplete runs are run again. Seconds are the process's CPU seconds
+without evaluations, so that other load on the machine hardly counts.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ COLOURS = ("#2a6f97", "#c1121f", "#e09f3e", "#588157", "#7b2cbf", "#4a4e69")
 
 @dataclass(frozen=True)
 class Columns:
-    """What a row of `evaluations` holds: step, calls and seconds of training so far, and these."""
+    """Columns of `evaluations` besides the step, calls and training seconds so far."""
 
     evaluated: Mapping[str, str]
     """Column → metric of the evaluation."""
     stepped: Mapping[str, str]
-    """Column → metric of training, its mean over the steps since the evaluation before; null at the start."""
+    """Column → training metric, averaged over the steps since the previous evaluation; null at the start."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -43,10 +43,10 @@ class Columns:
 
 
 class Watch:
-    """Callbacks of a run: calls and CPU seconds of its training so far, a row per evaluation, signs of hacking."""
+    """Callbacks that record calls and CPU seconds of training, a row per evaluation, and signs of reward hacking."""
 
     def __init__(self, columns: Columns, calls: Callable[[dict[str, float]], float]) -> None:
-        """calls: how many questions a step asked, from its metrics."""
+        """calls: returns the number of judge calls of a step, given its metrics."""
         self.columns, self.write = columns, lambda: None
         self.evaluations: list[list[float | None]] = []
         self.seen: dict[str, int] = {}
@@ -64,7 +64,7 @@ class Watch:
         self._note("train", step, metrics)
 
     def evaluation(self, step: int, name: str, metrics: dict[str, float]) -> None:
-        """After an evaluation, whose seconds do not count."""
+        """After an evaluation, whose seconds are not counted."""
         stepped = np.mean(self._since, axis=0).tolist() if self._since else [None] * len(self.columns.stepped)
         measured = [metrics[name] for name in self.columns.evaluated.values()]
         self.evaluations.append(rounded([step, self._calls, self._seconds, *measured, *stepped]))
@@ -78,11 +78,11 @@ class Watch:
 
 
 def measure(recipe: Path, file: Path, facts: Run, watch: Watch, steps: int, every: int, **values: Any) -> None:
-    """Train by a recipe of the demo for `steps` steps, evaluated at the start and `every` so many.
+    """Train with a recipe of the demo for `steps` steps, evaluating at the start and every `every` steps.
 
-    Neither a stopping rule of the recipe nor a judge without information ends the run. `file` gets the facts,
-    the machine, `signs` (the steps at which signs of reward hacking appeared), columns and evaluations. values: of the
-    recipe, and arguments of `Trainer`.
+    Neither the recipe's stopping rule nor an uninformative judge ends the run. `file` receives the facts, the
+    machine, `signs` (the steps at which signs of reward hacking appeared), columns and evaluations. values: overrides
+    of the recipe, or arguments of `Trainer`.
     """
     from prefgrpo import Trainer
     from prefgrpo.config.recipe import merged
@@ -108,7 +108,7 @@ def recipe(name: str) -> Path:
 
 
 def ended(file: Path, steps: int) -> Run | None:
-    """The run of a file if it got to its last step."""
+    """The run of a file if it reached its last step."""
     run = json.loads(file.read_text()) if file.exists() else {"evaluations": []}
     return run if run["evaluations"] and run["evaluations"][-1][0] >= steps else None
 
@@ -121,7 +121,7 @@ def column(run: Run, name: str) -> list[float]:
 
 @contextmanager
 def drawing(path: Path, rows: int, columns: int, **options: Any) -> Iterator[Any]:
-    """Panels [rows][columns] of a figure that is written to `path` at the end: the same file from the same numbers."""
+    """Panels [rows][columns] of a figure, written to `path` at the end; equal numbers give an identical file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -138,7 +138,7 @@ def drawing(path: Path, rows: int, columns: int, **options: Any) -> Iterator[Any
 
 
 def band(axes: Any, x: Sequence[Sequence[float]], y: Sequence[Sequence[float]], colour: str, **line: Any) -> None:
-    """Mean of y over seeds [n][k] against the mean of x, and the range of all seeds behind it."""
+    """Plot the mean of y over seeds [n][k] against the mean of x, with the range over seeds as a band."""
     least = min(map(len, y))
     across, up = np.array([row[:least] for row in x]).mean(0), np.array([row[:least] for row in y])
     axes.plot(across, up.mean(0), color=colour, **line)

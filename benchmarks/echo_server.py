@@ -1,7 +1,7 @@
-"""`python -m benchmarks.echo_server`: a judge that answers at once, in a process of its own, faster than its clients.
+"""`python -m benchmarks.echo_server`: a judge server with immediate answers, faster than its clients.
 
-It reads a request and sends one fixed chat completion, after `--delay` seconds if asked. It looks at nothing but the
-length of the body; with `--count` it also sums the bytes of the pictures, for GET /counts. GET /last: the last body.
+It reads a request and sends a fixed chat completion, after `--delay` seconds if given. It uses only the length of the
+body; with `--count` it also sums the bytes of the images, for GET /counts. GET /last returns the last body.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def image_bytes(body: bytes) -> int:
 
 
 class Judge:
-    """What all connections share."""
+    """State shared by all connections."""
 
     def __init__(self, delay_s: float, count: bool) -> None:
         self.delay_s, self.count = delay_s, count
@@ -66,11 +66,11 @@ class Connection(asyncio.Protocol):
         self.size = self.needed = 0
 
     def connection_made(self, transport: Any) -> None:
-        """Keep the way back."""
+        """Store the transport for responses."""
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
-        """Collect until the request is whole."""
+        """Collect data until the request is complete."""
         self.parts.append(data)
         self.size += len(data)
         if not self.needed:

@@ -1,6 +1,6 @@
-"""What only a GPU can show: launches per op, host waits, one captured graph for a whole trajectory, large tensors.
+"""GPU-only checks: launches per op, host syncs, one CUDA graph for a whole trajectory, large tensors.
 
-Invariant: each check raises with what it found; a check that passes returns the numbers that the JSON keeps.
+Invariant: a failed check raises an error with what it found; a passed one returns the numbers stored in the JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEVICE = "cuda"
 
 
 def _calls() -> dict[str, tuple[Callable[[], Any], int]]:
-    """Each op with the number of launches it may take."""
+    """Each op with its maximum number of launches."""
     schedule = make_schedule(shifted_sigmas(10, 3.0), "flow", 0.7).to(DEVICE)
     x, v, e = (randn(4, 4096, 64, device=DEVICE) for _ in range(3))
     index, sample = torch.full((4,), 3, device=DEVICE), torch.arange(4, device=DEVICE)
@@ -51,7 +51,7 @@ def _calls() -> dict[str, tuple[Callable[[], Any], int]]:
 
 
 def launches() -> dict[str, int]:
-    """Kernels, copies and fills per call, counted by the profiler; raises if an op takes more than it may."""
+    """Kernels, copies and fills per call, counted by the profiler; raises if an op exceeds its maximum."""
     from torch.profiler import ProfilerActivity, profile
 
     found = {}
@@ -68,7 +68,7 @@ def launches() -> dict[str, int]:
 
 
 def host_waits() -> int:
-    """0; torch raises at the first op that would wait for the device."""
+    """Number of host syncs: 0, because torch raises at the first op that would sync."""
     calls = _calls()
     for call, _ in calls.values():
         call()
@@ -82,7 +82,7 @@ def host_waits() -> int:
 
 
 def _trajectory(x: Tensor, v: Tensor, coef: Tensor, index: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
-    """Ten steps whose row is read on the device."""
+    """Ten steps whose row index is read on the device."""
     total = torch.zeros(x.shape[0], device=x.device)
     at = index.clone()
     for _ in range(10):
@@ -114,7 +114,7 @@ def captured_graph() -> bool:
 
 
 def large_tensor() -> int:
-    """More than 2³¹ elements: the last ones are right. Needs about 20 GB; returns the number of elements."""
+    """Check the last elements of a tensor with more than 2³¹. Needs about 20 GB; returns the number of elements."""
     size = 2**31 + 2**20
     x = torch.zeros(1, size, dtype=torch.bfloat16, device=DEVICE)
     coef = torch.tensor([[0.0, 0.0, 1.0, -0.5, 0.0]], device=DEVICE)
@@ -127,7 +127,7 @@ def large_tensor() -> int:
 
 
 def same_as_cpu() -> dict[str, bool]:
-    """Addressed noise and x' of CUDA equal those of the C++ CPU kernels bit for bit."""
+    """Addressed noise and x' on CUDA equal those of the C++ CPU kernels bit for bit."""
     x, v = randn(3, 5000, device=DEVICE), randn(3, 5000, device=DEVICE)
     coef = torch.tensor([[0.97, -0.12, 0.66, -1.13, -0.5]] * 3, device=DEVICE)
     ids = torch.arange(3, device=DEVICE)
@@ -141,7 +141,7 @@ def same_as_cpu() -> dict[str, bool]:
 
 
 def checks() -> dict[str, Any]:
-    """All of them."""
+    """Run all checks."""
     free, _ = torch.cuda.mem_get_info()
     return {
         "launches": launches(),

@@ -1,7 +1,7 @@
-"""How a number is taken: variants interleaved, medians over rounds, next to the copy bandwidth of the same bytes.
+"""Measurement: interleaved variants, medians over rounds, and the time of a copy of the same bytes for comparison.
 
-On a CPU a sample is as many calls as fill a few milliseconds; on a GPU it is a CUDA graph of them, so that the time is
-the device's and not the host's. Invariant: every variant of a case sees the same tensors, rounds and order.
+On a CPU a timing sample is enough calls to fill a few milliseconds; on a GPU it is a CUDA graph of calls, to measure
+device time and not host time. Invariant: every variant of a case gets the same tensors, rounds and order.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Call = Callable[[], Any]
 
 @dataclass
 class Case:
-    """One op at one shape with its rivals; `ours` is a key of `calls`."""
+    """One op at one shape with its baselines; `ours` is a key of `calls`."""
 
     op: str
     shape: str
     dtypes: str
     bytes: int
-    """Least traffic of one call; 0 where a launch, not traffic, is the cost."""
+    """Minimum memory traffic of one call in bytes; 0 if the launch, not traffic, dominates its cost."""
     formula: str
     calls: dict[str, Call] = field(repr=False)
     by_host: bool = False
-    """On a GPU: timed from the host, waiting at the end, for calls that wait themselves and cannot be captured."""
+    """On a GPU: time from the host with a final sync, for calls that sync themselves and so cannot be captured."""
 
 
 @dataclass
@@ -50,11 +50,11 @@ class Result:
     spread: dict[str, float]
     """Interquartile range over the median."""
     copy_us: float
-    """Time of a copy that moves the same bytes; 0 without traffic."""
+    """Time of a copy of the same bytes; 0 without traffic."""
 
 
 def _sampler(call: Call, device: str, seconds: float, by_host: bool) -> Call:
-    """A function that returns seconds per call, over enough calls to be measurable."""
+    """A function that returns seconds per call, averaged over enough calls to be measurable."""
     for _ in range(3):
         call()
     if device == "cuda" and not by_host:
@@ -118,9 +118,9 @@ def measure(case: Case, device: str, rounds: int, seconds: float = 0.004) -> Res
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep what is freed, for all variants alike, as a GPU's caching allocator does.
+    """Make glibc keep freed memory for all variants alike, as a GPU's caching allocator does.
 
-    Otherwise a result of some MB costs page faults or not depending on what another variant freed before.
+    Otherwise, whether a result of a few MB causes page faults depends on what another variant freed before.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -129,7 +129,7 @@ def keep_freed_memory() -> None:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What the numbers were taken on."""
+    """The machine of the measurement."""
     from prefgrpo.ops.backend import backend_of, extension
 
     built = extension()

@@ -1,6 +1,6 @@
-"""`python -m benchmarks.judge_plans`: pair plans on simulated groups and on real ones, for docs/judging.md.
+"""`python -m benchmarks.judge_plans`: pair plans on simulated and real groups, for docs/judging.md.
 
-Real: every dev caption's 24 images of the shipped tiny pipeline, each ordered pair judged by the shipped tiny judge in
+Real: 24 images of the shipped tiny pipeline for every dev caption; the shipped tiny judge judges each ordered pair in
 this process. Takes a minute on one core. Writes results/judge_plans.json, docs/judging_plans.svg and the table.
 """
 
@@ -65,7 +65,7 @@ def tiny_groups(captions: int, seed: int = 0) -> Groups:
 
 
 def run(captions: int, repeats: int) -> dict[str, Any]:
-    """Rows of every case, and what they were measured on."""
+    """Rows of every case, and the machine of the measurement."""
     model = JudgeModel(noise=1.0, spread=2.0, bias=0.5)
     made, real = simulated(model, SIZE, repeats, seed=0), tiny_groups(captions)
     plans = usual_plans(SIZE, round(SHARE * SIZE * (SIZE - 1) / 2))
@@ -86,7 +86,7 @@ def _cell(value: dict[str, float]) -> str:
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """Spearman with both_orders of the plans that tell the story, per case."""
+    """Spearman correlation with both_orders, of the most instructive plans, per case."""
     names = list(found["cases"])
     every = found["size"] * (found["size"] - 1) // 2
     lines = ["| plan | rate | calls | " + " | ".join(TITLES[n].lower() for n in names) + " |", "|---" * 6 + "|"]
@@ -100,7 +100,7 @@ def table(found: dict[str, Any]) -> list[str]:
 
 
 def summary(found: dict[str, Any]) -> list[str]:
-    """Per case: what was judged, the fewest calls for the goal, and how good the full plans are."""
+    """Per case: what was judged, the fewest calls that reach the goal, and the quality of the full plans."""
     every, lines = found["size"] * (found["size"] - 1) // 2, []
     for name, case in found["cases"].items():
         judge, rows = case["judge"], case["rows"]
@@ -110,18 +110,19 @@ def summary(found: dict[str, Any]) -> list[str]:
         lines.append(
             f"- {TITLES[name]} ({case['groups']} groups; noise {judge['noise']:.2f}, spread {judge['spread']:.2f}, "
             f"position bias {judge['bias']:.2f} logits): {GOAL} is reached with `{good['plan']}` and {good['rate']}, "
-            f"{good['calls']} calls, {good['calls'] / every:.0%} of round_robin's ({_cell(good['spearman'])}). With "
-            f"the truth, round_robin has {_cell(truth['round_robin'])} and both_orders {_cell(truth['both_orders'])}."
+            f"{good['calls']} calls, {good['calls'] / every:.0%} of round_robin's ({_cell(good['spearman'])}). "
+            f"Correlation with the truth: round_robin {_cell(truth['round_robin'])}, both_orders "
+            f"{_cell(truth['both_orders'])}."
         )
     return lines
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Calls against rank correlation, one panel per case."""
+    """Plot rank correlation against calls, one panel per case."""
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "prefgrpo"  # the same picture from the same numbers
+    matplotlib.rcParams["svg.hashsalt"] = "prefgrpo"  # equal numbers give an identical file
     from matplotlib import pyplot
 
     every = found["size"] * (found["size"] - 1) // 2
@@ -159,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.judge_plans", description=__doc__)
     parser.add_argument("--captions", type=int, default=24, help="groups of the tiny judge, at most 24")
     parser.add_argument("--repeats", type=int, default=300, help="simulated groups")
-    parser.add_argument("--render", action="store_true", help="only picture and table, from the JSON")
+    parser.add_argument("--render", action="store_true", help="only write figure and table from the JSON")
     args = parser.parse_args(argv)
     if not args.render:
         write_json(RESULTS, run(args.captions, args.repeats))

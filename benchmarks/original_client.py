@@ -1,15 +1,15 @@
-"""How the original Pref-GRPO client asks about a group, written anew from a description of its behaviour.
+"""The judge client of the original Pref-GRPO, reimplemented from a description of its behaviour.
 
-Re-enacted: every call makes a new client and a new pool of 16 threads (fewer for fewer pairs), each thread a
-`requests.Session` of its own, so no connection and no encoding outlives the call; one blocking request per pair, all
-pairs once, the earlier member first; both pictures in full in every request, as JPEG of quality 95 in base64 in JSON;
-retries with doubling pauses on any failure. Pictures come from files, as its trainers write them:
+Reproduced: every call makes a new client and a new pool of 16 threads (fewer for fewer pairs) with one
+`requests.Session` per thread, so that no connection or encoding outlives the call; one blocking request per pair, each
+pair once, the earlier member first; both full images in every request, as base64 of JPEG of quality 95 in JSON;
+retries with exponential backoff on any failure. Images come from files, as its trainers write them:
 
 - `paths` (its "think" reward): worker threads read, encode and cache per path, for this call;
-- `pairs` (its "flex" reward): the calling thread encodes both pictures of every pair before the first request.
+- `pairs` (its "flex" reward): the calling thread encodes both images of every pair before the first request.
 
-Not re-enacted, to its advantage: writing the PNG files, the log of all requests with their pictures, the progress bar.
-The question, its order, and the sampling are ours, so that nothing but the client differs.
+Omitted, in its favour: writing the PNG files, the log of all requests with their images, the progress bar. The
+question, its order and the sampling are ours, so that only the client differs.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ WORKERS, RETRIES, TIMEOUT_S, LONGEST_PAUSE_S = 16, 10, 160.0, 10.0
 
 
 def encode(path: Path) -> str:
-    """A file's picture as a data URL."""
+    """A file's image as a data URL."""
     buffer = io.BytesIO()
     Image.open(path).convert("RGB").save(buffer, format="JPEG", quality=95)
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
 def filled(skeleton: dict[str, Any], urls: Sequence[str]) -> dict[str, Any]:
-    """A chat request like `skeleton`, with these pictures."""
+    """A chat request like `skeleton`, with these images."""
     body = copy.deepcopy(skeleton)
     parts = [p for m in body["messages"] if isinstance(m["content"], list) for p in m["content"]]
     pictures = [part for part in parts if part["type"] == "image_url"]
@@ -51,7 +51,7 @@ def filled(skeleton: dict[str, Any], urls: Sequence[str]) -> dict[str, Any]:
 
 
 class Client:
-    """Made anew for every call."""
+    """The client; a new one is created for every call."""
 
     def __init__(self, url: str, workers: int) -> None:
         self.url, self.workers = f"{url}/v1/chat/completions", workers
@@ -67,7 +67,7 @@ class Client:
         return self._local.session
 
     def encoded(self, path: Path) -> str:
-        """The picture's data URL, kept for this client's life."""
+        """The image's data URL, cached for this client's lifetime."""
         if path not in self._encoded:
             self._encoded[path] = encode(path)
         return self._encoded[path]

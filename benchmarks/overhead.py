@@ -1,4 +1,4 @@
-"""What a call costs besides its kernel: Python overhead, launches and host reads per op, import and compile time."""
+"""The cost of a call besides its kernel: Python overhead, launches and host reads per op, import and compile time."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ FREE = (
 
 
 class Counter(TorchDispatchMode):
-    """Counts torch ops that launch something, inside our ops too, and reads of values by the host."""
+    """Counts torch ops that launch a kernel, also inside our ops, and values read by the host."""
 
     def __init__(self) -> None:
         super().__init__()
         self.launches = self.reads = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prefgrpo":  # the mode is why the call came as one op: go on inside it
+        if func.namespace == "prefgrpo":  # only this mode made the call one opaque op: count the ops inside it
             with self:
                 return getattr(library, func._opname).run(*args)
         name = func.name()
@@ -49,14 +49,14 @@ class Counter(TorchDispatchMode):
 
 
 def counted(call: Callable[[], Any]) -> dict[str, int]:
-    """Torch ops that launch a kernel, and host reads, of one call. Our kernel itself is not a torch op."""
+    """Number of torch ops that launch a kernel, and of host reads, in one call. Our kernel itself is not a torch op."""
     with Counter() as counter:
         call()
     return {"torch_ops": counter.launches, "host_reads": counter.reads}
 
 
 def calls(device: str) -> dict[str, Callable[[], Any]]:
-    """Forward calls at a tiny size, where nothing but overhead is left."""
+    """Forward calls at a tiny size, where only overhead remains."""
     d = cases.Latents("FLUX 512²", 1, torch.float32, torch.float32, device)
     d.x, d.v, d.eps = d.x[:, :1], d.v[:, :1], d.eps[:, :1]
     return {

@@ -1,10 +1,10 @@
 """`python -m benchmarks.peer_runs PEER`: a peer's own training script, unedited, on a small pipeline, in this process.
 
-What its script imports and is not installed is replaced by stand-ins: settings, a silent `wandb` that collects what is
-logged, and for a script that wants GPUs the names of CUDA on this CPU. The run ends after `--steps` training steps.
-With `--launcher` the script is started by `python -m prefgrpo.integrations`; with `--alternate` every other training
-step runs with the patch taken out. Written to `--out`: per training step its losses, seconds of this process (text
-encoders left out), dispatcher calls where counted, and whether it was patched. Invariant: no file of a peer is edited
+Packages that its script imports but that are not installed are replaced by stubs: settings, a `wandb` that records what
+is logged, and CUDA functions mapped to this CPU for scripts that require GPUs. The run ends after `--steps` training
+steps. With `--launcher` the script is started by `python -m prefgrpo.integrations`; with `--alternate` every other
+training step runs without the patch. Written to `--out`: for each training step its losses, seconds of this process
+(without text encoders), dispatcher calls if counted, and whether it was patched. Invariant: no file of a peer is edited
 or copied.
 """
 
@@ -50,17 +50,17 @@ WIDE = {
 
 @dataclass(frozen=True)
 class Work:
-    """What one training step does."""
+    """The work of one training step."""
 
     size: str = "tiny"
     """tiny, or wide: six blocks of width 256."""
     side: int = 32
-    """Latent side times two: height and width of the pictures, whose VAE halves each side once."""
+    """Height and width of the images: twice the latents', because the VAE halves each side once."""
     prompts: int = 2
     group: int = 4
     steps: int = 6
     trained: int = 5
-    """Stored steps trained on: the peers leave out the last."""
+    """Number of stored steps trained on: the peers leave out the last."""
     updates: int = 2
     batch: int = 4
     """Samples per forward, of one prompt."""
@@ -69,8 +69,7 @@ class Work:
 
 
 def make_pipeline(family: str, folder: Path, work: Work) -> Path:
-    """Write the family's tiny pipeline, or its wide form, and prompts; FLUX with the 16 latent channels that two peers
-    fix."""
+    """Write the family's pipeline, tiny or wide, and prompts; FLUX has 16 latent channels, as two peers require."""
     torch.manual_seed(0)
     pipe = pipelines.FAMILIES[family]()
     changes = dict(WIDE[family]) if work.size == "wide" else {}
@@ -86,11 +85,11 @@ def make_pipeline(family: str, folder: Path, work: Work) -> Path:
     return folder
 
 
-# ---- what is recorded -----------------------------------------------------------------------------------------------
+# ---- recording ------------------------------------------------------------------------------------------------------
 
 
 class Calls(TorchDispatchMode):
-    """Counts the dispatcher calls made while it is entered."""
+    """Counts dispatcher calls inside its context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +123,7 @@ class Recorder:
         self._start = time.process_time()
 
     def log(self, data: dict[str, Any], *_: Any, **__: Any) -> None:
-        """One entry, as of wandb.log."""
+        """Record one entry, like wandb.log."""
         if self.loss not in data:
             return
         self._losses.append(
@@ -141,7 +140,7 @@ class Recorder:
         if self.alternate:
             (integrations.unpatch if patched else integrations.patch)(self.codebase)
         self._losses, self.encoding = [], 0.0
-        if self.count_calls and len(self.rows) >= self.steps - 2:  # of the last steps, which are not timed then
+        if self.count_calls and len(self.rows) >= self.steps - 2:  # in the last steps, which are then not timed
             self._calls = Calls()
             self._calls.__enter__()
         self._start = time.process_time()
@@ -154,7 +153,7 @@ class Recorder:
         return calls
 
     def leave_out(self, cls: type[Any]) -> None:
-        """Do not count the seconds that a text encoder's forward takes."""
+        """Exclude the seconds that a text encoder's forward takes."""
         forward = cls.forward
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -167,7 +166,7 @@ class Recorder:
         cls.forward = timed
 
 
-# ---- stand-ins for what is not installed ----------------------------------------------------------------------------
+# ---- stubs for packages that are not installed ----------------------------------------------------------------------
 
 
 class Settings(dict[str, Any]):
@@ -178,7 +177,7 @@ class Settings(dict[str, Any]):
 
 
 class Anything:
-    """Whatever a script asks of a package that its run does not need."""
+    """Stub for any attribute of a package that the run does not need."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -192,7 +191,7 @@ class Anything:
 
 
 def module(name: str, **contents: Any) -> ModuleType:
-    """Put a module of that name, with these contents, where `import` finds it."""
+    """Register a module with this name and these contents in sys.modules."""
     made = ModuleType(name)
     vars(made).update(contents)
     sys.modules[name] = made
@@ -203,7 +202,7 @@ def module(name: str, **contents: Any) -> ModuleType:
 
 
 def absent(*names: str) -> None:
-    """Modules of these names in which every attribute is `Anything`."""
+    """Register modules with these names, whose every attribute is `Anything`."""
     for name in names:
         made = module(name)
         made.__getattr__ = lambda name: Anything  # type: ignore[method-assign]
@@ -231,17 +230,17 @@ def ml_collections() -> None:
 
 @dataclass(frozen=True)
 class Peer:
-    """A peer's trainer: where it is, and how it is started on a pipeline folder."""
+    """A peer's trainer: its location, and how to start it on a pipeline folder."""
 
     codebase: str
     family: str
     checkout: str
     script: str
     prepare: Callable[[Path, Path, Work], list[str]]
-    """(its checkout, the pipeline's folder, work) → the script's arguments; installs the stand-ins."""
+    """(checkout, pipeline folder, work) → the script's arguments; installs the stubs."""
     loss: str
     per_step: Callable[[Work], int]
-    """Log entries with a loss in one training step."""
+    """Number of log entries with a loss per training step."""
 
 
 def flow_grpo(family: str) -> Callable[[Path, Path, Work], list[str]]:
@@ -251,7 +250,7 @@ def flow_grpo(family: str) -> Callable[[Path, Path, Work], list[str]]:
         import peft
 
         ml_collections()
-        # accelerate wraps a model in DDP only with several processes, and the scripts reach through `.module`
+        # accelerate wraps a model in DDP only with several processes, but the scripts always use `.module`
         peft.PeftModel.module = property(lambda model: model)  # type: ignore[attr-defined]
         published = "general_ocr_sd3" if family == "sd3" else "pickscore_flux"
         batches = work.prompts * work.group // work.batch
@@ -284,15 +283,14 @@ def flow_grpo(family: str) -> Callable[[Path, Path, Work], list[str]]:
 
 
 def without_autocast() -> None:
-    """Leave out torch.autocast: losses can be equal in float32 only."""
+    """Disable torch.autocast: losses can be equal only in float32."""
     autocast = torch.autocast
     torch.autocast = lambda *_, **__: autocast("cpu", enabled=False)  # type: ignore[assignment, misc]
 
 
 def on_cpu() -> None:
-    """CUDA's names, which two peers' scripts fix, on the CPU; their bfloat16 is float32, in which losses can be equal.
-
-    Their gradient all-reduce is over one process.
+    """Map the CUDA functions that two peers' scripts call to the CPU, and bfloat16 to float32, so that losses can be
+    equal. Their gradient all-reduce runs over one process.
     """
     from torch import distributed as dist
     from torch.utils.data import DataLoader
@@ -307,12 +305,12 @@ def on_cpu() -> None:
     without_autocast()
     torch.bfloat16 = torch.float32  # type: ignore[misc]
     batches, listed = DataLoader.__iter__, lambda data: list(data) if isinstance(data, tuple) else data
-    # pinning memory makes lists of tuples, which the scripts count on
+    # pinning memory turns tuples into lists, on which the scripts rely
     DataLoader.__iter__ = lambda loader: ([listed(part) for part in batch] for batch in batches(loader))
 
 
 def embeddings(folder: Path) -> Path:
-    """The pipeline's text embeddings of its prompts as DanceGRPO's preprocessing leaves them; their table."""
+    """Write text embeddings of the prompts in the form of DanceGRPO's preprocessing; returns their table."""
     from diffusers import FluxPipeline
 
     pipe = FluxPipeline.from_pretrained(str(folder), transformer=None, vae=None)
@@ -331,7 +329,7 @@ def embeddings(folder: Path) -> Path:
 
 
 def red_pickscore() -> None:
-    """PickScore's processor and model, whose score is the mean red of a picture."""
+    """Stubs for PickScore's processor and model; the score is the mean red value of an image."""
     import transformers
 
     class Processor:
@@ -376,7 +374,7 @@ def fastvideo(name: str) -> Callable[[Path, Path, Work], list[str]]:
                "fastvideo.utils.validation")  # fmt: skip
         Path("images").mkdir()
         samples = work.prompts * work.group
-        side = work.side * 4  # they divide it by eight; the pipeline's VAE halves
+        side = work.side * 4  # the scripts divide it by 8, the pipeline's VAE only by 2
         arguments = {
             "data_json_path": table, "dataloader_num_workers": 0, "train_batch_size": work.prompts,
             "train_sp_batch_size": work.prompts, "pretrained_model_name_or_path": folder, "output_dir": "output",
@@ -415,7 +413,7 @@ class Red(PointwiseRewardModel):
 
 
 class Rows(list[dict[str, Any]]):
-    """datasets.Dataset, as far as prompts need it."""
+    """The part of datasets.Dataset that prompts need."""
 
     column_names = ("prompt",)
 
@@ -483,7 +481,7 @@ PEERS = {
 
 
 def train(peer: Peer, root: Path, folder: Path, work: Work, recorder: Recorder, launcher: bool) -> list[dict[str, Any]]:
-    """Run the peer's script to its end; what was recorded of each training step."""
+    """Run the peer's script to its end; returns the records of its training steps."""
     import accelerate
     import peft
     import transformers
@@ -497,7 +495,7 @@ def train(peer: Peer, root: Path, folder: Path, work: Work, recorder: Recorder, 
     sys.path.insert(1, str(root))
     is_module = not peer.script.endswith(".py")
     script = peer.script if is_module else str(root / peer.script)
-    del accelerate, peft  # imported before the stand-ins, so that they do not take one for a package
+    del accelerate, peft  # imported before the stubs, so that they do not mistake one for a package
     try:
         if launcher:
             launch(peer.codebase, script, arguments, module=is_module)
@@ -517,12 +515,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line; PREFGRPO_PEERS names the folder of the checkouts."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peer_runs", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("peer", choices=PEERS)
-    parser.add_argument("--work", type=json.loads, default={}, help="JSON of the fields of Work that differ")
+    parser.add_argument("--work", type=json.loads, default={}, help="fields of Work to override, as JSON")
     parser.add_argument("--steps", type=int, default=2, help="training steps")
     parser.add_argument("--launcher", action="store_true", help="start the script by python -m prefgrpo.integrations")
-    parser.add_argument("--alternate", action="store_true", help="take the patch out for every other step")
+    parser.add_argument("--alternate", action="store_true", help="remove the patch in every other step")
     parser.add_argument("--calls", action="store_true", help="count the dispatcher calls of the last two steps")
-    parser.add_argument("--out", type=Path, required=True, help="the JSON")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     given = parser.parse_args(argv)
     peer, work = PEERS[given.peer], Work(**given.work)
     recorder = Recorder(peer.loss, peer.per_step(work), given.steps, peer.codebase, given.alternate, given.calls)

@@ -1,7 +1,7 @@
-"""The baselines: the published formulas as the ancestors' loops compose them from torch ops (arXiv 2505.05470, eq. 9).
+"""The baselines: the published formulas in torch ops, as in the peers' training loops (arXiv 2505.05470, eq. 9).
 
 Coefficients are given per sample, as if their look-up (with its host reads) were free. Invariant: same results as the
-ops to rounding, which `python -m benchmarks` checks before it times anything.
+ops up to rounding, which `python -m benchmarks` checks before timing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def gaussian_logp(y: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 def flow_step(
     x: Tensor, v: Tensor, eps: Tensor | None, sigma: Tensor, st: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(x', logp); eps None: drawn here."""
+    """(x', logp); if eps is None, it is drawn here."""
     mean = flow_mean(x, v, sigma, st, delta)
     std = st * torch.sqrt(-delta)
     noise = torch.randn_like(mean) if eps is None else eps

@@ -1,11 +1,11 @@
-"""`python -m benchmarks.plan_check`: what `prefgrpo plan` says of published runs and of runs that were measured here.
+"""`python -m benchmarks.plan_check`: estimates of `prefgrpo plan` for published runs and for runs measured here.
 
 Published: seconds of xDiT, vLLM-Omni and verl-omni, ratios of BranchGRPO's table, memory of NeMo Automodel (sources in
-the table). The plan gets the published settings and its own assumptions (0.3 of the peak, 0.45 compiled), nothing is
-fitted per row; what a publication does beside our work is added where it says so. Measured: ratios of
+the table). The plan gets the published settings and its default assumptions (0.3 of the peak, 0.45 compiled); nothing
+is fitted per row. Work that a publication does beyond ours is added where noted. Measured: ratios in
 results/levers_cpu.json (`benchmarks.bench_levers`), which the plan predicts from FLOP alone; no rows without that file.
-Written to results/plan_check.json and docs/scale.md; `--parts` keeps the rows of the others, `--render` only writes the
-page. Invariant: a row that is off by more than 30 % has its reason below the table.
+Written to results/plan_check.json and docs/scale.md; `--parts` keeps the rows of the other parts, `--render` only
+writes the page. Invariant: for a row that is off by more than 30 %, the reason is given below the table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 JSON, PAGE = ROOT / "benchmarks" / "results" / "plan_check.json", ROOT / "docs" / "scale.md"
 WITHIN = 0.3
 Row = tuple[str, str, str, float, float]
-"""What, source, unit, published or measured, planned."""
+"""(what, source, unit, published or measured value, planned value)."""
 NOT_DIVIDED = (
     "two people measured it, and differ by a third. Kernel launches and the latency of 228 all-to-alls per forward do "
     "not shrink with the tokens of a GPU; the plan counts neither. Four GPUs for one image gained 1.8 and 2.1, not 3.7."
@@ -42,26 +42,26 @@ WHY = {
     "FLUX.1-dev 1024², 28 steps, ulysses 4, compiled": NOT_DIVIDED,
     "Qwen-Image, all weights, 4 GPUs, no guidance": "the published step also judges, which in the run with a LoRA took "
     "60 s of 420, and moves 20 B weights to an inference engine.",
-    "Qwen-Image, all weights, 64 GPUs, no guidance": "the same, with 8 images per GPU: 90 s beside what the plan "
-    "counts would make 252 s on 4 GPUs and 101 s on 64.",
+    "Qwen-Image, all weights, 64 GPUs, no guidance": "the same, with 8 images per GPU: 90 s in addition to the "
+    "planned time would give 252 s on 4 GPUs and 101 s on 64.",
 }
-"""Row → why the plan misses it."""
+"""Row → why the plan is off."""
 
 
 def machines(config: Config, gpu: str = "h100") -> Machines:
-    """One node of these GPUs."""
+    """The GPUs that a configuration is sized for, 8 per node."""
     return Machines(HARDWARE[gpu], config.gpus, -(-config.gpus // 8), MFU[config.compile])
 
 
 def base(model: str, family: str, size: int, **over: Any) -> dict[str, Any]:
-    """A run of a published model on square pictures, all of whose parts can be changed."""
+    """A run of a published model on square images, with every setting adjustable."""
     rollout = {"height": size, "width": size, "prompts_per_step": 1, "group_size": 2, "batch_size": 1}
     content = {"model": model, "family": family, "data": {"prompts": "p", "cache": "c"}, "rollout": rollout}
     return merged(content, over)
 
 
 def flux() -> Iterator[Row]:
-    """xDiT: one picture of 1024² in 28 steps; nothing trains."""
+    """xDiT: one 1024² image in 28 steps, without training."""
     sampled = {"rollout": {"steps": 28, "window_high": 1}, "gpus": 1}
     one = estimate(from_dict(base("black-forest-labs/FLUX.1-dev", "flux", 1024, **sampled)))
     published = {(1, False): (6.71, 6.27), (2, False): (4.38, 5.05), (4, False): (4.24, 2.96)}
@@ -78,7 +78,7 @@ def flux() -> Iterator[Row]:
 
 
 def qwen() -> Iterator[Row]:
-    """vLLM-Omni's pictures and verl-omni's training steps."""
+    """vLLM-Omni's images and verl-omni's training steps."""
     rollout = {"steps": 10, "window_high": 5, "window_size": 2, "guidance": 4.0}
     rollout |= {"prompts_per_step": 32, "group_size": 16, "batch_size": 16}
     train = {"gradient_checkpointing": True, "updates_per_rollout": 2}
@@ -91,7 +91,7 @@ def qwen() -> Iterator[Row]:
         yield f"Qwen-Image 512², 20 steps, {name}", "vllm-omni #2822, H200", "s per image", seconds, planned
 
     def steps(config: Config, whole: Estimate) -> float:
-        again = 2 * whole.flop["rollout"] * 512 / config.gpus / machines(config).rate(config)  # their old log-probs
+        again = 2 * whole.flop["rollout"] * 512 / config.gpus / machines(config).rate(config)  # for old log-probs
         return step_time(config, whole.flop, whole.model, machines(config), False).total + again
 
     page, planned = "verl-omni performance.md", steps(lora, counted)
@@ -108,7 +108,7 @@ def qwen() -> Iterator[Row]:
 
 
 def branch() -> Iterator[Row]:
-    """BranchGRPO's table: DanceGRPO on FLUX, fewer and fewer of 20 steps trained."""
+    """BranchGRPO's table: DanceGRPO on FLUX, training ever fewer of the 20 steps."""
     rollout = {"steps": 20, "window_high": 20, "prompts_per_step": 8, "group_size": 8}
     train = {"lora_rank": 0, "gradient_checkpointing": True, "reuse_rollout_forward": False}
     content = base(
@@ -126,9 +126,9 @@ def branch() -> Iterator[Row]:
 
 
 def automodel() -> Iterator[Row]:
-    """Peak memory of Wan2.1-1.3B, all weights, one clip per share; 512² of 1 and of 61 frames.
+    """Peak memory of Wan2.1-1.3B, all weights, one clip per data-parallel process; 512², 1 and 61 frames.
 
-    It makes one backward per update, so that there are no gradients yet where activations are at their most.
+    Automodel does one backward per update, so no gradients exist yet when activations peak.
     """
     for tokens, frames, meshes in (
         (1024, 1, ((2, 1, 13.3), (2, 2, 6.7), (2, 4, 3.6))),
@@ -144,7 +144,7 @@ def automodel() -> Iterator[Row]:
 
 
 def measured() -> Iterator[Row]:
-    """Ratios of steps with and without a lever, on this machine's CPU."""
+    """Ratios of steps with and without an option ("lever"), on this machine's CPU."""
     for run in json.loads(LEVERS_JSON.read_text())["runs"] if LEVERS_JSON.is_file() else []:
         lever = LEVERS[run["lever"]]
         if run["size"] != "wide" or lever.on.get("compile"):

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.plan_recipes`: what every shipped kind of run needs, by `prefgrpo plan`, for docs/hardware.md.
+"""`python -m benchmarks.plan_recipes`: hardware needs of every shipped recipe by `prefgrpo plan`, for docs/hardware.md.
 
-The recipes of README's table of families, LoRA and all weights: memory per GPU, seconds of a step, GPU-hours of the
-whole recipe, judge servers; for two of them what each lever would change. Nothing is measured: the numbers are the
-plan's, at its own assumptions, found from models of a few blocks as tests/test_recipes.py does it (and holds against
-whole ones). Written to results/plan_recipes.json and docs/hardware.md; `--render` only writes the page.
+The recipes of README's table of families, LoRA and all weights: memory per GPU, seconds per step, GPU-hours of the
+whole recipe, judge servers; for two of them the effect of each lever. Nothing is measured: the numbers are the plan's,
+with its default assumptions, extrapolated from models of a few blocks as in tests/test_recipes.py (which compares this
+with whole models). Written to results/plan_recipes.json and docs/hardware.md; `--render` only writes the page.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from model_configs import estimate  # noqa: E402
 JSON, PAGE = ROOT / "benchmarks" / "results" / "plan_recipes.json", ROOT / "docs" / "hardware.md"
 GPU, JUDGE_BILLIONS = "h100", 8.0
 WITH_LEVERS = ("prefgrpo/lora_flux", "prefgrpo/lora_wan")
-"""Recipes whose levers are planned too."""
+"""Recipes for which each lever is planned too."""
 
 
 def recipes() -> list[Path]:
@@ -42,7 +42,7 @@ def recipes() -> list[Path]:
 
 
 def planned(config: Config, with_their_levers: bool = False) -> dict[str, Any]:
-    """What `prefgrpo plan` prints of a recipe, on the GPUs that it is sized for."""
+    """The numbers of `prefgrpo plan` for a recipe on the GPUs it is sized for."""
     with tempfile.TemporaryDirectory() as folder:
         whole = estimate(config, Path(folder))
     machines = Machines(HARDWARE[GPU], config.gpus, math.ceil(config.gpus / 8), MFU[config.compile])
@@ -68,7 +68,7 @@ def planned(config: Config, with_their_levers: bool = False) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any], missing: Sequence[str] = ()) -> list[str]:
-    """The block of docs/hardware.md; missing: recipes that were not planned yet."""
+    """The block of docs/hardware.md; missing: recipes not planned yet."""
     later = [f"Not planned yet: {', '.join(f'`{name}`' for name in missing)}.", ""] if missing else []
     if not found:
         return later[:1]
@@ -95,7 +95,7 @@ def table(found: dict[str, Any], missing: Sequence[str] = ()) -> list[str]:
 
 
 def levers_table(found: dict[str, Any]) -> list[str]:
-    """Images or clips per GPU and second with each lever alone, by recipe."""
+    """Images or clips per GPU and second with each single lever, by recipe."""
     known = [name for name in WITH_LEVERS if "levers" in found.get(name, {})]
     rows = {name: {lever: (rate, gib) for lever, rate, gib in found[name]["levers"]} for name in known}
     lines = ["| lever | " + " | ".join(f"`{name}` | × | GiB" for name in known) + " |"]

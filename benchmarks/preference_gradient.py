@@ -1,9 +1,9 @@
-"""How much of a step's gradient is signal: GRPO on win rates against soft DPO on the win matrix, simulated judges.
+"""Share of signal in a step's gradient: GRPO on win rates compared with soft DPO on the win matrix, simulated judges.
 
-A group's update is Σ_i c_i g_i with the members' score vectors g_i. For independent g_i of equal size the share of
-signal is the correlation over all members of all groups of c_i with what the judge should have said: the mean of
+A group's update is Σ_i c_i g_i with the members' score vectors g_i. For independent g_i of equal size, the share of
+signal is the correlation, over all members of all groups, of c_i with the judge's true value: the mean of
 σ(q_i − q_j) − ½ over the others. Its square is the share of the step's variance that is signal, so a ratio of squares
-is a ratio of sample sizes. Run: `python -m benchmarks.preference_gradient` (numpy alone, seconds).
+is a ratio of sample sizes. Run: `python -m benchmarks.preference_gradient` (numpy only, takes seconds).
 
     GRPO: c_i = (w_i − mean) / (std + 1e-4)    no std: c_i = w_i − mean
     soft DPO, first update (h = 0): c_i = Σ_j (W_ij − ½)
@@ -21,7 +21,7 @@ PLANS = ("both_orders", "round_robin", "k_regular(4)", "k_regular(2)", "tourname
 
 
 def coefficients(plan: str, groups: Groups, seed: int = 0) -> dict[str, np.ndarray]:
-    """Name → c [N, G] of every objective, from the same verdicts."""
+    """Objective → its c [N, G], all from the same verdicts."""
     rated = rate_groups(groups.size, play(plan, groups, seed)[0], Rating("win_rate", "soft"))
     wins, counts = rated.wins, rated.counts
     rate = np.where(np.isnan(rated.values), 0.5, rated.values)
@@ -43,7 +43,7 @@ def signal(c: np.ndarray, groups: Groups) -> float:
 
 
 def judged(spreads: tuple[float, ...], noise: float) -> Groups:
-    """Groups in equal numbers of each spread of qualities."""
+    """Simulated groups, the same number for each spread of qualities."""
     parts = [simulated(JudgeModel(noise, spread), SIZE, REPEATS, k) for k, spread in enumerate(spreads)]
     truth = np.concatenate([part.truth for part in parts if part.truth is not None])
     return Groups(np.concatenate([part.verdicts for part in parts]), truth)
@@ -51,7 +51,7 @@ def judged(spreads: tuple[float, ...], noise: float) -> Groups:
 
 def main() -> None:
     """Print the table of docs/objectives.md."""
-    cases = {"alike (spread 2)": (2.0,), "half hard to tell (2, 0.2)": (2.0, 0.2)}
+    cases = {"all groups alike (spread 2)": (2.0,), "half hard to tell apart (spreads 2, 0.2)": (2.0, 0.2)}
     print("| groups | judge noise | plan | GRPO | GRPO, no std | soft DPO |\n|---|---:|---|---:|---:|---:|")
     for name, spreads in cases.items():
         for noise in (1.0, 3.0):

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md and its picture from the JSON of a run; no number in the document is written by hand."""
+"""Renders docs/benchmarks.md and its figures from the JSON of a run; no number in it is written by hand."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ WHY = {
     "torch.compile": "Both are one pass over the same bytes; ours also keeps a fixed order of summation.",
     "": "The machine was shared while this was measured; see the load average.",
 }
-"""Reasons for a missed target, by a part of its name."""
+"""Part of a target's name → reason why it was missed."""
 
 RANGES = """\
 Over the machines that ran `make bench`, affine_step with noise given took, at FLUX 1024² ×4 with x and v in
 fp32, in fp32 and bf16, and in bf16: 7.4-9.9, 10.5-11.7 and 12.6-16.0 times less time than eager torch, and
 1.3-2.4 times less than torch.compile. The upper ends are those of the AMD EPYC below; the lower ones were
 reported for an Intel Xeon and have no JSON here. The variant "ours, out=" writes x' into kept memory."""
-"""Of the CPUs."""
+"""Summary of the CPU measurements."""
 
 
 def _headline(results: list[dict[str, Any]], op: str) -> list[dict[str, Any]]:
@@ -127,11 +127,11 @@ def _section(run: dict[str, Any], picture: str) -> list[str]:
 
 
 def plot(run: dict[str, Any], path: Path) -> None:
-    """Speed-up over eager of every case."""
+    """Plot the speed-up over eager for every case."""
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "prefgrpo"  # the same picture from the same numbers
+    matplotlib.rcParams["svg.hashsalt"] = "prefgrpo"  # equal numbers give an identical file
     from matplotlib import pyplot
 
     rows = [r for r in run["results"] if r["bytes"] and r["dtypes"] == "x fp32, v bf16"]
@@ -155,7 +155,7 @@ def _stores(kernel: dict[str, Any]) -> str:
 
 
 def _compiled(report: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """The section on what nvcc makes of the CUDA kernels: scripts/sass_report.py's rows before and after a change."""
+    """The section on nvcc's code for the CUDA kernels: scripts/sass_report.py's rows before and after a change."""
     before, after = ({(k["name"], k["arch"]): k for k in report[when]} for when in ("before", "after"))
     archs = list(dict.fromkeys(k["arch"] for k in report["after"]))
     kinds = [("step", " addressed"), ("step", " given"), ("logp", ""), ("grad", "")]
@@ -163,11 +163,12 @@ def _compiled(report: dict[str, list[dict[str, Any]]]) -> list[str]:
     lines = [
         "## CUDA, by its compiled code",
         "",
-        "Counted in the disassembly, not measured; `python scripts/sass_report.py` says how. Before → after, each on",
-        f"{', '.join(f'sm_{arch}' for arch in archs)}. *Loads* and *stores* are 128-bit ones of a whole, aligned tile",
-        "of 8 elements, after a + the narrower ones. *Ceiling* is the TB/s at which issuing the instructions alone",
-        "would take all the time of an A100, an H100 and a B200, whose memories give 2.04, 3.35 and 8. *Before* is the",
-        "kernel for all dtypes with this row's written in as constants, so that its run-time branches do not count.",
+        "Counted in the disassembly, not measured (method: `scripts/sass_report.py`). Before → after, each on",
+        f"{', '.join(f'sm_{arch}' for arch in archs)}. *Loads* and *stores* are 128-bit accesses per full, aligned",
+        "tile of 8 elements; narrower accesses follow a +. *Ceiling* is the memory throughput in TB/s at which",
+        "instruction issue alone becomes the bottleneck of an A100, an H100 and a B200, whose memory bandwidths are",
+        "2.04, 3.35 and 8. *Before* is the generic kernel with this row's dtypes as constants, so that its run-time",
+        "branches do not count.",
         "",
         "| kernel | registers | spills | loads | stores | instructions per element | ceiling |",
         "|---|---|---|---|---|---|---|",
@@ -183,16 +184,16 @@ def _compiled(report: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def render(results: Path, docs: Path) -> None:
-    """Write docs/benchmarks.md and one picture per result file."""
+    """Write docs/benchmarks.md and one figure per result file."""
     lines = [
         "# Benchmarks",
         "",
         "Written by `python -m benchmarks` (`make bench`) from `benchmarks/results/*.json`; do not edit. Times are",
-        "medians of interleaved rounds; *of copy* is the time of a copy that moves the same bytes over ours; bytes",
-        "are the least traffic, per element. Eager and compile are the peers' published formula in torch. The",
-        "kernels bring exactness, few launches and no host reads; next to the forward of a model of billions of",
-        "parameters their time is nothing, and no training run gets faster by the factors below. On the CPU freed",
-        "memory is kept for every variant, so that none pays for page faults.",
+        "medians of interleaved rounds; *of copy* is the time of a copy of the same bytes divided by our time; bytes",
+        "are the minimum traffic per element. Eager and compile are the peers' published formula in torch. The",
+        "benefits of the kernels are exactness, few launches and no host synchronisation: their time is negligible",
+        "next to the forward of a model with billions of parameters, and no training run gets faster by the factors",
+        "below. On the CPU, freed memory is cached for every variant, so that none pays for page faults.",
         "",
     ]
     for file in (f for f in (results / "cpu.json", results / "cuda.json") if f.exists()):

@@ -1,16 +1,16 @@
 """`make science`: five questions about rewards from pairs, answered in the demo's world for docs/science.md.
 
-An arm is a way to train. The arms of an experiment differ in what its title says and in nothing else: the same seeds
-(of prompts, noise and LoRA), learning rate, number of steps and images per step, and judge calls per step. Experiments
-a to d ask a simulated judge (simulated_judge.py), whose truth, flaw, noise and position bias are known; e asks the
-demo's own and shares its runs with bench_objectives. `accuracy` is the share of held-out images whose colour, shape and
-position are all right, `truth` the same made continuous; neither is shown to the training but through the judge.
+An arm is a training setup. The arms of an experiment differ only in the factor named in its title: seeds (of prompts,
+noise and LoRA), learning rate, number of steps, images and judge calls per step are the same. Experiments a to d use a
+simulated judge (simulated_judge.py) with known truth, flaw, noise and position bias; e uses the demo's own judge and
+shares its runs with bench_objectives. `accuracy` is the share of held-out images whose colour, shape and position are
+all right, `truth` a continuous version of it; training sees both only through the judge.
 
-± is half of the 95 % interval of the mean over seeds (Student's t); a difference is taken seed by seed, where prompts,
-noise and starting weights are the same, so it can be more certain than its two means. A run's JSON is written as it
-goes; a complete one, of the same settings, is not run again, so `--seeds` splits the work over machines.
+± is half the 95 % confidence interval of the mean over seeds (Student's t); differences are computed per seed, with the
+same prompts, noise and starting weights, so they can be more certain than the two means. A run's JSON is written during
+the run; complete runs with the same settings are not repeated, so `--seeds` can split the work over machines.
 
-Budget of `make science` from nothing, 5 seeds: 13 arms × 5 × about 55 CPU seconds (40 steps of 64 images, 5
+Budget of `make science` from scratch, 5 seeds: 13 arms × 5 × about 55 CPU seconds (40 steps of 64 images, 5
 evaluations of 144) and 5 × 5 × about 240 for e (80 steps of 96 images, 9 evaluations of 288, the demo's judge):
 160 core minutes, 40 minutes on 4 cores.
 """
@@ -50,7 +50,7 @@ FLAWED, BIASED, FAIR = {"flaw": 2.0}, {"bias": 0.3}, dict[str, float]()
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to train; a simulated judge is asked for `asks` ratings of every image, or for `pairs`."""
+    """A training setup; a simulated judge gives `asks` ratings of every image, or compares `pairs`."""
 
     label: str
     judge: Mapping[str, float] = field(default_factory=dict)
@@ -59,10 +59,10 @@ class Arm:
     pairs: Mapping[str, Any] = field(default_factory=dict)
     """Options of WinRates."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """What differs from scripts/demo/grpo.yaml."""
+    """Changes to scripts/demo/grpo.yaml."""
 
     def settings(self) -> Run:
-        """What makes a run another run, as JSON has it."""
+        """The settings that identify a run, in JSON types."""
         judge = asdict(SimulatedJudge(**self.judge))
         del judge["calls"]
         own = {"judge": judge, "asks": self.asks, "pairs": dict(self.pairs), "values": dict(self.values)}
@@ -71,7 +71,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Objective:
-    """A way to train on the demo's own judge: a recipe of bench_objectives."""
+    """A training setup with the demo's own judge: a recipe of bench_objectives."""
 
     label: str
     recipe: str
@@ -112,11 +112,11 @@ OBJECTIVES: dict[str, Objective] = {
 
 @dataclass(frozen=True)
 class Experiment:
-    """Arms to compare; differences are from the first."""
+    """Arms to compare; differences are relative to the first."""
 
     arms: tuple[str, ...]
     shown: tuple[str, ...] = ("accuracy", "truth")
-    """Series that are drawn."""
+    """Series to draw."""
 
 
 EXPERIMENTS = {
@@ -129,7 +129,7 @@ EXPERIMENTS = {
     "e": Experiment(tuple(OBJECTIVES), ("accuracy",)),
 }
 ORDER = ("a", "c", "b", "d", "e")
-"""In which they are run."""
+"""Order in which experiments are run."""
 TITLES = {
     "accuracy": "held-out accuracy", "truth": "held-out truth", "opinion": "the judge's opinion",
     "gap": "gap: growth of opinion − truth",
@@ -140,13 +140,13 @@ TITLES = {
 
 
 def file_of(name: str, seed: int, folder: Path = RESULTS) -> Path:
-    """Where a run is kept; those of bench_objectives with its own."""
+    """File of a run; runs shared with bench_objectives are in its folder."""
     shared = name in OBJECTIVES and not OBJECTIVES[name].rollout
     return (bench_objectives.RESULTS if shared else folder) / f"{name}_{seed}.json"
 
 
 def done(name: str, seed: int, folder: Path = RESULTS) -> Run | None:
-    """The run if it is complete and of today's settings."""
+    """The run, if it is complete and has the current settings."""
     if name in OBJECTIVES:
         return ended(file_of(name, seed, folder), bench_objectives.STEPS)
     run = ended(file_of(name, seed, folder), STEPS)
@@ -154,7 +154,7 @@ def done(name: str, seed: int, folder: Path = RESULTS) -> Run | None:
 
 
 def train(name: str, seed: int, folder: Path = RESULTS, steps: int = STEPS, every: int = EVERY) -> None:
-    """One run of a simulated judge's arm."""
+    """Run an arm that uses a simulated judge."""
     arm = ARMS[name]
     judge = SimulatedJudge(**arm.judge)
     reward = Ratings(judge, arm.asks) if arm.asks else WinRates(judge, **arm.pairs)
@@ -173,7 +173,7 @@ def train(name: str, seed: int, folder: Path = RESULTS, steps: int = STEPS, ever
 
 
 def run(job: tuple[str, int, Path]) -> str:
-    """One run, without what it prints; says how it ended."""
+    """Run a job with its output suppressed; returns a line on how it ended."""
     name, seed, folder = job
     if done(name, seed, folder):
         return f"{name}, seed {seed}: is there"
@@ -189,17 +189,17 @@ def run(job: tuple[str, int, Path]) -> str:
 
 
 def jobs(only: Sequence[str], seeds: Sequence[int], folder: Path) -> list[tuple[str, int, Path]]:
-    """Runs in order: seed by seed, and what asks the demo's own judge last."""
+    """Jobs in order: seed by seed, those with the demo's own judge last."""
     names = dict.fromkeys(name for key in ORDER if key in only for name in EXPERIMENTS[key].arms)
     every = [(name, seed, folder) for seed in seeds for name in names]
     return sorted(every, key=lambda job: job[0] in OBJECTIVES)
 
 
-# ---- what the runs say ----------------------------------------------------------------------------------------------
+# ---- results --------------------------------------------------------------------------------------------------------
 
 
 def series(name: str, found: Run, what: str) -> list[float]:
-    """A column, or of a simulated judge: opinion (noiseless), and gap, how much more that has grown than truth has."""
+    """A column or, for a simulated judge, opinion (without noise) or gap: the growth of opinion minus that of truth."""
     if what not in ("opinion", "gap"):
         return column(found, what)
     flaw = ARMS[name].judge.get("flaw", 0.0)
@@ -208,13 +208,13 @@ def series(name: str, found: Run, what: str) -> list[float]:
 
 
 def values(name: str, seeds: Sequence[int], what: str, folder: Path = RESULTS) -> dict[int, float]:
-    """Seed → how a series ended."""
+    """Seed → last value of a series."""
     runs = {seed: done(name, seed, folder) for seed in seeds}
     return {seed: series(name, found, what)[-1] for seed, found in runs.items() if found}
 
 
 def interval(numbers: Sequence[float]) -> tuple[float, float]:
-    """(mean, half of its 95 % interval by Student's t, or NaN of one number)."""
+    """(mean, half of its 95 % interval by Student's t, or NaN for a single number)."""
     n = len(numbers)
     return float(np.mean(numbers)), float(T95[n - 2] * np.std(numbers, ddof=1) / sqrt(n)) if n > 1 else np.nan
 
@@ -228,13 +228,13 @@ def shown(numbers: Sequence[float], sign: str = "") -> str:
 
 
 def against(name: str, other: str, seeds: Sequence[int], what: str, folder: Path = RESULTS) -> list[float]:
-    """How a series of `name` ended above that of `other`, seed by seed."""
+    """Last value of a series of `name` minus that of `other`, per seed."""
     one, two = (values(arm, seeds, what, folder) for arm in (name, other))
     return [one[seed] - two[seed] for seed in one if seed in two]
 
 
 def table(key: str, seeds: Sequence[int], folder: Path = RESULTS) -> list[str]:
-    """Rows of an experiment, one per arm that has runs; [] if none has."""
+    """Table rows of an experiment, one per arm with runs; [] if there are none."""
     names = EXPERIMENTS[key].arms
     first = names[0]
     labels = {name: OBJECTIVES[name].label if key == "e" else ARMS[name].label for name in names}
@@ -268,7 +268,7 @@ def table(key: str, seeds: Sequence[int], folder: Path = RESULTS) -> list[str]:
 
 
 def _whole(numbers: Sequence[float]) -> str:
-    """As `shown`, with three digits in all."""
+    """Like `shown`, with three digits in total."""
     if not numbers:
         return "–"
     mean, half = interval(numbers)
@@ -276,7 +276,7 @@ def _whole(numbers: Sequence[float]) -> str:
 
 
 def missing(key: str, seeds: Sequence[int], folder: Path = RESULTS) -> str:
-    """Which runs of an experiment there are not."""
+    """Names the missing runs of an experiment."""
     without: dict[tuple[int, ...], list[str]] = {}
     for name in EXPERIMENTS[key].arms:
         if gaps := tuple(seed for seed in seeds if not done(name, seed, folder)):
@@ -286,7 +286,7 @@ def missing(key: str, seeds: Sequence[int], folder: Path = RESULTS) -> str:
 
 
 def agreement(one: Sequence[int], two: Sequence[int], folder: Path = RESULTS) -> list[str]:
-    """Rows: of an arm's numbers from two sets of seeds, whether they differ by less than both error bars together."""
+    """Table rows: whether an arm's results from two sets of seeds differ by less than the sum of both error bars."""
     lines = ["| arm | number | first seeds | other seeds | within the error bars |", "|---|---|---|---|---|"]
     for key in EXPERIMENTS:
         for name in EXPERIMENTS[key].arms:
@@ -301,7 +301,7 @@ def agreement(one: Sequence[int], two: Sequence[int], folder: Path = RESULTS) ->
 
 
 def draw(key: str, seeds: Sequence[int], path: Path, folder: Path = RESULTS) -> None:
-    """Series of an experiment over judge calls (and seconds, of e); bands: from the lowest seed to the highest."""
+    """Plot an experiment's series over judge calls (for e also seconds); bands: from the lowest seed to the highest."""
     what = EXPERIMENTS[key].shown
     panels_of = [(name, "calls", 1e-3) for name in what] + [("accuracy", "seconds", 1.0)] * (key == "e")
     with drawing(path, 1, len(panels_of), figsize=(3.2 * len(panels_of) + 0.6, 3.2)) as panels:
@@ -323,7 +323,7 @@ def block(key: str, seeds: Sequence[int] = SEEDS, folder: Path = RESULTS) -> lis
 
 
 def render() -> None:
-    """Pictures and tables of docs/science.md."""
+    """Write the figures and tables of docs/science.md."""
     for key in EXPERIMENTS:
         if table(key, SEEDS):
             draw(key, SEEDS, PAGE.parent / f"science_{key}.svg")
@@ -334,9 +334,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.science", description=__doc__)
     parser.add_argument("--only", nargs="*", default=ORDER, choices=ORDER, help="experiments; all by default")
-    parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS, help="those of the page by default")
+    parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS, help="default: the seeds of the page")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once, each on one thread")
-    parser.add_argument("--render", action="store_true", help="run nothing: pictures and tables of docs/science.md")
+    parser.add_argument("--render", action="store_true", help="run nothing: figures and tables of docs/science.md")
     parser.add_argument("--against", nargs="*", type=int, help="run nothing: do --seeds agree with these seeds?")
     args = parser.parse_args(argv)
     if args.against:
@@ -346,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         render()
         return
     os.chdir(ROOT)  # the paths of the demo's recipes are relative to it
-    os.environ["OMP_NUM_THREADS"] = "1"  # the same sums on every machine, and honest CPU seconds
+    os.environ["OMP_NUM_THREADS"] = "1"  # one summation order everywhere; no CPU seconds of spinning threads
     RESULTS.mkdir(parents=True, exist_ok=True)
     with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
         for line in pool.map(run, jobs(args.only, args.seeds, RESULTS)):

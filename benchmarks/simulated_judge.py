@@ -1,13 +1,13 @@
-"""A judge of the demo's world whose truth, flaw, noise and position bias are known, asked for ratings or for pairs.
+"""A judge for the demo's world with known truth, flaw, noise and position bias, which rates images or compares pairs.
 
     opinion = truth + flaw · (brightness − 0.25)          perceived at a look = opinion + noise · ε
     rating of an image        clip(round(3 + 5 · perceived), 1, 10)
     P(first is better)        σ((perceived first − perceived second + bias) / temperature)
 
-truth is what the world's own scorer decides by (prefgrpo/tiny/scenes.py), made continuous: 1 for a right picture, near
-0 for a wrong one. brightness, the mean of all pixels in 0 … 1, is no part of it, so whoever raises the opinion by it
-exploits the judge. ε is N(0, 1) and addressed by what is asked: the same question about the same images has the same
-answer, in any process. Rating an image again is another question (as a judge that samples, or is asked in other words).
+truth is a continuous version of the world's own scorer (prefgrpo/tiny/scenes.py): 1 for a correct image, near 0 for a
+wrong one. brightness, the mean of all pixels in 0 … 1, is not part of it, so a policy that raises the opinion through
+brightness exploits the judge. ε is N(0, 1) and determined by the question: the same question about the same images gets
+the same answer, in any process. Rating an image again is another question (like sampling again, or rephrasing it).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.tiny.scenes import evidence, parse_caption
 
 USUAL = 0.25
-"""Brightness that the flawed judge neither likes nor dislikes; about that of the demo's starting policy."""
+"""Brightness at which the flaw has no effect; about that of the demo's starting policy."""
 Floats = NDArray[np.float64]
 Images = Sequence[NDArray[np.uint8]]
 
 
 def truth(images: Images, prompts: Sequence[str]) -> list[float]:
-    """How right each picture is, 0 … 1: mean over colour, shape and place of σ(lead of what is asked over the best
-    other answer), less where the shape is too small or too large to be read. The scale of a lead is about a tenth
-    of what lies between two answers."""
+    """Correctness of each image, 0 … 1: mean over colour, shape and position of σ(lead of the requested value over the
+    best other one), reduced if the shape is too small or too large to be recognised. The scale of a lead is about a
+    tenth of the distance between two values."""
     seen = evidence(torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255.0)
     asked = torch.tensor([parse_caption(text) for text in prompts])
     values = ((-seen.colour, 0.1), (seen.shape, 0.05), (-seen.place, 2.0))
@@ -49,7 +49,7 @@ def truth(images: Images, prompts: Sequence[str]) -> list[float]:
 
 
 def _lead(values: Tensor, asked: Tensor) -> Tensor:
-    """[n] values [n, k] of the asked answer minus the largest other."""
+    """[n]: of values [n, k], that of the requested answer minus the largest other."""
     own = values.gather(1, asked[:, None])[:, 0]
     return own - values.scatter(1, asked[:, None], -math.inf).amax(1)
 
@@ -62,17 +62,17 @@ def brightness(images: Images, prompts: Sequence[str]) -> list[float]:
 
 @dataclass
 class SimulatedJudge:
-    """What a simulated judge thinks. Public fields as in the module's equations."""
+    """Parameters and opinions of a simulated judge. Public fields as in the module's equations."""
 
     flaw: float = 0.0
     noise: float = 0.1
     bias: float = 0.0
     temperature: float = 0.25
     calls: int = 0
-    """Questions so far, or since somebody set it to 0."""
+    """Number of questions so far, or since it was reset to 0."""
 
     def opinion(self, images: Images, prompts: Sequence[str]) -> Floats:
-        """[n] without noise."""
+        """Opinions [n], without noise."""
         flaw = self.flaw * (np.array(brightness(images, prompts)) - USUAL)
         return np.array(truth(images, prompts)) + flaw
 
@@ -104,7 +104,7 @@ class Pairs(PairJudge):
     def judge_group(
         self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
     ) -> list[Verdict]:
-        """P(first is better) of each pair; the noise of two looks is one normal number of twice the variance."""
+        """P(first is better) for each pair; the noise of two looks is one normal number with twice the variance."""
         j, images = self.judge, [m.pixels for m in media]
         opinions, digests = j.opinion(images, [prompt] * len(images)), [_digest(image) for image in images]
         j.calls += len(pairs)
@@ -119,8 +119,8 @@ class WinRates(VlmPairwise):
     judged = False
 
     def __init__(self, judge: SimulatedJudge, order: Literal["plan", "both", "index"] = "plan", **options: Any) -> None:
-        """order: who of a pair is shown first: as the plan says, both in turn (two calls), or the earlier of the
-        group (as Pref-GRPO asks). options: plan, verdict, rate and bias, as of VlmPairwise."""
+        """order: which image of a pair is shown first: as the plan says, each in turn (two calls), or the one earlier
+        in the group (as in Pref-GRPO). options: plan, verdict, rate and bias, as in VlmPairwise."""
         super().__init__(Pairs(judge), **options)
         plan = self.next_pairs
         if order == "both":
@@ -134,7 +134,7 @@ def _digest(image: NDArray[np.uint8]) -> bytes:
 
 
 def _normal(*address: bytes) -> float:
-    """A standard normal number of its address (Box-Muller)."""
+    """The standard normal number of an address (Box-Muller)."""
     words = np.frombuffer(hashlib.blake2b(b"".join(address), digest_size=16).digest(), np.uint64)
     u, v = (int(words[0]) + 1) / 2**64, int(words[1]) / 2**64
     return math.sqrt(-2 * math.log(u)) * math.cos(2 * math.pi * v)

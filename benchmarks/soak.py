@@ -1,9 +1,9 @@
-"""`python -m benchmarks.soak [--minutes 30] [--processes 2]`: whether a run's memory and descriptors stay flat.
+"""`python -m benchmarks.soak [--minutes 30] [--processes 2]`: checks a run for memory and file descriptor leaks.
 
-Trains the demo's pipeline under `prefgrpo launch`, judged over HTTP by a server of its own process, with an evaluation
-and a checkpoint every few steps, and reads every process's resident memory and open descriptors twice a second. Prints
-per process the first and the last value and the slope after the first quarter of the time, by least squares. At the
-end the run gets SIGTERM and must save and end with 3.
+Trains the demo's pipeline under `prefgrpo launch`, judged over HTTP by a server in a separate process, with an
+evaluation and a checkpoint every few steps, and reads every process's resident memory and open file descriptors twice a
+second. Prints for each process the first and last values, and the least-squares slope after the first quarter of the
+time. At the end the run gets SIGTERM, and must save and exit with status 3.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.bench_overlap import demo
 from prefgrpo.config.schema import to_dict
 
 EVERY = 5
-"""Steps from one evaluation, and one checkpoint, to the next."""
+"""Steps between evaluations, and between checkpoints."""
 
 
 def recipe(url: str, folder: Path) -> Path:
@@ -46,12 +46,12 @@ def recipe(url: str, folder: Path) -> Path:
 
 
 def children(parent: int) -> list[int]:
-    """The processes that a process has started."""
+    """The child processes of a process."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         if int(fields[1]) == parent:
             found.append(int(stat.parent.name))
@@ -65,17 +65,17 @@ def sample(process: int) -> tuple[float, int]:
 
 
 def steps(folder: Path) -> int:
-    """Training steps that a run has written."""
+    """Number of training steps that a run has logged."""
     log = folder / "soak" / "metrics.jsonl"
     return log.read_text().count('"kind": "train"') if log.is_file() else 0
 
 
 def measure(folder: Path, seconds: float, processes: int) -> list[str]:
-    """One line per process. Raises RuntimeError if the run ends by itself, or otherwise than saved."""
+    """One line per process. Raises RuntimeError if the run ends early, or does not save and exit as expected."""
     with echo_server() as url:
         command = [sys.executable, "-m", "prefgrpo", "launch", "--standalone", "--nproc_per_node", str(processes)]
         run = subprocess.Popen([*command, "train", str(recipe(url, folder))], cwd=ROOT, stdout=subprocess.DEVNULL)
-        while steps(folder) < EVERY + 1:  # everything has happened once
+        while steps(folder) < EVERY + 1:  # until everything has run once
             if run.poll() is not None:
                 raise RuntimeError(f"the run ended with {run.returncode}")
             time.sleep(0.5)
@@ -104,7 +104,7 @@ def measure(folder: Path, seconds: float, processes: int) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """See the module."""
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--processes", type=int, default=2)

@@ -2,7 +2,7 @@
 //
 //   A = (r − mean of its group) / (std + eps)
 //
-// fp64, two passes, members of a group in the order of their index. Invariant: a missing value (NaN) enters no
+// fp64, two passes; members of a group are visited in index order. Invariant: a missing value (NaN) enters no
 // statistic, and a constant group gives exactly 0.
 #pragma once
 #include <algorithm>
@@ -26,7 +26,7 @@ struct Moments {
   double mean = 0, low = 0, high = 0;
 };
 
-// Over values[order[from … to)], missing ones left out.
+// Moments of values[order[from … to)] without missing values.
 inline Moments moments(const double* values, const int64_t* order, int64_t from, int64_t to) {
   Moments m;
   m.low = std::numeric_limits<double>::infinity(), m.high = -m.low;
@@ -50,7 +50,7 @@ inline double deviation(const double* values, const int64_t* order, int64_t from
   return std::sqrt(squares / static_cast<double>(std::max<int64_t>(m.n - ddof, 1)));
 }
 
-// Members' ranks in [0, 1], ties at the middle of their places.
+// Replaces members' values by their ranks in [0, 1]; tied values get their mean rank.
 inline void rank(double* values, const int64_t* order, int64_t from, int64_t to) {
   std::vector<double> old;
   for (int64_t k = from; k < to; ++k)
@@ -67,7 +67,7 @@ inline void rank(double* values, const int64_t* order, int64_t from, int64_t to)
 }
 
 struct Groups {
-  std::vector<int64_t> order, start;  // samples sorted by group; where each group starts, and the end
+  std::vector<int64_t> order, start;  // samples sorted by group; start of each group, then the end of the last
 };
 
 inline Groups groups_of(const int64_t* id, int64_t batch) {

@@ -1,9 +1,9 @@
-// Python bindings: pointers, sizes, dtype enums and a stream; no framework. The Python side checks and allocates.
+// Python bindings over pointers, sizes, dtype enums and a stream; no framework. The Python side checks and allocates.
 //
 // An op takes (library, …, stream): library 0 = CPU (stream = number of threads), 1 = CUDA (stream = cudaStream_t as an
-// integer). What stands between is read in order, each argument as the type of the field that receives it: a View is
-// None or (pointer, elements between samples, dtype enum), a pointer is an integer, 0 if absent.
-// Invariant: CPython's stable ABI alone is used, so that one binary serves every Python from 3.10.
+// integer). The arguments between them are read in order, each as the type of the field that receives it: a View is
+// None or (pointer, elements between samples, dtype enum); a pointer is an integer, 0 if absent.
+// Invariant: only CPython's stable ABI is used, so that one binary works with every Python from 3.10.
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 
@@ -16,7 +16,7 @@
 #include "cuda.h"
 #endif
 
-// Weak, so that a program without Python can load the module for the ops of torch_library.cpp.
+// Weak symbols, so that a program without Python can load the module for the ops of torch_library.cpp.
 #define PG_TEXT(text) #text
 #define PG_WEAK(name) _Pragma(PG_TEXT(weak name))
 // clang-format off
@@ -32,9 +32,9 @@ PG_WEAK(PyUnicode_AsUTF8AndSize) PG_WEAK(PyUnicode_FromString) PG_WEAK(_Py_Deall
 
 namespace {
 
-struct PythonError {};  // its text is in the interpreter
+struct PythonError {};  // the interpreter holds the exception
 
-// The arguments of a call, or the members of a tuple among them.
+// The arguments of a call, or the items of a tuple among them.
 class Arguments {
  public:
   Arguments(PyObject* const* given, Py_ssize_t size) : given_(given), size_(size) {}
@@ -99,7 +99,7 @@ class Arguments {
   Py_ssize_t size_, at_ = 0;
 };
 
-// Runs `body`; None, or the Python exception of what it throws.
+// Runs `body` and returns None, or sets the Python exception for what it throws and returns null.
 template <class Body>
 PyObject* guarded(Body body) {
   try {
@@ -127,9 +127,9 @@ struct WithoutGil {
 void set_threads(AffineParams& p, int64_t n) { p.threads = static_cast<int32_t>(n); }
 void set_threads(NormalParams& p, int64_t n) { p.threads = static_cast<int32_t>(n); }
 template <class Params>
-void set_threads(Params&, int64_t) {}  // the small ops run on one
+void set_threads(Params&, int64_t) {}  // the small ops run on one thread
 
-// The op whose arguments `read` puts into Params, by the library that is named first; the CPU runs without the GIL.
+// An op whose arguments `read` puts into Params; the first argument chooses CPU or CUDA. The CPU runs without the GIL.
 template <class Params, void (*read)(Arguments&, Params&), void (*cpu_launch)(const Params&, void*),
           const char* (*cuda_launch)(const Params&, void*)>
 PyObject* op(PyObject*, PyObject* const* given, Py_ssize_t size) {
@@ -151,10 +151,10 @@ PyObject* op(PyObject*, PyObject* const* given, Py_ssize_t size) {
   });
 }
 
-// Three members of a tuple of their own.
+// The guidance options, a nested tuple of three.
 void read_guidance(Arguments in, AffineParams& p) { in >> p.guidance >> p.from_cond >> p.rescale_dim; }
 
-// What the affine ops take first.
+// The leading arguments of all affine ops.
 Arguments& read_affine(Arguments& in, AffineParams& p) {
   in >> p.batch >> p.dim >> p.x >> p.v >> p.u;
   read_guidance(in.nested(), p);
@@ -194,7 +194,7 @@ PyObject* use_isa(PyObject*, PyObject* name) {
 #define PG_LAUNCHES(name) cpu::launch_##name, cuda::launch_##name
 constexpr char kCudaArchs[] = PG_CUDA;
 
-// The guided velocity in fp32 or, where there is a dv, its gradient in c and u.
+// The guided velocity in fp32 or, if dv is given, its gradients in c and u.
 void read_guide(Arguments& in, AffineParams& p) {
   in >> p.batch >> p.dim >> p.v >> p.u;
   read_guidance(in.nested(), p);

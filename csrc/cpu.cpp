@@ -1,7 +1,7 @@
-// CPU entry points: choice of the instruction set, scratch, and the tiny ops that need no vector code.
+// CPU entry points: choice of the instruction set, scratch memory, and the tiny ops that need no vector code.
 //
-// Invariant: a launch writes only to the pointers it is given, and a choice of instruction set or thread count never
-// changes what is summed with what.
+// Invariant: a launch writes only to the pointers it is given, and neither the instruction set nor the thread count
+// changes the order of a sum.
 #include "cpu.h"
 
 #include <cmath>
@@ -35,7 +35,7 @@ struct Choice {
   const CpuKernels* kernels;
 };
 
-// Every CPU with AVX2 also has F16C, which the kernels use; older compilers cannot ask for it by name.
+// The kernels also use F16C, which every CPU with AVX2 has; older compilers cannot test for it by name.
 bool find(const char* name, Choice& out) {
 #if defined(PG_X86)
   if (!std::strcmp(name, "avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -1,4 +1,4 @@
-// The CPU kernels of one instruction set, and the entry points that choose among them.
+// The CPU kernels of one instruction set, and the entry points that choose among the sets.
 #pragma once
 #include "params.h"
 

@@ -1,8 +1,8 @@
-// CPU kernels; this file is compiled once per instruction set (PG_ISA) and chosen at run time (cpu.cpp).
+// CPU kernels; this file is compiled once per instruction set (PG_ISA), one of which is chosen at run time (cpu.cpp).
 //
-// A sample is cut into tasks of 8 tiles; a tile is converted to fp32 in L1, mapped, rounded, and its squared
-// residuals are summed in 32 lanes. Invariant: the cut depends on D (and the last dimension, when a norm is restored)
-// only, so results depend neither on the batch nor on the number of threads.
+// A sample is split into tasks of 8 tiles; a tile is converted to fp32 in L1, mapped, rounded, and its squared
+// residuals are summed in 32 lanes. Invariant: the split depends only on D (and on the last dimension if a norm is
+// restored), so results depend neither on the batch nor on the number of threads.
 #include "cpu.h"
 #include "cpu_pass.h"
 #include "math.h"
@@ -16,7 +16,7 @@
 namespace prefgrpo {
 namespace PG_ISA {
 
-constexpr int64_t kWorthThreads = 65536;  // elements; below, waking threads costs more than they save
+constexpr int64_t kWorthThreads = 65536;  // elements; below this, waking threads costs more than it saves
 constexpr int kTile = 1024, kTilesPerTask = 8, kWide = 32;
 
 struct Buffers {
@@ -60,7 +60,7 @@ static const float* load(const View& t, int64_t i, int64_t start, int n, float* 
   return buffer;
 }
 
-// Where a result tile is written before `store`: the tensor itself if it is fp32.
+// The memory for a result tile before `store`: the tensor itself if it is fp32, else `buffer`.
 static float* place(const View& t, int64_t i, int64_t start, float* buffer) {
   return t.dtype == kF32 ? static_cast<float*>(t.data) + i * t.stride + start : buffer;
 }
@@ -79,7 +79,7 @@ static void store(const View& t, int64_t i, int64_t start, int n, float* y, bool
   }
 }
 
-// Noise of the counter blocks first … first + blocks − 1, 4 values each; writes up to kWide − 1 blocks more.
+// Noise of the counter blocks first … first + blocks − 1, 4 values each; writes up to kWide − 1 further blocks.
 static void normals(const NoiseAddress& a, int64_t i, int64_t first, int blocks, float* __restrict out) {
   const Keys keys = keys_of(a.seed);
   const uint32_t step = static_cast<uint32_t>(a.step[i]);
@@ -104,7 +104,7 @@ static const float* addressed(const NoiseAddress& a, int64_t i, int64_t start, i
   return buffer + skip;
 }
 
-// The velocity of the step in fp32: v, or the guided pair, its norm over the last dimension restored to ‖c‖.
+// The step's velocity in fp32: v, or the guided velocity, its norm over the last dimension restored to ‖c‖ if asked.
 static const float* velocity(const AffineParams& p, int64_t i, int64_t start, int n, Buffers& s) {
   const float* c = load(p.v, i, start, n, s.v);
   if (!p.u.data) return c;
@@ -125,7 +125,7 @@ static bool all_zero(const float* g, int n) {
   return true;
 }
 
-// dv → (dc, du) through the guidance, in place of `g` and into `du`; a row of the last dimension whose dv is 0 gets 0.
+// dv → (dc, du) through the guidance: dc overwrites dv in `g`; a row of the last dimension whose dv is 0 gets 0.
 static void guide_backward(const AffineParams& p, int64_t i, int64_t start, int n, float* g, float* du, Buffers& s) {
   const float to_c = p.from_cond ? 1.0f + p.guidance : p.guidance, to_u = p.from_cond ? -p.guidance : 1.0f - p.guidance;
   if (!p.rescale_dim) {
@@ -161,7 +161,7 @@ static Row row_of(const AffineParams& p, int64_t i) {
 
 static int tile_of(int64_t rescale_dim) { return rescale_dim ? static_cast<int>(kTile - kTile % rescale_dim) : kTile; }
 
-// [x][v][x'] over fp32 and bf16
+// indexed by the dtypes [x][v][x'], fp32 or bf16 each
 #define PG_PASSES(name)                                                 \
   {                                                                     \
     {{name<0, 0, 0>, name<0, 0, 1>}, {name<0, 1, 0>, name<0, 1, 1>}}, { \
@@ -272,7 +272,7 @@ static void grad_tile(const AffineParams& p, const Row& r, const GradScale& g, i
 }
 
 // ---------------------------------------------------------------- loops
-// Calls body(sample, start, n, task) for every tile; tasks are spread over the threads.
+// Calls body(sample, start, n, task, buffers) for every tile; tasks are distributed over the threads.
 template <class Body>
 static void for_tiles(int64_t batch, int64_t dim, int tile, int threads, Body body) {
   const int64_t span = static_cast<int64_t>(tile) * kTilesPerTask, per_sample = (dim + span - 1) / span;

@@ -1,7 +1,7 @@
-// Sums in lanes, and the affine map in one pass over fp32 and bf16 tensors without extras.
+// Lane-wise sums, and the affine map in one pass over fp32 and bf16 tensors for calls without options.
 //
-// Element k belongs to lane k mod 32; lanes are added as a tree. Invariant: a pass has the operations and sums of the
-// general tiles (cpu_kernels.cpp), hence the same bits; it only stages no tile in L1.
+// Element k belongs to lane k mod 32; lanes are added as a tree. Invariant: a pass does the operations and sums of the
+// general tiles (cpu_kernels.cpp), so it is bitwise equal to them; it just does not stage tiles in L1.
 #pragma once
 #include "math.h"
 #include "params.h"
@@ -57,7 +57,7 @@ PG_INLINE float put(void* p, int k, float y) {  // returns what is stored
   return from_bits(word);
 }
 
-// Calls body(k, lane) for k < n with k % kLanes == lane, in the order of `dot`.
+// Calls body(k, k % kLanes) for every k < n, in the order of `dot`.
 template <class Body>
 PG_INLINE void for_lanes(int n, Body body) {
   int k = 0;

@@ -1,7 +1,7 @@
-// The passes of cpu_pass.h where x, v and x' are all bf16, 32 elements at once.
+// The passes of cpu_pass.h for x, v and x' all in bf16, 32 elements at a time.
 //
-// Even and odd elements are the halves of 32-bit words, which spares the widening and narrowing shuffles. Invariant: a
-// lane sums the same elements in the same order as the template that is specialised here, so the bits are the same.
+// Even and odd elements are the halves of 32-bit words, which avoids widening and narrowing shuffles. Invariant: a lane
+// sums the same elements in the same order as the template that is specialised here, so results are bitwise equal.
 #pragma once
 #include <immintrin.h>
 

@@ -1,4 +1,4 @@
-// CUDA launches. Each returns nullptr, or the reason why it failed; none waits for the device.
+// CUDA launches. Each returns nullptr, or the reason why it failed; none synchronises with the device.
 #pragma once
 #include "params.h"
 

@@ -1,9 +1,9 @@
 // CUDA kernels of the affine step, its replay and their gradient.
 //
-// A block takes 1 to 8 tiles of 1024 elements of one sample, 8 neighbours per thread by 128-bit accesses; partial sums
-// go to fp64 scratch and the block that finishes last adds them in a fixed order. The usual pairs of dtypes without
-// extras have kernels of their own; <kAny, kAny> takes everything else. Invariant: the order of every sum depends on D
-// alone (no float atomics), and step and replay share it, so their log-probs are equal bit for bit.
+// A block handles 1 to 8 tiles (more in huge samples) of 1024 elements of one sample, 8 neighbours per thread with
+// 128-bit accesses; partial sums go to fp64 scratch, and the last block to finish adds them in a fixed order. The usual
+// pairs of dtypes have specialised kernels; <kAny, kAny> is for all others and for options. Invariant: the order of
+// every sum depends on D alone (no float atomics) and is the same in step and replay, so log-probs are bitwise equal.
 #include <initializer_list>
 
 #include "cuda_io.cuh"
@@ -16,8 +16,8 @@ constexpr int kThreads = 128, kWarps = kThreads / 32, kTile = kThreads * kVector
 
 enum Noise { kNone, kGiven, kAddressed };
 
-// How a launch is cut: elements per block and of a sample's last block, and from how many on a tile is whole (1024;
-// none is where a sample of some tensor starts off 16 bytes). With it the keys of the noise.
+// How a launch is split: elements per block, elements of a sample's last block, and the least number of remaining
+// elements for a whole tile (1024; no tile is whole if any tensor's samples are not 16-byte aligned). Also noise keys.
 struct Cut {
   int block, last, whole;
   Keys keys;
@@ -32,7 +32,7 @@ PG_DEVICE Tile first_tile(const Cut& cut) {
   return {0, left, left >= cut.whole};
 }
 
-// To the next tile; false after the block's last.
+// Advances to the next tile; false after the block's last.
 PG_DEVICE bool next(const Cut& cut, Tile& at) {
   at.from += kTile, at.left -= kTile, at.whole = at.left >= cut.whole;
   return at.left > 0;
@@ -54,7 +54,7 @@ PG_DEVICE void four(const Keys& keys, const Counter& c, uint32_t block, float* z
   z[0] = p.cos_part, z[1] = p.sin_part, z[2] = q.cos_part, z[3] = q.sin_part;
 }
 
-// Noise of a tile: two counter blocks; a third where `any_offset`, which need be no multiple of 4. 0 past the end.
+// Noise of a tile: two counter blocks per thread, a third if `any_offset` and 4 does not divide the offset; 0 past D.
 PG_DEVICE void addressed(const Cut& cut, const NoiseAddress& a, const Counter& c, const Tile& at, bool any_offset,
                          Values& e) {
   const uint32_t block = static_cast<uint32_t>((a.offset + block_start(cut)) >> 2) + (at.from / 4 + threadIdx.x * 2);
@@ -73,8 +73,8 @@ PG_DEVICE void addressed(const Cut& cut, const NoiseAddress& a, const Counter& c
   for (int j = 0; j < kVector; ++j) e[j] = j < n ? e[j] : 0.f;
 }
 
-// ---------------------------------------------------------------- what a sample and a tile are made of
-// The row of sample i; NaN where its index lies outside the table.
+// ---------------------------------------------------------------- per sample and per tile
+// The row of sample i; NaN if its index is outside the table.
 PG_DEVICE Row row_of(const AffineParams& p, int64_t i) {
   const int64_t k = p.index ? p.index[i] : i;
   if (k < 0 || k >= p.rows) {
@@ -90,8 +90,8 @@ PG_DEVICE double warp_sum(double x, int lanes = 32) {
   return x;
 }
 
-// What restores the norm of a row of the last dimension that `lanes` neighbouring threads share: ‖c‖/‖q‖, the factors
-// of q and c in the gradient, and whether any of its dv differs from 0 (else its gradient is 0, whatever c and u hold).
+// Factors that restore the norm of a row of the last dimension, shared by `lanes` neighbouring threads: ‖c‖/‖q‖, the
+// factors of q and c in the gradient, and whether its dv is not all 0 (else its gradient is 0, whatever c and u hold).
 struct Norm {
   float ratio, on_q, on_c;
   bool used;
@@ -118,7 +118,7 @@ PG_DEVICE Norm norm_of(const AffineParams& p, const Values& c, const Values& q, 
   return norm_of<kBackward>(cc, qq, gq, gg, static_cast<int>(p.rescale_dim) / kVector);
 }
 
-// From dv of the guided velocity (in d) to the gradients in c (in d) and in u.
+// Turns dv of the guided velocity (in d) into the gradients in c (in d) and in u (in du).
 PG_DEVICE void guide_back(const AffineParams& p, const Norm& n, float c, float q, float& d, float& du) {
   const float to_c = p.from_cond ? 1.0f + p.guidance : p.guidance, to_u = p.from_cond ? -p.guidance : 1.0f - p.guidance;
   const float dq = p.rescale_dim ? n.ratio * d - n.on_q * q : d;
@@ -126,7 +126,7 @@ PG_DEVICE void guide_back(const AffineParams& p, const Norm& n, float c, float q
   d = !n.used ? 0.f : p.rescale_dim ? to_c * dq + n.on_c * c : to_c * dq;
 }
 
-// The velocity, guided if there is a pair.
+// The velocity, after guidance if there is a pair.
 template <int kType>
 PG_DEVICE Values velocity(const AffineParams& p, const Stream<kType>& v, const Stream<kAny>& u) {
   const Values c = v.values();
@@ -139,7 +139,7 @@ PG_DEVICE Values velocity(const AffineParams& p, const Stream<kType>& v, const S
   return q;
 }
 
-// Adds this block's sums in a fixed order; in the sample's last block, true in thread 0 with the totals.
+// Adds this block's sums in a fixed order. True only in thread 0 of the sample's last block, where `sums` are totals.
 template <int kPlanes>
 PG_DEVICE bool reduce(const AffineParams& p, double (&sums)[kPlanes]) {
   __shared__ double warps[kPlanes][kWarps];
@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(kThreads, kVelocity == kAny ? 5 : 9)
     if (kMore && p.g_guard) old_.fetch(at);
     if (first) {
       r = row_of(p, i);
-      if (threadIdx.x == 0)  // divisions in fp64, once
+      if (threadIdx.x == 0)  // fp64 divisions, once per block
         scale = grad_scale(r, p.dim, p.g_logp ? p.g_logp[i] : 0.f, kMore && p.g_kl ? p.g_kl[i] : 0.f,
                            kMore && p.g_guard ? p.g_guard[i] : 0.f);
       __syncthreads();
@@ -328,7 +328,7 @@ __global__ void __launch_bounds__(kThreads, 9)
   } while (next(cut, at));
 }
 
-// Guidance with the norm restored where a row does not fit whole threads of a warp: one warp per row.
+// Guidance with the norm restored, for rows that the affine kernels cannot handle (`fuses_norm`): one warp per row.
 template <bool kBackward>
 __global__ void __launch_bounds__(kThreads) guide_kernel(const __grid_constant__ AffineParams p, const int64_t rows) {
   begin();
@@ -364,7 +364,7 @@ bool aligned(std::initializer_list<View> views) {
   return true;
 }
 
-// More tiles per block for larger samples: 4 of FLUX 512² fill 132 multiprocessors, and video wastes nothing on sums.
+// More tiles per block for larger samples: 4 of FLUX 512² fill 132 multiprocessors, and video wastes no time on sums.
 // A sample has at most 2^15 blocks.
 int tiles_of(int64_t dim) {
   const int64_t few = dim >> 17 < 1 ? 1 : dim >> 17 > 8 ? 8 : dim >> 17, many = dim >> 25;
@@ -388,7 +388,7 @@ struct Types {
   static constexpr int kLatent = kLatentType, kVelocity = kVelocityType;
 };
 
-// Calls `with` the Types of a launch: x and x' alike and a usual v, without `more`; else whatever there is.
+// Calls `with` the Types of a launch: kAny if `more` is true, x and x' differ in dtype, or v's dtype is unusual.
 template <class With>
 const char* by_types(const AffineParams& p, bool more, With with) {
   if (!more && p.x.dtype == p.out.dtype) switch (3 * p.x.dtype + p.v.dtype) {

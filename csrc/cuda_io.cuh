@@ -1,8 +1,8 @@
-// Loads and stores of 8 neighbours on the device: raw words first, so that all loads are under way before one is used.
+// Device loads and stores of 8 neighbours: raw words first, so that all loads are in flight before one is used.
 //
-// A dtype is a template argument, or kAny where only the launch knows it. A tile that is whole and aligned moves 128
-// bits at a time; tails and odd addresses fill and empty the same words element by element, so the arithmetic in
-// between exists once. Invariant: a value becomes fp32 exactly, and is rounded to nearest even.
+// A dtype is a template argument, or kAny if only the launch knows it. A whole, aligned tile moves 128 bits at a time;
+// tails and unaligned addresses fill and empty the same words element by element, so the arithmetic in between exists
+// once. Invariant: the conversion to fp32 is exact, and stores round to nearest even.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -22,13 +22,13 @@ struct Raw {
   uint32_t w[kVector];  // 16-bit elements fill the first four
 };
 
-// A tile of 1024 elements, 8 neighbours to a thread. Whole: all lie inside the sample, and every tensor of the launch
-// starts on 16 bytes; the same for the whole block.
+// A tile of 1024 elements, 8 neighbours per thread. Whole: all lie inside the sample, and every tensor of the launch is
+// 16-byte aligned; the value is the same for all threads of the block.
 struct Tile {
-  int from, left;  // elements of the block before it, and from it on
+  int from, left;  // elements of the block before this tile, and from its start on
   bool whole;
 
-  // How many of this thread's 8 lie inside the sample.
+  // How many of this thread's 8 elements lie inside the sample.
   PG_DEVICE int count() const {
     const int n = left - static_cast<int>(threadIdx.x) * kVector;
     return n < 0 ? 0 : n < kVector ? n : kVector;
@@ -41,7 +41,7 @@ struct Values {
   PG_DEVICE float operator[](int j) const { return v[j]; }
 };
 
-// One tensor as a thread of the kernel sees it; `raw` is the tile that was fetched or stored last.
+// A thread's view of one tensor; `raw` is the tile that was last fetched or stored.
 template <int kType>
 struct Stream {
   const View& t;
@@ -90,7 +90,7 @@ struct Stream {
     return y;
   }
 
-  // __stwb is an ordinary store that the compiler does not cut into the tail's narrow ones.
+  // __stwb is an ordinary store that the compiler does not split into the narrow stores of the tail.
   PG_DEVICE void store(const Tile& at, const Values& y) {
     char* q = p + at.from * size();
     const bool full = f32(), brain = bf16();

@@ -1,8 +1,8 @@
 // How every kernel is launched and begins.
 //
-// From sm_90 on a launch may start while the one before it in the stream ends (programmatic dependent launch): the
-// replay's three launches then follow each other without a gap. Not under graph capture, where older drivers refuse it.
-// Invariant: a kernel calls `begin` before it touches memory, which waits until everything before it in the stream is
+// From sm_90 on, a launch may start while the previous one in the stream finishes (programmatic dependent launch): the
+// replay's three launches then follow each other without a gap. Not under graph capture, where older drivers reject it.
+// Invariant: before it touches memory, a kernel calls `begin`, which waits until everything before it in the stream is
 // done and visible.
 #pragma once
 #include <cuda_runtime.h>

@@ -1,9 +1,9 @@
-// CUDA kernels of the small ops: policy loss, group advantages, win rates. One block each (of the loss: per column), so
-// one launch and no sync.
+// CUDA kernels of the small ops: policy loss (one block per column), group advantages and win rates (one block each).
+// Each is one launch without a sync.
 //
-// Statistics are fp64 and two-pass, a group's members in the order of their index, as on the CPU; ids in ascending
-// order (which a large batch is given) make them neighbours. Invariant: every sum has a fixed order; a missing value
-// (NaN) or a masked sample enters none.
+// Statistics are fp64 and two-pass, over a group's members in index order, as on the CPU; members are neighbours if ids
+// ascend (large batches are sorted first). Invariant: every sum has a fixed order; a missing value (NaN) or a masked
+// sample enters none.
 #include "cuda_launch.cuh"
 #include "math.h"
 
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 512;
 
-// Σ over the block in a fixed order, known to every thread.
+// Σ over the block in a fixed order, returned to every thread.
 __device__ double block_sum(double x) {
   __shared__ double part[kThreads / 32];
 #pragma unroll
@@ -25,7 +25,7 @@ __device__ double block_sum(double x) {
   return sum;
 }
 
-// NaN wins over any number.
+// The minimum; NaN if either is NaN.
 __device__ __forceinline__ float lesser(float a, float b) { return isnan(a) || a <= b ? a : b; }
 
 __device__ float block_min(float x) {
@@ -76,13 +76,13 @@ __device__ double read(const void* data, int32_t dtype, int64_t at) {
   return dtype == kF64 ? static_cast<const double*>(data)[at] : static_cast<const float*>(data)[at];
 }
 
-// Which samples form the group of sample i: by id, or `size` neighbours (id null), or everyone (size 0).
+// Which samples form the group of sample i: those of its id or, if id is null, `size` neighbours, or all (size 0).
 struct Members {
   const int64_t* id;
-  bool sorted;  // a group's ids are neighbours
+  bool sorted;  // ids ascend, so a group's members are neighbours
   int64_t size, batch;
 
-  // The first sample whose id is at least, or more than, i's.
+  // The first sample whose id is at least i's (if `more`: greater than i's).
   __device__ int64_t bound(int64_t i, bool more) const {
     int64_t low = 0, high = batch;
     while (low < high) {
@@ -118,7 +118,7 @@ __device__ Stats stats_of(const double* v, const Members& m, int64_t i, int ddof
   return {mean, sqrt(squares / fmax(n - ddof, 1.0)), high > low};
 }
 
-// The rank of v[i] in its group, in [0, 1], ties at the middle of their places.
+// The rank of v[i] within its group, scaled to [0, 1]; tied values get their mean rank.
 __device__ double rank_of(const double* v, const Members& m, int64_t i) {
   double n = 0, below = 0, equal = 0;
   for (int64_t j = m.from(i), to = m.to(i); j < to; ++j) {
@@ -128,8 +128,8 @@ __device__ double rank_of(const double* v, const Members& m, int64_t i) {
   return isnan(v[i]) ? v[i] : (below + 0.5 * (equal - 1)) / fmax(n - 1, 1.0);
 }
 
-// out += weight · normalised(v); `scratch` [3, B] receives ranks, and with sorted ids each group's mean and deviation
-// (−1: its values are equal) at its first member, so that no one adds up a group twice.
+// out += weight · normalised(v). `scratch` [3, B] holds ranks and, with sorted ids, each group's mean and deviation
+// (−1: its values are equal) at its first member, so that each group is summed only once.
 __device__ void normalise(const double* v, const Members& m, int std_mode, double eps, int ddof, bool rank,
                           double weight, double* scratch, float* out) {
   if (rank) {

@@ -1,9 +1,9 @@
-// The mathematics that every compiled backend shares, one sample or one element at a time.
+// The arithmetic shared by all compiled backends, for one sample or one element at a time.
 //
 //   x' = a·x + b·v + s·ε      logp = w · mean_D (x' − a·x − b·v)² + c
 //
-// Invariant: no expression here may be contracted (-ffp-contract=off, -fmad=false); where a fused multiply-add is
-// wanted it is written as fma_(). So CPU and GPU, vector and scalar code round alike.
+// Invariant: no expression here may be contracted (-ffp-contract=off, -fmad=false); an intended fused multiply-add is
+// written as fma_(). CPU and GPU, vector and scalar code therefore round alike.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -62,8 +62,8 @@ PG_INLINE float guide(float c, float u, float g, bool from_cond) {
   return (from_cond ? c : u) + step;
 }
 
-// What one sample's gradients ∂/∂logp, ∂/∂kl, ∂/∂guard become in front of the three residuals of dv. A part whose
-// factor is 0 adds exactly 0: `scaled`, since its residual may be NaN or infinite.
+// Factors of the three residuals in one sample's dv, from its gradients ∂/∂logp, ∂/∂kl, ∂/∂guard. `scaled` multiplies:
+// a term whose factor is 0 adds exactly 0, even if its residual is NaN or infinite.
 struct GradScale {
   float logp, kl, guard;
 };
@@ -80,7 +80,7 @@ PG_INLINE GradScale grad_scale(const Row& r, int64_t dim, float g_logp, float g_
 PG_INLINE float scaled(float factor, float residual) { return factor == 0.f ? 0.f : factor * residual; }
 
 PG_INLINE float finish_logp(const Row& r, double sum, int64_t dim) {
-  if (r.w == 0.0f) return r.c;  // a step without log-prob, whatever x holds
+  if (r.w == 0.0f) return r.c;  // a step without a log-prob, whatever x holds
   const float mean = static_cast<float>(sum / static_cast<double>(dim));
   return r.w * mean + r.c;
 }
@@ -120,7 +120,7 @@ struct Product {
 };
 
 PG_INLINE Product product(uint32_t a, uint32_t b) {
-#if defined(__CUDA_ARCH__)  // written as 64 bits, the compiler adds the constant's upper half, which is 0
+#if defined(__CUDA_ARCH__)  // from 64-bit C++ the compiler also multiplies the constant's upper half, which is 0
   Product p;
   asm("{.reg .u64 t; mul.wide.u32 t, %2, %3; mov.b64 {%0, %1}, t;}" : "=r"(p.low), "=r"(p.high) : "r"(a), "r"(b));
   return p;
@@ -144,10 +144,10 @@ PG_INLINE Words philox(Words c, const Keys& keys) {
   return c;
 }
 
-// Word → uniform ((w >> 9) + ½)·2⁻²³: exact in fp32, never 0 or 1; by the bits of 1 + (w >> 9)·2⁻²³.
+// Word → uniform ((w >> 9) + ½)·2⁻²³: exact in fp32, never 0 or 1; built from the bits of 1 + (w >> 9)·2⁻²³.
 PG_INLINE float uniform(uint32_t w) { return from_bits((w >> 9) + 0x3f800000u) - (1.0f - 0x1p-24f); }
 
-// −2 ln u for u in (0, 1), about 1 ulp: Cephes' logf, every constant times −2, which changes no rounding.
+// −2 ln u for u in (0, 1), to about 1 ulp: Cephes' logf with every constant times −2, which changes no rounding.
 PG_INLINE float minus_two_ln(float u) {
   const uint32_t exponent = (bits(u) - 0x3f3504f3u) & 0xff800000u;  // such that the mantissa lies in [√½, √2)
   const float z = from_bits(bits(u) - exponent) - 1.0f;
@@ -166,7 +166,7 @@ PG_INLINE float minus_two_ln(float u) {
   return fma_(k, -2 * 0.693359375f * 0x1p-23f, fma_(z, -2.0f, y));
 }
 
-// √x, rounded to nearest, of a normal number: on the GPU the steps that the compiler takes after its range check.
+// √x of a normal number, rounded to nearest; on the GPU, the steps that the compiler emits after its range check.
 PG_INLINE float root(float x) {
 #if defined(__CUDA_ARCH__)
   float r;
@@ -185,7 +185,7 @@ struct Pair {
 // Box-Muller on two words: √(−2 ln u₀)·(cos, sin)(2π u₁), the angle reduced exactly in turns.
 PG_INLINE Pair normal_pair(uint32_t w0, uint32_t w1) {
   const float radius = root(minus_two_ln(uniform(w0)));
-  const float t = uniform(w1), shifted = fma_(t, 4.0f, 0x1.8p23f);  // the nearest quadrant in the lowest bits
+  const float t = uniform(w1), shifted = fma_(t, 4.0f, 0x1.8p23f);  // the lowest bits hold the nearest quadrant
   const uint32_t quadrant = bits(shifted);
   const float x = fma_(shifted - 0x1.8p23f, -0.25f, t) * 6.283185307179586f;
   const float z = x * x;
@@ -195,7 +195,7 @@ PG_INLINE Pair normal_pair(uint32_t w0, uint32_t w1) {
   float c = fma_(2.443315711809948e-5f, z, -1.388731625493765e-3f);
   c = fma_(c, z, 4.166664568298827e-2f);
   c = fma_(c * z, z, fma_(z, -0.5f, 1.0f));
-  const bool odd = quadrant & 0x80000001u;  // bit 31 is 0, and two bits make one instruction on the GPU
+  const bool odd = quadrant & 0x80000001u;  // bit 31 is 0; testing both bits is one instruction on the GPU
   const uint32_t flip_sin = quadrant << 30 & 0x80000000u, flip_cos = ((quadrant << 30) + 0x40000000u) & 0x80000000u;
   const uint32_t cos_bits = bits(odd ? s : c) ^ flip_cos, sin_bits = bits(odd ? c : s) ^ flip_sin;
   return {radius * from_bits(cos_bits), radius * from_bits(sin_bits)};
@@ -225,7 +225,7 @@ PG_INLINE float half_to_float(uint16_t h) {  // normal numbers by scaling, subno
 #endif
 }
 
-PG_INLINE uint16_t float_to_half(float x) {  // to nearest even, by adding a number that pushes out the low bits
+PG_INLINE uint16_t float_to_half(float x) {  // to nearest even, by adding a number that shifts out the low bits
   const uint32_t w = bits(x), two = w + w;
   const float scaled = from_bits(w & 0x7fffffffu) * 0x1p+112f * 0x1p-110f;
   const uint32_t top = two & 0xFF000000u;
@@ -235,7 +235,7 @@ PG_INLINE uint16_t float_to_half(float x) {  // to nearest even, by adding a num
   return static_cast<uint16_t>((w >> 16 & 0x8000u) | (two > 0xFF000000u ? 0x7E00u : magnitude));
 }
 
-// Two at once, `low` in the low half; the hardware differs in the bits of a NaN alone.
+// Converts two values, `low` into the low half; the hardware instruction differs only in the bits of a NaN.
 PG_INLINE uint32_t pack_bf16(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   uint32_t w;
@@ -262,7 +262,7 @@ struct PolicyTerm {
   bool above, below;
 };
 
-// max(−A r, −A clip(r)) with r = exp(delta); NaN in anything reaches the loss.
+// max(−A r, −A clip(r)) with r = exp(delta); a NaN in any input reaches the loss.
 PG_INLINE PolicyTerm policy_term(float delta, float adv, float adv_clip, float low, float high, float weight) {
   const float limit = adv > adv_clip ? adv_clip : adv < -adv_clip ? -adv_clip : adv;
   const float ratio = expf(delta);

@@ -1,7 +1,7 @@
-// What the kernels take: raw pointers, sizes, dtype enums. No framework, no ownership.
+// Kernel parameters: raw pointers, sizes and dtype enums. No framework, no ownership.
 //
 // Each op is `launch_x(const XParams&, stream)`, once for the CPU (stream unused) and once for CUDA.
-// Invariant: a sample's result depends on that sample and D alone; a null pointer leaves a part out.
+// Invariant: a sample's result depends on that sample and D alone; null pointers mark absent inputs and results.
 #pragma once
 #include <cstdint>
 
@@ -23,8 +23,8 @@ struct NoiseAddress {
   int64_t offset = 0;
 };
 
-// The velocity of a step: v alone, or guidance over the pair (v = cond, u). CUDA restores norms in launches of their
-// own: guide (out = v in fp32) before, guide_grad (from eps = dv in fp32 to dv, du) after.
+// The velocity of a step: v alone, or guidance over the pair (v = cond, u). A norm that the CUDA kernels do not restore
+// themselves gets separate launches: guide (out = v in fp32) before, guide_grad (eps = dv in fp32 → dv, du) after.
 struct AffineParams {
   int64_t batch = 0, dim = 0;
   View x, v, u;
@@ -72,7 +72,7 @@ struct AdvantageParams {
   const void* values = nullptr;
   int32_t dtype = kF64;
   const int64_t* group = nullptr;   // [B]
-  int32_t sorted = 0;               // CUDA: whether equal groups are neighbours, in ascending order
+  int32_t sorted = 0;               // CUDA: whether group ids ascend, so that members are neighbours
   const double* weights = nullptr;  // [R]
   int32_t combine = 0, std_mode = 0, ddof = 0, rank = 0;
   double eps = 0;

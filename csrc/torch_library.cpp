@@ -1,8 +1,8 @@
 // torch.ops.prefgrpo.* for programs without Python, such as one that runs an AOTInductor package: they load this module
-// after libtorch and find every op, served by the CPU kernels. Where Python runs, prefgrpo.ops registers the same
-// names. Torch is reached through its stable C interface (torch/csrc/stable/c/shim.h) alone, declared here and weak, so
-// that one binary, built without torch, serves every torch from 2.11. Invariant: schemas and results are those of
-// prefgrpo/ops/library.py; what the kernels do not take is an error.
+// after libtorch and get every op on the CPU kernels. In a Python process, prefgrpo.ops registers the same names.
+// Torch is called only through its stable C interface (torch/csrc/stable/c/shim.h), declared here as weak symbols, so
+// that one binary, built without torch, works with every torch from 2.11. Invariant: schemas and results are those of
+// prefgrpo/ops/library.py; inputs that the kernels do not support are errors.
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -68,14 +68,14 @@ int32_t torch_dtype(int32_t type) {
                                       aoti_torch_dtype_float64}[type]();
 }
 
-// One of the dtypes of latents.
+// The DType of a latent tensor's torch dtype; throws for any other dtype.
 int32_t latent_dtype(int32_t type) {
   for (const int32_t known : {kF32, kBF16, kF16})
     if (type == torch_dtype(known)) return known;
   throw std::invalid_argument("prefgrpo: expected fp32, bf16 or fp16; without Python the ops take no other dtype");
 }
 
-// A tensor that this object owns, or none.
+// An owned tensor, or none.
 class Tensor {
  public:
   Tensor() = default;
@@ -103,7 +103,7 @@ class Tensor {
   }
   View view() const { return handle_ ? View{data<void>(), strides()[0], latent_dtype(dtype())} : View(); }
 
-  // Contiguous, but for the first dimension if `packed`.
+  // Whether it is contiguous; if `packed`, the first dimension may have any stride.
   bool dense(bool packed) const {
     const std::vector<int64_t> n = sizes(), stride = strides();
     int64_t expected = 1;
@@ -138,7 +138,7 @@ struct Maybe : Tensor {  // an optional argument
 };
 using Results = std::vector<Tensor>;
 
-// What a launch reads; copies live until the launch is over.
+// The inputs of a launch; copies stay alive until it is done.
 class Reads {
  public:
   View operator()(const Tensor& t) { return t ? kept(t, t.dtype(), true).view() : View(); }
@@ -308,7 +308,7 @@ Results winrate_advantage(const Tensor& wins, const Tensor& counts, const std::s
   return all(rate, out);
 }
 
-// An argument from the 64 bits in which torch passes it; what they point to is then ours.
+// Converts an argument from the 64 bits in which torch passes it; takes ownership of what they point to.
 template <class T>
 T read(uint64_t bits) {
   if constexpr (std::is_same_v<T, Tensor>) {
@@ -382,10 +382,10 @@ const struct {
      Boxed<winrate_advantage>::call},
 };
 
-// When the module is loaded: by an interpreter, nothing; else the ops are made known to the libtorch that is there.
+// Runs when the module is loaded: does nothing in a Python process or without libtorch; else registers the ops.
 __attribute__((constructor)) void register_ops() {
   if ((Py_IsInitialized && Py_IsInitialized()) || !torch_library_impl) return;
-  TorchLibraryOpaque *names = nullptr, *kernels = nullptr;  // never freed, as that would take the ops back
+  TorchLibraryOpaque *names = nullptr, *kernels = nullptr;  // never freed: that would unregister the ops
   int32_t error = aoti_torch_library_init_def("prefgrpo", __FILE__, __LINE__, &names) |
                   aoti_torch_library_init_impl("prefgrpo", "CPU", __FILE__, __LINE__, &kernels);
   for (const auto& op : kOps) {

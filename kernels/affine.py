@@ -1,9 +1,9 @@
-"""The affine step, its replay and its gradient in Triton; twins of csrc/cuda_affine.cu.
+"""The affine step, its replay and its gradient in Triton; counterparts of csrc/cuda_affine.cu.
 
     x' = a·x + b·v + s·ε      logp = w · mean_D (x' − a·x − b·v)² + c
 
-One program takes BLOCK elements of one sample; partial sums are added by a second kernel in a fixed order. Invariant:
-16-bit values become fp32 right after the load and are rounded by `save` alone, on the device as in the interpreter.
+One program handles BLOCK elements of one sample; a second kernel adds the partial sums in a fixed order. Invariant:
+16-bit values are converted to fp32 right after the load and rounded only by `save`, on a GPU and in the interpreter.
 """
 
 import triton
@@ -11,12 +11,12 @@ import triton.language as tl
 
 from prefgrpo.kernels.noise import addressed
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # whose own conversion to bf16 truncates
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # its own conversion to bf16 truncates
 
 
 @triton.jit
 def save(ptr, y, mask):
-    """Store fp32 `y` in the dtype of `ptr`, to nearest even (NaN stays); fp32 of what is stored."""
+    """Store fp32 `y` in the dtype of `ptr`, rounded to nearest even (NaN stays); returns the stored value in fp32."""
     if ptr.dtype.element_ty == tl.bfloat16 and INTERPRETED:
         u = y.to(tl.uint32, bitcast=True)
         word = (u + 0x7FFF + ((u >> 16) & 1)) >> 16
@@ -31,8 +31,8 @@ def save(ptr, y, mask):
 
 @triton.jit
 def read(ptr, mask):
-    """fp32 of whatever dtype."""
-    if ptr.dtype.element_ty == tl.bfloat16:  # by its bits: shorter when compiled, right when interpreted
+    """Load any dtype as fp32."""
+    if ptr.dtype.element_ty == tl.bfloat16:  # by its bits: shorter code when compiled, correct when interpreted
         word = tl.load(ptr, mask=mask, other=0.0).to(tl.uint16, bitcast=True)
         return (word.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -41,7 +41,7 @@ def read(ptr, mask):
 
 @triton.jit
 def coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX: tl.constexpr):
-    """(row, a, b, s, w, c) of sample i; NaN where its index lies outside the table."""
+    """(row, ok, a, b, s, w, c) of sample i; if its index is outside the table, ok is False and a … c are NaN."""
     if HAS_INDEX:
         row = tl.load(index_ptr + i)
     else:
@@ -58,7 +58,7 @@ def coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX: tl.constexpr):
 
 @triton.jit
 def velocity(v_ptr, u_ptr, v_at, u_at, mask, scale, PAIR: tl.constexpr, FROM_COND: tl.constexpr):
-    """v, or the guided pair."""
+    """v, or for a guidance pair the guided velocity."""
     v = read(v_ptr + v_at, mask)
     if PAIR:
         u = read(u_ptr + u_at, mask)
@@ -78,7 +78,7 @@ def step_kernel(
     NOISE: tl.constexpr, ALIGNED: tl.constexpr, HAS_INDEX: tl.constexpr, PAIR: tl.constexpr, FROM_COND: tl.constexpr,
     MEAN: tl.constexpr, X0: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """NOISE: 0 none, 1 given, 2 addressed."""
+    """One affine step. NOISE: 0 none, 1 given, 2 addressed."""
     chunks = tl.cdiv(dim, BLOCK)
     pid = tl.program_id(0).to(tl.int64)
     i, start = pid // chunks, (pid % chunks) * BLOCK
@@ -135,7 +135,7 @@ def logp_kernel(
 
 @triton.jit
 def total(partial_ptr, i, chunks, BLOCK: tl.constexpr):
-    """Sum of a sample's partial sums in fp64."""
+    """Total of a sample's partial sums in fp64."""
     acc = tl.zeros((BLOCK,), tl.float64)
     for at in range(0, chunks, BLOCK):
         k = at + tl.arange(0, BLOCK)
@@ -148,7 +148,7 @@ def finish_kernel(
     partial_ptr, coef_ptr, index_ptr, logp_ptr, kl_ptr, guard_ptr, dim, chunks, rows, plane,
     HAS_INDEX: tl.constexpr, KL: tl.constexpr, GUARD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """logp, KL and Guard log-ratio of one sample from its partial sums."""
+    """Compute one sample's logp, KL and Guard log-ratio from its partial sums."""
     i = tl.program_id(0).to(tl.int64)
     row, ok, a, b, s, w, c = coefficients(coef_ptr, index_ptr, i, rows, HAS_INDEX)
     mean = (total(partial_ptr, i, chunks, BLOCK) / dim).to(tl.float32)
@@ -209,7 +209,7 @@ def guide_kernel(
     c_ptr, u_ptr, g_ptr, out_ptr, du_ptr, dim, rows, total_rows, length, c_stride, u_stride, scale, to_c, to_u,
     FROM_COND: tl.constexpr, BACKWARD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The guided velocity with its norm over the last dimension restored to ‖c‖, or its gradient from g = dv."""
+    """The guided velocity, its norm over the last dimension restored to ‖c‖; BACKWARD: gradients dc, du from g = dv."""
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     i = r // rows
     k = (r % rows * length)[:, None] + tl.arange(0, BLOCK)[None, :]

@@ -1,7 +1,7 @@
-"""Addressed noise in Triton: Philox4x32-10, and the same map to N(0, 1) as csrc/math.h, operation by operation.
+"""Addressed noise in Triton: Philox4x32-10 and, operation by operation, the map to N(0, 1) of csrc/math.h.
 
-Invariant: launches use enable_fp_fusion=False and every fused multiply-add is written out, so a GPU gives the bits of
-the C++ kernels; the interpreter rounds fma twice and stays within 1e-6.
+Invariant: launches use enable_fp_fusion=False and every fused multiply-add is explicit, so a GPU is bitwise equal to
+the C++ kernels; the interpreter rounds an fma twice and stays within 1e-6 of them.
 """
 
 import triton
@@ -10,13 +10,13 @@ import triton.language as tl
 
 @triton.jit
 def uniform(word):
-    """((w >> 9) + ½)·2⁻²³, by the bits of 1 + (w >> 9)·2⁻²³."""
+    """((w >> 9) + ½)·2⁻²³, built from the bits of 1 + (w >> 9)·2⁻²³."""
     return ((word >> 9) + 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
 
 
 @triton.jit
 def minus_two_ln(u):
-    """−2 ln u for u in (0, 1) (Cephes' logf, every constant times −2)."""
+    """−2 ln u for u in (0, 1): Cephes' logf with every constant multiplied by −2."""
     word = u.to(tl.int32, bitcast=True)
     exponent = (word - 0x3F3504F3) & -0x800000
     k = exponent.to(tl.float32)  # times 2²³
@@ -62,7 +62,7 @@ def normal_pair(w0, w1):
 
 @triton.jit
 def four_normals(block, step, sample, seed_low, seed_high):
-    """The four numbers of each counter block; block int64, step and sample int64 scalars."""
+    """The four normal numbers of each counter block; block int64 [n], step and sample int64 scalars."""
     c0 = (block & 0xFFFFFFFF).to(tl.uint32)
     zero = tl.zeros_like(c0)
     c1 = zero + (step & 0xFFFFFFFF).to(tl.uint32)
@@ -77,7 +77,7 @@ def four_normals(block, step, sample, seed_low, seed_high):
 
 @triton.jit
 def addressed(start, offset, step, sample, seed_low, seed_high, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Noise of elements start … start + BLOCK − 1 of a sample; ALIGNED: offset is a multiple of 4 (as `start` is)."""
+    """Noise of elements start … start + BLOCK − 1 of a sample; ALIGNED: offset, like `start`, is a multiple of 4."""
     first = start.to(tl.int64) + offset
     if ALIGNED:
         block = first // 4 + tl.arange(0, BLOCK // 4).to(tl.int64)

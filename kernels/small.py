@@ -1,4 +1,4 @@
-"""Policy loss and group-wise normalisation in Triton; twins of csrc/cuda_small.cu.
+"""Policy loss and group-wise normalisation in Triton; counterparts of csrc/cuda_small.cu.
 
 Statistics are fp64 and two-pass. Invariant: a masked sample or a missing value (NaN) enters no sum, and a constant
 group gives exactly 0.
@@ -15,7 +15,7 @@ def policy_kernel(
     WEIGHT: tl.constexpr, MASK: tl.constexpr, KL: tl.constexpr, RATIO: tl.constexpr, FIXED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A column of the batch [B, T] per program: loss, 8 metrics, d loss/d log-ratio, d loss/d kl."""
+    """Loss, 8 metrics, d loss/d log-ratio and d loss/d kl; each program handles one column of the batch [B, T]."""
     column = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     inside = i < batch
@@ -70,7 +70,7 @@ def policy_kernel(
 
 @triton.jit
 def span(span_ptr, batch, SORTED: tl.constexpr):
-    """Where this program's groups begin and end: `span_ptr` [2, programs] with sorted ids, else among everyone."""
+    """(start, end) of the samples to search for this program's groups: `span_ptr` [2, programs] if sorted, else all."""
     if SORTED:
         at = span_ptr + tl.program_id(0)
         return tl.load(at), tl.load(at + tl.num_programs(0))
@@ -80,7 +80,7 @@ def span(span_ptr, batch, SORTED: tl.constexpr):
 
 @triton.jit
 def moments(v_ptr, id_ptr, own, start, end, ddof, ALL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """(mean, deviation, whether values differ) [ROWS] over the members of the groups `own`, or over everyone."""
+    """(mean, standard deviation, whether values differ) [ROWS] over the members of the groups `own`, or over all."""
     n = tl.zeros((ROWS,), tl.float64)
     sums = tl.zeros((ROWS,), tl.float64)
     low = tl.full((ROWS,), float("inf"), tl.float64)
@@ -136,7 +136,7 @@ def normalise_kernel(
 
 @triton.jit
 def rank_kernel(v_ptr, id_ptr, span_ptr, out_ptr, batch, SORTED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rank in the group, in [0, 1], ties at the middle of their places; NaN stays NaN."""
+    """Rank within the group, scaled to [0, 1]; tied values get their mean rank, and NaN stays NaN."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = i < batch
     own = tl.load(id_ptr + i, mask=inside, other=0)

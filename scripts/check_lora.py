@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Does stock diffusers render what the trainer rendered? Reads a run folder; needs no prefgrpo.
+"""Check that stock diffusers reproduces the trainer's images. Reads a run folder; does not need prefgrpo.
 
     python scripts/check_lora.py runs/demo
 
-Loads the run's base model with its stock pipeline, puts RUN/lora on it with `load_lora_weights` (after full
-fine-tuning: loads RUN/pipeline), and renders the prompts of RUN/proof.safetensors from the initial latents, and of
-edits the source images, kept there. Prints the largest difference to the trainer's own images, in [0, 1]. A model
-given by a relative folder is looked for from where you are. Exit code: 0 up to --tolerance, 1 above it, 2 if it
-cannot run. A bf16 run allows 0.05: tiny models of seven families were off by .006 to .035 after 6 steps, because the
-stock pipeline rounds in another order. How far the base model without the LoRA is off is then printed beside it.
+Loads the run's base model with its stock pipeline, adds RUN/lora with `load_lora_weights` (after full fine-tuning it
+loads RUN/pipeline instead), and generates the prompts of RUN/proof.safetensors from the initial latents (and, for
+edits, the source images) stored there. Prints the largest difference from the trainer's images, in [0, 1]. A relative
+model path is resolved from the working directory. Exit code: 0 up to --tolerance, 1 above it, 2 if the check cannot
+run. The tolerance of bf16 runs is 0.05: tiny models of seven families differed by .006 to .035 after 6 steps, because
+the stock pipeline rounds in a different order. The difference without the LoRA is then printed for comparison.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from PIL import Image
 from safetensors import safe_open
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.05}
-"""Largest difference allowed, by the run's dtype."""
+"""Largest allowed difference, by the run's dtype."""
 
 
 def read_proof(file: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
@@ -41,7 +41,7 @@ def dtype_of(run: Path) -> str:
 
 
 def load(run: Path, facts: dict[str, str], device: str, lora: bool = True) -> Any:
-    """The stock pipeline with the run's result in it; without it if `lora` is off."""
+    """The stock pipeline with the run's trained weights; lora=False: the base model only."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype_of(run)]
     full = (run / "pipeline").is_dir()
     cls, folder = getattr(diffusers, facts["pipeline"]), run / "pipeline" if full else Path(facts["model"])
@@ -64,7 +64,7 @@ def load(run: Path, facts: dict[str, str], device: str, lora: bool = True) -> An
 
 
 def pin(scheduler: Any, sigmas: torch.Tensor, timesteps: torch.Tensor) -> None:
-    """Let an Euler scheduler step through these sigmas and timesteps [T], whatever a pipeline asks for."""
+    """Make an Euler scheduler use these sigmas and timesteps [T], whatever the pipeline requests."""
     stock = scheduler.set_timesteps
 
     def set_timesteps(num_inference_steps: Any = None, device: Any = None, sigmas: Any = None, mu: Any = None) -> None:
@@ -75,15 +75,15 @@ def pin(scheduler: Any, sigmas: torch.Tensor, timesteps: torch.Tensor) -> None:
 
 
 def largest_difference(run: Path, device: str, lora: bool = True) -> float:
-    """Largest absolute difference of any pixel, images in [0, 1]; lora=False: of the base model's."""
+    """Largest absolute pixel difference from the trainer's images, in [0, 1]; lora=False: for the base model."""
     facts, tensors = read_proof(run / "proof.safetensors")
     pipe, prompts, latents = load(run, facts, device, lora), json.loads(facts["prompts"]), tensors["latents"].to(device)
     if "sigmas" in tensors:
         pin(pipe.scheduler, tensors["sigmas"], tensors["timesteps"])
     if hasattr(pipe, "unet"):
-        latents = latents.to(pipe.unet.dtype)  # all other pipelines do it themselves
+        latents = latents.to(pipe.unet.dtype)  # all other pipelines cast the latents themselves
     call = {"output_type": "pt", "return_dict": False} | json.loads(facts["call"])
-    if hasattr(pipe, "guider"):  # HunyuanVideo-1.5: not in its call; its VAE decodes one clip
+    if hasattr(pipe, "guider"):  # HunyuanVideo-1.5: not call arguments; its VAE decodes one clip at a time
         pipe.guider = pipe.guider.new(guidance_scale=call.pop("guidance_scale"))
         pipe.tokenizer_max_length = call.pop("tokenizer_max_length")
         pipe.vae.enable_slicing()
@@ -105,7 +105,7 @@ def largest_difference(run: Path, device: str, lora: bool = True) -> float:
 def edit(
     pipe: Any, call: dict[str, Any], i: int, prompt: str, latents: torch.Tensor, tensors: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Prompt number i with its source images, if any; the stock pipelines edit one at a time."""
+    """The image of prompt i, from its source images if any; stock pipelines edit one prompt at a time."""
     names = sorted((key for key in tensors if key.startswith(f"source_{i}_")), key=lambda key: int(key.split("_")[2]))
     images = [Image.fromarray(tensors[name].numpy()) for name in names]
     call = {key: value[:1] if isinstance(value, list) else value for key, value in call.items()}
@@ -118,7 +118,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="run folder, e.g. runs/demo")
     parser.add_argument(
-        "--tolerance", type=float, help="largest difference allowed (default 1e-5 in fp32, 0.05 in bf16)"
+        "--tolerance", type=float, help="largest allowed difference (default 1e-5 in fp32, 0.05 in bf16)"
     )
     parser.add_argument("--device", default="cpu", help="torch device (default cpu)")
     args = parser.parse_args()
@@ -132,7 +132,7 @@ def main() -> int:
         return 2
     facts, _ = read_proof(args.run / "proof.safetensors")
     if json.loads(facts["source_area"]) is not None:
-        print("error: rollout.source_area was set: stock pipelines have no such option", file=sys.stderr)
+        print("error: the run set rollout.source_area, which stock pipelines do not support", file=sys.stderr)
         return 2
     dtype = dtype_of(args.run)
     allowed = TOLERANCE[dtype] if args.tolerance is None else args.tolerance

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Usage: scripts/check_wheel.sh WHEEL PYTHON...
-# Installs WHEEL, and what it depends on, into a new environment of each PYTHON in turn, with nothing else on the path:
-# no compiler, no build tool. There every backend that can run must agree with plain torch, the command must say what an
-# ops-only install lacks, and `import kernels` must stay the Hugging Face library. Prints versions, backends and sizes.
-# PIP_ARGS: options of pip, such as "-c constraints.txt", or an index of torch without CUDA.
+# Installs WHEEL and its dependencies into a fresh environment for each PYTHON in turn, with no compiler or build tool on
+# the path. Then checks that every available backend agrees with plain torch, that the command explains what an ops-only
+# install lacks, and that `import kernels` is still the Hugging Face library. Prints versions, backends and sizes.
+# PIP_ARGS: pip options, such as "-c constraints.txt", or a package index with CPU builds of torch.
 set -euo pipefail
 wheel=$(realpath "$1") tmp=$(mktemp -d)
 shift

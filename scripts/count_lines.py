@@ -19,7 +19,7 @@ MARKS = ("<!-- lines: begin -->", "<!-- lines: end -->")
 
 
 def files(folder: str) -> list[Path]:
-    """Source files under `folder`, without prefgrpo/kernels, which is a link, and without data."""
+    """Source files under `folder`, without data and without prefgrpo/kernels, which is a symlink."""
     found = [p for p in sorted((ROOT / folder).rglob("*")) if p.is_file() and p.suffix in SUFFIXES]
     skipped = ROOT / "prefgrpo" / "kernels"
     return [p for p in found if skipped not in p.parents and not {"assets", "__pycache__"} & set(p.parts)]
@@ -31,7 +31,7 @@ def lines(file: Path) -> int:
 
 
 def counts() -> dict[str, tuple[int, int]]:
-    """{folder: (files, lines)} in the order of the table; prefgrpo's subfolders are folders of their own."""
+    """{folder: (files, lines)} in the order of the table; prefgrpo's subfolders are listed separately."""
     table: dict[str, list[int]] = defaultdict(list)
     for top in PRODUCT + BESIDE:
         for file in files(top):

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Usage: scripts/demo_vllm.sh VENV VENV_VLLM
-# The demo with its judge behind a real vLLM server on this machine's CPU: serve, train, stop the server.
+# Runs the demo with its judge served by vLLM on this machine's CPU: starts the server, trains, stops the server.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 prefgrpo=$1/bin/prefgrpo vllm=$2/bin/vllm port=${PORT:-8211}
 
 log=$(mktemp)
-# In a session of its own: Ctrl-C reaches the trainer, which still needs the judge to end its step.
+# In its own session, so that Ctrl-C reaches only the trainer, which still needs the judge to finish its step.
 setsid "$prefgrpo" judge serve prefgrpo/tiny/assets/judge --vllm "$vllm" --cpu --port "$port" --name judge \
     --template caption_match --vision-tokens 4 --max-model-len 512 >"$log" 2>&1 &
 server=$!

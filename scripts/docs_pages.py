@@ -1,9 +1,9 @@
-"""mkdocs hook: the pages of the site that are not in docs/, made when it is built.
+"""mkdocs hook that generates the site's pages outside docs/ at build time; none of them is stored in the repository.
 
-README, CONTRIBUTING and CHANGELOG are pages as they stand. Every other file of the repository that a page links to
-becomes a page under source/, so that a link on the site leads to what it leads to in the repository. The reference is
-made from the code: fields of the configuration with their help texts, the --help of commands, options of rewards and
-objectives, docstrings of the Trainer and the ops (by mkdocstrings). Nothing of this is kept in the repository.
+README, CONTRIBUTING and CHANGELOG are copied unchanged. Every other file of the repository that a page links to becomes
+a page under source/, so that links on the site have the same targets as in the repository. The reference is generated
+from the code: configuration fields with their help texts, the --help of commands, options of rewards and objectives,
+and docstrings of the Trainer and the ops (by mkdocstrings).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 """File of the repository → page of the site."""
 LANGUAGES = {".yaml": "yaml", ".py": "python", ".sh": "bash"}
 LINK = re.compile(r"^```.*?^```|`[^`\n]*`|(\]\()([^)\s]+)(\))", re.S | re.M)
-"""Code, which is left alone, or a link's target between its brackets."""
+"""Matches code, which stays unchanged, or the target of a link in its brackets."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages."""
+    """Add the generated pages."""
     pages = {page: moved(read(file), file) for file, page in PAGES.items()}
     pages |= {page_of(file): shown(file) for file in linked()}
     pages |= {f"reference/{name}.md": make() for name, make in REFERENCE.items()}
@@ -43,7 +43,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Links out of docs/ lead to the pages of these files."""
+    """Point links out of docs/ to the pages generated for those files."""
     written = page.file.generated_by is None
     return moved(markdown, f"docs/{page.file.src_uri}") if written else markdown
 
@@ -57,25 +57,25 @@ def read(file: str) -> str:
 
 
 def links(text: str) -> list[str]:
-    """Targets of a page's links and pictures, in its text and not in code, that do not lead to another host."""
+    """Targets of a page's links and images outside code, except for URLs of other hosts."""
     return [match[2] for match in LINK.finditer(text) if match[2] and not re.match(r"[a-z]+:", match[2])]
 
 
 def destination(link: str, source: str) -> tuple[str, str]:
-    """(path in the repository, anchor) that a link of its file `source` leads to."""
+    """(path in the repository, anchor) that a link in the file `source` leads to."""
     path, _, anchor = link.partition("#")
     return posixpath.normpath(posixpath.join(posixpath.dirname(source), path)) if path else source, anchor
 
 
 def page_of(file: str) -> str:
-    """The page or picture of the site that shows a file of the repository."""
+    """The page or image of the site that shows a file of the repository."""
     if file.startswith("docs/"):
         return file.removeprefix("docs/")
     return PAGES.get(file) or f"source/{file.removesuffix('.md')}.md"
 
 
 def moved(text: str, source: str) -> str:
-    """The text of the repository's file `source` with its links as they are on the site."""
+    """The text of the repository's file `source` with its links rewritten for the site."""
 
     def replace(match: re.Match[str]) -> str:
         if not match[2] or re.match(r"[a-z]+:|#", match[2]):
@@ -90,7 +90,7 @@ def moved(text: str, source: str) -> str:
 
 
 def linked() -> Iterator[str]:
-    """Files and folders outside docs/ that its pages lead to, and those that these lead to."""
+    """Files and folders outside docs/ that its pages link to, directly or indirectly."""
     todo = [*PAGES, *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
     seen = set(todo)
     while todo:
@@ -112,7 +112,7 @@ def recipes(folder: str) -> list[str]:
 
 
 def shown(file: str) -> str:
-    """A file as a page: Markdown as it is, other text in a block of code; of a folder, its recipes."""
+    """A file as a page: Markdown unchanged, other text as a code block; for a folder, links to its recipes."""
     if (ROOT / file).is_dir():
         names = [posixpath.relpath(name, posixpath.dirname(file) or ".") for name in recipes(file)]
         return moved("\n".join([f"# {file}", "", *(f"- [{name}]({name})" for name in names), ""]), file)
@@ -140,7 +140,7 @@ def configuration() -> str:
 
 
 def fields(kind: Any, prefix: str = "", leave: Any = ()) -> str:
-    """The fields of a pydantic dataclass, a definition each."""
+    """The fields of a pydantic dataclass as a definition list."""
     from pydantic import TypeAdapter
 
     lines = list[str]()
@@ -153,13 +153,13 @@ def fields(kind: Any, prefix: str = "", leave: Any = ()) -> str:
 
 
 def described(kind: Any, name: str) -> str:
-    """The text below a field, which pydantic does not inherit."""
+    """The description of a field, also if a base class defines it (pydantic does not inherit descriptions)."""
     owners = [base.__pydantic_fields__.get(name) for base in kind.__mro__ if "__pydantic_fields__" in vars(base)]
     return next((field.description for field in owners if field and field.description), "")
 
 
 def words(schema: dict[str, Any]) -> str:
-    """What a field takes, in words."""
+    """The values that a field accepts, in words."""
     if "anyOf" in schema:
         return " or ".join(words(branch) for branch in schema["anyOf"])
     if names := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
@@ -169,14 +169,7 @@ def words(schema: dict[str, Any]) -> str:
     kind = schema.get("type")
     if kind == "array":
         return "list of " + words(schema.get("items", {"type": "string"}))
-    names = {
-        "integer": "whole number",
-        "string": "text",
-        "boolean": "true or false",
-        "object": "mapping",
-        "null": "none",
-    }
-    return " ".join([names.get(kind, kind or "any value"), " and ".join(bounds)]).strip()
+    return " ".join([NAMES.get(kind, kind or "any value"), " and ".join(bounds)]).strip()
 
 
 NAMES = {
@@ -186,14 +179,14 @@ NAMES = {
 
 
 def value(default: Any) -> str:
-    """A default as a recipe has it."""
+    """A default in the notation of a recipe."""
     import yaml
 
     return "none" if default is None else yaml.safe_dump(default, default_flow_style=True).split("\n")[0] or '""'
 
 
 def plain(text: str) -> str:
-    """Text of a docstring, paragraph by paragraph, with no marks that Markdown or HTML would read."""
+    """The paragraphs of a docstring, escaped for Markdown and HTML."""
     marked = re.sub(r"(`[^`]*`)|[*_\[\]|<]", lambda mark: mark[1] or f"&#{ord(mark[0])};", text)
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in marked.split("\n\n"))
 
@@ -221,26 +214,26 @@ def rewards() -> str:
         for part in [*(base.__init__ for base in bases if "__init__" in vars(base)), *bases[1:]]:
             doc, known = inspect.cleandoc(part.__doc__ or ""), "\n".join(about)
             if any(re.search(rf"\b{name}: ", doc) and not re.search(rf"\b{name}: ", known) for name in parameters):
-                about.append(doc)  # what it says of an option is not said yet
+                about.append(doc)  # it describes an option that no text so far describes
         options = [option(p) for p in parameters.values()]
         text += "\n".join([f"## {name}", "", *(f"{plain(part)}\n" for part in about), *options, "", ""])
     return text
 
 
 def option(parameter: inspect.Parameter) -> str:
-    """An argument of a reward's class as a line of code; required ones are the run's own (its judge)."""
+    """An argument of a reward's class as a line of code; required ones (its judge) are set by the run."""
     default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
     return f"    {parameter.name}: {parameter.annotation}{default}"
 
 
 def commands() -> str:
-    """What --help prints of every command that reads its options by itself or from a recipe."""
+    """The --help text of every command."""
     from prefgrpo.commands.cli import COMMANDS, main
 
     text = "# Commands\n\n`prefgrpo COMMAND --help` prints the same.\n\n"
     for name, (_, about) in COMMANDS.items():
         text += f"## prefgrpo {name}\n\n{about[0].upper()}{about[1:]}.\n\n"
-        if name != "launch":  # torchrun's own options
+        if name != "launch":  # its --help lists torchrun's options
             with redirect_stdout(StringIO()) as out, patch.dict(os.environ, COLUMNS="94"), suppress(SystemExit):
                 main([*name.split(), "--help"])
             text += f"```text\n{out.getvalue().strip()}\n```\n\n"
@@ -253,7 +246,7 @@ def docstrings(title: str, about: str, *names: str) -> Callable[[], str]:
 
 
 def ops() -> str:
-    """The public ops, and what makes schedules for them."""
+    """The public ops, and the functions that make schedules for them."""
     names = sorted(import_module("prefgrpo.ops").__all__, key=lambda name: not name.islower())
     public = [f"prefgrpo.ops.{name}" for name in names]
     rules = [f"prefgrpo.sde.{name}" for name in ("schedule.make_schedule", "schedule.shifted_sigmas", "rules.sde_row")]
@@ -273,4 +266,4 @@ REFERENCE: dict[str, Callable[[], str]] = {
     "rewards": rewards,
     "objectives": objectives,
 }
-"""Page → what makes it."""
+"""Page → function that generates it."""

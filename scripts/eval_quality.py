@@ -1,10 +1,10 @@
-"""Scores of a folder of images as Pref-GRPO's tools/image_reward_eval.py gives them: its flags, its JSON.
+"""Scores a folder of images with the flags and JSON format of Pref-GRPO's tools/image_reward_eval.py.
 
     {"mean_scores": {reward: mean over the images}, "records": [{"path", "caption", "scores": {reward: value}}]}
 
-A file shows the prompt whose index stands before its first '_'; files without one are skipped and counted. The records
-are in the files' order (the original's are in that of its processes). An image that a reward cannot score has null
-there, and does not count in the mean.
+A file belongs to the prompt whose index precedes its first '_'; files without an index are skipped and counted. Records
+are in file order (the original's are in process order). An image that a reward cannot score has null as its score and
+is excluded from the mean.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--image_dir", required=True, type=Path, help="folder with generated images")
     add("--prompt_csv", required=True, type=Path, help="table of prompts")
-    add("--reward_spec", default=ALL, help="rewards, separated by commas or as JSON")
-    add("--caption_col", default="prompt_en", help="column of the prompts")
-    add("--index_col", default="index", help="column of the indices that the files' names begin with")
-    add("--recursive", action="store_true", help="also folders inside image_dir")
-    add("--image_exts", default=".png,.jpg,.jpeg,.webp", help="endings of image files")
-    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where rewards compute")
-    add("--api_url", default=os.getenv("REWARD_API_URL"), help="server of the rewards that ask a model")
-    add("--output_json", type=Path, help="file for every score")
-    add("--chunk_size", type=int, default=32, help="images that are read and scored together")
+    add("--reward_spec", default=ALL, help="rewards, comma-separated or as JSON")
+    add("--caption_col", default="prompt_en", help="column with the prompts")
+    add("--index_col", default="index", help="column with the indices that file names start with")
+    add("--recursive", action="store_true", help="also search subfolders of image_dir")
+    add("--image_exts", default=".png,.jpg,.jpeg,.webp", help="file extensions of images")
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="device that rewards run on")
+    add("--api_url", default=os.getenv("REWARD_API_URL"), help="server URL for rewards that query a served model")
+    add("--output_json", type=Path, help="write all scores to this file")
+    add("--chunk_size", type=int, default=32, help="number of images to read and score at a time")
     return parser.parse_args(argv)
 
 
 def index(text: str) -> str:
-    """An index as both sides spell it: 7, 7.0 and 007 are one."""
+    """An index in normal form: 7, 7.0 and 007 are the same."""
     try:
         number = float(text.strip())
     except ValueError:
@@ -70,7 +70,7 @@ def captions(file: Path, index_col: str, caption_col: str) -> dict[str, str]:
 
 
 def files_of(args: argparse.Namespace) -> tuple[list[Generated], int]:
-    """(images with their prompts by path, how many have none). Raises DataError."""
+    """(images with their prompts, sorted by path; number of images without a prompt). Raises DataError."""
     texts = captions(args.prompt_csv, args.index_col, args.caption_col)
     endings = {ending.strip().lower() for ending in args.image_exts.split(",") if ending.strip()}
     listed = args.image_dir.rglob("*") if args.recursive else args.image_dir.glob("*")
@@ -125,7 +125,7 @@ def main() -> int:
         return 0
     result = payload(files, scores)
     if skipped:
-        print(f"skipped {skipped} images whose names begin with no index of {args.prompt_csv}")
+        print(f"skipped {skipped} images whose names do not start with an index of {args.prompt_csv}")
     print("Mean reward scores:")
     for name, value in sorted(result["mean_scores"].items()):
         missing = sum(row[name].value is None for row in scores)

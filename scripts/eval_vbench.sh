@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Usage: GPU_NUM=8 [VBENCH=CHECKOUT VBENCH_PYTHON=VENV/bin/python] scripts/eval_vbench.sh RUN|MODEL INFO.json OUT [option …]
-# VBench's clips of every prompt of INFO.json (its VBench_full_info.json), resumable; the options are those of
-# `prefgrpo evaluate`. Pref-GRPO's settings: --rollout.frames 33 --rollout.steps 30 --seed 42 --eval.height 480
-# --eval.width 832. With VBENCH, a checkout of Vchitect/VBench, and VBENCH_PYTHON, an environment of its own, they are
-# also scored there, each dimension by itself, and the table is written to OUT.
+# Generates VBench's clips for every prompt of INFO.json (VBench_full_info.json); resumable. Takes the options of `prefgrpo
+# evaluate`. Pref-GRPO's settings: --rollout.frames 33 --rollout.steps 30 --seed 42 --eval.height 480 --eval.width 832.
+# With VBENCH (a checkout of Vchitect/VBench) and VBENCH_PYTHON (the Python of its separate environment), the clips are also
+# scored with VBench, one dimension at a time, and the table is written to OUT.
 set -euo pipefail
 [ $# -ge 3 ] || { sed -n '2,6s/^# //p' "${BASH_SOURCE[0]}" >&2; exit 2; }
 target=$1 info=$(realpath "$2") out=$3
@@ -13,7 +13,7 @@ python=${PYTHON:-python}
     --out "$out" "$@"
 [ -n "${VBENCH:-}" ] || exit 0
 
-theirs=$(realpath -s "${VBENCH_PYTHON:?expected the python of an environment with VBench}") out=$(realpath "$out")
+theirs=$(realpath -s "${VBENCH_PYTHON:?expected the path to the Python of an environment with VBench}") out=$(realpath "$out")
 dimensions=$("$python" -c "from prefgrpo.suites.vbench import QUALITY, SEMANTIC; print(*QUALITY, *SEMANTIC)")
 cd "$VBENCH"
 for dimension in $dimensions; do

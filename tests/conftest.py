@@ -1,6 +1,6 @@
-"""What every test runs under: one thread, no network beyond this machine, Triton's interpreter where there is no GPU.
+"""The environment of every test: one thread, no network beyond this machine, Triton's interpreter if there is no GPU.
 
-The environment is set before torch, triton or the hub client is imported, and child processes inherit it.
+It is set before torch, triton or the hub client is imported, and child processes inherit it.
 """
 
 import os
@@ -23,7 +23,7 @@ import hypothesis
 import pytest
 import torch
 
-# The same examples in every run: a test that fails does so for everybody. HYPOTHESIS_PROFILE=default draws new ones.
+# The same examples in every run, so that failures are reproducible. HYPOTHESIS_PROFILE=default draws new ones.
 hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 torch.set_num_threads(1)
@@ -48,7 +48,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where torch sees no GPU."""
+    """Skip tests marked `gpu` if torch sees no GPU."""
     for item in items if not torch.cuda.is_available() else ():
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -56,5 +56,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def root() -> Path:
-    """The checkout."""
+    """The root folder of the checkout."""
     return Path(__file__).resolve().parent.parent

@@ -1,4 +1,4 @@
-"""What the family tests share: the table of families with their stock calls, and how images are drawn both ways."""
+"""Shared by the family tests: the table of families, and sampling with our adapter and with the stock pipeline."""
 
 import functools
 import importlib
@@ -28,16 +28,16 @@ SIZES = [(32, 32), (32, 64)]
 SOURCES = [Image.fromarray(np.random.default_rng(i).integers(0, 256, (64, 64, 3), dtype=np.uint8)) for i in range(2)]
 SEED = 3
 QUICK = ("flux", "qwen_image_edit", "sd1", "wan22")
-"""Families that every `make test` goes through; the others are `full`."""
+"""Families that every `make test` covers; the others run in the `full` tier only."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One family and how its stock pipeline is called."""
+    """One family and the call of its stock pipeline."""
 
     family: str
     call: dict
-    """Arguments of the stock call beside prompt, latents, size, steps."""
+    """Arguments of the stock call other than prompt, latents, size and steps."""
     guidance: float
     """Our guidance scale."""
     max_length: int = 32
@@ -46,18 +46,18 @@ class Case:
     edit: Callable[[int, int], dict] | None = None
     """For editing: arguments of the stock call that depend on the size."""
     sources: int = 1
-    """For editing: source images of each prompt."""
+    """For editing: number of source images per prompt."""
     fit: bool = False
-    """For editing: source images are given at the output's size."""
+    """For editing: whether source images are resized to the output's size beforehand."""
     stock: str = ""
-    """The stock pipeline, where it is not the adapter's."""
+    """Class name of the stock pipeline, if it is not the adapter's."""
     alone: bool = False
-    """Whether the stock pipeline's images depend on what shares their batch."""
+    """Whether to call the stock pipeline prompt by prompt, since its images depend on the rest of their batch."""
     off: float = 1.0
     """A guidance scale that switches classifier-free guidance off."""
 
     def unguided(self):
-        """The same with classifier-free guidance off."""
+        """This case with classifier-free guidance switched off."""
         scales = ("guidance_scale", "guidance_scale_2", "true_cfg_scale", "audio_guidance_scale")
         return replace(self, guidance=self.off, call=self.call | {k: self.off for k in scales if k in self.call})
 
@@ -67,12 +67,12 @@ class Case:
         return SamplingConfig(height, width, steps, guidance=self.guidance, guidance_2=second, frames=frames)
 
     def images(self, number, size):
-        """The source images of a prompt by its number; () unless it edits."""
+        """Source images of prompt `number`; () for a case that does not edit."""
         own = [SOURCES[(number + k) % 2] for k in range(self.sources if self.edit else 0)]
         return tuple(image.resize(size[::-1]) if self.fit else image for image in own)
 
     def pipe(self, path):
-        """The stock pipeline in a folder."""
+        """The stock pipeline loaded from a folder."""
         return getattr(diffusers, self.stock or models.family(self.family).pipeline).from_pretrained(path)
 
     def __str__(self):
@@ -119,12 +119,12 @@ CASES = [
 
 
 def case_of(family, edit=None):
-    """The (first) case of a family; edit: whether it edits."""
+    """First case of a family; `edit` (True or False) selects by whether it edits."""
     return next(c for c in CASES if c.family == family and edit in (None, c.edit is not None))
 
 
 def tiered(cases, *values):
-    """Parameters of the cases (each with further values); `full` for those beyond the quick families."""
+    """One pytest parameter per case, with `values` appended; cases outside QUICK are marked `full`."""
     full = pytest.mark.full
     return [
         pytest.param(case, *values, id="-".join(map(str, (case, *values))), marks=() if case.family in QUICK else full)
@@ -142,7 +142,7 @@ def folder(family, **scheduler):
 
 
 def load(case, path=None, dtype=torch.float32, **options):
-    """The adapter of a folder (the family's tiny one)."""
+    """The adapter loaded from a folder (default: the family's tiny pipeline)."""
     return models.load(case.family, str(path or folder(case.family)), dtype, CPU, **options)
 
 
@@ -152,7 +152,7 @@ def conditions(adapter, case, prompts=PROMPTS, size=SIZES[0]):
 
 
 def policy(case, scale=0.05, **options):
-    """An adapter with a LoRA whose B is random, so that it differs from its reference."""
+    """An adapter with a LoRA whose B matrices are random, so that it differs from the reference policy."""
     adapter = load(case, **options)
     adapter.add_lora(4, 8.0)
     return perturb(adapter, scale)
@@ -167,12 +167,12 @@ def perturb(adapter, scale=0.05):
 
 
 def noise(adapter, sampling, count=2):
-    """Initial latents of `draw`, for the stock pipeline."""
+    """The initial latents that `draw` uses, for the stock pipeline."""
     return initial_latents(SEED, torch.arange(count), adapter.latent_shape(sampling))
 
 
 def draw(adapter, case, size, steps, prompts=PROMPTS):
-    """Our image with the ODE rule."""
+    """Our images, sampled with the ODE rule."""
     sampling = case.sampling(size, steps)
     schedule = make_schedule(adapter.sigmas(sampling), "ode", 0.0, times=adapter.times(sampling))
     condition = conditions(adapter, case, prompts, size)
@@ -187,7 +187,7 @@ def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
         pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **first)
     call = case.call | {"height": size[0], "width": size[1], "num_inference_steps": steps, "output_type": "pt"}
     settle(pipe, call)
-    if hasattr(pipe, "audio_vae"):  # LTX-2: the sound's tokens follow the clip's
+    if hasattr(pipe, "audio_vae"):  # LTX-2: the audio tokens follow the video tokens
         frames = (call["num_frames"] - 1) // pipe.vae_temporal_compression_ratio + 1
         count = frames * size[0] * size[1] // pipe.vae_spatial_compression_ratio**2
         sound = x0[:, count:] * pipe.audio_vae.latents_std + pipe.audio_vae.latents_mean
@@ -206,12 +206,12 @@ def stock_image(pipe, case, x0, size, steps, prompts=PROMPTS):
 
 
 def on_white(images):
-    """RGBA images as Pillow pastes them on white."""
+    """RGBA images composited on white, as Pillow's paste does."""
     return torch.lerp(torch.ones(3, 1, 1), images[:, :3], images[:, 3:])
 
 
 def settle(pipe, call):
-    """HunyuanVideo-1.5's call has no argument for these, and its VAE decodes one clip."""
+    """Set HunyuanVideo-1.5 options that are no call arguments on the pipeline; its VAE decodes clips one by one."""
     if hasattr(pipe, "guider"):
         pipe.vae.enable_slicing()
         pipe.guider = pipe.guider.new(guidance_scale=call.pop("guidance_scale"))
@@ -219,7 +219,7 @@ def settle(pipe, call):
 
 
 def stock_lora(pipe, path):
-    """The LoRA in a folder, as stock diffusers loads it."""
+    """Load the LoRA in a folder with stock diffusers."""
     if hasattr(pipe, "load_lora_weights"):
         pipe.load_lora_weights(path)
     else:
@@ -227,7 +227,7 @@ def stock_lora(pipe, path):
 
 
 def differs(adapter, pipe, case, size=SIZES[0], steps=2, prompts=PROMPTS):
-    """Largest difference of our images from the stock pipeline's."""
+    """Largest absolute difference between our images and the stock pipeline's."""
     want = stock_image(pipe, case, noise(adapter, case.sampling(size), len(prompts)), size, steps, prompts)
     got = draw(adapter, case, size, steps, prompts)
     assert got.shape == want.shape and want.std() > 0.01
@@ -235,7 +235,7 @@ def differs(adapter, pipe, case, size=SIZES[0], steps=2, prompts=PROMPTS):
 
 
 def one_or_list(images):
-    """As the stock pipelines take one image, or several."""
+    """A single image or a list, as stock pipelines expect."""
     return images[0] if len(images) == 1 else list(images)
 
 
@@ -245,7 +245,7 @@ RESIZERS = (EDIT_PLUS, EDIT_PLUS.removesuffix("_plus"), "prefgrpo.models.qwen_im
 
 @contextmanager
 def small_sources():
-    """Inside, Qwen-Image-Edit resizes sources to 1/256 of the pixels, the stock pipelines and ours alike."""
+    """Context in which Qwen-Image-Edit resizes sources to 1/256 of the usual pixels, in stock pipelines and ours."""
     with pytest.MonkeyPatch.context() as patch:
         for module in [importlib.import_module(name) for name in RESIZERS]:
             real = module.calculate_dimensions

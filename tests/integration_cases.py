@@ -1,4 +1,4 @@
-"""Every step function and mode that is replaced: how to call it (ours and the peer's alike), and its fp64 truth."""
+"""Every step function and mode that we replace: one call that fits ours and the peer's, and the fp64 reference."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ def seeded():
 
 
 class FactoryScheduler(FlowMatchEulerDiscreteScheduler):
-    """What Flow-Factory's step reads of its scheduler, on top of diffusers' own."""
+    """diffusers' scheduler plus the attributes and methods that Flow-Factory's step reads."""
 
     is_eval, noise_level, sde_steps = False, 0.6, (0, 2, 5, 8, 9)
 
@@ -65,13 +65,13 @@ class Case:
     theirs: Callable[[Any], Callable[..., Any]]
     ours: Callable[..., Any]
     square: bool = False  # the log-prob drops the variance
-    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)  # of latents and model output
-    one_step: bool = False  # a step number for the whole batch
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)  # latents, model output
+    one_step: bool = False  # one step index for the whole batch
     rounded: torch.dtype | None = None  # dtype to which x' is rounded before it is scored
     expected: dict[str, Callable[..., Any]] = field(default_factory=dict)  # further outputs from (x, v, σ, σ', s, std)
 
     def truth(self, x, v, steps):
-        """Named fp64 outputs, but for x' and logp; `s` is always among them."""
+        """Named fp64 outputs other than x' and logp; always includes `s`."""
         view = () if self.one_step else (-1, *([1] * (x.dim() - 1)))
         sigma, after = (self.sigmas[torch.as_tensor(steps) + k].double().view(view) for k in (0, 1))
         mean, s, std = self.law(x, v, sigma, after)

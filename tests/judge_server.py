@@ -1,8 +1,8 @@
-"""A real HTTP server that speaks the OpenAI chat API, keeps media by id like vLLM, and misbehaves on request.
+"""A real HTTP server with the OpenAI chat API that caches media by id like vLLM and injects faults on request.
 
-It decodes the pictures it is sent and answers from their brightness (of two it prefers the brighter, unless the caption
-asks for a plain black one), so a swapped, stale or re-encoded picture shows up in the answer; `answer` writes other
-answers. In a thread: `with JudgeServer(...) as s`. As a process that can be killed: `python judge_server.py --port N`.
+It decodes the images it receives and answers from their brightness (of two it prefers the brighter, unless the caption
+asks for a plain black one), so a swapped, stale or re-encoded image changes the answer; `answer` overrides this.
+In a thread: `with JudgeServer(...) as s`. As a process that can be killed: `python judge_server.py --port N`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ STATUSES = {"400": "At most 1 image(s) may be provided in one prompt.", "403": "
 
 
 class JudgeServer:
-    """`fault`: what to do to the next `count` chat requests (-1: all of them); see `_misbehave`."""
+    """`fault` is injected into the next `count` chat requests (-1: all of them); see `_misbehave`."""
 
     model = MODEL
     root = ""
     listing = ""
     key = ""
     answer: Callable[[list[float], str], str | dict[str, float]] | None = None
-    """(brightness of each picture, all text of the request) -> the answer's text, or {first token: probability}."""
+    """(brightness of each image, all text of the request) -> text of the answer, or {first token: probability}."""
 
     tls: ssl.SSLContext | None = None
 
@@ -94,7 +94,7 @@ class JudgeServer:
         self.port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
 
     def add_routes(self, app: web.Application) -> None:
-        """More routes, of a server of another kind."""
+        """Hook for subclasses that serve more routes."""
 
     async def _models(self, request: web.Request) -> web.Response:
         if self.fault == "mute":
@@ -166,7 +166,7 @@ class JudgeServer:
         return value
 
     def next_fault(self) -> str:
-        """What to do to this chat request."""
+        """The fault to inject into this chat request."""
         if not self.fault or self.count == 0:
             return ""
         self.count -= 1
@@ -203,7 +203,7 @@ class JudgeServer:
             case "named":
                 good["model"] = detail
             case "contradict":
-                good = self._says(3.0)  # always the first, whatever is shown
+                good = self._says(3.0)  # always prefers the first, whatever is shown
             case "drop" | "truncated" | "drip":
                 return await self._cut(kind, request, json.dumps(good).encode())
             case other:
@@ -235,7 +235,7 @@ def text_of(body: dict[str, Any]) -> str:
 
 
 def reply(answer: str | dict[str, float]) -> dict[str, Any]:
-    """A chat completion that says a text, or whose first token has these probabilities."""
+    """A chat completion with the given text, or with the given probabilities of its first token."""
     good = completion(0.0)
     choice = good["choices"][0]
     if isinstance(answer, str):

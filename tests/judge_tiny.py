@@ -1,4 +1,4 @@
-"""A tiny random Qwen3-VL or Qwen2.5-VL judge of the real classes with the demo judge's tokenizer, and stock answers."""
+"""A tiny random Qwen3-VL or Qwen2.5-VL judge (real classes, the demo judge's tokenizer), and its stock answers."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def build(kind: str, folder: Path, seed: int = 0) -> str:
 
 
 def stock(model, tokenizer, processor, turns, images) -> torch.Tensor:
-    """Probabilities [vocabulary] of the token after a conversation, by transformers' own forward on all of it."""
+    """Next-token probabilities [vocabulary] after a conversation, from one full forward pass of transformers."""
     how = {"continue_final_message": True} if turns[-1]["role"] == "assistant" else {"add_generation_prompt": True}
     text = tokenizer.apply_chat_template(turns, tokenize=False, **how)
     inputs = processor(images=[m.pil for m in images], return_tensors="pt")

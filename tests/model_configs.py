@@ -1,4 +1,4 @@
-"""Memory plans of recipes with the configs of the published models that the package ships."""
+"""Memory plans of recipes, using the configs of published models that ship with the package."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from prefgrpo.run.memory import Estimate, Facts
 
 
 def folder(model: str, into: Path, depth: dict[str, int] | None = None) -> Path:
-    """A copy in `into` of a hub id's configs; depth: numbers of blocks that replace those of the transformers'."""
+    """Copy the configs of a hub id to `into`; `depth` overrides the transformers' numbers of blocks."""
     shutil.copytree(CONFIGS / model, into)
     for file in into.glob("transformer*/config.json"):
         file.write_text(json.dumps(json.loads(file.read_text()) | (depth or {})))
@@ -23,9 +23,9 @@ def folder(model: str, into: Path, depth: dict[str, int] | None = None) -> Path:
 
 
 def estimate(config: Config, into: Path) -> Estimate:
-    """`plan.estimate` with the true config of the model, from models of 2 and 4 blocks of each kind.
+    """`plan.estimate` with the true config of the model, extrapolated from models of 2 and 4 blocks of each kind.
 
-    What a block adds is the same for every block but SD3.5's, so the rest follows; a whole trace takes a minute.
+    Every block of a kind adds the same (except in SD3.5), so two sizes suffice; a whole trace takes a minute.
     """
     blocks = depths(config.model)
 
@@ -50,7 +50,7 @@ def estimate(config: Config, into: Path) -> Estimate:
 
 
 def depths(model: str) -> dict[str, int]:
-    """The numbers of blocks of the transformer, by their key in its config; none where the blocks differ."""
+    """{config key: number of blocks} of the transformer; empty if its blocks differ."""
     file = CONFIGS / model / "transformer" / "config.json"
     if not file.is_file() or "3.5" in model:
         return {}

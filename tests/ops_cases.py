@@ -1,4 +1,4 @@
-"""What the tests of the ops share: the backends that can run here, cases of every rule, and an fp64 truth."""
+"""Shared by the tests of the ops: the backends that can run here, cases of every rule, and an fp64 reference."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ compiled = pytest.mark.parametrize("backend", [b for b in (ON_GPU if DEVICE == "
 
 
 def fuzz(**strategies):
-    """A test with random inputs on every backend; Triton's interpreter, which is slow, gets few."""
+    """A test with random inputs on every backend; Triton's interpreter is slow and gets few examples."""
 
     def decorate(test):
         @each_backend
@@ -37,7 +37,7 @@ def fuzz(**strategies):
 
 
 def serve(backend: str):
-    """`use_backend`, or a skip with the reason; asserts that this backend really serves the device."""
+    """`use_backend`, or skip with the reason; asserts that this backend really is the one used on the device."""
     if why := missing(backend):
         pytest.skip(why)
     block = use_backend(backend)
@@ -94,7 +94,7 @@ def make(shape: tuple[int, ...], batch: int, x_dtype: torch.dtype, v_dtype: torc
 def truth_logp(
     c: Case, x_next: Tensor, guidance: Guidance | None = None, grad: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """fp64 (logp, kl, Guard log-ratio); with `grad` [3, B] also their gradient in v (and u)."""
+    """fp64 (logp, kl, Guard log-ratio); with `grad` [3, B] also their gradient with respect to v (and u)."""
     v, u = (t.double().requires_grad_() for t in (c.v, c.u))
     q = v if guidance is None else reference.guided(v, u, guidance.scale, guidance.from_cond, guidance.rescale)
     x, y, rows = c.x.double(), x_next.double(), c.rows.double()
@@ -111,7 +111,7 @@ def truth_logp(
 
 
 def ulps(a: Tensor, b: Tensor) -> int:
-    """Largest distance of two tensors of one dtype in units in the last place."""
+    """Largest distance, in units in the last place, between two tensors of the same dtype."""
     if a.numel() == 0:
         return 0
     kind = torch.int32 if a.dtype == torch.float32 else torch.int16
@@ -122,7 +122,7 @@ def ulps(a: Tensor, b: Tensor) -> int:
 
 
 def assert_close(got: Tensor, want: Tensor, rtol: float, floor: float) -> None:
-    """|got − want| <= rtol·|want| + floor, with the worst offence in the message."""
+    """Assert |got − want| <= rtol·|want| + floor; the message gives the largest excess over rtol·|want|."""
     assert got.shape == want.shape
     assert not torch.isnan(got).any(), "NaN"
     got, want = got.detach().double(), want.detach().double()

@@ -1,6 +1,6 @@
-"""Finds checkouts of the peers for tests that run their real code: PREFGRPO_PEERS=folder, with one folder per peer.
+"""Locates checkouts of the peers for tests that run their real code: PREFGRPO_PEERS=folder, with one folder per peer.
 
-None of their code is in this repository. docs/integrations.md says which commits the comparison was made with.
+None of their code is in this repository. docs/integrations.md lists the commits that we compared with.
 """
 
 import ast
@@ -26,7 +26,7 @@ FOLDERS = {
 
 
 def folder(codebase):
-    """Checkout of a peer; skips the test where there is none."""
+    """Checkout of a peer; skips the test if there is none."""
     root = os.environ.get("PREFGRPO_PEERS")
     if not root:
         pytest.skip("PREFGRPO_PEERS is not set: no checkout of the peers to compare with")
@@ -37,7 +37,7 @@ def folder(codebase):
 
 
 def module(codebase, name, monkeypatch):
-    """Import one of the peer's modules by its own name; forgotten again after the test."""
+    """Import one of the peer's modules under its own name; it leaves sys.modules after the test."""
     path = str(folder(codebase))
     before = set(sys.modules)
     monkeypatch.syspath_prepend(path)
@@ -53,19 +53,19 @@ def module(codebase, name, monkeypatch):
 
 
 def other_version(codebase, what):
-    """Skip: the checkout is of another version than the comparison was made with."""
+    """Skip the test: the checkout is not the version that we compared with."""
     pytest.skip(f"another version of {codebase}: it {what}; docs/integrations.md names the commit")
 
 
 def same_parameters(codebase, theirs, ours):
-    """Skip unless the peer's function takes all parameters that its documented version, and so ours, has."""
+    """Skip unless the peer's function takes all parameters of its documented version, which ours replicates."""
     lacking = inspect.signature(ours).parameters.keys() - inspect.signature(theirs).parameters.keys()
     if lacking:
         other_version(codebase, f"calls {theirs.__name__} without {', '.join(sorted(lacking))}")
 
 
 def functions(codebase, file, module_name, monkeypatch):
-    """A module of the peer's top-level functions alone, for trainers that import what is not installed here."""
+    """A module with only the top-level functions of a peer's trainer, whose imports are not all installed here."""
     source = (folder(codebase) / file).read_text(encoding="utf-8")
     tree = ast.parse(source)
     tree.body = [n for n in tree.body if isinstance(n, ast.FunctionDef) and not n.decorator_list]

@@ -1,4 +1,4 @@
-"""HTML read back into a tree, strictly: an end tag without its start is an error. For tests of what we write."""
+"""A strict HTML parser for tests of the pages that we write: mismatched end tags and repeated attributes fail."""
 
 from html.parser import HTMLParser
 
@@ -12,7 +12,7 @@ class Node:
         self.tag, self.attributes, self.children = tag, dict(attributes), []
 
     def all(self, tag=None, cls=None):
-        """Every element below with this tag and class."""
+        """All descendants with this tag and class."""
         found = []
         for child in self.children:
             if isinstance(child, Node):
@@ -22,7 +22,7 @@ class Node:
 
     @property
     def text(self):
-        """All text below, whitespace collapsed."""
+        """Text of all descendants, whitespace collapsed."""
         return " ".join(" ".join(c if isinstance(c, str) else c.text for c in self.children).split())
 
 

@@ -14,13 +14,13 @@ MEASURES = ("scenes", "scenes.all", "scenes.colour", "scenes.shape", "scenes.pla
 
 
 def scenes(combos, seed):
-    """uint8 [n, 32, 32, 3] true scenes."""
+    """uint8 [n, 32, 32, 3]: correct drawings of the combos."""
     images = render(combos, torch.Generator().manual_seed(seed))
     return (images.permute(0, 2, 3, 1) * 255).round().to(torch.uint8).numpy()
 
 
 def train_row(step, total=80):
-    """One training row with every metric that a run against a judge logs."""
+    """One training row with every metric that a run with a judge logs."""
     done, wave = step / total, 1 + 0.3 * math.sin(step)
     high, low, wait = 0.12 + 0.1 * done, 0.14 + 0.08 * done * wave, 0.14 * wave
     return {
@@ -40,7 +40,7 @@ def train_row(step, total=80):
 
 
 def eval_row(step, total, name):
-    """One evaluation row: win rates with intervals, measures before and now."""
+    """One evaluation row: win rates with intervals, and metrics before training and now."""
     gain, margin = 1 - np.exp(-4 * step / total), 0.06 * (step > 0)
     row = {"win_judge_first": 0.51 + 0.42 * gain, "win_judge_second": 0.49 + 0.42 * gain}
     for win, rate in (("win_judge", 0.5 + 0.42 * gain), ("win_scenes", 0.5 + 0.24 * gain)):
@@ -51,7 +51,7 @@ def eval_row(step, total, name):
 
 
 def shown(folder, name, step):
-    """Images and prompts of one evaluation: other scenes before than now."""
+    """Write images and prompts of one evaluation; the scenes before training differ from those now."""
     (folder / "eval").mkdir(exist_ok=True)
     chosen = SPLITS[name][::2]
     before, now = scenes([COMBOS[(COMBOS.index(c) + 47) % len(COMBOS)] for c in chosen], 1), scenes(chosen, 1 + step)
@@ -61,8 +61,8 @@ def shown(folder, name, step):
 
 
 def outcomes(folder, name, step):
-    """Who won each image of an evaluation (every kept one, and as many of the same prompts that were not kept), and
-    the judge's answers: won, lost, tied and without a verdict in turn; of the lost ones the orders disagree."""
+    """Outcome of each image of an evaluation (the kept ones, and as many others of the same prompts) with the judge's
+    answers: win, loss, tie and no verdict in turn; for losses the two presentation orders disagree."""
     chosen, out = SPLITS[name][::2], []
     for k in range(2 * len(chosen)):
         after_first, before_first = ((0.9, 0.2), (0.4, 0.45), (0.5, 0.5), (None, 0.3))[k % 4]
@@ -78,7 +78,7 @@ def outcomes(folder, name, step):
 
 
 def judgements(folder, step, size=8):
-    """The log of every comparison of the first two groups of a step (counted from 0 there), both orders."""
+    """Judgement log of a step's first two groups (numbered from 0 within the step): every pair, in both orders."""
     with (folder / "judgements.jsonl").open("a") as file:
         for n in range(2):
             for first in range(size):
@@ -98,7 +98,7 @@ def judgements(folder, step, size=8):
 
 
 def groups(folder, step, k=2, size=8, missing=True):
-    """`k` judged groups of `size` scenes, with verdicts that follow a hidden quality, one pair of them missing."""
+    """`k` judged groups of `size` scenes, with verdicts that follow a hidden quality; `missing` drops one pair."""
     (folder / "groups").mkdir(exist_ok=True)
     rng = np.random.default_rng(step)
     images = np.stack([scenes([COMBOS[int(i)] for i in rng.integers(0, 120, size)], step + n) for n in range(k)])
@@ -113,7 +113,7 @@ def groups(folder, step, k=2, size=8, missing=True):
 
 
 def small_run(folder, rows, config="train: {steps: 10}\n"):
-    """A folder with nothing but a configuration and metrics."""
+    """A run folder that holds only a configuration and metrics."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(config)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
@@ -121,7 +121,7 @@ def small_run(folder, rows, config="train: {steps: 10}\n"):
 
 
 def evaluated(folder):
-    """A suite's table and a comparison, as `prefgrpo evaluate` leaves them in a run folder."""
+    """A suite's table and a comparison, as `prefgrpo evaluate` writes them to a run folder."""
     rows = [Row("Style", 0.25, 8, 1), Row("Attribute", None, 0, 3)]
     missing = [f"{k}.png: no" for k in range(25)]
     suite = Results("UniGenBench", "by <a judge>", {"overall": 0.125}, {"dimension": rows}, missing)
@@ -136,7 +136,7 @@ def evaluated(folder):
 
 
 def make_run(folder, steps=80, every=20, planned=None):
-    """A whole run of `steps` steps with dev and test evaluations and groups."""
+    """A complete run of `steps` steps with dev and test evaluations and groups."""
     config = {
         "name": "demo", "model": "tiny/flux", "eval": {"every": every}, "reward": {"spec": "vlm_pairwise"},
         "train": {"steps": planned or steps, "max_minutes": 0.0, "clip_range": 1e-5, "clip_range_high": None},

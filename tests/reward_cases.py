@@ -1,7 +1,7 @@
-"""Every reward of the registry as the registry test runs it: those without a checkpoint, and the CLIP family's.
+"""Cases of the registry test, which runs every registered reward: those without a checkpoint, and the CLIP family.
 
-tiny_rewards.py makes checkpoints; reward_cases_vlm.py and reward_cases_own.py have the rewards that ask a judge and
-those with an environment of their own.
+tiny_rewards.py makes checkpoints; reward_cases_vlm.py has the rewards that query a judge, reward_cases_own.py those
+that need a separate environment.
 """
 
 import atexit
@@ -25,16 +25,16 @@ GRID = 'Two cats, a 1x2 grid. Warm light. [LEFT]: a cat that says "hi." [RIGHT]:
 
 @dataclass(frozen=True)
 class Case:
-    """How to make a reward without downloads, and what to score with it."""
+    """How to build a reward without downloads, and samples for it to score."""
 
     options: Callable[[Path], dict[str, Any]]
-    """Its options, after a tiny checkpoint was made in the folder (or a server started)."""
+    """Creates a tiny checkpoint in the folder (or starts a server) and returns the reward's options."""
     samples: Callable[[], list[Sample]]
-    """What it scores."""
+    """The samples to score."""
     group: bool = False
-    """Whether the samples are one prompt's group."""
+    """Whether the samples form one group (same prompt)."""
     needs: str = ""
-    """Library that some Pythons lack; without it the case is skipped."""
+    """Optional library; the case is skipped if it is not installed."""
 
 
 def nothing(_: Path) -> dict[str, Any]:
@@ -42,20 +42,20 @@ def nothing(_: Path) -> dict[str, Any]:
 
 
 def judged(_: Path) -> dict[str, Any]:
-    """A judge that prefers the brighter picture."""
+    """Options with a judge that prefers the brighter image."""
     server = JudgeServer()
     atexit.register(server.__exit__)
     return {"judge": {"endpoints": [server.__enter__().url]}}
 
 
 def noise() -> list[Sample]:
-    """Pictures of different detail."""
+    """Images with different amounts of detail."""
     rng = np.random.default_rng(0)
     return [Sample("a picture", Media(rng.integers(0, 2**k, (48, 48, 3), np.uint8))) for k in (2, 5, 8)]
 
 
 def drawn() -> list[Sample]:
-    """One right caption, one wrong."""
+    """One image with the right caption, one with a wrong caption."""
     combos = [scenes.COMBOS[0], scenes.COMBOS[-1]]
     images = scenes.render([combos[0], combos[0]], torch.Generator().manual_seed(0))
     pixels = (images * 255).round().byte().permute(0, 2, 3, 1).numpy()
@@ -69,7 +69,7 @@ def sign(text: str) -> np.ndarray:
 
 
 def signs() -> list[Sample]:
-    """The text that the prompt quotes, other text, and a prompt that quotes nothing."""
+    """An image of the quoted text, one of other text, and a prompt that quotes nothing."""
     prompts = ['a sign "Tea Room"', 'a sign "Harbour"', "a sign"]
     return [Sample(p, Media(sign("TEA ROOM"))) for p in prompts]
 
@@ -79,30 +79,30 @@ def signs_in_clips() -> list[Sample]:
 
 
 def group() -> list[Sample]:
-    """One prompt's pictures, from dark to bright."""
+    """Images of one prompt, from dark to bright."""
     return [Sample("a bright day", Media(np.full((32, 32, 3), level, np.uint8))) for level in (40, 120, 200)]
 
 
 def picture(seed: int, high: int = 40, wide: int = 56) -> Media:
-    """A smooth picture, so that resizing keeps what tells it from others."""
+    """A smooth image, which stays distinguishable from others after resizing."""
     coarse = np.random.default_rng(seed).integers(0, 256, (high // 8, wide // 8, 3), np.uint8)
     return Media(coarse.repeat(8, 0).repeat(8, 1))
 
 
 def pictures() -> list[Sample]:
-    """Two pictures of one prompt, one of another."""
+    """Two images of one prompt, one of another."""
     return [Sample(p, picture(k)) for k, p in enumerate(["a red cat", "a red cat", "two dogs on a hill"])]
 
 
 def edits() -> list[Sample]:
-    """Two edits of one source, one of two sources."""
+    """Two edits of the same source image, and one edit of two source images."""
     source = (picture(8),)
     more = Sample("add both", picture(2), (picture(8), picture(9)))
     return [Sample("add a hat", picture(0), source), Sample("add a hat", picture(1), source), more]
 
 
 def grids() -> list[Sample]:
-    """Two grids, and a prompt without one."""
+    """Two samples whose prompt asks for a grid, and one whose prompt does not."""
     return [Sample(GRID, picture(k)) for k in range(2)] + [Sample("a 1920x1080 photo", picture(2))]
 
 

@@ -1,8 +1,8 @@
-"""Tiny random checkpoints, in their published file formats, of the rewards with an environment of their own.
+"""Tiny random checkpoints, in the published file formats, for the rewards that need a separate environment.
 
 The formats: flat Qwen2-VL config.json and key names of 2024 (`visual.…`, `model.layers.…`), HPSv3's one safetensors
-file with the head, VideoReward's model.pth of peft names or adapters beside non_lora_state_dict.pth, ImageReward.pt
-beside med_config.json, and a detector and a CLIP as transformers save them.
+file with the head, VideoReward's model.pth with peft key names or adapters plus non_lora_state_dict.pth, ImageReward.pt
+with med_config.json, and a detector and a CLIP as transformers saves them.
 """
 
 import json
@@ -41,7 +41,7 @@ def clip(seed: int, frames: int = 9, high: int = 40, wide: int = 56) -> Media:
 
 
 def qwen2vl(folder: Path, seed: int = 0) -> Path:
-    """A Qwen2-VL as its authors publish it, with a tokenizer of bytes."""
+    """A Qwen2-VL in its published format, with a byte-level tokenizer."""
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
     letters = {t: k for k, t in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -76,14 +76,14 @@ def qwen2vl(folder: Path, seed: int = 0) -> Path:
 
 
 def published(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A Qwen2-VL's weights under the names of its published files."""
+    """Weights of a Qwen2-VL under the key names of the published files."""
     names = {k: k.replace("model.visual.", "visual.").replace("model.language_model.", "model.")
              for k in model.state_dict()}  # fmt: skip
     return {names[k]: v.clone().contiguous() for k, v in model.state_dict().items()}
 
 
 def with_tokens(base: Path, count: int, seed: int) -> dict[str, torch.Tensor]:
-    """The base's weights with embeddings cut to the tokenizer's length plus `count`, the added ones random."""
+    """The base weights, with embeddings resized to tokenizer length + `count`; the added rows are random."""
     tensors, length = load_file(base / "model.safetensors"), 256 + len(QWEN) + count
     generator = torch.Generator().manual_seed(seed)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -92,7 +92,7 @@ def with_tokens(base: Path, count: int, seed: int) -> dict[str, torch.Tensor]:
 
 
 def hpsv3(folder: Path) -> dict[str, object]:
-    """Options of an HPSv3 in its published format."""
+    """Saves a tiny HPSv3 in its published format; returns the reward's options."""
     base = qwen2vl(folder / "base")
     head = torch.nn.ModuleDict(
         {"0": torch.nn.Linear(WIDTH, 1024), "3": torch.nn.Linear(1024, 16), "5": torch.nn.Linear(16, 2)}
@@ -110,7 +110,7 @@ RANK, ALPHA = 4, 8
 
 
 def videoalign(folder: Path, full: bool = True, outputs: int = 3) -> dict[str, object]:
-    """Options of a VideoReward: a full model.pth with peft's names, or adapters beside the rest."""
+    """Options of a tiny VideoReward: a full model.pth with peft's key names, or adapters plus non-LoRA weights."""
     base = qwen2vl(folder / "base")
     tensors = with_tokens(base, 3, 3)
     generator = torch.Generator().manual_seed(4)
@@ -159,7 +159,7 @@ def bert_tokenizer(folder: Path) -> Path:
 
 
 def imagereward(folder: Path, width: int = 64, depth: int = 2, side: int = 32, text: int = 48) -> dict[str, object]:
-    """Options of an ImageReward in its published format."""
+    """Saves a tiny ImageReward in its published format; returns the reward's options."""
     generator = torch.Generator().manual_seed(5)
     settings = {"architectures": ["BertModel"], "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu",
                 "hidden_dropout_prob": 0.1, "hidden_size": text, "initializer_range": 0.02,
@@ -207,7 +207,7 @@ def imagereward(folder: Path, width: int = 64, depth: int = 2, side: int = 32, t
 
 
 def mask2former(folder: Path) -> Path:
-    """A Mask2Former for instances as transformers saves it, with three classes named as COCO does."""
+    """A Mask2Former for instance segmentation as transformers saves it, with three COCO class names."""
     from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
     from transformers.models.mask2former.image_processing_pil_mask2former import Mask2FormerImageProcessorPil
 
@@ -242,7 +242,7 @@ def detr(folder: Path) -> Path:
 
 
 def geneval(folder: Path) -> dict[str, object]:
-    """Options of a GenEval with a tiny detector, so sure of itself that it sees couches, and a tiny CLIP."""
+    """Options of a GenEval with a tiny CLIP and a tiny detector, confident enough that it detects couches."""
     from transformers import Mask2FormerForUniversalSegmentation
 
     place = mask2former(folder / "detector")
@@ -278,7 +278,7 @@ class Owl(PreTrainedModel):
 
 
 def deqa(folder: Path) -> dict[str, object]:
-    """Options of a DeQA whose repository has a stand-in for the published code, and a tokenizer of words."""
+    """Options of a DeQA whose repository holds a stand-in for the published code and a word-level tokenizer."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -312,7 +312,7 @@ def clips() -> list[Sample]:
 
 
 def photos() -> list[Sample]:
-    """Images with GenEval's columns; the detector sees no person and several couches."""
+    """Images with GenEval's metadata columns; the detector sees no person and several couches."""
     asked = [{"tag": "single_object", "include": [{"class": c, "count": 1}]} for c in ("person", "couch")]
     return [Sample("a photo", image(k), meta=meta) for k, meta in enumerate(asked)]
 

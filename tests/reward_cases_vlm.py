@@ -1,7 +1,7 @@
-"""A judge that answers every shipped question from the brightness of the pictures, and the rewards that ask one.
+"""A judge that answers every shipped template from the brightness of the images, and the rewards that query a judge.
 
-`speak` recognises a question by the form of answer that it asks for and writes exactly that form, so a template whose
-words state another form than its parser reads is found out.
+`speak` detects which answer format a question requests and writes exactly that format, so a template whose
+instructions do not match its parser fails.
 """
 
 import atexit
@@ -19,31 +19,31 @@ from prefgrpo.rewards.base import Sample
 
 
 def flat(level: float, size: int = 32) -> Media:
-    """A picture of one grey."""
+    """A uniformly grey image."""
     return Media(np.full((size, size, 3), level, np.uint8))
 
 
 def clip(level: float, frames: int = 33) -> Media:
-    """A clip that gets a little brighter from frame to frame."""
+    """A clip that gets slightly brighter with each frame."""
     return Media(np.stack([np.full((32, 32, 3), level + k, np.uint8) for k in range(frames)]))
 
 
 def grid(*levels: float, cols: int = 2, size: int = 16) -> Media:
-    """Flat cells, row by row, edge to edge."""
+    """An image of uniformly grey cells, row by row, without gaps."""
     cells = np.repeat(np.array(levels, np.uint8)[:, None, None, None], size, 1).repeat(size, 2).repeat(3, 3)
     rows = [np.concatenate(list(cells[k : k + cols]), 1) for k in range(0, len(levels), cols)]
     return Media(np.ascontiguousarray(np.concatenate(rows)))
 
 
 def split_yes_no(p: float) -> dict[str, float]:
-    """P(Yes) = p over several spellings and beside other words."""
+    """Token probabilities with P(Yes) = p, split over several spellings, among other words."""
     p = min(max(p, 0.001), 0.999)
     yes, no = 0.9 * p, 0.9 * (1 - p)
     return {"Yes": 0.6 * yes, " yes": 0.3 * yes, "YES": 0.1 * yes, "No": 0.7 * no, " no": 0.3 * no, "Well": 0.1}
 
 
 def speak(b: list[float], text: str) -> str | dict[str, float]:
-    """The answer to any shipped template; `b`: brightness of each picture in [0, 1]."""
+    """The answer to any shipped template; `b`: brightness of each image in [0, 1]."""
     half = len(b) // 2
     kind = "Video" if "Video 1" in text else "Image"
     first = (float(np.mean(b[:half] or [0])) > float(np.mean(b[half:]))) != ("plain black" in text)
@@ -86,7 +86,7 @@ def speak(b: list[float], text: str) -> str | dict[str, float]:
 
 
 def judge(server: JudgeServer, **changes: Any) -> dict[str, Any]:
-    """A judge mapping as a recipe gives it."""
+    """The `judge` section of a recipe, as a mapping."""
     return {"backend": "http", "endpoints": [server.url], "image_format": "png", "timeout_s": 10.0} | changes
 
 
@@ -104,12 +104,12 @@ def pictures(prompt: str = "a 2x2 grid of cats", **meta: Any) -> list[Sample]:
 
 
 def words() -> list[Sample]:
-    """Samples whose prompt quotes the text to be shown."""
+    """Samples whose prompt quotes the text to render."""
     return [Sample('a sign that says "level 40"', flat(level)) for level in (40, 41, 200)]
 
 
 def points() -> list[Sample]:
-    """Samples of two test points, of which they meet none, one, both."""
+    """Samples with two test points; they satisfy none, one and both."""
     dims = {"Testpoints": ["Style", "Attribute - Color"], "Testpoint Description": ["ink", "red"]}
     return [Sample("red ink", flat(level), (), {"sub_dims_en": json.dumps(dims)}) for level in (10, 90, 240)]
 
@@ -138,5 +138,5 @@ CASES = (
 )
 CASES["unifiedreward_edit_pointwise_image_quality"] = Case(
     lambda folder: _served(folder) | {"weights": {"artifacts": 0.5}},
-    pictures,  # its two numbers move against each other
+    pictures,  # its two scores move in opposite directions
 )

@@ -1,8 +1,8 @@
-"""Reward servers for tests: the real one as a process that can be killed, and one that misbehaves on request.
+"""Reward servers for tests: the real one as a process that can be killed, and one that injects faults on request.
 
-`Process` runs `python -m prefgrpo.rewards.serve`. `Stub` speaks its protocol over the machinery of the judges' server,
-scores a picture's brightness, and commits the faults that the real server has no reason for. `Moody` is a reward that
-fails in the ways rewards do.
+`Process` runs `python -m prefgrpo.rewards.serve`. `Stub` implements the same protocol on top of `JudgeServer`, scores
+an image's brightness, and injects faults that the real server never shows. `Moody` is a reward that fails in the
+ways rewards do.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ MOODY = "reward_server:Moody"
 
 
 class Moody(PointwiseReward):
-    """Mean brightness; what the prompt names goes wrong. `parts.batch` is the size of the call.
+    """Mean brightness, or the failure that the prompt names; `parts.batch` is the number of samples in the call.
 
-    A prompt "until FILE" is scored once that file exists; so is loading with the option `load_until`.
+    A prompt "until FILE" is scored only once that file exists; the option `load_until` delays loading likewise.
     """
 
     takes = ("image", "video")
@@ -82,7 +82,7 @@ def picture(level: int, size: int = 32) -> Media:
 
 
 class Process:
-    """`prefgrpo reward serve` in a process of its own; `options` are its command line."""
+    """`prefgrpo reward serve` in a separate process; `options` are its command-line arguments."""
 
     def __init__(self, name: str, *options: str, port: int = 0, ready: bool = True, log: Path | None = None) -> None:
         self.port = port or free_port()
@@ -102,7 +102,7 @@ class Process:
             time.sleep(0.05)
 
     def health(self) -> int:
-        """Status of /health, 0 if nobody answers."""
+        """HTTP status of /health, 0 if there is no answer."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=600) as reply:
                 return int(reply.status)
@@ -112,12 +112,12 @@ class Process:
             return 0
 
     def counts(self) -> dict[str, Any]:
-        """What /health says: queued, batches, samples."""
+        """The counters in /health: queued, batches, samples."""
         with urllib.request.urlopen(f"{self.url}/health", timeout=600) as reply:
             return dict(json.loads(reply.read()))
 
     def wait_for(self, key: str, value: int, seconds: float = 60.0) -> None:
-        """Wait until a number of `counts` is at least `value`."""
+        """Wait until the counter `key` is at least `value`."""
         end = time.monotonic() + seconds
         while (now := self.counts()[key]) < value:
             assert time.monotonic() < end, f"{key} is still {now}"
@@ -140,7 +140,7 @@ class Process:
 
 @contextlib.contextmanager
 def serving(name: str, options: dict[str, Any]) -> Iterator[str]:
-    """The real server in a thread: its address, once it is ready. For many rewards: a process each would take long."""
+    """Runs the real server in a thread and yields its address once ready; faster than a process per reward."""
     server, loop = RewardServer(name, options), asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -164,7 +164,7 @@ def serving(name: str, options: dict[str, Any]) -> Iterator[str]:
 
 
 class Stub(JudgeServer):
-    """Speaks the protocol and misbehaves: the faults of `JudgeServer`, "nan" and "few" (fewer scores)."""
+    """A reward server with the faults of `JudgeServer` plus "nan" and "few" (too few scores)."""
 
     def __init__(self, fault: str = "", count: int = -1, name: str = MOODY, status: str = "ready", **more: Any) -> None:
         super().__init__(fault, count, **more)

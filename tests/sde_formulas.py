@@ -1,4 +1,4 @@
-"""The published step rules in fp64, written from the papers' equations and not from prefgrpo.sde.rules.
+"""The published step rules in fp64, written from the papers' equations, independently of prefgrpo.sde.rules.
 
 Each returns (μ, standard deviation of x', the peers' std_dev_t) for scalars or columns σ, σ' that broadcast over x.
 """
@@ -24,7 +24,7 @@ def flow(x, v, sigma, sigma_next, eta, sigma_1):
 
 
 def wan(x, v, sigma, sigma_next, sigma_1, sigma_last):
-    """The same with g running linearly from the schedule's last σ to its second."""
+    """Flow-GRPO's SDE, with g rising linearly in σ from the schedule's last σ to its second."""
     x, v, sigma, sigma_next, sigma_1, sigma_last = _double(x, v, sigma, sigma_next, sigma_1, sigma_last)
     return _euler_maruyama(x, v, sigma, sigma_next, sigma_last + (sigma_1 - sigma_last) * sigma)
 

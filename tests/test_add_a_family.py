@@ -1,7 +1,7 @@
 """docs/add-a-family.md, followed to the letter for a family that the package does not have: AuraFlow.
 
-Why this case: the walk is only true if a stranger's one file gets all that the others have. The family lives here, in
-fewer than 80 lines, and is put through the same oracles, a training run, a generation and a plan.
+Why this case: the guide only holds if one new file is enough to get every feature of the built-in families. The family
+is defined here, in fewer than 80 lines, and goes through the same oracles, a training run, a generation and a plan.
 """
 
 import inspect
@@ -44,7 +44,7 @@ class AuraFlow(Adapter):
 
 
 def tiny():
-    """AuraFlow: one joint and one single block of width 32."""
+    """A tiny AuraFlow: one joint and one single block of width 32."""
     from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel, FlowMatchEulerDiscreteScheduler
     from transformers import UMT5Config, UMT5EncoderModel
 
@@ -65,7 +65,7 @@ CASE = Case("aura_flow", {"guidance_scale": 3.5, "max_sequence_length": 32}, 3.5
 
 @pytest.fixture(autouse=True)
 def added(monkeypatch):
-    """The two lines that the walk adds to the package."""
+    """The two registrations that the guide adds to the package."""
     monkeypatch.setitem(models.MODELS, "aura_flow", f"{__name__}:AuraFlow")
     monkeypatch.setitem(pipelines.FAMILIES, "aura_flow", tiny)
 
@@ -100,7 +100,7 @@ def test_it_trains_generates_and_plans(tmp_path, capsys):
 
 
 def test_a_wrong_convention_is_found(monkeypatch):
-    """The oracle is no formality: with the guidance of another family the walk stops at the first test."""
+    """The oracles do catch mistakes: with another family's guidance convention the first of them fails."""
     monkeypatch.setattr(AuraFlow, "cfg", Cfg(from_cond=True))
     with pytest.raises(AssertionError):
         oracles.test_noise_zero_is_the_stock_pipeline(CASE, "published keys")

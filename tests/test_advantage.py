@@ -1,9 +1,9 @@
 """Advantages of several rewards, their parts and the batch, against Pref-GRPO's own function.
 
 Why these cases: weights that act before instead of after the normalisation, a biased instead of an unbiased standard
-deviation, or a missing batch normalisation change advantages by factors of .86 to 1.4 and the sign of one in twenty,
-and no run would tell. `PUBLISHED` was computed by Pref-GRPO's `compute_weighted_advantages` (commit 3e787f6) in fp64 on
-the same 300 groups; where PREFGRPO_PEERS points to its checkout, the function itself runs beside ours.
+deviation, or a missing batch normalisation change advantages by factors of .86 to 1.4 and flip one sign in twenty,
+and nothing in a run would show it. `PUBLISHED` comes from Pref-GRPO's `compute_weighted_advantages` (commit 3e787f6),
+in fp64 on the same 300 groups; if PREFGRPO_PEERS has a checkout, the function itself is compared with ours.
 """
 
 import dataclasses
@@ -38,13 +38,13 @@ PUBLISHED = {
     "edit parts": [-5.613957, -11.062056, 11.967234, 6.823426, -3.517241, 35.215283],
     "two rewards, gdpo": [-20.125819, 28.323208, 12.766871, -18.758547, -2.884795, 11.076886],
 }
-"""`projected` advantages of the six steps."""
+"""`projected` advantages of each of the six steps."""
 MINIMAL = {"model": "m", "data": {"prompts": "p"}}
 ORIGINAL = RewardConfig(combine="weighted_advantage_sum", eps=1e-8, ddof=1)
 
 
 def drawn(case):
-    """(values [N, R], scores with parts by reward) of each step: win rates in sixteenths, scores of another scale."""
+    """(values [N, R], GroupScores by reward) of each step; parts are multiples of 1/16, other scores vary in scale."""
     weights, parts, _ = CASES[case]
     generator = np.random.default_rng(2508_20751)
     for _ in range(STEPS):
@@ -105,7 +105,7 @@ NAN = float("nan")
 
 
 def combined_here(rewards, weights):
-    """For `reward.function`."""
+    """A function for `reward.function`."""
     return (rewards.square() * weights[:, None]).sum(0)
 
 
@@ -116,7 +116,7 @@ def combined_here(rewards, weights):
     {"function": f"{__file__}:combined_here"}, {"function": f"{__name__}.combined_here", "rank": True},
 ], ids=str)  # fmt: skip
 def test_every_option_of_the_reward_section(options):
-    """Two rewards and a monitor, with holes, on the run's device, against NumPy."""
+    """Two rewards and a monitor, with missing values, on the run's device, against NumPy."""
     rng, w, ids = np.random.default_rng(3), np.array([0.3, 0.0, 0.7]), np.arange(5).repeat(6)
     r = rng.gamma([[0.5], [1.0], [8.0]], 1.0, (3, 30)) + 0.01
     r[0, 4] = r[1, 7] = r[2, 20] = NAN
@@ -166,7 +166,7 @@ def test_a_function_must_return_one_value_per_sample():
         with pytest.raises(CombineError, match=message):
             advantages(np.ones((4, 1)), {"r": 1.0}, 4, RewardConfig(function=f"{__name__}.{name}"))
     found = advantages(np.ones((4, 1)), {"r": 1.0}, 4, RewardConfig(function=f"{__name__}.infinite"))[0]
-    assert found[3] == 0 and found[:3].isfinite().all() and found[0] < found[1] < found[2], "not finite is missing"
+    assert found[3] == 0 and found[:3].isfinite().all() and found[0] < found[1] < found[2], "non-finite is missing"
 
 
 def test_a_mean_of_rewards_expects_positive_weights():
@@ -185,11 +185,11 @@ def test_constant_groups_stay_exactly_zero_under_batch_normalisation():
     found = advantages(values, {"r": 1.0}, 4, RewardConfig(batch_norm=True)).numpy()
     assert (found[0] == 0).all() and found[2, 1] == 0 and (found[1] != 0).all()
     known = np.delete(found.flatten(), 9)
-    assert known.std() == pytest.approx(1.0, rel=1e-3), "over the samples that are not missing"
+    assert known.std() == pytest.approx(1.0, rel=1e-3), "the batch std is taken over the samples that are not missing"
 
 
 def test_a_missing_part_leaves_the_others_and_a_missing_value_leaves_nothing():
-    """Pref-GRPO's rule for a member without categories: its overall advantage alone."""
+    """Pref-GRPO's rule: a member without category scores gets only its overall advantage."""
     scores = [Score(0.2 * k, parts={"overall": 0.1 * k, "categories": 0.3 * k * k}) for k in range(5)]
     scores[1] = Score(0.9, parts={"overall": 0.9})
     scores[2] = Score(None, "timeout", parts={"overall": 0.5})
@@ -215,7 +215,7 @@ class InParts(PointwiseReward):
 
 
 def test_a_run_takes_the_parts_of_its_rewards(tmp_path):
-    """Through a real step: the parts' scales (1 to 100) must not matter."""
+    """A real training step: the scales of the parts (1 vs. 100) must not matter."""
     place, spec = world(tmp_path), f"{__name__}.InParts"
     reward = {"spec": spec, "combine": "weighted_advantage_sum", "ddof": 1, "batch_norm": True}
     one = TrainingLoop(from_dict(settings(place, "parts", reward=reward, eval={"every": 0})))

@@ -1,7 +1,7 @@
-"""The shape of the code: what may import what, what a reader may rely on finding.
+"""Structure of the code: which module may import which, and what every file must document.
 
-Each case is a rule of docs/design.md that a linter cannot see, or the linter's contracts run as a test. A check that
-could pass by looking at nothing also shows that it sees a case which breaks the rule.
+Each case is a rule of docs/design.md that a linter cannot check, or the linter's contracts run as a test. A check that
+could pass because it inspects nothing must also catch a deliberate violation.
 """
 
 import ast
@@ -26,9 +26,9 @@ DISTRIBUTIONS = {
     "PIL": "pillow", "yaml": "pyyaml", "open_clip": "open-clip-torch", "markupsafe": "jinja2",
     "tokenizers": "transformers", "huggingface_hub": "transformers",
 }  # fmt: skip
-"""Import name → name in pyproject.toml (or of what brings it), where they differ."""
+"""Import name → name in pyproject.toml (or of the package that pulls it in), where they differ."""
 OPTIONAL = {"vllm", "wandb", "trackio", "pyarrow"}
-"""Asked for by name where used, and said so there."""
+"""Optional packages that are not declared; the code that uses one asks for it by name."""
 
 
 def tree(file: Path) -> ast.Module:
@@ -36,7 +36,7 @@ def tree(file: Path) -> ast.Module:
 
 
 def imports(module: ast.AST) -> set[str]:
-    """Dotted names of everything a module imports, wherever the statement stands."""
+    """Dotted names of everything a module imports, at top level or nested."""
     found = set()
     for node in ast.walk(module):
         if isinstance(node, ast.Import):
@@ -47,13 +47,13 @@ def imports(module: ast.AST) -> set[str]:
 
 
 def lint_imports(cwd: Path) -> subprocess.CompletedProcess:
-    """In a process of its own: the linter's set-up silences the loggers of the process it runs in."""
+    """Run import-linter in a subprocess, since its set-up silences the loggers of the calling process."""
     script = Path(sys.executable).parent / "lint-imports"
     return subprocess.run([script, "--no-logo", "--no-cache"], cwd=cwd, capture_output=True, text=True)
 
 
 def test_layers_catch_an_upward_import(tmp_path):
-    """`make lint` checks the contracts; here a copy of the package in which the ops import the trainer breaks them."""
+    """`make lint` checks the contracts; here they must fail on a copy of the package whose ops import the trainer."""
     for file in PACKAGE:
         copy = tmp_path / file.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -67,14 +67,14 @@ def test_layers_catch_an_upward_import(tmp_path):
 
 
 def test_no_torch_distributed_in_judges_and_rewards():
-    """They run in processes of their own, where no group exists."""
+    """Judges and rewards also run in separate processes, which have no process group."""
     users = {p.relative_to(ROOT) for p in PACKAGE if any(n.startswith("torch.distributed") for n in imports(tree(p)))}
-    assert Path("prefgrpo/parallel/world.py") in users, "the check sees no user of torch.distributed at all"
+    assert Path("prefgrpo/parallel/world.py") in users, "the check finds no user of torch.distributed at all"
     assert not [p for p in users if p.parts[1] in ("judge", "rewards", "ops", "models")]
 
 
 def test_every_import_is_a_declared_dependency():
-    """What is imported is in pyproject.toml: nothing works only because a test dependency brought it along."""
+    """Every import is declared in pyproject.toml: nothing works only because a test dependency pulled it in."""
     used = {name.split(".")[0] for file in PACKAGE for name in imports(tree(file))} - sys.stdlib_module_names
     missing = {n for n in used - OPTIONAL - {"prefgrpo"} if DISTRIBUTIONS.get(n, n) not in DECLARED}
     assert {"torch", "diffusers", "aiohttp"} <= DECLARED and not missing
@@ -86,13 +86,13 @@ def test_constraints_pin_every_direct_dependency():
 
 
 def test_kernels_folder_is_no_package():
-    """An __init__.py would shadow the Hugging Face `kernels` library wherever the working directory is the root."""
+    """With an __init__.py it would shadow the Hugging Face `kernels` library if the working directory is the root."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert (ROOT / "prefgrpo" / "kernels").resolve() == ROOT / "kernels"
 
 
 def undocumented(module: ast.Module) -> list[str]:
-    """Fields of dataclasses without a string right under them; a section, itself a dataclass here, has its own."""
+    """Dataclass fields without a docstring on the next line, except sections (dataclasses of the same module)."""
     sections = {node.name for node in ast.walk(module) if isinstance(node, ast.ClassDef)}
     found = []
     for node in ast.walk(module):
@@ -107,7 +107,7 @@ def undocumented(module: ast.Module) -> list[str]:
 
 
 def test_every_config_field_is_documented():
-    """The line under a field is its help text on the command line."""
+    """The string under a field is its help text on the command line."""
     assert undocumented(tree(ROOT / "prefgrpo" / "config" / "schema.py")) == []
     assert undocumented(ast.parse("@dataclass(frozen=True)\nclass A:\n    x: int\n    y: int\n    'y'")) == ["A.x"]
 
@@ -118,7 +118,7 @@ def test_modules_start_with_what_they_are():
 
 
 def test_line_table_of_the_design_page_is_current():
-    """Within 10 % or 40 lines per folder; `python scripts/count_lines.py --write` renews it."""
+    """Tolerance: 10 % or 40 lines per folder; `python scripts/count_lines.py --write` updates the table."""
     page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     table = {folder: int(n) for folder, n in re.findall(r"^\| `([\w/]+)` \| \d+ \| (\d+) \|$", page, re.M)}
     counts = {folder: lines for folder, (_, lines) in count_lines.counts().items()}

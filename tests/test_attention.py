@@ -1,8 +1,8 @@
-"""Attention backends: what a run refuses, with injected faults.
+"""Attention backends: a run refuses faulty ones; faults are injected.
 
-Why these cases: a backend that drops a gradient, or one by a wrong factor, trains and says nothing. So faults of each
-kind are put into a backend, and both doctor and the start of a run must see them; and one that is right must give the
-run's own model the same results.
+Why these cases: a backend that drops or wrongly scales a gradient trains without any error. So each kind of fault is
+injected into a backend, and both `doctor` and the start of a run must detect it; a correct backend must give the
+same results on the run's own model.
 """
 
 import pytest

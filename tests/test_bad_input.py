@@ -1,8 +1,8 @@
-"""What a user or a cluster does to a run, and what the run must answer.
+"""Bad input from users and failures in a cluster, and how a run must respond.
 
-Why these cases: each line of the "Bad input" list of the project's main task. The rule is the same for all: nothing
-that exists is overwritten, the message says what was expected, what came and what to do, without a traceback, the
-exit code is 2 (mend it and start) or 3 (stopped, resume it), and training that had begun can go on from where it was.
+Why these cases: each is an item of the "Bad input" list of the project's main task. The same rule holds for all: no
+existing file is overwritten; the message states what was expected, what was given and what to do, with no traceback;
+the exit code is 2 (fix and start again) or 3 (stopped; resume); and training that had begun can be resumed.
 """
 
 import json
@@ -25,12 +25,12 @@ def place(tmp_path_factory):
 
 
 def untouched(folder):
-    """Nothing to see in the run folder: its name is still free."""
+    """Whether the run folder has no visible files, so that its name is still free."""
     return not [p for p in folder.glob("*") if not p.name.startswith(".")]
 
 
 def refused(result, *messages):
-    """Exit code 2, one error message, everything in it, no traceback."""
+    """Assert exit code 2, an error that contains all `messages`, and no traceback."""
     code, output = result
     assert code == 2 and "error: " in output and "Traceback" not in output, output
     for part in messages:
@@ -54,12 +54,12 @@ HERE = f"{__name__}."
 
 @pytest.mark.parametrize("field", ["data", "eval"])
 def test_prompt_files(place, tmp_path, capsys, field):
-    """What else is refused: test_data.py."""
+    """The other refused files are in test_data.py."""
     (tmp_path / "p.txt").write_bytes(b"a cat\nun caf\xe9\nb\n")
     file = recipe(place, f"file_{field}", **{field: {"prompts": str(tmp_path / "p.txt")}})
     message = "1 line(s) are not valid UTF-8 (line 2); re-save the file as UTF-8"
     refused(attempt(capsys, "train", file), str(tmp_path / "p.txt"), message)
-    assert untouched(place / "runs" / f"file_{field}"), "the run folder stays empty, the name is free"
+    assert untouched(place / "runs" / f"file_{field}"), "the run folder stays empty and its name free"
 
 
 VLM = "reward: {spec: vlm_pairwise}, judge: "
@@ -76,7 +76,7 @@ MISTAKES = [
     ("train: {lora_targets: [to_qq]}", "train.lora_targets:  … to_qq … it has  … attn.to_q"),
     ("reward: {spec: jpeg_compresibility}", "reward.spec: unknown reward … jpeg_compressibility"),
     ("reward: {spec: 'jpeg_compressibility:0'}", "reward.spec: every weight is 0 … measure with eval.spec"),
-    # another kind of media, reported before anything loads
+    # wrong media type, reported before anything loads
     ("model: ./nowhere, reward: {spec: videoalign}", "videoalign takes video, but this run makes images"),
     (MANY, "did you mean 'sd3' … data.prompts: prompts file not found: /no/p.txt … group_size: expected 2 or more … "
            "at most one update per sample … train.stepps: unknown key … judge template 'compar' not found … "
@@ -84,7 +84,7 @@ MISTAKES = [
     ("rollout: {frames: 5, source_area: 4096}, train: {target_components: [transformer_2]}",
      "rollout.frames: flux makes images … source_area: flux resizes no … expected some of transformer, got"),
     ("reward: {spec: 'a:b:c'}, eval: {spec: zz}", "reward.spec: bad entry … eval.spec: unkn"),
-    ("eval: {spec: vlm_pairwise}", "eval.spec: vlm_pairwise is what eval.judge does"),
+    ("eval: {spec: vlm_pairwise}", "eval.spec: vlm_pairwise is not allowed here; use eval.judge: true"),
     ("reward: {spec: no.such.Thing}", "cannot load reward 'no.such.Thing'"),
     ("rollout: {rule: cps, eta: 0.5, window_low: 2, window_high: 3}",
      "rule cps has no noise … in step(s) [2]; expected windows that train"),
@@ -148,7 +148,7 @@ def test_all_groups_tied_is_no_crash_and_no_update(place):
     found = [r for r in rows(place / "runs" / "tied") if r["kind"] == "train"]
     assert len(found) == 4 and all(r["samples_trained"] == 0 and r["advantage/zero_groups"] == 1 for r in found)
     lora = load_file(place / "runs" / "tied" / "lora" / "pytorch_lora_weights.safetensors")
-    assert all(not t.any() for k, t in lora.items() if "lora_B" in k), "the policy is the one of the start"
+    assert all(not t.any() for k, t in lora.items() if "lora_B" in k), "the policy is unchanged"
 
 
 def test_a_base_model_with_a_nan_in_it(place):
@@ -159,7 +159,7 @@ def test_a_base_model_with_a_nan_in_it(place):
     save_file(weights, file, metadata={"format": "pt"})
     code, output = train(recipe(place, "nan", model=str(place / "poisoned"), eval={"every": 0}))
     assert code == 3 and "Traceback" not in output
-    assert "stopped: step 1: the policy makes latents that are not finite" in output
+    assert "stopped: step 1: the policy produces latents that are not finite" in output
 
 
 def test_an_absurd_learning_rate_stops_and_a_lower_one_goes_on(place):
@@ -182,14 +182,14 @@ def test_rewards_that_are_not_numbers(place):
 
 
 def judged(url, **over):
-    """A run that a judge behind HTTP rewards, with short patience."""
+    """Options of a run rewarded by an HTTP judge, with short timeouts."""
     judge = {"endpoints": [url], "timeout_s": 2.0, "deadline_s": 3.0}
     base = {"reward": {"spec": "vlm_pairwise"}, "judge": judge, "eval": {"every": 0}, "checkpoint": {"every": 20}}
     return merged(base, over)
 
 
 def test_no_judge_at_the_start(place, capsys):
-    """What else the check finds: test_judge_faults.py."""
+    """The other failures of the start-up check are in test_judge_faults.py."""
     with JudgeServer("garbage") as mute:
         for url, *messages in (
             (
@@ -207,7 +207,7 @@ def test_no_judge_at_the_start(place, capsys):
 
 @pytest.fixture(scope="module")
 def steady(place):
-    """A run whose judge was well all the time."""
+    """A run whose judge works throughout."""
     with JudgeServer() as server:
         code, output = train(recipe(place, "steady", **judged(server.url)))
     assert code == 0, output
@@ -217,6 +217,7 @@ def steady(place):
 AFTER_FIRST_STEP = Hold("prefgrpo.run.trainer:TrainingLoop._report")
 
 
+@pytest.mark.full
 def test_a_judge_that_dies_in_a_step_and_comes_back_loses_nothing(place, steady):
     port, folder = free_port(), place / "runs" / "back"
     over = judged(f"http://127.0.0.1:{port}", judge={"deadline_s": 60.0})
@@ -271,7 +272,7 @@ def test_a_few_garbage_answers_are_left_out_and_counted(place):
 
 @pytest.mark.parametrize("fault", ["garbage", "hang"])
 def test_a_judge_that_says_nothing_any_more_stops_the_run_with_its_reason(place, fault):
-    """hang: it accepts requests and never answers, the hardest kind of death to notice."""
+    """`hang`: the judge accepts requests but never answers, the failure that is hardest to detect."""
     folder = place / "runs" / f"all_{fault}"
     with JudgeServer(delay_s=0.02) as server:
         file = recipe(place, f"all_{fault}", **judged(server.url, judge={"timeout_s": 1.0, "deadline_s": 2.0}))
@@ -286,7 +287,7 @@ def test_a_judge_that_says_nothing_any_more_stops_the_run_with_its_reason(place,
 
 
 def test_evaluation_survives_a_judge_that_is_gone(place):
-    """The judge only measures here: its figures are missing (null), training goes on."""
+    """Here the judge is used for evaluation only: its metrics are missing (null) and training continues."""
     over = {"eval": {"judge": True, "every": 1}, "judge": {"deadline_s": 1.0, "timeout_s": 1.0}, "train": {"steps": 3}}
     folder = place / "runs" / "measured"
     with JudgeServer(delay_s=0.01) as server:

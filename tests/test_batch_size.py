@@ -1,8 +1,8 @@
-"""`rollout.batch_size: auto`: which sizes it tries, what the plan says of them, and what happens where they do not fit.
+"""`rollout.batch_size: auto`: which sizes it tries, what the plan estimates, and what happens if a size does not fit.
 
-Why these cases: the plan's two estimates must choose as an estimate of every size would; memory that runs out on one of
-two processes must make both take the smaller size, in the middle of nothing that the other waits for; a trial must
-leave no trace in the numbers of the run; and a resumed run must not look again.
+Why these cases: the plan makes only two estimates, yet must choose the size that estimating every size would; if one of
+two processes runs out of memory, both must fall back to the smaller size, with no collective left hanging; a trial
+must not affect the numbers of the run; and a resumed run must not search again.
 """
 
 import json
@@ -65,6 +65,7 @@ def test_auto_is_written_as_auto_and_read_again(place, capsys):
     assert code == 0 and "rollout.batch_size: auto is 4, 4 decoded at once" in out
 
 
+@pytest.mark.full
 def test_the_plan_chooses_as_an_estimate_of_every_size_would(place):
     config = auto(place, "fit", rollout={"group_size": 4, "height": 64, "width": 64}, device="cuda")
     four, two = (estimate(batch_size._sized(config, size, 1)).total for size in (4, 2))
@@ -105,7 +106,7 @@ def test_what_never_fits_is_refused_and_other_errors_are_not_caught(place, monke
 
 
 def short_of_memory():
-    """In the new process: rank 1 has memory for two samples."""
+    """Runs in the new process: rank 1 has memory for only two samples."""
     predict = Flux.predict
 
     def limited(self, net, x, *rest, **named):
@@ -116,6 +117,7 @@ def short_of_memory():
     Flux.predict = limited
 
 
+@pytest.mark.full
 def test_all_processes_take_the_smallest_and_a_resumed_run_keeps_it(place):
     file = recipe(place, "two", rollout={"batch_size": "auto"}, train={"steps": 2})
     runs = ranks(file, 2, hook=short_of_memory)
@@ -125,6 +127,6 @@ def test_all_processes_take_the_smallest_and_a_resumed_run_keeps_it(place):
     assert yaml.safe_load((folder / "config.yaml").read_text())["rollout"]["batch_size"] == 2
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert {row["policy/on_policy_error"] for row in steps if row["kind"] == "train"} == {0.0}
-    again = ranks(file, 2, "--resume", "--train.steps", "3")  # with memory for four
+    again = ranks(file, 2, "--resume", "--train.steps", "3")  # now with memory for four
     assert [run.wait() for run in again] == [0, 0], again[0].output + again[1].output
     assert yaml.safe_load((folder / "config.yaml").read_text())["rollout"]["batch_size"] == 2

@@ -1,6 +1,6 @@
-"""The benchmarks run, compare before they time, and docs/benchmarks.md is what the committed results render to.
+"""The benchmarks run and check results before timing them; docs/benchmarks.md matches the committed results.
 
-A short real run of the small ops and of tiny latents on this machine; no number is judged here.
+A short real run of the small ops and of the cases on tiny latents; no timing is asserted.
 """
 
 import json
@@ -30,8 +30,9 @@ def test_a_wrong_result_is_not_timed(monkeypatch):
         cases.step_given(latents, with_compile=False)
 
 
+@pytest.mark.full
 def test_pytest_benchmark_times_the_same_cases(root, tmp_path):
-    """One file per test file of an op; JSON with a group per case. Two cheap cases run."""
+    """One file per op test file, and JSON with one group per case; runs two cheap cases."""
     stems = {path.stem for path in (root / "benchmarks").glob("test_ops_*.py")}
     assert stems and all((root / "tests" / f"{stem}.py").is_file() for stem in stems)
     quick = ["--benchmark-min-rounds=2", "--benchmark-max-time=0.01", f"--benchmark-json={tmp_path / 'out.json'}"]

@@ -1,7 +1,7 @@
-"""The judges' benchmarks run, on small groups; their documents are what the committed results render to.
+"""The judge benchmarks run, on small groups; their pages match the committed results.
 
-No time is judged here. What is: that all clients ask the same question and get every answer, and how many bytes of
-pictures they send (a count, not a time).
+No timing is asserted, only that all clients ask the same questions and get every answer, and how many bytes of
+images they send.
 """
 
 import json
@@ -23,7 +23,7 @@ def test_pictures_travel_once_instead_of_with_every_pair():
     sent = bench_judge.picture_bytes(9, 256)
     pair, group = sent["bytes"]["original, pairs encoded"] / 36, sent["bytes"]["ours"]
     assert sent["bytes"]["original, paths"] == sent["bytes"]["original, pairs encoded"]
-    assert group / 9 == pytest.approx(pair / 2, rel=0.01)  # the same pictures, in the same encoding
+    assert group / 9 == pytest.approx(pair / 2, rel=0.01)  # the same images in the same encoding
     assert max(v for name, v in sent["share"].items() if name != "ours") <= 0.125
 
 
@@ -43,6 +43,7 @@ def test_a_lost_answer_is_not_timed(monkeypatch):
         bench_judge.measure(url, "echo", rounds=2, size=3, side=16)
 
 
+@pytest.mark.full
 def test_the_overlap_runs(monkeypatch):
     monkeypatch.setattr(bench_overlap, "CONCURRENCY", 2)
     found = bench_overlap.measure(prompts=2, batch=8, side=32, rounds=2, share=1.0)
@@ -50,6 +51,7 @@ def test_the_overlap_runs(monkeypatch):
     assert set(found["seconds"]) == {"rollout", "with_judge", "judge", "wait"}
 
 
+@pytest.mark.full
 def test_steps_with_and_without_staleness_are_timed(monkeypatch):
     monkeypatch.setattr(bench_overlap, "BLOCK", 2)
     found = bench_overlap.measure_staleness(prompts=2, batch=8, side=32, rounds=1, slow=1.0)

@@ -1,4 +1,4 @@
-"""The benchmark of levers measures and renders; the plan's page is what was computed, and says why it is off."""
+"""The benchmark of cost-saving options runs; the plan's page matches its results and explains every large error."""
 
 import json
 
@@ -39,5 +39,5 @@ def test_the_page_is_the_rendering_of_the_plans_check():
     assert {"flux", "qwen", "branch", "automodel"} <= found.keys()
     missed = {what for rows in found.values() for what, _, _, real, planned in rows if abs(planned / real - 1) > 0.3}
     assert {what for rows in found.values() for what, *_ in rows if what in plan_check.WHY} == missed, (
-        "each has a reason"
+        "every estimate that is off by more than 30 % has an explanation, and no other has"
     )

@@ -1,5 +1,5 @@
-"""The comparison of objectives: what is read from a run's rows, and docs/objectives.md is what the committed results
-render to. The full tier runs a step of a demo recipe through it.
+"""The comparison of objectives: the statistics computed from a run's rows, and docs/objectives.md matches the committed
+results. The full tier runs one step of a demo recipe through it.
 """
 
 import json
@@ -13,7 +13,7 @@ from benchmarks.blocks import rendered
 
 
 def run(*accuracies, signs=None):
-    """A run whose evaluations are 10 steps, 1000 calls and 20 seconds apart."""
+    """A run with one evaluation per accuracy, spaced by 10 steps, 1000 calls and 20 seconds."""
     rows = [[10 * k, 1000.0 * k, 20.0 * k, y, 0.5, 0.1, 0.1] for k, y in enumerate(accuracies)]
     return {"objective": "nft", "seed": 0, "signs": signs or {}, "evaluations": rows, "machine": {"cpu": "one"}}
 
@@ -24,12 +24,12 @@ def test_what_is_read_from_a_run(monkeypatch):
     assert bench.reached(up["evaluations"], "calls") == pytest.approx(1500)
     assert bench.reached(up["evaluations"], "seconds") == pytest.approx(30)
     assert bench.reached(run(0.4, 0.6, 0.5, 0.5, 0.5)["evaluations"], "calls") is None
-    assert math.isnan(bench.reached(run(0.4, 0.6)["evaluations"], "calls")), "not at its end"
-    assert bench.fall(up, ()) == pytest.approx(0.1), "reached at step 15, looked at until 30"
+    assert math.isnan(bench.reached(run(0.4, 0.6)["evaluations"], "calls")), "unknown while the run is unfinished"
+    assert bench.fall(up, ()) == pytest.approx(0.1), "target reached at step 15, window ends at step 30"
     early = up | {"signs": {"diversity": 24}}
-    assert bench.fall(early, ["diversity"]) == pytest.approx(0.04), "its rule ends it before"
+    assert bench.fall(early, ["diversity"]) == pytest.approx(0.04), "the stopping rule ends the window at step 24"
     assert bench.fall(early, ["monitors"]) == pytest.approx(0.1)
-    assert bench.fall(run(0.4, 0.6, 0.8), ()) is None, "not long enough to say"
+    assert bench.fall(run(0.4, 0.6, 0.8), ()) is None, "the run is too short"
     table = bench.table({"nft": [up, run(0.4, 0.5, 0.5, 0.5, 0.6) | {"seed": 1}]})
     assert table[2].startswith("| `nft` | 0, 1 | 40, 40 | 1.5, 1 never | 30, 1 never | 0.750 (0.600–0.900) |"), table[2]
     assert "seed 1, 2 of `nft`" in bench.missing({"nft": [up]})

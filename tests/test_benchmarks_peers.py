@@ -1,5 +1,5 @@
-"""The comparison of whole trainers (benchmarks/bench_peers_train.py), as far as it needs no peer: our side of it
-trains. The peers' side: test_integrations_trainers.py.
+"""The comparison of whole trainers (benchmarks/bench_peers_train.py), our side only: it needs no peer.
+The peers' side is in test_integrations_trainers.py.
 """
 
 import json
@@ -16,12 +16,12 @@ from prefgrpo.config.schema import from_dict
 @pytest.mark.parametrize("kind", bench_peers_train.KINDS)
 @pytest.mark.parametrize("name", PEERS)
 def test_our_side_does_the_same_work(tmp_path, name, kind):
-    """As many samples, trained steps and updates as the peer; other batches and gradients only where it is said."""
+    """As many samples, trained steps and updates as the peer; batches and gradients differ only where documented."""
     for work in SIZES.values():
         config = from_dict(settings(name, work, tmp_path, 3, kind))
         r, t, published = config.rollout, config.train, kind != "same"
         assert (r.prompts_per_step, r.group_size, r.steps) == (work.prompts, work.group, work.steps)
-        assert r.window_high == r.window_size == 0, "all steps but the last"
+        assert r.window_high == r.window_size == 0, "trains all steps but the last"
         assert t.updates_per_rollout == work.updates and t.kl_coef == (work.kl if "flow_grpo" in name else 0.0)
         alone = name in bench_peers_train.ALONE and not published
         assert r.batch_size == (1 if alone else work.batch)

@@ -1,7 +1,7 @@
-"""Caches of diffusers in rollouts: against stock pipelines that use the same cache, and who is refused.
+"""diffusers' caches in rollouts: equality with stock pipelines that use the same cache, and refused combinations.
 
-A cache that is on in training's forwards, or whose state outlives a batch, would change gradients and samples without
-a word: so everything is compared before, inside and after.
+A cache that stays on in the training forwards, or whose state outlives a batch, would silently change gradients and
+samples: so samples are compared before, inside and after the cached context.
 """
 
 from dataclasses import replace
@@ -19,7 +19,7 @@ from prefgrpo.run.session import Clock, mistakes
 from prefgrpo.run.trainer import TrainingLoop
 
 STOCK = {
-    "first_block": FirstBlockCacheConfig(threshold=50.0),  # so large that what a pair's halves say does not matter
+    "first_block": FirstBlockCacheConfig(threshold=50.0),  # large: both CFG halves always skip
     "taylorseer": TaylorSeerCacheConfig(
         cache_interval=2, disable_cache_before_step=2, taylor_factors_dtype=torch.float32, cache_identifiers=[ATTENTION]
     ),
@@ -43,7 +43,7 @@ def test_samples_are_those_of_the_stock_pipeline_with_the_cache(family, cache):
 
 
 def test_a_run_skips_blocks_in_rollouts_alone(tmp_path):
-    """Forwards of the first and of the last block, counted in one step of AWM with and without the cache."""
+    """Counts forwards of the first and of the last block in one AWM step, with and without the cache."""
     place, counts = world(tmp_path), {}
     for cache in ("none", "first_block"):
         rollout = {"steps": 8, "cache": cache, "cache_threshold": 50.0}
@@ -62,7 +62,7 @@ def test_a_run_skips_blocks_in_rollouts_alone(tmp_path):
 
 
 REFUSED = {
-    "rollout.cache: grpo needs the log-probs": {},
+    "rollout.cache: grpo needs log-probs": {},
     "rollout.cache: expected none with compile": {"train": {"objective": "awm"}, "compile": True},
     "or where parallel splits weights": {"train": {"objective": "awm"}, "parallel": {"shard": 2}},
 }

@@ -1,8 +1,8 @@
-"""Checkpoints: whole or not there at all, checked before use; and a run that is killed goes on as if nothing had been.
+"""Checkpoints are written atomically and verified before use; a run that is killed resumes as if nothing had happened.
 
-Why these cases: kill -9 is the normal end of a preempted job, at any instruction: before the first checkpoint, between
-two, while one is being written, while old ones are being removed, at the very end. After each, `--resume` must give
-the metrics of the run that was never stopped, bit for bit. And disks lie: every file of a checkpoint is damaged once.
+Why these cases: a preempted job normally ends with kill -9, at any instruction: before the first checkpoint, between
+two, while one is being written, while old ones are being removed, at the very end. After each, `--resume` must
+reproduce the metrics of an uninterrupted run bit for bit. Disks also fail: every checkpoint file is damaged once.
 """
 
 import json
@@ -53,7 +53,7 @@ def test_what_is_saved_is_read(tmp_path):
     tensors, meta = read(save_one(tmp_path, 7), ALONE)
     (tmp_path / "file").touch()
     modes = {p.stat().st_mode for p in tmp_path.rglob("*") if p.is_file()}
-    assert modes == {(tmp_path / "file").stat().st_mode}, "who may read other files may read weights"
+    assert modes == {(tmp_path / "file").stat().st_mode}, "weights have the permissions of any other new file"
     assert meta["step"] == meta["updates"] == 7 and meta["trained_s"] == 1.5
     assert tensors.keys() == STATE.keys() and all(torch.equal(tensors[k], STATE[k]) for k in STATE)
 
@@ -95,7 +95,7 @@ def test_every_damage_to_every_file_is_seen(tmp_path, name, damage):
 
 
 def test_every_bit_of_the_facts_is_checked(tmp_path):
-    """A flipped digit of the step or of the update count leaves valid JSON."""
+    """A changed digit in the step or in the update count would still be valid JSON."""
     path = save_one(tmp_path, 4)
     good = (path / "state.json").read_bytes()
     for _ in range(60):
@@ -138,14 +138,14 @@ def test_claiming_a_folder(tmp_path):
     holder = lock(tmp_path / "run")
     with pytest.raises(CheckpointError, match="is in use by another process"):
         claim(RunFolder(tmp_path / "run"), resume=True)
-    assert half.exists(), "it may be the other process's checkpoint"
+    assert half.exists(), "it may belong to the other process"
     os.close(holder)
     os.close(claim(RunFolder(tmp_path / "run"), resume=True))
-    assert not half.exists(), "what a killed save left behind"
+    assert not half.exists(), "leftovers of a killed save are removed"
 
 
 def test_one_process_at_a_time(tmp_path):
-    """The lock ends with its process, however that ends; a file system without locks is no reason to stop."""
+    """The lock is released when its process ends, however that happens; file systems without locks are accepted."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -166,7 +166,7 @@ def test_one_process_at_a_time(tmp_path):
 
 
 def judged(place: Path, name: str, **over) -> Path:
-    """A run with everything that a resumed one must restore: EMA, KL, warm-up, windows, several updates, a judge."""
+    """Recipe with everything that resuming must restore: EMA, KL, warm-up, windows, several updates, a judge."""
     full = {
         "reward": {"spec": "vlm_pairwise:1,jpeg_compressibility:0.5"},
         "judge": {"backend": "local", "model": str(JUDGE), "template": "caption_match", "log": True},
@@ -190,14 +190,14 @@ def truth(place):
 
 
 def same_as(truth: Path, run: Path) -> None:
-    """Metrics, judgements, evaluation images and the product are those of the run that was never stopped."""
+    """Assert the metrics, judgements, evaluation images and final weights of the uninterrupted run."""
     assert rows(run) == rows(truth)
     lines = [[json.loads(x) for x in (r / "judgements.jsonl").read_text().splitlines()] for r in (run, truth)]
     key = ("step", "group", "first", "second", "p_first")
     assert [[x[k] for k in key] for x in lines[0]] == [[x[k] for k in key] for x in lines[1]]
     ours, theirs = weights(run), weights(truth)
     assert list(ours) == list(theirs) and [name for name in ours if ours[name] != theirs[name]] == []
-    assert [p.name for p in run.rglob(".*")] == [".lock"], "nothing half-written stays"
+    assert [p.name for p in run.rglob(".*")] == [".lock"], "no partial file remains"
 
 
 def count(run: Path, kind: str = "train") -> int:
@@ -212,9 +212,10 @@ MOMENTS = {
     "checkpoint": Hold("prefgrpo.run.checkpoint:save_file", 2, before=True),
     "product": Hold("prefgrpo.run.trainer:TrainingLoop._export", 4),
 }
-"""Before the first step, between two checkpoints, while a checkpoint and while the product is written."""
+"""Before the first step, between two checkpoints, while writing a checkpoint, and while exporting the weights."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_at_a_moment(place, truth, moment):
     file, run = judged(place, moment), place / "runs" / moment
@@ -230,7 +231,7 @@ def test_killed_at_a_moment(place, truth, moment):
 
 @pytest.mark.full
 def test_killed_again_and_again_at_random(place, truth):
-    """Every attempt lives a random while longer; in the end the run is the one that was never stopped."""
+    """Each attempt is killed after a random time; the final run must equal the uninterrupted one."""
     file, run, dice = judged(place, "random"), place / "runs" / "random", random.Random(0)
     for attempt in range(200):
         process = start(["train", str(file), "--resume"], place / "log")
@@ -249,7 +250,7 @@ WRITES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.copy
 
 
 def die_at(left: int) -> None:
-    """This process dies just before its `left`-th file operation, as Python's auditing and fsync show them."""
+    """Kill this process just before its `left`-th file operation, counted by audit hooks, fsync and save_file."""
 
     def count(*_):
         nonlocal left
@@ -266,8 +267,8 @@ def die_at(left: int) -> None:
 
 @pytest.mark.full
 def test_killed_at_every_write_of_a_checkpoint(tmp_path):
-    """Each file operation of three saves, keeping one, and of the product, which replaces an older one: a usable
-    state is never given up for a new one, and the product is whole or not there."""
+    """Kills at each file operation of two saves with keep=1 and of an export that replaces an older one: there is
+    always a usable checkpoint, and the export is complete or absent."""
     for n in range(1, 300):
         folder = tmp_path / str(n)
         folder.mkdir()
@@ -286,18 +287,18 @@ def test_killed_at_every_write_of_a_checkpoint(tmp_path):
         done = int((folder / "done").read_text()) if (folder / "done").is_file() else 1
         os.close(claim(RunFolder(folder), resume=True))
         newest = RunFolder(folder).latest()
-        assert read(newest, ALONE)[1]["step"] in (done, done + 1), "what was saved stays, whole"
-        assert [p.name for p in folder.rglob(".*")] == [".lock"], "nothing half-written stays"
+        assert read(newest, ALONE)[1]["step"] in (done, done + 1), "the last saved checkpoint is intact"
+        assert [p.name for p in folder.rglob(".*")] == [".lock"], "no partial file remains"
         product = folder / "product"
         assert not product.exists() or tree(product).keys() == {"lora/w.safetensors"}
         if status == 0:
             break
         assert os.WTERMSIG(status) == signal.SIGKILL
-    assert done == 3 and product.exists() and n > 36, "the hook no longer sees the writes"
+    assert done == 3 and product.exists() and n > 36, "the audit hook no longer sees the writes"
 
 
 def fill_the_disk() -> None:
-    """In the new process: the second checkpoint meets a full disk."""
+    """Runs in the new process: the disk is full when the second checkpoint is written."""
     true_save, saves = checkpoint.save_file, []
 
     def failing(*args, **kwargs):
@@ -333,11 +334,11 @@ def test_a_signal_ends_the_step_saves_and_exits_3(place, truth, number):
     assert RunFolder(run).latest().name == f"step_{done:06d}" and done <= 2
     code, output = train(file, "--resume")
     assert code == 0, output
-    assert rows(run) == rows(truth), "no step is lost or done twice"
+    assert rows(run) == rows(truth), "no step is lost or repeated"
 
 
 def test_the_same_command_twice_at_once(place):
-    """The second is refused, new or resumed, and the first does not notice."""
+    """The second process is refused, whether it starts or resumes, and the first is not disturbed."""
     file = recipe(place, "twice", train={"steps": 9999}, eval={"every": 0})
     first, run = start(["train", str(file)], place / "log", hold=Hold(REPORT)), place / "runs" / "twice"
     first.until_held()
@@ -363,12 +364,12 @@ def test_full_fine_tuning_resumes_bit_for_bit(place):
     assert tree(run / "pipeline") == tree(place / "runs" / "whole" / "pipeline")
 
 
-# ---- resuming what should not, or need not, be resumed ---------------------------------------------------------------
+# ---- runs that must not, or need not, be resumed ---------------------------------------------------------------------
 
 
 @pytest.fixture
 def finished(place, tmp_path):
-    """A copy of a finished run with its recipe's name changed."""
+    """A copy of a finished run, with the name in its recipe changed."""
     if not (place / "runs" / "short").is_dir():
         assert train(recipe(place, "short", train={"steps": 2}))[0] == 0
     shutil.copytree(place / "runs" / "short", tmp_path / "runs" / "short")
@@ -397,7 +398,7 @@ REFUSED = {
         ["--resume", "--seed", "5"], {"rollout": {"group_size": 2, "batch_size": 2}},
         ("rollout.group_size: was 4, is 2", "rollout.batch_size: was 4, is 2", "seed: was 0, is 5", "the old values"),
     ),
-    "prompts": (["--resume"], {}, ("holds other prompts",)),
+    "prompts": (["--resume"], {}, ("has different prompts",)),
     "model": (["--resume"], {"train": {"lora_rank": 2}}, ("do not fit this configuration", "LoRA rank")),
 }  # fmt: skip
 
@@ -440,7 +441,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(place, finishe
 
 
 def test_time_spent_counts_over_resumes(place):
-    """train.max_minutes is the whole run's: a resumed run has what is left."""
+    """train.max_minutes limits the whole run: a resumed run gets only the time that is left."""
     file = recipe(place, "timed", train={"steps": 1000, "max_minutes": 0.01}, eval={"every": 0})
     begin = time.monotonic()
     assert train(file)[0] == 0 and time.monotonic() - begin < 60

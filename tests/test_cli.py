@@ -1,8 +1,8 @@
-"""The command line, as a person types it.
+"""The command line as users type it.
 
-Why these cases: `--help-all` must show every field with its line, or people read the source; an override must reach its
-nested field whatever its type (tuples, None, switches), before or after a typo in the recipe; and a wrong command or
-option must end with exit code 2 and the right word, not with a traceback.
+Why these cases: `--help-all` must show every field with its help text, or users must read the source; an override must
+reach its nested field whatever its type (tuples, None, switches), even if the recipe has a typo; and a wrong command
+or option must end with exit code 2 and a suggestion, not with a traceback.
 """
 
 import inspect
@@ -27,7 +27,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """(configuration, resume) that `prefgrpo train …` would run with, or the exit code."""
+    """Function of the command-line words: the (config, resume) that `prefgrpo train …` would run, or its exit code."""
 
     def ask(*argv):
         got = []
@@ -44,7 +44,7 @@ def asked(monkeypatch):
 
 
 def shown(capsys, *argv):
-    """(exit code, what was printed, without colours and line breaks)."""
+    """(exit code, printed text without colours and line breaks)."""
     try:
         code = cli.main(list(map(str, argv)))
     except SystemExit as end:
@@ -60,7 +60,7 @@ def description(name):
 
 
 def options(text):
-    """The fields of the configuration that a help text shows."""
+    """Names of the configuration fields that a help text lists."""
     words = {word.replace("-", "_") for word in re.findall(r"--([\w.-]+)", text)}
     return {name for name in leaves(Config()) if name in words}
 
@@ -157,7 +157,7 @@ def test_overrides_reach_every_kind_of_field(asked, place, words, field, value):
     assert resume and leaves(config)[field] == value
     others = leaves(asked(file)[0])
     changed = {name for name, v in leaves(config).items() if v != others[name]} - {field, "rollout.sigmas", "seed"}
-    assert not changed, "what is not overridden is the recipe's"
+    assert not changed, "fields that are not overridden keep the recipe's values"
 
 
 def test_where_the_recipe_stands(asked, place):
@@ -234,11 +234,11 @@ def test_reports_can_be_written_again(capsys, place, tmp_path):
 
 def test_a_folder_that_is_no_run(capsys, tmp_path):
     assert cli.main(["report", str(tmp_path)]) == 2
-    assert "is no run: expected config.yaml or metrics.jsonl in it" in capsys.readouterr().err
+    assert "is not a run folder: expected config.yaml or metrics.jsonl in it" in capsys.readouterr().err
 
 
 def test_a_reader_may_leave():
-    """As `prefgrpo reward list | head -1` does."""
+    """A closed pipe, as in `prefgrpo reward list | head -1`, is not an error."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [sys.executable, "-m", "prefgrpo", "reward", "list"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:

@@ -1,8 +1,8 @@
-"""Configuration: what a recipe may say, and what is said when it is wrong.
+"""Configuration: valid recipes, and the error messages for invalid ones.
 
-Why these cases: a recipe is the first thing a user gets wrong, so every mistake must be named at once with the nearest
-right key; YAML 1.1 has traps (1e-4 is text, on is true, a key twice drops the first); NaN passes comparisons; and a
-configuration must survive the way through the run folder unchanged, or resuming would refuse it.
+Why these cases: the recipe is the first thing a user gets wrong, so all mistakes must be reported together, with the
+closest valid key; YAML 1.1 has traps (1e-4 is text, on is true, a repeated key drops the first); NaN passes
+comparisons; and a configuration must survive the round trip through the run folder, or resuming would refuse it.
 """
 
 import math
@@ -25,13 +25,13 @@ OPTIONS = st.dictionaries(st.text(max_size=6), st.integers() | st.text(max_size=
 
 
 def field(name):
-    """pydantic's description of a field."""
+    """pydantic's FieldInfo of a field, by dotted name."""
     *sections, last = name.split(".")
     return reduce(lambda cls, key: cls.__pydantic_fields__[key].annotation, sections, Config).__pydantic_fields__[last]
 
 
 def values(name):
-    """What the field's type allows."""
+    """Hypothesis strategy of the values that the field's type allows."""
     if name.endswith("options"):
         return st.dictionaries(st.text(min_size=1, max_size=6), OPTIONS, max_size=3)
     info = field(name)
@@ -52,7 +52,7 @@ def test_any_valid_configuration_survives_its_file(tmp_path_factory, data):
         put(changed, name, data.draw(values(name).filter(lambda v: not isinstance(v, float) or math.isfinite(v))))
     config, mistakes = schema._typed(changed)
     assert mistakes == []
-    assume(not check(config))  # values that do not go together
+    assume(not check(config))  # rejects values that contradict each other
     file = tmp_path_factory.getbasetemp() / "round.yaml"
     file.write_text(yaml.safe_dump(to_dict(config), sort_keys=False), encoding="utf-8")
     assert load(file) == from_dict(to_dict(config)) == config and differences(load(file), config) == {}
@@ -65,7 +65,7 @@ def test_differences_name_every_changed_field():
 
 
 def test_every_field_says_what_it_is():
-    """The docstring below it is the help text."""
+    """The docstring below a field is its help text."""
     assert [name for name in leaves(Config()) if not (field(name).description or "")[3:]] == []
     assert set(get_args(field("rollout.rule").annotation)) == RULES.keys() - {"ode"}, "ode has no log-prob to train on"
 
@@ -169,7 +169,7 @@ def test_files(tmp_path, root):
     file.write_text("")
     assert parse(file) == (Config(), [])
     file.write_text("model: m\ndata: {prompts: p}\ntensorboard: off\ntrain: {lr: 1e-4}\n")
-    assert not load(file).tensorboard and load(file).train.lr == 1e-4, "YAML 1.1 alone reads 1e-4 as text"
+    assert not load(file).tensorboard and load(file).train.lr == 1e-4, "plain YAML 1.1 would read 1e-4 as text"
     for recipe in (root / "scripts" / "demo").glob("*.yaml"):
         load(recipe)
 
@@ -181,7 +181,7 @@ def test_files(tmp_path, root):
                       | st.integers() | st.booleans() | st.none(), inner, max_size=4)
 ), max_leaves=12))  # fmt: skip
 def test_any_content_ends_in_a_configuration_or_a_list_of_mistakes(content):
-    """Never a hang, never another exception."""
+    """Never hangs, never raises another exception."""
     if isinstance(content, dict):
         try:
             assert check(from_dict(content)) == []

@@ -1,7 +1,7 @@
 """The compiled module itself: what it links, which instruction sets it has, and what happens without it.
 
-Properties: every instruction set and every number of threads gives the same bits (the cut of a sample into sums
-depends on D alone), the module knows no torch and loads without a GPU driver, and without it the answers stay.
+Properties: every instruction set and thread count gives bitwise equal results (the partition of a sample into partial
+sums depends on D only); the module does not link torch and loads without a GPU driver; without it results are the same.
 """
 
 import importlib.util
@@ -44,7 +44,7 @@ def everything(shape, guidance):
 
 
 def without_extras(shape):
-    """The one-pass loops, over every mixture of fp32 and bf16."""
+    """Results of the one-pass loops for every combination of fp32 and bf16."""
     results = []
     for x, v, y in itertools.product((torch.float32, torch.bfloat16), repeat=3):
         c = make(shape, 2, x, v)
@@ -62,7 +62,7 @@ def without_extras(shape):
 @pytest.mark.parametrize("guidance", [False, True])
 @pytest.mark.parametrize("name", SETS)
 def test_instruction_sets_agree(restore, name, guidance):
-    """Bit for bit where hardware has a fused multiply-add; noise of the plain set rounds once more, very rarely."""
+    """Bitwise equal where the hardware has fused multiply-add; noise of the plain set very rarely rounds once more."""
     before = everything((1000, 33), guidance)
     if not restore.use_isa(name):
         assert restore.isa() != name
@@ -70,7 +70,7 @@ def test_instruction_sets_agree(restore, name, guidance):
     assert restore.isa() == name
     after = everything((1000, 33), guidance)
     for k, (a, b) in enumerate(zip(before, after, strict=True)):
-        if k < 2 and name == "plain":  # what holds addressed noise
+        if k < 2 and name == "plain":  # outputs that contain addressed noise
             assert (a - b).abs().max() <= 1e-6
         else:
             assert torch.equal(a, b)
@@ -159,11 +159,12 @@ FULL = pytest.mark.full
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed: what it compiles cannot be looked at")
-@pytest.mark.parametrize("arch", ["90a", pytest.param("80", marks=FULL), pytest.param("100a", marks=FULL)])
+@pytest.mark.parametrize("arch", ["80", "90a", "100a"])
+@FULL
 def test_compiled_cuda_kernels(root, arch):
-    """No spills; every load and store of a whole tile wide; issuing instructions leaves room for the memory's speed.
+    """No spills; all loads and stores of full tiles are vectorised; instruction issue does not limit the bandwidth.
 
-    By disassembly (scripts/sass_report.py): the ceiling is a count of instructions, not a time.
+    From the disassembly (scripts/sass_report.py): the ceiling follows from instruction counts, it is not a timing.
     """
     sass = load(root / "scripts" / "sass_report.py")
     rows = sass.report(arch)

@@ -1,7 +1,7 @@
-"""The CUDA sources themselves, run on the CPU by a shim, through the tests of the ops.
+"""The CUDA sources themselves, run on the CPU through a shim by the tests of the ops.
 
-There is seldom a GPU where this project is tested. Compiled against tests/cuda_shim, one fiber per thread, the kernels
-face the same golden numbers, fp64 truths, NumPy noise and bit-for-bit properties as every backend: indices, tails,
+This project is rarely tested on a GPU. Compiled against tests/cuda_shim, with one fiber per CUDA thread, the kernels
+face the same golden numbers, fp64 references, NumPy noise and bitwise properties as every backend: indices, tails,
 unaligned rows, dtype branches, two-stage reductions and group statistics. Races and speed need a GPU (test_gpu.py).
 """
 

@@ -1,9 +1,9 @@
-"""Prompts: files as people and benchmarks have them, edits with their source images, and which prompts a step uses.
+"""Prompts: files as users and benchmarks provide them, edits with source images, and which prompts a step uses.
 
-Why these cases: a file comes from Windows, from a spreadsheet, with a byte-order mark or a Latin-1 line in the middle;
-UniGenBench's csv has quotes, commas and JSON inside a cell, GenEval's jsonl metadata that a reward needs, an edit list
-images that are missing; every bad line is reported with its number, all at once; and the prompts of a step must not
-depend on what ran before it, on the number of ranks, or on luck.
+Why these cases: files come from Windows or a spreadsheet, with a byte-order mark or a Latin-1 line in the middle;
+UniGenBench's csv has quotes, commas and JSON inside a cell, GenEval's jsonl has metadata that a reward needs, an edit
+list may name missing images; all bad lines must be reported at once, with their numbers; and the prompts of a step must
+not depend on earlier steps, the number of ranks, or chance.
 """
 
 import csv
@@ -28,10 +28,10 @@ def test_files_as_people_have_them(tmp_path):
     file = tmp_path / "p.txt"
     file.write_bytes(b'\xef\xbb\xbfa cat\r\n\r\n  a dog \r\na cat\r\n\xe5\xae\xb6 \xf0\x9f\x90\x88 {x} "q"')
     found = read_prompts(file)
-    assert [p.text for p in found] == ["a cat", "a dog", '家 🐈 {x} "q"'], "mark, blanks and repetitions go"
+    assert [p.text for p in found] == ["a cat", "a dog", '家 🐈 {x} "q"'], "drops BOM, blanks and duplicates"
     assert [p.id for p in found] == [0, 1, 2]
     file.write_text("one\u2028still one\x0cstill one\n", encoding="utf-8")
-    assert len(read_prompts(file)) == 1, "a prompt ends at a line break of the file, not at a Unicode separator"
+    assert len(read_prompts(file)) == 1, "a prompt ends at a newline, not at a Unicode line separator"
 
 
 DEEP = b"[" * 10**5 + b"]" * 10**5
@@ -96,7 +96,7 @@ def test_a_prompt_of_a_megabyte_in_any_format(tmp_path):
 
 
 def test_tables_as_spreadsheets_write_them(tmp_path):
-    """Semicolons where commas are decimal points, tabs where text is copied; a prompt's own commas stay in it."""
+    """Semicolons (locales with decimal commas) and tabs (copied cells) also separate; commas in a prompt are kept."""
     for name, mark in (("p.csv", ";"), ("p.tsv", "\t"), ("q.csv", "\t")):
         rows = [f"id{mark}prompt", f"1{mark}a cat, asleep", f'2{mark}"two{mark} ""dogs"""']
         found = read_prompts(written(tmp_path / name, rows))
@@ -122,7 +122,7 @@ def test_edits_have_their_sources(tmp_path):
         {"instruction": "make it blue", "source_image": str(tmp_path / "a.png")},
     ]
     found = read_prompts(written(tmp_path / "e.jsonl", edits))
-    assert [p.text for p in found] == ["make it blue"] * 2, "(prompt, source) is one group; the third is the first"
+    assert [p.text for p in found] == ["make it blue"] * 2, "groups are (prompt, source); row 3 repeats row 1"
     assert [p.source[0].split("/")[-1] for p in found] == ["a.png", "b.png"] and [p.line for p in found] == [1, 2]
     assert found[0].meta == {"target_image": "t.png", "prompt": "red"}
     assert found[1].images()[0].mode == "RGB" and found[1].images()[0].size == (8, 6)
@@ -159,7 +159,7 @@ def test_sources_that_are_no_whole_images_are_told_before_anything_runs(tmp_path
 
 
 def test_a_source_is_what_a_viewer_shows(tmp_path):
-    """A photograph held upright, and 16 bits a channel, which a plain conversion would turn white."""
+    """EXIF orientation is applied, and 16-bit channels are scaled (a plain conversion would turn them white)."""
     turned = Image.Exif()
     turned[0x0112] = 6
     Image.new("RGB", (20, 10), "red").save(tmp_path / "a.jpg", exif=turned)
@@ -196,7 +196,7 @@ def test_parquet_without_pyarrow(tmp_path, monkeypatch):
 def test_every_epoch_shows_every_prompt_once(total, per_step, seed, step):
     shown = [i for k in range(step + 1) for i in step_prompts(total, per_step, seed, k)]
     assert len(shown) == per_step * (step + 1)
-    assert step_prompts(total, per_step, seed, step) == shown[-per_step:], "a function of (seed, step)"
+    assert step_prompts(total, per_step, seed, step) == shown[-per_step:], "depends only on (seed, step)"
     for start in range(0, len(shown) - total + 1, total):
         assert Counter(shown[start : start + total]) == Counter(range(total))
 

@@ -1,8 +1,8 @@
-"""A step's work over several processes against one: samples, scores and gradients, and who does how much of it.
+"""A training step on several processes against one: samples, scores, gradients, and the balance of the work.
 
-Why these cases: groups that lie on two processes (one prompt, prompts that are no multiple of the processes, batches
-that do not divide a group), several updates, two sizes, groups without signal, whole groups, and processes that must
-run as many forwards. A sample that travels must reach its group, and a batch that moves must be replayed as it was.
+Why these cases: groups split over two processes (one prompt, prompt counts that the world size does not divide, batches
+that do not divide a group), several updates, two sizes, groups without signal, whole groups, and ranks that must run
+equally many forwards. A sample sent to another rank must reach its group; a moved batch must be replayed as it was.
 """
 
 import os
@@ -27,7 +27,7 @@ from prefgrpo.run.trainer import TrainingLoop
 
 
 class Streamed(PointwiseReward):
-    """Brightness, asked for as soon as a sample is there; 0 for the prompts of TIED."""
+    """Brightness, scored as soon as a sample is ready; 0 for the prompts in TIED."""
 
     streams = True
 
@@ -42,7 +42,7 @@ class Streamed(PointwiseReward):
 
 
 class Pairs(GroupwiseReward):
-    """Win rate of the brighter one; needs all members."""
+    """Win rate by brightness; needs all members of a group."""
 
     def score_group(self, group, seed):
         values = [float(s.media.pixels.mean()) for s in group]
@@ -81,7 +81,7 @@ CELLS = {
 
 
 def cell_settings(place: Path, cell: str, name: str) -> dict:
-    """The configuration of a cell: one step of a run, at a learning rate that hardly moves the second update."""
+    """Settings of a cell: a run of one step, at a learning rate too small to affect its second update noticeably."""
     options = {key: value for key, value in CELLS[cell].items() if key not in ("tied", "whole", "equal")}
     options.setdefault("eval", {"every": 0})
     options["train"] = {"steps": 1, "lr": 1e-6} | options.get("train", {})
@@ -91,7 +91,7 @@ def cell_settings(place: Path, cell: str, name: str) -> dict:
 
 
 def run_cells() -> None:
-    """In the new process: every cell, one after the other; what each process saw of it goes into DUMP."""
+    """Runs in the new process: all cells in turn; saves what each process saw of a cell to a file in PLACE."""
     place = Path(os.environ["PLACE"])
     torch.set_num_threads(1)
     true_sum, true_accumulate = World.sum_gradients, TrajectoryCollector.accumulate
@@ -125,7 +125,7 @@ def run_cells() -> None:
             for batch in batches:
                 for row, place in enumerate(zip(batch.slots, batch.members, strict=True)):
                     if batch.weight:
-                        assert place not in seen["samples"], "each sample is made once"
+                        assert place not in seen["samples"], "each sample is generated once"
                         seen["samples"][place] = [t[row].clone() for t in batch.trajectory.tensors()]
             return keep(step, batches, signal)
 
@@ -151,7 +151,7 @@ def place(tmp_path_factory):
 
 
 def ports(count: int) -> str:
-    """So many free ports."""
+    """`count` free TCP ports, comma-separated."""
     probes = [socket.socket() for _ in range(count)]
     for probe in probes:
         probe.bind(("127.0.0.1", 0))
@@ -162,7 +162,7 @@ def ports(count: int) -> str:
 
 
 def run(place: Path, size: int) -> dict[str, list[dict]]:
-    """What every process saw of every cell."""
+    """Run all cells on `size` processes; returns what each process saw, by cell."""
     runs = ranks(place / "none.yaml", size, hook=run_cells, PLACE=str(place), PORTS=ports(len(CELLS)))
     assert [r.wait(600) for r in runs] == [0] * size, "\n".join(r.output for r in runs)
     return {cell: [torch.load(place / f"{cell}_{k}of{size}.pt") for k in range(size)] for cell in CELLS}
@@ -174,7 +174,8 @@ def alone(place):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_several_processes_make_and_train_what_one_does(place, alone, size):
     for cell, seen in run(place, size).items():
         (one,) = alone[cell]
@@ -206,7 +207,7 @@ def test_several_processes_make_and_train_what_one_does(place, alone, size):
 
 
 def fail_on_rank_0() -> None:
-    """In the new process: rank 0 runs out of memory at its second batch, when the other waits for its images."""
+    """Runs in the new process: rank 0 runs out of memory in its second batch, while rank 1 waits for its images."""
     true_decode, calls = batches.decode, []
 
     def decode(*given):
@@ -239,7 +240,7 @@ def config(**over):
     ("prompts", "group", "batch", "updates"), [(42, 24, 9, 2), (48, 12, 4, 3), (3, 4, 8, 1), (5, 6, 4, 5)]
 )
 def test_dealing(prompts, group, batch, updates, whole):
-    """The published numbers of prompts, and small ones: batches are the same for any number of processes."""
+    """Published group counts and small ones: the batches are the same for any number of processes."""
     rollout = {"prompts_per_step": prompts, "group_size": group, "batch_size": batch}
     c = config(rollout=rollout, train={"updates_per_rollout": updates})
     sizes = [c.rollout] * prompts
@@ -268,7 +269,7 @@ def test_what_is_level_stays_where_it_is():
     dealt = deal_batches(c, [c.rollout] * 6, 2)
     assert level(dealt, 2) == dealt and level(dealt[:1], 2) == dealt[:1] and level([], 2) == []
     tied = [b for b in dealt if b.index == 0]
-    assert [b.index for b in level(tied, 2)] == [0, 0, 1], "one of three moves"
+    assert [b.index for b in level(tied, 2)] == [0, 0, 1], "one of the three batches moves"
 
 
 def test_a_run_says_that_processes_wait():

@@ -1,7 +1,7 @@
-"""The demo in small: its own recipe, assets and command, few steps, in an empty folder.
+"""A short demo run: its own recipe, assets and command, few steps, in an empty folder.
 
-Why these cases: `prefgrpo demo` is what a stranger sees first, so the real command runs in a real process; the last
-line must hold the numbers that the README talks about, and the judge must be the only thing that is trained on.
+Why these cases: `prefgrpo demo` is the first thing a new user sees, so the real command runs in a real process; its
+last line must contain the numbers that the README discusses, and the judge must be the only training reward.
 """
 
 import os
@@ -24,7 +24,7 @@ LEFT = ("report.html", "config.yaml", "metrics.jsonl", "proof.safetensors", "lor
 
 @pytest.fixture(scope="module")
 def demo(root, tmp_path_factory):
-    """(process, run folder) of the demo's command with few steps."""
+    """(process, run folder) of the demo command with few steps."""
     folder = tmp_path_factory.mktemp("anywhere")
     command = [sys.executable, "-m", "prefgrpo", "demo", *STEPS]
     env = os.environ | {"PYTHONPATH": str(root)}
@@ -58,7 +58,7 @@ def test_the_scorer_of_the_scenes_is_never_the_reward(demo, root):
     for file in (demo[1] / "config.yaml", *sorted((root / "scripts" / "demo").glob("*.yaml"))):
         config = load(file)
         assert "scenes" not in config.reward.spec
-        assert config.eval.spec == "scenes" or config.name == "demo-ocr"  # words: test_demo_ocr.py
+        assert config.eval.spec == "scenes" or config.name == "demo-ocr"  # for words see test_demo_ocr.py
     assert not any("scenes" in key for r in rows(demo[1]) if r["kind"] == "train" for key in r)
 
 

@@ -1,8 +1,8 @@
-"""Mixed rewards in the demo world: Flex over HTTP, CLIP in this process, and a monitor, trained together.
+"""Mixed rewards in the demo world: Flex over HTTP, CLIP in process, and a monitor, in one training run.
 
-Why this case: every part alone is tested elsewhere; here they share a run. The judge is the demo's real one, asked over
-HTTP and answering in Flex's words. Held: all three are reported, nothing that trains is missing, a monitor that never
-has a value is told once and stops nothing, and the weights change.
+Why this case: each part is tested elsewhere; here they share a run. The judge is the demo's real one, queried over HTTP
+and answering in Flex's format. Checked: all three rewards are reported, no training reward is missing, a monitor
+without any value is reported once and does not stop the run, and the weights change.
 """
 
 import base64
@@ -28,14 +28,14 @@ from prefgrpo.tiny import ASSETS, FOLDER
 
 
 class Never(PointwiseReward):
-    """A monitor that has nothing to say."""
+    """A monitor that never returns a value."""
 
     def score(self, samples):
         return [Score(None, "no idea") for _ in samples]
 
 
 class FlexServer(JudgeServer):
-    """The demo's judge behind the chat API: its verdict becomes two of Flex's categories and the winner."""
+    """The demo's judge behind the chat API; its verdict is written as the winner and two of Flex's categories."""
 
     def __init__(self):
         super().__init__()

@@ -1,8 +1,8 @@
-"""The demo of words: its world, the OCR package on clean drawings of it, and its recipe in small with the real command.
+"""The OCR demo: its world of words, the OCR package on clean drawings, and a short run of its recipe by the command.
 
-Why these cases: the reward is a package that nobody here wrote, so it must read what is drawn right, or training is on
-its mistakes; the check that the docs report must not be the reward, and must tell words apart by itself; the recipe's
-paths hold from a checkout. Expected words come from what was drawn, and stock diffusers repeats the trainer's images.
+Why these cases: the reward is a third-party package, so it must read correct drawings correctly, or training optimises
+its mistakes; the metric reported in the docs must be independent of the reward and able to tell words apart; the
+recipe's paths must work from a checkout. Expected words are those drawn; stock diffusers must repeat our images.
 """
 
 import os
@@ -41,7 +41,7 @@ def _enter():
 
 
 def train(root, place, *options):
-    """The run folder of the recipe, started in the checkout."""
+    """Run the recipe from the checkout; returns the run folder."""
     argv = ["train", "scripts/demo/ocr.yaml", "--output", str(place), *SHORT, *options]
     run = start(argv, place / "train.log", _enter, CHECKOUT=str(root))
     assert run.wait(900) == 0, run.output

@@ -1,10 +1,10 @@
-"""The commands and snippets of README and docs, run as they stand, from a folder that holds a checkout alone.
+"""The commands and snippets in README and docs, run verbatim in a folder that contains only a checkout.
 
-Why these cases: a command that nobody runs rots. The table is read from the Markdown itself, so a new command is run
-or named in NOT_RUN with what it needs; an entry there that no command has any more fails too. What one command makes
-for another (tiny/wan22, images, …) is made in the order of the files, as a reader would (so they are one test); the run
-and the table of prompts that they call runs/NAME and bench.csv are made beforehand. A block with a title is a file that
-the reader writes, and is written. What docs/troubleshooting.md says that a user sees is what the code says.
+Why these cases: commands that nobody runs go stale. They are read from the Markdown itself, so each new command is
+either run or listed in NOT_RUN with what it needs; an entry that matches no command any more fails. Commands may use
+what earlier ones made (tiny/wan22, images, …), so they run in the order of the files, as one test; the run and the
+prompt table that the docs call runs/NAME and bench.csv are made beforehand. A block with a title is a file that the
+reader creates, so we write it. Messages quoted in docs/troubleshooting.md must be those of the code.
 """
 
 import ast
@@ -37,13 +37,13 @@ NOT_RUN = {
         "downloads three checkpoints; docs/scoring.md has the same command with another reward, which is run"
     ),
 }
-"""How commands begin that are not run (or, with $, all of them), and why."""
+"""Prefix of a command that is not run (with a final $: the whole command) → reason."""
 SNIPPETS = {"README.md": 1, "docs/integrations.md": 1}
-"""Python blocks that must be there and run (docs/ops.md: test_ops_docs.py)."""
+"""Number of Python blocks per page, all of which must run (docs/ops.md: test_ops_docs.py)."""
 
 
 def commands():
-    """(file, command) of every line in a ```bash block, continued lines joined, comments taken off."""
+    """(file, command, its words) for every line in a ```bash block; continued lines joined, comments removed."""
     for file in FILES:
         for block in re.findall(r"^```bash\n(.*?)^```", file.read_text(), re.S | re.M):
             for line in block.replace("\\\n", " ").splitlines():
@@ -66,7 +66,7 @@ def _enter():
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A checkout's recipes, assets and docs, a finished run and a table of prompts."""
+    """A folder with the checkout's recipes, assets and docs, a finished run and a prompt table."""
     folder = tmp_path_factory.mktemp("clean")
     for name in ("scripts", "prefgrpo", "docs"):
         (folder / name).symlink_to(ROOT / name)
@@ -80,7 +80,7 @@ def place(tmp_path_factory):
 
 
 def prefgrpo(folder, argv):
-    """Run a command in `folder`; fails unless it ends with 0."""
+    """Run a command in `folder`; fails unless it exits with 0."""
     run = start(argv, folder / "command.log", _enter, DOCS_PLACE=str(folder), HF_HUB_OFFLINE="1")
     assert run.wait(600) == 0, run.output
     return run.output
@@ -102,7 +102,7 @@ def test_the_commands_of_the_docs_run(place):
         if words[0] == "python":
             subprocess.run([sys.executable, *words[1:]], cwd=place, check=True, timeout=600)
         else:
-            assert prefgrpo(place, words[1:]).strip(), f"{file}: {text} says nothing"
+            assert prefgrpo(place, words[1:]).strip(), f"{file}: {text} prints nothing"
     logged = [json.loads(line) for line in (place / "runs" / "tutorial" / "metrics.jsonl").read_text().splitlines()]
     assert {"reward/my_rewards.py:right_colour", "reward/my_rewards.py:Size", "reward/vlm_pairwise"} <= logged[1].keys()
     assert (place / "with_lora.png").is_file() and json.loads((place / "before.json").read_text())
@@ -117,7 +117,7 @@ def test_a_snippet_runs_as_it_stands(file):
 
 
 def said():
-    """Every text in the package's code."""
+    """Every string constant in the package's code."""
     for file in (ROOT / "prefgrpo").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -162,7 +162,7 @@ def test_the_hardware_page_is_what_its_results_render_to():
 
 @pytest.mark.full
 def test_a_row_of_the_hardware_page_is_what_the_plan_says():
-    """Of the smallest model, if its row is there."""
+    """Checked for the smallest model, if its row is present."""
     known = json.loads(plan_recipes.JSON.read_text()) if plan_recipes.JSON.is_file() else {}
     if "prefgrpo/lora_sd1" not in known:
         pytest.skip("not planned yet: python -m benchmarks.plan_recipes")

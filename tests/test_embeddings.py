@@ -1,7 +1,7 @@
-"""Conditions of prompts: batching, what is kept in memory, and the folder of shards under the embedding cache.
+"""Prompt conditions: batching, what is kept in memory, and the embedding cache's folder of shards.
 
 Why these cases: many processes write and read the folder at once, some are killed (truncated files), bytes may flip,
-and a key must follow what the embedding depends on.
+and the cache key must change with everything that affects the embedding.
 """
 
 import pytest
@@ -70,11 +70,11 @@ def test_a_damaged_cache_file_is_encoded_again(tmp_path, caplog):
     third = Embeddings(load(FLUX), 16, tmp_path)
     encode(third, ["a red cube"])
     assert third.encoded == 0
-    assert not list(tmp_path.rglob("*.partial")), "no half-written file stays"
+    assert not list(tmp_path.rglob("*.partial")), "no partial file remains"
 
 
 def test_the_cache_key_follows_the_text_encoder(tmp_path):
-    """Other encoder weights, another length: other files; the transformer does not matter."""
+    """The key depends on the encoder weights and the maximum length, but not on the transformer."""
     key = Embeddings(load(FLUX), 16, tmp_path).keys.text("x")
     other = pipelines.make("flux", tmp_path / "other", seed=1)
     assert Embeddings(load(FLUX, other), 16, tmp_path).keys.text("x") != key
@@ -87,7 +87,7 @@ def test_the_cache_key_follows_the_text_encoder(tmp_path):
 
 
 def test_entries_keep_their_names(tmp_path):
-    """Folders that were filled before stay readable; of Wan2.1 I2V what CLIP saw was called image_embeds."""
+    """Caches from earlier versions stay readable; Wan2.1 I2V stored its CLIP embedding as image_embeds."""
     kontext, wan = case_of("flux_kontext"), case_of("wan_i2v")
     embed = Embeddings(load(kontext), 16, tmp_path / "kontext")
     embed(["a"], SAMPLING, [SOURCES[:1]])
@@ -128,7 +128,7 @@ def test_the_same_keys_make_the_same_file_and_a_reader_learns_of_it(tmp_path):
 
 @pytest.mark.parametrize("place", [0, 4, -1, -5])
 def test_a_flipped_byte_is_noticed(tmp_path, place, caplog):
-    """The size stays, so that only the content can tell."""
+    """The file size is unchanged, so only the content reveals the damage."""
     Shards(tmp_path).write({"k": {"x": torch.arange(40.0)}, "other": {"x": torch.ones(2)}})
     (file,) = tmp_path.glob("*.safetensors")
     content = bytearray(file.read_bytes())

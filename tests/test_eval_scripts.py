@@ -1,7 +1,7 @@
-"""scripts/eval_quality.sh and scripts/eval_vbench.sh, as a user of Pref-GRPO's scripts starts them.
+"""scripts/eval_quality.sh and scripts/eval_vbench.sh, called as a user of Pref-GRPO's scripts would.
 
-Why these cases: their JSON is read by others' tools, so it must be what the original writes of the same scores, down
-to which file belongs to which row; and VBench's own tools must find the clips by their names, 25 for flickering.
+Why these cases: third-party tools read their JSON, so it must equal what the original writes for the same scores,
+including which file belongs to which row; and VBench's tools must find the clips by name, 25 per flickering prompt.
 """
 
 import csv
@@ -31,7 +31,7 @@ SPEC = '["jpeg_compressibility", "jpeg_incompressibility"]'
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Three prompts with two images each, one in a folder below, one that no row names; indices spelt three ways."""
+    """Three prompts with two images each (one in a subfolder), and stray images; indices written in three ways."""
     folder = tmp_path_factory.mktemp("eval_scripts")
     with (folder / "bench.csv").open("w", newline="") as file:
         rows = [["index", "prompt_en"], ["0", "a red circle"], ["1.0", "a blue, square box"], ["12", "a tree"]]
@@ -57,7 +57,7 @@ def value(path, name):
 
 
 class Dispatcher:
-    """Pref-GRPO's rewards replaced by two that a test can compute."""
+    """Stands in for Pref-GRPO's reward dispatcher, with rewards that the test can compute itself."""
 
     def __init__(self, args, device, reward_weights, modality):
         self.names = list(reward_weights)
@@ -70,7 +70,7 @@ class Dispatcher:
 
 
 def original(argv, monkeypatch):
-    """What the peer's own script writes, with the scores of `Dispatcher`."""
+    """Output of Pref-GRPO's own script, run with the scores of `Dispatcher`."""
     stub = ModuleType("fastvideo.rewards.dispatcher")
     stub.RewardDispatcher, stub.parse_reward_spec = Dispatcher, lambda spec: dict.fromkeys(json.loads(spec), 1.0)
     for name in ("fastvideo", "fastvideo.rewards"):
@@ -110,6 +110,7 @@ def test_eval_quality_is_the_originals(place, root, monkeypatch):
         assert a["caption"] == b["caption"] and a["scores"] == pytest.approx(b["scores"], rel=1e-6)
 
 
+@pytest.mark.full
 def test_eval_quality_names_what_is_missing(root, place):
     spec = importlib.util.spec_from_file_location("eval_quality", root / "scripts" / "eval_quality.py")
     module = importlib.util.module_from_spec(spec)
@@ -119,7 +120,7 @@ def test_eval_quality_names_what_is_missing(root, place):
     assert (len(files), skipped) == (5, 2)
     scores = [{"clip": Score(None, "lost") if k == 1 else Score(float(k))} for k in range(5)]
     found = module.payload(files, scores)
-    assert found["mean_scores"] == {"clip": 9 / 4}, "of four images, not of five"
+    assert found["mean_scores"] == {"clip": 9 / 4}, "the mean is over four images, not five"
     assert [row["scores"]["clip"] for row in found["records"]] == [0.0, None, 2.0, 3.0, 4.0]
     done = script(root, "eval_quality.sh", *argv[:2], "--prompt_csv", place / "bench.csv", "--caption_col", "prompt_zh")
     assert done.returncode != 0 and "expected a column 'prompt_zh'" in done.stderr
@@ -153,7 +154,7 @@ for k in range(5):
 
 @pytest.mark.full
 def test_eval_vbench_makes_what_vbenchs_tools_look_for(place, root):
-    """A stand-in for VBench's checkout, with its flags, that scores how many of the wanted clips are there."""
+    """A stand-in for VBench's checkout takes the same flags and scores the fraction of expected clips it finds."""
     pytest.importorskip("imageio_ffmpeg")
     pipelines.make("wan", place / "wan")
     rows = [{"prompt_en": "a still stop sign", "dimension": ["temporal_flickering"]}]

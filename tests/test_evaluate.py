@@ -1,8 +1,8 @@
-"""Evaluation and export: paired images, honest win rates, and stock diffusers rendering what the trainer rendered.
+"""Evaluation and export: paired images, unbiased win rates, and stock diffusers reproducing the trainer's images.
 
-Why these cases: before and after must share their noise and differ in the weights only; missing verdicts must not
-count; the interval must be over prompts, since images of one prompt are not independent; what is exported must be
-the policy that was evaluated (EMA included), loadable without this project, with its alpha.
+Why these cases: before and after must share their noise and differ only in the weights; missing verdicts must not
+count; the confidence interval must be over prompts, since images of one prompt are not independent; the export must
+be the policy that was evaluated (EMA included), with its alpha, loadable without this project.
 """
 
 import importlib.util
@@ -55,13 +55,13 @@ def check_lora(root):
 
 
 def held_out_of(place, count, seed=0, **evaluation):
-    """(training texts, held-out texts) of a file of `count` prompts."""
+    """(training prompts, held-out prompts) for a file of `count` prompts."""
     (place / "many.txt").write_text("\n".join(f"prompt {k}" for k in range(count)))
     content = settings(place, "x", seed=seed, data={"prompts": str(place / "many.txt")}, eval={"prompts": ""})
     config = from_dict(content | {"eval": content["eval"] | evaluation})
     prompts, sets = prompt_sets(config)
     seen = {prompt.text for step in range(3 * count) for prompt, _ in slot_prompts(config, prompts, step)}
-    assert seen == {p.text for p in prompts}, "every training prompt is trained on"
+    assert seen == {p.text for p in prompts}, "every training prompt is used"
     return seen, [p.text for p in sets.get("dev", [])]
 
 
@@ -83,7 +83,7 @@ def test_held_out_prompts_are_never_trained_on(place, count, evaluation, held):
 
 
 def test_a_recipe_that_names_no_evaluation_has_a_before_and_after(place):
-    """Two runs of it, one interrupted by a resume and after `preprocess` without its text encoders."""
+    """Two runs agree: one straight, one resumed halfway that has only `preprocess`'s cache, no text encoders."""
     (place / "many.txt").write_text("\n".join(f"a red circle {k}" for k in range(40)))
     over = {"data": {"prompts": str(place / "many.txt")}, "eval": {"prompts": "", "spec": ""}}
     whole = recipe(place, "held", **over)
@@ -117,7 +117,7 @@ def test_a_recipe_that_names_no_evaluation_has_a_before_and_after(place):
 
 
 def test_means_leave_missing_ones_out_and_the_interval_is_over_prompts():
-    """Ten images of a prompt that always wins say no more than one: the interval of 2 prompts is 0 … 1."""
+    """Ten images of a prompt that always wins count no more than one: the interval for 2 prompts is 0 … 1."""
     found = summarise("x", np.array([0, 0, 1]), np.array([1.0, NAN, 0.0]), interval=False)
     assert found == {"x": 0.5, "x_missing": pytest.approx(1 / 3)}
     nothing = summarise("x", np.array([0, 1]), np.array([NAN, NAN]), interval=True)
@@ -127,7 +127,7 @@ def test_means_leave_missing_ones_out_and_the_interval_is_over_prompts():
 
 
 def test_the_interval_covers_the_truth_as_often_as_it_says():
-    """200 studies of 60 prompts with 4 correlated images each: 95 % of the intervals hold the true rate."""
+    """200 simulated studies, 60 prompts × 4 correlated images: 95 % of the intervals contain the true rate."""
     rng, hits, n = np.random.default_rng(0), 0, 200
     for _ in range(n):
         skill = rng.beta(3, 2, size=60)  # mean 0.6
@@ -165,7 +165,7 @@ def test_images_of_the_start_are_found_whole_or_not_at_all(tmp_path):
     with pytest.raises(CheckpointError, match="lacks images"):
         load_before(folder, "dev", 1)
     write(1, 2, 1, 6)
-    assert load_before(folder, "dev", 1)[:, 0, 0, 0].tolist() == [5, 5, 6], "another number of ranks wrote them"
+    assert load_before(folder, "dev", 1)[:, 0, 0, 0].tolist() == [5, 5, 6], "written by a different number of ranks"
     write(0, 1, 3, 7)
     assert load_before(folder, "dev", 1)[:, 0, 0, 0].tolist() == [7, 7, 7]
     assert load_before(folder, "dev", 2)[:, 0, 0, 0].tolist() == [5, 5, 6]
@@ -175,7 +175,7 @@ def test_images_of_the_start_are_found_whole_or_not_at_all(tmp_path):
 
 
 class Bright(PairJudge):
-    """A judge that prefers the brighter picture, first shown a little more; it loses every seventh question."""
+    """A judge that prefers the brighter image and gives no verdict on every seventh pair."""
 
     streams = False
 
@@ -214,19 +214,19 @@ def test_before_and_after_differ_in_the_weights_only(run):
             assert np.array_equal(start["before"], start["now"])
         with np.load(run.folder.shown(name, 3)) as end:
             assert not np.array_equal(end["before"], end["now"])
-            assert np.abs(end["before"].astype(int) - end["now"]).mean() < 64, "the same noise gives a like picture"
+            assert np.abs(end["before"].astype(int) - end["now"]).mean() < 64, "the same noise gives a similar image"
     found = rows(run.folder.root)
     assert [(r["step"], r["set"]) for r in found if r["kind"] == "eval"] == [
         (0, "dev"), (0, "test"), (1, "dev"), (2, "dev"), (3, "dev"), (3, "test"),
     ]  # fmt: skip
     start = found[0]
-    assert start["dev/win_jpeg_incompressibility"] == 0.5, "a tie with itself"
+    assert start["dev/win_jpeg_incompressibility"] == 0.5, "the policy ties with itself"
     assert start["dev/jpeg_incompressibility"] == start["dev/jpeg_incompressibility_before"]
     assert len(json.loads(run.folder.prompts("dev").read_text())) == 2
 
 
 def test_the_outcome_of_every_image_is_kept(run):
-    """Two prompts, two images each, of which two are kept for the report; their mean is the row's win rate."""
+    """Two prompts with two images each, two of which the report shows; the mean win is the row's win rate."""
     row = next(r for r in rows(run.folder.root) if r["kind"] == "eval" and (r["step"], r["set"]) == (3, "test"))
     kept = json.loads(run.folder.outcomes("test", 3).read_text())
     assert [k["prompt"] for k in kept] == [0, 0, 1, 1] and ["answers" in k for k in kept] == [True, False, False, True]
@@ -269,7 +269,7 @@ def test_the_judges_win_rate_is_in_both_orders_and_without_lost_verdicts(run):
 
 
 def test_stock_diffusers_renders_the_same_without_this_project(run, root):
-    """scripts/check_lora.py in a process in which prefgrpo cannot be imported."""
+    """Runs scripts/check_lora.py in a process in which prefgrpo cannot be imported."""
     script = str(root / "scripts" / "check_lora.py")
     code = "import sys, runpy; sys.modules['prefgrpo'] = None; sys.argv = sys.argv[1:]; "
     code += "runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -284,14 +284,14 @@ def test_stock_diffusers_renders_the_same_without_this_project(run, root):
 
 
 def test_the_check_notices_a_wrong_scale_and_a_wrong_policy(run, check_lora, place, monkeypatch, capsys):
-    """Alpha forgotten, the average not used, another LoRA: each must be seen, or the check proves nothing."""
+    """A missing alpha, or weights that are not the evaluated ones, must be detected, or the check proves nothing."""
     assert check_lora.largest_difference(run.folder.root, "cpu") <= 1e-5
     file = run.folder.root / "lora" / "pytorch_lora_weights.safetensors"
     good = file.read_bytes()
     with safe_open(file, "pt") as stored:
         facts = stored.metadata()
     tensors = load_file(file)
-    save_file(tensors, file)  # without its metadata: alpha is lost
+    save_file(tensors, file)  # without metadata, so alpha is lost
     lost_alpha = check_lora.largest_difference(run.folder.root, "cpu")
     live = {k: v + 0.01 for k, v in tensors.items()}
     save_file(live, file, metadata=facts)
@@ -325,8 +325,8 @@ OTHERS = {
 @pytest.mark.full
 @pytest.mark.parametrize(("family", "dtype"), OTHERS)
 def test_the_check_of_other_families(family, dtype, place, check_lora, monkeypatch, capsys):
-    """Kontext without a source (its pipeline would turn to a million pixels), SD3 without T5, a UNet in bf16, an alpha
-    channel, a guider, a state that is not the pipeline's `latents` alone."""
+    """Kontext without a source (its pipeline would resize to a million pixels), SD3 without T5, a UNet in bf16, an
+    alpha channel, a guider, and a state that is more than the pipeline's `latents`."""
     model = pipelines.make(family, place / family)
     if family == "sd3":
         less = {"text_encoder_3": None, "tokenizer_3": None}
@@ -347,7 +347,7 @@ def test_the_check_of_other_families(family, dtype, place, check_lora, monkeypat
 
 @pytest.mark.full
 def test_the_same_lora_is_the_same_file_in_any_process(place):
-    """safetensors writes metadata in random order, and peft keeps target names in a set."""
+    """Sources of nondeterminism: safetensors writes metadata in random order, peft keeps target names in a set."""
     code = "import sys, torch; from prefgrpo import models; from pathlib import Path; "
     code += "a = models.load('flux', sys.argv[1], torch.float32, torch.device('cpu')); a.add_lora(4, 6.0); "
     code += "[a.save_lora(f'{sys.argv[2]}/{k}') for k in range(4)]"

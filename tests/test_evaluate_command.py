@@ -1,8 +1,8 @@
-"""`prefgrpo evaluate RUN`: a checkpoint against its base or any other, after training.
+"""`prefgrpo evaluate RUN`: a checkpoint against its base model or another checkpoint, after training.
 
-Why these cases: what is evaluated afterwards must be what the run itself evaluated, to the last digit, or one of the
-two is wrong; live and averaged weights, and checkpoints, must not be mixed up; a checkpoint against itself is a tie;
-a second judge must really be another one; and few prompts or a wide interval must not be called a result.
+Why these cases: the result must equal the run's own evaluation to the last digit, or one of the two is wrong; live and
+EMA weights, and checkpoints, must not be mixed up; a checkpoint against itself is a tie; a second judge must really
+be a different one; and few prompts or a wide interval must be reported as inconclusive.
 """
 
 import json
@@ -17,7 +17,7 @@ from prefgrpo.run.evaluate import FEW, verdict
 
 
 class Indifferent(JudgeServer):
-    """Tells plain pictures apart, and calls all others equal."""
+    """A judge that tells uniformly coloured images apart and calls all other pairs ties."""
 
     model = "second-judge"
 
@@ -33,7 +33,7 @@ def servers():
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, servers):
-    """Two runs of three steps with the moving average and a judge, two images per held-out prompt."""
+    """Two runs of three steps with EMA and a judge, two images per held-out prompt."""
     folder = world(tmp_path_factory.mktemp("evaluate_command"))
     over = {
         "judge": {"endpoints": [servers[0].url]},
@@ -91,11 +91,11 @@ def test_the_runs_own_last_evaluation_is_found_again(place, servers, evaluate):
     ]
     assert kept == {name: (out / name).stat().st_mtime_ns for name in kept}
     pairs = [r for r in servers[0].requests[asked:] if "red circle" in json.dumps(r)]
-    assert not pairs, "kept verdicts are not asked again"
+    assert not pairs, "cached verdicts are not requested again"
 
 
 def test_checkpoints_weights_and_runs_are_told_apart(place, evaluate):
-    """Live and averaged weights differ, so do checkpoints and runs; anything against itself is a tie."""
+    """Live and EMA weights differ, and so do checkpoints and runs; anything against itself is a tie."""
     shown = []
     for target, weights in (("one", "ema"), ("one", "live"), ("one/checkpoints/step_000002", "live"), ("two", "live")):
         own = ["--eval.judge", "false", "--weights", weights, "--seed", "0"]
@@ -148,8 +148,9 @@ def test_ranks_share_the_prompts(place):
 
 
 @pytest.mark.dist
+@pytest.mark.full
 def test_split_weights_are_read_by_any_number_of_processes(place, evaluate):
-    """All weights train, split over two processes: their parts make the whole model of one process again."""
+    """Full fine-tuning sharded over two processes: a single process can load the whole model from the shards."""
     over = {"train": {"lora_rank": 0, "lr": 1e-3, "steps": 1}, "parallel": {"shard": 2}, "eval": {"every": 1}}
     target = place / "split.yaml"
     target.write_text(yaml.safe_dump(settings(place, "split", **over)))
@@ -173,7 +174,7 @@ def test_split_weights_are_read_by_any_number_of_processes(place, evaluate):
 @pytest.mark.parametrize(
     ("low", "high", "prompts", "said"),
     [
-        (0.51, 0.8, FEW, "better"), (0.1, 0.49, FEW, "worse"), (0.5, 0.9, FEW, "holds 50 %"), (0.2, 0.5, 999, "holds"),
+        (0.51, 0.8, FEW, "better"), (0.1, 0.49, FEW, "worse"), (0.5, 0.9, FEW, "contains"), (0.2, 0.5, 999, "contains"),
         (0.9, 1.0, FEW - 1, "fewer than"), (np.nan, np.nan, 999, "no verdicts"),
     ],
 )  # fmt: skip
@@ -183,7 +184,7 @@ def test_what_an_interval_says(low, high, prompts, said):
 
 
 def test_enough_prompts_give_a_result(place, evaluate):
-    """Forty prompts, a base that every picture beats or ties with: the printed verdict follows the interval."""
+    """Forty prompts, and images that beat or tie with the base: the printed verdict follows from the interval."""
     (place / "many.txt").write_text("\n".join(f"{p}, {k}" for k in range(4) for p in PROMPTS))
     options = ["--prompts", place / "many.txt", "--eval.judge", "false", "--eval.samples-per-prompt", "1"]
     code, output, found = evaluate("one", *options, "--out", place / "many")
@@ -199,11 +200,12 @@ def test_what_cannot_be_evaluated(place, evaluate, capsys):
         ("one/checkpoints/step_000009", [], "one/checkpoints/step_000009 is not a whole checkpoint"),
         ("one", ["--against", place / "nowhere"], "nowhere"),
         ("none", [], "--prompts: a model has no prompts of its own"),
+        ("none", [], "none, or a run (there is no folder"),
     ):
         code, output, _ = evaluate(target, *options)
         assert code == 2 and message in output and "Traceback" not in output, output
     code, output = attempt(capsys, "evaluate", place / "flux", "--prompts", place / "dev.txt", "--weights", "ema")
-    assert code == 2 and "is no run, so it keeps no moving average" in output
+    assert code == 2 and "is not a run, so it has no EMA weights" in output
     options = ["--output", place / "runs", "--eval.judge", "false", "--eval.spec", "jpeg_incompressibility"]
     sizes = ["--rollout.height", 16, "--rollout.width", 16, "--rollout.steps", 3, "--dtype", "fp32"]
     options += ["--prompts", place / "dev.txt", "--against", place / "runs/one", "--data.max-length", 24]

@@ -1,9 +1,9 @@
 """Every model family against the stock diffusers pipeline, on tiny random weights.
 
-Why these cases: an adapter may err in conditioning, time, shift, guidance, packing or decode, and each shows as a
-difference from the stock pipeline's image (noise 0). What it then trains must be what it samples (ratio 1), follow
-the gradient of a plain Gaussian log-prob, and load in stock diffusers, also in a process that never heard of this
-package. A family is added by one line in families.py.
+Why these cases: an adapter may err in conditioning, time, shift, guidance, packing or decoding, and each error shows as
+a difference from the stock pipeline's image (noise 0). Training must then replay exactly what was sampled (importance
+ratio 1), with the gradient of a plain Gaussian log-prob, and the result must load in stock diffusers, also in a process
+without this package. A new family is one line in families.py.
 """
 
 import subprocess
@@ -49,7 +49,7 @@ def _small():
 
 
 HALF = ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus", "hunyuan_video_15")
-"""Families whose last block's text goes nowhere."""
+"""Families whose last block has a text branch that does not affect the output."""
 SHIFTS = [*tiered(CASES, "published keys"), *tiered([case for case in CASES if case.dynamic], "other shift")]
 
 
@@ -72,7 +72,7 @@ def test_without_guidance_it_is_the_stock_pipeline_too(case):
 
 @every
 def test_the_first_ratio_is_one_and_the_gradient_that_of_a_normal(case):
-    """Oracle: torch.distributions.Normal on the published mean and std of Flow-GRPO, in fp64 autograd."""
+    """Oracle: torch.distributions.Normal with Flow-GRPO's published mean and std, in fp64 autograd."""
     adapter, sampling, eta = policy(case), case.sampling(SIZES[1]), 0.7
     adapter.checkpoint_gradients(0.5)
     condition = conditions(adapter, case, size=SIZES[1])
@@ -88,7 +88,7 @@ def test_the_first_ratio_is_one_and_the_gradient_that_of_a_normal(case):
     got = {name: p.grad.clone() for name, p in adapter.trainable() if p.grad is not None}
     unused = [name for name, p in adapter.trainable() if "lora_B" in name and p.grad is None]
     of_the_other = any(name.startswith("transformer_2") for name in unused) or len(adapter.denoisers) > 1
-    assert not unused or of_the_other or case.family in HALF, "the last block has an unused half"
+    assert not unused or of_the_other or case.family in HALF, "only the text branch of a last block may be unused"
     for _, p in adapter.trainable():
         p.grad = None
 
@@ -146,6 +146,7 @@ assert not any(name.split(".")[0] == "prefgrpo" for name in sys.modules)
 """
 
 
+@pytest.mark.full
 def test_a_process_without_this_package_draws_the_same(tmp_path):
     case = case_of("flux")
     adapter = policy(case, 0.2)
@@ -166,14 +167,14 @@ def test_full_fine_tune_loads_in_stock_diffusers(case, tmp_path):
     after = draw(perturb(adapter, 0.02), case, size, 3)
     assert (after - before).abs().max() > 1e-3
     adapter.save_full(str(tmp_path))
-    assert torch.equal(draw(load(case, tmp_path), case, size, 3), after), "a reloaded policy is bitwise the same"
+    assert torch.equal(draw(load(case, tmp_path), case, size, 3), after), "a reloaded policy is bitwise identical"
     pipe = case.pipe(tmp_path)
     assert (stock_image(pipe, case, noise(adapter, case.sampling()), size, 3) - after).abs().max() <= 1e-5
 
 
 @every
 def test_a_batch_is_its_samples(case):
-    """However a batch is split (as over ranks): each sample alone, and every second one."""
+    """Results do not depend on how a batch is split (e.g. over ranks): single samples, and every second one."""
     adapter, sampling = load(case), case.sampling()
     condition = conditions(adapter, case, [*PROMPTS, *PROMPTS])
     schedule = make_schedule(adapter.sigmas(sampling), "flow", 0.7, (0, 1))
@@ -181,7 +182,7 @@ def test_a_batch_is_its_samples(case):
     whole = rollout(adapter, schedule, condition, ids, sampling, seed=11)
     for rows in map(torch.tensor, ([0], [1], [0, 2], [1, 3])):
         part = rollout(adapter, schedule, condition.select(rows), ids[rows], sampling, seed=11)
-        assert torch.equal(part.steps[0].x, whole.steps[0].x[rows]), "initial noise is addressed by sample id"
+        assert torch.equal(part.steps[0].x, whole.steps[0].x[rows]), "initial noise depends only on the sample id"
         assert (part.latents - whole.latents[rows]).abs().max() <= 1e-5 * max(1.0, float(whole.latents.abs().max()))
         for a, b in zip(part.steps, whole.steps, strict=True):
             assert torch.allclose(a.logp, b.logp[rows], atol=1e-5)
@@ -195,7 +196,7 @@ def test_a_sliced_vae_decodes_the_same(case):
     adapter.vae_options(slicing=True, tiling=False)
     adapter.pipe.vae.decoder.register_forward_pre_hook(lambda module, args: seen.add(len(args[0])))
     assert (adapter.decode(x, sampling) - whole).abs().max() <= 1e-5
-    assert seen == {1}, "one sample, or one frame of it, at a time"
+    assert seen == {1}, "decodes one sample (or one of its frames) at a time"
     adapter.vae_options(slicing=False, tiling=True)
     tiled = adapter.decode(x, sampling)
     assert adapter.pipe.vae.use_tiling and tiled.shape == whole.shape and torch.isfinite(tiled).all()
@@ -233,15 +234,15 @@ def test_cached_embeddings_are_the_encoded_ones(case, tmp_path):
         assert a.tensors().keys() == b.tensors().keys() and (a.negative is None) == (b.negative is None)
         pairs = zip(a.all_tensors(), b.all_tensors(), strict=True)
         assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in pairs)
-    with pytest.raises(ModelError, match="text encoders were left on disk"):
+    with pytest.raises(ModelError, match="text encoders were not loaded"):
         again(["a prompt that nobody encoded"], sampling)
     half = Embeddings(load(case, dtype=torch.bfloat16), case.max_length, tmp_path)
-    assert half.keys.text(PROMPTS[0]) != first.keys.text(PROMPTS[0]), "another dtype is another embedding"
+    assert half.keys.text(PROMPTS[0]) != first.keys.text(PROMPTS[0]), "the cache key includes the dtype"
 
 
 @every
 def test_the_stock_call_is_named_and_a_size_that_does_not_fit_refused(case):
-    """Exports and proofs rely on the call; the oracles above use the hand-written one."""
+    """Exports and proofs rely on `stock_call`; the oracles above use the hand-written call."""
     adapter, sampling = load(case), case.sampling(SIZES[1])
     assert adapter.stock_call(PROMPTS, case.max_length, sampling) == case.call | {"prompt": PROMPTS}
     if case.edit:

@@ -1,4 +1,4 @@
-"""What only some families do: source images, clips, distilled checkpoints, a multistep solver in the folder."""
+"""Features of some families only: source images, clips, distilled checkpoints, a multistep solver in the folder."""
 
 import json
 import subprocess
@@ -47,9 +47,9 @@ def test_the_source_image_is_part_of_the_condition(tmp_path):
     adapter, sampling = load(case), case.sampling()
     embed = Embeddings(adapter, case.max_length, tmp_path)
     a, b, again = embed(["red"] * 3, sampling, [(SOURCES[0],), (SOURCES[1],), (SOURCES[0].copy(),)])
-    assert a.sources[0] is again.sources[0] and embed.encoded == 1, "the text encoder sees no source"
+    assert a.sources[0] is again.sources[0] and embed.encoded == 1, "the text encoder does not see the source"
     kept = {key.partition(".")[0] for file in tmp_path.glob("*.safetensors") for key in load_file(file)}
-    assert len(kept) == 3, "one text, two sources"
+    assert len(kept) == 3, "the cache holds one text and two sources"
     assert not torch.equal(a.sources[0], b.sources[0]) and torch.equal(a.prompt_embeds, b.prompt_embeds)
     x, sigma = noise(adapter, sampling)[:1].repeat(2, 1, 1), torch.full((2,), 0.7)
     v = adapter.velocity(x, sigma, collate([a, b]), sampling)
@@ -69,12 +69,12 @@ def test_the_source_image_is_part_of_the_condition(tmp_path):
 @pytest.mark.parametrize("family", ["qwen_image_edit", pytest.param("qwen_image_edit_plus", marks=full)])
 @pytest.mark.full
 def test_sources_of_real_size(family, monkeypatch):
-    """Unpatched: a source becomes a million pixels in both pipelines, whatever the output's size."""
+    """Without `small_sources`: both pipelines resize a source to a million pixels, whatever the output's size."""
     case = replace(case_of(family).unguided(), sources=1)
     adapter = load(case)
     monkeypatch.setattr("families.SOURCES", [SOURCES[0].resize((60, 40))] * 2)
     condition = conditions(adapter, case, ["red"])
-    assert condition.sources[0].shape == (1, 52, 78, 16), "832 × 1248 pixels, 16 to a token"
+    assert condition.sources[0].shape == (1, 52, 78, 16), "832 × 1248 pixels, 16 × 16 per token"
     assert differs(adapter, case.pipe(folder(family)), case, prompts=["red"]) <= 1e-5
 
 
@@ -84,12 +84,12 @@ def test_several_sources_and_their_order(family):
     adapter = load(case)
     with small_sources():
         first, second = conditions(adapter, case).sources
-        assert torch.equal(first[0], second[1]), "the same image in another place"
+        assert torch.equal(first[0], second[1]), "the same image at another position"
         assert differs(adapter, case.pipe(folder(family)), case) <= 1e-5
 
 
 def test_a_source_is_encoded_once_for_all_prompts(monkeypatch):
-    """Three prompts and the negative one share a source: the VAE sees it once, the language model four times."""
+    """Three prompts and the negative prompt share a source: one VAE pass, four passes of the text encoder."""
     case = case_of("qwen_image_edit")
     adapter, calls = load(case), []
     real = adapter.encode_source
@@ -99,7 +99,7 @@ def test_a_source_is_encoded_once_for_all_prompts(monkeypatch):
         embed(["a", "b", "c"], case.sampling(), [case.images(0, SMALL)] * 3)
         assert len(calls) == 1 and embed.encoded == 4
         embed(["a"], case.sampling(), [case.images(1, SMALL)])
-    assert len(calls) == 2 and embed.encoded == 6, "a text is one per source that its encoder sees"
+    assert len(calls) == 2 and embed.encoded == 6, "the text encoder sees the source, so each (text, source) is encoded"
     with pytest.raises(ValueError, match="edits images: expected a source image for the prompt 'a'"):
         embed(["a"], case.sampling())
 
@@ -122,7 +122,7 @@ adapter.save_full(sys.argv[4])
 
 @pytest.mark.full
 def test_qwen_edit_without_torchvision(tmp_path):
-    """Only transformers' video processor needs it: the embedding is the same, and what is saved loads with it."""
+    """Only transformers' video processor needs it: embeddings agree, and what is saved loads where it is installed."""
     made, saved, file = tmp_path / "made", tmp_path / "saved", tmp_path / "embeds"
     argv = [sys.executable, "-c", WITHOUT_TORCHVISION, made, folder("qwen_image_edit"), file, saved]
     subprocess.run([str(part) for part in argv], check=True, capture_output=True, timeout=600)
@@ -138,14 +138,14 @@ def test_qwen_edit_without_torchvision(tmp_path):
 
 
 def test_a_first_frame_is_encoded_per_number_of_frames(tmp_path):
-    """Its latents span the clip; evaluation may make clips of another length than training."""
+    """Its latents span the clip, and clips in evaluation may be longer or shorter than in training."""
     case = case_of("wan_i2v")
     adapter, sampling, images = load(case), case.sampling(), case.images(0, SMALL)
     embed = Embeddings(adapter, case.max_length, tmp_path)
     (five,), (nine,) = (embed(["red"], replace(sampling, frames=n), [images]) for n in (5, 9))
     assert (five.sources[0].shape[1], nine.sources[0].shape[1]) == (3, 5) and embed.encoded == 2
     again = Embeddings(load(case, encoders=False), case.max_length, tmp_path)
-    assert torch.equal(again(["red"], sampling, [images])[0].sources[1], five.sources[1]), "what CLIP sees of it"
+    assert torch.equal(again(["red"], sampling, [images])[0].sources[1], five.sources[1]), "CLIP embedding of the frame"
     for given in ((), images * 2):
         with pytest.raises(ValueError, match=r"from an image: expected one|takes 1 source image\(s\), got 2"):
             condition = collate(embed(["red"], sampling, [given]))
@@ -153,7 +153,7 @@ def test_a_first_frame_is_encoded_per_number_of_frames(tmp_path):
 
 
 def test_no_weight_moves_a_given_first_frame():
-    """TI2V: the source is reached exactly, and the first frame's velocity has no gradient."""
+    """TI2V: sampling reproduces the source frame exactly, and the velocity of the first frame has no gradient."""
     case = case_of("wan_ti2v", edit=True)
     adapter, sampling = policy(case), case.sampling()
     condition = conditions(adapter, case)
@@ -167,7 +167,7 @@ def test_no_weight_moves_a_given_first_frame():
 
 @pytest.mark.parametrize("family", ["flux", pytest.param("wan_i2v", marks=full), "qwen_image_edit"])
 def test_an_export_is_whole_though_the_encoders_stayed_on_disk(family, tmp_path):
-    """With data.cache a run never loads them; the folder that it exports must still take prompts."""
+    """With data.cache a run never loads the text encoders; the exported folder must still contain them."""
     case, trained = case_of(family), []
     for encoders in (False, True):
         trained.append(load(case, encoders=encoders))
@@ -181,7 +181,7 @@ def test_an_export_is_whole_though_the_encoders_stayed_on_disk(family, tmp_path)
 
 @pytest.mark.parametrize("steps", [3, 20])
 def test_ddim_with_noise_is_the_schedulers(steps):
-    """Rule `ddim` on the flow that SD1 is shown as, against diffusers' own DDIM step with η and the same noise."""
+    """Rule `ddim` in SD1's flow parametrisation, against diffusers' own DDIM step with the same η and noise."""
     case = case_of("sd1")
     adapter = load(case)
     scheduler, sigmas = adapter.stock_scheduler(), adapter.sigmas(case.sampling(steps=steps))
@@ -200,7 +200,7 @@ def test_ddim_with_noise_is_the_schedulers(steps):
 
 
 def test_sd1_with_the_published_solver_of_its_folder():
-    """PNDM's config does not say `clip_sample`, which DDIM then takes to be on: latents are no pixels."""
+    """PNDM's config lacks `clip_sample`, which DDIM would default to on; latents must not be clipped."""
     case = case_of("sd1")
     adapter, pipe = load(case), case.pipe(folder("sd1"))
     betas = {key: adapter.pipe.scheduler.config[key] for key in ("beta_start", "beta_end", "beta_schedule")}
@@ -209,13 +209,13 @@ def test_sd1_with_the_published_solver_of_its_folder():
     assert differs(adapter, pipe, case, steps=4) <= 1e-5
     config = from_dict({"model": "m", "data": {"prompts": "p"}, "rollout": {"truncate_timesteps": True, "steps": 4}})
     schedule = Schedules(config, adapter, CPU).ode(config.rollout)
-    assert torch.equal(schedule.times, schedule.sigmas[:-1]), "its times are whole as they are"
+    assert torch.equal(schedule.times, schedule.sigmas[:-1]), "its timesteps are already integers"
 
 
 @pytest.mark.parametrize("steps", [7, 50, *(pytest.param(n, marks=full) for n in (5, 20, 30, 48))])
 @pytest.mark.parametrize("spacing", ["leading", "trailing", "linspace"])
 def test_ddim_starts_each_step_where_the_last_one_ended(spacing, steps):
-    """The oracle is the picture of stock DDIM; with trailing times its step of 1000 // steps may end elsewhere."""
+    """Oracle: stock DDIM's image. Trailing timesteps need steps that divide 1000, its stride being 1000 // steps."""
     case = case_of("sd1")
     adapter, pipe = load(case), case.pipe(folder("sd1"))
     adapter.pipe.scheduler.register_to_config(timestep_spacing=spacing)
@@ -244,12 +244,12 @@ SOLVERS = [
 @pytest.mark.parametrize("family", ["flux", pytest.param("sd3", marks=full), "wan"])
 @pytest.mark.parametrize(("solver", "takes"), SOLVERS, ids=[f"{type(s).__name__}-{len(t)}" for s, t in SOLVERS])
 def test_a_folder_with_another_solver_gives_its_sigmas(family, solver, takes):
-    """A step goes from one σ of the solver to its next; Heun's come in pairs. FluxPipeline refuses DPM and Heun."""
+    """Each step goes from one σ of the solver to the next; Heun repeats each. FluxPipeline rejects DPM and Heun."""
     case = case_of(family)
     adapter, pipe, sampling = load(case), case.pipe(folder(family)), case.sampling(steps=6)
     adapter.pipe.scheduler = solver
     if family not in takes:
-        with pytest.raises(ValueError, match=r"is no scheduler of a flow|does not take what FluxPipeline passes it"):
+        with pytest.raises(ValueError, match=r"not a flow-matching|does not take what FluxPipeline passes it"):
             adapter.sigmas(sampling)
         return
     pipe.scheduler = type(solver).from_config(solver.config)
@@ -259,7 +259,7 @@ def test_a_folder_with_another_solver_gives_its_sigmas(family, solver, takes):
         sigmas, times = sigmas[[0, *range(1, 12, 2)]], times[[0, *range(1, 11, 2)]]
     assert torch.equal(adapter.sigmas(sampling), sigmas)
     assert torch.allclose(adapter.times(sampling) * 1000, times, rtol=0, atol=2e-4)
-    assert not adapter.stock_scheduler().config.get("stochastic_sampling"), "a stock run of a proof adds no noise"
+    assert not adapter.stock_scheduler().config.get("stochastic_sampling"), "a proof's stock scheduler adds no noise"
 
 
 @pytest.mark.parametrize(
@@ -278,13 +278,13 @@ OTHERS = [("wan", "wan22"), ("wan22", "wan_ti2v"), ("wan_ti2v", "wan"), ("wan_i2
 
 @pytest.mark.parametrize(("family", "other"), [*OTHERS, *((b, a) for a, b in OTHERS)])
 def test_the_folder_of_another_wan_is_refused(family, other):
-    """They share a pipeline: one expert of two, or one time for all tokens, would train and sample silently."""
+    """They share a pipeline class; using one of two experts, or one timestep for all tokens, would fail silently."""
     with pytest.raises(ModelError, match=r"has (\['transformer|expand_timesteps).*set `family` to the one"):
         models.load(family, str(folder(other)), torch.float32, CPU)
 
 
 def test_sd3_without_its_largest_text_encoder(tmp_path):
-    """As it is run on small GPUs: zeros stand for what T5 would say."""
+    """As used on small GPUs: zeros replace the T5 embeddings."""
     less = {"text_encoder_3": None, "tokenizer_3": None}
     pipe = diffusers.StableDiffusion3Pipeline.from_pretrained(folder("sd3"), **less)
     pipe.save_pretrained(tmp_path)
@@ -298,7 +298,7 @@ def test_frames_are_a_multiple_of_the_vaes_stride_plus_one():
 
 
 def test_a_distilled_klein_stays_distilled(tmp_path):
-    """Settings that are no component (is_distilled) must survive a full export."""
+    """Pipeline settings that are not components (is_distilled) must survive a full export."""
     case = case_of("flux2_klein")
     pipe = diffusers.Flux2KleinPipeline.from_pretrained(folder("flux2_klein"))
     pipe.register_to_config(is_distilled=True)
@@ -312,7 +312,7 @@ def test_a_distilled_klein_stays_distilled(tmp_path):
 
 
 def test_text_in_quotes_has_an_encoder_of_its_own():
-    """HunyuanVideo-1.5: one prompt has two quotes, one has none; the batch, and the one alone."""
+    """HunyuanVideo-1.5: a prompt with two quotes and one with none, as a batch and each alone."""
     case, prompts = case_of("hunyuan_video_15"), ['a sign that says "Café" and “open”', "a red cube"]
     adapter, pipe = load(case), case.pipe(folder("hunyuan_video_15"))
     lengths = conditions(adapter, case, prompts).text_length_2
@@ -322,7 +322,7 @@ def test_text_in_quotes_has_an_encoder_of_its_own():
 
 
 def test_a_few_step_model_has_sigmas_of_its_own():
-    """Qwen-Image-2.1's pipeline takes them whatever the number of steps; here another number is refused."""
+    """Qwen-Image-2.1's pipeline uses them whatever the number of steps; we refuse a different number."""
     case = case_of("qwen_image_21").unguided()
     adapter, pipe = load(case), case.pipe(folder("qwen_image_21"))
     for one in (adapter.pipe, pipe):
@@ -333,7 +333,7 @@ def test_a_few_step_model_has_sigmas_of_its_own():
 
 
 def test_the_sound_of_a_clip_is_in_its_state():
-    """LTX-2: 5 frames of 1/24 s are 5 tokens of 1/25 s; the clip depends on them, and `decode` leaves them out."""
+    """LTX-2: 5 frames of 1/24 s come with 5 audio tokens of 1/25 s, which affect the clip; `decode` drops them."""
     case = case_of("ltx2")
     adapter, sampling = load(case), case.sampling()
     x, clip = noise(adapter, sampling), adapter.tokens(sampling)
@@ -347,7 +347,7 @@ def test_the_sound_of_a_clip_is_in_its_state():
 
 
 def test_the_boundary_belongs_to_the_high_noise_expert():
-    """σ = 0.875 exactly is t = 875 ≥ 875, as in the stock pipeline; either side changes with its own expert alone."""
+    """σ = 0.875 is t = 875 ≥ 875, as in the stock pipeline; changing one expert affects only its own side."""
     case = case_of("wan22")
     adapter, sampling = load(case), case.sampling()
     condition, x = conditions(adapter, case), noise(adapter, sampling)

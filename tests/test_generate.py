@@ -1,8 +1,8 @@
-"""`prefgrpo preprocess` and `prefgrpo generate`, as commands on one process and on two.
+"""The commands `prefgrpo preprocess` and `prefgrpo generate`, on one process and on two.
 
-Why these cases: encoding 50,000 prompts takes hours and is killed halfway; two ranks must neither lose nor repeat a
-prompt; a cache that lacks one text must not start a run that dies at that text; and files of a benchmark must be the
-same whatever the number of ranks, with the names its scoring tools read.
+Why these cases: encoding 50,000 prompts takes hours and may be killed halfway; two ranks must neither skip nor repeat a
+prompt; an incomplete cache must be reported before the run starts; and a benchmark's files must not depend on the
+number of ranks and must have the names that its scoring tools expect.
 """
 
 import csv
@@ -44,11 +44,11 @@ def command(*argv):
 
 
 def held(folder):
-    """{key.tensor: values} of every shard."""
+    """{key.tensor: values} over all shards in a folder."""
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors = load_file(file)
-        assert not found.keys() & tensors.keys(), "one write per unique prompt"
+        assert not found.keys() & tensors.keys(), "each unique prompt is written once"
         found |= tensors
     return found
 
@@ -78,7 +78,7 @@ def test_preprocess_fills_the_cache_and_training_loads_no_encoder(place):
 
 
 def test_text_encoders_may_be_deleted_once_all_is_encoded(place):
-    """The proof that no run holds them; and what then is not in the cache is told before anything runs."""
+    """Proves that a run does not load them; texts missing from the cache are reported before anything runs."""
     model = place / "lean"
     pipelines.make("flux", model)
     cached = {"model": str(model), "data": {"cache": str(place / "lean_cache")}, "train": {"steps": 1}}
@@ -116,13 +116,13 @@ def test_a_damaged_shard_is_told_not_trained_on(place):
 
 
 def small_shards():
-    """In the new process: shards of three."""
+    """Runs in the new process: three entries per shard."""
     embeddings.PER_SHARD = 3
 
 
 @pytest.mark.parametrize(("number", "call", "kept"), [(signal.SIGKILL, 2, 6), (signal.SIGINT, 1, 3)])
 def test_a_preprocess_that_was_killed_or_interrupted_goes_on(place, number, call, kept):
-    """A shard is held back while it is written; SIGINT lets it be finished."""
+    """The process is held while it writes a shard; after SIGINT it finishes that shard."""
     cache = place / f"stopped_{call}"
     file = written(place, f"stopped_{call}", data={"cache": str(cache)})
     hold = Hold("prefgrpo.rollout.embeddings:Shards.write", call=call)
@@ -165,14 +165,14 @@ def test_two_ranks_encode_each_text_once(place):
         file = written(place, f"pre{size}", data={"cache": str(place / f"cache{size}")}, **over)
         runs = ranks(file, size, command="preprocess") if size > 1 else [start(["preprocess", str(file)], place / "l")]
         assert [run.wait() for run in runs] == [0] * size, runs[0].output
-        assert "11 texts and sources encoded now" in runs[0].output, "ten prompts and the negative one"
+        assert "11 texts and sources encoded now" in runs[0].output, "ten prompts and the negative prompt"
         found.append(held(place / f"cache{size}"))
     assert same(*found[:2]) and same(*found[1:])
 
 
 def test_preprocess_says_what_is_wrong(place, capsys):
     code, output = attempt(capsys, "preprocess", written(place, "nocache"))
-    assert code == 2 and "data.cache: expected the folder to fill" in output
+    assert code == 2 and "data.cache: expected the folder to write to" in output
     (place / "file").write_text("")
     code, output = attempt(capsys, "preprocess", written(place, "file", data={"cache": str(place / "file")}))
     assert code == 2 and "data.cache: expected a folder that can be written, got" in output
@@ -196,7 +196,8 @@ def test_generate_skips_what_is_there_and_does_not_depend_on_ranks(place):
     assert all(p.shape == (16, 16, 3) for p in pixels) and not any((pixels[0] == p).all() for p in pixels[1:])
     (place / "one" / "8_1.png").unlink()
     (place / "one" / "7_0.png").write_bytes(b"kept")
-    assert command("generate", recipe, *argv, place / "one")[0] == 0
+    code, output = command("generate", recipe, *argv, place / "one")
+    assert code == 0 and "; 5 already existed and are unchanged" in output, output
     assert tree(place / "one") == first | {"7_0.png": b"kept"}
     runs = ranks(recipe, 2, *map(str, argv), str(place / "two"), command="generate")
     assert [run.wait() for run in runs] == [0, 0], runs[0].output

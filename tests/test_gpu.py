@@ -1,6 +1,6 @@
-"""What needs a GPU: launches, host waits, graph capture, streams, size. Left out, with the reason, where there is none.
+"""Tests that need a GPU: launches, host synchronisation, graph capture, streams, size. Skipped if there is none.
 
-On a GPU machine the files test_ops_*.py run on it too; here are the checks that have no meaning on a CPU.
+On a GPU machine test_ops_*.py run on the GPU too; the checks here are meaningless on a CPU.
 """
 
 import pytest
@@ -25,7 +25,7 @@ def test_more_elements_than_an_int32_counts():
 
 
 def test_it_runs_on_the_current_stream():
-    """A step queued behind a slow stream must see what that stream wrote."""
+    """A step queued on a busy stream must see what earlier work on that stream wrote."""
     assert backend_of("cuda") == "cuda"
     x = torch.zeros(1, 2**22, device="cuda")
     coef = torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.0]], device="cuda")

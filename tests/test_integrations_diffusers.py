@@ -1,8 +1,8 @@
-"""SDEFlowMatchScheduler as a diffusers user meets it.
+"""SDEFlowMatchScheduler as used from diffusers.
 
-Why these cases: without noise it must be diffusers' own Euler scheduler bit for bit, in every configuration; it is
-saved, loaded and swapped like any other, alone and in a pipeline; with noise, fp64 formulas, the stored value's
-log-prob, its replay with the same bits and the right gradient, and noise from a generator, a tensor or an address.
+Why these cases: without noise it must match diffusers' own Euler scheduler bit for bit, in every configuration; it must
+save, load and swap like any other scheduler, alone and in a pipeline; with noise: fp64 formulas, the log-prob of the
+stored value, its bitwise replay and gradient, and noise from a generator, a tensor or an address.
 """
 
 import re
@@ -63,7 +63,7 @@ def test_without_noise_it_is_diffusers_scheduler(config, call, dtype, still):
 @pytest.mark.parametrize("rule, eta", [("flow", 0.7), ("dance", 0.3), ("cps", 0.8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_noisy_steps(rule, eta, dtype):
-    """x' in the output's dtype; its log-prob is that of the rounded value; replay gives the same bits."""
+    """x' has the output's dtype, its log-prob is that of the rounded value, and replay is bitwise equal."""
     scheduler, (x, v) = made(rule=rule, eta=eta), batch(dtype)
     for k, t in enumerate(scheduler.timesteps[:-1]):
         sigma, after = scheduler.sigmas[k], scheduler.sigmas[k + 1]
@@ -100,7 +100,7 @@ def test_replay_of_steps_in_any_order():
 
 
 def test_noise_by_address_and_by_tensor():
-    """An address is (seed, sample, step): the same noise as the whole package's, whatever the batch."""
+    """An address is (seed, sample, step): the noise is that of the rest of the package, whatever the batch."""
     (x, v), ids = batch(), torch.tensor([11, 5])
     results = []
     for rows in ([0, 1], [1]):
@@ -143,13 +143,13 @@ def test_saved_loaded_and_swapped_as_any_scheduler(tmp_path):
     assert loaded.schedule.sde_steps == (0, 2)
     back = FlowMatchEulerDiscreteScheduler.from_config(config)
     assert (back.config.shift, back.config.max_image_seq_len) == (2.5, 8192)
-    assert SDEFlowMatchScheduler.from_config(back.config).config.eta == 0.3, "diffusers keeps what it does not know"
+    assert SDEFlowMatchScheduler.from_config(back.config).config.eta == 0.3, "diffusers keeps unknown config entries"
 
 
 def test_in_a_pipeline(tmp_path):
-    """FLUX with η = 0 gives the image it gave; with noise another; the pipeline is saved and loaded with it.
+    """FLUX's image is unchanged with η = 0 and differs with noise; the pipeline saves and loads with the scheduler.
 
-    FLUX does not hand its generator to the scheduler, so the noise comes from torch's own stream.
+    FLUX does not pass its generator to the scheduler, so the noise comes from torch's global generator.
     """
     pipe = FluxPipeline.from_pretrained(str(pipelines.make("flux", tmp_path / "base")))
     pipe.set_progress_bar_config(disable=True)

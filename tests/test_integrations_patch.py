@@ -1,9 +1,9 @@
-"""patch, unpatch and the launcher on stand-in codebases made here, with the peers' module names and parameters.
+"""patch, unpatch and the launcher on stand-in codebases created here, with the peers' module names and parameters.
 
-Why these cases: every place a reference may sit (the defining module, `from x import f`, an alias, a script that runs
-as __main__, a class, a module imported later), twice, undone exactly; and codebases that are absent or differ, where
-nothing may be replaced. The launcher: a script and a module, functions imported, imported late, and the script's own,
-under python and under torchrun. The peers' real code: test_integrations_peers.py.
+Why these cases: every place that may hold a reference (the defining module, `from x import f`, an alias, a script that
+runs as __main__, a class, a module imported later), patched twice and restored exactly; and codebases that are absent
+or differ, where nothing may be replaced. The launcher: a script and a module; functions imported, imported late, and
+defined by the script; under python and torchrun. The peers' real code is tested in test_integrations_peers.py.
 """
 
 import subprocess
@@ -69,7 +69,7 @@ FILES = {
 
 @pytest.fixture
 def codebase(tmp_path, monkeypatch):
-    """install(name, **changed files): the stand-in on sys.path; everything is undone after the test."""
+    """install(name, **changed files) puts the stand-in on sys.path; everything is undone after the test."""
     before = set(sys.modules)
 
     def install(name, **changed):
@@ -132,14 +132,14 @@ def test_every_reference_is_replaced_once_and_put_back(codebase, capsys):
 
 
 def test_modules_imported_afterwards(codebase):
-    """They take ours along, and give it back; a module that arrives later is found by the second patch."""
+    """Modules imported after `patch` get our function and are restored; what patch missed, a second call replaces."""
     codebase("flow_grpo")
     base, pipeline = imported(BASE, "flow_grpo.pipeline")
     original = base.sde_step_with_logprob
     integrations.patch("flow_grpo")
     (late, wan) = imported("flow_grpo.late", VIDEO)
     assert late.sde_step_with_logprob is base.sde_step_with_logprob is not original
-    assert late.wan.__module__ == VIDEO, "not there yet when patch ran"
+    assert late.wan.__module__ == VIDEO, "not imported yet when patch ran"
     places = integrations.patch("flow_grpo")
     assert {"flow_grpo.late.wan", "flow_grpo.late.sde_step_with_logprob"} <= set(places)
     integrations.unpatch("flow_grpo")
@@ -148,7 +148,7 @@ def test_modules_imported_afterwards(codebase):
 
 
 def test_trainers_that_define_their_own(codebase):
-    """DanceGRPO: one function per trainer, each put back to its own."""
+    """DanceGRPO: each trainer defines its own function, which unpatch restores."""
     codebase("dance_grpo")
     flux, wan, sd = imported("train_grpo_flux", "train_grpo_wan_2_1", "train_grpo_sd")
     places = integrations.patch("dance_grpo")
@@ -159,7 +159,7 @@ def test_trainers_that_define_their_own(codebase):
 
 
 def test_a_script_that_is_main(codebase, root):
-    """torchrun starts a trainer as __main__; it goes by its file's name."""
+    """torchrun starts a trainer as __main__; it is recognised by its file name."""
     folder = codebase("dance_grpo")
     env = {"PYTHONPATH": str(root), "PATH": "", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
@@ -182,7 +182,7 @@ def test_methods(codebase):
 
 
 def test_an_older_version_with_fewer_arguments(codebase):
-    """What its caller then gets is our step."""
+    """Callers of an older signature also get our step."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     codebase("flow_grpo", flow_grpo__diffusers_patch__sd3_sde_with_logprob=f"{SD3}): return 1\n")
@@ -207,7 +207,7 @@ def test_an_older_version_with_fewer_arguments(codebase):
     ],
 )
 def test_another_version_is_refused_whole(codebase, text, message):
-    """Nothing is replaced, not even the part that would fit."""
+    """Nothing is replaced, not even the functions that would fit."""
     codebase("flow_grpo", flow_grpo__diffusers_patch__sd3_sde_with_logprob=text)
     wan, _ = imported(VIDEO, BASE)
     original = wan.sde_step_with_logprob
@@ -231,7 +231,7 @@ def test_an_unknown_codebase(call):
 
 @pytest.fixture
 def launch(monkeypatch, capfd):
-    """launch(arguments): the launcher in this process, which is put back afterwards; what was printed."""
+    """launch(arguments) runs the launcher in this process and returns what it printed; its changes are undone."""
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", sys.argv)
@@ -245,7 +245,7 @@ def launch(monkeypatch, capfd):
 
 
 def test_the_launcher_replaces_before_the_script_imports(codebase, launch, capfd):
-    """Also what is imported within its main part; its arguments, path and status are those of `python SCRIPT`."""
+    """Imports inside the main block count too; arguments, sys.path and exit status are those of `python SCRIPT`."""
     folder = codebase("flow_grpo", train=SCRIPT)
     ours = ["prefgrpo.integrations.flow_grpo"] * 2 + ["prefgrpo.integrations.pref_grpo"]
     for way in ([folder / "train.py"], ["-m", "train"]):
@@ -261,7 +261,7 @@ def test_the_launcher_replaces_before_the_script_imports(codebase, launch, capfd
 
 
 def test_the_launcher_replaces_the_functions_of_the_script_itself(codebase, root):
-    """As torchrun starts them: DanceGRPO's trainers define their step."""
+    """DanceGRPO's trainers define their own step; started with torchrun, as in practice."""
     folder = codebase("dance_grpo")
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=1", "--master_port=0"]
     (folder / "train_grpo_flux.py").write_text(
@@ -292,7 +292,7 @@ def test_the_launcher_refuses(codebase, launch, monkeypatch, name, arguments, er
 
 
 def test_the_launcher_refuses_another_version(codebase, launch):
-    """Before the trainer has its function: nothing is trained with half of it replaced."""
+    """It refuses before the trainer imports the function, so nothing is trained with only part of it replaced."""
     folder = codebase("flow_grpo", train=SCRIPT, flow_grpo__diffusers_patch__solver="def flow_grpo_step(x): return 1\n")
     with pytest.raises(RuntimeError, match=r"solver\.flow_grpo_step: expected the parameters"):
         launch("flow_grpo", folder / "train.py", "0")

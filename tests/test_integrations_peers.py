@@ -1,9 +1,9 @@
-"""The peers' real code beside ours, where PREFGRPO_PEERS points to their checkouts; skipped elsewhere.
+"""The peers' real code against ours; needs their checkouts in PREFGRPO_PEERS and is skipped otherwise.
 
 Every function and mode of `integration_cases`, in the latents' real shapes (SD3 [B, C, H, W], packed FLUX [B, L, C],
-Wan [B, C, T, H, W]), sampling from the same generator and scoring a stored x', values and gradients. The truth is fp64
-(sde_formulas); ours may be off by as much as the peer is, doubled, plus 2 ulp. Then the peer's own pipeline runs with
-and without the patch. `-s` prints the measured differences.
+Wan [B, C, T, H, W]): sampling from the same generator and scoring a stored x', values and gradients. The reference is
+fp64 (sde_formulas); our error may be at most twice the peer's plus 2 ulp. Then the peer's own pipeline runs with and
+without the patch. `-s` prints the measured differences.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def report():
 
 
 def compare(what, name, theirs, ours, truth):
-    """Ours is as near to the truth as theirs, within rounding; keeps the measured numbers."""
+    """Assert that our error is at most twice the peer's plus 2 ulp; records the measured errors."""
     assert theirs.shape == ours.shape and theirs.dtype == ours.dtype, (what, name, theirs, ours)
     truth = torch.as_tensor(truth).double().expand(ours.shape)
     scale = max(truth.abs().max().item(), 1e-30)
@@ -44,7 +44,7 @@ def compare(what, name, theirs, ours, truth):
 
 
 def shapes(case):
-    """The Wan form takes clips alone, Flow-Factory and Pref-GRPO make images of FLUX."""
+    """Latent shapes of a case: the Wan form takes clips only; clips otherwise only for `flux_step`."""
     return ["wan"] if "Wan" in case.name else ["flux", "sd3", "wan"] if "flux_step" in case.name else ["flux", "sd3"]
 
 
@@ -65,7 +65,7 @@ def test_values_and_gradients(monkeypatch, case, shape):
         truth.setdefault("x'", truth["mean"] + truth["s"] * noise.double())
         assert a.keys() == b.keys()
         for name in a.keys() - {"logp"}:
-            if name == "x'" and case.rounded == BF16:  # rounded to bf16 by both: the same but for ties
+            if name == "x'" and case.rounded == BF16:  # both round to bf16: equal except for ties
                 assert (a[name] != b[name]).double().mean() < 1e-3
             else:
                 compare(case.name, name, a[name], b[name], truth[name])
@@ -79,7 +79,7 @@ def test_values_and_gradients(monkeypatch, case, shape):
 
 
 def check_gradients(case, theirs, x, v, at, stored):
-    """Of a sum over logp and, where it is returned with the log-prob and not nearly 0, μ."""
+    """Gradients of a weighted sum of logp and, if it is returned with the log-prob and not nearly 0, of μ."""
     g = seeded()
     w_mean, w_logp = 1e-6 * torch.randn(x.shape, generator=g), torch.randn(x.shape[0], generator=g)
     through_mean = float("flow_grpo sde" in case.name or "cps" in case.name or "pref_grpo" in case.name)
@@ -92,12 +92,12 @@ def check_gradients(case, theirs, x, v, at, stored):
         grads.append(leaf.grad)
     if v.dtype == F32:
         compare(case.name, "d/dv", *grads)
-    else:  # two gradients of half precision add up: one rounding more each
+    else:  # sum of two half-precision gradients: one more rounding in each
         assert (grads[1].double() - grads[2]).abs().max() <= 2.0**-7 * grads[2].abs().max()
 
 
 def test_flow_grpo_one_timestep_for_a_batch_and_no_noise(monkeypatch):
-    """The rollout passes one timestep for B latents; at noise level 0 both draw, and take, the ODE's step."""
+    """The rollout passes one timestep for B latents; at noise level 0 both draw noise but take the ODE step."""
     theirs = peers.module("flow_grpo", "flow_grpo.diffusers_patch.sd3_sde_with_logprob", monkeypatch)
     scheduler, (x, v) = euler(), batch(SHAPES["sd3"])
     results, states = [], []
@@ -130,7 +130,7 @@ def their_scheduler(module, **kwargs):
 
 
 def test_flow_factory_arguments(monkeypatch):
-    """Explicit next timesteps, integer steps, eval mode, steps outside the SDE set, fields asked for."""
+    """Explicit next timesteps, integer steps, eval mode, steps outside the SDE set, requested output fields."""
     module = peers.module("flow_factory", "flow_factory.scheduler.flow_match_euler_discrete", monkeypatch)
     scheduler = their_scheduler(module, sde_steps=[0, 2], noise_level=0.6)
     both = type(scheduler).step, flow_factory.step
@@ -145,7 +145,7 @@ def test_flow_factory_arguments(monkeypatch):
 
     t = scheduler.timesteps
     same(t[2], x)
-    same(t[[2, 3, 9]], x)  # two of them outside: no noise, and a NaN log-prob in the peer
+    same(t[[2, 3, 9]], x)  # two are outside the SDE set: no noise, and a NaN log-prob in the peer
     same(float(t[2]), x)
     same(2, x)
     same(t[2], x, timestep_next=t[3], noise_level=0.4)
@@ -170,7 +170,7 @@ def patched(codebase):
 
 
 def test_patch_flow_grpo_and_run_its_pipeline(monkeypatch, tmp_path):
-    """Its SD3 pipeline on a tiny model: the same latents and log-probs with our step inside."""
+    """Flow-GRPO's SD3 pipeline on a tiny model gives the same latents and log-probs with our step."""
     from prefgrpo.tiny import pipelines
 
     name = "flow_grpo.diffusers_patch.sd3_pipeline_with_logprob"

@@ -1,9 +1,9 @@
 """The drop-in step functions against fp64 formulas written from the papers, and against golden numbers.
 
-Why these cases: every rule and mode, latents of 2 to 5 dimensions and odd sizes, first and last step, one step or one
-per sample; gradients in v through the log-prob and μ, and in x; the bits of sampling and scoring agree; the random
-stream is diffusers'; nothing is NaN where there is no noise; a schedule that changes in place, or is first seen in
-inference mode.
+Why these cases: every rule and mode, latents of 2 to 5 dimensions and odd sizes, first and last step, one step index or
+one per sample; gradients with respect to v through the log-prob and μ, and with respect to x; sampling and scoring are
+bitwise equal; random numbers are drawn as in diffusers; no NaN without noise; a schedule that changes in place, or is
+first used in inference mode.
 """
 
 import pytest
@@ -36,8 +36,8 @@ def test_against_fp64(case, shape):
         x_next = truth.get("x'", truth["mean"] + truth["s"] * noise)
         rough = case.rounded == BF16
         near(out["x'"], x_next, rtol=2**-8 if rough else 1e-5, atol=1e-5)
-        assert not rough or torch.equal(out["x'"], out["x'"].bfloat16().float()), "scored as it is stored"
-        coarse = case.one_step and v.dtype == BF16  # its μ and x0 are fp32, but its std is that of a bf16 output
+        assert not rough or torch.equal(out["x'"], out["x'"].bfloat16().float()), "x' is rounded before scoring"
+        coarse = case.one_step and v.dtype == BF16  # μ and x0 are fp32, but std has bf16 accuracy
         for name in out.keys() - {"x'", "logp"}:
             near(out[name], truth[name], atol=1e-5 if coarse else 2e-6)
             assert out[name].dtype == F32
@@ -46,19 +46,19 @@ def test_against_fp64(case, shape):
             continue
         near(out["logp"], case.score(out["x'"], truth), rtol=1e-4, atol=2e-5)
         again = case.call(case.ours, x, v, at, out["x'"])
-        assert torch.equal(again["logp"], out["logp"]), "sampling and scoring differ in their bits"
+        assert torch.equal(again["logp"], out["logp"]), "sampling and scoring are not bitwise equal"
         if x.dtype == v.dtype == F32:
             check_gradients(case, x, v, at, out["x'"] + 0.1)
 
 
 def check_gradients(case, x, v, at, stored):
-    """Of a weighted sum of logp and μ, in v."""
+    """Gradient of a weighted sum of logp and μ with respect to v."""
     g = torch.Generator().manual_seed(9)
     w_mean, w_logp = 1e-3 * torch.randn(v.shape, generator=g), torch.randn(v.shape[0], generator=g)
     a, b = v.clone().requires_grad_(), v.double().requires_grad_()
     out, truth = case.call(case.ours, x, a, at, stored), case.truth(x, b, at)
     ((out["logp"] * w_logp).sum() + (out["mean"] * w_mean).sum()).backward()
-    scored = out["x'"].detach()  # determistic: not the given one
+    scored = out["x'"].detach()  # deterministic steps ignore `stored`
     ((case.score(scored, truth) * w_logp).sum() + (truth["mean"] * w_mean).sum()).backward()
     torch.testing.assert_close(a.grad.double(), b.grad, rtol=2e-4, atol=1e-5 * b.grad.abs().max().item())
 
@@ -68,7 +68,7 @@ FALLING, WAN = [1.0, 0.9, 0.8, 0.0], [0.99, 0.95, 0.9, 0.8, 0.0]
 
 
 class Scheduler:
-    """What the peers read of a scheduler."""
+    """The scheduler attributes that the peers read."""
 
     def __init__(self, sigmas):
         self.sigmas = torch.tensor(sigmas)
@@ -114,10 +114,10 @@ def test_no_noise_means_no_nan_and_the_same_stream():
         out = flow_grpo.sde_step_with_logprob(scheduler, v, t, x, 0.0, generator=given, sde_type=sde_type)
         near(out[0], x.double() + delta * v)
         assert (out[1] == 0).all() and (out[3] == 0).all() and out[3].shape == (1, 1, 1)
-        assert torch.equal(given.get_state(), used.get_state()), "noise is drawn, as the peer draws it"
+        assert torch.equal(given.get_state(), used.get_state()), "noise is drawn even if unused, as in the peer"
     given = seeded()
     flow_grpo.wan_sde_step_with_logprob(unipc(), v, unipc().timesteps[:1], x, None, given, True)
-    assert torch.equal(given.get_state(), used.get_state()), "also where the Wan form does not use it"
+    assert torch.equal(given.get_state(), used.get_state()), "the Wan form also draws unused noise"
     logp = dance_grpo.flux_step(v.requires_grad_(), x, 0.0, scheduler.sigmas, 2, x, True, True)[2]
     logp.sum().backward()
     assert (logp == 0).all() and (v.grad == 0).all()
@@ -132,7 +132,7 @@ def test_last_cps_step_keeps_the_peers_score():
 
 
 def test_gradients_in_the_latents():
-    """Training through the rollout: x carries a gradient too, and the sampled x' passes it on."""
+    """For training through the rollout: x has a gradient too, and the sampled x' propagates it."""
     scheduler, (x, v) = euler(), batch((2, 7, 3))
     noise, weight = torch.randn(x.shape, generator=seeded()).double(), torch.randn(2, 1, 1).double()
     a, b = x.clone().requires_grad_(), x.double().clone().requires_grad_()
@@ -148,7 +148,7 @@ def test_gradients_in_the_latents():
 
 
 def test_timesteps_are_looked_up_as_diffusers_does():
-    """Also with equal timesteps, where the second counts, and int64 ones (UniPC)."""
+    """Also with repeated timesteps, where the second one counts, and int64 timesteps (UniPC)."""
     for scheduler in (euler(), unipc()):
         wanted = [4, 0, 5, 2]
         t = scheduler.timesteps[wanted]
@@ -175,7 +175,7 @@ def test_a_schedule_that_changes_in_place_is_noticed():
 
 
 class Far(torch.Tensor):
-    """A schedule that says it lives on a GPU; reading it back is counted."""
+    """A schedule that reports a CUDA device and counts how often it is read back to the host."""
 
     reads = 0
 
@@ -227,7 +227,7 @@ def test_errors_say_what_was_expected():
 @pytest.mark.parametrize("dynamics", flow_factory.DYNAMICS)
 @pytest.mark.parametrize("sigma, share", [(1.0, 0.9), (1.0 - 1e-6, 0.5), (0.5, 0.97), (0.02, 0.0)])
 def test_rules_of_tensors_are_those_of_numbers(dynamics, sigma, share):
-    """In one batch with and without noise; the rules of numbers are tested against the papers."""
+    """One batch with and without noise; the scalar rules, used as reference, are tested against the papers."""
     after, etas = torch.tensor(sigma * share).item(), torch.tensor([0.0, 0.3, 1.0])
     each = [torch.full((3,), float(t), dtype=torch.float64) for t in (sigma, after, 0.9375)]
     coef, _ = flow_factory.rows(dynamics, *each[:2], etas.double(), each[2])
@@ -256,7 +256,7 @@ def test_flow_factory_arguments(caplog):
     assert some.log_prob is None and some.dt is None and "nonsense" in caplog.text
     scored = run(t[2], x, next_latents=base.next_latents, return_kwargs=["log_prob", "std_dev_t"])
     assert torch.equal(scored.log_prob, base.log_prob) and scored.next_latents_mean is None
-    scored.std_dev_t.zero_()  # what the caller does with it does not reach the kept coefficients
+    scored.std_dev_t.zero_()  # in-place changes by the caller must not affect the cached coefficients
     assert torch.equal(run(t[2], x).std_dev_t, base.std_dev_t)
     capped = run(t[0], x, sigma_max=0.5)
     near(capped.std_dev_t.max(), 0.6 * (1 / 0.5) ** 0.5)
@@ -271,7 +271,7 @@ def test_flow_factory_arguments(caplog):
 
 @pytest.mark.gpu
 def test_no_call_waits_for_the_device():
-    """After the first call on a schedule: torch raises on any synchronisation."""
+    """No host synchronisation after the first call on a schedule (torch's sync debug mode raises)."""
     scheduler, factory = euler(), FactoryScheduler("Flow-SDE")
     for each in (scheduler, factory):
         each.set_timesteps(T, device="cuda")

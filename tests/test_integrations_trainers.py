@@ -1,9 +1,9 @@
-"""The peers' own trainers, unedited, through the launcher and without it, where PREFGRPO_PEERS points to their
-checkouts; skipped elsewhere.
+"""The peers' own trainers, unmodified, with and without the launcher; needs their checkouts in PREFGRPO_PEERS and is
+skipped otherwise.
 
-Why these cases: each real script on a tiny pipeline (benchmarks/peer_runs.py), from its command line to the end of its
-second training step, with two optimiser updates per step, so that ratios differ from 1 and the second rollout is of
-trained weights. With the same seeds every loss, KL and gradient norm that it logs is equal, with and without ours.
+Why these cases: each real script runs on a tiny pipeline (benchmarks/peer_runs.py), from its command line to the end of
+its second training step, with two optimiser updates per step, so that importance ratios differ from 1 and the second
+rollout uses trained weights. With equal seeds, every logged loss, KL and gradient norm must agree with and without us.
 """
 
 import json
@@ -25,7 +25,7 @@ QUICK = "flow_grpo_sd3"
 
 
 def steps(root, out, *arguments):
-    """The training steps that a run recorded, and what it printed."""
+    """Run a peer's trainer; returns the training steps that it recorded, and its stderr."""
     env = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     env["PREFGRPO_PEERS"] = os.path.abspath(env["PREFGRPO_PEERS"])
     command = [sys.executable, "-m", "benchmarks.peer_runs", *arguments, "--steps", "2", "--out", str(out)]
@@ -49,5 +49,5 @@ def test_equal_losses_through_the_launcher(root, tmp_path, name):
     largest = max(abs(a[key] - b[key]) for a, b in pairs for key in a)
     assert all(a.keys() == b.keys() for a, b in pairs) and largest <= 1e-6, (largest, pairs)
     learned = [abs(a[key]) for a, _ in pairs for key in a if "loss" in key or "norm" in key]
-    assert max(learned) > 1e-6, "there was something to learn"
+    assert max(learned) > 1e-6, "losses and gradients were not all 0"
     print(f"{name}: largest difference of what is logged {largest:.1e}")

@@ -1,9 +1,9 @@
-"""What a judge's words say: answers that name a verdict or a number without giving one are never read as one.
+"""Parsing of a judge's text: an answer that mentions a verdict or a score without giving one is never read as one.
 
-Each answer is put together from parts of which it is known what they say (quoted instructions, denials, partial praise,
-reasoning that never ends, ranges, sums, foreign digits, answers that were cut off), so what must be read is known by
-construction. Broken at random, an answer crashes nothing and gives only what stands in it. PREFGRPO_FUZZ_SEED draws
-others; the full tier has 100 000.
+Each answer is assembled from parts of known meaning (quoted instructions, denials, partial praise, unfinished
+reasoning, ranges, sums, foreign digits, truncated answers), so the expected reading is known by construction. An answer
+corrupted at random must not crash the parser or yield a value that it does not contain. PREFGRPO_FUZZ_SEED selects
+other answers; the full tier has 100 000.
 """
 
 import json
@@ -80,7 +80,7 @@ TALK = [
 
 
 def value_of(name, text, cut=False):
-    """The verdict, or the named numbers; None if the answer states nothing. Any other exception is a crash."""
+    """The verdict or the named scores; None if the answer is `Unreadable`. Any other exception is a bug."""
     try:
         value, parts = answers.read(TEMPLATES[name], text, cut)
     except answers.Unreadable:
@@ -89,14 +89,14 @@ def value_of(name, text, cut=False):
 
 
 def filled(rng, parts, k):
-    """One of the parts about member `k`, in one of the ways in which judges write."""
+    """A random one of the parts, filled in for member `k`, in a style that judges use."""
     who = rng.choice(["Image", "image", "Video", "video", "Edited image", "edited image", "the image"])
     text = rng.choice(parts).format(n=who, k=k, o=3 - k)
     return text.upper() if rng.random() < 0.05 else text[:1].upper() + text[1:] if rng.random() < 0.5 else text
 
 
 def essay(rng, parts, k):
-    """A few sentences of talk and, among them, `parts` about `k`."""
+    """A few neutral sentences, mixed with one or two of `parts` about `k`."""
     lines = [filled(rng, TALK, k) for _ in range(rng.randrange(4))]
     lines += [filled(rng, parts, k) for _ in range(rng.choice((1, 1, 2)))]
     rng.shuffle(lines)
@@ -104,7 +104,7 @@ def essay(rng, parts, k):
 
 
 def reasoned(rng, text):
-    """`text` after reasoning that says all sorts of things."""
+    """`text`, in half of the cases after reasoning with arbitrary statements."""
     k = rng.choice((1, 2))
     end = rng.choice(["", f"<answer>Image {k} is better</answer>", '{"winner": "Image 1"}'])
     thoughts = f"<think>{essay(rng, UNSAID + SAID, k)}{end}</think>{rng.choice(['', ' ', chr(10)])}"
@@ -112,13 +112,13 @@ def reasoned(rng, text):
 
 
 def unended(rng, k):
-    """An answer that states a verdict, but never got out of its reasoning."""
+    """An answer that states a verdict inside reasoning that never ends."""
     ends = ["", f"\n<answer>Image {k} is better</answer>", f'{{"winner": "Image {k}"}}', f"\nFinal Score: {k}"]
     return f"<think>{essay(rng, TALK, k)}\n{filled(rng, SAID, k)}{rng.choice(ends)}"
 
 
 def worded(rng, name, text):
-    """`text` where the template's judge puts its verdict."""
+    """`text` at the place where the template's judge puts its verdict."""
     if name == "think" or (name == "edit_pairwise" and rng.random() < 0.5):
         return f"{essay(rng, UNSAID + SAID, 1)}\n<answer>{text}</answer>"
     if name == "flex":
@@ -142,7 +142,7 @@ def test_what_is_no_verdict_is_never_one_and_what_ends_an_answer_is(name, count)
         assert value_of(name, text) is None, text
         if name in ("plain", "edit_pairwise"):
             text = f"{essay(rng, TALK, k)}\n{filled(rng, SAID, k)}"
-            assert value_of(name, text, cut=True) is None, "it may have gone on: " + text
+            assert value_of(name, text, cut=True) is None, "the cut answer may have gone on: " + text
 
 
 CONCLUDED = "Based on the above, edited image {k} is better in terms of {of}"
@@ -154,7 +154,7 @@ CONCLUDED = "Based on the above, edited image {k} is better in terms of {of}"
     "of", ["instruction following and overall quality.", "…", "colour, light, and how it keeps the cat"]
 )
 def test_a_conclusion_may_name_its_reasons_at_the_end_of_an_answer(name, k, of):
-    """What the published parser reads wherever it stands: an edit judge's last sentence."""
+    """An edit judge's concluding sentence, which the published parser accepts anywhere, only counts at the end."""
     end = CONCLUDED.format(k=k, of=of)
     for text in (end, f"Both keep the cat. Edited image {3 - k} is blurred.\n\n**{end}**"):
         assert value_of(name, text) == 2.0 - k, text
@@ -266,7 +266,7 @@ def test_what_is_no_score_is_never_one_and_a_line_of_its_own_is(name, count):
     rng = random.Random(f"{SEED} {name}")
     axes = [axis for axis, *_ in TEMPLATES[name].scores]
     cut = "\n".join(SCORE[0].format(h=head, v="4") for head in HEADS[name])
-    assert (value_of(name, cut, cut=True) or {}) == dict.fromkeys(axes[:-1], 4.0), "the last one may be 4.5"
+    assert (value_of(name, cut, cut=True) or {}) == dict.fromkeys(axes[:-1], 4.0), "the cut score may be 4.5"
     for _ in range(count):
         lines, want = [], {}
         for axis, head in zip(axes, HEADS[name], strict=True):
@@ -299,7 +299,7 @@ def test_a_number_between_tags_counts_where_it_stands_alone(v):
     for tag in NO_TAG:
         assert value_of("qwenvl", tag.format(v=v)) is None, tag
     axes = ", ".join(f"{axis} Score (1-5): {v}/5" for axis in ("Alignment", "Coherence", "Style"))
-    assert set(value_of("unifiedreward", axes).values()) == {float(v)}, "all in one line"
+    assert set(value_of("unifiedreward", axes).values()) == {float(v)}, "three scores in one line"
 
 
 LONG = [
@@ -348,7 +348,7 @@ def test_a_broken_answer_gives_only_what_stands_in_it(name, count):
             assert all(low <= v <= high and f"{v:g}" in said for v in found.values()), text
         elif found is not None:
             assert found in (0.0, 0.5, 1.0) and (found == 0.5 or str(2 - int(found)) in said), text
-    assert count * 0.01 < read < count * 0.97, "both happen, so the test says something"
+    assert count * 0.01 < read < count * 0.97, "some answers are read and some are not"
 
 
 LEAVES = st.none() | st.booleans() | st.floats() | st.integers() | st.text()

@@ -1,8 +1,8 @@
-"""The answers that a resumed run does not ask for again, and hedged requests, against real servers.
+"""The answer cache, which spares a resumed run repeated requests, and hedged requests, against real servers.
 
-Why these cases: a cache must never answer another question (each part of the key is changed alone: model, template,
-prompt, media, source, order), must survive kill -9 and torn or foreign lines, must not grow without bound, and must
-hold nothing that failed. A hedge must help with a slow server, never ask more than twice, and change no value.
+Why these cases: the cache must never answer a different question (each part of the key is changed alone: model,
+template, prompt, media, source, order), must survive kill -9 and truncated or foreign lines, must be bounded, and must
+not store failures. A hedge must help with a slow server, send at most two requests, and change no value.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ TEXT = "user: '{prompt} {media_1} {media_2}'\nlabels: ['1', '2']\nprefill: 'Imag
 
 
 def asked(server, **changes):
-    """(requests that reached the server for one pair, its verdict)."""
+    """(number of requests that reached the server for one pair, its verdict)."""
     before, first, second = len(server.requests), *changes.pop("pair", media([40, 200]))
     prompt, source = changes.pop("prompt", "p"), changes.pop("source", ())
     verdict = judge(server.url, **changes).submit(prompt, first, second, source).result(10)
@@ -52,12 +52,12 @@ def test_only_the_same_question_is_answered_from_the_cache(tmp_path):
         ):
             assert [asked(server, cache=cache, **changes)[0] for _ in range(2)] == [1, 0], changes
         template.write_text(TEXT.replace("'Image '", "'Picture '"))
-        assert asked(server, cache=cache, template=str(template))[0] == 1, "the same path with another content"
+        assert asked(server, cache=cache, template=str(template))[0] == 1, "the same path with different content"
         template.rename(tmp_path / "u.yaml").write_text(TEXT)
-        assert asked(server, cache=cache, template=str(tmp_path / "u.yaml"))[0] == 0, "the same content elsewhere"
+        assert asked(server, cache=cache, template=str(tmp_path / "u.yaml"))[0] == 0, "the same content at another path"
     with JudgeServer() as other:
         other.model = "another"
-        assert asked(other, cache=cache)[0] == 1, "the model's name came from the server"
+        assert asked(other, cache=cache)[0] == 1, "the served model's name is part of the key"
     assert len(shared_cache(cache)) == len(AnswerCache(cache)) == 11
 
 
@@ -65,14 +65,14 @@ def test_what_failed_is_asked_again_and_what_is_kept_needs_no_server(tmp_path):
     options = {"cache": str(tmp_path / "run" / "verdicts"), "model": MODEL}
     with JudgeServer("garbage", count=1) as server:
         assert asked(server, **options)[1].first is None
-        assert not (tmp_path / "run").exists(), "a run that did not start can be started again"
+        assert not (tmp_path / "run").exists(), "a failed start leaves the run's name free"
         count, verdict = asked(server, **options)
         assert count == 1 and verdict.first < 0.1
         config = JudgeConfig((server.url,), **options, **FAST)
         seen = len(server.requests)
         check(config, bias_pairs=2)
         check(config, bias_pairs=2)
-        assert len(server.requests) == seen + 10, "the check at the start asks the judge and not the cache"
+        assert len(server.requests) == seen + 10, "the start-up check bypasses the cache"
     assert asked(server, **options)[1].first == verdict.first
 
 
@@ -106,7 +106,7 @@ def test_it_does_not_grow_without_bound(tmp_path, monkeypatch):
     few = AnswerCache(tmp_path / "few")
     for k in range(1000):
         few.put(f"{k:032d}", Answer(0.5))
-    assert len(few) == 50 and few.get(f"{950:032d}") and not few.get(f"{949:032d}"), "memory does not grow either"
+    assert len(few) == 50 and few.get(f"{950:032d}") and not few.get(f"{949:032d}"), "memory is bounded too"
     assert len(AnswerCache(tmp_path / "few")) == 1000
     kept.put("long", Answer(0.5, raw="x" * 100_000))
     assert len(AnswerCache(tmp_path).get("long").raw) == 500, "texts are cut as in the judgement log"
@@ -120,7 +120,7 @@ def test_each_rank_writes_its_own_file_and_reads_all(tmp_path, monkeypatch):
         AnswerCache(tmp_path).put(f"of {rank}", Answer(rank / 4))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rank0.jsonl", "rank1.jsonl", "rank2.jsonl"]
     assert [AnswerCache(tmp_path).get(f"of {rank}").value for rank in range(3)] == [0.0, 0.25, 0.5]
-    assert len(AnswerCache(tmp_path, most_bytes=1)) == 1, "a thousand ranks fit into memory"
+    assert len(AnswerCache(tmp_path, most_bytes=1)) == 1, "what is read is bounded too"
 
 
 def test_a_disk_that_fails_costs_the_cache_and_no_answer(tmp_path):
@@ -158,8 +158,8 @@ def test_a_run_that_was_killed_before_its_checkpoint_asks_for_nothing_twice(tmp_
         off = recipe(place, "off", **over, judge=options | {"cache": False})
         assert train(off)[0] == 0 and not (place / "runs" / "off" / "verdicts").exists()
     probes = whole - 4 * 2 * 12
-    assert again == probes + 4 * 2 * 12 - kept, "of 4 steps with 2 groups of 12 pairs, only what was not answered yet"
-    assert rows(folder) == rows(place / "runs" / "steady"), "whole rows, but for time/"
+    assert again == probes + 4 * 2 * 12 - kept, "of 4 steps × 2 groups × 12 pairs, only the unanswered"
+    assert rows(folder) == rows(place / "runs" / "steady"), "all metrics except time/"
     assert [row["time/judge/cache_hits"] for row in rows(folder, timeless=False)][:2] == [24.0, 24.0]
 
 
@@ -170,7 +170,7 @@ def test_traffic_is_counted(tmp_path):
         for _ in range(2):
             ask(judge(server.url, cache=str(tmp_path / "v"), model=MODEL, concurrency=1))
     found = metrics(done)
-    assert 0 < found.pop("judge/wasted_share") < 1, "of two requests nothing could be read from one"
+    assert 0 < found.pop("judge/wasted_share") < 1, "one of two answers was unreadable"
     assert found == {"judge/cache_hits": 1.0, "judge/hedges": 0.0, "judge/parse_failure_rate": 0.25}
 
 

@@ -1,8 +1,8 @@
-"""Every fault of a judge server that the project promises to survive, injected for real over HTTP: FAULTS, CHECKS.
+"""Every fault of a judge server that the project promises to survive, injected over real HTTP: FAULTS, CHECKS.
 
-In each: bounded time, a missing pair (never 0.5) with a reason that names the fault, another request where that may
-help, and the other server goes on. The servers decode the pictures and prefer the brighter one, so a verdict on the
-wrong pair would show. Log-probabilities that are no numbers and other odd answers: test_judge_payload_fuzz.py.
+For each: bounded time, a missing pair (never 0.5) with a reason that names the fault, a retry if it may help, and the
+other server keeps working. The servers decode the images and prefer the brighter one, so a verdict on the wrong pair
+would show. Non-numeric log-probabilities and other malformed answers are in test_judge_template.py.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def ask(j, count=1):
 
 
 def right(j, levels=LEVELS, pairs=PAIRS):
-    """Whether the judge's verdicts on all pairs are there and right."""
+    """For each pair, whether the judge's verdict is present and correct."""
     verdicts = j.judge_group("p", media(levels), pairs)
     return [v.first is not None and (v.first > 0.5) == (a > b) for v, (a, b) in zip(verdicts, pairs, strict=True)]
 
@@ -58,14 +58,14 @@ def missing(verdicts, reason):
 
 
 def until(done, seconds=30):
-    """Wait until `done()`."""
+    """Poll until `done()` is true; fails after `seconds`."""
     end = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
-# fault -> (requests per pair of a server that stays so, whether another server helps, reason)
+# fault -> (requests per pair while the fault persists, whether another server helps, reason)
 FAULTS = {
     "hang": (2, True, "did not answer within 1 s"),
     "drip": (2, True, "did not answer within 1 s"),
@@ -90,17 +90,17 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.full] * (f == "drip")) for f in FAULTS])
 def test_a_fault(fault):
     requests, mends, reason = FAULTS[fault]
     with JudgeServer(fault) as bad, JudgeServer(delay_s=0.02) as good:
         missing(ask(judge(bad.url)), reason)
         assert requests in (None, len(bad.requests) / 2)
-        if requests not in (1, None):  # the fault passes
+        if requests not in (1, None):  # the fault is transient
             bad.count = 1
             dark_first, bright_first = ask(judge(bad.url, retries=5, patience_s=10))
             assert dark_first.first < 0.1 and bright_first.first > 0.9
-        if mends:  # one of two servers stays so, and does not draw the requests to itself
+        if mends:  # one of two servers stays faulty and must not attract the requests
             bad.count, seen = -1, len(bad.requests)
             assert all(right(judge(bad.url, good.url, concurrency=4, retries=5)))
             assert len(bad.requests) - seen < len(PAIRS)
@@ -114,7 +114,7 @@ def test_retry_after_is_waited_for():
 
 # ---- the check at the start ------------------------------------------------------------------------------------------
 
-# name -> (fault, options of the configuration, message)
+# name -> (fault, judge options, message)
 CHECKS = {
     "down": ("", {"endpoints": "down"}, r"127.0.0.1.*not reachable.*prefgrpo judge serve"),
     "no name": ("", {"endpoints": ("http://judge.invalid:8000",)}, "'judge.invalid' does not resolve .*correct"),
@@ -166,7 +166,7 @@ def test_the_check_asks_every_server_and_measures_position_bias(tmp_path):
         assert health.position_bias == pytest.approx(1 / (1 + np.exp(-3)))
         good.fault, good.delay_s = "", 1.0
         text_judge = check(JudgeConfig((good.url,), template=str(text)), timeout_s=0.4)
-        assert text_judge.probe_p_first == 0.0, "text takes its time"
+        assert text_judge.probe_p_first == 0.0, "judges that write text get more time"
 
 
 # ---- addresses and connections ---------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_the_check_asks_every_server_and_measures_position_bias(tmp_path):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """A self-signed certificate for 127.0.0.1, made now: (its file, its key's file)."""
+    """A fresh self-signed certificate for 127.0.0.1: (certificate file, key file)."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl here to make a certificate with")
     folder = tmp_path_factory.mktemp("tls")
@@ -186,7 +186,7 @@ def certificate(tmp_path_factory):
 
 
 def python(code, *arguments, **environment):
-    """Run code of this file in another process."""
+    """Run code in another process, with everything in this file imported."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])} | environment
     line = [sys.executable, "-c", f"import sys\nfrom test_judge_faults import *\n{code}", *arguments]
     return subprocess.run(line, capture_output=True, text=True, env=env, timeout=600)
@@ -201,7 +201,7 @@ def test_a_certificate_that_is_not_trusted_is_named_with_what_to_do(certificate)
             check(JudgeConfig((server.url,)))
         missing(ask(judge(server.url)), "its TLS certificate is not trusted")
         done = python("print(right(judge(sys.argv[1]))[:2])", server.url, SSL_CERT_FILE=str(certificate[0]))
-    assert done.stdout == "[True, True]\n", "what the message says to do helps: " + done.stderr
+    assert done.stdout == "[True, True]\n", "the advice in the message works: " + done.stderr
 
 
 def test_a_server_that_cannot_say_yet_what_it_serves_is_asked_again():
@@ -222,7 +222,7 @@ def test_a_key_is_sent(monkeypatch):
 
 @contextlib.contextmanager
 def process(port, *options):
-    """The server as a process of its own, ready to answer; `options` are those of judge_server.py."""
+    """The server in a separate process, ready to answer; `options` are those of judge_server.py."""
     script = Path(__file__).with_name("judge_server.py")
     command = [sys.executable, str(script), "--port", str(port), *options]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -251,7 +251,7 @@ def test_a_server_killed_in_the_middle_of_a_group_and_restarted_loses_nothing():
 def test_servers_that_are_dead_and_come_back():
     port = free_port()
     gone = judge(f"http://127.0.0.1:{port}", concurrency=4)
-    for _ in range(2):  # while it is waited for, and at once afterwards
+    for _ in range(2):  # during the patience, and immediately afterwards
         missing(ask(gone, 50), "no server was reachable for 2 s (http://127")
     with JudgeServer() as other:
         j = judge(f"http://127.0.0.1:{port}", other.url, concurrency=2)
@@ -282,7 +282,7 @@ def test_a_cancelled_pair_frees_its_slot():
 
 
 class Other(JudgeServer):
-    """Ignores the name that it is asked for, like some servers; always prefers the first."""
+    """Ignores the requested model name, as some servers do; always prefers the first image."""
 
     model = "another"
 
@@ -302,7 +302,7 @@ def test_two_servers_of_different_models_are_never_mixed():
 @pytest.mark.parametrize("noticed", ["restart", "pause"])
 @pytest.mark.parametrize("back", ["another model", "another checkpoint", "the same"])
 def test_a_server_that_comes_back_with_another_model_gives_no_verdict(noticed, back, monkeypatch):
-    """A restart fails a request, so the server is asked what it serves; a pause of some seconds has the same effect."""
+    """The client asks for the served model again after a failed request (restart) and after some idle seconds."""
     port = free_port()
     with JudgeServer(port=port) as server:
         server.root = "/runs/step-100/judge"
@@ -350,7 +350,7 @@ def test_two_servers_of_different_checkpoints_are_never_mixed(roots, same):
 
 @pytest.mark.parametrize("name", [MODEL, f"org/{MODEL}", ""])
 def test_one_model_answers_throughout(name):
-    """A proxy may have its own name for the judge; but not two."""
+    """A proxy may use its own name for the judge, but the name must not change."""
     with JudgeServer(f"named {name}") as server:
         j = judge(server.url)
         assert all(v.first is not None for v in ask(j) + ask(j))
@@ -366,7 +366,7 @@ KINDS = ("500", "429", "drop", "truncated", "hang", "no_choices", "no_logprobs",
 
 
 class Chaos(JudgeServer):
-    """Every third chat request ends in a fault drawn by lot, and media are forgotten now and then."""
+    """On average every third chat request gets a random fault, and media are occasionally evicted."""
 
     def __init__(self, seed):
         super().__init__()
@@ -391,8 +391,8 @@ def test_among_all_faults_at_once_no_verdict_is_wrong_and_everything_ends(tmp_pa
         assert all((v.first > 0.5) == (levels[a] > levels[b]) for (a, b), v in found if v.first is not None)
         assert all(v.reason for _, v in found if v.first is None)
         assert sum(v.first is not None for _, v in found) > 0.6 * len(found)
-        assert len(one.met + two.met) == 13, "every fault happened"
+        assert len(one.met + two.met) == 13, "every fault occurred"
         until(lambda: not any(e.load for e in j.client.sender.endpoints))
     nobody = judge(f"http://127.0.0.1:{free_port()}", model=MODEL, cache=str(tmp_path), patience_s=0.2)
     kept = dict(zip(pairs, nobody.judge_group("p", group, pairs), strict=True))
-    assert all(kept[pair].first == v.first for pair, v in found if v.first is not None), "what the cache holds is right"
+    assert all(kept[pair].first == v.first for pair, v in found if v.first is not None), "cached verdicts are right"

@@ -1,8 +1,7 @@
-"""A judge that answers and says nothing: named by the check before a run, and stopped during one.
+"""A judge whose answers carry no information: `judge check` names the fault, and a training run stops.
 
-Simulated judges have known strengths, biases and faults. What must not raise an alarm matters as much: a strong
-position bias that swapped orders cancel, members that are nearly alike, and small groups, where chance looks like a
-fault.
+Simulated judges have known strengths, biases and faults. False alarms matter as much: a strong position bias that
+both orders cancel, members that are nearly alike, and small groups, where chance looks like a fault.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from prefgrpo.judge.verdict import JudgeError
 
 
 def verdicts(judge, plan="both_orders", groups=12, size=8, seed=0):
-    """Groups of (first, second, P(first)); judge: (difference of qualities, generator) -> P(first)."""
+    """Groups of (first, second, P(first)); judge: (quality difference, generator) -> P(first)."""
     rng, ask = np.random.default_rng(seed), get_plan(plan)
     out = []
     for group in range(groups):
@@ -51,7 +50,7 @@ MEANINGLESS = [
 GOOD = [
     lambda gap, rng: logistic(gap),
     lambda gap, rng: logistic(0.1 * gap + 0.02 * rng.normal()),  # members that are nearly alike
-    lambda gap, rng: logistic(gap + 4.0 + 0.5 * rng.normal()),  # every verdict for the first, and yet all information
+    lambda gap, rng: logistic(gap + 4.0 + 0.5 * rng.normal()),  # always prefers the first, yet fully informative
     lambda gap, rng: float(np.sign(gap) / 2 + 0.5) if abs(gap) > 1.5 else 0.5,  # most are ties
     lambda gap, rng: float(gap + 0.7 * rng.normal() > 0),
     lambda gap, rng: float(gap + 0.5 > 0),  # a hard judge with a strong position bias
@@ -82,15 +81,15 @@ def test_plans_of_one_order_see_ties_and_a_constant_side_and_rounding_keeps_a_bi
     ):
         assert without_information(evidence(verdicts(lambda gap, rng, p=answer: p, "round_robin"), False)) == message
     mixed = evidence(verdicts(lambda gap, rng: float(rng.choice([0.0, 1.0])), "round_robin"), False)
-    assert without_information(mixed) == "", "one order cannot show a contradiction"
+    assert without_information(mixed) == "", "a single order cannot reveal contradictions"
     groups = verdicts(lambda gap, rng: logistic(0.3 * gap + 2.0))
     assert without_information(evidence(groups, False)) == ""
-    assert "the winner changes" in without_information(evidence(groups, True)), "the win rates do not cancel the bias"
+    assert "the winner changes" in without_information(evidence(groups, True)), "hard win rates do not cancel the bias"
 
 
 @pytest.mark.parametrize(("size", "plan"), [(2, "both_orders"), (3, "round_robin"), (4, "both_orders")])
 def test_small_groups_raise_no_alarm_by_chance(size, plan):
-    """One prompt per step, 2,000 steps, a weak hard judge: ties, a bias, and 29 % contradictions."""
+    """One prompt per step, 2,000 steps, a weak judge with hard verdicts: ties, a bias, and 29 % contradictions."""
 
     def weak(gap, rng):
         value = gap + 1.6 * rng.normal() + 0.3
@@ -112,14 +111,14 @@ def test_small_groups_show_a_fault_after_a_while(judge, _):
             steps += 1
     assert alarm.steps == 3 and 3 * 16 <= steps <= 3 * 100
     alarm.add(evidence(verdicts(GOOD[0]), True))
-    assert alarm.steps == 0, "one step with information ends it"
+    assert alarm.steps == 0, "one informative step resets the alarm"
 
 
 # ---- judge check ----------------------------------------------------------------------------------------------------
 
 
 def written(template, wins):
-    """An answer as the template asks for it; `wins`: 1, 2, or 0 for a tie."""
+    """An answer in the template's format; `wins`: 1, 2, or 0 for a tie."""
     thing = "Video" if template.name.endswith("_video") else "Image"
     if template.answer == "soft":
         odds = {1: 0.99, 2: 0.01, 0: 0.5}[wins]
@@ -134,7 +133,7 @@ def written(template, wins):
 
 
 def right(bright, text):
-    """1 or 2: the picture that is as light or dark as was asked for (a source, shown first, does not count)."""
+    """1 or 2: the image that is bright or dark as the text requests (a source image, shown first, is ignored)."""
     half = 2 if len(bright) >= 4 else 1
     first, second = np.mean(bright[-2 * half : -half]), np.mean(bright[-half:])
     return 1 if (first > second) == ("plain black" not in text) else 2
@@ -158,13 +157,11 @@ class Server(JudgeServer):
 TURN = itertools.count()
 FAULTS = {
     "always answers a tie": lambda wins, rng: 0,
-    "always prefers the picture shown first": lambda wins, rng: 1,
-    "always prefers the picture shown second": lambda wins, rng: 2,
-    "prefers the wrong picture": lambda wins, rng: 3 - wins,
-    "has a position bias: it prefers the picture shown first 14 of 16 times": lambda wins, rng: (
-        1 + (next(TURN) % 8 == 7)
-    ),
-    "does not see the pictures, or confuses them": lambda wins, rng: int(rng.integers(1, 3)),
+    "always prefers the image shown first": lambda wins, rng: 1,
+    "always prefers the image shown second": lambda wins, rng: 2,
+    "prefers the wrong image": lambda wins, rng: 3 - wins,
+    "has a position bias: it prefers the image shown first 14 of 16 times": lambda wins, rng: 1 + (next(TURN) % 8 == 7),
+    "does not see the images, or mixes them up": lambda wins, rng: int(rng.integers(1, 3)),
 }
 
 
@@ -184,7 +181,7 @@ def test_judge_check_fails_by_name(template, fault):
 
 
 def test_a_bad_server_of_two_is_named_and_a_template_of_ones_own_is_warned_about(tmp_path, capsys):
-    """Plain colours may be no fair question for it: a run goes on."""
+    """With a custom template the check only warns, since plain colours may not be a fair question for it."""
     good, bad = (Server("compare", decide) for decide in (lambda wins, rng: wins, FAULTS["always answers a tie"]))
     with good, bad:
         with pytest.raises(JudgeError, match=f"{bad.url}: '{MODEL}' always answers a tie"):
@@ -196,7 +193,7 @@ def test_a_bad_server_of_two_is_named_and_a_template_of_ones_own_is_warned_about
         assert client.main((bad.url,), template=str(file), bias_pairs=0) == 1
         assert "WARNING" in capsys.readouterr().out
         bad.answer = lambda bright, text: {"Yes": 0.9, "No": 0.1}
-        assert check(JudgeConfig((bad.url,), template="consistency"), known=True).known == "", "no comparison"
+        assert check(JudgeConfig((bad.url,), template="consistency"), known=True).known == "", "not a comparison"
 
 
 # ---- a run ----------------------------------------------------------------------------------------------------------
@@ -216,7 +213,7 @@ def judged(url, **over):
 
 
 def test_a_run_stops_for_a_judge_that_says_nothing_and_goes_on_when_it_does(place):
-    """48 verdicts per step; the judge is well at the start and answers ties from then on."""
+    """48 verdicts per step; the judge passes the start-up check but answers every pair of the run with a tie."""
     with JudgeServer() as server:
         server.answer = lambda bright, text: written(load_template("compare"), right(bright, text) * ("plain" in text))
         file = recipe(place, "ties", **judged(server.url))
@@ -233,7 +230,7 @@ def test_a_run_stops_for_a_judge_that_says_nothing_and_goes_on_when_it_does(plac
 
 
 class Forgetful(JudgeServer):
-    """Refuses every fourth question about a pair of the run."""
+    """Refuses every fourth comparison of the run."""
 
     asked = 0
 
@@ -246,7 +243,7 @@ class Forgetful(JudgeServer):
 
 
 def test_lost_comparisons_stop_a_run_whose_members_all_have_some(place):
-    """Counted over both ranks."""
+    """Missing comparisons are counted over both ranks."""
     with Forgetful() as server:
         file = recipe(place, "lost", **judged(server.url))
         runs = ranks(file, 2)

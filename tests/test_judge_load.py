@@ -1,8 +1,8 @@
-"""Eight ranks ask one loaded server the shipped recipes' questions: nothing is lost, and no answer is thrown away.
+"""Eight ranks send one loaded server the shipped recipes' questions: no request is lost and no answer wasted.
 
-The server is the queueing model of one judge of 8 B parameters: so many tokens per second, shared among the answers
-that it is writing. Client and server run on one event loop whose clock jumps to the next timer when no socket has
-anything to say, so 20 minutes of judging take seconds here and a busy machine changes no number.
+The server is a queueing model of an 8 B judge: a fixed number of tokens per second, shared among the answers being
+written. Client and server run on one event loop whose clock jumps to the next timer when no socket has data, so
+20 minutes of judging take seconds and the result does not depend on machine load.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ SAYS = {
 
 
 class Clock(selectors.DefaultSelector):
-    """Waits in no time: the loop's clock jumps forward by what it would have waited, once it may run."""
+    """A selector that never waits: once `runs` is set, it advances the loop's clock by the timeout instead."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Clock(selectors.DefaultSelector):
     def select(self, timeout=None):
         if timeout is not None and timeout <= 0:
             return super().select(0)
-        events = super().select(0.0005 if self.runs else 0.01)  # what another thread or the other end sends just now
+        events = super().select(0.0005 if self.runs else 0.01)  # data being sent by another thread or the peer
         if not events and self.runs and timeout is not None:
             self.now += timeout
         return events
@@ -61,14 +61,14 @@ class LoadedServer(JudgeServer):
     def __init__(self, rate: float, says: str, on: asyncio.AbstractEventLoop) -> None:
         super().__init__(vllm=False)
         self._loop, self.rate, self.says = on, rate, says
-        self.share = self.at = 0.0  # tokens that an answer which was always there would have by now
+        self.share = self.at = 0.0  # tokens that an answer present from the start would have by now
         self.ends: list[tuple[float, int, asyncio.Future[None]]] = []
         self.timer: asyncio.TimerHandle | None = None
         self.used = self.wasted = 0.0
         self.asked = 0
 
     def advance(self) -> None:
-        """Write on until now, end what is finished, and wake up when the next one is."""
+        """Advance the answers to the current time, complete finished ones, and schedule the next completion."""
         now = self._loop.time()
         self.share += (now - self.at) * self.rate / max(self.in_flight, 1)
         self.at = now
@@ -93,7 +93,7 @@ class LoadedServer(JudgeServer):
         self.advance()
         try:
             await done
-        except asyncio.CancelledError:  # the client has hung up
+        except asyncio.CancelledError:  # the client disconnected
             self.advance()
             if done.cancelled():
                 self.in_flight -= 1
@@ -108,7 +108,7 @@ class LoadedServer(JudgeServer):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The judge's loop on a clock of its own, which `time.monotonic` shows too."""
+    """Runs the judge's event loop on a simulated clock, which `time.monotonic` also returns."""
     found = Clock()
 
     def new_loop() -> asyncio.SelectorEventLoop:
@@ -132,7 +132,7 @@ def picture(group: int, member: int) -> Media:
 
 @pytest.mark.parametrize(("recipe", "rate"), [("lora_think_flux", 2800), ("lora_flex_flux2_klein", 4700)])
 def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
-    """All questions of a step at once, as after a rollout that takes no time, with the recipe's own values."""
+    """All questions of a step arrive at once, as after an instantaneous rollout, with the recipe's own values."""
     config = load(f"scripts/unifiedreward/{recipe}.yaml")
     name, rollout = config.reward.spec.split(":")[0], config.rollout
     section = config.judge
@@ -144,7 +144,7 @@ def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
         own = judge_config(config, name, {}, World(rank, RANKS, torch.device("cpu")))
         assert own.template == template and not own.cache
         own = replace(own, endpoints=(server.url,), model=server.model)
-        http._clients.clear()  # ranks are processes, and share no client
+        http._clients.clear()  # ranks are separate processes and share no client
         reward = build(name, {name: {"judge": HttpJudge(own), "plan": section.plan}})
         scorers.append(Scorer(reward, rollout.group_size, section.deadline_s, config.seed))
     for rank, scorer in enumerate(scorers):
@@ -166,7 +166,7 @@ def test_a_loaded_judge_of_eight_ranks_loses_nothing(recipe, rate, clock):
     assert server.peak <= section.concurrency, "one limit for all ranks together"
     assert server.used == asked * TOKENS and server.wasted <= 0.05 * (server.used + server.wasted)
     assert seconds < min(scorer.deadline_s for scorer in scorers)
-    assert seconds == pytest.approx(asked * TOKENS / rate, rel=0.1), "the limit leaves no server idle"
-    # what the step reports: all questions wait, one after another gets its answer
+    assert seconds == pytest.approx(asked * TOKENS / rate, rel=0.1), "the limit keeps the server busy"
+    # reported metrics: all questions queue at once and are answered one after another
     assert sum(f.metrics["judge/queue_mean"] for f in found) == pytest.approx(asked / 2, rel=0.15)
     assert all(f.metrics["judge/wasted_share"] == 0 for f in found)

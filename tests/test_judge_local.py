@@ -1,8 +1,8 @@
 """The in-process judge against the stock model.
 
-Oracle: transformers' own forward on one whole pair (no shared features, no shared keys and values), for both
-families. Cases: square and mixed image sizes (several patch grids in one group), groups judged alone and among
-others, broken checkpoints and prompts that hold the image token.
+Oracle: transformers' own forward pass on one complete pair (no shared features, no shared KV cache), for both
+families. Cases: square and mixed image sizes (several patch grids in one group), groups judged alone and together
+with others, broken checkpoints, and prompts that contain the image token.
 """
 
 import shutil
@@ -33,7 +33,7 @@ def _media(sizes, seed=0):
 
 
 def _stock(judge, prompt, first, second, source=()):
-    """P(first) of the stock forward on one pair."""
+    """P(first) from the stock forward pass on one pair."""
     turns = judge.template.messages(prompt, len(source))
     p = stock(judge.model, judge.tokenizer, judge.processor, turns, [*source, first, second])
     one, two = (float(p[_spellings(judge, label)].sum()) for label in judge.template.labels)
@@ -41,7 +41,7 @@ def _stock(judge, prompt, first, second, source=()):
 
 
 def _spellings(judge, label):
-    """Ids of all tokens of the vocabulary that are the label but for white space, and for case where that counts."""
+    """Ids of all vocabulary tokens that equal the label up to white space and, with `variants`, up to case."""
     plain = (lambda text: text.strip().lower()) if judge.template.variants else str.strip
     texts = judge.tokenizer.batch_decode([[k] for k in range(len(judge.tokenizer))])
     return [k for k, text in enumerate(texts) if plain(text) == plain(label)]
@@ -53,7 +53,7 @@ def test_equals_the_stock_forward_of_one_pair(judge, sizes):
     found = [v.first for v in judge.judge_group('a {red} "circle"', media, pairs)]
     stock = [_stock(judge, 'a {red} "circle"', media[i], media[j]) for i, j in pairs]
     assert np.abs(np.subtract(found, stock)).max() < 1e-5
-    assert np.ptp(found) > 1e-3  # the pictures matter, so equality says something
+    assert np.ptp(found) > 1e-3  # the images matter, so equality is not trivial
 
 
 @pytest.mark.parametrize("variants", [False, True])
@@ -80,9 +80,9 @@ def test_pairs_of_edits_are_judged_beside_their_source(judge, tmp_path, sources)
     stock = [_stock(edits, "less red", media[i], media[j], source) for i, j in pairs]
     assert np.abs(np.subtract(found, stock)).max() < 1e-5
     other = [v.first for v in edits.judge_group("less red", media, pairs, _media([(40, 40)], seed=4))]
-    assert np.abs(np.subtract(found, other)).max() > 1e-4, "the source matters, so equality says something"
+    assert np.abs(np.subtract(found, other)).max() > 1e-4, "the source matters, so equality is not trivial"
     none = edits.judge_group("less red", media, pairs)
-    assert {v.first for v in none} == {None} and "shows the source image" in none[0].reason
+    assert {v.first for v in none} == {None} and "needs a source image" in none[0].reason
     path.write_text("user: '{prompt} {media_1} {source} {media_2}'\nlabels: ['1', '2']\n")
     with pytest.raises(JudgeError, match="source after"):
         LocalJudge(judge.model.name_or_path, template=str(path))

@@ -1,7 +1,7 @@
 """Pair plans.
 
-Cases: every plan as a property over group sizes and seeds (who meets whom, balance of the two places, number of
-verdicts); plans in rounds against a judge that knows the true order; refusals.
+Cases: properties of every plan over group sizes and seeds (who is compared with whom, balance of the two positions,
+number of verdicts); plans in rounds with a judge that knows the true order; refused names.
 """
 
 import pytest
@@ -23,7 +23,7 @@ def unordered(pairs):
 
 
 def play(plan, size, seed=0, answer=lambda i, j: float(i > j)):
-    """All pairs that a plan asks of a judge."""
+    """All comparisons that a plan requests, with their answers."""
     done = []
     while pairs := plan(size, seed, done):
         done += [(i, j, answer(i, j)) for i, j in pairs]
@@ -53,7 +53,7 @@ def test_k_regular_gives_everyone_k_opponents(size, seed, data):
     while border:
         reached |= border
         border = {m for p in pairs for m in p if reached & set(p)} - reached
-    assert len(reached) == size  # connected: every two members can be compared through others
+    assert len(reached) == size  # connected: any two members are linked by a chain of comparisons
 
 
 @given(size=sizes, seed=seeds, data=st.data())
@@ -63,7 +63,7 @@ def test_budget_asks_exactly_n_and_spreads_them(size, seed, data):
     pairs = budget(size, seed, n=n)
     assert len(set(pairs)) == len(pairs) == n
     repeated = n - len(set(unordered(pairs)))
-    assert repeated == max(0, n - size * (size - 1) // 2)  # no pair twice before all were asked once
+    assert repeated == max(0, n - size * (size - 1) // 2)  # no pair is repeated before all were asked once
 
 
 @given(size=sizes, seed=seeds, data=st.data())
@@ -74,7 +74,7 @@ def test_swiss_rounds_pair_everyone_with_new_opponents(size, seed, data):
     assert len(done) == rounds * (size // 2)
     games = [sum(m in d[:2] for d in done) for m in range(size)]
     assert min(games) >= rounds - (size % 2) * (1 + rounds // size) and max(games) <= rounds
-    for start in range(0, len(done), size // 2):  # whoever was shown first less often is shown first
+    for start in range(0, len(done), size // 2):  # the member shown first less often goes first
         lead = first_minus_second([d[:2] for d in done[:start]], size)
         assert all(lead[i] <= lead[j] for i, j, _ in done[start : start + size // 2])
     early = [tuple(sorted(d[:2])) for d in done[: 2 * (size // 2)]]

@@ -1,8 +1,7 @@
-"""Any question to a judge behind HTTP: texts by name, several media, source images, every kind of answer, odd media.
+"""General questions to an HTTP judge: named texts, several media, source images, every kind of answer, odd media.
 
-Why these cases: a source that travels in the wrong place, a picture that is asked twice, or an answer that is shared
-by questions that differ gives a wrong reward without a message. The server decodes the pictures and answers from
-their brightness.
+Why these cases: a source image at the wrong position, a question asked twice, or an answer shared by different
+questions gives a silently wrong reward. The server decodes the images and answers from their brightness.
 """
 
 import asyncio
@@ -31,7 +30,7 @@ TEXT = "user: '{prompt}{media_1}'\nanswer: text"
 
 @pytest.fixture
 def template(tmp_path):
-    """YAML text -> template."""
+    """Function that loads a template from YAML text."""
 
     def load(text, needs=("prompt", "media_1")):
         (tmp_path / "question.yaml").write_text(text)
@@ -47,7 +46,7 @@ def server():
 
 
 def ask(client, template, values, media, source=(), once=False):
-    """One question to a client."""
+    """Future of the client's answer to one question."""
     client.prepare(template)
     return client.run(client.answer(template, values, media, source, once))
 
@@ -83,7 +82,7 @@ def test_a_pair_with_its_source(tmp_path, server):
         verdicts = j.judge_group("p", [grey, other, source], [(0, 1), (0, 2)], [source])
         assert [v.first for v in verdicts] == [1.0, 0.0]
     none = j.submit("p", dark, bright).result(30)
-    assert none.first is None and "shows the source image" in none.reason
+    assert none.first is None and "needs a source image" in none.reason
 
 
 def test_the_same_question_is_asked_once(template, server):
@@ -100,9 +99,9 @@ def test_the_same_question_is_asked_once(template, server):
     assert ask(j, asked, {"prompt": "a"}, [same]).result(30).raw == "a 10" and len(server.requests) == 4
     server.fault, server.count = "400", 1
     assert "refused with 400" in ask(j, asked, {"prompt": "c"}, [one], once=True).result(30).reason
-    assert ask(j, asked, {"prompt": "c"}, [one], once=True).result(30).raw == "c 10", "what failed is asked again"
+    assert ask(j, asked, {"prompt": "c"}, [one], once=True).result(30).raw == "c 10", "failures are asked again"
     del one, same, other, first, late, rest
-    until(lambda: not len(j._asked) and not len(j._encodings))  # nothing is kept of a medium that is gone
+    until(lambda: not len(j._asked) and not len(j._encodings))  # nothing is kept for garbage-collected media
 
 
 def test_a_shared_question_survives_those_who_leave(template, server):
@@ -150,7 +149,7 @@ def test_every_format_names_the_same_winner(server, image_format):
 
 
 def scored(server, pictures, prompt="p", **changes):
-    """A step of one group under vlm_pairwise, and what the scorer found."""
+    """(scorer's result, number of requests) for a step with one group under vlm_pairwise."""
     options = {"judge": JudgeConfig((server.url,), **FAST | changes), "plan": "both_orders"}
     with Scorer(build("vlm_pairwise", {"vlm_pairwise": options}), len(pictures), deadline_s=20) as scorer:
         seen = len(server.requests)
@@ -176,7 +175,7 @@ def test_media_without_pixels_or_frames_are_missing(server, shape):
 def test_a_judge_that_contradicts_itself_rewards_nobody(server):
     server.fault = "contradict"
     result, _ = scored(server, media([20, 80, 140, 200]))
-    assert np.allclose(result.values["vlm_pairwise"], 0.5, atol=1e-12), "no member wins by where it was shown"
+    assert np.allclose(result.values["vlm_pairwise"], 0.5, atol=1e-12), "position alone gives no advantage"
     assert result.metrics["judge/order_inconsistency"] == 1.0 and result.metrics["judge/position_bias"] == 1.0
     assert result.metrics["judge/failures"] == 0
 
@@ -186,7 +185,7 @@ def test_an_image_of_50_million_pixels_is_made_smaller_in_bounded_memory(server)
     pair = [Media(np.broadcast_to(np.full((1, 1, 3), level, np.uint8), (7071, 7071, 3))) for level in (40, 200)]
     verdicts = judge(server.url, timeout_s=20.0).judge_group("p", pair, [(0, 1), (1, 0)])
     assert [v.first > 0.5 for v in verdicts] == [False, True] and server.bytes_in < 1 << 20
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB: two images of 150 MB at a time"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "in KiB; two 150 MB images in memory"
 
 
 def test_max_pixels_keeps_the_ratio_and_touches_no_smaller_image():

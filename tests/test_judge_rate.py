@@ -1,8 +1,8 @@
-"""From verdicts to rates.
+"""From verdicts to win rates.
 
-Oracles: without noise, Bradley-Terry gives the rates of the full plan back from a few pairs, with and without a
-position bias; the likelihood's own gradient (test_ops_shaping.py); by hand: ties, missing and rounded verdicts. The
-rewards' own win rates are in test_rewards_scorer.py.
+Oracles: without noise, Bradley-Terry recovers the win rates of the full plan from a few pairs, with and without a
+position bias; the gradient of the likelihood (test_ops_shaping.py); by hand: ties, missing and rounded verdicts. The
+win rates of the rewards are tested in test_rewards_scorer.py.
 """
 
 import numpy as np
@@ -23,7 +23,7 @@ def sigmoid(x):
 
 
 def asked(plan, quality, bias=0.0, seed=0):
-    """Everything a plan asks of a judge with exact Bradley-Terry answers."""
+    """All comparisons that a plan requests from a judge with exact Bradley-Terry answers."""
     done = []
     while pairs := plan(len(quality), seed, done):
         done += [(i, j, float(sigmoid(quality[i] - quality[j] + bias))) for i, j in pairs]
@@ -48,7 +48,7 @@ def test_few_pairs_give_the_rates_of_the_full_plan(plan, quality):
     error, plain = np.abs(strength - full_rates(quality)), np.abs(wins - full_rates(quality))
     assert error.max() < 0.05 and error.max() < 0.5 * plain.max()
     assert np.array_equal(strength.argsort(), quality.argsort())
-    assert strength.std() > wins.std() or plan != "swiss(4)"  # swiss wins are drawn to the middle
+    assert strength.std() > wins.std() or plan != "swiss(4)"  # swiss pulls win rates towards 0.5
 
 
 @pytest.mark.parametrize("bias", [1.5, "fit"])
@@ -73,7 +73,7 @@ def test_both_orders_measure_the_bias(quality):
 def test_stated_verdicts_do_not_move_but_a_fit_sees_through_them():
     assert unbiased(np.array([0.0, 0.5, 1.0, 0.8]), 2.0)[:3].tolist() == [0.0, 0.5, 1.0]
     assert unbiased(np.array([0.8]), 2.0)[0] == pytest.approx(sigmoid(np.log(4) - 2))
-    # Always the first shown wins, so all are equal; member 0 was shown first most often.
+    # The image shown first always wins, so all members are equal; member 0 was shown first most often.
     judged = [(0, 1, 1.0), (1, 2, 1.0), (2, 3, 1.0), (3, 0, 1.0)] * 2 + [(0, 2, 1.0)] * 2
     plain = rate_groups(4, [judged], Rating("bradley_terry")).values[0]
     fitted = rate_groups(4, [judged], Rating("bradley_terry", bias="fit"))
@@ -113,7 +113,7 @@ def test_many_groups_at_once_are_each_alone():
 
 
 class Exact(PairJudge):
-    """Reads a member's quality off its pixels."""
+    """Derives the quality of a member from its pixels."""
 
     streams, clips = False, False
 

@@ -1,8 +1,8 @@
-"""`judge serve` with an executable that stands in for vLLM or SGLang: start, readiness, errors, and above all its end.
+"""`judge serve` with a stand-in executable for vLLM and SGLang: start, readiness, errors, and above all shutdown.
 
-The stand-in is a real server process with a worker of its own in the same group. Cases: every way to end (stop,
-Ctrl-C, SIGTERM, kill -9 of the parent), a start that fails, a port that is taken, no engine; each engine's command
-line. test_judge_vllm.py runs the real vLLM; SGLang needs a GPU and was not run: its flags are its documentation's.
+The stand-in is a real server process with its own worker in the same process group. Cases: every way to end (stop,
+Ctrl-C, SIGTERM, kill -9 of the parent), a failed start, a port in use, a missing engine; each engine's command line.
+test_judge_vllm.py runs the real vLLM; SGLang needs a GPU and was not run: its flags are taken from its documentation.
 """
 
 import itertools
@@ -41,7 +41,7 @@ judge_server.main()
 
 @pytest.fixture
 def vllm(tmp_path):
-    """An environment folder with bin/vllm and bin/sglang; `pids` beside it holds the pids of servers and workers."""
+    """An environment folder with bin/vllm and bin/sglang; the file `pids` next to it lists servers and workers."""
     for engine in ("vllm", "sglang"):
         path = tmp_path / "venv" / "bin" / engine
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def pids(vllm):
 
 
 def gone(pid, seconds=30.0):
-    """Wait until a process has ended (a zombie has)."""
+    """Wait until a process has ended (zombies count as ended)."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
@@ -74,7 +74,7 @@ def gone(pid, seconds=30.0):
     return False
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize("engine", ["vllm", pytest.param("sglang", marks=pytest.mark.full)])
 def test_ready_means_a_probe_got_a_verdict_and_stop_ends_the_whole_group(vllm, engine):
     with Server(config(vllm, engine=engine)) as server:
         summary = server.wait_ready()
@@ -95,7 +95,7 @@ def test_what_cannot_be_served_is_refused(vllm, monkeypatch, tmp_path):
             serve(("qwen3-vl",), options=config(vllm, port=port))
     for model, message in (
         ("./nothing-here", "checkpoint folder not found"),
-        ("unifiedreward-flx", r"no preset.*did you mean 'unifiedreward-flex'"),
+        ("unifiedreward-flx", r"not a preset.*did you mean 'unifiedreward-flex'"),
     ):
         with pytest.raises(JudgeError, match=message):
             command(config(vllm, model=model))
@@ -140,7 +140,7 @@ def test_a_vllm_that_lacks_the_flags_is_refused_and_shown(vllm, version, name, m
 
 
 def started(vllm, *models, port, **env):
-    """`judge serve MODELS` as a process, and all that it wrote until its last line of YAML."""
+    """Starts `judge serve MODELS`; (process, its output up to the last line of YAML)."""
     line = [sys.executable, "-m", "prefgrpo", "judge", "serve", *models, "--vllm", str(vllm), "--port", str(port)]
     child = subprocess.Popen(
         line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | env, start_new_session=True
@@ -152,7 +152,14 @@ def started(vllm, *models, port, **env):
     return child, "".join(lines)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGTERM, marks=pytest.mark.full),
+        pytest.param(signal.SIGINT, marks=pytest.mark.full),
+        signal.SIGKILL,
+    ],
+)
 def test_the_command_ends_its_server_however_it_ends_and_leaves_no_file(vllm, number, tmp_path):
     (folder := tmp_path / "temporary").mkdir()
     port, bystander = free_port(), subprocess.Popen(["sleep", "600"])
@@ -178,7 +185,7 @@ def test_several_models_get_a_port_each_and_one_that_dies_leaves_the_others(vllm
         {"endpoints": [url], "model": name} for url, name in zip(urls, ("unifiedreward-2b", "mine"), strict=True)
     ]
     os.kill(pids(vllm)[0], signal.SIGKILL)
-    assert "'unifiedreward-2b' ended with code 137; the other models go on" in child.stdout.readline()
+    assert "'unifiedreward-2b' ended with code 137; the other models keep running" in child.stdout.readline()
     assert "ok, serves mine" in check(JudgeConfig((urls[1],), "mine")).summary()
     child.terminate()
     assert child.wait(600) == 0 and all(gone(pid) for pid in pids(vllm))
@@ -194,7 +201,7 @@ time.sleep(600)
 
 
 def test_an_engine_that_hangs_while_it_starts_does_not_outlive_a_killed_starter():
-    """vLLM that gets a SIGTERM while its engine starts may catch it and stay for ever."""
+    """If vLLM gets a SIGTERM while its engine starts, it may catch the signal and never exit."""
     starter = f"""
 import os, subprocess, sys
 line = [sys.executable, {keeper.__file__!r}, str(os.getpid()), "0.5", sys.executable, "-c", {STUBBORN!r}]
@@ -213,7 +220,7 @@ subprocess.Popen(line, start_new_session=True).wait()
 
 
 def flags(words):
-    """Options with a value, by name."""
+    """{option: the word after it} of a command line."""
     return {a: b for a, b in itertools.pairwise(words) if a.startswith("--")}
 
 
@@ -224,7 +231,7 @@ def test_every_preset_has_its_template_and_the_measured_flags(name, vllm):
     found = flags(words)
     assert found["--shutdown-timeout"] == "20" and found["--host"] == "127.0.0.1"
     assert int(found["--max-num-batched-tokens"]) >= 24 * 1024
-    assert "--api-server-count" not in found  # one process: media ids live in its cache
+    assert "--api-server-count" not in found  # one process, since media ids live in its cache
     load_template(PRESETS[name].template)
 
 
@@ -255,7 +262,7 @@ def test_several_models_get_ports_names_and_their_share_of_the_memory(vllm):
     assert [(flags(command(c))["--tensor-parallel-size"], c.gpus, c.gpu_memory) for c in (a, b)] == [
         ("2", "0,1", 0.9), ("1", "2", 0.9)
     ]  # fmt: skip
-    assert for_models(("./a=b/c",), (), base)[0].served_name == "c"  # a path may hold an equals sign
+    assert for_models(("./a=b/c",), (), base)[0].served_name == "c"  # paths may contain an equals sign
     hosts = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "localhost": "localhost", "::": "[::1]", "::1": "[::1]"}
     for host, expected in hosts.items():
-        assert ServeConfig("m", host=host).url == f"http://{expected}:8000", "the address shown is one that answers"
+        assert ServeConfig("m", host=host).url == f"http://{expected}:8000", "the printed address is reachable"

@@ -1,7 +1,7 @@
 """The simulation behind `prefgrpo judge plan`.
 
-Oracles: rank correlations counted pair by pair in the plainest loop; the simulated judge's own moments; a log that is
-replayed gives the numbers of the verdicts that are in it. That sparse plans pay is a test too.
+Oracles: rank correlations counted pair by pair in a plain loop; the moments of the simulated judge; replaying a log
+gives the numbers of the verdicts it contains. A further test shows that sparse plans pay off.
 """
 
 import json
@@ -33,7 +33,7 @@ values = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.7, 1.0, np.nan]), min_size=
 
 
 def by_hand(a, b):
-    """Spearman of two lists without NaN."""
+    """Spearman's rank correlation of two lists without NaN."""
     rank = [[sum(y < x for y in v) + sum(y == x for y in v) / 2 for x in v] for v in (a, b)]
     return np.corrcoef(*rank)[0, 1]
 
@@ -47,7 +47,7 @@ def test_rank_correlations_are_those_of_the_plain_loops(a, b):
     if len({x for x, _ in kept}) >= 2 and len({y for _, y in kept}) >= 2:
         each.append(by_hand(*zip(*kept, strict=True)))
     half = 1.96 * np.std(each, ddof=1) / np.sqrt(len(each))
-    assert (found.mean, found.half) == pytest.approx((np.mean(each), half)), "constant rows do not count"
+    assert (found.mean, found.half) == pytest.approx((np.mean(each), half)), "constant rows are ignored"
 
 
 def test_the_simulated_judge_has_the_moments_it_was_given_and_they_are_found_again():
@@ -96,7 +96,7 @@ def test_the_goal_of_24_members_is_met_by_swiss_rounds_and_bradley_terry():
 
 
 def log_of(path, verdicts):
-    """judgements.jsonl of groups [N, G, G] judged in both orders, NaN: failed; and of one group that is not full."""
+    """Writes judgements.jsonl for groups [N, G, G] judged in both orders (NaN: failed), plus one incomplete group."""
     log = JudgementLog(path)
     for k, group in enumerate(verdicts):
         pairs = [(i, j) for i in range(len(group)) for j in range(len(group)) if i != j]
@@ -137,7 +137,7 @@ def test_a_log_of_ties_is_said_to_be_one_and_one_of_failures_is_refused(tmp_path
     assert main(["judge", "plan", "--judgements", ties, "--verdict", "hard"]) == 0
     text = capsys.readouterr().out
     assert "--missing 0.000" in text and "no plan fits" not in text
-    assert "both_orders gives no group an order (its verdicts are ties), so no plan" in text
+    assert "both_orders cannot rank any group (all verdicts are ties), so plans" in text
     assert main(["judge", "plan", "--judgements", lost]) == 2
     assert "all comparisons of its 2 groups failed" in capsys.readouterr().err
 
@@ -145,7 +145,7 @@ def test_a_log_of_ties_is_said_to_be_one_and_one_of_failures_is_refused(tmp_path
 def test_the_command_prints_a_table_and_a_choice(capsys):
     assert main(["judge", "plan", "--group-size", "9", "--repeats", "20", "--budget", "18", "--verdict", "hard"]) == 0
     text = capsys.readouterr().out
-    assert "budget(18)" in text and "k_regular(3)" not in text  # 27 is odd
+    assert "budget(18)" in text and "k_regular(3)" not in text  # 3 × 9 = 27 is odd
     assert "best for 18 calls: " in text and "fewest calls for 0.95" in text
     row = next(line.split() for line in text.splitlines() if line.startswith("round_robin"))
     assert row[2:4] == ["36", "100%"]

@@ -1,9 +1,9 @@
-"""Media ids and slots of a judge server: each picture travels once, slots are bounded, never idle while a request could
-use one, and first come first served.
+"""Media ids and request slots of a judge server: each image is uploaded once; slots are bounded, never idle while a
+request could use one, and assigned first come, first served.
 
-Cases: requests that wait for a picture that another one carries; pictures that are named before their carrier is
-answered, too soon or not; a server that evicts pictures; cancellations at random moments, which must neither leak a
-slot nor lose a turn.
+Cases: requests that wait for an image uploaded by another request; images referenced by id before their upload is
+answered, too early or not; a server that evicts images; cancellations at random moments, which must neither leak a
+slot nor skip a waiting request.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ def test_a_server_that_evicts_media_gets_them_again():
         verdicts = judge(server.url, concurrency=1).judge_group("p", media(range(10, 100, 10)), NINE)
         full = sum(p["image_url"] is not None for r in server.requests[-10:] for p in images(r))
     assert all((v.first > 0.5) == (a > b) for v, (a, b) in zip(verdicts, NINE, strict=True))
-    assert full == 20, "after repeated misses ids are not relied on any more"
+    assert full == 20, "after repeated misses the client stops using ids"
 
 
 def test_other_servers_get_plain_openai_parts():
@@ -50,7 +50,7 @@ def test_other_servers_get_plain_openai_parts():
 
 
 class Reader(JudgeServer):
-    """Has a picture when it has read the request, as vLLM does; answers nobody before `needed` requests are there."""
+    """Caches an image as soon as it has read the request, as vLLM does; answers only after `needed` requests."""
 
     needed, too_soon, refused = 0, False, 0
 
@@ -68,16 +68,16 @@ class Reader(JudgeServer):
 
 @pytest.mark.parametrize("too_soon", [False, True])
 def test_a_picture_is_named_while_its_carrier_is_being_answered(too_soon):
-    """Neighbours among four pictures would wait for ever if each waited for the answer of the one before."""
+    """Pairs of neighbouring images would deadlock if each waited for the answer to the previous pair."""
     with Reader() as server:
         j = judge(server.url, retries=0, timeout_s=30)
-        j.judge_group("p", media([200, 220]), [(0, 1)])  # the server is known
+        j.judge_group("p", media([200, 220]), [(0, 1)])  # warm-up: identifies the server
         server.needed, server.requests, server.too_soon = 3, [], too_soon
         verdicts = j.judge_group("p", media([20, 40, 60, 80]), [(0, 1), (1, 2), (2, 3)])
     ids = j.client.sender.endpoints[0].ids
     assert all(v.first is not None and v.first < 0.5 for v in verdicts), verdicts
     if too_soon:
-        assert server.refused and ids.grace_s >= 0.2 and ids.misses == 0 and ids.used(True), "the server lost nothing"
+        assert server.refused and ids.grace_s >= 0.2 and ids.misses == 0 and ids.used(True), "nothing was evicted"
     else:
         carried = [p["uuid"] for r in server.requests for p in images(r) if p["image_url"] is not None]
         assert ids.grace_s == 0.1 and len(carried) == len(set(carried)) == 4
@@ -87,15 +87,15 @@ def test_a_request_that_waits_for_a_picture_holds_no_slot_and_comes_next():
     with JudgeServer(delay_s=0.3) as server:
         j = judge(server.url, concurrency=2, image_format="png", timeout_s=30)
         pictures = [Media(np.full((8, 8, 3), 20 * k, np.uint8)) for k in range(9)]
-        j.judge_group("p", pictures[7:], [(0, 1)])  # the server is known
-        for picture in pictures:  # encoded beforehand: which one is ready first shall not be what is seen here
+        j.judge_group("p", pictures[7:], [(0, 1)])  # warm-up: identifies the server
+        for picture in pictures:  # encode first, so that encoding time does not affect the order
             loop_thread().submit(j.client._encoded(picture)).result(10)
         verdicts = j.judge_group("p", pictures[:7], [(0, 1), (0, 2), (0, 3), (1, 2), (4, 5), (5, 6)])
         grey = {uuid: round(value * 255 / 20) for uuid, value in server.media.items()}
-    assert all(v.first is not None for v in verdicts) and server.peak == 2, "and no more than two at a time"
+    assert all(v.first is not None for v in verdicts) and server.peak == 2, "at most two requests at a time"
     order = [{grey[p["uuid"]] for p in images(r)} for r in server.requests[1:]]
     assert {frozenset(s) for s in order[:2]} == {frozenset({0, 1}), frozenset({4, 5})}
-    assert order[-1] == {5, 6}, "asked last"
+    assert order[-1] == {5, 6}, "requested last"
 
 
 @pytest.mark.parametrize("seed", range(5))

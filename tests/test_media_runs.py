@@ -1,7 +1,7 @@
-"""Videos and edits through `prefgrpo train`: three steps each, and the commands after it.
+"""Video and image-editing runs of `prefgrpo train`, three steps each, and the commands used after training.
 
-Why these cases: an image trainer breaks on clips in the reward, in the pages and in the export; edits need a group per
-(prompt, source), whatever the size of the source; and a reward that cannot see a clip must say so before anything runs.
+Why these cases: an image trainer breaks on clips in rewards, report pages and export; editing needs one group per
+(prompt, source) whatever the source's size; a reward that does not accept clips must be refused before the run starts.
 """
 
 import json
@@ -51,13 +51,13 @@ def test_a_video_model_with_two_experts(place):
         code, output = train(written(place, "video", "wan22", **over))
     assert code == 0, output
     asked = [body for body in server.requests if len(images(body)) == 10]
-    assert len(asked) >= 3 * 2 * 2, "3 steps, 2 groups, a pair in both orders: five frames of either clip"
+    assert len(asked) >= 3 * 2 * 2, "3 steps × 2 groups × 1 pair in both orders, five frames of each clip"
     assert "clips of 5 frames" in output and "on-policy check, step 1: max |ratio - 1| = 0.0e+00 (exact)" in output
     folder = place / "runs" / "video"
     assert [r["step"] for r in rows(folder) if r["kind"] == "train"] == [1, 2, 3]
     assert (folder / "lora" / "transformer_2" / "pytorch_lora_weights.safetensors").is_file()
     shown = np.load(folder / "eval" / "dev_000002.npz")
-    assert shown["now"].shape == (2, 5, 16, 16, 3), "all frames: clips play in the report"
+    assert shown["now"].shape == (2, 5, 16, 16, 3), "the report needs every frame of a clip"
     assert (folder / "report.html").is_file()
     groups = np.load(folder / "groups" / "step_000001.npz")["images"]
     assert groups.shape == (2, 2, 16, 4 * 16, 3)
@@ -94,11 +94,19 @@ def test_edits_with_sources_of_any_size(place, root):
     edits = [{"instruction": "make it red", "source_image": f"source{k}.png", "kind": k} for k in range(3)]
     (place / "edits.jsonl").write_text("\n".join(map(json.dumps, edits)))
     files = {"data": {"prompts": str(place / "edits.jsonl")}, "eval": {"prompts": str(place / "edits.jsonl")}}
+    redder = (
+        "def redder(prompt, image_a, image_b):\n    return float(image_a[..., 0].mean() > image_b[..., 0].mean())\n"
+    )
+    (place / "pairs.py").write_text(redder)
+    files["reward"] = {"spec": f"{place}/pairs.py:redder"}
     code, output = train(written(place, "edit", "flux_kontext", **files))
     assert code == 0, output
     assert "(exact)" in output and "from 3 prompts" in output
     with np.load(place / "runs" / "edit" / "eval" / "dev_sources.npz") as stored:
         assert len(stored["sources"]) == len(np.unique(stored["sources"], axis=0))
+        evaluated = {source.tobytes() for source in stored["sources"]}
+    with np.load(place / "runs" / "edit" / "groups" / "step_000001.npz") as stored:
+        assert {source.tobytes() for source in stored["sources"]} <= evaluated
     assert "<small>source</small>" in (place / "runs" / "edit" / "report.html").read_text()
     check = [sys.executable, str(root / "scripts" / "check_lora.py"), str(place / "runs" / "edit")]
     done = subprocess.run(check, capture_output=True, text=True, timeout=600)
@@ -107,7 +115,7 @@ def test_edits_with_sources_of_any_size(place, root):
     after = start([*argv, "--out", str(place / "edited")], place / "generate.log")
     assert after.wait() == 0, after.output
     edited = list(tree(place / "edited").values())
-    assert len(edited) == 3 and len(set(edited)) == 3, "one instruction, three sources, three edits"
+    assert len(edited) == 3 and len(set(edited)) == 3, "expected three edits of three sources with one instruction"
 
 
 LACK = "per prompt, which 1 of 2 do not have; the first: line 2, 'b' has"

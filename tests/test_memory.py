@@ -1,7 +1,7 @@
-"""What saves memory: recomputed blocks, parts that wait on the CPU, decoding in slices.
+"""Memory savers: activation checkpointing of blocks, modules offloaded to the CPU, sliced decoding.
 
-Why these cases: each must change where things are and never what is computed. A machine without a GPU shows it by
-counting: which blocks run twice, and which parts are moved where and how often.
+Why these cases: they may change where tensors live but never what is computed. Without a GPU this is checked by
+counting which blocks run twice, and which modules are moved, where to and how often.
 """
 
 import pytest
@@ -41,14 +41,14 @@ def test_a_share_of_the_blocks_is_recomputed(family):
         runs[share] = list(count.values())
     once, twice = runs[0.0], [2 * n for n in runs[0.0]]
     assert min(once) > 0 and runs[1.0] == twice
-    assert runs[0.5] == [twice[k] if k % 2 else n for k, n in enumerate(once)], "every second block"
+    assert runs[0.5] == [twice[k] if k % 2 else n for k, n in enumerate(once)], "every second block must be recomputed"
     for share in (0.5, 1.0):
         assert grads[share].keys() == grads[0.0].keys()
         assert all(torch.allclose(grads[share][k], g, rtol=1e-5, atol=1e-9) for k, g in grads[0.0].items())
 
 
 class Masked(nn.Module):
-    """A block that needs what is given by name."""
+    """A block with a required keyword argument."""
 
     def __init__(self, inner=None):
         super().__init__()
@@ -60,7 +60,7 @@ class Masked(nn.Module):
 
 
 def test_recomputed_blocks_get_all_that_they_are_called_with():
-    """diffusers' own switch drops Chroma's mask; this one is none of the model's code. Nested: once more only."""
+    """diffusers' own switch drops Chroma's mask; `recompute` wraps blocks from outside, and nested ones only once."""
     torch.manual_seed(0)
     net = nn.ModuleList([Masked(Masked()), Masked()])
     x, mask, calls = torch.randn(2, 3), torch.tensor([1.0, 0.0, 1.0]), []
@@ -82,7 +82,7 @@ def test_recomputed_blocks_get_all_that_they_are_called_with():
 
 
 class Part(nn.Module):
-    """Notes where it is moved."""
+    """Logs every device it is moved to."""
 
     def __init__(self, name, log):
         super().__init__()
@@ -107,12 +107,12 @@ def test_parts_come_for_their_work_and_go():
         for _ in range(3):
             with parked.present("text_encoder"):
                 pass
-        assert log == [("text_encoder", "cuda:0"), ("text_encoder_2", "cuda:0")], "once for all three"
+        assert log == [("text_encoder", "cuda:0"), ("text_encoder_2", "cuda:0")], "one move must serve all three uses"
     assert log[2:] == [("text_encoder", "cpu"), ("text_encoder_2", "cpu")]
     log.clear()
     with parked.hold():
         pass
-    assert log == [], "what nobody asked for does not move"
+    assert log == [], "an unused module was moved"
     with pytest.raises(RuntimeError), parked.present("vae"):
         raise RuntimeError
     assert log.pop() == ("vae", "cpu")
@@ -120,11 +120,11 @@ def test_parts_come_for_their_work_and_go():
     log.clear()
     with on_cpu.present("vae"), on_cpu.hold():
         pass
-    assert log == [], "on a CPU nothing moves"
+    assert log == [], "nothing may be moved on a CPU"
 
 
 class Counted(Parked):
-    """Says what was called for."""
+    """Records which parts were requested."""
 
     def __init__(self):
         super().__init__({}, (), CPU)
@@ -143,7 +143,7 @@ def test_encoding_and_decoding_call_for_their_parts():
     embed(["a", "a", "b"], sampling, [case.images(0, (32, 32))] * 3)
     assert adapter.parked.called == [("text_encoder",), ("vae", "text_encoder"), ("text_encoder",)]
     embed(["a"], sampling, [case.images(0, (32, 32))])
-    assert len(adapter.parked.called) == 3, "what is known needs no encoder"
+    assert len(adapter.parked.called) == 3, "cached embeddings need no encoder"
 
 
 def test_decoding_in_slices(tmp_path):

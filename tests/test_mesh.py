@@ -1,10 +1,10 @@
-"""Every layout of processes against one process: the same samples, losses, gradients and first optimiser step.
+"""Every parallel layout against one process: the same samples, losses, gradients and first optimiser step.
 
-Why these cases: a layout must only change where the work is done. So one table of {data parallel, split weights, split
-tokens, and their pairs} × {LoRA, all weights} × families whose forwards differ in what is split (joint text, masked
-text of the prompts' own lengths, cross-attention with two experts) is compared with one process. All cells of a family
-run in one group of processes. Ring attention is not among them: no attention on a CPU returns what it needs. Whole runs
-follow: what is written, and resumed on other layouts.
+Why these cases: a layout may only change where work is done. The table {data parallel, sharded weights, context
+parallel, and pairs of these} × {LoRA, full fine-tuning} × families that shard differently (joint text, masked text of
+varying length, cross-attention with two experts) is compared with a single process. All cells of a family run in one
+process group. Ring attention is missing: no CPU attention kernel returns what it needs. Whole runs follow: the files
+they write, and resuming on other layouts.
 """
 
 import os
@@ -61,7 +61,7 @@ FAMILIES = {
     "qwen_image": {"rollout": {"batch_size": 2 * G, "guidance": 4.0}},
     "wan22": {"rollout": {"batch_size": G, "frames": 5, "guidance": 4.0, "guidance_2": 3.0}},
 }
-"""In Qwen-Image's batches prompts of different lengths are masked."""
+"""Qwen-Image's batches mix prompts of different lengths, with masks."""
 CLIP = {"rollout": {"frames": 5}}
 OTHERS = {
     "flux2": {"rollout": {"height": 64, "width": 64}, "data": {"max_length": 512}},
@@ -71,11 +71,11 @@ OTHERS = {
     "sd1": {"rollout": {"rule": "ddim"}}, "sd3": {}, "wan": CLIP, "wan22_i2v": CLIP, "wan_i2v": CLIP, "wan_ti2v": CLIP,
     "z_image": {},
 }  # fmt: skip
-"""Split weights, and split tokens where the family takes them, of LoRA runs."""
+"""LoRA runs with sharded weights, and with context parallelism where the family supports it."""
 
 
 def settings(place, family, lora, dtype, layout):
-    own = Path(f"{place}/{family}/prompts.jsonl")  # of image-to-video
+    own = Path(f"{place}/{family}/prompts.jsonl")  # exists for image-to-video
     base = {
         "model": f"{place}/{family}", "family": family, "dtype": dtype, "parallel": layout,
         "data": {"prompts": str(own) if own.is_file() else f"{place}/prompts.txt", "max_length": 24},
@@ -89,7 +89,7 @@ def settings(place, family, lora, dtype, layout):
 
 
 def one_step(config, world):
-    """What a training step makes and changes: tensors by sample and by weight; the loss; the largest |ratio − 1|."""
+    """Runs one training step; returns its samples, gradients, weights and EMA, the loss and the largest |ratio − 1|."""
     prompts = read_prompts(Path(config.data.prompts))
     adapter = trainable(config, open_adapter(config, world.device, True, world.layout.split > 1), world)
     if config.train.lora_rank:
@@ -127,7 +127,7 @@ def one_step(config, world):
     moments = [t for state in policy.optimizer.state.values() for key, t in state.items() if key != "step"]
     for kind, tensors in (
         ("weights", [p for model in models if isinstance(model, torch.nn.Module) for p in model.parameters()]),
-        ("optimiser", [*policy.params, *moments, *policy.ema.values()]),  # a gradient is as large as its parameter
+        ("optimiser", [*policy.params, *moments, *policy.ema.values()]),  # gradients, as large as params
     ):
         held = sum(t.numel() * t.element_size() for t in parts(tensors))
         assert known[kind] == pytest.approx(held, rel=0.1), (kind, known, held)
@@ -143,14 +143,14 @@ def one_step(config, world):
 
 
 def far(got, want):
-    """Largest difference of two lists or dicts of tensors, and the largest element of the second."""
+    """Largest absolute difference between two lists or dicts of tensors, and the largest absolute element of `want`."""
     keys = want.keys() if isinstance(want, dict) else range(len(want))
     assert len(got) == len(want)
     return max(float((got[k] - want[k]).abs().max()) for k in keys), max(float(want[k].abs().max()) for k in keys)
 
 
 def cells():
-    """In the new process: all cells of some families; a failure is the exit code."""
+    """Runs in the new process: all cells of the families in $FAMILY; a failure shows as a non-zero exit code."""
     torch.set_num_threads(1)
     place, size = os.environ["PLACE"], int(os.environ["WORLD_SIZE"])
     for family in os.environ["FAMILY"].split():
@@ -171,14 +171,14 @@ def cells():
 
 
 def compare(cell, got, want, bits):
-    """Fails unless two `one_step`s agree; bits: also samples to the last one."""
+    """Fails unless two results of `one_step` agree; with `bits`, the samples must be bit-identical."""
     assert got["samples"].keys() == want["samples"].keys(), cell
     assert got["moved"] == 0, f"{cell}: the first ratio is not exactly 1 in fp32"
     for sample, stored in want["samples"].items():
         own = got["samples"][sample]
-        assert torch.equal(own[0], stored[0]), f"{cell}: initial noise"
-        assert far(own[:-1], stored[:-1])[0] <= (0 if bits else 1e-5), f"{cell}: latents"
-        assert far(own[-1:], stored[-1:])[0] <= (0 if bits else 1), f"{cell}: pixels, of 255"
+        assert torch.equal(own[0], stored[0]), f"{cell}: initial noise differs"
+        assert far(own[:-1], stored[:-1])[0] <= (0 if bits else 1e-5), f"{cell}: latents differ"
+        assert far(own[-1:], stored[-1:])[0] <= (0 if bits else 1), f"{cell}: pixels (0-255) differ"
     assert abs(got["loss"] - want["loss"]) <= 1e-5 * abs(want["loss"]), cell
     for kind, limit in (("gradients", 1e-5), ("weights", 0.02 * LR), ("ema", 0.02 * LR)):
         difference, largest = far(got[kind], want[kind])
@@ -199,7 +199,8 @@ def all_end(runs, seconds=600):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layout_changes_nothing(place, family, size):
     all_end(ranks(place / f"{family}{size}.yaml", size, hook=cells, PLACE=str(place), FAMILY=family))
@@ -213,7 +214,7 @@ def test_a_layout_changes_nothing_in_any_family(place):
 
 
 def compiled():
-    """In the new process: compiled and split blocks against eager and whole ones."""
+    """Runs in the new process: compiled, sharded blocks against eager, unsharded ones."""
     torch.set_num_threads(1)
     place, layout = os.environ["PLACE"], {"shard": 2}
     want = one_step(settings(place, "flux", True, "fp32", {}), ALONE)
@@ -228,7 +229,7 @@ def compiled():
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_compiled_blocks_train_as_eager_ones(place):
-    """The same graph in rollout and replay, or the first ratio would not be 1; gradients are those of eager blocks."""
+    """Rollout and replay must run the same graph, or the first ratio is not 1; gradients must match eager blocks."""
     all_end(ranks(place / "compiled.yaml", 2, hook=compiled, PLACE=str(place)), 1700)
 
 
@@ -246,11 +247,12 @@ def final(folder):
 
 
 @pytest.mark.dist
+@pytest.mark.full
 def test_split_weights_are_resumed_on_any_layout(run_place):
-    """Two processes: stopped and resumed, every bit is that of the run that was not; one process goes on with what two
-    wrote and the other way round; and all of them train the same weights."""
+    """Two processes stopped and resumed give bit-identical weights to an uninterrupted run; one process can resume a
+    two-process checkpoint and vice versa, and both end at the same weights within a tolerance."""
     runs = run_place / "runs"
-    trained = {"lora_rank": 0, "ema_decay": 0.5, "lr": 1e-4, "objective": "nft"}  # it keeps an old policy as well
+    trained = {"lora_rank": 0, "ema_decay": 0.5, "lr": 1e-4, "objective": "nft"}  # nft also stores an old policy
     options = {"train": trained, "eval": {"every": 0}}
     two = {"parallel": {"shard": 2}}
     all_end(ranks(recipe(run_place, "straight", **options, **two), 2))
@@ -265,7 +267,7 @@ def test_split_weights_are_resumed_on_any_layout(run_place):
     code, output = train(recipe(run_place, "two_one", **options), "--resume")
     assert code == 0 and "resumed from" in output, output
     want, start = final(runs / "one"), load_file(next((run_place / "flux" / "transformer").glob("*.safetensors")))
-    assert max(float((want[k] - start[k]).abs().max()) for k in want) > 1e-4, "it has trained"
+    assert max(float((want[k] - start[k]).abs().max()) for k in want) > 1e-4, "training changed nothing"
     straight, resumed = (final(runs / name) for name in ("straight", "two_two"))
     assert straight.keys() == want.keys() and all(torch.equal(straight[k], resumed[k]) for k in want)
     for name in ("straight", "two_one", "one_two"):
@@ -287,7 +289,7 @@ def test_split_weights_are_resumed_on_any_layout(run_place):
 
 
 class OnlyTheFirstIsAsked(Brightness):
-    """The second process of a share asks nothing; its samples are the first one's."""
+    """Fails on any rank but 0: in a context-parallel group only the first rank scores the shared samples."""
 
     def score(self, samples):
         assert os.environ.get("RANK", "0") == "0"
@@ -296,7 +298,7 @@ class OnlyTheFirstIsAsked(Brightness):
 
 @pytest.mark.dist
 def test_a_run_of_context_parallel_processes(run_place):
-    """Rewards, evaluation, checkpoint and export as one process's: each sample is scored and counted once."""
+    """Rewards, evaluation and exported weights match a single process: each sample is scored and counted once."""
     spec = {"reward": {"spec": f"{__name__}.OnlyTheFirstIsAsked"}}
     spec["eval"] = {"spec": f"{__name__}.OnlyTheFirstIsAsked", "every": 2}
     all_end(ranks(recipe(run_place, "cp", parallel={"ulysses": 2}, **spec), 2))
@@ -317,7 +319,7 @@ def test_a_run_of_context_parallel_processes(run_place):
 
 DATA = {"data": {"prompts": "p.txt"}, "attention": "_native_cudnn"}
 
-# ---- what does not go together --------------------------------------------------------------------------------------
+# ---- combinations that are refused ----------------------------------------------------------------------------------
 
 REFUSED = {
     "too few": ({"shard": 4}, 2, "expected a multiple of shard 4 × ring 1 × ulysses 1 = 4 processes, got 2"),
@@ -363,7 +365,7 @@ PUBLISHED = {
     "flux text": ("flux", FLUX, (1024, 1024, None), {"ulysses": 8}, 300, "the next is 304"),
     "qwen": ("qwen_image", "Qwen/Qwen-Image", (1328, 1328, None), {"ulysses": 2}, 0, "tokens, got 6889"),
 }
-"""Tokens: 21·30·52 = 32760 of a Wan clip, 64² = 4096 and 45² = 2025 of a FLUX image, 83² of a Qwen image."""
+"""Token counts: 21·30·52 = 32760 for a Wan clip, 64² = 4096 and 45² = 2025 for FLUX images, 83² for a Qwen image."""
 
 
 @pytest.mark.parametrize("case", PUBLISHED)

@@ -1,7 +1,7 @@
-"""Numbers that a step reports, against plain NumPy; and the log's file as a reader finds it.
+"""The metrics of a step against plain NumPy, and the contents of the log file.
 
 Why these cases: a metric that counts missing rewards as zero, averages over batches instead of samples, or hides the
-worst ratio misleads the person who tunes the run; and a log line must exist once, whole, also after a crash.
+worst ratio misleads whoever tunes the run; and each log line must appear exactly once and whole, even after a crash.
 """
 
 import json
@@ -69,13 +69,13 @@ def test_missing_rewards():
 
 
 def test_lost_comparisons_count_as_well_as_members():
-    """Each member kept one verdict of six, so that none is missing."""
+    """Every member still has one of its six verdicts, so no member is missing although comparisons are."""
     whole, asked = np.ones((8, 3)), np.array([[20.0, 12.0], [100.0, 0.0], [0.0, 0.0]])
     shares = missing_shares(whole, np.array([1.0, 1.0, 1.0]), asked)
-    assert shares == {"reward/missing": 0.0, "judge/missing": 0.6}, "the reward that lost most, not their mean"
+    assert shares == {"reward/missing": 0.0, "judge/missing": 0.6}, "expected the worst reward's share, not the mean"
     with pytest.raises(RewardsMissing, match="60% of the comparisons are missing"):
         check_missing(shares, 0.1, [])
-    assert missing_shares(whole, np.array([0.0, 1.0, 1.0]), asked)["judge/missing"] == 0.0, "it only measures"
+    assert missing_shares(whole, np.array([0.0, 1.0, 1.0]), asked)["judge/missing"] == 0.0, "weight 0: not counted"
     assert check_missing({"reward/missing": 0.0, "judge/missing": 0.04}, 0.1, []) == ""
     assert "5% of the comparisons are missing" in check_missing({"reward/missing": 0.0, "judge/missing": 0.05}, 0.1, [])
     assert "7% of the rewards" in check_missing({"reward/missing": 0.07, "judge/missing": 0.05}, 0.1, [])
@@ -95,7 +95,7 @@ def test_policy_figures_are_over_samples_and_the_worst_ratio_shows():
     assert found["loss"] == 1.0 and found["policy/clip_fraction"] == 5 / 8 and found["policy/kl"] == 12 / 8
     assert found["policy/ratio_min"] == 0.5 and found["policy/ratio_max"] == pytest.approx(1.9)
     assert found["policy/ratio_mean"] == 9 / 8
-    assert found["policy/on_policy_error"] == pytest.approx(0.3), "of the first update only, in both directions"
+    assert found["policy/on_policy_error"] == pytest.approx(0.3), "first update only, largest |ratio - 1|"
     assert set(found) == {"loss", "policy/on_policy_error", *(f"policy/{n}" for n in METRICS)}
     assert FACTS == ("update", "samples", "loss")
 
@@ -109,7 +109,7 @@ def test_a_step_without_training_has_figures_without_nan():
 
 
 class TwoRanks(World):
-    """This rank and one that reports `other`."""
+    """A world of two ranks, of which the second reports `other`."""
 
     def __init__(self, other):
         super().__init__(0, 2, torch.device("cpu"))
@@ -134,14 +134,14 @@ def judge_step(latencies, retries):
 
 
 def test_every_metric_is_reduced_over_ranks_as_its_producer_says():
-    """Counts summed, times at their worst, rates averaged over what they are of; one rank may have what the other has
-    not."""
+    """Counts and queue lengths are summed, waiting times take the maximum, rates are averaged, weighted by their
+    denominators; a metric may exist on one rank only."""
     a, b = judge_step([1.0, 3.0], 1) | {"reward/x": 0.25}, judge_step([2.0], 2) | {"only/b": 7.0}
     found = over_ranks(a, TwoRanks(b))
     assert (found["judge/requests"], found["judge/failures"], found["time/judge/retries"]) == (5, 2, 2 + 2)
     assert found["time/judge/queue_max"] == 2 and found["time/judge/wait_s"] == 2.0
     assert found["time/judge/latency_p50"] == (2.0 + 2.0) / 2 and found["time/judge/latency_p95"] == pytest.approx(2.9)
-    assert found["judge/tie_rate"] == pytest.approx(1 / 3), "one of the three verdicts of both ranks"
+    assert found["judge/tie_rate"] == pytest.approx(1 / 3), "expected one tie in the three verdicts of both ranks"
     assert found["reward/x"] == 0.25 and found["only/b"] == 7.0
     timed = {"retries", "busy_s", "wait_s", "queue_max", "queue_mean", "latency_p50", "latency_p95"}
     assert {name for name in found if name.startswith("time/")} == {f"time/judge/{name}" for name in timed}
@@ -195,7 +195,7 @@ def test_a_resumed_log_drops_what_is_done_again_and_repeats_nothing(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "step": 4, "lo')  # killed in the middle of a write
     two = log(tmp_path, start=2)
-    two.row("eval", 2, {"set": "dev", "x": 2.0})  # the end of a run, done once more
+    two.row("eval", 2, {"set": "dev", "x": 2.0})  # the resumed run repeats its evaluation
     two.row("eval", 2, {"set": "test", "x": 9.0})
     two.row("train", 3, {"loss": 33.0})
     two.close()
@@ -207,6 +207,20 @@ def test_a_resumed_log_drops_what_is_done_again_and_repeats_nothing(tmp_path):
     assert found[-1]["loss"] == 33.0
     log(tmp_path, start=0).close()
     assert read_metrics(tmp_path / "metrics.jsonl") == [] == read_metrics(tmp_path / "nowhere")
+
+
+def test_the_time_left_does_not_count_what_precedes_the_first_step(tmp_path, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("prefgrpo.run.log.time", SimpleNamespace(monotonic=lambda: now[0]))
+    one = log(tmp_path)
+    now[0] = 600.0
+    one.row("eval", 0, {"set": "dev", "x": 0.5})
+    for step, said in ((1, "step  1/10 (10%, 00:45 left)"), (2, "step  2/10 (20%, 00:40 left)")):
+        now[0] += 5.0
+        one.step(step, {"reward/missing": 0.0, "grad_norm": 1.0}, {})
+        one.row("eval", step, {"set": "dev", "x": 0.5})
+        assert said in capsys.readouterr().out
+    one.close()
 
 
 def test_other_ranks_are_silent(tmp_path, capsys):
@@ -221,11 +235,11 @@ def test_other_ranks_are_silent(tmp_path, capsys):
 
 
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path, monkeypatch):
-    """The reader hides what the resumed run does again, and keeps the step it was resumed from."""
+    """TensorBoard's reader hides the steps that the resumed run repeats, and keeps the one it resumed from."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        now = 1.7e9 + start  # files are read in the order of the second in their names
+        now = 1.7e9 + start  # TensorBoard reads event files in the order of the timestamps in their names
         clock = SimpleNamespace(time=lambda now=now: now)
         monkeypatch.setattr("tensorboard.summary.writer.event_file_writer.time", clock)
         one = Log(RunFolder(tmp_path), 10, start, trackers=[TensorBoard(RunFolder(tmp_path), start)], active=True)

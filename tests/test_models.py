@@ -1,7 +1,7 @@
-"""Loading a model and LoRA injection when something is wrong.
+"""Loading a model and injecting LoRA, mostly with wrong input.
 
-Why these cases: each is a mistake that a first user makes (a mistyped folder that would have gone to the hub, another
-family's folder, a misspelt LoRA target), and a trap of the file format: weights that differ by alignment.
+Why these cases: the usual mistakes of new users (a mistyped folder that would be looked up on the hub, another family's
+folder, a misspelt LoRA target), and a trap of the file format: results that depend on the weights' memory alignment.
 """
 
 import json
@@ -39,7 +39,7 @@ def test_an_id_that_the_hub_does_not_give(tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=r"'owner/name' is no folder in .* and could not be fetched"):
+    with pytest.raises(ModelError, match=r"'owner/name' is not a folder in .* and could not be fetched"):
         models.load("flux", "owner/name", torch.float32, CPU)
 
 
@@ -65,7 +65,7 @@ def test_unknown_family_suggests_the_nearest(folder):
 
 
 def test_loaded_models_are_frozen_aligned_and_equal(folder):
-    """safetensors maps parameters at odd addresses; a clone is aligned, so two loads compute the same bits."""
+    """safetensors maps parameters at unaligned addresses; clones are aligned, so two loads give identical results."""
     a, b = load(folder), load(folder)
     for module in (a.transformer, a.pipe.vae, a.pipe.text_encoder, a.pipe.text_encoder_2):
         assert not module.training

@@ -1,7 +1,7 @@
-"""Two torchrun agents on this machine, one process each, started as docs/scale.md says: the run of one agent with two.
+"""Two torchrun agents with one process each, started as in docs/scale.md, against one agent with two processes.
 
-Why these cases: several machines differ from one in who starts the processes and where they meet. Both ways of meeting
-(rendezvous by name through `prefgrpo launch`, fixed ranks through torchrun itself) must give the same metrics.
+Why these cases: a multi-node run differs from a single-node run only in who starts the processes and how they find each
+other. Named rendezvous (`prefgrpo launch`) and fixed node ranks (plain torchrun) must give the same metrics.
 """
 
 import os
@@ -22,13 +22,13 @@ def free_port() -> str:
 
 
 def by_name(node: int, port: str) -> list[str]:
-    """The options of docs/scale.md; the address, since a test machine's own name may not resolve."""
+    """The options from docs/scale.md, plus the address, as a test machine's host name may not resolve."""
     meeting = ["--rdzv_backend", "c10d", "--rdzv_id", "wan", "--rdzv_endpoint", f"127.0.0.1:{port}"]
     return ["-m", "prefgrpo", "launch", "--nnodes", "2", "--nproc_per_node", "1", *meeting, "--local_addr", "127.0.0.1"]
 
 
 def by_rank(node: int, port: str) -> list[str]:
-    """torchrun itself, with ranks given by hand."""
+    """Plain torchrun with explicit ranks."""
     meeting = ["--node_rank", str(node), "--master_addr", "127.0.0.1", "--master_port", port]
     return ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", *meeting, "-m", "prefgrpo"]
 

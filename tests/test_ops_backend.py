@@ -1,6 +1,6 @@
-"""Which backend serves: of one thread, one that can start its kernels, and on the device of its tensors.
+"""Which backend is selected: it is set per thread, must be able to launch its kernels, and runs on its tensors' device.
 
-The GPUs are injected, since none is here: an extension whose launch fails, and a guard that is watched.
+GPUs are simulated: an extension whose launch fails, and a device guard that records its use.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def test_a_choice_is_of_one_thread():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """An extension that was built with CUDA and a visible GPU; what a launch does is the test's to say."""
+    """Simulates an extension built with CUDA and a visible GPU; the test passes the function that a launch calls."""
 
     def install(launch):
         built = types.SimpleNamespace(cuda_archs="80,90a", normal=launch)
@@ -89,7 +89,7 @@ def test_one_launch_is_tried_once(gpu):
 
 
 def test_triton_launches_on_the_device_of_its_tensors(monkeypatch):
-    """Every launch of every op happens under a guard for the tensors' device: Triton itself takes the current one."""
+    """Every kernel launch runs under a guard for the tensors' device, because Triton itself uses the current device."""
     pytest.importorskip("triton")
     from prefgrpo.kernels import affine, noise, small
     from prefgrpo.ops import triton_launch

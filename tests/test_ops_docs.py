@@ -1,4 +1,4 @@
-"""The example of docs/ops.md runs as it stands, on every backend, and is as short as it claims to be."""
+"""The example in docs/ops.md runs unchanged on every backend, and is as short as the page claims."""
 
 import re
 

@@ -1,8 +1,8 @@
-"""Every public function with every option × whoever traces, transforms or differentiates it: it works or is refused.
+"""Every public function with every option × every way to trace, transform or differentiate it: it works or is refused.
 
-Works: shapes, dtypes and strides as promised by the fakes, values and gradients as eager's, for other batch sizes too.
-Refused: by an error that names the op, or by torch's own where a transform forbids what `out=` does. A cell is one or
-the other, so one that starts or ceases to work fails. Graphs are built by torch's own compilers with fullgraph=True.
+Works: shapes, dtypes and strides match the fake kernels, values and gradients match eager's, also at other batch sizes.
+Refused: with an error that names the op, or torch's own error where a transform forbids `out=`. The table fixes which
+of the two applies, so a case that starts or stops working fails. Graphs are compiled by torch with fullgraph=True.
 """
 
 import re
@@ -36,7 +36,7 @@ kernels = pytest.mark.parametrize("backend", ON_GPU if DEVICE == "cuda" else [b 
 
 
 class Inputs(NamedTuple):
-    """Of B samples [B, 5, 8] in two dtypes; what does not count samples has None in BATCH."""
+    """Inputs for B samples [B, 5, 8] in two dtypes; inputs without a batch dimension have None in BATCH."""
 
     x: Tensor
     v: Tensor
@@ -147,7 +147,7 @@ calls = pytest.mark.parametrize("name", CALLS)
 
 
 def results(name, i):
-    """The call's tensors."""
+    """The tensors that the call returns."""
     out = CALLS[name](i)
     return [t for t in ((out,) if isinstance(out, Tensor) else out) if t is not None]
 
@@ -160,7 +160,7 @@ def promise(t):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mixture", [0, *(pytest.param(k, marks=FULL) for k in range(1, len(MIXTURES)))])
 def test_fakes_of_public_functions(backend, layout, mixture):
-    """Shape, dtype, strides and device over dtypes and strides, as of the ops themselves in test_ops_library.py."""
+    """Fake and real results agree in shape, dtype, strides and device, as test_ops_library.py checks for the ops."""
     i, mode = inputs(4, *MIXTURES[mixture][:2], LAYOUTS[layout]), FakeTensorMode()
     fakes = Inputs(*map(mode.from_tensor, i))
     for name in CALLS:
@@ -172,12 +172,12 @@ def test_fakes_of_public_functions(backend, layout, mixture):
 
 
 def leaves(i):
-    """The inputs, those of LEAVES requiring a gradient."""
+    """The inputs; those named in LEAVES require a gradient."""
     return i._replace(**{name: getattr(i, name).detach().clone().requires_grad_() for name in LEAVES})
 
 
 def values(call, i):
-    """The results of call(*i), and where there is one the gradient of their sum."""
+    """The results of call(*i), followed by the gradients of their sum if it has any."""
     i = leaves(i._replace(out=i.out.clone()))
     out = call(*i)
     total = [t.double().sum() for t in out if t.requires_grad]
@@ -204,7 +204,7 @@ def dynamic(call):
 @calls
 @pytest.mark.parametrize("how", [static, pytest.param(dynamic, marks=FULL)])
 def test_compiled(backend, name, how):
-    """One graph with the values and gradients of eager; a dynamic one without compiling again for another batch."""
+    """One graph with eager's values and gradients; a dynamic graph is not recompiled for another batch size."""
     torch.compiler.reset()
 
     def call(*i):
@@ -231,7 +231,7 @@ class Module(torch.nn.Module):
 @kernels
 @calls
 def test_exported(backend, name):
-    """For any batch of 3 to 64."""
+    """Exported programs accept any batch size from 3 to 64."""
     count = torch.export.Dim("count", min=3, max=64)
     sizes = tuple(None if d is None else {d: count} for d in BATCH)
     with serve(backend), torch.no_grad():
@@ -257,7 +257,7 @@ def test_vmap_is_a_loop(backend, name):
 
 
 def functions(name):
-    """(total of the call's results as a function of the leaves, the leaves)."""
+    """(the sum of the call's results as a function of the leaves, the leaves)."""
     i = inputs()
 
     def total(*given):
@@ -302,7 +302,7 @@ def hessian(total, given):
 @calls
 @pytest.mark.parametrize("how", [forward_mode, dual_numbers, func_grad, func_vjp, backward, twice, hessian])
 def test_derivatives_are_complete_refused_or_none(backend, name, how):
-    """Refused by the op's name. A result without a gradient is a constant in reverse mode, as torch's detached ones."""
+    """Refusals name the op. In reverse mode, a result without a gradient is a constant, like a detached tensor."""
     total, given = functions(name)
     op = {"log": "affine_logp", "los": "policy_loss"}.get(name[:3], "")
     forward = how in (forward_mode, dual_numbers) or (how is hessian and not re.fullmatch("step(?!, mask$).*", name))
@@ -315,7 +315,7 @@ def test_derivatives_are_complete_refused_or_none(backend, name, how):
         elif name in DIFFERENTIABLE or (forward and name.startswith(("step", "replay", "loss"))):
             with pytest.raises(NotImplementedError, match=f"{op}.* (backward only|no derivative)"):
                 how(total, given)
-        elif name.endswith(", out") and how in (forward_mode, func_grad, func_vjp, hessian):  # torch's own words
+        elif name.endswith(", out") and how in (forward_mode, func_grad, func_vjp, hessian):  # torch's own error
             with pytest.raises(RuntimeError, match="mutate a captured Tensor"):
                 how(total, given)
         elif how is twice:

@@ -1,7 +1,7 @@
-"""Bad input is refused alike by every backend, before a kernel runs: one shared check, one kind of error.
+"""Every backend refuses bad input in the same way, before a kernel runs: one shared check, one kind of error.
 
-Each case is a mistake that a caller makes: wrong shape, dtype, device, index, ids, options. Hypothesis feeds wrong
-shapes to every tensor argument in turn.
+Each case is a mistake a caller can make: wrong shape, dtype, device, index, ids or options. Hypothesis generates wrong
+shapes for each tensor argument in turn.
 """
 
 import pytest
@@ -69,7 +69,7 @@ def test_step(backend, name):
 
 @each_backend
 def test_index_outside_the_table(backend):
-    """Found by the kernel; on a GPU, where nothing is read back, the sample is NaN."""
+    """The kernel detects it; on a GPU, where nothing is read back to the host, the sample becomes NaN."""
     for bad in (4, -1):
         given = {**base(), "index": torch.tensor([0, bad, 1], device=DEVICE)}
         with serve(backend):
@@ -140,7 +140,7 @@ def test_small_ops_and_options(name):
 
 @pytest.mark.parametrize("name", ["x", "x_next", "coef", "v_ref", "v_old"])
 def test_a_gradient_that_the_replay_does_not_give_is_refused(name):
-    """logp depends on all of these: without a word, the gradient would be a part of the true one."""
+    """logp depends on all of these arguments, so silently omitting one would give an incomplete gradient."""
     c = make((4, 6), 3, torch.float32, torch.float32)
     given = {"x": c.x, "v": c.v, "x_next": c.eps, "coef": c.coef, "index": c.index, "v_ref": c.v_ref, "v_old": c.v_old}
     given[name] = given[name].clone().requires_grad_()

@@ -1,11 +1,11 @@
-"""The custom ops: fakes against reality, opcheck, whole graphs, and whoever else must see a call.
+"""The custom ops: fake kernels against real results, opcheck, whole graphs, and everything that intercepts ops.
 
-A fake kernel promises shapes, dtypes and strides; a graph compiled on a broken promise computes garbage and says
-nothing. So a table compares fakes with results over dtypes, strides, options and backends. Modes, tracers, subclasses
-and functorch must be given an op, not a kernel that reads raw memory behind their back. fullgraph=True fails on any
-graph break, so it proves that no value is read back and that the eager shortcuts stay out of a graph; results must
-equal eager's bit for bit, since both run the same kernel. With each backend, since each must do without autograd
-inside an op (Triton's interpreter is no part of a graph).
+A fake kernel promises shapes, dtypes and strides; a graph compiled from a wrong promise silently computes garbage. So a
+table compares fakes with results over dtypes, strides, options and backends. Modes, tracers, tensor subclasses and
+functorch must see a dispatched op, not a kernel that reads raw memory. fullgraph=True fails on any graph break, so it
+proves that no value is read back and that the eager fast paths stay out of a graph; results must equal eager's bit for
+bit, since both run the same kernel. Every backend is tested, since each must work without autograd inside an op
+(Triton's interpreter cannot be part of a graph).
 """
 
 import itertools
@@ -58,7 +58,7 @@ MIXTURES = [(F32, F32, F32), (BF16, F32, BF16), (F32, BF16, F16), (F16, F16, F32
 
 
 def table(layout, x_dtype, v_dtype, out_dtype):
-    """(op, arguments) of every op, its tensors in these dtypes and strides."""
+    """(op, arguments) for every op, with tensors of these dtypes and strides."""
     lay, c = LAYOUTS[layout], make((4, 6), 3, x_dtype, v_dtype)
     x, v, u, ref, old, eps = map(lay, (c.x, c.v, c.u, c.v_ref, c.v_old, c.eps))
     index = c.index[: len(x)]
@@ -88,7 +88,7 @@ def table(layout, x_dtype, v_dtype, out_dtype):
 
 
 def with_leaves(name, given):
-    """The arguments, each tensor its own, with the gradients that the op has."""
+    """The arguments with every tensor cloned; those through which the op has a gradient require one."""
     flows = {"affine_logp": ("v", "uncond"), "policy_loss": ("logp", "kl", "log_ratio")}.get(name, ())
     fields = getattr(library, name).fields
     own = [t.clone() if isinstance(t, torch.Tensor) else t for t in given]
@@ -96,7 +96,7 @@ def with_leaves(name, given):
 
 
 def options(x_dtype, v_dtype, out_dtype):
-    """(op, arguments) of every op with every combination of its options; contiguous."""
+    """(op, arguments) for every op and every combination of its options; tensors are contiguous."""
     c = make((4, 6), 3, x_dtype, v_dtype)
     column, sigma = torch.rand(3, device=DEVICE), torch.rand(4, device=DEVICE)
     steps, flags = torch.stack((column, column), 1), (False, True)
@@ -150,7 +150,7 @@ def test_opcheck(call, backend):
 @kernels
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_opcheck_over_dtypes(layout, backend):
-    """Every triple of dtypes; those of MIXTURES in graphs too. A call whose dtypes came before is not repeated."""
+    """Every triple of dtypes; those in MIXTURES also in graphs. A call whose dtypes were already tested is skipped."""
     seen = set()
     for mixture in sorted(itertools.product((F32, BF16, F16, F64), repeat=3), key=lambda m: m not in MIXTURES):
         for k, (name, given) in enumerate(table(layout, *mixture)):
@@ -181,7 +181,7 @@ def test_every_combination_of_options_agrees_with_torch(backend):
 
 
 def test_every_backend_has_every_op():
-    """By the name under which torch.ops.prefgrpo has it: an op that is added is added everywhere."""
+    """Under its name in torch.ops.prefgrpo, so a new op must be added to every backend."""
     ops = [op.name for op in vars(library).values() if isinstance(op, library.Op)]
     assert sorted(ops) == sorted(set(CALLS))
     for backend in BACKENDS:
@@ -193,7 +193,7 @@ def test_every_backend_has_every_op():
 @each_backend
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fakes_against_reality(backend, layout):
-    """Shape, dtype, strides and device; and no result is another one, nor an input."""
+    """Shape, dtype, strides and device agree; and no result aliases another result or an input."""
     for mixture in MIXTURES[:: 3 if backend == "triton" and DEVICE == "cpu" else 1]:  # its interpreter is slow
         for name, given in table(layout, *mixture):
             op, mode = getattr(torch.ops.prefgrpo, name).default, FakeTensorMode()
@@ -211,8 +211,9 @@ def test_fakes_against_reality(backend, layout):
 
 @kernels
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
+@pytest.mark.full
 def test_the_gradient_of_a_compiled_loss_with_an_fp64_advantage(backend):
-    """Oracle: d/dl of mean(−A·exp(l)) is −A·exp(l)/B. On the broken promise the first element was 0."""
+    """Oracle: d/dl of mean(−A·exp(l)) is −A·exp(l)/B. With an earlier, wrong fake kernel the first element was 0."""
     logp, advantage = (
         torch.tensor([0.1, 0.2, 0.3], device=DEVICE),
         torch.tensor([1.0, -2.0, 3.0], device=DEVICE).double(),
@@ -230,7 +231,7 @@ def test_the_gradient_of_a_compiled_loss_with_an_fp64_advantage(backend):
 
 
 def training_step(x, v, u, ref, old, coef, index, ids):
-    """A rollout step, its replay, and the loss, as a foreign loop would write it."""
+    """A rollout step, its replay and the loss, as a user's own training loop would write them."""
     pair = Guidance(u, 2.5, rescale=True)
     step = affine_step(x, v, coef, index, noise=NoiseAddress(5, ids), guidance=pair, want_mean=True)
     new = affine_logp(x, v, step.x_next, coef, index, v_ref=ref, v_old=old, guidance=pair)
@@ -257,7 +258,7 @@ def test_one_graph_equals_eager(backend):
 
 
 class Exported(torch.nn.Module):
-    """Every op, without the gradients of autograd, which an exported program has not; the last results are in bf16."""
+    """Calls every op, without autograd, which exported programs do not support; the last results are in bf16."""
 
     def forward(self, *given):
         x, v, u, ref, old, coef, index, ids = given
@@ -272,7 +273,7 @@ class Exported(torch.nn.Module):
 
 
 def exported(backend):
-    """The program for any batch of 2 to 64, and inputs of another batch than it was made with."""
+    """The program exported for batch sizes 2 to 64, and inputs with another batch size than in its export."""
     count = torch.export.Dim("count", min=2, max=64)
     with serve(backend), torch.no_grad():
         given = tuple(t.detach() for t in inputs(batch=4))
@@ -294,7 +295,7 @@ def test_an_exported_program_holds_for_other_batches(backend):
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
 def test_an_aot_inductor_package_runs_with_python_and_without(tmp_path, root):
-    """Without: by the C++ program of docs/ops.md, linked with libtorch alone, which finds the ops in prefgrpo._C."""
+    """Without Python: the C++ program of docs/ops.md, linked only with libtorch, loads the ops from prefgrpo._C."""
     backend = "cuda" if DEVICE == "cuda" else "cpu"
     program, given = exported(backend)
     with serve(backend), torch.no_grad():
@@ -320,7 +321,7 @@ def test_an_aot_inductor_package_runs_with_python_and_without(tmp_path, root):
 
 
 def test_schemas_without_python_are_those_with_it(root):
-    """csrc/torch_library.cpp registers every op by its schema here."""
+    """csrc/torch_library.cpp registers every op with the same schema as the Python package."""
     text = (root / "csrc" / "torch_library.cpp").read_text()
     for name, value in reversed(re.findall(r"#define (PG_PAIR|PG_REPLAY) (.*)", text)):
         text = text.replace(f" {name} ", f" {value} ").replace(f" {name}\n", f" {value}\n")
@@ -353,7 +354,7 @@ class Called(TorchFunctionMode):
 
 
 class Latents(torch.Tensor):
-    """A subclass as libraries have them, that only watches."""
+    """A tensor subclass that records the ops called on it and changes nothing."""
 
     seen: ClassVar[set[str]] = set()
 
@@ -409,7 +410,7 @@ def test_metrics_have_no_gradient_in_a_graph_either():
 
 @each_backend
 def test_a_lazily_negated_view_is_read_with_its_sign(backend):
-    """As the imaginary part of a conjugate is one: its memory holds the other sign."""
+    """The imaginary part of a conjugate is such a view: its memory holds the opposite sign."""
     c = make((5, 8), 3, F32, F32)
     lazy = torch._neg_view(-c.eps)
     assert lazy.is_neg() and torch.equal(lazy, c.eps)

@@ -1,7 +1,7 @@
-"""Addressed noise: the same numbers from NumPy, torch, C++ and Triton, and from any slice, batch or seed form.
+"""Counter-based noise: the same numbers from NumPy, torch, C++ and Triton, and for any slice, batch or form of seed.
 
-Oracles: the known answers of Random123 for Philox4x32-10, and an implementation of the whole map in NumPy that
-shares no code with the product. Distribution: moments and Kolmogorov-Smirnov distance of 2^18 numbers.
+Oracles: Random123's known-answer vectors for Philox4x32-10, and an independent NumPy implementation of the whole
+mapping. Distribution: moments and Kolmogorov-Smirnov distance of 2^18 numbers.
 """
 
 import math
@@ -38,7 +38,7 @@ def numpy_philox(counter, key):
 
 
 def numpy_normal(seed, sample, step, numel, offset):
-    """[numel] fp64."""
+    """The normal numbers [numel] at an address, in fp64."""
     e = np.arange(offset, offset + numel, dtype=np.uint64)
     fill = [np.full(numel, w % 2**32, np.uint64) for w in (step, sample, sample >> 32)]
     words = numpy_philox([e // np.uint64(4), *fill], (seed % 2**32, seed >> 32))
@@ -116,7 +116,7 @@ def test_it_is_standard_normal_and_independent_across_addresses(backend):
     assert abs((z[0] * z[1]).mean()) < 5 / root and abs((z[0, 1:] * z[0, :-1]).mean()) < 5 / root
     ordered = z[0].sort().values
     cdf = 0.5 * (1 + torch.erf(ordered / math.sqrt(2)))
-    assert (cdf - (torch.arange(numel) + 0.5) / numel).abs().max() < 1.95 / root  # KS at 0.1 %
+    assert (cdf - (torch.arange(numel) + 0.5) / numel).abs().max() < 1.95 / root  # KS threshold at the 0.1 % level
 
 
 def test_initial_latents_are_step_minus_one():

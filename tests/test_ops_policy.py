@@ -88,7 +88,7 @@ def test_against_fp64(backend, batch, seed, masked, weighted, with_kl, guard, de
 @each_backend
 @pytest.mark.parametrize("batch", [1, 37, 600])
 def test_the_losses_of_many_steps_are_those_of_each(backend, batch):
-    """[B, T] in one launch: every result has the bits of its column alone (torch adds up in another order)."""
+    """[B, T] in one launch: every result is bit-identical to its column alone (torch sums in another order)."""
     steps = 3
     draw = torch.randn(5, batch, steps, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     logp, old, kl, weight, adv = (
@@ -160,7 +160,7 @@ def test_second_derivative_is_refused(backend):
 @each_backend
 @pytest.mark.parametrize("name", ["logp", "logp_old", "advantage", "weight", "kl", "log_ratio"])
 def test_one_tensor_in_fp64_is_read_as_such(backend, name):
-    """A kernel that took its bits for fp32 would give noise."""
+    """A kernel that reinterpreted its bits as fp32 would return garbage."""
     given = {k: column(0.1, 0.2, -0.3) for k in ("logp", "logp_old", "advantage", "weight", "kl", "log_ratio")}
     with serve(backend):
         want = policy_loss_grad(**given, clip_low=0.5, kl_coef=0.1)

@@ -1,5 +1,5 @@
-"""replay_policy_grad and on_policy_grad: the functional form equals autograd's bit for bit, and the first update can be
-rebuilt from the noise counter. Oracle of the latter: the replay of really stored latents.
+"""replay_policy_grad and on_policy_grad: the functional form equals autograd bit for bit, and the gradient of the first
+update, rebuilt from the noise counter, equals that of a replay of stored latents.
 """
 
 import pytest
@@ -37,7 +37,7 @@ def test_equals_autograd(backend, guided, guard):
     assert torch.equal(got.loss, want.loss) and torch.equal(got.metrics, want.metrics)
     assert torch.equal(got.dv, v.grad) and torch.equal(got.logp, new.logp)
     assert (got.du is None) == (not guided) and (not guided or torch.equal(got.du, u.grad))
-    assert got.dv.abs().amax(dim=(1, 2)).gt(0).tolist() == [True, True, False, False, True]  # masked; no log-prob
+    assert got.dv.abs().amax(dim=(1, 2)).gt(0).tolist() == [True, True, False, False, True]  # masked, no logp
 
 
 @each_backend

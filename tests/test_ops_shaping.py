@@ -1,7 +1,7 @@
 """Bradley-Terry strengths and log-taming.
 
-Oracles: the strengths zero the gradient of the penalised likelihood (a property of the optimum, not of the iteration);
-with a full plan they rank as the win rates do; log-taming against NumPy row by row.
+Oracles: at the fitted strengths the gradient of the penalised likelihood is 0 (a property of the optimum, whatever the
+iteration); if all pairs are compared, they rank members as win rates do; log-taming is compared with NumPy per row.
 """
 
 import numpy as np
@@ -37,7 +37,7 @@ def test_strengths_are_the_optimum(seed, prompts, group, density, prior):
 
 
 def assert_optimum(first, shown, prior):
-    """The gradient of the penalised likelihood is 0 in every strength and in the bias."""
+    """Checks that the gradient of the penalised likelihood is 0 in every strength and in the bias."""
     theta, fitted = (x.double() for x in bradley_terry_ordered(first, shown, prior=prior))
     t = theta.nan_to_num(0.0)
     surprise = first - shown * torch.sigmoid(t[:, :, None] - t[:, None, :] + fitted[:, None, None])
@@ -59,7 +59,7 @@ def test_ordered_strengths_are_the_optimum(seed, group, density, prior, bias):
 
 @pytest.mark.parametrize("kind", ["chain", "one wins all", "ring of upsets", "stated both orders"])
 def test_one_sided_sparse_games_reach_the_optimum(kind):
-    """Where 100 of Hunter's iterations were off by whole logits; the likelihood is strictly concave."""
+    """Here 100 iterations of Hunter's MM algorithm were off by whole logits; the likelihood is strictly concave."""
     group = 10
     first, shown = torch.zeros(2, 1, group, group, dtype=torch.float64)
     for i in range(group - 1):
@@ -78,7 +78,7 @@ def test_one_sided_sparse_games_reach_the_optimum(kind):
 
 
 def test_a_nan_without_a_comparison_moves_nothing_and_a_nan_verdict_stays_in_its_group():
-    """One NaN ended the iteration of every group of the call after its first step."""
+    """A single NaN used to stop the iteration of every group in the call after its first step."""
     wins, counts = games(3, 2, 8, 0.5)
     wins, counts = wins.double(), counts.double()
     want = bradley_terry(wins, counts)
@@ -96,7 +96,7 @@ def test_a_nan_without_a_comparison_moves_nothing_and_a_nan_verdict_stays_in_its
 
 def test_both_orders_have_no_bias_and_then_the_order_changes_nothing():
     first = torch.rand(3, 7, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    first = torch.triu(first, 1) + torch.tril(1.0 - first.mT, -1)  # who wins does not depend on who is first
+    first = torch.triu(first, 1) + torch.tril(1.0 - first.mT, -1)  # no position bias
     shown = (1.0 - torch.eye(7, dtype=torch.float64)).expand_as(first)
     theta, bias = bradley_terry_ordered(first, shown)
     assert bias.abs().max() < 1e-6

@@ -1,8 +1,8 @@
-"""affine_step and affine_logp where elements do not count alike: masks, rows per token, packed samples, divisors, out=.
+"""affine_step and affine_logp with per-element options: masks, rows per token, packed samples, divisors, out=.
 
-Oracle: the published formula element by element in fp64 torch, with autograd's gradient; it knows neither tokens nor
-kernels. Each backend; mixtures of dtypes; the layouts that occur (tokens [B, L, C], clips [B, C, F, H, W]). What lies
-outside a mask is NaN, so that it may reach nothing. Slices of a latent must add up to the whole.
+Oracle: the published formula element by element in fp64 torch with autograd, independent of tokens and kernels. Run on
+every backend, with mixed dtypes and the usual layouts (tokens [B, L, C], clips [B, C, F, H, W]). Masked elements are
+NaN, so any use of them shows. Slices of a latent must add up to the whole.
 """
 
 import math
@@ -27,7 +27,7 @@ NAMES = ("logp", "kl", "log_ratio")
 
 
 def truth(c, x_next, index, mask, segment, divisor, scale, grad):
-    """fp64 (logp, KL, Guard log-ratio, dv, du): every element with its own row, mask and sample."""
+    """(logp, KL, Guard log-ratio, dv, du) in fp64; every element has its own row, mask and sample."""
     x, y, ref, old = (t.double() for t in (c.x, x_next, c.v_ref, c.v_old))
     v, u = (t.double().requires_grad_() for t in (c.v, c.u))
     index = index.view(*index.shape, *[1] * (x.dim() - index.dim())).expand(x.shape)
@@ -128,7 +128,7 @@ def test_against_the_formula_of_one_element(backend, name, guided, dtypes):
         parts = {"v_ref": bad(c.v_ref), "v_old": bad(c.v_old), "guidance": pair(u)}
         got = affine_logp(bad(c.x), v, step.x_next, c.coef, **parts, **given)
         gradients = torch.autograd.grad(got, (v, u) if guided else (v,), list(g))
-    assert torch.equal(step.logp, got.logp.detach()), "the step's logp is not the replay's"
+    assert torch.equal(step.logp, got.logp.detach()), "the logp of step and replay differ"
     assert torch.equal(step.logp, clean.logp) and torch.equal(bad(clean.x_next).isnan(), step.x_next.isnan())
     *values, dv, du = truth(c, clean.x_next, index, mask, segment.to(DEVICE), divisor, 2.5 if guided else 0.0, g)
     for which, mine, want in zip(NAMES, got, values, strict=True):
@@ -156,7 +156,7 @@ def test_against_the_formula_of_one_element(backend, name, guided, dtypes):
 
 @each_backend
 def test_slices_of_a_latent_add_up_to_the_whole(backend):
-    """As ranks of sequence parallelism: each has its slice and the noise of it."""
+    """As in sequence parallelism: each rank has its slice of the latent and of the noise."""
     c, ids = make((40, 16), 3, F32, F32), torch.arange(3, device=DEVICE)
     with serve(backend):
         v = c.v.clone().requires_grad_()
@@ -215,7 +215,7 @@ def test_results_in_the_callers_memory(backend):
             out = torch.empty_like(c.v) if name == "normal" else memory.fill_(7.0)[1]
             got = call(out)
         assert torch.equal(got.flatten(), want.flatten()) and got.data_ptr() == out.data_ptr(), name
-        assert name == "normal" or bool((memory[0] == 7.0).all()), "written outside"
+        assert name == "normal" or bool((memory[0] == 7.0).all()), "wrote outside `out`"
 
 
 def test_int32_and_plain_numbers_as_indices():
@@ -283,7 +283,7 @@ BAD_PACKS = [[0, 2, 4], [0, 2, 2], [1, 3, 3], [0, 4, 3], [0, -1, 3]]
 @each_backend
 @pytest.mark.parametrize("packs", [None, *BAD_PACKS], ids=str)
 def test_what_only_values_show_is_found_in_tokens_too(backend, packs):
-    """An index outside the table; packs that do not ascend from 0 to the number of tokens, which reach no memory."""
+    """An index outside the table; cu_seqlens that do not ascend from 0 to the token count, which touch no memory."""
     c = make((3, 16) if packs is None else (16,), 3, F32, F32)
     options = {"index": OUTSIDE} if packs is None else {"index": 0, "cu_seqlens": torch.tensor(packs, device=DEVICE)}
     with serve(backend):
@@ -296,7 +296,7 @@ def test_what_only_values_show_is_found_in_tokens_too(backend, packs):
 
 
 def test_out_may_lie_beside_an_input():
-    """In one buffer of several steps; where the two meet it is refused."""
+    """`out` may share a buffer of several steps with an input, but an overlap is refused."""
     c = make((7, 16), 3, F32, F32)
     want = affine_step(c.x, c.v, c.coef, c.index, noise=c.eps)
     buffer = torch.stack((c.x, torch.zeros_like(c.x)))

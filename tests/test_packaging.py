@@ -1,7 +1,7 @@
-"""The package works from a checkout, an editable install and a wheel, and needs no more than it says.
+"""The package works from a checkout, an editable install and a wheel, and needs only its declared dependencies.
 
-The three installs differ in how `prefgrpo.kernels` (a link to kernels/) and the compiled module are found, and each
-must leave `import kernels` to the Hugging Face library. The wheel is built from the sdist, which proves the sdist too.
+The three installs differ in how `prefgrpo.kernels` (a link to kernels/) and the compiled module are found, and in each
+`import kernels` must still give the Hugging Face library. The wheel is built from the sdist, which tests the sdist too.
 Installs use the build tools and dependencies of this environment: nothing is downloaded.
 """
 
@@ -45,7 +45,7 @@ class Hide:
         return self.finder.find_spec(name, path, target)
 sys.meta_path[:] = [Hide(finder) for finder in sys.meta_path]
 """
-"""Makes packages as absent as if they had never been installed."""
+"""Hides packages as if they were not installed."""
 PROBE = """
 import importlib.util, json, kernels, pathlib, prefgrpo, prefgrpo.kernels
 names = sorted(p.stem for p in pathlib.Path(list(prefgrpo.kernels.__path__)[0]).glob("*.py"))
@@ -64,13 +64,13 @@ BUILT = ("__pycache__", ".so", ".pyc")
 
 
 def files(package: Path) -> set[str]:
-    """Every file of a package folder, the linked kernels too, less what Python or a compiler left there."""
+    """Every file of a package folder, including the linked kernels, without files that Python or a compiler made."""
     found = (Path(top) / name for top, _, names in os.walk(package, followlinks=True) for name in names)
     return {str(p.relative_to(package)) for p in found if p.parent.name != BUILT[0] and p.suffix not in BUILT}
 
 
 def run(*command: str | Path, cwd: Path, **env: str) -> str:
-    """Standard output of a command that must succeed; PYTHONPATH and the checkout stay out of it."""
+    """Standard output of a command that must succeed; it runs without PYTHONPATH and VIRTUAL_ENV."""
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run([*map(str, command)], cwd=cwd, env=clean | env, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
@@ -78,7 +78,7 @@ def run(*command: str | Path, cwd: Path, **env: str) -> str:
 
 
 def python(code: str, *argv: str | Path, cwd: Path = ROOT, **env: str) -> str:
-    """Output of a program in this environment."""
+    """Output of a Python program run in this environment."""
     return run(sys.executable, "-c", code, *argv, cwd=cwd, **env)
 
 
@@ -90,7 +90,7 @@ def check(probe: str) -> dict:
 
 
 def test_editable_install(tmp_path):
-    """This environment has one. `python -c` and `python -m` put the working directory first on the path."""
+    """The one of this environment. `python -c` and `python -m` put the working directory first on sys.path."""
     for cwd in (ROOT, tmp_path):
         seen = check(python(PROBE, cwd=cwd))
         assert Path(seen["package"]) == ROOT / "prefgrpo" and Path(seen["native"]).is_relative_to(ROOT)
@@ -99,7 +99,7 @@ def test_editable_install(tmp_path):
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 def test_sdist_and_wheel(tmp_path):
-    """From a copy of the checkout without anything built; the wheel is installed where only its dependencies are."""
+    """Built from a copy of the checkout without build outputs; the wheel is installed beside its dependencies alone."""
     source, empty = tmp_path / "source", tmp_path / "empty"
     shutil.copytree(ROOT, source, symlinks=True, ignore=LEFT_OUT)
     empty.mkdir()
@@ -123,14 +123,14 @@ def test_sdist_and_wheel(tmp_path):
     venv.create(tmp_path / "venv", symlinks=True)
     own = tmp_path / "venv" / "bin" / "python"
     site = Path(run(own, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])", cwd=tmp_path).strip())
-    dependencies = Path(sysconfig.get_paths()["purelib"])  # found after the environment's own packages
+    dependencies = Path(sysconfig.get_paths()["purelib"])  # searched after the environment's own packages
     lines = [str(dependencies), *["import torchvision_cpu"] * (dependencies / "torchvision_cpu.py").is_file()]
     (site / "dependencies.pth").write_text("\n".join(lines) + "\n")
     run(sys.executable, "-m", "pip", "--python", own, "install", *offline, wheel, cwd=tmp_path)
-    for cwd in (empty, ROOT):  # -I: the working directory is not on the path, so the wheel is what is imported
+    for cwd in (empty, ROOT):  # -I keeps the working directory off sys.path, so the wheel is imported
         seen = check(run(own, *(["-I"] if cwd == ROOT else []), "-c", PROBE, cwd=cwd))
         assert Path(seen["package"]).is_relative_to(tmp_path) and Path(seen["native"]).is_relative_to(tmp_path)
-        assert files(Path(seen["package"])) == files(source / "prefgrpo"), "a data file was left behind"
+        assert files(Path(seen["package"])) == files(source / "prefgrpo"), "package files differ"
     command = own.parent / "prefgrpo"
     assert run(command, "--version", cwd=ROOT).split() == ["prefgrpo", seen["version"]]
     assert "train" in run(own, "-m", "prefgrpo", "--help", cwd=empty)
@@ -139,13 +139,13 @@ def test_sdist_and_wheel(tmp_path):
 
 @pytest.mark.full
 def test_an_install_without_compiler_from_a_checkout_without_links(tmp_path):
-    """As from a ZIP: the link to kernels/ came as a file. The install says what is missing, and the ops work."""
+    """As from a ZIP, where the link to kernels/ is a text file. The build names what is missing, and the ops work."""
     source, tools = tmp_path / "source", tmp_path / "tools"
     shutil.copytree(ROOT, source, symlinks=True, ignore=LEFT_OUT)
     link = source / "prefgrpo" / "kernels"
     link.unlink()
     link.write_text("../kernels")
-    tools.mkdir()  # the whole path: no compiler
+    tools.mkdir()  # this empty folder is the whole PATH, so there is no compiler
     build = ("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-v", "-w", tmp_path, source)
     done = subprocess.run(
         [sys.executable, *map(str, build)], cwd=tmp_path, capture_output=True, text=True,
@@ -159,7 +159,7 @@ def test_an_install_without_compiler_from_a_checkout_without_links(tmp_path):
     assert not [name for name in names if name.startswith("prefgrpo/_C")]
     own = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(own)
-    code = HIDE.format(names=("prefgrpo._C",)) + (  # which this environment's editable install would find
+    code = HIDE.format(names=("prefgrpo._C",)) + (  # otherwise found by this environment's editable install
         f"sys.path.insert(0, {str(own)!r})\n"
         "import torch, prefgrpo.ops as ops\nfrom prefgrpo.ops.backend import missing\n"
         "x = torch.ones(2, 8)\n"
@@ -176,7 +176,7 @@ def test_an_install_without_compiler_from_a_checkout_without_links(tmp_path):
 
 @pytest.mark.parametrize("version", ["old", "none"])
 def test_make_refuses_a_python_that_will_not_do(version, tmp_path):
-    """In one line that says what is needed, before anything is made."""
+    """With one line that names the supported versions, before anything is created."""
     old = tmp_path / "old"
     old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.18\n[ "$1" = --version ]\n')
     old.chmod(0o755)
@@ -190,7 +190,7 @@ def test_make_refuses_a_python_that_will_not_do(version, tmp_path):
 
 @pytest.mark.full
 def test_every_module_imports_without_the_optional_packages():
-    """torchvision, open_clip, flash-attn, xformers, vllm … are asked for by name, only where they are used."""
+    """torchvision, open_clip, flash-attn, xformers, vllm etc. may be imported only where they are used."""
     walk = HIDE.format(names=NAMED_WHERE_USED) + (
         "import importlib, pkgutil, prefgrpo\n"
         "names = [m.name for m in pkgutil.walk_packages(prefgrpo.__path__, 'prefgrpo.')] + "
@@ -250,8 +250,9 @@ print(len(hub.__all__))
 """
 
 
+@pytest.mark.full
 def test_the_hub_library_loads_the_ops_from_a_folder(tmp_path):
-    """By its own loader, in a process without prefgrpo: Triton (interpreted here) and torch agree, in a graph too."""
+    """Loaded by the library itself, without prefgrpo: Triton (interpreted here) and torch agree, also in a graph."""
     run(sys.executable, ROOT / "scripts" / "build_hub.py", tmp_path, cwd=tmp_path)
     built = tmp_path / "build" / "torch-universal"
     assert (built / "ops" / "triton_launch.py").is_file() and not list(built.rglob("*.safetensors"))
@@ -259,7 +260,7 @@ def test_the_hub_library_loads_the_ops_from_a_folder(tmp_path):
 
 
 def needed(*extras: str) -> set[str]:
-    """Names of the distributions that `pip install prefgrpo[extras]` brings, as the installed ones ask for them."""
+    """Distributions that `pip install prefgrpo[extras]` brings, from the metadata of the installed packages."""
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
@@ -300,7 +301,7 @@ for name in pipelines.FAMILIES:
 
 @pytest.mark.full
 def test_every_family_encodes_with_the_train_extra_alone(tmp_path):
-    """All other packages of this environment are hidden; stock Wan image-to-video, say, calls ftfy unasked."""
+    """All other packages of this environment are hidden; stock Wan image-to-video, for one, calls ftfy unchecked."""
     there, wanted = metadata.packages_distributions(), needed("train")
     others = {name for name, dists in there.items() if not {canonicalize_name(d) for d in dists} & wanted}
     assert {"open_clip", "dreamsim", "pytest"} <= others and not {"torch", "diffusers"} & others
@@ -309,7 +310,7 @@ def test_every_family_encodes_with_the_train_extra_alone(tmp_path):
 
 
 def test_what_is_hidden_is_absent():
-    """The import block of the tests above hides a package that is there."""
+    """The import block used in the tests above really hides an installed package."""
     code = "import importlib.util as u\nprint(bool(u.find_spec('yaml')), bool(u.find_spec('prefgrpo.ops')))"
     assert python(code).split() == ["True", "True"]
     assert python(HIDE.format(names=("yaml", "prefgrpo.ops")) + code).split() == ["False"] * 2
@@ -330,7 +331,7 @@ def test_doctor(absent):
 
 @pytest.mark.full
 def test_doctor_finds_a_wrong_reference():
-    """The exit code is the reference's: a step that forgets the noise is found."""
+    """If a reference op is wrong (here a step that drops the noise), `doctor` notices and returns 1."""
     code = (
         "import prefgrpo.ops.reference as r\n"
         "right = r.affine_step\n"

@@ -1,9 +1,9 @@
-"""Two processes (gloo) against one with the same global batch, and every way in which one rank alone has trouble.
+"""Two processes (gloo) against one with the same global batch, and every way in which a single rank can fail.
 
-Why these cases: a run on 8 GPUs must be the run on one, only faster: the same noise and samples to the bit, the same
-group statistics. And a rank that stops alone leaves the others waiting for ever, so each trouble of a single rank
-(a mistake, a folder only rank 0 may touch, a dead judge, lost rewards, a signal, nothing to
-evaluate, no signal in its groups) must reach all of them.
+Why these cases: a run on 8 GPUs must equal the run on one, only faster: bit-identical noise and samples, the same group
+statistics. A rank that stops alone leaves the others waiting for ever, so any problem on one rank (a wrong option, a
+folder only rank 0 may touch, a dead judge, lost rewards, a signal, nothing to evaluate, groups without learning signal)
+must reach all ranks.
 """
 
 import json
@@ -53,7 +53,7 @@ HERE = f"{__name__}."
 
 
 def dump() -> None:
-    """In the new process: every stored latent and every image goes into DUMP by (step, slot, member)."""
+    """Runs in the new process: saves every stored latent and every image to $DUMP, by step, slot and member."""
     true_update = TrainingLoop.update
 
     def update(self, step, batches, advantage):
@@ -61,7 +61,7 @@ def dump() -> None:
         for batch in batches:
             for row, (p, g) in enumerate(zip(batch.slots, batch.members, strict=True)):
                 latents = [t[row].clone() for s in batch.trajectory.steps for t in (s.x, s.x_next, s.logp)]
-                sample = self.scorer.samples[step * P + p][g]  # one batch per group: it is scored where it is made
+                sample = self.scorer.samples[step * P + p][g]  # a batch is a whole group, scored locally
                 out[p, g] = (latents, torch.from_numpy(sample.media.pixels), sample.prompt)
         torch.save(out, Path(os.environ["DUMP"]) / f"{step}_{self.world.rank}of{self.world.size}.pt")
         return true_update(self, step, batches, advantage)
@@ -97,7 +97,7 @@ def test_noise_and_samples_are_bitwise_the_same(both):
     for place in one:
         (latents, pixels, prompt), (others, other_pixels, other_prompt) = one[place], two[place]
         assert prompt == other_prompt and torch.equal(pixels, other_pixels)
-        assert all(torch.equal(a, b) for a, b in zip(latents, others, strict=True)), "noise, latents and log-probs"
+        assert all(torch.equal(a, b) for a, b in zip(latents, others, strict=True)), "noise, latents, log-probs"
         address = torch.tensor([place[0] * G + place[1]])
         assert torch.equal(latents[0], initial_latents(0, address, tuple(latents[0].shape))[0])
 
@@ -148,7 +148,7 @@ LAUNCHED = {
 @pytest.mark.full
 @pytest.mark.parametrize("case", LAUNCHED)
 def test_launch_ends_with_the_runs_exit_code_and_one_message(place, case):
-    """torchrun itself ends with 1 and a traceback; and it kills the first rank while that still writes its report."""
+    """Plain torchrun exits with 1 and a traceback, and kills rank 0 while it is still writing its report."""
     options, over, code, told = LAUNCHED[case]
     file = recipe(place, f"launch-{case}", **over)
     if case == "folder":
@@ -175,12 +175,12 @@ TROUBLES = {
     "lost": ({"reward": {"spec": f"{HERE}RankOneHasNone"}}, 3, ("step 1: 50% of the rewards are missing",), ()),
     "tied": ({"reward": {"spec": f"{HERE}RankOneIsTied"}}, 0, (), ()),
 }  # fmt: skip
-"""Values, exit code, and what rank 0 and rank 1 say."""
+"""Config values, exit code, and the messages of rank 0 and rank 1."""
 
 
 @pytest.mark.parametrize("case", TROUBLES)
 def test_the_trouble_of_one_rank_reaches_all(place, case):
-    """Too many updates, a foreign folder, no judge, lost rewards, and no signal in a rank's groups."""
+    """Too many updates, a folder of another run, no judge, lost rewards, and no learning signal in a rank's groups."""
     over, code, *parts = TROUBLES[case]
     folder = place / "runs" / case
     if case == "taken":
@@ -207,7 +207,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_step(place):
 
 
 def test_ranks_may_change_on_resume_and_a_rank_may_have_nothing_to_evaluate(place):
-    """One held-out prompt over two ranks, then one rank. The report shows the same images, whoever drew them."""
+    """One held-out prompt on two ranks, then on one. The report shows the same images whichever rank made them."""
     (place / "single.txt").write_text("a red circle\n")
     options = {"eval": {"prompts": str(place / "single.txt"), "every": 1, "spec": "jpeg_compressibility,scenes"}}
     options["eval"]["final_prompts"] = str(place / "dev.txt")
@@ -225,11 +225,11 @@ def test_ranks_may_change_on_resume_and_a_rank_may_have_nothing_to_evaluate(plac
     assert len(shown) == 4 and all(np.array_equal(s["before"], start[[0, 2]]) for s in shown)
     assert not any(np.array_equal(s["now"], start[[0, 2]]) for s in shown[1:])
     prompts = json.loads((place / "runs" / "change" / "eval" / "test_prompts.json").read_text())
-    assert prompts == [PROMPTS[7], PROMPTS[9]], "the first and the last of the set's three"
+    assert prompts == [PROMPTS[7], PROMPTS[9]], "expected the first and last of the set's three prompts"
 
 
 def collectives() -> None:
-    """In the new process: every collective, with an answer that is known; a failure is the exit code."""
+    """Runs in the new process: every collective, checked against a known answer; a failure is a non-zero exit code."""
     from prefgrpo.parallel import world as parallel
 
     world = parallel.start("cpu")
@@ -252,7 +252,7 @@ def collectives() -> None:
     for transfer in sent:
         transfer.wait()
     assert sum(world.gather(np.array([float(world.share(10, 2))]))) == 10 + size - 2, (
-        "two that ask, and 1 for each other"
+        "expected 10 split over two ranks, and 1 for each of the others"
     )
     assert world.gather(np.array([float(rank), np.nan]))[::2].tolist() == list(range(size))
     assert world.any(rank == size - 1) and not world.any(False)

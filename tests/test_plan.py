@@ -1,10 +1,10 @@
-"""`prefgrpo plan`'s memory estimate, against what the allocator really gave out.
+"""`prefgrpo plan`'s memory estimate against measured allocations.
 
-Why these cases: an estimate that nobody measured is a guess. The forward, decode and trained step of every family (but
-those whose texts are as long as their images make them) are run for real under torch's memory profiler, with
-checkpointing, in bf16 and for full fine-tuning too (the decoder without it: CPU convolutions take scratch memory of
-their own, which the profiler sees and no plan can); and the shapes of conditions, which the plan knows without text
-encoders, must be those that the encoders return.
+Why these cases: an estimate that was never measured is a guess. The forward, decode and training step of every family
+(except those whose text length depends on their images) are run under torch's memory profiler, also with checkpointing,
+in bf16 and for full fine-tuning (the decoder without the profiler, which also sees scratch memory of CPU convolutions
+that no plan can predict). The shapes of conditions, which the plan derives without text encoders, must be those that
+the encoders return.
 """
 
 import itertools
@@ -53,7 +53,7 @@ def config(case, **train):
 
 
 def measured(work):
-    """Most bytes that the allocator had given out at once; the larger of two runs, as a profiler may lose events."""
+    """Peak bytes allocated at once; the larger of two runs, as the profiler may lose events."""
     most = 0
     for _ in range(2):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
@@ -64,12 +64,12 @@ def measured(work):
 
 
 def real(case, c):
-    """The same three phases of the loaded model."""
+    """The three phases of the estimate, measured on the loaded model."""
     adapter, r = trainable(c, open_adapter(c, torch.device("cpu"))), c.rollout
     sources = [(case.images(0, (SIDE, SIDE))[:1])] * BATCH if case.edit else None
     condition = collate(Embeddings(adapter, case.max_length)([LONG] * BATCH, r, sources))
     text = replace(condition, sources=(), negative=None)
-    condition = replace(condition, negative=text if adapter.guided(r) else None)  # as the plan counts it
+    condition = replace(condition, negative=text if adapter.guided(r) else None)  # the plan counts it so
     x, sigma = torch.randn(BATCH, *adapter.latent_shape(r)), torch.full((BATCH,), 0.9)
     for _, p in adapter.trainable():
         p.grad = torch.zeros_like(p)
@@ -81,7 +81,7 @@ def real(case, c):
     def update():
         adapter.velocity(x, sigma, condition, r).float().square().mean().backward()
 
-    forward(), update()  # caches of positions
+    forward(), update()  # fill the position caches
     modules = [part for part in adapter.pipe.components.values() if isinstance(part, torch.nn.Module)]
     with Weigh([x, *(t for m in modules for t in [*m.parameters(), *m.buffers()])]) as scale:
         adapter.decode(x, r)
@@ -96,7 +96,7 @@ def agree(case, c):
 
 FEW = ("flux", "sd1", "wan22")
 EVERY = [pytest.param(case, marks=[pytest.mark.full] * (case.family not in FEW)) for case in ONCE]
-"""All families; those that are not FEW in the full tier."""
+"""All families; those not in FEW are marked `full`."""
 
 
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: str(case))
@@ -122,7 +122,7 @@ def test_the_estimate_with_other_settings(name):
 
 
 def test_norms_hold_what_a_gpu_holds():
-    """Under autocast those of torch's own list are in fp32; rms_norm keeps its input and one number per row."""
+    """Under autocast, norms on torch's list run in fp32; rms_norm saves its input, weight and one number per row."""
     header = (Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h").read_text()
     listed = header.split("define AT_FORALL_FP32(_)")[1].split("#define")[0]
     x = torch.randn(2, 6, 64, dtype=torch.bfloat16, requires_grad=True)
@@ -141,13 +141,13 @@ def test_norms_hold_what_a_gpu_holds():
                 assert call().dtype == torch.float32
             assert call().dtype == torch.bfloat16
         with plan.norms_of(gpu):
-            assert call().dtype == torch.bfloat16, "without autocast types stay"
+            assert call().dtype == torch.bfloat16, "dtype changed without autocast"
     with torch.autocast("cpu", dtype=torch.bfloat16), plan.norms_of(gpu):
         assert torch.equal(calls["layer_norm"](), F.layer_norm(x.float(), (64,), weight.float()))
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
             calls["rms_norm"]().sum().backward()
-    assert sum(saved) == 4 * x.numel() + 4 * 64 + 4 * 12, "input, weight, a number per row"
+    assert sum(saved) == 4 * x.numel() + 4 * 64 + 4 * 12, "expected input, weight and a number per row"
     assert x.grad.shape == x.shape and weight.grad.shape == weight.shape
 
 
@@ -181,7 +181,7 @@ def test_what_the_hints_name_makes_the_estimate_smaller():
 
 @pytest.mark.full
 def test_every_hint_is_a_field_that_is_free_to_turn(tmp_path, monkeypatch, capsys):
-    """Following the hints makes the sum what they say, each time, until nothing is left."""
+    """Following each hint gives the sum that it promises, until no hint is left."""
     monkeypatch.chdir(tmp_path)
     content = to_dict(config(FLUX, gradient_checkpointing=True, checkpointing_share=0.5))
     content["rollout"] |= {"prompts_per_step": 2, "group_size": 2}
@@ -192,7 +192,7 @@ def test_every_hint_is_a_field_that_is_free_to_turn(tmp_path, monkeypatch, capsy
         assert main(argv) == 1
         told = capsys.readouterr().out
         total = re.search(r"sum +(\S+) GiB", told)[1]
-        assert promised in (None, total), f"{turned[-1]} makes it {promised}, says the plan; it is {total}"
+        assert promised in (None, total), f"{turned[-1]}: promised {promised}, got {total}"
         if "no field makes it smaller" in told:
             break
         option, promised = re.search(r"; (--.*) \(now .*\) makes the sum (\S+) GiB", told).groups()
@@ -233,7 +233,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("model", [pytest.param(m, marks=[pytest.mark.full] * (m[:2] != "bl")) for m in PUBLISHED])
 def test_the_shipped_configs_have_the_published_size(model, monkeypatch):
-    """`prefgrpo plan` reads them for a hub id, and asks nobody."""
+    """For a hub id `prefgrpo plan` reads the shipped configs, without network access."""
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
     config = load_recipe(next(path for path, c in RECIPES.items() if c.model == model))
     path = models.family(config.family).find(model, configs_only=True)

@@ -1,7 +1,7 @@
-"""The policy's state against torch's own optimiser in fp64, and its way through a checkpoint.
+"""The policy's updates against the formulas in fp64, and its state saved to and restored from a checkpoint.
 
-Why these cases: AdamW's moments, its step count, the warm-up and the moving average are what a resumed run needs to
-continue bit by bit; and a gradient that is not finite must leave every weight as it was.
+Why these cases: to continue bit for bit, a resumed run needs AdamW's moments, its step count, the warm-up and the EMA;
+and a non-finite gradient must leave every weight unchanged.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ def give_gradients(policy, step):
 
 
 def test_ten_updates_against_the_formulas_in_fp64():
-    """Decoupled weight decay (Loshchilov & Hutter), clipping by the global norm, linear warm-up, EMA after the step."""
+    """Decoupled weight decay (Loshchilov & Hutter), global-norm clipping, linear warm-up, EMA after the step."""
     policy = Policy(parameters(), TRAIN)
     w = {n: p.detach().double() for n, p in policy.parameters.items()}
     m, v, ema = ({n: torch.zeros_like(t) for n, t in w.items()} for _ in range(3))
@@ -58,7 +58,7 @@ def test_ten_updates_against_the_formulas_in_fp64():
 
 
 def test_averages_move_when_they_are_due():
-    """The EMA every third update; the old policy when it is told, by its own decay."""
+    """The EMA moves every third update; the old policy moves on `follow`, with the decay given there."""
     policy = Policy(parameters(), replace(TRAIN, ema_every=3), old=True)
     start = [t.clone() for t in policy.ema.values()]
     for step in range(3):
@@ -110,7 +110,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad):
     with pytest.raises(NonFiniteGradient, match="gradient norm is"):
         policy.update(ALONE)
     assert all(torch.equal(before[k], t) for k, t in policy.state_dict().items()) and policy.updates == 1
-    assert all(p.grad is None for p in policy.params), "the bad gradient does not stay for the next update"
+    assert all(p.grad is None for p in policy.params), "the bad gradient was kept"
 
 
 def test_the_average_is_lent_and_given_back():

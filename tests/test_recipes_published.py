@@ -1,8 +1,8 @@
-"""Recipes that carry the values of a published script, against that script (PREFGRPO_PEERS).
+"""Recipes that reproduce a published script, compared with that script (needs PREFGRPO_PEERS).
 
-Pref-GRPO's and DanceGRPO's shell flags and Flow-Factory's YAML are read, Flow-GRPO's and PaCo-RL's Python
-configurations are run. Why this oracle: a recipe is a copy of someone else's numbers, and only those can say that it is
-a true one. What a recipe does otherwise on purpose is listed here and in docs/recipes.md.
+The shell flags of Pref-GRPO and DanceGRPO and the YAML of Flow-Factory are parsed; the Python configurations of
+Flow-GRPO and PaCo-RL are executed. Why this oracle: a recipe copies someone else's numbers, so only the originals can
+confirm them. Intentional deviations are listed here and in docs/recipes.md.
 """
 
 import inspect
@@ -56,7 +56,7 @@ DANCE = {
     "finetune_wan_2_1_grpo": "dancegrpo/full_wan",
 }
 OTHERWISE = {"unifiedreward/full_think_wan": {"train.kl_coef"}}
-"""Recipe → fields that are not the script's, as docs/recipes.md says."""
+"""Recipe → fields that deviate from the script, as stated in docs/recipes.md."""
 FLAGS = {
     "rollout.steps": "sampling_steps", "rollout.eta": "eta", "rollout.group_size": "num_generations",
     "rollout.shift": "shift",
@@ -89,12 +89,12 @@ def ours(recipe):
 def equal(recipe, published):
     _, values = ours(recipe)
     for field in OTHERWISE.get(recipe, ()):
-        assert values[field] != published.pop(field), f"{field} is the script's: take it out of OTHERWISE"
+        assert values[field] != published.pop(field), f"{field} equals the script's: remove it from OTHERWISE"
     assert {field: values[field] for field in published} == published
 
 
 def flags(*files):
-    """Flag → its last value; what has no value is True. Comments are left out."""
+    """({flag: its last value, or True if it has none}, {exported variable: value}), ignoring comments."""
     text = "\n".join(re.sub(r"^\s*#.*", "", file.read_text(), flags=re.M) for file in files)
     found = re.findall(r"--(\w+)(?:[ =]+('[^']*'|\"[^\"]*\"|[\w.{}$-]+(?<!\\)))?", text.replace(" \\\n", "\n"))
     exported = dict(re.findall(r"^export (\w+)=([\d.,]+)$", text, flags=re.M))
@@ -102,7 +102,7 @@ def flags(*files):
 
 
 def shared(given):
-    """What both codebases' flags say."""
+    """The config values that follow from flags which both codebases share."""
     number = {k: float(v) for k, v in given.items() if v is not True and re.fullmatch(r"\d*\.?\d+(e-?\d+)?", v)}
     window = int((number["sampling_steps"] - 1) * number["timestep_fraction"])
     out = {field: number[flag] for field, flag in FLAGS.items() if flag in number}
@@ -145,7 +145,7 @@ def test_the_values_of_a_pref_grpo_script(script):
 @pytest.mark.parametrize("script", DANCE)
 def test_the_values_of_a_dance_grpo_script(script):
     given, _ = flags(peers.folder("dance_grpo") / "scripts" / "finetune" / f"{script}.sh")
-    if "bestofn" in given:  # as many updates as on the samples that it keeps
+    if "bestofn" in given:  # the same number of updates as on the samples that best-of-n keeps
         given["gradient_accumulation_steps"] = str(24 // (8 // int(given["gradient_accumulation_steps"])))
     given["guidance"] = given.get("cfg_infer", "3.5" if "flux" in script else "6.018" if "hunyuan" in script else "1.0")
     published = shared(given) | {"rollout.rule": "dance", "reward.combine": "weighted_sum", "train.kl_coef": 0.0}
@@ -158,13 +158,13 @@ def test_the_values_of_a_dance_grpo_script(script):
 
 
 class ConfigDict(dict):
-    """As much of ml_collections' as the configurations use."""
+    """The part of ml_collections.ConfigDict that the configurations use."""
 
     __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
 
 
 def configuration(codebase, name, monkeypatch):
-    """(what a function of the peer's config/grpo.py or grpo_guard.py returns, its source)."""
+    """(return value, source code) of a function in the peer's config/grpo.py or config/grpo_guard.py."""
     stubs = {"ml_collections": ModuleType("ml_collections"), "imp": ModuleType("imp")}
     stubs["ml_collections"].ConfigDict = ConfigDict
     stubs["imp"].load_source = lambda name, file: peers.file_module(codebase, "config/base.py", name, monkeypatch)
@@ -179,7 +179,7 @@ def configuration(codebase, name, monkeypatch):
 
 
 def common(config, lora):
-    """What both codebases' configurations say."""
+    """The config values that follow from settings which both codebases share."""
     s, t = config.sample, config.train
     return {
         "rollout.steps": s.num_steps, "rollout.guidance": s.guidance_scale, "rollout.sigmas": "pipeline",
@@ -268,7 +268,7 @@ def test_the_values_of_a_flow_factory_configuration(name, monkeypatch):
         "reward.std": "global" if t["global_std"] else "group", "eval.steps": e["num_inference_steps"],
         "eval.every": e["eval_freq"], "checkpoint.every": given["log"]["save_freq"],
     }  # fmt: skip
-    if kind not in ("nft", "crd"):  # whose averages are the old policy
+    if kind not in ("nft", "crd"):  # their EMA settings define the old policy
         published |= {"train.ema_decay": t["ema_decay"], "train.ema_every": t["ema_update_interval"]}
     if kind == "grpo":
         steps, size = noise["sde_steps"], noise["num_sde_steps"]
@@ -309,4 +309,4 @@ def test_every_recipe_and_its_script_is_in_the_docs():
     assert {r for r in shipped if r.split("/")[0] not in ("demo", "prefgrpo") and "_base" not in r} == rows.keys()
     assert {r for r, script in rows.items() if OTHERWISE.get(r)} <= {
         r for r in rows if re.search(rf"{r}\.yaml\) \| `[^`]+` \| \w", page)
-    }, "what differs on purpose is said"
+    }, "a deviation is missing in the docs"

@@ -1,8 +1,8 @@
 """The report of a run, read back as HTML.
 
-A reader trusts three things: the page needs nothing but itself, every number and pixel on it is one that the run
-wrote, and a run at any stage (no evaluation, one step, torn or damaged files, hostile prompts) still gives a page.
-Values are compared with the rows and arrays that the test put into the folder; pixels are decoded from the page.
+A reader relies on three things: the page is self-contained, every number and pixel on it was written by the run, and a
+run in any state (no evaluation, one step, truncated or damaged files, hostile prompts) still gives a page.
+Values are compared with the rows and arrays that the test wrote to the folder; pixels are decoded from the page.
 """
 
 import base64
@@ -46,7 +46,7 @@ def charts(page):
 
 
 def curve(figure, name):
-    """(x, y) of a series by its legend name, as the page's script gets them."""
+    """(x, y) of a series by its legend name, as given to the page's script."""
     names = [span.text for span in figure.all("div", "legend")[0].all("span")]
     return json.loads(figure.attributes["data-chart"])["s"][next(k for k, n in enumerate(names) if n.startswith(name))]
 
@@ -122,7 +122,8 @@ def test_images_are_the_stored_pixels_and_prompts(page, run):
 
 
 def test_clips_play_and_edits_show_their_sources(tmp_path):
-    """Noise clips, the largest that WebP makes of them: every frame is on the page, and the page stays small."""
+    """Clips of noise, the worst case for WebP: every frame is on the page, and the page stays small; sources are shown
+    beside the pairs, in the corner of a judged group, and in the viewer."""
     folder = make_run(tmp_path / "clips", steps=40, every=20)
     rng = np.random.default_rng(0)
     kept = preview(rng.integers(0, 256, (4, 33, 240, 416, 3), dtype=np.uint8))
@@ -131,6 +132,8 @@ def test_clips_play_and_edits_show_their_sources(tmp_path):
     np.savez(folder / "eval" / "test_sources.npz", sources=sources)
     for file in (folder / "eval").glob("*_0*.npz"):
         np.savez_compressed(file, before=kept, now=kept[::-1])
+    (file, *_) = sorted((folder / "groups").iterdir())
+    np.savez(file, **arrays(file) | {"sources": sources[:2]})
     page = report(folder)
     assert (folder / "report.html").stat().st_size < 3e6
     pairs = page.all("figure", "pair")
@@ -141,6 +144,14 @@ def test_clips_play_and_edits_show_their_sources(tmp_path):
         assert clip.n_frames == 16 and clip.info["loop"] == 0
     course = page.all("table", "course")[0].all("img")[0].attributes["src"]
     assert getattr(image(course), "n_frames", 1) == 1
+    corners = [i for i in page.all("image") if i.attributes["id"].endswith("-source")]
+    assert len(corners) == 2 and "In the corner: the source image." in page.text
+    for corner, source in zip(corners, sources, strict=False):
+        np.testing.assert_array_equal(pixels(corner), source)
+    (script,) = [s for s in page.all("script") if s.attributes.get("id") == "items"]
+    items = {item["id"]: item for item in json.loads(script.text)}
+    ident = corners[1].attributes["id"]
+    assert items[ident.replace("source", "0-3")]["media"][0] == ["source", ident]
 
 
 def test_curves_carry_the_logged_values(page):
@@ -171,7 +182,7 @@ def test_win_rates_inside_a_group_give_no_mean_curve_but_other_rewards_do(tmp_pa
 
 
 def test_rewards_of_ones_own_go_by_their_function(tmp_path):
-    """Named by a file or a module, with dots, slashes and colons in the name; a part of one is a line of its chart."""
+    """Named by file or module, with dots, slashes and colons in the name; each part is a line in its reward's chart."""
     file, module = "my/rewards.py:right_colour", "pkg.rewards.Shade"
     rows = [
         train_row(s) | {f"reward/{file}": 20.0 + s, f"reward/{file}_std": 1.5, f"reward/{file}/missing_rate": 0.1}
@@ -201,6 +212,9 @@ SUBJECTS = {
         "All weights of b/c, trained by Loss on 0.7 clip + 0.3 f"
     ),
     "{model: tiny/flux, reward: {spec: 'a:b:c:d'}}": "tiny/flux",
+    "{model: m, train: {objective: nft}, reward: {spec: 'clip:0.7,own:0.3', options: {own: {python: __main__.own}}}}": (
+        "m, trained by nft on 0.7 clip + 0.3 own"
+    ),
 }
 
 
@@ -211,7 +225,7 @@ def test_what_was_trained_stands_under_the_name(tmp_path, config):
 
 
 def test_evaluations_after_the_training_have_a_section(tmp_path):
-    """A suite's table and a comparison as `prefgrpo evaluate` writes them; damaged ones are named."""
+    """A suite's table and a comparison as `prefgrpo evaluate` writes them; damaged files are reported by name."""
     folder = small_run(tmp_path / "r", [train_row(1)])
     evaluated(folder)
     for name, text in {"torn/comparison": "{", "list/x": "[1]", "other/x": "{}", "unigenbench/about": "torn"}.items():
@@ -222,7 +236,7 @@ def test_evaluations_after_the_training_have_a_section(tmp_path):
     assert "Evaluations" in page.all("nav")[0].text
     (section,) = (s for s in page.all("section") if s.attributes["id"] == "evaluations")
     assert [s.text for s in section.all("summary")] == [
-        "step 1 (ema) against base: 75.0 % by dev · judge2, better",
+        "step 1 (ema) against base: 75.0 % by judge2 on dev, better",
         "UniGenBench, step 1 (ema): 12.50 %",
         "What is missing",
     ]  # fmt: skip
@@ -340,7 +354,7 @@ def test_damaged_files_are_left_out_and_named(tmp_path):
     for name in ("dev_000020.npz", "step_000020.npz", "step_000040.npz", "test_prompts.json", "config.yaml"):
         assert name in page.all("p", "problems")[0].text
     assert len(page.all("figure", "pair")) == 12 and not page.all("figure", "group")
-    with pytest.raises(FileNotFoundError, match=r"is no run: expected config.yaml or metrics.jsonl"):
+    with pytest.raises(FileNotFoundError, match=r"is not a run folder: expected config.yaml or metrics.jsonl"):
         write_report(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["r"]
 

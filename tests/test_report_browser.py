@@ -1,8 +1,8 @@
-"""The report in a real browser: clicked through as a reader does, on a desktop, on a phone and in the dark.
+"""The report in a real browser, used as a reader would, on a desktop, on a phone and in dark mode.
 
-What a browser alone can show is tested here: what a click, a key or an address opens, which images a filter leaves,
-whether anything is wider than a phone, and whether text can be read. Expected values are those that the test itself
-wrote into the run folder, and pixels are read back from the canvas. Needs playwright and a Chromium on the machine.
+These tests cover what only a browser can show: what a click, a key or a URL opens, which images a filter leaves,
+whether anything is wider than a phone's screen, and whether text is legible. Expected values are those that the test
+wrote to the run folder; pixels are read back from a canvas. Needs playwright and an installed Chromium.
 """
 
 import json
@@ -42,7 +42,7 @@ CONTRAST = """() => {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Three runs: two seeds and one of another learning rate; the first has every file a run can have."""
+    """Three runs: two seeds, and one with another learning rate; the first has every file that a run can have."""
     folder, made = tmp_path_factory.mktemp("runs"), []
     for k in range(3):
         run = make_run(folder / f"run{k}", steps=40, every=20)
@@ -67,7 +67,7 @@ def chromium():
 
 @pytest.fixture
 def visit(chromium):
-    """visit(file, phone=, dark=) → the page, offline; afterwards nothing may have failed or been asked for."""
+    """visit(file, phone=, dark=) → the page, offline; fails on any script error, console line or network request."""
     contexts, wrong = [], []
 
     def go(file, phone=False, dark=False, at=""):
@@ -89,7 +89,7 @@ def visit(chromium):
 
 
 def shown(page):
-    """Numbers (from 1) of the pairs that the filter leaves, in their order on the page."""
+    """1-based numbers of the pairs that pass the filter, in page order."""
     ids = page.locator(".pair:visible").evaluate_all("all => all.map(f => f.dataset.id)")
     return [int(ident.rpartition("-")[2]) for ident in ids]
 
@@ -149,7 +149,7 @@ def test_an_image_enlarges_wipes_and_has_a_link(runs, visit):
             np.testing.assert_array_equal(pixels(page, f"dialog .{name} img"), file[key][2])
     boxes = [page.locator(f"dialog .{name} img").bounding_box() for name in ("first", "second")]
     assert min(box["width"] for box in boxes) > 300 and boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"]
-    assert answers(page) == [  # the third kept image is the fifth of the set: won, in both orders
+    assert answers(page) == [  # the third image kept is the set's fifth, which won in both orders
         ["after 40 steps", "after 40 steps (0.900)", "answer 4 after"],
         ["before", "after 40 steps (0.800)", "answer 4 before"],
     ]
@@ -184,7 +184,7 @@ def test_verdicts_are_browsed_by_what_is_odd_about_them(runs, visit):
     page.keyboard.press("ArrowLeft")
     assert first.startswith("1 of ") and page.text_content("#viewer-place") == f"{first[5:]} of {first[5:]}"
     page.keyboard.press("Escape")
-    # the first group's cell of its best image against its worst leads to the two logged answers on this pair
+    # in the first group, the matrix cell for best image against worst links to the two logged answers on this pair
     page.locator(".group").first.locator("svg a").nth(6).click()
     i, j = (int(k) for k in page.url.rsplit("-", 2)[1:])
     p = (1 + i) / (2 + i + j)

@@ -1,7 +1,7 @@
 """The report's charts, read back as SVG.
 
-A chart must not lie: every value that exists is drawn and inside the plot, whatever its size; a tick stands where
-its label says; smoothing keeps a level; pooling a long run keeps the extremes of a band.
+A chart must not mislead: every existing value is drawn inside the plot, whatever its magnitude; a tick is at the value
+of its label; smoothing keeps the level of a curve; pooling a long run keeps the extremes of a band.
 """
 
 import json
@@ -43,14 +43,14 @@ SUPERSCRIPT = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹−", "-0123456789-")
 
 
 def read(text):
-    """The number that a reader of the page reads: 0.00338, −4.27×10⁻¹⁰, 93 %, 12 ms."""
+    """Parses a number as the page prints it: 0.00338, −4.27×10⁻¹⁰, 93 %, 12 ms."""
     digits, _, power = text.translate(SUPERSCRIPT).removesuffix(" %").removesuffix(" ms").partition("×10")
     return float(digits) * 10.0 ** int(power or 0)
 
 
 @given(st.floats(1e-20, 1e20) | st.floats(-1e3, -1e-9), st.booleans(), st.sampled_from(["", "%", "s"]))
 def test_legend_and_pointer_say_the_value_itself(value, log, unit):
-    """Whatever power of ten the axis is written in."""
+    """They do so whichever power of ten the axis uses."""
     y = np.array([value / 3, value])
     chart = Chart("c", [Series("s", np.arange(2.0), y)], unit=unit if unit == "s" else "", log=log, percent=unit == "%")
     figure = parse(str(draw(chart, (0.0, 1.0))))
@@ -70,7 +70,7 @@ def test_small_values_of_a_run_are_written_with_their_power():
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(3, 8))
 def test_ticks_are_round_evenly_spaced_and_inside(low, span, count):
-    assume(span >= 1e-8 * abs(low))  # closer together, the difference of two ticks is rounding
+    assume(span >= 1e-8 * abs(low))  # any closer, tick spacing would be rounding error
     high = low + span
     found = ticks(low, high, count)
     assert 1 <= len(found) <= count + 1

@@ -1,8 +1,8 @@
-"""`prefgrpo reward serve` as a process, asked over real HTTP.
+"""`prefgrpo reward serve` as a separate process, queried over real HTTP.
 
-Why these cases: a server that says ready before its model works makes a run wait for nothing; one bad request of one
-rank must not fail the others that share its batch; a run's numbers must be those of the reward, bit for bit; and the
-server runs in old environments, so it may import only light libraries.
+Why these cases: a server that reports ready before its model works keeps a run waiting in vain; one rank's bad request
+must not fail the others in its batch; served scores must equal the reward's own, bit for bit; and the server runs in
+old environments, so it may import only light libraries.
 """
 
 import base64
@@ -41,7 +41,7 @@ def body(prompt, media):
 
 
 def post(url, raw):
-    """(status, answer) of a POST."""
+    """(HTTP status, answer) of a POST request."""
     try:
         with urllib.request.urlopen(urllib.request.Request(f"{url}/score", raw), timeout=600) as reply:
             return reply.status, json.loads(reply.read())
@@ -126,7 +126,7 @@ def test_refusals_name_the_field(row, message):
 
 
 def test_answers(moody):
-    """Scores are those of the reward; what is missing or not finite is null with a reason; info says what it takes."""
+    """Scores equal the reward's own; missing or non-finite ones are null with a reason; /v1/info names the inputs."""
     clip = drawn(24, 16, 1, 5)
     for media in (picture(77), clip):
         status, answer = post(moody.url, body('braces {} "quotes" 😀', media))
@@ -157,7 +157,7 @@ def test_bad_requests_are_refused_with_the_reason(moody, raw, code, message):
 
 
 def together(server, gate, prompts):
-    """Answers to requests of which all but the first wait behind it: it is let go when they are queued."""
+    """Answers to concurrent requests: the first one blocks the server until all others are queued behind it."""
     answers = {}
 
     def ask(k, prompt):
@@ -177,7 +177,7 @@ def together(server, gate, prompts):
 
 
 def test_a_failing_sample_fails_alone(moody, tmp_path):
-    """All wait behind a slow one and make up one batch; the one that raises gets 500, the others their scores."""
+    """Three requests wait behind a slow one and form a batch; the one that raises gets a 500, the others scores."""
     answers = together(moody, tmp_path / "go", ["a", "raise", "b"])
     assert answers[2][0] == 500 and "RuntimeError: out of memory" in answers[2][1]
     assert [answers[k][1]["scores"][0]["value"] for k in (0, 1, 3)] == [10 * k / 255 for k in (0, 1, 3)]
@@ -187,13 +187,13 @@ def test_what_arrives_during_a_batch_is_the_next_one(moody, tmp_path):
     before = moody.counts()
     answers = together(moody, tmp_path / "go", ["a"] * 6)
     sizes = sorted(a["scores"][0]["parts"]["batch"] for _, a in answers)
-    assert sizes == [1.0, 2.0, 2.0, 4.0, 4.0, 4.0, 4.0], "one alone, then --max-batch of the six that waited, then two"
+    assert sizes == [1.0, 2.0, 2.0, 4.0, 4.0, 4.0, 4.0], "batches of 1, then --max-batch of the six waiting, then 2"
     after = moody.counts()
     assert (after["samples"] - before["samples"], after["batches"] - before["batches"]) == (7, 3)
 
 
 def listening(*options, **more):
-    """A server that listens and is not ready."""
+    """A server that is listening but not yet ready."""
     server = Process(MOODY, *options, ready=False, **more)
     while server.health() == 0:
         time.sleep(0.02)
@@ -202,7 +202,7 @@ def listening(*options, **more):
 
 def test_ready_only_after_a_real_score(tmp_path):
     with listening("--options", f"load_until={tmp_path / 'go'}") as server:
-        assert server.health() == 503, "it listens while it loads"
+        assert server.health() == 503, "it must listen while loading"
         status, message = post(server.url, body("a", picture(9)))
         assert status == 503 and "is loading" in message
         (tmp_path / "go").touch()
@@ -222,7 +222,7 @@ def test_sigterm_answers_what_was_sent_and_takes_nothing_new(tmp_path):
     assert "note" not in log.read_text()
     ask = threading.Thread(target=lambda: answers.append(post(server.url, body(f"until {gate}", picture(51)))))
     ask.start()
-    server.wait_for("batches", 2)  # the probe's, and this one
+    server.wait_for("batches", 2)  # the probe and this request
     stop = threading.Thread(target=lambda: stopped.append(server.stop()))
     stop.start()
     while "stopping" not in log.read_text():
@@ -271,7 +271,7 @@ def test_options_come_from_words_and_files(tmp_path):
 
 
 def test_it_imports_only_light_libraries():
-    """So that it starts beside the old libraries that a reward pins."""
+    """So that the server can run beside the old libraries that a reward pins."""
     script = (
         "import sys, prefgrpo.rewards.serve as s, prefgrpo.rewards.jpeg\n"
         "heavy = {'torch', 'transformers', 'diffusers', 'pydantic', 'tyro', 'peft', 'open_clip', 'scipy'}\n"

@@ -1,7 +1,7 @@
-"""What a wrong, broken or hostile checkpoint of the CLIP family does: an error that names it, before any score.
+"""Wrong, broken or malicious CLIP checkpoints: each gives an error that names the file, before any score.
 
-The faults are real files: weights of another size (which open_clip resizes without a word), cut files, tensors left
-out, another head, pickled code, a hub that cannot be reached, a library that is not there.
+The faults are real files: weights for another image size (which open_clip silently resizes), truncated files, missing
+tensors, a different head, pickled code; and also an unreachable hub and a library that is not installed.
 """
 
 import json
@@ -23,7 +23,7 @@ from prefgrpo.rewards.base import RewardError
 
 @pytest.fixture(scope="module")
 def aesthetic(tmp_path_factory):
-    """Options of a whole aesthetic reward."""
+    """Options of a complete aesthetic reward."""
     folder = tmp_path_factory.mktemp("aesthetic")
     return {"model": str(clip_folder(folder / "clip", width=768)), "head": str(aesthetic_head(folder / "head.pth"))}
 
@@ -36,10 +36,10 @@ def refused(name, *words, **options):
 
 
 def test_weights_of_another_image_size_are_refused_where_open_clip_resizes_them(tmp_path):
-    """The original loads DFN5B-378 weights into ViT-H-14 (224): nothing fails and every score is off."""
+    """The original code loads DFN5B-378 weights into ViT-H-14 (224): nothing fails, but every score is wrong."""
     large, small = (open_clip_folder(tmp_path / str(size), size=size) for size in (42, 28))
     shutil.copy(large / "open_clip_pytorch_model.bin", small)
-    open_clip.create_model_from_pretrained(f"local-dir:{small}")  # silently
+    open_clip.create_model_from_pretrained(f"local-dir:{small}")  # no error
     refused("clip", "positional_embedding", "(10, 32)", "(5, 32)", "architecture", model=str(small))
 
 
@@ -52,7 +52,7 @@ def test_an_architecture_that_does_not_fit_is_refused(tmp_path):
 
 
 def test_a_bare_file_takes_the_named_architecture_and_its_published_preprocessing(tmp_path, monkeypatch):
-    """The same weights beside their config and alone, under a registered name: the same scores."""
+    """The same weights give the same scores with their config file and alone with a registered architecture name."""
     folder = open_clip_folder(tmp_path / "whole")
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "tiny-quickgelu.json").write_text(json.dumps(architecture()))
@@ -80,7 +80,7 @@ def test_broken_files_are_errors_that_say_what_to_do(tmp_path):
     refused("clipscore", "cannot load", str(clip), model=str(clip))
     refused("clipscore", "no/such", "hub id", model="no/such")
     refused("clip", "no/such", "hub id", model="no/such")
-    refused("clip", "no folder", model=str(tmp_path / "nowhere"))
+    refused("clip", "neither a folder", model=str(tmp_path / "nowhere"))
 
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path, aesthetic):
@@ -129,7 +129,7 @@ def test_bad_options_name_what_they_may_be(options, aesthetic):
 
 
 def test_loading_leaves_logging_as_it_was(tmp_path, capfd):
-    """open_clip logs on the root logger, and its first message would install a handler there."""
+    """open_clip logs to the root logger, so its first message would install a handler there."""
     before = list(logging.getLogger().handlers), list(logging.getLogger().filters)
     build("clip", {"clip": {"model": str(open_clip_folder(tmp_path / "quiet"))}})
     assert (list(logging.getLogger().handlers), list(logging.getLogger().filters)) == before

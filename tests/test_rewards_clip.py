@@ -1,8 +1,8 @@
 """The CLIP family: aesthetic, clip, hpsv2, pickscore, clipscore, image_similarity, subfig_*.
 
-Oracle: the libraries' own forward on the same tiny checkpoints, loaded by the libraries' own entry points, and for the
-head plain float64 numpy. Beside the formulas: what a wrong checkpoint, a missing library, a bad image or a hostile
-prompt does, since each of these ends as a silently wrong reward elsewhere (open_clip resizes weights that do not fit).
+Oracle: the libraries' own forward on the same tiny checkpoints, loaded through the libraries' own entry points; for the
+head, plain float64 NumPy. Also tested: a wrong checkpoint, a missing library, a bad image, a hostile prompt, each of
+which gives silently wrong rewards in other code (open_clip resizes weights that do not fit).
 """
 
 import os
@@ -30,7 +30,7 @@ PUBLIC_HEAD = "PREFGRPO_AESTHETIC_HEAD"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """{name: options} with every checkpoint made once."""
+    """{reward: options}; every checkpoint is made once."""
     return {name: make(tmp_path_factory.mktemp(name)) for name, make in MAKERS.items()}
 
 
@@ -49,7 +49,7 @@ def values(reward, samples):
 
 
 def by_open_clip(folder, media, texts):
-    """Cosines [images, texts] by open_clip alone."""
+    """Normalised image and text vectors by open_clip alone."""
     model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}")
     tokens = open_clip.get_tokenizer(f"local-dir:{folder}")(texts)
     with torch.no_grad():
@@ -58,7 +58,7 @@ def by_open_clip(folder, media, texts):
 
 
 def by_transformers(folder, media, texts):
-    """CLIPModel's whole output by transformers alone."""
+    """The complete output of CLIPModel, by transformers alone."""
     processor = CLIPProcessor(CLIPImageProcessorPil.from_pretrained(folder), CLIPTokenizer.from_pretrained(folder))
     inputs = processor(text=texts, images=[m.pil for m in media], padding=True, truncation=True, return_tensors="pt")
     with torch.no_grad():
@@ -80,7 +80,7 @@ def test_clip_is_the_cosine_of_open_clip(made, reward):
 
 
 def test_hpsv2_is_the_cosine_under_the_checkpoints_state_dict(made, reward):
-    """Images are padded to a square in float, as the hpsv2 package does; here by torchvision."""
+    """As in the hpsv2 package, images are padded to a square in float; the oracle uses torchvision."""
     folder = Path(made["hpsv2"]["model"])
     model = open_clip.create_model(f"local-dir:{folder}", load_weights=False).eval()
     model.load_state_dict(torch.load(folder / "HPS_v2.1_compressed.pt", weights_only=True)["state_dict"])
@@ -119,7 +119,7 @@ def head_by_hand(file, vectors):
 
 
 def test_aesthetic_is_the_linear_head_on_the_unit_vector(made, reward, root):
-    """Random weights, and the published ones where they are at hand."""
+    """With random weights, and with the published ones if the file is available."""
     options = made["aesthetic"]
     vectors = by_transformers(options["model"], *media_and_texts(pictures())).image_embeds
     public = Path(os.environ.get(PUBLIC_HEAD, root.parent / "shared" / "data" / "sac+logos+ava1-l14-linearMSE.pth"))

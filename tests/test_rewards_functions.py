@@ -1,4 +1,4 @@
-"""Rewards that a user writes: functions of images, functions of pairs, the examples of docs/own_rewards.md."""
+"""User-written rewards: functions of images, functions of pairs, and the examples of docs/own_rewards.md."""
 
 import re
 from pathlib import Path
@@ -29,7 +29,8 @@ def bright(images, prompts, **columns):
 def first(prompt, image_a, image_b):
     if "raise" in prompt:
         raise ZeroDivisionError("on purpose")
-    return {"none": None, "two": 2.0}.get(prompt, level(image_a) / (level(image_a) + level(image_b)))
+    known = {"none": None, "two": 2.0, "word": "a", "pair": (0.3, 0.7)}
+    return known.get(prompt, level(image_a) / (level(image_a) + level(image_b)))
 
 
 def test_a_function_of_images_is_a_pointwise_reward():
@@ -62,7 +63,8 @@ def test_a_function_of_pairs_is_a_win_rate():
     hand = [np.mean([a / (a + b) for k, b in enumerate(levels) if k != i]) for i, a in enumerate(levels)]
     assert [s.value for s in found.scores] == pytest.approx(hand)
     for prompt, reason in (("raise", "first raised ZeroDivisionError: on purpose"), ("none", "first returned None"),
-                           ("two", "first must return a probability in [0, 1], got 2.0")):  # fmt: skip
+                           *((word, f"first must return a probability in [0, 1], got {got}")
+                             for word, got in (("two", "2.0"), ("word", "'a'"), ("pair", "(0.3, 0.7)")))):  # fmt: skip
         assert {s.reason for s in reward.score_group([grey(v, prompt) for v in levels], 0).scores} == {reason}
 
 
@@ -74,9 +76,13 @@ def test_what_is_no_reward_is_refused(tmp_path):
         with pytest.raises(RewardError, match="must return one"):
             function_class(lambda images, prompts, values=values: values)().score([grey(1)])
     (tmp_path / "own.py").write_text("def f(image): return 1\nx = 3\n")
-    for name, reason in (("f", "a reward function takes"), ("x", "is no PointwiseReward"), ("g", "cannot load")):
+    for name, reason in (("f", "a reward function takes"), ("x", "is not a Pointwise"), ("g", "own.py has no 'g'"),
+                         ("F", r"own.py has no 'F' \(did you mean 'f'\?\)")):  # fmt: skip
         with pytest.raises(RewardSpecError, match=reason):
             load_class(f"{tmp_path / 'own.py'}:{name}")
+    for spec in ("own.py", "own.py:0.4"):
+        with pytest.raises(RewardSpecError, match=r"'own\.py' is a file: .*'own\.py:NAME'"):
+            build(spec)
     with pytest.raises(RewardSpecError, match=r"cannot load reward .*No such file"):
         load_class(f"{tmp_path / 'no.py'}:f")
 
@@ -102,7 +108,7 @@ def test_a_list_of_another_length_ends_the_run_and_is_not_asked_again_one_by_one
 
 
 def test_the_examples_of_the_page(tmp_path, monkeypatch):
-    """docs/own_rewards.md alone is enough for a reward of one's own, in a file or a module, in process and served."""
+    """The examples in docs/own_rewards.md work as given, from a file or a module, in process and served."""
     page = (Path(__file__).parent.parent / "docs" / "own_rewards.md").read_text(encoding="utf-8")
     example = re.search(r"```python\n(.*?)```", page, re.S)[1]
     assert len(example.splitlines()) < 40

@@ -1,9 +1,9 @@
 """GenEval's scores and detectors.
 
-Why these cases: each tag has its own rule, and the soft score of Flow-GRPO has corners that a rewrite smooths away
-(negative for a surplus, two terms for a wrong place, no colour looked at after a wrong count). Expected values are
-worked out by hand from the published rules. Oracles of the detectors: transformers' own post-processing, a mask drawn
-by hand.
+Why these cases: each tag has its own rule, and Flow-GRPO's soft score has edge cases that are easily lost in a rewrite
+(negative for surplus objects, two terms for a wrong place, colours ignored after a wrong count). Expected values are
+worked out by hand from the published rules. Oracles for the detectors: transformers' own post-processing and a
+hand-drawn mask.
 """
 
 import numpy as np
@@ -41,9 +41,9 @@ THREE = {"tag": "counting", "exclude": [clause("dog", 4)]}
     [
         ([DOG], [clause("dog")], (1.0, True, True), {}),
         ([], [clause("dog")], (0.0, False, False), {}),
-        ([DOG, DOG], [clause("dog")], (0.0, False, True), {}),  # one too many: not strict, still GenEval's "correct"
+        ([DOG, DOG], [clause("dog")], (0.0, False, True), {}),  # one too many: strict fails, GenEval's "correct" holds
         ([DOG] * 4, [clause("dog")], (-2.0, False, True), {}),  # 1 − 3/1, not clamped
-        ([DOG, CUP], [clause("dog")], (1.0, True, True), {}),  # what is not asked about does not matter
+        ([DOG, CUP], [clause("dog")], (1.0, True, True), {}),  # objects that are not asked about are ignored
         ([DOG, CAT], TWO, (1.0, True, True), {}),
         ([DOG], TWO, (0.5, False, False), {}),
         ([DOG, DOG, CAT], TWO, (0.5, False, True), {}),
@@ -59,7 +59,7 @@ THREE = {"tag": "counting", "exclude": [clause("dog", 4)]}
         ([DOG], RED, (0.5, False, False), {"dog": ["blue"]}),
         ([DOG] * 2, [clause("dog", 2, color="red")], (0.75, False, False), {"dog": ["red", "blue"]}),
         ([DOG] * 2, RED, (0.0, False, True), {"dog": ["red", "blue"]}),  # (0 + 0)/2
-        ([DOG] * 2, RED, (0.0, False, False), {"dog": ["blue", "red"]}),  # the surest is blue
+        ([DOG] * 2, RED, (0.0, False, False), {"dog": ["blue", "red"]}),  # the most confident one is blue
         ([], RED, (0.0, False, False), {}),
         ([DOG, CAT], ATTRIBUTES, (0.75, False, False), {"dog": ["red"], "cat": ["white"]}),  # (1 + 1 + 1 + 0)/4
         # position
@@ -69,7 +69,7 @@ THREE = {"tag": "counting", "exclude": [clause("dog", 4)]}
         ([CAT], PLACED, (1 / 3, False, False), {}),  # no dog: (0 + 1 + 0)/3
         ([DOG], PLACED, (1 / 3, False, False), {}),  # no cat: (1 + 0 + 0)/3
         ([DOG, CAT, CAT], PLACED, (1 / 3, False, True), {}),  # a surplus of cats: (1 + 0 + 0)/3
-        ([DOG, CAT], PLACED_RED, (2 / 3, False, False), {"cat": ["blue"]}),  # a wrong colour leaves the place out
+        ([DOG, CAT], PLACED_RED, (2 / 3, False, False), {"cat": ["blue"]}),  # a wrong colour: place not checked
     ],
 )
 def test_verdicts(found, include, expected, more):
@@ -96,7 +96,7 @@ def test_columns_of_a_table_have_none_where_json_has_nothing():
      (2, 0, set()), (2.5, 0, set()), (40, 40, {"right of", "below"}), (40, 15, {"right of"})],
 )  # fmt: skip
 def test_relations(x, y, expected):
-    """(2.5, 0): .5 beyond the margin of 2, a fifth of the distance."""
+    """(2.5, 0) is only .5 beyond the margin of 2, a fifth of the distance, so no relation holds."""
     assert relations(box("a", x, y), box("b")) == expected
 
 
@@ -114,7 +114,7 @@ def test_a_crop_shows_the_object_before_grey():
 
 
 class Painter:
-    """Finds the rectangles that it is told; its colours are those painted."""
+    """A stub detector that returns the given detections for every image."""
 
     names = NAMES
 
@@ -129,7 +129,7 @@ PAINT = {"red": (230, 20, 20), "green": (20, 160, 40), "blue": (20, 40, 220), "b
 
 
 class Eye:
-    """A CLIP whose image vector names the nearest paint of a crop's middle, and whose text vectors name a colour."""
+    """A stub CLIP: its image vector marks the paint nearest to a crop's centre, its text vectors the colour named."""
 
     def texts(self, texts):
         return torch.stack([torch.tensor([float(f" {c}" in t) for c in COLOURS]) for t in texts])
@@ -176,7 +176,7 @@ BAD = [
 
 @pytest.mark.parametrize(("meta", "why"), BAD)
 def test_what_cannot_be_judged_is_missing_with_a_reason(meta, why, monkeypatch):
-    """Flow-GRPO's server gives −10 for tags it does not know; here others in the batch are scored and this is not."""
+    """Flow-GRPO's server returns −10 for an unknown tag; here the sample is missing, the rest of the batch scored."""
     fine = Sample("", image(1), meta={"tag": "two_object", "include": [clause("dog"), clause("cat")]})
     bad, good = reward([DOG], monkeypatch).score([Sample("", image(0), meta=meta), fine])
     assert bad.value is None and why in bad.reason
@@ -199,7 +199,7 @@ def folders(tmp_path_factory):
 
 
 def test_mask2former_scores_and_boxes_against_their_definition(folders):
-    """Class chance × mean mask chance, for every (query, class); boxes of masks, at the image's size."""
+    """Class probability × mean mask probability for every (query, class); boxes of the masks at the image's size."""
     detector = Transformers(folders["m"], "cpu")
     media = [image(0, 48, 64), image(1, 30, 90)]
     assert detector.names == {"person", "couch", "computer mouse"}
@@ -240,7 +240,7 @@ def test_detr_boxes_are_in_pixels_and_named(folders):
 
 
 class Result:
-    """What MMDetection 3 returns."""
+    """The result object of MMDetection 3."""
 
     def __init__(self, **fields):
         self.__dict__ |= fields
@@ -250,7 +250,7 @@ class Result:
 
 
 def test_mmdet(monkeypatch):
-    """Through a stand-in of its API: MMDetection itself takes a compiled mmcv (scripts/setup_reward.sh)."""
+    """Uses a stub of its API: MMDetection itself needs a compiled mmcv (scripts/setup_reward.sh)."""
     shown, mask = [], np.zeros((40, 56), bool)
     mask[3:9, 4:8] = True
     kept = {"labels": [1], "scores": [0.75], "bboxes": [[4.0, 3, 8, 9]], "masks": mask[None]}

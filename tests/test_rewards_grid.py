@@ -1,7 +1,7 @@
-"""Grids of images: what a prompt asks for, its cells, its sub-prompts.
+"""Grids of images: the grid that a prompt asks for, its cells and its sub-prompts.
 
-The published rule takes the first "AxB" of a prompt, sizes such as "1920x1080" too; the table fixes what counts.
-Any text and any size go through the properties: a wrong grid would be a wrong reward, a crash would end a run.
+The published rule takes the first "AxB" of a prompt, even a size such as "1920x1080"; the table fixes what counts here.
+The property tests use any text and any size: a wrong grid gives a wrong reward, and a crash would end a run.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
-"""`ocr` and `video_ocr`, with the real recogniser on text that is really drawn, and their formula by hand.
+"""`ocr` and `video_ocr`, with the real OCR engine on rendered text, and their formula by hand.
 
-Why these cases: a picture without text is a 0, but a reader that broke, or a prompt that quotes nothing, is no 0: it is
-missing, or the run trains on silence. The distance is checked against a plain dynamic programme.
+Why these cases: an image without text scores 0, but if the OCR engine fails or the prompt quotes nothing, the score
+must be missing, or the run trains on false zeros. The edit distance is checked against a plain dynamic programme.
 """
 
 import sys
@@ -22,7 +22,7 @@ ENGINES["plain"] = lambda lang: lambda pixels: bytes(pixels[0, :, 0]).decode("la
 
 
 def written(text: str) -> Media:
-    """Text that the reader above finds in the first row of pixels."""
+    """An image whose first pixel row encodes `text` for the engine above."""
     row = np.frombuffer(text.encode("latin-1").ljust(40, b"\0"), np.uint8)
     return Media(np.repeat(np.repeat(row[None, :, None], 4, 0), 3, 2))
 
@@ -62,7 +62,7 @@ def test_reads_drawn_text(real):
 
 
 def distance(a: str, b: str) -> int:
-    """Levenshtein, row by row."""
+    """Levenshtein distance, row by row."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         before, row[0] = row[0], i
@@ -139,7 +139,7 @@ def test_options_are_checked():
 
 
 def test_paddleocr_is_called_as_its_third_version_wants(monkeypatch):
-    """A stand-in with the names of paddleocr 3: its models have to be downloaded, which a test may not."""
+    """A stub with paddleocr 3's API, because the real models would have to be downloaded."""
     made = []
 
     class PaddleOCR:
@@ -147,7 +147,7 @@ def test_paddleocr_is_called_as_its_third_version_wants(monkeypatch):
             made.append(options)
 
         def predict(self, image):
-            assert image.dtype == np.uint8 and image[0, 0].tolist() == [3, 2, 1], "BGR"
+            assert image.dtype == np.uint8 and image[0, 0].tolist() == [3, 2, 1], "expected BGR"
             return [{"rec_texts": ["Low", "Tide"], "rec_scores": [0.9, 0.8]}]
 
     monkeypatch.setitem(sys.modules, "paddleocr", types.SimpleNamespace(PaddleOCR=PaddleOCR))

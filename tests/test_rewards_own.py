@@ -1,9 +1,9 @@
-"""imagereward and deqa on tiny random checkpoints in their published formats, and the set-up files of all five.
+"""imagereward and deqa on tiny random checkpoints in their published formats, and the set-up script for five rewards.
 
-Why these cases: each score hangs on details that no error would show (resizing, masked padding, the order of levels,
-where the image stands in the question). Oracles: BLIP's forward in plain float64 from the file's own names,
-torchvision for resizing, sums by hand. The package image-reward 1.5 and the code of DeQA-Score were run beside these
-rewards once, outside the repository: docs/reward_servers.md. CI runs a stand-in for the code of deqa's model.
+Why these cases: each score depends on details whose errors raise nothing (resizing, masked padding, the levels' order,
+the image's place in the question). Oracles: BLIP's forward in plain float64 from the checkpoint's tensor names,
+torchvision for resizing, sums by hand. These rewards were once compared with the package image-reward 1.5 and the code
+of DeQA-Score, outside the repository: docs/reward_servers.md. CI runs a stub of the code of deqa's model.
 """
 
 import os
@@ -41,7 +41,7 @@ def owl(tmp_path_factory):
 
 
 def by_hand(tensors, ids, mask, pixels, text_heads=4):
-    """BLIP's forward and the head from the file's own names, in float64 and plain torch."""
+    """BLIP's forward and the head in plain float64 torch, from the checkpoint's tensor names."""
     t = {k: v.double() if v.is_floating_point() else v for k, v in tensors.items()}
 
     def linear(x, name):
@@ -126,7 +126,7 @@ def test_imagereward_without_a_weight_or_with_pickled_code_is_refused(blip, tmp_
 
 
 def test_deqa_levels_by_hand():
-    """Logits ln 1 … ln 5 are chances 1/15 … 5/15; level = (5·1 + 4·2 + 3·3 + 2·4 + 1·5)/15 = 35/15."""
+    """Logits ln 1 … ln 5 are probabilities 1/15 … 5/15; level = (5·1 + 4·2 + 3·3 + 2·4 + 1·5)/15 = 35/15."""
     score = graded(torch.log(torch.tensor([1.0, 2, 3, 4, 5])))
     assert score.value == pytest.approx(35 / 15 / 5) and score.parts["level"] == pytest.approx(35 / 15)
     assert score.parts["excellent"] == pytest.approx(1 / 15) and score.parts["bad"] == pytest.approx(1 / 3)
@@ -135,7 +135,7 @@ def test_deqa_levels_by_hand():
 
 
 def test_deqa_asks_the_published_question_through_the_models_own_code(owl):
-    """The stand-in's logits are linear in the mean colour of the padded square."""
+    """The stub's logits are linear in the mean colour of the padded square."""
     reward = DeQA(**owl, batch_size=2)
     words = ["<s>", *QUESTION.replace(IMAGE, "IMAGE").split()]
     said = [("IMAGE" if k == -200 else reward.tokenizer.convert_ids_to_tokens(k)) for k in reward.question]
@@ -144,7 +144,7 @@ def test_deqa_asks_the_published_question_through_the_models_own_code(owl):
     samples = [Sample("not asked about", own.image(k, 40, 40 + 20 * k)) for k in range(3)]
     weights = load_file(Path(owl["model"]) / "model.safetensors")
     for sample, score in zip(samples, reward.score(samples), strict=True):
-        shown = square(sample.media.pil, (122, 117, 104))  # 255 · mean, cut
+        shown = square(sample.media.pil, (122, 117, 104))  # 255 · mean, truncated
         pixels = reward.processor(shown, return_tensors="pt")["pixel_values"][0]
         logits = weights["colour.weight"] @ pixels.mean((1, 2)) + weights["colour.bias"]
         expected = torch.softmax(logits[reward.levels].double(), 0) @ torch.tensor([5.0, 4, 3, 2, 1]).double()
@@ -167,7 +167,7 @@ def test_deqa_whose_code_needs_an_older_transformers_says_what_to_do(owl, tmp_pa
 
 
 def test_the_set_up_command(tmp_path):
-    """What it would install is pinned, by the constraints or by itself; it names what it knows."""
+    """Every package is pinned, by constraints.txt or its own version; a wrong name gets a list of the valid ones."""
     root = Path(__file__).parent.parent
     script, env = str(root / "scripts" / "setup_reward.sh"), {**os.environ, "PYTHON": sys.executable}
 

@@ -1,9 +1,9 @@
-"""Rewards with a publication's own options, beside that publication's own functions.
+"""Rewards with the options of a publication, compared with that publication's own functions.
 
-Why these cases: each is a number that differs by default (file sizes, resizing, JPEG on the way to a server, spellings
-of Yes, a hard verdict), so a recipe that names the publication must set the option. Oracle: the peers' code run on the
-same random pictures and, for judges, the same server (skipped without PREFGRPO_PEERS); beside it the published formula
-in plain Pillow or torchvision, which always runs.
+Why these cases: each option changes a number that differs by default (file sizes, resizing, JPEG compression on the way
+to a server, spellings of Yes, a hard verdict), so a recipe that reproduces the publication must set it. Oracle: the
+peers' code on the same random images and, for judges, the same server (skipped without PREFGRPO_PEERS); and always the
+published formula in plain Pillow or torchvision.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ PACO = {"spellings": "exact", "jpeg": 75}
 
 
 def noise(seed, high=96, wide=64):
-    """A picture in which resizing and JPEG change every pixel."""
+    """An image in which resizing and JPEG compression change every pixel."""
     return Media(np.random.default_rng(seed).integers(0, 256, (high, wide, 3), np.uint8))
 
 
@@ -55,7 +55,7 @@ def apart(ours, theirs):
 
 
 class Seen(PointwiseReward):
-    """Keeps what it is given."""
+    """Records the samples that it is given."""
 
     takes = ("image", "video")
 
@@ -72,7 +72,7 @@ def seen(**options):
     return build([name], {name: options})[name]
 
 
-# What is done to pictures before a reward sees them
+# Preprocessing of images before a reward sees them
 
 
 def test_a_jpeg_round_trip_is_pillows_and_reaches_every_frame_and_source():
@@ -87,7 +87,7 @@ def test_a_jpeg_round_trip_is_pillows_and_reaches_every_frame_and_source():
     assert scores[0].value == 2 * jpeg75(noise(0)).mean() != 2 * noise(0).pixels.mean()
     again = seen(jpeg=75)
     again.score(samples[:1])
-    assert again.reward.samples[0].media is first.media, "two rewards with the same option share the picture"
+    assert again.reward.samples[0].media is first.media, "rewards with equal options must share the image"
     empty = build([SIZE], {SIZE: {"jpeg": 75}})[SIZE].score([Sample("a", Media(np.zeros((0, 4, 3), np.uint8)))])
     assert empty[0].value is None and "no pixels" in empty[0].reason
 
@@ -142,14 +142,14 @@ def test_compressibility_is_flow_grpos(monkeypatch):
 
 @pytest.fixture(params=[("flow_grpo", "flow_grpo"), ("paco", "paco_grpo/rewards")], ids=["flow_grpo", "paco"])
 def clip(request, tmp_path, monkeypatch):
-    """(folder of a tiny CLIPModel, the peer's scorer of it). Its image features were a tensor before transformers 5."""
+    """(folder of a tiny CLIPModel, the peer's scorer with it). Before transformers 5, image features were a tensor."""
     folder, (peer, place) = clip_folder(tmp_path / "clip"), request.param
     theirs = peers.file_module(peer, f"{place}/clip_scorer.py", "published_clip_scorer", monkeypatch)
 
     class Model(CLIPModel):
         def get_image_features(self, **inputs):
             vectors = super().get_image_features(**inputs).pooler_output
-            vectors.pooler_output = vectors  # the library's own forward takes it from there
+            vectors.pooler_output = vectors  # read by the library's own forward
             return vectors
 
     for name, kind in (("CLIPModel", Model), ("CLIPProcessor", CLIPProcessor)):
@@ -173,13 +173,13 @@ def test_clipscore_and_image_similarity_are_the_peers(clip):
         assert values(name, samples, model=folder, resize="bilinear") == pytest.approx(theirs, abs=3e-6), name
         off = apart(values(name, samples, model=folder), theirs)
         print(f"{name}: by default off by {off:.2g}")
-        assert off > 1e-3, f"{name}: the default does not differ, so the option is not tested"
+        assert off > 1e-3, f"{name}: the default gives the same, so the option is untested"
         with pytest.raises(RewardError, match="resize must be one of"):
             values(name, samples, model=folder, resize="nearest")
 
 
 def test_sources_are_squares_as_in_the_peers_edit_trainers(clip):
-    """Both resize a source to the training resolution before it is shown to the model and to the reward."""
+    """Both peers resize a source to the training resolution before the model and the reward see it."""
     folder, scorer = clip
     media, sources = [noise(k, 64, 64) for k in range(4)], [noise(10 + k, 96, 64) for k in range(4)]
     squares = [Media(np.asarray(s.pil.resize((64, 64)))) for s in sources]
@@ -192,7 +192,7 @@ def test_sources_are_squares_as_in_the_peers_edit_trainers(clip):
 
 @pytest.mark.parametrize("function", ["deqa_score_remote", "geneval_score"])
 def test_what_flow_grpo_sends_to_its_servers_is_jpeg_75(function, monkeypatch):
-    """Its client, with the server's side of the connection replaced: the decoded pictures are those that ours see."""
+    """Runs its client with a stubbed connection: the images it sends decode to those that our rewards see."""
     theirs = peers.file_module("flow_grpo", "flow_grpo/rewards.py", "published_flow_grpo", monkeypatch)
     sent = []
 
@@ -213,11 +213,11 @@ def test_what_flow_grpo_sends_to_its_servers_is_jpeg_75(function, monkeypatch):
         np.testing.assert_array_equal(theirs_pixels, ours.media.pixels)
 
 
-# Rewards that ask a judge: the peer's scorer and ours against one server
+# Rewards that ask a judge: the peer's scorer and ours with the same server
 
 
 class Client:
-    """As much of openai's client as the peers call, towards a server of the tests."""
+    """The part of openai's client that the peers call, connected to a test server."""
 
     def __init__(self, server=None, **_):
         self.server = server or Client.default
@@ -231,7 +231,7 @@ class Client:
         said = await asyncio.to_thread(lambda: urllib.request.urlopen(request, timeout=600).read())
         reply = json.loads(said)
         choice = reply["choices"][0]
-        if choice["logprobs"]:  # the server does not write the likeliest token as text
+        if choice["logprobs"]:  # the server's text is not the likeliest token
             top = choice["logprobs"]["content"][0]["top_logprobs"]
             choice["message"]["content"] = max(top, key=lambda token: token["logprob"])["token"]
         return json.loads(json.dumps(reply), object_hook=lambda value: SimpleNamespace(**value))
@@ -249,7 +249,7 @@ def server(monkeypatch):
 
 
 def paco(name, monkeypatch):
-    """A module of PaCo-RL's rewards, which silence the root logger as they are imported."""
+    """Imports a module of PaCo-RL's rewards and restores the root logger's level, which the import changes."""
     import logging
 
     level = logging.getLogger().level
@@ -260,7 +260,7 @@ def paco(name, monkeypatch):
 
 
 def spelled(b, text):
-    """P of each spelling, from the last digits of the brightness: another encoding is another answer."""
+    """Probability of each spelling, from the last digits of the brightness, so any other image encoding shows."""
     x = sum(1000 * value * (k + 1) for k, value in enumerate(b))
     yes, other = 0.1 + 0.6 * (x % 1), 0.05 + 0.1 * (7 * x % 1)
     found = {"Yes": yes, "yes": other, " Yes": 0.01, "No": 0.8 - yes, "no": 0.15 - other}
@@ -272,8 +272,8 @@ def ours(server, name, samples, image_format="png", **options):
 
 
 def test_consistency_is_pacos(server, monkeypatch):
-    """Grey pictures: PaCo-RL compresses each cell, `jpeg` the whole grid, whose colours run into the next cell by one
-    pixel; brightness stays within cells whose sides are multiples of 8."""
+    """Grey images, because PaCo-RL compresses each cell but `jpeg` the whole grid, where colours bleed one pixel into
+    the next cell; brightness does not if the cells' sides are multiples of 8."""
     theirs = paco("consistency_scorer", monkeypatch)
     server.answer = spelled
     prompt = "FOUR-PANEL Images with a 2x2 grid layout. Warm light. [TOP]-[LEFT]:A cat. [TOP]-[RIGHT]:A dog."
@@ -347,7 +347,7 @@ def test_qwenvl_with_and_without_the_caption(server):
 
 
 def test_grids_and_their_texts_are_pacos_on_its_own_prompts(server, monkeypatch):
-    """Every prompt of PaCo-RL's T2IS set: layout, theme and texts of the cells; a closing quote at an end aside, which
+    """Layout, theme and cell texts of every prompt in PaCo-RL's T2IS set, ignoring a closing quote at the end, which
     PaCo-RL drops."""
     from prefgrpo.rewards.grid import grid_of, sub_prompts
 
@@ -363,7 +363,7 @@ def test_grids_and_their_texts_are_pacos_on_its_own_prompts(server, monkeypatch)
 
 
 def test_p_yes_of_random_answers_is_pacos(server, monkeypatch):
-    """All spellings counted, and the labels alone: PaCo-RL's own function on 200 random lists of probabilities."""
+    """With all spellings and with the labels alone: PaCo-RL's own function on 200 random lists of probabilities."""
     from prefgrpo.judge.answers import label_logprobs
 
     utils = peers.module("paco", "paco_grpo.utils", monkeypatch)

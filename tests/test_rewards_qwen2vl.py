@@ -1,9 +1,9 @@
-"""hpsv3 and videoalign, the two rewards that are a Qwen2-VL with a head, on tiny random published checkpoints.
+"""hpsv3 and videoalign, the two rewards that are a Qwen2-VL with a head, on tiny random checkpoints in their formats.
 
-Why these cases: each score hangs on details that no error would show (plain text positions, which token is read, LoRA
-scaling, the frames and sizes the model sees). Oracles: transformers' own Qwen2-VL called another way, its image
-processor and sizes, peft for LoRA, torchvision for resizing. The package hpsv3 1.0.0 and the code of VideoAlign were
-run beside these rewards once, outside the repository: docs/reward_servers.md.
+Why these cases: each score depends on details whose errors raise nothing (sequential text positions, which token is
+read, LoRA scaling, the frames and sizes the model sees). Oracles: transformers' own Qwen2-VL called another way, its
+image processor and sizes, peft for LoRA, torchvision for resizing. These rewards were once compared with the package
+hpsv3 1.0.0 and the code of VideoAlign, outside the repository: docs/reward_servers.md.
 """
 
 import json
@@ -45,7 +45,7 @@ def video(tmp_path_factory):
     return own.videoalign(tmp_path_factory.mktemp("video"))
 
 
-# ---------------------------------------------------------------- what a Qwen2-VL sees
+# ---------------------------------------------------------------- inputs of a Qwen2-VL
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -58,7 +58,7 @@ def test_patches_are_those_of_the_published_processors(count):
     processor = Qwen2VLImageProcessorPil(do_resize=False)
     if count == 1:
         expected = processor(Image.fromarray(pixels[0]), return_tensors="pt")["pixel_values"]
-    else:  # two frames in one row: each as the processor sees it alone, taken from its first or second half
+    else:  # a row holds two frames: the first and second half of what the processor makes of each alone
         even = [*pixels, pixels[-1]] if count % 2 else list(pixels)
         each = [processor(Image.fromarray(f), return_tensors="pt")["pixel_values"].view(24, 3, 2, 196) for f in even]
         pairs = [torch.cat([a[:, :, :1], b[:, :, 1:]], 2) for a, b in zip(each[::2], each[1::2], strict=True)]
@@ -74,7 +74,7 @@ def test_the_chat_format_is_qwens():
 
 
 def reference(options, tensors, head, turns, tokens, kind):
-    """Hidden states of transformers' Qwen2VLForConditionalGeneration, one turn at a time, without padding."""
+    """Head outputs on transformers' Qwen2VLForConditionalGeneration, one turn at a time, without padding."""
     from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
     config = Qwen2VLConfig.from_pretrained(options["base"])
@@ -113,11 +113,11 @@ def test_hpsv3_is_the_head_at_the_reward_token(hps):
     scores = HPSv3(**hps, batch_size=2).score(samples)
     got = np.array([[s.value, s.parts["sigma"]] for s in scores])
     assert np.allclose(got, expected, atol=2e-5)
-    assert got[:, 0].std() > 0.05  # the images and prompts show in the score
+    assert got[:, 0].std() > 0.05  # scores must depend on images and prompts
 
 
 def test_one_bad_sample_is_missing_and_the_others_are_scored(hps):
-    """Reward tokens in a prompt would be read instead of the template's; a sliver has no patches."""
+    """Reward tokens in a prompt would be read in place of the template's; a one-line sliver has no patches."""
     bad = [Sample("a <|Reward|>", own.image(0)), Sample("a <|image_pad|>", own.image(0))]
     bad.append(Sample("a line", own.image(0, 2, 500)))
     scores = HPSv3(**hps).score([*bad, Sample(PROMPTS[0], own.image(0))])
@@ -158,7 +158,7 @@ def test_a_text_without_its_marks_is_refused(hps, tmp_path):
 
 
 def raw(video, samples):
-    """What the head gives, from peft's merged model."""
+    """Raw head outputs with the LoRA weights merged by peft."""
     tensors = torch.load(Path(video["model"]) / "checkpoint-7" / "model.pth")
     plain = by_peft(tensors)
     head = nn.Linear(own.WIDTH, 3, bias=False)
@@ -172,7 +172,7 @@ def raw(video, samples):
 
 
 def by_peft(tensors):
-    """Plain weights by peft's own LoRA layer."""
+    """Plain weights, merged by peft's own LoRA layer."""
     from peft.tuners.lora import Linear as Lora
 
     plain = {k.removeprefix("base_model.model."): v for k, v in tensors.items()}
@@ -201,7 +201,7 @@ def test_videoalign_is_three_heads_at_three_tokens_normalised(video):
 
 
 def test_videoalign_of_some_dimensions(video):
-    """DanceGRPO trains HunyuanVideo on VQ alone, of clips that it writes at 8 frames a second."""
+    """DanceGRPO trains HunyuanVideo on VQ alone, with clips written at 8 frames per second."""
     samples = [Sample(p, own.clip(k, 20)) for k, p in enumerate(PROMPTS)]
     every = VideoAlign(**video).score(samples)
     for chosen in (["VQ"], ["TA", "MQ"]):
@@ -215,7 +215,7 @@ def test_videoalign_of_some_dimensions(video):
 
 @pytest.mark.parametrize("outputs", [1, 3])
 def test_adapters_and_a_full_file_give_the_same(outputs, tmp_path):
-    """The rest of an adapters' checkpoint comes from the base; one output per token or the diagonal of three."""
+    """An adapter checkpoint takes other weights from the base; one output per token or the diagonal of three."""
     samples = [Sample(PROMPTS[0], own.clip(0))]
     scores = [
         VideoAlign(**own.videoalign(tmp_path / str(full), full, outputs)).score(samples)[0].parts
@@ -242,7 +242,7 @@ def test_the_newest_checkpoint_is_used(tmp_path):
      (53, 8.0, 2.0, None, 14)],
 )  # fmt: skip
 def test_how_many_frames(total, video_fps, fps, frames, expected):
-    """seconds × rate, at least 4 and at most 768 or all, rounded to twos: 81/16·2 = 10.1 → 10."""
+    """seconds × rate, at least 4, at most 768 or all frames, rounded to an even number: 81/16·2 = 10.1 → 10."""
     assert frame_count(total, video_fps, fps, frames) == expected
 
 

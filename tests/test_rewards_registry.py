@@ -1,8 +1,7 @@
-"""Every reward of the registry runs, is documented, and is the same behind HTTP as in process.
+"""Every registered reward runs, is documented, and gives the same scores over HTTP as in process.
 
-Why these cases: a table that lists rewards nobody has run is worth nothing, and a reward that its table describes
-wrongly fails hours into a run. A tiny checkpoint or server stands for the published one; each reward's formula has a
-test of its own.
+Why these cases: a list of rewards that were never run is useless, and a wrongly documented reward fails hours into a
+run. A tiny checkpoint or server stands in for the published one; each reward's formula is tested in another file.
 """
 
 import inspect
@@ -35,7 +34,7 @@ HEADER = "| name | input | scale | what it is, source | runs | needs |"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """name -> (options, reward, its scores of the case's samples): each is made, loaded and asked once."""
+    """name -> (options, reward, its scores for the case's samples); each reward is built and run once."""
 
     @cache
     def make(name):
@@ -49,7 +48,7 @@ def made(tmp_path_factory):
 
 
 def documented():
-    """name -> its row's cells, of docs/rewards.md."""
+    """name -> the cells of its row in docs/rewards.md."""
     page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
     table = page.split(HEADER)[1].split("\n\n")[0].splitlines()[2:]
     rows = [[cell.strip() for cell in row.strip("|").split(" | ")] for row in table]
@@ -62,7 +61,7 @@ def test_every_reward_has_a_case_and_a_row():
 
 
 def scores(reward, samples):
-    """Scores of the samples, whatever the kind of reward."""
+    """Scores of the samples by a pointwise or groupwise reward."""
     if isinstance(reward, GroupwiseReward):
         return reward.score_group(samples, 0).scores
     return reward.score(samples)
@@ -70,14 +69,14 @@ def scores(reward, samples):
 
 @pytest.mark.parametrize("name", REWARDS)
 def test_runs(name, made):
-    """Finite values that tell the samples apart, in the samples' order; what is missing says why."""
+    """Finite values that differ between samples, in the samples' order; missing ones have a reason."""
     (_, reward, found), samples = made(name), CASES[name].samples()
     turned = scores(reward, samples[::-1])[::-1]
     assert len(found) == len(samples)
     values = [np.nan if s.value is None else s.value for s in found]
     assert all(s.reason for s in found if s.value is None)
     assert np.isfinite(values).sum() >= 2 and not np.isinf(values).any(), found
-    assert np.nanmax(values) > np.nanmin(values), "it does not tell the samples apart"
+    assert np.nanmax(values) > np.nanmin(values), "all samples have the same score"
     same = [np.nan if s.value is None else s.value for s in turned]
     np.testing.assert_allclose(same, values, rtol=1e-4, atol=1e-5)
     for sample in samples:
@@ -87,7 +86,7 @@ def test_runs(name, made):
 
 
 def odd(name):
-    """(sample, whether a reason must come) of shapes, kinds and prompts that nobody has in a test otherwise."""
+    """(sample, whether it must be missing with a reason), with unusual shapes, dtypes and prompts."""
     base, takes = CASES[name].samples()[0], load_class(name).takes
     rng = np.random.default_rng(0)
     seen, other = ((64, 96, 3), (3, 32, 48, 3)) if "image" in takes else ((8, 32, 48, 3), (32, 48, 3))
@@ -123,7 +122,7 @@ def test_odd_samples_have_a_finite_score_or_a_reason_and_leave_their_neighbours_
 
 @pytest.mark.parametrize("name", POINTWISE)
 def test_is_the_same_behind_http(name, made):
-    """`reward serve` gets ready with its own probe sample, and its numbers are those of the reward in process."""
+    """`reward serve` gets ready with its own probe sample, and its scores equal those of the reward in process."""
     (options, _, here), samples = made(name), CASES[name].samples()
     with serving(name, options) as url:
         remote = build(name, {name: {"url": url, "timeout_s": 60.0, "retries": 0}})[name]
@@ -147,14 +146,14 @@ def test_its_row_says_what_it_takes_and_its_class_what_it_is(name):
         assert f"`{key}`" in told, f"{told!r} does not name the column {key}"
     runs = documented()[name][3]
     assert ("judge" in runs) == found.judged, runs
-    assert inspect.getdoc(found) and not inspect.getdoc(found).startswith("What a reward")
+    assert inspect.getdoc(found) and not inspect.getdoc(found).startswith("Base class")
     explained = "\n".join(f"{c.__doc__ or ''}\n{c.__init__.__doc__ or ''}" for c in found.__mro__)
     for option in inspect.signature(found).parameters:
-        assert re.search(rf"\b{option}\b", explained), f"{name}: the option {option} is nowhere explained"
+        assert re.search(rf"\b{option}\b", explained), f"{name}: the option {option} is not documented"
 
 
 def block(language):
-    """The first code block of a language in docs/rewards.md."""
+    """The first code block in `language` in docs/rewards.md."""
     return re.search(rf"```{language}\n(.*?)```", (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8"), re.S)[1]
 
 
@@ -172,7 +171,7 @@ def test_list_prints_every_reward(capsys):
 
 
 def test_every_module_imports_without_its_libraries():
-    """So that a spec is checked, and a reward behind HTTP used, where its libraries are not installed."""
+    """So that specs can be checked and rewards used over HTTP without installing the rewards' libraries."""
     script = """
 import importlib, sys
 class Blocked:

@@ -1,8 +1,8 @@
-"""A reward behind HTTP, against real server processes; each fault is injected for real.
+"""Rewards over HTTP, against real server processes with injected faults.
 
 Why these cases: the trainer must see no difference between a reward in process and one behind a port, and a fault must
-end in bounded time as a missing value with its reason, never as a number. The stub scores what it decodes, so a swapped
-or stale picture would show.
+end in bounded time as a missing value with a reason, never as a number. The stub scores the image that it decodes, so
+swapped or stale images show.
 """
 
 import threading
@@ -48,7 +48,7 @@ def noise(count):
 
 
 def test_the_scorer_sees_no_difference(jpeg):
-    """Values of a step with the reward in process and behind two addresses, samples arriving in another order."""
+    """A step's values with the reward in process equal those over two URLs, with samples added in another order."""
     given, steps = noise(7), []
     for options in ({}, {"url": [jpeg.url, jpeg.url + "/"]}):
         with Scorer(build(JPEG, {JPEG: options}), 4) as scorer:
@@ -77,7 +77,7 @@ def test_what_is_no_ready_server_of_the_reward_is_refused_at_the_start(jpeg):
             ("http://no-such-host.invalid:1", "not reachable"),
             (jpeg.url, f"serves '{JPEG}', not '{MOODY}'"),
             (loading.url, "is loading, not ready; try again when"),
-            (judge.url, "is no reward server"),
+            (judge.url, "is not a reward server"),
         ):
             with pytest.raises(RewardError, match=message):
                 remote(url)
@@ -109,7 +109,7 @@ def test_a_fault_that_stays_is_missing_with_its_reason(fault):
         scores = reward.score(samples(51, 102))
     assert [s.value for s in scores] == [None, None]
     assert all(MISSING[fault] in s.reason for s in scores), scores[0].reason
-    if fault in ("400", "not_json", "few", "nan"):  # a body may be broken on its way: that is asked once more
+    if fault in ("400", "not_json", "few", "nan"):  # a body may be corrupted in transit, so it is requested once more
         assert len(server.requests) == (4 if fault in ("not_json", "few") else 2)
 
 
@@ -122,7 +122,7 @@ def test_a_fault_that_passes_is_asked_again(fault):
 
 
 def test_killed_in_the_middle_and_restarted_or_not(tmp_path):
-    """What was in flight loses nothing if the server comes back, and ends with a reason if it does not."""
+    """If the server comes back, no request in flight is lost; if not, each ends as missing with a reason."""
     first, gate = Process(MOODY), tmp_path / "go"
     reward = remote(first.url, retries=8, patience_s=30.0, timeout_s=10.0)
     given = [Sample(f"until {gate}" if k < 2 else "p", picture(10 * k)) for k in range(8)]
@@ -138,7 +138,7 @@ def test_killed_in_the_middle_and_restarted_or_not(tmp_path):
 
 
 def test_each_sample_ends_as_the_reward_makes_it_end():
-    """One in twenty raises, one is nan, one is missing, one hangs: everybody else's value is untouched."""
+    """One sample in twenty raises, one is nan, one is missing, one hangs: all other scores are unaffected."""
     prompts = ["raise" if k % 20 == 7 else "p" for k in range(60)]
     prompts[3], prompts[5] = "nan", "missing"
     given = [Sample(p, picture(k)) for k, p in enumerate(prompts)]
@@ -153,7 +153,7 @@ def test_each_sample_ends_as_the_reward_makes_it_end():
 
 
 def test_cancelled_samples_free_the_server(tmp_path):
-    """What the run gives up is not scored later, in front of the next step."""
+    """Cancelled samples are not scored later, which would delay the next step."""
     with Process(MOODY, "--max-batch", "2") as server:
         reward = remote(server.url, timeout_s=20.0)
         answers = [reward.submit(Sample(f"until {tmp_path / 'go'} {k}", picture(k))) for k in range(30)]
@@ -162,15 +162,15 @@ def test_cancelled_samples_free_the_server(tmp_path):
             answer.cancel()
         while reward._sender.endpoints[0].load:
             time.sleep(0.01)
-        assert server.health() == server.health() == 200  # round trips: it has seen the connections end
+        assert server.health() == server.health() == 200  # by now the server has seen the connections close
         (tmp_path / "go").touch()
         assert reward.score(samples(51))[0].value == 0.2
-        assert server.counts()["samples"] < 30, "what was given up is not scored"
+        assert server.counts()["samples"] < 30, "cancelled samples were scored"
 
 
 def test_encodings_of_one_medium_at_once_do_not_mix():
-    """A judge, a served reward and a reward in process encode the same medium on threads of their own; PIL keeps the
-    options of a save in the image, so a shared one gave JPEGs of another quality now and then."""
+    """A judge, a served reward and a reward in process encode the same medium in separate threads; PIL stores the
+    options of a save in the image, so a shared image sometimes gave JPEGs of the wrong quality."""
     rng = np.random.default_rng(0)
     encode = [lambda m: m.jpeg, lambda m: m.webp, lambda m: jpeg_kilobytes(Sample("", m))]
     for _ in range(30):
@@ -182,7 +182,7 @@ def test_encodings_of_one_medium_at_once_do_not_mix():
 
 
 def test_a_source_is_encoded_once(monkeypatch):
-    """A group's samples share their source image; its bytes are made once."""
+    """A group's samples share their source image, which is encoded once."""
     import prefgrpo.rewards.remote as module
 
     source, calls, real = picture(3, 64), [], module.media_json
@@ -213,8 +213,8 @@ def run(place, name, url=""):
 
 @pytest.mark.full
 def test_a_run_with_its_reward_behind_http_is_the_same_also_if_the_server_dies(place, jpeg):
-    """Every metric but the clocks, and the trained weights, bit for bit. Killed after the first step, the run stops
-    within seconds with a checkpoint and says why; with the server back, --resume ends it as if nothing had happened."""
+    """All metrics except times, and the trained weights, bit for bit. If the server is killed after the first step, the
+    run stops with exit code 3 and the reason; with the server back, --resume gives the weights of an unbroken run."""
     done = []
     for name, url in (("here", ""), ("there", jpeg.url)):
         file, folder = run(place, name, url)

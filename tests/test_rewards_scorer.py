@@ -1,9 +1,9 @@
-"""Win rates and the streaming scorer, several rewards at once, some failing.
+"""Win rates, and the streaming scorer with several rewards at once, some of which fail.
 
 Oracles: win rates by hand from a table of verdicts; a stub judge whose answers are a known function of the two
-pictures, so any mix-up of pairs, groups or orders shows; advantages in numpy over the members that have every reward;
-the same groups without failures. A missing value of one reward must not leak into the advantages of others, a slow
-streaming reward must not hold up the rest, and a monitor of weight 0 must not stop a run.
+images, so any mix-up of pairs, groups or orders shows; advantages in NumPy over the members that have every reward;
+the same groups without failures. One reward's missing value must not affect the advantages of other samples, a slow
+streaming reward must not block the others, and a failing monitor (weight 0) must not stop a run.
 """
 
 import json
@@ -40,7 +40,7 @@ def sample(value, **meta):
 
 
 def run(scorer, levels, groups=(7, 9), step=0, order=None):
-    """Score len(groups) × len(levels) samples, added in `order`; each group's levels begin one further on."""
+    """Score len(groups) × group_size samples, added in `order`; each group's levels are shifted by one more."""
     scorer.begin(step, groups)
     keys = [(g, m) for g in groups for m in range(scorer.group_size)]
     for g, m in keys if order is None else [keys[k] for k in order]:
@@ -52,7 +52,7 @@ def run(scorer, levels, groups=(7, 9), step=0, order=None):
 
 
 class StubJudge(PairJudge):
-    """P(first) = its share of the two grey levels; pairs with a level in `broken` fail, one in `hang` never ends."""
+    """P(first) = a / (a + b) of the grey levels; pairs with a level in `broken` fail, with one in `hang` never end."""
 
     def __init__(self, streams=True, broken=(), hang=()):
         self.streams, self.broken, self.hang = streams, set(broken), set(hang)
@@ -117,7 +117,7 @@ def test_rounds_follow_each_other_over_http_and_pairs_go_out_while_samples_are_m
                 for group in (0, 1):
                     s.add(group, member, sample(20 + 25 * member))
                 end = time.monotonic() + 60
-                while member == 6 and len(server.requests) < asked + 6:  # a round's pairs of members that exist
+                while member == 6 and len(server.requests) < asked + 6:  # the round's pairs among existing members
                     assert time.monotonic() < end
                     time.sleep(0.01)
             result = s.finish()
@@ -149,7 +149,7 @@ def test_a_failed_comparison_counts_for_nobody_and_the_log_has_a_line_for_it(tmp
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 12 and {line["step"] for line in lines} == {3}
     assert sum(line["p_first"] is None for line in lines) == 6
-    assert all(len(json.dumps(line)) < 400 for line in lines), "no pixels"
+    assert all(len(json.dumps(line)) < 400 for line in lines), "a logged line contains pixels"
 
 
 def test_hard_verdicts_average_the_orders_to_half_when_they_contradict():
@@ -182,7 +182,7 @@ def test_metrics_show_a_judge_that_prefers_the_first():
 
 
 class Level(PointwiseReward):
-    """The grey level, or what `table` says of it; an exception there is raised, for whatever is in the same call."""
+    """The grey level, or its entry in `table`; an exception in the table is raised and so fails the whole call."""
 
     def __init__(self, **table):
         self.table = {int(key[1:]): value for key, value in table.items()}
@@ -203,7 +203,7 @@ class RaisesGroups(GroupwiseReward):
 
 
 class Streaming(PointwiseReward):
-    """Answers when it is told to."""
+    """Never answers by itself: the test resolves its futures."""
 
     streams = True
 
@@ -235,7 +235,7 @@ def test_values_that_are_missing_not_finite_or_raised_are_nan_and_counted(capfd)
         "groups: the reward raised RuntimeError: no such kernel": 4,
     }  # fmt: skip
     assert "judge/requests" not in result.metrics
-    assert capfd.readouterr().err.count("Traceback") == 2, "where it happened can be read"
+    assert capfd.readouterr().err.count("Traceback") == 2, "the traceback must be logged"
 
 
 @pytest.mark.parametrize("gives", [1.0, None])
@@ -246,7 +246,7 @@ def test_what_is_no_score_is_told(gives):
 
 
 def test_streaming_rewards_get_samples_at_once_and_the_others_run_meanwhile():
-    """The in-process reward answers only after the streaming one saw every sample: in series this would hang."""
+    """The bulk reward answers only after the streaming one has seen every sample, so running in series would hang."""
     streaming = Streaming(8)
 
     class Slow(Level):
@@ -263,7 +263,7 @@ def test_streaming_rewards_get_samples_at_once_and_the_others_run_meanwhile():
 
 
 def test_a_second_step_may_begin_before_the_first_is_finished():
-    """Each has its own scores, pairs, requests and failures, in whatever order samples come."""
+    """Each step keeps its own scores, pairs, requests and failures, in whatever order samples arrive."""
     alone = [run(pairs(StubJudge(), seed=3, plan="round_robin"), LEVELS, (g,), step=k) for k, g in ((4, 7), (5, 9))]
     both = pairs(StubJudge(), seed=3, plan="round_robin")
     both.begin(4, [7])
@@ -280,7 +280,7 @@ def test_a_second_step_may_begin_before_the_first_is_finished():
     both.begin(7, [13], ahead=True)
     both.finish()
     both.begin(8, [15], ahead=True)
-    assert list(both.samples) == [13], "a step that was finished is not held beside two others"
+    assert list(both.samples) == [13], "a finished step must be released"
     with JudgeServer() as server:
         reward = {"vlm_pairwise": {"judge": JudgeConfig((server.url,))}}
         with Scorer(build("vlm_pairwise", reward), 2, deadline_s=600) as s:
@@ -331,7 +331,7 @@ def test_misuse_is_refused():
 
 
 class Flaky(PointwiseReward):
-    """Column `level`, from another thread; fails where column `fails` says so."""
+    """Answers with column `level`, from another thread; missing where column `fails` is true."""
 
     streams = True
 
@@ -350,7 +350,7 @@ class Flaky(PointwiseReward):
 
 
 def scores(levels, fails):
-    """The scorer's result for two rewards' levels [n, G, 2], of which the second fails where `fails` [n, G]."""
+    """The scorer's result for the levels [n, G, 2] of two rewards; the second is missing where `fails` [n, G]."""
     groups, size = fails.shape
     with Scorer({"level": Level(), "flaky": Flaky()}, size, deadline_s=600) as scorer:
         scorer.begin(0, range(groups))
@@ -367,7 +367,7 @@ def advantages(values, weights, combine):
 
 
 def advantages_by_hand(members, weights, combine):
-    """Advantages of one group's members [k, R] that have every reward."""
+    """Advantages of the members [k, R] of one group that have every reward."""
     if combine == "weighted_sum":
         total = members @ weights
         return (total - total.mean()) / (total.std() + EPS)
@@ -385,19 +385,19 @@ def test_a_reward_that_fails_for_one_in_twenty_does_not_bias_the_others(combine)
     assert result.reasons == {"flaky: no luck": fails.sum()}
     assert result.metrics["reward/flaky/missing_rate"] == pytest.approx(fails.mean())
     got = advantages(values, weights, combine)
-    assert (got[fails] == 0).all(), "a sample that lacks a reward trains nothing"
+    assert (got[fails] == 0).all(), "samples without every reward must have advantage 0"
     for g in range(600):
         have = ~fails[g]
         expected = advantages_by_hand(levels[g, have], weights, combine)
         np.testing.assert_allclose(got[g, have], expected, rtol=1e-4, atol=1e-5)
     whole = advantages([levels[..., 0] * 1.0, levels[..., 1] * 1.0], weights, combine)
     touched = ~fails & fails.any(1)[:, None]
-    assert np.array_equal(got[~fails.any(1)], whole[~fails.any(1)]), "groups without a failure are as they were"
+    assert np.array_equal(got[~fails.any(1)], whole[~fails.any(1)]), "other groups changed"
     shift = (got - whole)[touched]
-    assert abs(shift.mean()) < 4 * shift.std() / len(shift) ** 0.5, "failures elsewhere shift nobody on average"
+    assert abs(shift.mean()) < 4 * shift.std() / len(shift) ** 0.5, "failures bias the other members"
     zeros = advantages([values[0], np.nan_to_num(values[1])], weights, combine)
     biased = (zeros - whole)[touched]
-    assert biased.mean() > 8 * biased.std() / len(biased) ** 0.5, "this would show a failure that counts as 0"
+    assert biased.mean() > 8 * biased.std() / len(biased) ** 0.5, "the test cannot detect failures scored as 0"
 
 
 def test_a_monitor_that_fails_changes_no_advantage():

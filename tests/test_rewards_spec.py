@@ -1,7 +1,7 @@
 """The reward_spec grammar and the registry.
 
-Cases: every form of spec/judge.md's list, accepted and refused; refusals must name the entry. The registry test
-imports every entry, so a name without a class cannot be shipped.
+Cases: every form in spec/judge.md's list, accepted or refused; an error must name the entry. The registry test
+imports every entry, so that no name without a class can be shipped.
 """
 
 import inspect
@@ -23,7 +23,7 @@ A, B = "jpeg_compressibility", "jpeg_incompressibility"
 
 
 class Brightness(PointwiseReward):
-    """A user's own reward, named by its dotted path."""
+    """A user-defined reward, named by its dotted path."""
 
     def __init__(self, scale: float = 1.0):
         self.scale = scale
@@ -101,7 +101,7 @@ def test_any_text_parses_or_is_refused(spec):
 
 
 def test_options_are_checked_before_any_reward_is_made(monkeypatch):
-    """Unknown, of another type, missing, or of a later reward; what is no reward is refused as well."""
+    """Options that are unknown, of the wrong type, missing, or for a later reward; and objects that are not rewards."""
     name, other, made = f"{__name__}:Brightness", f"{__name__}.Brightness", []
     sample = Sample("", Media(np.full((4, 4, 3), 10, np.uint8)))
     for own in (name, other):
@@ -118,8 +118,8 @@ def test_options_are_checked_before_any_reward_is_made(monkeypatch):
             for x in ("1", True, None)
         ),
         (["no.such.Thing"], {}, "cannot load"),
-        (["os.path"], {}, "no Pointwise"),
-        (["math:pi"], {}, "no PointwiseReward"),
+        (["os.path"], {}, "not a Pointwise"),
+        (["math:pi"], {}, "not a PointwiseReward"),
     ):
         with pytest.raises(RewardSpecError, match=message):
             build(spec, options)
@@ -127,7 +127,7 @@ def test_options_are_checked_before_any_reward_is_made(monkeypatch):
 
 
 def test_scenes_is_the_mean_of_the_hits_and_refuses_foreign_captions():
-    """The hits themselves: test_scenes.py."""
+    """The hits themselves are tested in test_scenes.py."""
     right, _ = drawn()
     wrong, foreign = replace(right, prompt=scenes.caption(scenes.COMBOS[-1])), replace(right, prompt="a dog")
     right, wrong, foreign = build("scenes")["scenes"].score([right, wrong, foreign])

@@ -1,7 +1,7 @@
-"""Rewards that ask a vision-language model, against a real HTTP server that sees the pictures.
+"""Rewards that query a vision-language model, against a real HTTP server that decodes the images.
 
-Why these cases: each formula by hand or by a loop written here; what the answer does not state is missing, never 0 or
-a mean; the same question about the same picture travels once; nothing waits for what could be asked at once.
+Why these cases: each formula is checked by hand or by a loop written here; a value that the answer does not state is
+missing, never 0 or a mean; the same question about the same image is sent once; independent questions run concurrently.
 """
 
 import itertools
@@ -69,7 +69,7 @@ FORMULAS = [
 
 @pytest.mark.parametrize(("name", "options", "formula"), FORMULAS)
 def test_one_by_one(server, name, options, formula):
-    """Of pictures of three greys, edits of one source: the prompt asks for a grid and for a change."""
+    """Three grey images, edits of one source; the prompt asks for a grid and for a change."""
     group = samples(40, 130, 250, source=(flat(200),), prompt="a 2x3 grid, made dark")
     assert values(one(server, name, **options).score(group)) == pytest.approx([formula(b) for b in B], abs=0.01)
     needs = load_class(name).needs_source
@@ -115,7 +115,7 @@ def test_rewards_of_edits_share_their_questions_and_refuse_odd_weights(server):
     names = ["edit_score", EDIT + "instruction_following", EDIT + "image_quality"]
     group = samples(40, 250, source=(flat(200),), prompt="make it dark")
     scores = [reward.score(group) for reward in make(server, names).values()]
-    assert len(server.requests) == 4, "two questions about two edits, whoever asks"
+    assert len(server.requests) == 4, "two questions × two edits, shared by the rewards"
     assert sorted("make it dark" in text_of(r) for r in server.requests) == [False, False, True, True]
     assert scores[2][0].parts == pytest.approx({"naturalness": 25 * B[0], "artifacts": 25 - 25 * B[0]}, abs=0.01)
     for weights, why in (({"beauty": 1}, "naturalness"), ({"naturalness": 0, "artifacts": 0}, "not all 0")):
@@ -136,7 +136,7 @@ def test_consistency_is_the_mean_over_pairs_of_cells(server):
         [sample, Sample("one cat", flat(40)), Sample("a 64x64 grid", flat(40))]
     )
     assert scores[0].value == pytest.approx(pairs_mean(levels), abs=1e-6)
-    assert len(server.requests) == 6, "the question does not show the criterion, so it is asked once per pair"
+    assert len(server.requests) == 6, "criteria with equal questions must share a request per pair"
     assert all(len(images(r)) == 2 and r["max_tokens"] == 1 for r in server.requests)
     assert [s.value for s in scores[1:]] == [None, None] and "no grid" in scores[1].reason
 
@@ -150,7 +150,7 @@ def test_consistency_by_criteria_averages_dimensions_of_criteria_of_pairs(server
     score = reward.score([sample])[0]
     assert score.parts == pytest.approx({"Identity": strict, "Style": (loose + strict) / 2}, abs=1e-6)
     assert score.value == pytest.approx((strict + (loose + strict) / 2) / 2, abs=1e-6)
-    assert len(server.requests) == 2 * 15, "one question per pair and text, also where two dimensions share a text"
+    assert len(server.requests) == 2 * 15, "dimensions with equal texts must share a request per pair"
     for meta in ({}, {"criteria": "x"}, {"criteria": {}}, {"criteria": {"Style": 3}}, {"grid": "axb"}):
         score = reward.score([Sample("A 3x2 grid.", grid(*levels), (), meta)])[0]
         assert score.value is None and ("criteria" in score.reason or "grid" in score.reason)
@@ -166,12 +166,12 @@ def test_a_pair_that_fails_counts_for_nothing(server):
 def test_consistency_for_editing_asks_both_at_once(server):
     server.delay_s = 0.2
     group = samples(40, 250, source=(flat(200), flat(10)), prompt="brighter")
-    asks = {"judge": judge(server, media_ids="off")}  # with ids, who needs a picture waits for the one that carries it
+    asks = {"judge": judge(server, media_ids="off")}  # ids make requests wait for the first upload
     scores = build("consistency_for_editing", {"consistency_for_editing": asks})["consistency_for_editing"].score(group)
     assert server.peak == 4
     parts = [{"consistency": 1 - abs(S - b), "following": b} for b in (B[0], B[2])]
     assert [s.parts for s in scores] == [pytest.approx(p, abs=1e-4) for p in parts]
-    assert all(len(images(r)) == 3 for r in server.requests), "both source images and the edit"
+    assert all(len(images(r)) == 3 for r in server.requests), "expected both sources and the edit"
 
 
 def test_grid_layout_asks_about_the_grid_of_the_prompt_or_the_column(server):
@@ -209,7 +209,7 @@ def test_judges_of_pairs_see_images_and_eight_even_frames(server, name, media):
     if name.endswith("flex"):
         overall, parts = rate, found.scores[0].parts
         want = []
-        for r in overall:  # the first category agrees with the verdict, the second contradicts it, the third ties
+        for r in overall:  # the three categories: one agrees with the verdict, one contradicts it, one ties
             categories = (1.0 * r + 0.7 * (1 - r) + 0.7 * 0.5) / (1.0 + 0.7 + 0.7)
             want.append((0.3 * r + 0.7 * categories) / (0.3 + 0.7))
         rate = want

@@ -1,8 +1,8 @@
 """Rollout and replay on the tiny FLUX pipeline.
 
-Why these cases: what is stored (only the window, the rounded value, shared tensors), what is scored (the stored
-value), whose noise it is (global ids, groups that share it), batching of stored steps, dropped samples, KL, and that
-the loop never reads a number back from the device (which would stall a GPU).
+Why these cases: what is stored (only the window, the rounded value, shared tensors), which value logp is computed for
+(the stored one), which sample's noise is used (global ids, shared within groups), batching of stored steps, dropped
+samples, KL, and that the loop never reads a value back from the device (which would stall a GPU).
 """
 
 from dataclasses import replace
@@ -51,7 +51,7 @@ def test_only_the_window_is_stored_and_neighbours_share_tensors(adapter, conditi
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rule", ["flow", "dance", "cps", "cps_normalised"])
 def test_logp_is_that_of_the_stored_value(adapter, condition, dtype, rule):
-    """fp64 truth from the stored, rounded latents; it must also be what replay gives, exactly."""
+    """Close to the fp64 value for the stored, rounded latents, and exactly the logp that replay gives."""
     schedule = schedule_of(adapter, rule=rule)
     done = rollout(adapter, schedule, condition, IDS, S, seed=0, latent_dtype=dtype)
     for step in done.steps:
@@ -81,7 +81,7 @@ def test_a_group_may_share_its_initial_noise(adapter, condition):
     done = rollout(adapter, schedule, condition, IDS, S, seed=0, initial_sample=shared)
     x0, x1 = done.steps[0].x, done.steps[0].x_next
     assert torch.equal(x0[0], x0[1]) and torch.equal(x0[2], x0[3]) and not torch.equal(x0[0], x0[2])
-    assert not torch.equal(x1[0], x1[1]), "the steps' own noise stays each sample's own"
+    assert not torch.equal(x1[0], x1[1]), "the noise of later steps must not be shared"
 
 
 @pytest.mark.parametrize(("replay_batch", "blocks"), [(0, [1, 1, 1]), (4, [1, 1, 1]), (8, [2, 1]), (99, [3])])
@@ -108,9 +108,9 @@ def test_stacked_steps_and_dropped_samples(adapter, condition, replay_batch, blo
 
 @pytest.mark.parametrize("form", ["gaussian", "flow_grpo"])
 def test_kl_is_of_its_form_and_its_gradient_skips_the_reference(adapter, condition, form):
-    """Oracle: torch.distributions.kl_divergence of the two steps' Normals, mean over elements.
+    """Oracle: torch.distributions.kl_divergence of the two steps' Normals, averaged over elements.
 
-    Flow-GRPO's Normals have its `std_dev_t` = η·sqrt(σ / (1 − σ)), which knows no step length (train_sd3.py).
+    In Flow-GRPO (train_sd3.py) their std is `std_dev_t` = η·sqrt(σ / (1 − σ)), which leaves out the step length.
     """
     schedule = schedule_of(adapter)
     step = rollout(adapter, schedule, condition, IDS, S, seed=0).steps[1]
@@ -134,7 +134,7 @@ def test_kl_is_of_its_form_and_its_gradient_skips_the_reference(adapter, conditi
 
 @pytest.mark.parametrize("family", ["sd3", "z_image", "qwen_image"])
 def test_the_gradient_of_a_guidance_pair(family):
-    """Against plain torch: the denoiser called per prompt, u detached where train.guidance_gradient is conditional."""
+    """Oracle: plain torch with one denoiser call per prompt, and u detached if guidance_gradient is conditional."""
     case = case_of(family)
     adapter, sampling = policy(case), case.sampling()
     condition, rows, gradients = conditions(adapter, case), torch.tensor([0, 1]), []
@@ -150,7 +150,7 @@ def test_the_gradient_of_a_guidance_pair(family):
         adapter.guidance_gradient = kind
         step = rollout(adapter, schedule, condition, rows, sampling, seed=0).steps[0]
         new = replay(adapter, schedule, condition, step, sampling)
-        assert torch.equal(new.logp, step.logp), "the ratio of the first update is exactly 1"
+        assert torch.equal(new.logp, step.logp), "the first update's ratio must be exactly 1"
         c, u = (
             adapter.predict(adapter.transformer, step.x, sigma, prompt, sampling)
             for prompt in (replace(condition, negative=None), negative)
@@ -162,11 +162,11 @@ def test_the_gradient_of_a_guidance_pair(family):
         truth = gradient(w * (step.x_next - a * step.x - b * v).square().flatten(1).mean(1) + shift)
         gradients.append(gradient(new.logp))
         assert (gradients[-1] - truth).norm() < 1e-4 * truth.norm()
-    assert torch.cosine_similarity(*gradients, dim=0) < 0.99, "the two gradients differ"
+    assert torch.cosine_similarity(*gradients, dim=0) < 0.99, "the two modes must give different gradients"
 
 
 class NoReadback(TorchDispatchMode):
-    """Fails on every op that would make the host wait for the device."""
+    """Fails on any op that would make the host wait for the device."""
 
     WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal.default", "unique", "masked_select")
 

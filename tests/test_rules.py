@@ -1,7 +1,7 @@
-"""Step rules against numbers that nobody here made: the published formulas in NumPy fp64, and the ancestors' values.
+"""Step rules against independent references: the published formulas in NumPy fp64, and golden numbers.
 
-Why these cases: one wrong sign or σ in a rule trains quietly in the wrong direction. The golden numbers were computed
-from the papers' formulas in their own (not affine) form; the properties hold for every rule at every σ.
+Why these cases: with one wrong sign or σ, a rule silently trains in the wrong direction. The golden numbers were
+computed from the papers' formulas in their original (not affine) form; the properties hold for every rule at every σ.
 """
 
 import math
@@ -39,7 +39,7 @@ def test_golden_numbers(case):
 
 
 def literal(rule, i):
-    """(mean, std) of a step in the papers' own words."""
+    """(mean, std) of a step, by the papers' formulas as published."""
     delta, x, v = i.sigma_next - i.sigma, X, V
     if rule in ("flow", "wan"):
         st_ = i.eta * math.sqrt(i.sigma / (1 - (i.sigma_max if i.sigma == 1 else i.sigma)))
@@ -107,7 +107,7 @@ def test_noise_levels_out_of_range():
 
 
 def test_a_rule_of_the_documentation_is_a_rule(root):
-    """docs/add-a-family.md, "A step rule": its function is Flow-SDE at constant η, in fewer than 20 lines."""
+    """docs/add-a-family.md, "A step rule": the example is Flow-SDE at constant η, in fewer than 20 lines."""
     text = (root / "docs" / "add-a-family.md").read_text()
     code = text.partition("```python\n")[2].partition("```")[0]
     assert "RULES[" in code and len(code.splitlines()) < 20

@@ -68,12 +68,12 @@ def test_base_draws_scenes_but_often_the_wrong_ones():
     pipe = diffusers.FluxPipeline.from_pretrained(ASSETS / "base")
     captions = scenes.prompts("dev") * 4
     images = base.sample(pipe, WORLDS["scenes"], captions, seed=0)
-    assert 0.25 <= scenes.hits(images, captions).all(1).float().mean() <= 0.5  # measured .37-.39; room for training
+    assert 0.25 <= scenes.hits(images, captions).all(1).float().mean() <= 0.5  # measured .37-.39: can improve
     assert (scenes.read(images) != scenes.UNREADABLE).all(1).float().mean() >= 0.92
 
 
 def right_in_both_orders(folder, combos):
-    """Share of right verdicts on a true scene against one with another colour, shape or place."""
+    """Share of correct verdicts on a true scene against one with another colour, shape or place."""
     own, generator, right = (
         LocalJudge(str(folder), "caption_match", min_label_mass=0.0),
         torch.Generator().manual_seed(0),
@@ -89,13 +89,13 @@ def right_in_both_orders(folder, combos):
 
 
 def test_judge_is_right_on_clean_pairs_in_both_orders():
-    """As it is asked in training: chat template, image processor and stock forward (test_judge_local.py)."""
+    """Called as in training, with chat template, image processor and stock forward (test_judge_local.py)."""
     assert right_in_both_orders(ASSETS / "judge", scenes.COMBOS) >= 0.95
 
 
 @pytest.mark.full
 def test_the_assets_can_be_made_again(tmp_path):
-    """What the commands of scripts/demo_world/README.md do, in two steps each; what they write loads and answers."""
+    """The commands in scripts/demo_world/README.md, with two steps each; their outputs load, and the judge answers."""
     vae.train_vae(vae.VAEConfig(tmp_path / "vae", steps=2, batch=4)).save_pretrained(tmp_path / "vae")
     config = base.BaseConfig(tmp_path / "vae", tmp_path / "base", steps=2, batch=4, pictures=8)
     base.save(base.train_base(config), config.out)

@@ -1,6 +1,6 @@
 """The schedule of a trajectory: coefficient table, stochastic windows, static shift.
 
-Why these cases: the table must be what the rules say at the fp32 σ that the model sees; a window must be the same on
+Why these cases: the table must equal the rules at the fp32 σ that the model is given; a window must be the same on
 every rank, move over steps, stay in range and cover it evenly; a step without noise must never be trained.
 """
 
@@ -84,11 +84,11 @@ def test_windows_move_and_cover_the_range_evenly():
     assert sorted(members) == [1, 3, 4, 8] and all(abs(n - 2000) < 5 * 32 for n in members.values()), members
     state = torch.random.get_rng_state()
     consecutive(range(1, 9), 2, 0), subset(range(9), 2, 0)
-    assert torch.equal(state, torch.random.get_rng_state()), "the global generator is left alone"
+    assert torch.equal(state, torch.random.get_rng_state()), "the global generator was used"
 
 
 def test_progressive_windows_are_those_of_mixgrpo():
-    """Its progressive strategy counted out (stay 3 steps, move by 2, begin again), its exponential one by formula."""
+    """MixGRPO's progressive strategy by counting (stay 3 steps, move by 2, restart), the exponential one by formula."""
     seen = [progressive(range(1, 8), 3, k, interval=3, stride=2) for k in range(12)]
     assert seen == [(1, 2, 3)] * 3 + [(3, 4, 5)] * 3 + [(5, 6, 7)] * 3 + [(1, 2, 3)] * 3
     stays = [math.ceil(25 * math.exp(-0.1 * max(0, place - 13))) for place in range(13)]

@@ -1,7 +1,7 @@
-"""`make science`: the simulated judge is what its page says, the arms of an experiment cost the same and differ in one
-thing, the error bars are Student's, and docs/science.md is what the committed results render to.
+"""`make science`: the simulated judge behaves as documented, the arms of an experiment cost the same and differ in one
+setting, the error bars are Student's t intervals, and docs/science.md matches the committed results.
 
-Truth is held against scenes drawn by the world itself, the intervals against textbook numbers. The full tier trains.
+Ground truth is checked on scenes that the demo world renders, intervals against textbook values. The full tier trains.
 """
 
 import json
@@ -26,7 +26,7 @@ def drawn(count=None):
 
 
 def group(size=8):
-    """Pictures of different scenes, all for the caption of the first."""
+    """Images of different scenes, all with the first one's caption."""
     images, captions = drawn(size)
     return [Sample(captions[0], Media(image)) for image in images]
 
@@ -39,7 +39,7 @@ def test_truth_is_that_of_the_world():
     tensors = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2) / 255
     share = hits(tensors, shifted).float().mean(1).numpy()
     assert np.abs(np.array(wrong) - share).max() < 0.25 and np.abs(np.array(wrong) - share).mean() < 0.05
-    assert max(truth([np.zeros((32, 32, 3), np.uint8)], captions[:1])) < 0.05, "nothing to be seen"
+    assert max(truth([np.zeros((32, 32, 3), np.uint8)], captions[:1])) < 0.05, "a black image"
 
 
 def test_the_flaw_is_brightness_and_noise_is_addressed():
@@ -50,8 +50,8 @@ def test_the_flaw_is_brightness_and_noise_is_addressed():
     ask = lambda judge: [v.first for v in Pairs(judge).judge_group(captions[0], [s.media for s in group()], ways)]  # noqa: E731
     logits = lambda judge: [judge.temperature * np.log(p / (1 - p)) for p in ask(judge)]  # noqa: E731
     again = ask(SimulatedJudge(noise=1.0, temperature=1.0))
-    assert again == ask(SimulatedJudge(noise=1.0, temperature=1.0)), "the same question has the same answer"
-    assert again[0] == again[2] != pytest.approx(1 - again[1]), "the other order is another question"
+    assert again == ask(SimulatedJudge(noise=1.0, temperature=1.0)), "equal questions, unequal answers"
+    assert again[0] == again[2] != pytest.approx(1 - again[1]), "noise must depend on the order"
     biased, fair = (logits(SimulatedJudge(noise=0, bias=b, temperature=1.0)) for b in (0.3, 0))
     assert np.array(biased) - fair == pytest.approx(0.3) and fair[0] == pytest.approx(-fair[1])
 
@@ -96,8 +96,8 @@ def test_what_is_read_from_runs(tmp_path, monkeypatch):
     for name, own in ends.items():
         for seed, end in enumerate(own):
             write(tmp_path, name, seed, [0.4, 0.4, 0.45, 0.5, end])
-    write(tmp_path, "ratings", 2, [0.4, 0.4, 0.45])  # on its way
-    write(tmp_path, "win_rates", 2, [0.4] * 5, settings={"asks": 3})  # of other settings
+    write(tmp_path, "ratings", 2, [0.4, 0.4, 0.45])  # not finished
+    write(tmp_path, "win_rates", 2, [0.4] * 5, settings={"asks": 3})  # has other settings
     assert science.interval([1.0, 2.0, 3.0]) == pytest.approx((2.0, 2.4841), abs=1e-3), "t(2) = 4.303, s = 1"
     assert np.isnan(science.interval([1.0])[1])
     assert science.against("win_rates", "ratings", (0, 1, 2), "accuracy", tmp_path) == pytest.approx([0.1, 0.11])
@@ -105,10 +105,10 @@ def test_what_is_read_from_runs(tmp_path, monkeypatch):
     assert rows[3].startswith(
         "| `win_rates`: win rates | 2 | 0.625 ± 0.318 | 0.725 ± 0.318 | 0.805 ± 0.318 | 0.080 ± 0.000 |"
     )
-    assert "+0.105 ± 0.064" in rows[3], "less than the two means: seed by seed"
+    assert "+0.105 ± 0.064" in rows[3], "expected paired differences, per seed"
     assert "seed 2 of `ratings`, `win_rates`." in science.missing("a", (0, 1, 2), tmp_path)
-    assert len(science.table("b", (0,), tmp_path)) == 2 + 3, "arms without runs are left out"
-    assert science.block("c", (0,), tmp_path) == [science.missing("c", (0,), tmp_path)], "and so is an empty table"
+    assert len(science.table("b", (0,), tmp_path)) == 2 + 3, "arms without runs must be omitted"
+    assert science.block("c", (0,), tmp_path) == [science.missing("c", (0,), tmp_path)], "omit empty tables"
     science.draw("a", (0, 1), tmp_path / "a.svg", tmp_path)
     assert (tmp_path / "a.svg").stat().st_size > 10_000
     for seed in (5, 6):
@@ -122,7 +122,7 @@ def test_what_is_read_from_runs(tmp_path, monkeypatch):
 def test_work_is_dealt_by_seeds(tmp_path, monkeypatch):
     every = science.jobs(science.ORDER, (3, 4), tmp_path)
     assert len(every) == len(set(every)) == 2 * (len(science.ARMS) + len(science.OBJECTIVES))
-    assert [job[1] for job in every[: len(science.ARMS)]] == [3] * len(science.ARMS), "seed by seed"
+    assert [job[1] for job in every[: len(science.ARMS)]] == [3] * len(science.ARMS), "not ordered by seed"
     assert {job[0] for job in every[-2 * len(science.OBJECTIVES) :]} == set(science.OBJECTIVES)
     assert science.file_of("grpo", 3).parent == bench_objectives.RESULTS != science.file_of("window", 3).parent
 
@@ -144,4 +144,4 @@ def test_a_run_is_measured_once_and_again_the_same(tmp_path, root, monkeypatch):
         assert science.run((name, 0, tmp_path)).endswith("is there")
     science.train(name, 0, tmp_path, steps=1, every=1)
     again = json.loads(science.file_of(name, 0, tmp_path).read_text())["evaluations"][1]
-    assert again[:2] + again[3:] == end[:2] + end[3:], "but for the seconds"
+    assert again[:2] + again[3:] == end[:2] + end[3:], "equal except for the seconds"

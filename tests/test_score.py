@@ -1,8 +1,8 @@
-"""`prefgrpo score`: folders of files and their prompts, on one process and on two.
+"""`prefgrpo score`: folders of files with their prompts, on one process and on two.
 
-Why these cases: a file beside the wrong prompt gives plausible numbers for nothing, so every way of matching them is
-tried with a file too many and one too few; scores that depend on the number of processes cannot be compared; and one
-file that cannot be read must be named, not averaged in.
+Why these cases: a file matched to the wrong prompt gives plausible but meaningless scores, so every way of matching is
+tested with one file too many and one too few; scores must not depend on the number of processes; and an unreadable file
+must be reported by name, not averaged in.
 """
 
 import json
@@ -19,6 +19,7 @@ from reward_server import Process
 from tiny_run import start
 
 from prefgrpo.commands import cli
+from prefgrpo.commands.score import REASONS, table
 from prefgrpo.data.file_names import file_name, find, read_media
 from prefgrpo.data.prompts import DataError, Prompt, read_prompts
 from prefgrpo.rewards import build
@@ -57,7 +58,7 @@ def place(tmp_path_factory):
 
 
 def run(*argv, code=0):
-    """What `prefgrpo score argv` writes."""
+    """The JSON that `prefgrpo score argv` writes."""
     out = argv[argv.index("--out") + 1] if "--out" in argv else None
     assert cli.main(["score", *map(str, argv)]) == code
     return json.loads(out.read_text()) if out and code == 0 else None
@@ -140,7 +141,7 @@ def test_files_and_prompts_without_each_other_are_named(tmp_path):
 
 
 def test_a_fresh_clone_scores_a_folder(place, capsys):
-    """The issue's own command; the values are those of the rewards, asked directly."""
+    """The command from the issue gives the same values as calling the rewards directly."""
     out, table = place / "one.json", place / "prompts.csv"
     found = run(*arguments(SPEC, place / "images", table, "--options", place / "tiny/options.yaml", "--out", out))
     said = capsys.readouterr().out
@@ -206,12 +207,21 @@ def test_a_file_that_cannot_be_read_is_missing_with_its_reason(tmp_path, capsys)
     assert "it is empty" in capsys.readouterr().out
 
 
+def test_the_table_says_the_commonest_reasons_and_how_many_others_there_are():
+    for kinds, more in ((2, []), (REASONS, []), (REASONS + 2, ["  and 2 other reasons (--out has all)"])):
+        reasons = [f"r{k}" for k in range(kinds) for _ in range(10 - k)]
+        files = [{"scores": {"a": {"value": None, "reason": reason}}} for reason in reasons]
+        none = {"mean": None, "missing": len(reasons)}
+        lines = table({"rewards": {"a": {"weight": 1.0} | none}, "total": none, "files": files}).splitlines()
+        assert lines[2:-1] == [f"  {10 - k} × r{k}" for k in range(min(kinds, REASONS))] + more
+
+
 def test_files_as_cameras_and_painters_write_them(tmp_path):
-    """Depths, palettes, alpha, turned by EXIF, endings in capitals: the pixels are those that a viewer shows."""
+    """Bit depths, palettes, alpha, EXIF rotation, upper-case suffixes: the pixels are those that a viewer shows."""
     shown = image(3, size=(24, 32))
     grey = shown[..., 0].astype(np.uint16) * 257
     turned = Image.Exif()
-    turned[274] = 6  # a camera held upright: the file's rows are the picture's columns from the right
+    turned[274] = 6  # camera held upright: the file's rows are the image's columns, from the right
     made = {
         "a.PNG": (Image.fromarray(shown), {}),
         "b.png": (Image.fromarray(grey), {}),
@@ -280,7 +290,7 @@ def test_clips_are_read_from_files(tmp_path):
     for k, row in enumerate(found["files"]):
         media = read_media(tmp_path / row["file"])
         assert media.pixels.shape == (6 - k, 32, 48, 3)
-        assert np.abs(media.pixels[0].astype(int) - frames[0]).mean() < 20, "the frames are those that were written"
+        assert np.abs(media.pixels[0].astype(int) - frames[0]).mean() < 20, "the decoded frames differ"
         expected = build("jpeg_incompressibility")["jpeg_incompressibility"].score([Sample("", media)])[0].value
         assert row["scores"]["jpeg_incompressibility"]["value"] == expected
 
@@ -289,11 +299,11 @@ def test_a_clip_without_frames_is_missing(tmp_path):
     (tmp_path / "a.mp4").write_bytes(b"\0" * 300)
     with pytest.raises(DataError, match=r"^a\.mp4 cannot be read \([^\n]*\)$") as error:
         read_media(tmp_path / "a.mp4")
-    assert "0x" not in str(error.value), "the same in every process"
+    assert "0x" not in str(error.value), "the message must not contain an address"
 
 
 def test_edits_with_their_sources(place, tmp_path):
-    """Sources from a column, and from a folder; the reward sees each edit beside its own."""
+    """Sources from a column or from a folder; the reward sees each edit with its own source."""
     tiny_rewards.make("image_similarity", tmp_path / "tiny")
     for name in ("sources", "edits"):
         (tmp_path / name).mkdir()
@@ -314,7 +324,7 @@ def test_edits_with_their_sources(place, tmp_path):
 
 
 def test_the_json_on_standard_output(place, capsys):
-    """A monitor alone: it has a mean, and there is no total to speak of."""
+    """With only a monitor (weight 0), the reward has a mean but there is no total."""
     argv = arguments("jpeg_compressibility:0", place / "images", place / "prompts.csv", "--out", "-")
     assert cli.main(["score", *map(str, argv)]) == 0
     said = capsys.readouterr()
@@ -324,7 +334,7 @@ def test_the_json_on_standard_output(place, capsys):
 
 
 def test_a_judge_and_a_served_reward(place, tmp_path, capsys):
-    """Groups go to the judge by prompt; a monitor of weight 0 is told and not summed."""
+    """The judge gets groups by prompt; a monitor of weight 0 is reported but not summed."""
     with JudgeServer() as judge, Process("jpeg_incompressibility") as served:
         options = tmp_path / "options.yaml"
         judged = {"judge": {"endpoints": [judge.url]}, "plan": "round_robin"}
@@ -332,7 +342,7 @@ def test_a_judge_and_a_served_reward(place, tmp_path, capsys):
         more = ["--options", options, "--out", tmp_path / "o.json"]
         spec = "vlm_pairwise:1,jpeg_incompressibility:0"
         found = run(*arguments(spec, place / "images", place / "prompts.csv", *more))
-    assert len(judge.requests) >= 5 * 3, "every pair of every prompt"
+    assert len(judge.requests) >= 5 * 3, "fewer requests than pairs"
     local = build("jpeg_incompressibility")["jpeg_incompressibility"]
     for k in range(5):
         rows = [f for f in found["files"] if f["index"] == k]

@@ -1,8 +1,8 @@
 """`rollout.sigmas` with the scheduler configs of the published models (data/schedulers.json), of every family.
 
-Why these cases: each model has a spacing of its own (static shift twice, dynamic shift, a terminal σ, a multistep
-solver's whole timesteps), and an Euler scheduler with another shift is none of them. The oracle of `pipeline` is the
-stock pipeline, stopped once it has set its timesteps; that of `published` is the formula in fp64.
+Why these cases: models space their sigmas differently (static shift applied twice, dynamic shift, a terminal σ, a
+multistep solver's integer timesteps), which an Euler scheduler with another shift cannot reproduce. The oracle for
+`pipeline` is the stock pipeline, stopped once it has set its timesteps; for `published` it is the formula in fp64.
 """
 
 import json
@@ -42,7 +42,7 @@ SIZE = (128, 256)
 
 
 class Stop(Exception):
-    """Timesteps are set."""
+    """Raised when the timesteps are set."""
 
 
 def with_scheduler(config, pipe):
@@ -51,7 +51,7 @@ def with_scheduler(config, pipe):
 
 
 def stock(pipe, case, steps, monkeypatch):
-    """(sigmas [T + 1], timesteps [T]) of the stock pipeline's own call."""
+    """(sigmas [T + 1], timesteps [T]) that the stock pipeline sets when called."""
     real = pipe.scheduler.set_timesteps
 
     def stop(num_inference_steps=None, device=None, sigmas=None, mu=None):
@@ -88,12 +88,12 @@ def test_pipeline_is_the_stock_pipelines_own(case, config, monkeypatch):
         assert torch.equal(schedule.sigmas, sigmas.float()), (steps, schedule.sigmas - sigmas)
         assert torch.allclose(schedule.times * 1000, timesteps.float(), rtol=0, atol=2e-4)
         cut = Schedules(run := run_of(case, steps, truncate_timesteps=True), adapter, CPU).ode(run.rollout)
-        assert torch.equal((cut.times * 1000).round().long(), timesteps.long()), "int(1000 σ), of whole times the same"
+        assert torch.equal((cut.times * 1000).round().long(), timesteps.long()), "expected int(1000 σ) as timesteps"
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, 5.0])
 def test_published_is_the_formula_whatever_the_folders_scheduler(shift):
-    """Before, Wan's σ at S = 20 and shift 3 ended at 0.009 instead of 0.136, and Qwen-Image's at 0.02."""
+    """Earlier, Wan's last σ above 0 at S = 20 and shift 3 was 0.009 instead of 0.136, and Qwen-Image's was 0.02."""
     for family in ("wan", "qwen_image", "flux"):
         adapter = load(case_of(family))
         with_scheduler(CONFIGS[family.split("_")[0]], adapter.pipe)
@@ -105,7 +105,7 @@ def test_published_is_the_formula_whatever_the_folders_scheduler(shift):
 
 
 def test_a_shift_that_makes_sigmas_equal_is_refused_not_shortened(monkeypatch):
-    """A dynamic shift far beyond the model's sizes rounds the first sigmas to 1: the run had fewer steps than asked."""
+    """A dynamic shift far too large rounds the first sigmas to 1; earlier, the run then had fewer steps than asked."""
     case = case_of("flux")
     adapter = load(case)
     with_scheduler(CONFIGS["flux"], adapter.pipe)
@@ -116,7 +116,7 @@ def test_a_shift_that_makes_sigmas_equal_is_refused_not_shortened(monkeypatch):
 
 
 def test_a_first_sigma_of_unipc_is_a_first_step():
-    """1 − 1e-6 keeps its logarithms finite; η·sqrt(σ / (1 − σ)) would be 700 there."""
+    """UniPC starts at σ = 1 − 1e-6 to keep logarithms finite; η·sqrt(σ / (1 − σ)) would be 700, so σ = 1 is used."""
     schedules = Schedules(run := run_of(case_of("wan"), 10), load(case_of("wan")), CPU)
     schedule = schedules.step(run.rollout, 0)
     assert 0 < 1 - schedule.sigmas[0] < 2e-6

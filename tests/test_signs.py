@@ -1,7 +1,7 @@
 """Signs of reward hacking, on rows as runs write them.
 
-Why these cases: an alarm that never comes is worth nothing, one that comes in healthy runs is switched off. Histories
-are those of endpoint runs in the demo's world (healthy: GRPO at its recipe; declining: AWM without a trust region).
+Why these cases: an alarm that never fires is useless, and one that fires in healthy runs gets switched off. The
+histories are of endpoint runs in the demo world (healthy: GRPO with its recipe; declining: AWM without a trust region).
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ def test_the_distance_is_that_of_all_pairs():
 
 
 def history(diversity, inconsistency, steps=60):
-    """Values that go from the first to the last, straight."""
+    """Training rows whose values change linearly from the first to the last."""
     for k in range(steps):
         at = k / (steps - 1)
         values = {"diversity/pixels": diversity, "judge/order_inconsistency": inconsistency}
@@ -41,10 +41,10 @@ def test_signs_of_steps(diversity, inconsistency, expected):
     signs, seen = Signs([]), []
     for row in history(diversity, inconsistency):
         seen += signs.add("train", row)
-    assert sorted(seen) == sorted(expected), "each once"
+    assert sorted(seen) == sorted(expected), "each sign must be reported once"
     known = list(history(diversity, inconsistency))
     again = Signs([], known[:-1])
-    assert set(again.add("train", known[-1])) == set(), "a resumed run does not repeat what was said"
+    assert set(again.add("train", known[-1])) == set(), "a resumed run must not repeat signs"
     assert not Signs([], known[: 2 * WINDOW - 2]).add("train", known[-1])
 
 
@@ -57,7 +57,7 @@ def test_a_monitor_that_falls_while_the_judge_rises():
     assert not signs.add("eval", row(25, 0.70, 0.82)) and not signs.add("eval", row(50, 0.75, 0.78))
     (text,) = signs.add("eval", row(75, 0.80, 0.733, **{"dev/scenes_before": 0.39})).values()
     assert text == "dev/scenes fell from 0.820 to 0.733, while dev/win_judge rose"
-    assert not Signs(["clip"], [row(25, 0.7, 0.82)]).add("eval", row(50, 0.6, 0.7)), "all falls: no hacking"
+    assert not Signs(["clip"], [row(25, 0.7, 0.82)]).add("eval", row(50, 0.6, 0.7)), "if all fall, it is no hacking"
     trained = [row(25, None, 0.8, **{"dev/clip": 0.3}), row(50, None, 0.7, **{"dev/clip": 0.35})]
     assert set(Signs(["clip"], trained[:1]).add("eval", trained[1])) == {"monitors"}
 

@@ -1,8 +1,8 @@
-"""The documents as a reader meets them: every link leads somewhere, the site builds without a warning, and what GitHub
-shows of a page is what the site shows.
+"""The documentation as a reader sees it: no link is broken, the site builds without warnings, and GitHub and the site
+render each page alike.
 
-Why these cases: links rot first, and a list that needs a blank line for one renderer only is a paragraph for the other.
-Links are resolved here by GitHub's rule for anchors, apart from mkdocs, and in the built pages by their files.
+Why these cases: links break first, and a list that only one renderer accepts without a blank line is a paragraph in the
+other. Links are resolved by GitHub's anchor rule, independently of mkdocs, and in the built pages by their files.
 """
 
 import os
@@ -28,14 +28,14 @@ GITHUB = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 
 
 def tokens(text):
-    """Every token of a page as GitHub reads it."""
+    """Every Markdown token of a page as GitHub parses it."""
     for token in GITHUB.parse(text):
         yield token
         yield from token.children or ()
 
 
 def anchors(text):
-    """GitHub's: the heading in lower case, without punctuation, blanks as hyphens; a number where it comes again."""
+    """GitHub's anchors: headings in lower case, no punctuation, hyphens for spaces, a number appended to repeats."""
     found, seen, blocks = set(), Counter(), GITHUB.parse(text)
     for opening, inline in pairwise(blocks):
         if opening.type == "heading_open":
@@ -47,7 +47,7 @@ def anchors(text):
 
 
 def broken(page):
-    """The links of a page, within the repository, that lead nowhere."""
+    """The broken links of a page to targets within the repository."""
     for token in tokens(page.read_text(encoding="utf-8")):
         link = token.attrGet("href") or token.attrGet("src")
         if not link or re.match(r"[a-z]+:", link):
@@ -79,7 +79,7 @@ def test_readme_leads_to_every_page():
 
 
 class Blocks(HTMLParser):
-    """The headings, lists, tables and blocks of code of a page, in their order."""
+    """The headings, lists, tables and code blocks of a page, in order."""
 
     def __init__(self, html):
         super().__init__()
@@ -103,7 +103,7 @@ def test_a_page_on_the_site_is_what_it_is_on_github(page):
 
 
 class Links(HTMLParser):
-    """What a built page leads to or loads, and its anchors."""
+    """The links of a built page, the resources it loads, and its anchors."""
 
     def __init__(self, file):
         super().__init__()
@@ -122,7 +122,7 @@ class Links(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Built as `make docs` does."""
+    """The folder of the site, built as by `make docs`."""
     pytest.importorskip("mkdocs")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
@@ -170,7 +170,7 @@ def test_the_reference_has_every_field_command_op_reward_and_objective(site):
 
 def test_the_navigation_names_every_page_once():
     class Loader(yaml.SafeLoader):
-        """Without the extensions' Python objects."""
+        """Ignores the Python objects of mkdocs extensions."""
 
     Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
 

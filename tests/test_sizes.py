@@ -1,8 +1,8 @@
-"""Sizes and times: prompts of several sizes in one run, an evaluation unlike training, truncated timesteps.
+"""Sizes and times: prompts of several sizes in one run, evaluation at another size, truncated timesteps.
 
-Why these cases: a batch that mixes sizes cannot be stacked, and one that is padded is wrong; the time shift follows the
-size; ranks must share the work of large images; the published trainers show the model whole timesteps; and an
-evaluation at another size must not touch training.
+Why these cases: a batch of mixed sizes cannot be stacked, and padding would be wrong; the time shift depends on the
+size; ranks must share the work of large images evenly; the published trainers give the model integer timesteps; and an
+evaluation at another size must not affect training.
 """
 
 import json
@@ -41,12 +41,12 @@ def written(place, name, **over):
 
 
 def test_truncated_times_are_the_published_ones():
-    sigmas = shifted_sigmas(15, 3.0)  # in fp32 as theirs: 0.6 becomes 0.59999996, and 599
+    sigmas = shifted_sigmas(15, 3.0)  # in fp32 as in their code: 0.6 becomes 0.59999996, then 599
     times = truncated_times(sigmas)
     assert (times * 1000).round(decimals=3).tolist() == PUBLISHED
     schedule = make_schedule(sigmas, "flow", 0.7, times=times)
     assert torch.equal(schedule.times, times) and torch.equal(schedule.sigmas, sigmas)
-    assert torch.equal(make_schedule(sigmas, "flow", 0.7).times, sigmas[:-1]), "exact unless asked"
+    assert torch.equal(make_schedule(sigmas, "flow", 0.7).times, sigmas[:-1]), "truncated by default"
 
 
 def test_a_run_with_truncated_times_is_on_policy(place):
@@ -74,14 +74,14 @@ def test_batches_have_one_size_and_ranks_share_the_large_ones(size):
     sizes = [s for _, s in slots]
     planned = deal_batches(config, sizes, size)
     places = [place for b in planned for place in b.places]
-    assert sorted(places) == [(p, g) for p in range(8) for g in range(2)], "each sample once"
+    assert sorted(places) == [(p, g) for p in range(8) for g in range(2)], "each sample exactly once"
     for b in planned:
         assert len({(sizes[p].height, sizes[p].width) for p, _ in b.places}) == 1 and len(b.places) <= 4
         assert {p * 2 // 8 for p, _ in b.places} == {b.update}
     pixels = [
         sum(sizes[p].height * sizes[p].width for b in planned if b.index == k for p, _ in b.places) for k in range(size)
     ]
-    assert max(pixels) <= min(pixels) + 64 * 16 * 4, "no rank has more than one large batch more than another"
+    assert max(pixels) <= min(pixels) + 64 * 16 * 4, "ranks may differ by one large batch at most"
     assert sorted(p.id for p, _ in slots) == list(range(8))
 
 
@@ -137,6 +137,7 @@ def test_own_sizes_train_alike_on_any_number_of_ranks(place):
             assert abs(one[key] - two[key]) <= 1e-4 * abs(one[key]), key
 
 
+@pytest.mark.full
 def test_evaluation_and_generation_at_another_size(place):
     over = {"height": 24, "width": 16, "steps": 5, "guidance": 1.5}
     plain = written(place, "plain", train={"steps": 2})
@@ -146,7 +147,7 @@ def test_evaluation_and_generation_at_another_size(place):
         assert code == 0, output
     runs = place / "runs"
     lora = [weights(runs / name / "lora") for name in ("plain", "shown")]
-    assert lora[0] == lora[1], "training does not know of the evaluation"
+    assert lora[0] == lora[1], "evaluation changed the training"
     images = np.load(runs / "shown" / "eval" / "dev_000002.npz")
     assert images["now"].shape[1:] == (24, 16, 3)
     with safe_open(runs / "shown" / "proof.safetensors", "pt") as proof:

@@ -1,8 +1,8 @@
-"""`prefgrpo plan`'s FLOP, passes and traffic against formulas written here, and its choice of a mesh.
+"""`prefgrpo plan`'s FLOPs, model passes and traffic against formulas written here, and its choice of a mesh.
 
-Why these cases: seconds are only as true as what is counted. FLOP of the published models' true configs are compared
-with the sums over their layers that their papers' architectures give; passes with the forwards and backwards that a
-tiny run really makes; traffic with what the definitions of the collectives say.
+Why these cases: estimated times are only as good as the counts behind them. FLOPs at the published models' true configs
+are compared with sums over the layers of their architectures; passes with the forwards and backwards that a tiny run
+really makes; traffic with the definitions of the collectives.
 """
 
 import json
@@ -36,8 +36,8 @@ TEXT = {"flux": 512, "sd3": 512, "qwen_image": 512, "wan": 512}
 
 
 def by_hand(name, config, times=4):
-    """FLOP of one forward without guidance: 2 per weight and token, `times` · L² · width per attention; modulation and
-    embeddings, under 1 %, are left out."""
+    """FLOPs of one forward without guidance: 2 per weight and token, `times` · L² · width per attention; modulation and
+    embeddings (under 1 %) are left out."""
     path = family(name).find(MODELS[name], configs_only=True)
     c = json.loads((path / "transformer" / "config.json").read_text())
     d = c["num_attention_heads"] * c["attention_head_dim"]
@@ -51,7 +51,7 @@ def by_hand(name, config, times=4):
     if name == "qwen_image":
         whole = image + text
         return c["num_layers"] * (2 * 12 * d * d * whole + times * whole**2 * d)
-    if name == "sd3":  # CLIP's 77 tokens before T5's; 13 blocks attend to the image once more; the last drops its text
+    if name == "sd3":  # 77 CLIP tokens before T5's; 13 blocks with a second image attention; the last drops text
         whole, layers = image + text + 77, c["num_layers"]
         joint = layers * (2 * 12 * d * d * whole + times * whole**2 * d) - 2 * 9 * d * d * (whole - image)
         return joint + len(c["dual_attention_layers"]) * (2 * 4 * d * d * image + times * image**2 * d)
@@ -63,7 +63,8 @@ def by_hand(name, config, times=4):
     return c["num_layers"] * (own + cross + 4 * d * ffn * tokens)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n != "wan")) for n in MODELS])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.full
 def test_flop_of_the_published_models(name, tmp_path):
     size, frames = SIZES[name]
     rollout = {"height": size, "width": size, "frames": frames, "batch_size": 1, "guidance": 1.0}
@@ -71,7 +72,7 @@ def test_flop_of_the_published_models(name, tmp_path):
     config = from_dict(content | {"train": {"gradient_checkpointing": True}})
     flop = model_configs.estimate(config, tmp_path).flop
     assert flop["rollout"] == pytest.approx(by_hand(name, config), rel=0.03)
-    backward = 3 * by_hand(name, config, 1.5 * 4)  # forward, again, and as much; attention's backward is 2.5 forwards
+    backward = 3 * by_hand(name, config, 1.5 * 4)  # forward, recomputed, backward; attention's backward is 2.5 forwards
     assert flop["update"] == pytest.approx(backward, rel=0.05)
 
 
@@ -132,17 +133,17 @@ def test_traffic_and_seconds_are_those_of_the_definitions():
     assert planned(nodes=2).links["reduce"] == "network"
     assert planned(nodes=2).seconds["reduce"] == pytest.approx(9 * one.seconds["reduce"])
     shard = planned(parallel={"shard": 8})
-    assert shard.traffic["gather in rollout"] == pytest.approx(7 / 8 * 24e9 * 2 * 10), "two batches of ten steps"
+    assert shard.traffic["gather in rollout"] == pytest.approx(7 / 8 * 24e9 * 2 * 10), "two batches × ten steps"
     assert shard.traffic["gather in update"] == pytest.approx(7 / 8 * 24e9 * 2 * 4 * 2), "forward and backward"
     assert planned(parallel={"shard": 8, "keep_gathered": True}).traffic["gather in rollout"] == pytest.approx(21e9)
     context = planned(parallel={"ulysses": 4})
-    assert context.seconds["rollout"] == pytest.approx(one.seconds["rollout"]), "4 × the samples on 4 × the GPUs"
+    assert context.seconds["rollout"] == pytest.approx(one.seconds["rollout"]), "4 × the samples, 4 × the GPUs"
     forwards = 32 * 10 + 2 * 32 * 4
     assert context.traffic["all-to-all"] == pytest.approx(4 * 3 / 4 * forwards * 1e9 / 4)
     both = planned(gpus=16, nodes=2, parallel={"shard": 4, "ulysses": 4})
     assert both.links["all-to-all"] == "nvlink" and both.links["gather in rollout"] == "network"
     full = planned(parallel={"shard": 4}, train={"lora_rank": 0})
-    assert full.traffic["reduce"] == pytest.approx(2 * 1 / 2 * 4e8 / 4 * 2 * 4), "after every backward, of a part"
+    assert full.traffic["reduce"] == pytest.approx(2 * 1 / 2 * 4e8 / 4 * 2 * 4), "one shard per backward"
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -164,8 +165,9 @@ def test_the_share_that_min_advantage_keeps():
         config.train, min_advantage=0.0))) == 1.0  # fmt: skip
 
 
+@pytest.mark.full
 def test_the_plan_prints_a_mesh_that_fits(place, capsys, tmp_path):
-    """Weights that only fit when they are split: the plan does not fit as it is, and names a mesh that does."""
+    """If weights fit only when sharded, the plan reports that the recipe does not fit and names a mesh that does."""
     content = {"model": str(folder("flux")), "family": "flux", "data": {"prompts": "p", "cache": "c", "max_length": 32}}
     content |= {"rollout": {"height": 32, "width": 32, "prompts_per_step": 4, "batch_size": 1, "group_size": 2}}
     content |= {"train": {"lora_rank": 0, "gradient_checkpointing": True}, "gpus": 4, "dtype": "fp32"}

@@ -1,10 +1,10 @@
-"""Samples made before the update of the step before, while that is judged (rollout.staleness).
+"""rollout.staleness: the next step's samples are made while a step is still being judged, before its update.
 
-Why these cases: off-policy samples hide well. So the weights that made each step's samples are named here by hand and
-put into a second trainer, which must make the same samples to the bit; the gradient of each update is compared with
-autograd through the plain formula, with the stored log-probs as the old policy's. Where no weight moves, staleness must
-change no number. A judge that answers a step only when the next one's samples are there shows the order of events (in
-series it would never answer). A resumed run must be the one that was not stopped, and two processes one.
+Why these cases: errors in off-policy sampling are easily missed. So the weights that made each step's samples are
+listed by hand and loaded into a second trainer, which must reproduce the samples bit for bit; each update's gradient is
+compared with autograd through the plain formula, with the stored log-probs as the old ones. If no weight changes,
+staleness must change no number. A judge that answers a step only once the next step's samples exist shows the order of
+events (in series it would never answer). A resumed run must equal an uninterrupted one, and two processes one.
 """
 
 from concurrent.futures import Future
@@ -32,7 +32,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def trainer(place):
-    """Makes trainers; closes them."""
+    """Makes trainers and closes them at the end."""
     with trainers(place) as make:
         yield make
 
@@ -43,12 +43,12 @@ HERE = f"{__name__}."
 # ---- which weights make the samples ---------------------------------------------------------------------------------
 
 MADE_BY = [0, 0, 1, 3, 3]
-"""How many steps' updates the weights have seen that make the samples of step 1, 2, …: no step is made across the
-checkpoint after the third."""
+"""Updated steps in the weights that make the samples of step 1, 2, …; no samples are made ahead across the checkpoint
+after step 3."""
 
 
 def recorded(one):
-    """A run's updates: the weights before, the batches and advantages, the gradient, and what is held meanwhile."""
+    """For each update of a run: the weights before it, batches, advantages, gradient, and the trajectories' bytes."""
     seen, true_update, true_step = [], one.update, one.policy.update
 
     def update(step, batches, targets):
@@ -75,7 +75,7 @@ def put(one, values):
 
 
 def plain_formula(one, batches, advantage):
-    """(loss, gradient) of GRPO at the present weights; the old log-probs are the stored ones."""
+    """(loss, gradient) of GRPO at the current weights, with the stored log-probs as the old ones."""
     train, total, count = one.config.train, torch.zeros((), dtype=torch.float64), 0
     for batch in batches:
         for step in batch.trajectory.steps:
@@ -109,8 +109,8 @@ def test_the_samples_are_those_of_older_weights_and_the_ratio_is_to_them(trainer
         assert row["policy/staleness"] == k - made_by
         assert row.get("policy/on_policy_error") == (0.0 if k == made_by else None)
         assert (row["policy/ratio_min"] < 1.0 < row["policy/ratio_max"]) == (k != made_by)
-    assert 0 < found[1]["policy/clip_fraction"] < 1, "some ratios inside, some outside"
-    assert seen[0].held == seen[1].held == 2 * seen[2].held, "the samples of two steps, where the next are made ahead"
+    assert 0 < found[1]["policy/clip_fraction"] < 1, "expected some ratios to be clipped"
+    assert seen[0].held == seen[1].held == 2 * seen[2].held, "expected two steps' samples if made ahead"
     sizes, once = known_bytes(one.config, one.adapter, 1), known_bytes(plain.config, plain.adapter, 1)
     assert {k: sizes[k] / once[k] for k in sizes} == {"weights": 1, "optimiser": 1, "latents": 2, "images": 2}
 
@@ -150,7 +150,7 @@ STEPS, SAMPLES = 3, 8
 
 
 class OneStepLate(PointwiseReward):
-    """Answers the samples of a step when those of the next one are all there."""
+    """Answers a step's samples only when all samples of the next step have been submitted."""
 
     streams = True
 
@@ -170,7 +170,7 @@ class OneStepLate(PointwiseReward):
 
 
 def test_the_next_samples_are_made_before_the_scores_are_there(trainer, monkeypatch, capsys):
-    """And every second counts once, in the step that waited for it."""
+    """Also, all time is counted once, in the step that waited for it."""
     events, time = [], [0.0]
     monkeypatch.setattr(trainer_module, "Clock", lambda: Clock(now=lambda: time[0]))
     over = {"judge": {"deadline_s": 60, "timeout_s": 60}, "eval": {"every": 0}, "checkpoint": {"every": 20}}
@@ -199,14 +199,15 @@ def test_the_next_samples_are_made_before_the_scores_are_there(trainer, monkeypa
     assert all(r["reward/missing"] == 0 for r in found)
     printed = capsys.readouterr().out
     assert "on-policy check, step 1: max |ratio - 1| = 0.0e+00 (exact)" in printed
-    assert printed.count("on-policy check") == 2 and "step 2 has the samples of a policy 1 update(s) old" in printed
+    assert printed.count("on-policy check") == 2 and "step 2 trains on samples of a policy 1 update(s) old" in printed
 
 
 # ---- stopped and resumed --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_the_one_that_was_not_stopped(trainer, place):
-    """Lost after step 3, whose next samples were made; and interrupted where it has no checkpoint otherwise."""
+    """One run fails after step 3, with step 4's samples already made; one is interrupted where no checkpoint is due."""
 
     def lost(step, metrics):
         if step == 3:
@@ -231,7 +232,7 @@ def test_a_resumed_run_is_the_one_that_was_not_stopped(trainer, place):
     assert [r["policy/staleness"] for r in anew] == [0] * 3 + [1, 0] and anew[1]["policy/on_policy_error"] == 0.0
 
 
-# ---- what does not go with it ---------------------------------------------------------------------------------------
+# ---- combinations that are refused ----------------------------------------------------------------------------------
 
 OLD = {
     "nft": {},
@@ -250,7 +251,7 @@ def test_what_needs_samples_of_the_present_weights_is_refused(place):
         wrong = mistakes(config(objective=name, objective_options=options))
         assert [w for w in wrong if f"rollout.staleness: {name} has an old policy" in w] == wrong != [], name
     assert not [name for name in TAKEN if mistakes(config(objective=name))]
-    with pytest.raises(ConfigError, match=r"checkpoint\.every: expected 2 or more with rollout\.staleness: 1"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.every: expected 2 or more, because rollout\.staleness: 1"):
         from_dict(settings(place, "refused", rollout=STALE, checkpoint={"every": 1}))
     auto, asked = (config(reuse_rollout_forward=value) for value in ("auto", True))
     assert keeps_graph(auto, objective(auto.train), ALONE) is False
@@ -264,7 +265,7 @@ def test_what_needs_samples_of_the_present_weights_is_refused(place):
 @pytest.mark.dist
 @pytest.mark.full
 def test_two_processes_are_one(trainer, place):
-    """Groups span the processes: both make the next samples ahead, and neither the ones after the checkpoint."""
+    """Groups span the processes: both make the next samples ahead, but neither does so across the checkpoint."""
     over = {"rollout": STALE | {"prompts_per_step": 3, "batch_size": 2}, "reward": {"spec": BRIGHTNESS}}
     over["train"] = {"steps": 4, "lr": 1e-3, "updates_per_rollout": 2, "kl_coef": 0.1}
     over["checkpoint"] = {"every": 3}

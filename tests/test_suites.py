@@ -1,8 +1,8 @@
-"""`prefgrpo evaluate --suite`: layouts that the suites' own tools read, and tables against counts made here.
+"""`prefgrpo evaluate --suite`: file layouts that the suites' own tools read, and tables against independent counts.
 
-Why these cases: a file under another name is scored as another prompt or not at all; a killed evaluation of hours must
-go on where it was and end with the same table; a reply or a row that cannot be read must be named, and must not count
-as a wrong answer; and what we score by other means than the suite must say so.
+Why these cases: a misnamed file is scored for another prompt or not at all; an evaluation killed after hours must
+continue where it stopped and end with the same table; an unreadable reply or row must be reported by name, not counted
+as a wrong answer; and where our scoring method differs from the suite's, the result must say so.
 """
 
 import ast
@@ -48,7 +48,7 @@ def place(tmp_path_factory):
 
 
 def bench(file, count, language="en", broken=()):
-    """A table like the suite's: `count` rows with 1 to 5 points; JSON without a comma in the rows `broken`."""
+    """Writes a table like the suite's: `count` rows with 1 to 5 points; in rows `broken` the JSON lacks a comma."""
     with file.open("w", newline="", encoding="utf-8") as out:
         rows = csv.writer(out)
         rows.writerow(["index", f"prompt_{language}", f"sub_dims_{language}"])
@@ -71,7 +71,7 @@ def digest(brightness, prompt):
 
 
 def says(brightness, prompt, count):
-    """What the fake judge writes of a picture: marks, or now and then something that cannot be read."""
+    """The fake judge's reply about an image: marks, or sometimes an unreadable reply."""
     number = digest(brightness, prompt)
     marks = [number >> j & 1 for j in range(count + (number % 11 == 0))]
     score = "I would rather not." if number % 7 == 0 else f"<score>{marks}</score>"
@@ -79,14 +79,14 @@ def says(brightness, prompt, count):
 
 
 def answer(bright, text):
-    """The judge: finds the prompt and counts the numbered points in what it is asked."""
+    """The fake judge: finds the prompt and the number of test points in the request."""
     prompt = text.split("prompt: ")[1].split("\n")[0]
     count = sum(line.split(".")[0].isdecimal() for line in text.splitlines())
     return says(bright[0], prompt, count)
 
 
 def counted(images, file, samples=4):
-    """(table, unread images) by a count of our own over the files: {name: [ones, marks]} of points and dimensions."""
+    """({test point or dimension: [ones, marks]}, unreadable images), counted independently from the files."""
     table, unread = {}, []
     for row in csv.DictReader(file.open(encoding="utf-8")):
         try:
@@ -110,7 +110,7 @@ def counted(images, file, samples=4):
 
 
 def reported(out):
-    """The table that the command wrote, in the form of `counted`."""
+    """The table that the command wrote, in the format of `counted`."""
     result = json.loads((out / "unigenbench.json").read_text())
     rows = {row["name"]: row for row in result["tables"]["test point"]}
     rows |= {f"primary: {row['name']}": row for row in result["tables"]["primary dimension"]}
@@ -145,7 +145,7 @@ def killed(argv, log, hold):
     "count", [pytest.param(10, id="reduced"), pytest.param(600, id="whole", marks=pytest.mark.full)]
 )
 def test_unigenbench_killed_twice_ends_with_the_table_of_its_files(place, count):
-    """Killed while it writes images, and while it asks; what is there is neither made nor asked again."""
+    """Killed while writing images and again while asking the judge; finished images and answers are not repeated."""
     file, out = bench(place / f"test{count}.csv", count, broken=(7,)), place / f"bench{count}"
     with JudgeServer() as server:
         server.answer = answer
@@ -162,12 +162,12 @@ def test_unigenbench_killed_twice_ends_with_the_table_of_its_files(place, count)
         assert run.wait(3600) == 0, run.output
         readable = 4 * (count - 1)
         unread = len(counted(out / "images", file)[1]) - 4
-        assert readable <= len(server.requests) <= readable + 2 + unread, "kept answers are not asked again"
+        assert readable <= len(server.requests) <= readable + 2 + unread, "stored answers were asked again"
         result = check(out, file)
         assert all(f.stat().st_mtime_ns == time for f, time in made.items())
         assert len(list((out / "images").iterdir())) == 4 * count
         broken = next(p for p in result["problems"] if p.startswith("7_0.png"))
-        assert "is not the JSON that it should be" in broken
+        assert "is not JSON of the expected form" in broken
         assert f"| {POINTS[0]} |" in run.output and f"of {4 * count} images have marks" in run.output
 
         asked = len(server.requests)
@@ -203,7 +203,7 @@ def test_unigenbench_does_not_depend_on_ranks(place):
 
 
 def test_a_table_of_40_rows_by_hand():
-    """Each prompt has 2 images; the second point is drawn in every second image, the third never read."""
+    """Each prompt has 2 images; the second test point is met in every second image, the third never."""
     suite = load_suite("unigenbench")
     files, scores = [], []
     for k in range(40):
@@ -216,8 +216,8 @@ def test_a_table_of_40_rows_by_hand():
         scores.append(Score(None, "no marks") if lost else Score(float(np.mean(marks)), parts=parts))
     found = suite.results(files, scores, {})
     rows = {row.name: (row.mean, row.count, row.missing) for table in found.tables.values() for row in table}
-    # Style: 40 images, 10 of them (k = 0, 4, …, 36) not drawn, 2 drawn ones unread: 28 of 38.
-    # Color: 20 images, 10 drawn, 1 drawn one unread: 9 of 19. Size: 0 of 19. Attribute: 9 of 38.
+    # Style: 40 images, 10 of them (k = 0, 4, …, 36) fail and 2 that pass are missing: 28 of 38.
+    # Color: 20 images, 10 pass and 1 of these is missing: 9 of 19. Size: 0 of 19. Attribute: 9 of 38.
     assert rows == {
         "Style": (28 / 38, 38, 2), "Attribute": (9 / 38, 38, 2),
         "Attribute - Color": (9 / 19, 19, 1), "Attribute - Size": (0.0, 19, 1),
@@ -250,7 +250,7 @@ LANG_CONFIGS = {
 
 
 def test_the_suites_own_wording_is_read_from_its_file_and_put_word_for_word(tmp_path):
-    """Its file is never run; the image comes first, as in its requests."""
+    """The suite's file is parsed, never executed; the image comes first, as in the suite's requests."""
     file = tmp_path / "eval_common.py"
     file.write_text(SOURCE)
     wording = Wording(file)
@@ -272,7 +272,7 @@ def test_the_suites_own_wording_is_read_from_its_file_and_put_word_for_word(tmp_
         good, bad = reward.score([Sample("a {cat}", grey, (), {"sub_dims_en": d}) for d in (dims, unknown)])
         reward.close()
         (request,) = server.requests
-    assert good.value == pytest.approx(2 / 3) and "explains no test point 'Taste'" in bad.reason
+    assert good.value == pytest.approx(2 / 3) and "has no explanation of the test point 'Taste'" in bad.reason
     assert good.parts == {"1 Style": 1.0, "2 Attribute - Color": 0.0, "3 Style": 1.0}
     kinds = [part["type"] for part in request["messages"][0]["content"]]
     assert kinds == ["image_url", "text"] and request["max_tokens"] == 4096 and request["temperature"] == 0
@@ -285,8 +285,8 @@ def test_the_suites_own_wording_is_read_from_its_file_and_put_word_for_word(tmp_
 def test_rows_without_readable_points_say_why():
     for meta, why in (
         ({}, "expected a column sub_dims_en or sub_dims_zh"),
-        ({"sub_dims_en": '{"Testpoints": ["a" "b"]}'}, "sub_dims_en is not the JSON that it should be"),
-        ({"sub_dims_zh": '{"考点": ["a"]}'}, "sub_dims_zh is not the JSON that it should be (KeyError"),
+        ({"sub_dims_en": '{"Testpoints": ["a" "b"]}'}, "sub_dims_en is not JSON of the expected form"),
+        ({"sub_dims_zh": '{"考点": ["a"]}'}, "sub_dims_zh is not JSON of the expected form (KeyError"),
         (
             {"sub_dims_en": json.dumps(dict(zip(KEYS["en"], (["a"], ["b", "c"]))))},
             "as many descriptions as test points",
@@ -334,11 +334,11 @@ def test_geneval_in_its_layout_by_our_detector(place, capsys):
         alone = verdicts.score([Sample(line["prompt"], m, (), line) for m in media])
         assert row["mean"] == np.mean([s.value for s in alone]) and row["count"] == 2
     code, output = attempt(capsys, *argv, "--seed", "1")
-    assert code == 2 and "holds files of another evaluation (other: seed)" in output
+    assert code == 2 and "holds files of another evaluation (different: seed)" in output
 
 
 def test_geneval_counts_as_its_own_summary(tmp_path):
-    """evaluation/summary_scores.py: the mean over tasks of the images' mean; tasks need not have equally many."""
+    """evaluation/summary_scores.py: the mean over tasks of each task's image mean; tasks may differ in size."""
     rows = [("counting", "a", 1), ("counting", "b", 0), ("counting", "b", 1), ("colors", "c", 0), ("position", "d", 1)]
     rows += [("single_object", "e", 1), ("two_object", "f", 0), ("color_attr", "g", 0)]
     content = [{"filename": "x", "tag": t, "prompt": p, "correct": bool(c), "reason": ""} for t, p, c in rows]
@@ -362,7 +362,7 @@ def test_dpg_puts_four_images_into_one(place, capsys):
     assert sorted(p.name for p in (out / "images").iterdir()) == ["0.png", "COCOval1.png"]
     whole = np.asarray(Image.open(out / "images" / "0.png"))
     cells = [np.asarray(Image.open(out / "samples" / f"0_{k}.png")) for k in range(4)]
-    for k, (x, y) in enumerate([(0, 0), (16, 0), (0, 16), (16, 16)]):  # as compute_dpg_bench.py crops them
+    for k, (x, y) in enumerate([(0, 0), (16, 0), (0, 16), (16, 16)]):  # compute_dpg_bench.py's crops
         assert np.array_equal(whole[y : y + 16, x : x + 16], cells[k])
     results = place / "dpg-bench_results.txt"
     results.write_text(
@@ -384,7 +384,7 @@ def test_t2i_compbench_numbers_a_categorys_images_through(place, capsys):
     assert code == 0, output
     names = [f"a green bench and a blue bowl_{k:06d}.png" for k in (0, 1)] + [f"a red car._{k:06d}.png" for k in (2, 3)]
     assert sorted(tree(out / "color" / "samples")) == sorted(tree(out / "spatial" / "samples")) == names
-    assert tree(out / "color" / "samples") != tree(out / "spatial" / "samples"), "noise of their own"
+    assert tree(out / "color" / "samples") != tree(out / "spatial" / "samples"), "categories share noise"
     places = load_suite("t2i_compbench").places([Prompt(0, "x", {"category": "color", "number": 299})], 0, out, ".png")
     assert [p[2].name for p in places][::9] == ["x_002990.png", "x_002999.png"]
     for folder, answers in {"color/annotation_blip": ["0.6900", "0.7110"], "complex/annotation_3_in_1": [0.25]}.items():
@@ -393,11 +393,11 @@ def test_t2i_compbench_numbers_a_categorys_images_through(place, capsys):
         (out / folder / "vqa_result.json").write_text(json.dumps(rows))
     code, output = attempt(capsys, *argv, "--results", out)
     assert code == 0 and "| color | 70.05 % | 2 | 0 |" in output and "| complex | 25.00 % | 1 | 0 |" in output
-    assert "spatial: spatial/labels/annotation_obj_detection_2d/vqa_result.json is not there" in output
+    assert "spatial: spatial/labels/annotation_obj_detection_2d/vqa_result.json is missing" in output
     code, output = attempt(capsys, *argv[:-1], place / "new" / "folder", "--results", out)
     assert code == 0 and tree(place / "new").keys() == {"folder/t2i_compbench.json", "folder/t2i_compbench.md"}
     code, output = attempt(capsys, *argv[:-2], "--results", out)
-    assert code == 0 and f"{out / 't2i_compbench'}.json" in output, "without --out: where the results are"
+    assert code == 0 and f"{out / 't2i_compbench'}.json" in output, "default --out: beside the results"
 
 
 def test_vbench_names_and_numbers(tmp_path):
@@ -412,10 +412,10 @@ def test_vbench_names_and_numbers(tmp_path):
     assert [p[2].name for p in places[25:]] == [f"a cat-{k}.mp4" for k in range(5)]
     (tmp_path / "list.txt").write_text("a cat\na cat\n")
     assert len(suite.places(suite.read(tmp_path / "list.txt"), 0, out, ".mp4")) == 10 and suite.shares_files
-    # by hand: every quality dimension normalises to 0.5 but dynamic degree (weight ½) to 1: (6·0.5 + ½·1) / 6.5
+    # by hand: quality dimensions normalise to 0.5, except dynamic degree (weight ½) to 1: (6·0.5 + ½·1) / 6.5
     half = {"subject_consistency": 0.5731, "background_consistency": 0.63075, "temporal_flickering": 0.81465}
     half |= {"motion_smoothness": 0.85175, "aesthetic_quality": 0.5, "imaging_quality": 0.5, "dynamic_degree": 1.0}
-    # every semantic one to 0.25 but scene, appearance style and the last two, which are at their upper limits: 1
+    # semantic ones to 0.25, except scene, appearance style and the last two, which are at their upper limits: 1
     some = dict.fromkeys(["object_class", "multiple_objects", "human_action", "color", "spatial_relationship"], 0.25)
     some |= {"scene": 0.8222, "appearance_style": 0.2855, "temporal_style": 0.364, "overall_consistency": 0.364}
     for name, part in (("a", half), ("b", some)):

@@ -1,9 +1,9 @@
-"""What trackers get: numbers, images or clips, and tables of verdicts, read back from what was written or given.
+"""What trackers receive: numbers, images or clips, and verdict tables, read back from the files or calls they produce.
 
-Why these cases: what a run kept is sent, pixel by pixel, with the row that it belongs to; a resumed run goes on in the
-same run of the service; and a library that is absent is named before anything starts. TensorBoard is the real one.
-Weights & Biases and Trackio are the real ones, offline, where they are installed, and always modules with their
-functions' signatures (wandb 0.31, trackio 0.43), which fail on an argument that those do not take.
+Why these cases: the stored images must be sent unchanged, pixel by pixel, with the row they belong to; a resumed run
+must continue the same run in the tracker; and a missing library must be reported before anything starts. TensorBoard is
+the real library. Weights & Biases and Trackio are tested offline where installed, and always with stub modules with
+their functions' signatures (wandb 0.31, trackio 0.43) that fail on any other argument.
 """
 
 import importlib.machinery
@@ -26,7 +26,7 @@ from prefgrpo.run.trackers import open_trackers
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run folder with one evaluation's images and answers and one step's groups; its metrics are written again."""
+    """A run folder with one evaluation's images and answers and one step's groups; tests rewrite its metrics."""
     folder = make_run(tmp_path / "run", steps=2, every=2)
     outcomes(folder, "test", 2)
     return RunFolder(folder)
@@ -37,7 +37,7 @@ def config(**over):
 
 
 def report(folder, config, start=0):
-    """The rows of two steps, logged as the trainer logs them."""
+    """Logs the rows of two steps as the trainer does."""
     log = Log(folder, 2, start, trackers=open_trackers(config, folder, start), active=True)
     for step in range(start + 1, 3):
         values = train_row(step)
@@ -76,7 +76,7 @@ def test_tensorboard_shows_images_clips_and_verdicts(folder):
 
 
 class Recorder(types.ModuleType):
-    """A module with the functions of wandb or trackio that we call, and their parameters."""
+    """A stub module with the functions of wandb or trackio that we call, and their parameters."""
 
     def __init__(self, name):
         super().__init__(name)
@@ -92,7 +92,7 @@ class Recorder(types.ModuleType):
 
     def log(self, values, step=None):
         for key, value in values.items():
-            assert self.__name__ == "wandb" or not isinstance(value, list), "Trackio leaves out lists of media"
+            assert self.__name__ == "wandb" or not isinstance(value, list), "Trackio drops lists of media"
             self.logged.setdefault(key, []).append((step, value))
 
     def finish(self):
@@ -130,7 +130,7 @@ def test_a_service_gets_what_the_run_kept_and_is_resumed(folder, name, monkeypat
         assert kind == "image" and np.array_equal(pixels, wanted)
     ((_, (columns, rows)),) = module.logged["eval/test/verdicts"]
     assert len(rows) == 2 * len(prompts) and all(len(row) == len(columns) for row in rows)
-    assert rows[2][columns.index("P(first)")] == 0.5 and rows[2][0] == prompts[1], "the second kept one is a tie"
+    assert rows[2][columns.index("P(first)")] == 0.5 and rows[2][0] == prompts[1], "the second prompt is a tie"
     groups = gallery("train/groups")[1]
     with np.load(folder.group(2)) as file:
         best = file["images"][0][np.argmax(file["rates"][0])]
@@ -144,7 +144,7 @@ def test_a_service_gets_what_the_run_kept_and_is_resumed(folder, name, monkeypat
     np.savez(folder.shown("test", 2), before=clips, now=clips)
     report(folder, given)
     assert gallery("eval/test")[1][0] == ("video", 3, prompts[0], "gif")
-    assert name == "trackio" or module.calls[-2]["id"] != first["id"], "a run from the start is another one"
+    assert name == "trackio" or module.calls[-2]["id"] != first["id"], "a fresh run reused the id"
 
 
 def test_wandb_offline(folder, monkeypatch):
@@ -173,7 +173,7 @@ def test_a_library_that_is_absent_is_named_at_the_start(monkeypatch, tmp_path):
     (problem,) = trackers.mistakes(config(trackers=["wandb"]))
     assert problem == "trackers: wandb is not installed; expected `pip install wandb`, or a run without it"
     monkeypatch.undo()
-    (tmp_path / "no_such_library").mkdir()  # as ./wandb, which offline runs leave
+    (tmp_path / "no_such_library").mkdir()  # like ./wandb, which offline runs create
     monkeypatch.syspath_prepend(tmp_path)
     lacking = types.SimpleNamespace(trackers=("no_such_library",))
     assert "no_such_library is not installed" in trackers.mistakes(lacking)[0]

@@ -1,7 +1,7 @@
-"""`prefgrpo.Trainer`: the run of a recipe from Python, with functions and judges as objects.
+"""`prefgrpo.Trainer`: training from Python, with reward functions and judges given as objects.
 
-Why these cases: a run from Python must be the run of the same recipe to the bit; what is wrong with an argument must be
-said in the recipe's words before anything starts; and it must work where users are: in a notebook, in a thread.
+Why these cases: a run from Python must be bit-identical to the same recipe run from the command line; a wrong argument
+must be reported by its recipe field before anything starts; and it must work in a notebook and in a thread.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ def place(tmp_path_factory):
 
 
 def trainer(place, name, **arguments):
-    """A run of BASE given as arguments."""
+    """A Trainer with the settings of BASE passed as arguments."""
     base = {key: value for key, value in BASE.items() if key not in ("reward", "eval")}
     base |= {"eval": {"every": 2, "judge": False, "show": 2}, "name": name, "output": str(place / "runs")}
     given = {"train_prompts": PROMPTS[:7], "eval_prompts": PROMPTS[7:], "rewards": redness}
@@ -172,7 +172,7 @@ def test_prompts_may_have_columns(place):
     one = trainer(place, "columns", train_prompts=prompts, eval_prompts=0.0, rewards=tagged, steps=1)
     assert rows(one.train().folder)[0]["reward/tagged"] > 0
     same = trainer(place, "other", train_prompts=prompts, rewards=tagged)
-    assert same.config.data.prompts == one.config.data.prompts, "the file is named by its content"
+    assert same.config.data.prompts == one.config.data.prompts, "equal prompts, different file names"
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -199,7 +199,7 @@ def test_the_import_is_cheap():
 
 
 def test_the_documentations_examples_run(root, tmp_path, monkeypatch):
-    """docs/python.md from its first block to its last, in a folder that holds the demo's assets."""
+    """All code blocks of docs/python.md, in order, in a folder with the demo's assets."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prefgrpo").symlink_to(root / "prefgrpo")
     blocks = re.findall(r"^```python\n(.*?)^```", (root / "docs" / "python.md").read_text(), re.S | re.M)

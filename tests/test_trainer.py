@@ -1,8 +1,8 @@
-"""The training loop: on-policy exactness, the gradient of the whole objective, and what must change nothing.
+"""The training loop: exact on-policy ratios, the gradient of the whole objective, and cases that must have no effect.
 
-Why these cases: a first ratio that is not exactly 1 means that rollout and replay disagree on what the policy is, and
-at clip ranges of 1e-5 the run then trains on rounding. The gradient of an update is compared with autograd through the
-plain formulas, written here without any of the project's ops. Groups without signal must cost and change nothing.
+Why these cases: if the first importance ratio is not exactly 1, rollout and replay compute different policies, and at
+clip ranges of 1e-5 the run then trains on rounding errors. The gradient of an update is compared with autograd through
+the plain formulas, written here without the project's ops. Groups without learning signal must cost and change nothing.
 """
 
 import math
@@ -30,7 +30,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture
 def trainer(place, request):
-    """Makes trainers, named like the test unless it says otherwise; closes them."""
+    """Makes trainers, named after the test by default, and closes them at the end."""
     with trainers(place) as make:
         yield lambda name=None, **over: make(name or request.node.name.replace("/", "-"), **over)
 
@@ -41,7 +41,7 @@ class Constant(PointwiseReward):
 
 
 class HalfTied(PointwiseReward):
-    """The first prompt's group is tied."""
+    """All members of the first prompt's group get the same reward."""
 
     def score(self, samples):
         return [Score(0.1 if s.prompt == samples[0].prompt else float(s.media.pixels.mean())) for s in samples]
@@ -84,7 +84,7 @@ ALWAYS = ("plain", "kl", "window", "two updates", "group over batches", "full")
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.full] * (c not in ALWAYS)) for c in EXACT])
 def test_the_first_update_is_on_policy_to_the_last_bit(trainer, case):
-    """Two steps, so that the second starts from weights that moved."""
+    """Two steps, so that the second starts from updated weights."""
     over = {"train": {"steps": 2}, "eval": {"every": 0}} | EXACT[case]
     over["train"] = {"steps": 2} | EXACT[case].get("train", {})
     one = trainer(**over)
@@ -112,7 +112,7 @@ REUSE = {
 
 @pytest.mark.parametrize("case", REUSE)
 def test_reusing_the_forward_of_the_rollout_changes_no_bit(trainer, case):
-    """Against replaying: the same metrics and weights, with fewer forwards of the model."""
+    """Compared with replaying: the same metrics and weights, with fewer model forwards."""
     seen = []
     for reuse in (True, False, "auto"):
         over = {"eval": {"every": 0}} | REUSE[case]
@@ -130,7 +130,7 @@ def test_reusing_the_forward_of_the_rollout_changes_no_bit(trainer, case):
 
 
 def test_the_kl_of_a_share_of_the_steps_is_unbiased(trainer, monkeypatch):
-    """The mean gradient over every choice of one of three steps is the gradient of the KL of all three."""
+    """The gradient averaged over all choices of one step in three equals the gradient of the KL over all three."""
     advantage = torch.randn(2, 4, generator=torch.Generator().manual_seed(2))
     over = {"rollout": {"steps": 4}, "eval": {"every": 0}}
 
@@ -162,14 +162,14 @@ def test_the_forward_of_the_rollout_cannot_always_be_reused(trainer):
 
 
 def around_loss(one, function):
-    """Let the objective's loss go through function(loss, *its arguments)."""
+    """Replace the objective's loss by function(loss, *arguments of the loss)."""
     loss = function and partial(function, one.objective.loss)
     parts = {name: getattr(one.objective, name) for name in ("metrics", "selected")}
     one.collector = replace(one.collector, objective=SimpleNamespace(loss=loss, **parts))
 
 
 def moved(one, scale=0.05):
-    """Put the policy away from its start, where KL and ratios are not trivial."""
+    """Perturb the policy's weights, so that KL and ratios are not trivial."""
     generator = torch.Generator().manual_seed(1)
     for p in one.policy.params:
         p.data.add_(scale * torch.randn(p.shape, generator=generator))
@@ -189,7 +189,7 @@ PLAIN_FORMULA = {
 
 @pytest.mark.parametrize("case", PLAIN_FORMULA)
 def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
-    """Autograd through the objective as the papers write it, on the stored latents, sample by sample."""
+    """Autograd through the objective as written in the papers, on the stored latents, sample by sample."""
     one = trainer(reward={"spec": BRIGHTNESS}, eval={"every": 0}, **PLAIN_FORMULA[case])
     c = one.config
     moved(one)
@@ -226,7 +226,7 @@ def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
     assert count == c.rollout.prompts_per_step * c.rollout.group_size * len(batches[0].trajectory.steps)
     assert values["loss"] == pytest.approx(float(total.detach() / count), rel=1e-3, abs=1e-6)
     if case.startswith("off"):
-        assert min(ratios) < low and max(ratios) > high, "both sides of the clip must be met"
+        assert min(ratios) < low and max(ratios) > high, "no ratio clipped on one side"
         outside = np.mean([r < low or r > high for r in ratios])
         assert values["policy/clip_fraction"] == pytest.approx(outside, abs=1e-9)
     truth = torch.cat([p.grad.flatten() for p in one.policy.params])
@@ -236,7 +236,7 @@ def test_the_gradient_of_an_update_is_that_of_the_plain_formula(trainer, case):
 
 
 def test_every_image_goes_to_its_own_prompt_and_group(trainer):
-    """The samples handed to the rewards are those of stock sampling at the group's own noise address."""
+    """Each sample has the initial noise of its own address, and is conditioned on the prompt given to the reward."""
     one = trainer(rollout={"prompts_per_step": 3, "group_size": 2, "batch_size": 4}, eval={"every": 0})
     batches = collect(one, 5)
     assert [p for b in batches for p in zip(b.slots, b.members, strict=True)] == [
@@ -256,14 +256,14 @@ def test_every_image_goes_to_its_own_prompt_and_group(trainer):
     same = trainer(name="same", rollout={"same_noise": True, "batch_size": 8}, eval={"every": 0})
     x = collect(same, 0)[0].trajectory.steps[0].x
     assert torch.equal(x[:4], x[:1].expand_as(x[:4])) and torch.equal(x[4:], x[4:5].expand_as(x[4:]))
-    assert not torch.equal(x[0], x[4]), "the initial latent is the group's own"
+    assert not torch.equal(x[0], x[4]), "groups share their initial latent"
 
 
 def test_groups_without_any_signal_change_nothing(trainer):
-    """All rewards equal: no forward, no update (weight decay and EMA included), and the run ends well."""
+    """If all rewards are equal there is no forward, no update (also no weight decay or EMA), and the run finishes."""
     one = trainer(reward={"spec": f"{HERE}Constant"}, train={"steps": 3, "weight_decay": 0.5, "ema_decay": 0.5})
     before = [p.detach().clone() for p in one.policy.params]
-    around_loss(one, None)  # calling it would fail: no sample may be replayed
+    around_loss(one, None)  # any replayed sample would call it and fail
     one.run()
     assert all(torch.equal(a, b) for a, b in zip(before, one.policy.params, strict=True)) and one.policy.updates == 0
     for row in (r for r in rows(one.folder.root) if r["kind"] == "train"):
@@ -273,9 +273,9 @@ def test_groups_without_any_signal_change_nothing(trainer):
 
 @pytest.mark.parametrize("batch_size", [2, 4, 8])
 def test_a_tied_group_costs_no_forward_and_stays_in_the_mean(trainer, batch_size, capsys):
-    """Its samples count in the denominator, so that ties lower the step instead of being hidden.
+    """Its samples still count in the denominator, so ties reduce the size of the update.
 
-    The ratio is exact where a batch holds one group only; a batch of two (8) is replayed at half its size.
+    The ratio is exact if each batch holds one group; a batch of two groups (8) is replayed at half its size.
     """
     over = {"train": {"steps": 1}, "eval": {"every": 0}, "rollout": {"batch_size": batch_size}}
     one = trainer(reward={"spec": f"{HERE}HalfTied"}, **over)
@@ -285,7 +285,7 @@ def test_a_tied_group_costs_no_forward_and_stays_in_the_mean(trainer, batch_size
     row, output = rows(one.folder.root)[0], capsys.readouterr().out
     assert ("it is exact where rollout.batch_size divides" in output) == (row["policy/on_policy_error"] > 0)
     assert row["advantage/zero_groups"] == 0.5 and row["samples_trained"] == 4
-    assert sum(n for n, _ in seen) == 4 * 2 and {d for _, d in seen} == {8.0 * 2}, "2 trained steps"
+    assert sum(n for n, _ in seen) == 4 * 2 and {d for _, d in seen} == {8.0 * 2}, "not 8 samples × 2 steps"
     assert {n for n, _ in seen} == {min(batch_size, 4)}
     assert row["policy/on_policy_error"] == 0.0 if batch_size <= 4 else row["policy/on_policy_error"] < 1e-5
 
@@ -313,7 +313,7 @@ def test_too_many_missing_rewards_stop_with_a_checkpoint(trainer):
 
 
 def test_updates_share_the_prompts_not_the_samples(trainer, place):
-    """Update u trains the slots p with p·U // P = u, or where there are more updates than slots a part of a group."""
+    """Update u trains the slots p with p·U // P = u, or a part of a group if there are more updates than slots."""
     over = {"rollout": {"prompts_per_step": 5, "group_size": 2, "batch_size": 3}, "train": {"updates_per_rollout": 2}}
     one = trainer(**over, eval={"every": 0})
     plan = deal_batches(one.config, [one.config.rollout] * 5)
@@ -327,7 +327,7 @@ def test_updates_share_the_prompts_not_the_samples(trainer, place):
 
 
 def test_monitors_are_logged_and_not_trained_on(trainer):
-    """A reward of weight 0 changes nothing but its own figures."""
+    """A reward of weight 0 affects only its own metrics."""
     alone = trainer(name="alone", train={"steps": 2}, reward={"spec": "jpeg_compressibility"})
     alone.run()
     spec = {"spec": f"jpeg_compressibility:1,{HERE}Mostly:0"}
@@ -339,7 +339,7 @@ def test_monitors_are_logged_and_not_trained_on(trainer):
 
 
 def poison(one, at):
-    """From optimiser update `at` on, the gradient is NaN."""
+    """Make the gradient NaN from optimiser update `at` on."""
 
     def loss(true_loss, *arguments):
         out = true_loss(*arguments)
@@ -376,12 +376,12 @@ def test_a_stop_between_two_updates_of_a_step_saves_no_half_step(trainer):
 
 @pytest.mark.parametrize("every", [1, 20])
 def test_a_policy_that_diverged_stops(trainer, every):
-    """An absurd learning rate: images become NaN, all rewards equal; unchecked, the run would go on for ever."""
+    """At an absurd learning rate, images become NaN and all rewards equal; unchecked, the run would never stop."""
     name = f"absurd{every}"
     one = trainer(name=name, train={"lr": 1e30}, eval={"every": 0}, checkpoint={"every": every})
     told = "the newest checkpoint is" if every == 1 else "there is no checkpoint yet"
     with pytest.raises(
-        TrainingStopped, match=rf"step 2: the policy makes latents that are not finite.*\n{told}.*lower"
+        TrainingStopped, match=rf"step 2: the policy produces latents that are not finite.*\n{told}.*lower"
     ):
         one.run()
     assert len(rows(one.folder.root)) == 1

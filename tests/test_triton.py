@@ -1,8 +1,8 @@
-"""What Triton makes of the kernels for GPUs that are not here: cubins for sm_80, sm_90 and sm_100, compiled offline.
+"""Triton's compiled code for GPUs that are not present: cubins for sm_80, sm_90 and sm_100, compiled offline.
 
-Checks that every kernel compiles without spilling to a stack, that the bulk kernels use 128-bit accesses and few
-instructions, and that no a·x + b·v was contracted: the only fused multiply-adds are those that the noise writes out.
-Numbers are tested through the interpreter in test_ops_*.
+Checks that every kernel compiles without register spills, that the kernels over latents use 128-bit accesses and few
+instructions, and that no a·x + b·v was contracted: the only fused multiply-adds are the explicit ones of the noise.
+Numerical results are tested through the interpreter in test_ops_*.
 """
 
 import json
@@ -29,6 +29,7 @@ def built():
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.full
 def test_every_kernel_compiles_for_every_architecture_without_spills(built):
     assert {k["kernel"] for k in built if k["arch"] == 90} >= {"finish", "guide", "policy", "normalise", "rank"}
     for arch in (80, 90, 100):
@@ -36,6 +37,7 @@ def test_every_kernel_compiles_for_every_architecture_without_spills(built):
     assert [k for k in built if k["stack"]] == []
 
 
+@pytest.mark.full
 def test_bulk_kernels_read_and_write_128_bits(built):
     for k in built:
         if k["kernel"] in BULK:
@@ -45,7 +47,7 @@ def test_bulk_kernels_read_and_write_128_bits(built):
 
 
 def test_instructions_per_element_stay_few(built):
-    """Everything asked for at once (a pair, the mean, x0, KL, Guard); counted in the disassembly."""
+    """With all options enabled at once (guidance pair, mean, x0, KL, Guard); counted in the disassembly."""
     most = {"step": 82, "logp": 41, "grad": 45, "normal": 52}
     for k in built:
         assert k["kernel"] not in most or k["instructions"] <= most[k["kernel"]], k
@@ -55,5 +57,5 @@ def test_nothing_is_contracted_but_the_noise(built):
     noise = {k["arch"]: k["fused"] for k in built if k["kernel"] == "normal"}
     for k in built:
         expected = noise[k["arch"]] if k["kernel"] in ("step", "normal") else 0
-        if k["kernel"] != "policy":  # exp has its own
+        if k["kernel"] != "policy":  # exp contains its own
             assert k["fused"] == expected, k

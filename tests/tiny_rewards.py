@@ -17,11 +17,11 @@ from prefgrpo.rewards.checkpoints import library
 from prefgrpo.tiny.pipelines import clip_tokenizer
 
 SIZE = 28
-"""Pixels a side of what the encoders see."""
+"""Side in pixels of the images given to the encoders."""
 
 
 def spread(model: nn.Module, seed: int) -> None:
-    """Weights large enough that every part of the model shows in the score."""
+    """Scales the weights so that every part of the model affects the score."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         weight.data = torch.randn(weight.shape, generator=generator) * (0.3 if weight.ndim > 1 else 0.1)
@@ -138,12 +138,12 @@ MAKERS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "subfig_clipT": _laion,
     "subfig_dreamsim": lambda folder: {"model": str(dreamsim_folder(folder)), "kind": "open_clip_vitb32"},
 }
-"""Reward -> (folder to fill) -> the options that name what is in it."""
+"""Reward -> function that fills a folder and returns the options that refer to its files."""
 
 
 def make(names: str, folder: Path) -> Path:
     """Write checkpoints of rewards, e.g. "clip,aesthetic", into `folder`, each in its own; returns the options.yaml."""
-    logging.disable(logging.WARNING)  # open_clip's, that weights which were not given are random
+    logging.disable(logging.WARNING)  # open_clip warns that the weights are random
     try:
         options = {name: MAKERS[name]((folder / name).resolve()) for name in names.split(",")}
     finally:

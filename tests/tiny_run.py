@@ -1,8 +1,8 @@
-"""Tiny real runs for the tests of the trainer: a random FLUX pipeline of 0.1 M weights, 16×16 pixels, real commands.
+"""Tiny real runs for the trainer tests: a random FLUX pipeline with 0.1 M weights, 16×16 pixels, real commands.
 
-`start` runs `prefgrpo …` in a process of its own that was forked from a server with everything imported, so that a
-run that is killed, resumed or split over ranks costs a fraction of a second to start. A test that kills or interrupts
-passes a `Hold`: the process stops at a named call and waits there, so the signal comes at that point on any machine.
+`start` runs `prefgrpo …` in a process forked from a server that has everything imported, so that a run that is killed,
+resumed or split over ranks starts in a fraction of a second. A test that kills or interrupts a run passes a `Hold`: the
+process stops at a named call and waits there, so the signal arrives at the same point on any machine.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ BASE: dict[str, Any] = {
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the entries of `over`, section by section."""
+    """`base` updated with `over`, section by section."""
     out = dict(base)
     for key, value in over.items():
         out[key] = merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
@@ -67,7 +67,7 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def world(folder: Path) -> Path:
-    """`folder` with the tiny pipeline and prompts in it."""
+    """Writes the tiny pipeline and prompts into `folder` and returns it."""
     pipelines.make("flux", folder / "flux")
     (folder / "train.txt").write_text("\n".join(PROMPTS[:7]) + "\n", encoding="utf-8")
     (folder / "dev.txt").write_text("\n".join(PROMPTS[7:]) + "\n", encoding="utf-8")
@@ -87,7 +87,7 @@ def settings(place: Path, name: str, **over: Any) -> dict[str, Any]:
 
 
 def recipe(place: Path, name: str, **over: Any) -> Path:
-    """`settings` as a YAML file."""
+    """Writes `settings` to a YAML file and returns its path."""
     file = place / f"{name}.yaml"
     file.write_text(yaml.safe_dump(settings(place, name, **over), allow_unicode=True), encoding="utf-8")
     return file
@@ -95,7 +95,7 @@ def recipe(place: Path, name: str, **over: Any) -> Path:
 
 @contextlib.contextmanager
 def trainers(place: Path) -> Iterator[Callable[..., TrainingLoop]]:
-    """A function that makes training loops of `settings`; they are closed at the end."""
+    """Yields a function that makes training loops from `settings`; they are closed at the end."""
     made = list[TrainingLoop]()
 
     def make(name: str, resume: bool = False, callbacks: Callbacks | None = None, **over: Any) -> TrainingLoop:
@@ -116,7 +116,7 @@ class Brightness(PointwiseReward):
 
 
 BRIGHTNESS = f"{__name__}.Brightness"
-"""Its name in `reward.spec`."""
+"""The name of `Brightness` in `reward.spec`."""
 
 
 class Hold(NamedTuple):
@@ -164,11 +164,11 @@ class Run:
 
     @property
     def output(self) -> str:
-        """All that it printed."""
+        """Everything that it printed."""
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.is_file() else ""
 
     def wait(self, seconds: float = 180.0) -> int:
-        """Its exit code; fails if it does not end in time."""
+        """The exit code; fails if the process does not end in time."""
         self.process.join(seconds)
         if self.process.exitcode is None:
             self.process.kill()
@@ -176,32 +176,32 @@ class Run:
         return self.process.exitcode
 
     def kill(self) -> None:
-        """kill -9, now."""
+        """Kill the process with SIGKILL and wait for its end."""
         assert self.process.pid is not None
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGKILL)
         self.process.join()
 
     def until(self, done: Callable[[], bool], seconds: float = 120.0) -> None:
-        """Wait for `done`, which must come before the process ends."""
+        """Wait until `done()` is true; fails if the process ends first or `seconds` have passed."""
         limit = time.monotonic() + seconds
         while not done():
-            assert self.process.is_alive() and time.monotonic() < limit, f"never came:\n{self.output}"
+            assert self.process.is_alive() and time.monotonic() < limit, f"condition never met:\n{self.output}"
             time.sleep(0.002)
 
     def until_held(self) -> None:
-        """Wait until the process stands at its `Hold`."""
+        """Wait until the process has stopped at its `Hold`."""
         self.until(self._hold[1].is_set)
 
     def release(self) -> None:
-        """Let it go on."""
+        """Let the held process continue."""
         self._hold[2].set()
 
 
 def start(
     argv: list[str], log: Path, hook: Callable[[], None] | None = None, hold: Hold | None = None, **env: str
 ) -> Run:
-    """Begin `prefgrpo argv`; `hook` (a module-level function) runs in the new process first."""
+    """Start `prefgrpo argv`; `hook` (a module-level function) runs first in the new process."""
     return Run(argv, log, env, hook, hold)
 
 
@@ -212,7 +212,7 @@ def train(recipe_file: Path, *options: str, hook: Callable[[], None] | None = No
 
 
 def attempt(capsys: Any, *argv: Any) -> tuple[int, str]:
-    """(exit code, output) of `prefgrpo argv` in this process, for what ends before anything runs."""
+    """(exit code, output) of `prefgrpo argv` in this process, for commands that end before a run starts."""
     from prefgrpo.commands.cli import main
 
     code = main([str(word) for word in argv])
@@ -226,7 +226,7 @@ def _child(argv: list[str], log: str, env: dict[str, str], hook: Callable[[], No
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.update(env)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     if hook is not None:
         hook()
     where, reached, go = hold
@@ -238,24 +238,24 @@ def _child(argv: list[str], log: str, env: dict[str, str], hook: Callable[[], No
 
 
 def collect(loop: TrainingLoop, step: int) -> list[Batch]:
-    """The rollouts of a training step, handed to the scorer as the loop does."""
+    """The rollouts of a training step, with every sample passed to the scorer as in the loop."""
     loop.scorer.begin(step, loop.rollouts.groups(step))
     return list(loop.rollouts(step, loop.scorer.add))
 
 
 def rows(folder: Path, timeless: bool = True) -> list[dict[str, Any]]:
-    """metrics.jsonl, every line of it, without wall-clock numbers."""
+    """Every row of metrics.jsonl, by default without its wall-clock times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return [{k: v for k, v in line.items() if not (timeless and k.startswith("time/"))} for line in lines]
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Content of every file below a folder."""
+    """{relative path: content} of every file below a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def weights(run: Path) -> dict[str, bytes]:
-    """The bytes of every safetensors file of a run."""
+    """{relative path: bytes} of every safetensors file of a run."""
     return {str(f.relative_to(run)): f.read_bytes() for f in sorted(run.rglob("*.safetensors"))}
 
 
@@ -268,7 +268,7 @@ def ranks(
     holds: dict[int, Hold] | None = None,
     **env: str,
 ) -> list[Run]:
-    """`prefgrpo COMMAND RECIPE options` begun on `size` ranks, as torchrun starts them; some of them held."""
+    """Start `prefgrpo COMMAND RECIPE options` on `size` ranks as torchrun would; `holds` maps ranks to their `Hold`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

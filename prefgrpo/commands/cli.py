@@ -1,8 +1,8 @@
 """The command line: `prefgrpo train | plan | preprocess | generate | evaluate | report | judge … | tiny | …`.
 
-A command is a function; its arguments are its options, so `--help` is complete by construction. One with an argument
-`config` takes a recipe and `--section.field value` overrides, which are checked together. Exit codes: 2 for a mistake
-that the message tells how to mend, 3 for a run that stopped with a resumable checkpoint.
+A command is a function whose arguments are its options, so `--help` is always complete. A command with an argument
+`config` takes a recipe and `--section.field value` overrides, which are checked together. Exit codes: 2 for an error
+whose message says how to fix it, 3 for a run that stopped with a resumable checkpoint.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from prefgrpo.config.schema import AUTO, MODEL_VALUES, Config, check, difference
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("prefgrpo.commands.cli:train", "train a model from a recipe; any field can be overridden"),
-    "demo": ("prefgrpo.commands.cli:demo", "train the tiny demo in runs/demo of this folder; options as for train"),
+    "demo": ("prefgrpo.commands.cli:demo", "train the tiny demo into ./runs/demo; takes the options of train"),
     "preprocess": ("prefgrpo.commands.cli:preprocess", "encode all prompts of a recipe once, into data.cache"),
     "launch": ("prefgrpo.commands.launch:launch", "torchrun with the run's exit code: --nproc_per_node 8 train RECIPE"),
     "plan": (
         "prefgrpo.commands.cli:plan",
-        "memory, seconds and traffic per GPU and the mesh to choose, from the config",
+        "estimate memory, time and traffic per GPU and the best mesh, without loading weights",
     ),
-    "generate": ("prefgrpo.commands.cli:generate", "make images or clips of every prompt of a file"),
-    "evaluate": ("prefgrpo.commands.cli:evaluate", "a published suite's table, or a checkpoint against its base"),
+    "generate": ("prefgrpo.commands.cli:generate", "generate images or clips for every prompt of a file"),
+    "evaluate": ("prefgrpo.commands.cli:evaluate", "evaluate on a published suite, or against the base model"),
     "score": ("prefgrpo.commands.score:main", "score a folder of images or clips"),
-    "reward list": ("prefgrpo.rewards:show_rewards", "every reward: what it takes, what it is, where it runs"),
-    "reward serve": ("prefgrpo.rewards.serve:main", "serve one reward over HTTP, from an environment of its own"),
-    "report": ("prefgrpo.commands.cli:report", "write report.html of a run, finished or not; of several: compare them"),
+    "reward list": ("prefgrpo.rewards:show_rewards", "list all rewards with inputs, description and where they run"),
+    "reward serve": ("prefgrpo.rewards.serve:main", "serve one reward over HTTP, from a separate environment"),
+    "report": ("prefgrpo.commands.cli:report", "write report.html for a run, or a comparison of several runs"),
     "judge serve": ("prefgrpo.judge.serve:serve", "start judges with vLLM or SGLang, one port per model"),
-    "judge check": ("prefgrpo.judge.client:main", "test a judge: reachable, right model, known answers right"),
-    "judge plan": ("prefgrpo.judge.simulate:plan", "compare pair plans: calls against rank correlation"),
-    "tiny": ("prefgrpo.tiny.pipelines:make", "write a tiny random pipeline of a family: prefgrpo tiny flux DIR"),
-    "doctor": ("prefgrpo.commands.doctor:doctor", "what is installed, which backends really run, which GPU"),
+    "judge check": ("prefgrpo.judge.client:main", "test a judge: reachable, right model, correct on known answers"),
+    "judge plan": ("prefgrpo.judge.simulate:plan", "compare pair plans by calls and rank correlation"),
+    "tiny": ("prefgrpo.tiny.pipelines:make", "write a tiny pipeline with random weights: prefgrpo tiny flux DIR"),
+    "doctor": ("prefgrpo.commands.doctor:doctor", "show what is installed, and test which backends work"),
 }
 
 FIELDS = {
@@ -72,7 +72,7 @@ FIELDS = {
     "eval.prompts eval.samples_per_prompt eval.max_prompts eval.height eval.width eval.frames eval.steps "
     "eval.guidance* eval.spec eval.options eval.judge memory.* parallel.*",
 }
-"""The configuration's fields that --help shows: the most common ones of `train`, those that the others use."""
+"""Configuration fields that --help shows: the most common ones for `train`, for other commands those they use."""
 
 
 def train(config: Config, resume: bool = False, dry_run: bool = False) -> int:
@@ -82,7 +82,8 @@ def train(config: Config, resume: bool = False, dry_run: bool = False) -> int:
     Args:
         config: The recipe with its overrides.
         resume: Continue the run in output/name from its newest checkpoint (from the start if it has none yet).
-        dry_run: Print configuration and memory, make the first batch, replay one step, write nothing, ask no judge.
+        dry_run: Print configuration and memory, generate the first batch and replay one step; write nothing, and do not
+            query the judge.
     """
     if dry_run:
         from prefgrpo.commands.dry_run import dry_run as run
@@ -122,15 +123,15 @@ def plan(
     judge_billions: float = 8.0,
     levers: bool = False,
 ) -> int:
-    """Parameters, memory per GPU, seconds and traffic of a step, judge servers and the fastest mesh, from the model's
-    config alone.
+    """Estimate parameters, memory per GPU, time and traffic of a step, judge servers and the fastest mesh from the
+    model's config alone.
 
     Args:
         config: The recipe with its overrides.
-        memory_gib: Memory of one GPU; none: as much as `gpu` has.
-        gpu: Whose peak and links are counted with (docs/scale.md).
-        nodes: Machines that the GPUs are in; 0: 8 GPUs in each.
-        mfu: Share of the GPU's bf16 peak that the model reaches; none: 0.3, and 0.45 with compile.
+        memory_gib: Memory of one GPU in GiB; none: that of `gpu`.
+        gpu: GPU type, for peak FLOP/s and link bandwidth (docs/scale.md).
+        nodes: Number of machines; 0: 8 GPUs per machine.
+        mfu: Model FLOP utilisation, as a share of the bf16 peak; none: 0.3, and 0.45 with compile.
         judge_billions: Parameters of the pairwise judge, in billions.
         levers: Also predict the speed with each option that makes steps cheaper.
     """
@@ -155,16 +156,15 @@ def generate(
     naming: Literal["plain", "unigenbench", "vbench"] = "plain",
     fps: int = 16,
 ) -> int:
-    """Make images or clips of every prompt of a file, as the evaluation does (also under torchrun).
+    """Generate images or clips for every prompt of a file, as the evaluation does (also under torchrun).
 
     Args:
         config: The recipe with its overrides, e.g. runs/demo/config.yaml.
-        lora: Folder of a trained LoRA, or the run folder that has it; none: the base model (or a --model of full
-            weights).
+        lora: Folder of a trained LoRA, or its run folder; none: the base model (or the full weights given by --model).
         prompts: Prompts: txt, csv, tsv, jsonl or parquet; empty: the recipe's eval.prompts, or else its data.prompts.
-        out: Folder of the files; what is there already is skipped.
+        out: Output folder; existing files are skipped.
         samples: Images or clips per prompt.
-        naming: plain: 000012_0.png by place; unigenbench: INDEX_0.png by the table's index column; vbench:
+        naming: plain: 000012_0.png by position; unigenbench: INDEX_0.png by the table's index column; vbench:
             PROMPT-0.mp4.
         fps: Frames per second of clips.
     """
@@ -188,23 +188,23 @@ def evaluate(
     results: Path | None = None,
     fps: int = 16,
 ) -> int:
-    """Evaluate a run, one of its checkpoints or a model (also under torchrun): with --suite on a published suite, else
-    its held-out prompts against those of another, from the same noise.
+    """Evaluate a run, one of its checkpoints or a model (also under torchrun): on a published suite with --suite, else
+    against another model on held-out prompts, from the same noise.
 
     Args:
         config: The target's configuration with its overrides.
         target: Run folder (its newest checkpoint), RUN/checkpoints/step_000020, recipe, pipeline folder or hub id.
         suite: Published suite; none: compare with --against.
         prompts: The suite's own file or folder of prompts (docs/evaluation.md); without a suite: a file of prompts,
-            empty: those that the run held out.
-        out: Folder of files and tables; none: RUN/evaluations/…. What is there already is kept.
-        samples: Images or clips per prompt of a suite; 0: as many as the suite wants.
-        weights: Of a checkpoint: the moving average if the run keeps one (auto), or one of the two.
-        against: base, or another run, checkpoint or model, that is drawn as the target is.
-        against_weights: Likewise of its checkpoint.
+            empty: the run's held-out prompts.
+        out: Output folder for files and tables; none: RUN/evaluations/…. Existing files are kept.
+        samples: Images or clips per prompt of a suite; 0: the suite's own number.
+        weights: Weights of a checkpoint: live, ema, or auto (ema if the run keeps one).
+        against: base, or another run, checkpoint or model, sampled with the target's settings.
+        against_weights: As weights, for the checkpoint of --against.
         judge2: A second judge: fields of the judge section, "{endpoints: [http://…], template: think}", or a YAML file.
-        question: What a suite's judge is asked: a template, or UniGenBench's own eval_common.py; empty: our own words.
-        results: What the suite's own tools wrote, to be read into our table instead of generating and scoring.
+        question: Question for a suite's judge: a template, or UniGenBench's own eval_common.py; empty: our own.
+        results: Output of the suite's own tools, read into our table instead of generating and scoring.
         fps: Frames per second of clips.
     """
     from prefgrpo.commands.evaluate import evaluate as run
@@ -215,7 +215,7 @@ def evaluate(
 
 
 def _with_recipe(command: Any, name: str, argv: Sequence[str], recipe: Path | None = None) -> int:
-    """Run a command on its recipe (the first argument without one), overridden and checked. Raises ConfigError."""
+    """Run a command on a checked configuration: the recipe (default: the first argument) and its overrides."""
     own = {k: p.replace(kind=Parameter.KEYWORD_ONLY) for k, p in signature(command, eval_str=True).parameters.items()}
     del own["config"]
     path = (
@@ -252,7 +252,7 @@ RECIPE = Annotated[
 
 
 def _section(values: Any, shown: Sequence[str], prefix: str = "") -> Any:
-    """The class of a section with only those fields that one of the patterns `shown` matches, for --help."""
+    """A section's class, reduced to the fields that match one of the patterns `shown`, for --help."""
     out: list[Any] = []
     for name, info in values.__pydantic_fields__.items():
         kind, default = info.annotation, getattr(values, name)
@@ -267,11 +267,11 @@ def _section(values: Any, shown: Sequence[str], prefix: str = "") -> Any:
 
 
 def overrides(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], dict[str, Any]]:
-    """(words of the command itself, nested values of the configuration's fields) of a command line.
+    """Split a command line into (the command's own words, nested values of configuration fields).
 
     `--train.lr 1e-5`, `--train.lr=1e-5`, `--train.lora-targets to_q to_k`; a switch is `--tensorboard`,
-    `--no-tensorboard`, or `--tensorboard` with true or false. What no command and no field is called is a field too,
-    so that it is reported with the recipe's mistakes. own: the names of the command's options.
+    `--no-tensorboard`, or `--tensorboard` with true or false. An unknown name counts as a field, so that it is
+    reported with the recipe's mistakes, unless it resembles one of `own`, the names of the command's options.
     """
     defaults, rest = leaves(Config()), list(argv)
     value: Any
@@ -307,7 +307,7 @@ def overrides(argv: Sequence[str], own: Collection[str]) -> tuple[list[str], dic
 
 
 def _stands_alone(key: str, rest: Sequence[str]) -> bool:
-    """Whether a switch has no value after it: that would be true, false or, of a field that takes more, anything."""
+    """Whether no value follows a switch: true or false, or any word if the field is not only a bool."""
     if not rest or rest[0].startswith("--"):
         return True
     return _kind(key) is bool and rest[0].lower() not in ("true", "false")
@@ -322,7 +322,7 @@ def _kind(key: str) -> Any:
 
 
 def _yaml(text: str) -> Any:
-    """A number, switch, list, mapping or None as a recipe has it; else the text itself."""
+    """The text parsed as YAML (a number, bool, list, mapping or None), or the text itself if it is not YAML."""
     try:
         return None if text == "None" else yaml.load(text, Loader)
     except yaml.YAMLError:
@@ -330,7 +330,7 @@ def _yaml(text: str) -> Any:
 
 
 def _read(recipe: Path | None, values: Mapping[str, Any], command: str) -> Config:
-    """The configuration of a recipe and overrides for a command; `auto` batches are of ON_CPU where nothing trains.
+    """A command's configuration; batch_size `auto` becomes ON_CPU for commands other than `train` and `plan`.
 
     Raises ConfigError with every mistake.
     """
@@ -357,16 +357,16 @@ def _read(recipe: Path | None, values: Mapping[str, Any], command: str) -> Confi
 
 
 def report(runs: tuple[Path, ...], out: Path | None = None) -> int:
-    """Write report.html into a run folder; of several runs one page that compares them.
+    """Write report.html into a run folder, or for several runs one page that compares them.
 
     Args:
-        runs: Run folder, e.g. runs/demo, or several; those that differ in nothing but their seed are drawn as one.
-        out: File of the comparison; none: comparison.html in the folder of the first run.
+        runs: Run folder, e.g. runs/demo, or several; runs that differ only in their seed are shown as one variant.
+        out: File of the comparison; none: comparison.html in the first run's folder.
     """
     from prefgrpo.report import write_comparison, write_report
 
     if not runs or (out and len(runs) == 1):
-        raise ConfigError(["report: expected a run folder, or several (of which --out is the page)"])
+        raise ConfigError(["report: expected a run folder, or several (--out: the page that compares them)"])
     try:
         print(write_report(runs[0]) if len(runs) == 1 else write_comparison(runs, out or runs[0] / "comparison.html"))
     except FileNotFoundError as error:
@@ -387,7 +387,7 @@ def _mendable() -> tuple[type[Exception], ...]:
 
 
 def _usage(group: str = "") -> str:
-    """The commands, or those of one group, a line each."""
+    """Help text with one line per command, or per command of one group."""
     shown = {name: text for name, (_, text) in COMMANDS.items() if name.startswith(group)}
     width = max(map(len, shown))
     lines = [f"  {name:<{width}}  {text}" for name, text in shown.items()]
@@ -401,9 +401,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv == ["--version"]:
         print(f"prefgrpo {__version__}")
         return 0
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice on image processors is not about this run
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its image processor warnings do not concern this run
     if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # those of transformers too
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also disables transformers' bars
     length = next((n for n in (2, 1) if " ".join(argv[:n]) in COMMANDS), 0)
     name, rest = " ".join(argv[:length]), argv[length:]
     if not name:
@@ -416,14 +416,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(name, rest)
         sys.stdout.flush()
-    except SystemExit as end:  # tyro's
+    except SystemExit as end:  # raised by tyro
         if end.code:
             wait_for_first(2)
         raise
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # `prefgrpo reward list | head`; what is still to be flushed goes nowhere
+    except BrokenPipeError:  # `prefgrpo reward list | head`; discard unflushed output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
@@ -445,7 +445,7 @@ def _run(name: str, argv: list[str]) -> int:
     parameters = signature(command).parameters
     if name in FIELDS:
         return _with_recipe(command, name, argv)
-    if list(parameters) == ["argv"]:  # it reads them itself
+    if list(parameters) == ["argv"]:  # it parses its own arguments
         return command(argv)
     result = tyro.cli(command, args=argv, prog=f"prefgrpo {name}", config=(tyro.conf.PositionalRequiredArgs,))
     if isinstance(result, Path):

@@ -1,8 +1,8 @@
-"""`prefgrpo doctor`: what is installed and what really runs here.
+"""`prefgrpo doctor`: show what is installed and test which backends work on this machine.
 
-Every claim comes from a call: an op backend has run an affine step that equals the reference, an attention backend has
-run forward and backward. Invariant: what is absent or fails is a row, never an error; the exit code is 1 only if the
-reference itself is wrong.
+Backends are tested by calling them: each op backend runs an affine step that is compared with the reference, and each
+attention backend runs forward and backward. Invariant: anything missing or failing is reported as a row and never
+raises; the exit code is 1 only if the reference itself is wrong.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ PACKAGES = {
 COEF = torch.tensor([(0.9, -0.1, 0.3, -5.0, 0.25), (1.0, -0.05, 0.0, 0.0, 0.0)])
 """An SDE row and an ODE row (a, b, s, w, c)."""
 OTHER_DEVICES = ("_native_npu", "_native_xla")
-"""Attention backends of accelerators that prefgrpo does not run on."""
+"""Attention backends for accelerators that prefgrpo does not support."""
 
 
 class Row(NamedTuple):
-    """One finding."""
+    """One row of the output."""
 
     name: str
     ok: bool | None
-    """None: neither good nor bad (absent, or only reported)."""
+    """None: neither good nor bad (not installed, or for information only)."""
     detail: str
 
 
 def doctor(folder: Path = Path("runs"), hub: bool = False) -> int:
-    """Print what is installed and what runs; returns 1 if the reference ops are wrong, else 0.
+    """Show what is installed and test which backends work; returns 1 if the reference ops are wrong, else 0.
 
     Args:
-        folder: Where runs will be written; its free disk space is shown.
-        hub: Also probe the attention backends that download a kernel from the hub.
+        folder: Folder that runs will be written to; its free disk space is shown.
+        hub: Also test the attention backends that download a kernel from the hub.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     reference = _tried("reference", _reference)
     _print("Versions", _versions())
     _print("Machine", _machine(folder))
-    _print("Judge engines, each in an environment of its own", _engines())
-    _print("Ops (affine step against the reference)", [reference, _extension(), *_ops(device)])
-    _print(f"Attention in diffusers on {device} (one call, forward and backward)", _attention(device, hub))
+    _print("Judge engines (each in a separate environment)", _engines())
+    _print("Ops (affine step compared with the reference)", [reference, _extension(), *_ops(device)])
+    _print(f"Attention backends of diffusers on {device} (one forward and backward call)", _attention(device, hub))
     return int(not reference.ok)
 
 
@@ -72,10 +72,10 @@ def _print(title: str, rows: Iterable[Row]) -> None:
 
 
 def _tried(name: str, check: Callable[[], tuple[bool | None, str]]) -> Row:
-    """The row that `check` gives, or that says how it failed."""
+    """The row with the result of `check`, or with its error."""
     try:
         return Row(name, *check())
-    except Exception as error:  # noqa: BLE001 - compilers, drivers and kernels of others fail in any way
+    except Exception as error:  # noqa: BLE001 - third-party compilers, drivers and kernels may raise anything
         return Row(name, False, f"{type(error).__name__}: {str(error).strip()[:160]}".splitlines()[0])
 
 
@@ -102,13 +102,13 @@ def _engines() -> Iterator[Row]:
             yield Row(engine, None, str(error))
             continue
         version, why = vllm_version(path) if engine == "vllm" else ("", "")
-        yield Row(engine, not why, f"{why or version or 'of unknown version'}, {path}")
+        yield Row(engine, not why, f"{why or version or 'unknown version'}, {path}")
 
 
 def _machine(folder: Path) -> Iterator[Row]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads, omp = torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS", "unset")
-    yield Row("CPU", threads <= cores, f"{cores} cores, {threads} threads in torch, OMP_NUM_THREADS {omp}")
+    yield Row("CPU", threads <= cores, f"{cores} cores; torch uses {threads} threads; OMP_NUM_THREADS is {omp}")
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
         memory = f"{p.total_memory / 2**30:.0f} GiB"
@@ -118,23 +118,23 @@ def _machine(folder: Path) -> Iterator[Row]:
         if shutil.which("nvidia-smi"):
             command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
             driver = subprocess.run(command, capture_output=True, text=True, check=False).stdout.partition("\n")[0]
-        yield Row("CUDA", True, f"torch built for {torch.version.cuda}, driver {driver or 'unknown'}")
+        yield Row("CUDA", True, f"torch built for CUDA {torch.version.cuda}, driver {driver or 'unknown'}")
     else:
-        yield Row("GPU", None, "torch sees none" if torch.version.cuda else "none: this torch is built without CUDA")
+        yield Row("GPU", None, "torch finds none" if torch.version.cuda else "none; this torch was built without CUDA")
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free / 2**30
     yield Row("disk", free > 5, f"{free:.0f} GiB free for {folder}")
 
 
 def _inputs(device: torch.device | str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x, v, ε [4, 3, 67] in fp32, coefficient rows [2, 5] and row indices [4]: every lane and tail is used."""
+    """x, v, ε [4, 3, 67] in fp32, coefficient rows [2, 5] and row indices [4]; D uses all vector lanes and a tail."""
     generator = torch.Generator().manual_seed(0)
     x, v, eps = (torch.randn(4, 3, 67, generator=generator).to(device) for _ in range(3))
     return x, v, eps, COEF.to(device), torch.tensor([0, 1, 0, 1]).to(device)
 
 
 def _reference() -> tuple[bool, str]:
-    """The reference against the equation, written out in numpy: x' = a·x + b·v + s·ε, log-prob w·mean((s·ε)²) + c."""
+    """Compare the reference with the equation in numpy: x' = a·x + b·v + s·ε, log-prob w·mean((s·ε)²) + c."""
     from prefgrpo.ops import reference
 
     x, v, eps, coef, index = _inputs("cpu")
@@ -145,7 +145,7 @@ def _reference() -> tuple[bool, str]:
     x_next = a * x.double().numpy() + b * v.double().numpy() + noise
     logp = (w * (noise**2).mean((1, 2), keepdims=True) + c)[:, 0, 0]
     worst = max(float(np.abs(g.numpy() - e).max()) for g, e in zip(got, (x_next, logp), strict=True))
-    return worst < 1e-12, f"plain torch in fp64, largest error {worst:.1e} against the equation"
+    return worst < 1e-12, f"plain torch in fp64; largest error against the equation: {worst:.1e}"
 
 
 def _extension() -> Row:
@@ -159,7 +159,7 @@ def _extension() -> Row:
 
 
 def _ops(gpu: torch.device) -> Iterator[Row]:
-    """Each backend's affine step and log-prob against the reference on the device it serves."""
+    """Compare each backend's affine step and log-prob with the reference, on the device that it runs on."""
     from prefgrpo.ops import affine_step
     from prefgrpo.ops.backend import BACKENDS, backend_of, missing, use_backend
 
@@ -170,12 +170,12 @@ def _ops(gpu: torch.device) -> Iterator[Row]:
         x, v, eps, coef, index = _inputs(device)
         with use_backend(name):
             if (serves := backend_of(device, x.dtype)) != name:
-                raise RuntimeError(f"{device} tensors go to '{serves}'")
+                raise RuntimeError(f"{device} tensors are handled by '{serves}' instead")
             got = affine_step(x, v, coef, index, noise=eps)
         with use_backend("torch"):
             expected = affine_step(x, v, coef, index, noise=eps)
         dx, dl = (float((g - e).abs().max()) for g, e in zip(got[:2], expected[:2], strict=True))
-        return dx < 1e-6 and dl < 1e-5, f"ran on {device}; largest difference in x' {dx:.1e}, log-prob {dl:.1e}"
+        return dx < 1e-6 and dl < 1e-5, f"ran on {device}; largest difference: {dx:.1e} in x', {dl:.1e} in log-prob"
 
     yield from (_tried(name, partial(check, name)) for name in BACKENDS)
     with warnings.catch_warnings(record=True) as said:
@@ -185,7 +185,7 @@ def _ops(gpu: torch.device) -> Iterator[Row]:
 
 
 def _attention(device: torch.device, hub: bool) -> Iterator[Row]:
-    """Each attention backend of diffusers by one call on this device."""
+    """Test each attention backend of diffusers with one call on this device."""
     try:
         from diffusers.models import attention_dispatch as dispatch
     except ImportError as error:
@@ -198,16 +198,16 @@ def _attention(device: torch.device, hub: bool) -> Iterator[Row]:
     yield from (row for row in rows if row.name not in absent)
     yield Row("not installed", None, ", ".join(absent))
     if skipped := ", ".join(name for name in names if name not in tried):
-        yield Row("from the hub", None, f"{skipped}: not tried, they download a kernel; --hub tries them")
+        yield Row("from the hub", None, f"{skipped}: not tested because they download a kernel; use --hub to test them")
 
 
 def _probe(name: str, device: torch.device) -> tuple[bool, str]:
-    """Results and gradients of one backend on [1, 32, 2, 64] against torch's own attention in fp32."""
+    """Compare output and gradients of one backend on [1, 32, 2, 64] with torch's own attention in fp32."""
     from prefgrpo.parallel.attention import LIMIT, errors
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     output, gradient = errors(name, (1, 32, 2, 64), dtype, device)
-    detail = f"errors of results {output:.1e}, of gradients {gradient:.1e} in {str(dtype).removeprefix('torch.')}"
+    detail = f"relative error in {str(dtype).removeprefix('torch.')}: output {output:.1e}, gradients {gradient:.1e}"
     if output <= LIMIT[dtype] < gradient:
-        detail += ": evaluation only"
+        detail += "; usable for evaluation only"
     return max(output, gradient) <= LIMIT[dtype], detail

@@ -1,7 +1,7 @@
-"""`prefgrpo train RECIPE --dry-run`: everything before the first update, on one batch; nothing is written.
+"""`prefgrpo train RECIPE --dry-run`: everything before the first update, on one batch, without writing files.
 
-Reads prompts, loads the model, renders the first batch of step 0, replays one of its steps with gradient. Judges and
-rewards are not asked. Invariant: what it does is what the run will do, by the same functions.
+Reads prompts, loads the model, generates the first batch of step 0 and replays one of its steps with gradients, without
+calling judges or rewards. Invariant: it uses the same functions as the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from prefgrpo.run.session import check_run, open_collector, open_policy, open_sc
 
 
 def dry_run(config: Config) -> int:
-    """Print configuration, plan and the first batch; returns the exit code. Raises what `train` raises at start."""
+    """Print configuration, memory and the first batch; returns the exit code. Raises what `train` raises at start."""
     world = parallel.start(config.device, config)
     try:
         check_run(config)
@@ -66,7 +66,7 @@ def dry_run(config: Config) -> int:
         shape = [len(samples), *samples[0].media.pixels.shape]
         print(f"samples {shape}, trained steps {list(batch.schedule.trained)}, {checked}")
         seconds = time.perf_counter() - middle
-        print(f"texts, rollout and decode {middle - begin:.2f} s, one trained step {seconds:.2f} s")
+        print(f"encoding, rollout and decoding {middle - begin:.2f} s; one trained step {seconds:.2f} s")
         print(f"peak memory {peak_memory(world.device) / GIB:.2f} GiB; nothing was written")
     finally:
         parallel.stop()

@@ -1,9 +1,9 @@
-"""`prefgrpo evaluate RUN|MODEL`: a published suite's table, or a checkpoint against its base or any other.
+"""`prefgrpo evaluate RUN|MODEL`: a published suite's table, or a checkpoint compared with its base or another model.
 
 Without a suite, both sides render the run's held-out prompts from the noise of its own evaluation and are compared by
-the rewards of eval.spec, by the run's judge and by a second one, each in both orders. Files that exist are kept, and
-answers of judges too, so a killed evaluation is continued by the same command. Invariant: a folder holds files of one
-evaluation (weights, prompts, noise and sizes), or the command refuses it.
+the rewards of eval.spec, by the run's judge and by an optional second one, each in both orders. Existing files and
+judge answers are reused, so the same command continues a killed evaluation. Invariant: a folder holds files of a single
+evaluation (weights, prompts, noise and sizes); any other evaluation refuses it.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ Which = Literal["auto", "live", "ema"]
 AT_ONCE = 32
 """Pairs of images that are read and compared together."""
 PARTS = ("_low", "_high", "_first", "_second", "_missing")
-"""Ends of the metrics that belong to a win rate."""
+"""Suffixes of the metrics that accompany a win rate."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """What renders: a configuration that opens the model, and the weights."""
+    """One side of a comparison: the configuration that opens the model, and the weights."""
 
     config: Config
     weights: Weights
     label: str
-    """In names of folders."""
+    """Used in folder names."""
     run: str = ""
-    """Name of its run, if it is one's."""
+    """Name of the run, if the weights come from one."""
 
     def __str__(self) -> str:
         return f"{self.run} {self.label}".strip()
@@ -72,35 +72,36 @@ class Side:
 
 
 def recipe_of(target: str, prompts: str) -> tuple[Path | None, dict[str, Any]]:
-    """(recipe or None, values over it) that open a run, a checkpoint of one, a recipe or a model. Raises ConfigError,
-    ModelError."""
+    """(recipe or None, values that override it) for a target: a run, a checkpoint of one, a recipe or a model. Raises
+    ConfigError, ModelError."""
     if (run := _run_of(Path(target))) is not None:
         return run.config, {"output": str(run.root.parent), "name": run.root.name}
     if Path(target).suffix in (".yaml", ".yml"):
         return Path(target), {}
     if not prompts:
-        expected = f"expected a file of prompts for {target}, or a run (no config.yaml is in {target})"
+        lacks = f"{target} has no config.yaml" if Path(target).is_dir() else f"there is no folder {target}"
+        expected = f"expected a file of prompts for {target}, or a run ({lacks})"
         raise ConfigError([f"--prompts: a model has no prompts of its own; {expected}"])
     name = Path(target).resolve().name
     return None, {"model": target, "name": name, "family": family_of(target), "data": {"prompts": prompts}}
 
 
 def _run_of(path: Path) -> RunFolder | None:
-    """The run of a run's folder or of a checkpoint in it; None for anything else."""
+    """The run that a run folder or a checkpoint folder belongs to; None for anything else."""
     root = path.resolve().parent.parent if path.resolve().parent.name == "checkpoints" else path
     run = RunFolder(root if root.name else root.resolve())
     return run if run.config.is_file() else None
 
 
 def _side(config: Config, target: str, which: Which) -> Side:
-    """The weights that a target names. Raises CheckpointError, ConfigError."""
+    """The side of a target with the chosen weights. Raises CheckpointError, ConfigError."""
     path = Path(target)
     if (run := _run_of(path)) is None:
         if which == "ema":
-            raise ConfigError([f"--weights: {target} is no run, so it keeps no moving average"])
+            raise ConfigError([f"--weights: {target} is not a run, so it has no EMA weights"])
         return Side(config, Weights(trainable=_split(config)), "base")
     if which == "ema" and not config.train.ema_decay:
-        raise ConfigError([f"--weights: {run.root} keeps no moving average (train.ema_decay is 0); expected live"])
+        raise ConfigError([f"--weights: {run.root} has no EMA weights (train.ema_decay is 0); expected live"])
     newest = path if path.resolve().parent.name == "checkpoints" else run.latest()
     if newest is None:
         raise CheckpointError(f"{run.root} has no checkpoint to evaluate; expected one in {run.checkpoints}")
@@ -110,12 +111,12 @@ def _side(config: Config, target: str, which: Which) -> Side:
 
 
 def _split(config: Config) -> bool:
-    """Whether the processes share weights or samples, for which the model must be opened as for training."""
+    """Whether weights or tokens are split over processes, so that the model must be opened as for training."""
     return config.parallel.shard * config.parallel.ring * config.parallel.ulysses > 1
 
 
 def _other(side: Side, against: str, which: Which) -> Side:
-    """The side to compare with: base, or another target, which samples as the first one does. Raises ConfigError."""
+    """The side to compare with: the base, or another target, sampled with `side`'s settings. Raises ConfigError."""
     config = side.config
     if against == "base":
         return Side(config, Weights(trainable=side.weights.trainable), "base")
@@ -127,7 +128,7 @@ def _other(side: Side, against: str, which: Which) -> Side:
 
 
 def _facts(side: Side, prompts: Sequence[Prompt], samples: int) -> dict[str, Any]:
-    """What the files of one side depend on."""
+    """Everything that determines the files of one side."""
     c, w = side.config, side.weights
     return {
         "model": c.model,
@@ -143,7 +144,7 @@ def _facts(side: Side, prompts: Sequence[Prompt], samples: int) -> dict[str, Any
 
 
 def _sha256(path: Path) -> str:
-    """The hash that a checkpoint states of itself; what it holds is checked when it is read. Raises CheckpointError."""
+    """The hash stored in a checkpoint, which is verified when the checkpoint is read. Raises CheckpointError."""
     try:
         return str(json.loads((path / checkpoint.META).read_text(encoding="utf-8"))["sha256"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -152,8 +153,8 @@ def _sha256(path: Path) -> str:
 
 
 def _claim(out: Path, facts: Mapping[str, Any]) -> int:
-    """Make a folder this evaluation's until the returned descriptor is closed. Raises CheckpointError if it is
-    another's."""
+    """Lock a folder for this evaluation until the returned descriptor is closed. Raises CheckpointError if it holds
+    another's files."""
     handle = checkpoint.lock(out)
     file = out / "about.json"
     try:
@@ -163,10 +164,10 @@ def _claim(out: Path, facts: Mapping[str, Any]) -> int:
     wanted = json.loads(json.dumps(facts))
     if known is not None and known != wanted:
         changed = [key for key in wanted if known.get(key) != wanted[key]]
-        message = f"--out: {out} holds files of another evaluation (other: {', '.join(changed)})"
+        message = f"--out: {out} holds files of another evaluation (different: {', '.join(changed)})"
         raise CheckpointError(f"{message}; choose another folder, or remove that one")
     for leftover in out.rglob(".*"):
-        if re.fullmatch(r"\.\d+\.(png|mp4)", leftover.name):  # what a killed process was writing
+        if re.fullmatch(r"\.\d+\.(png|mp4)", leftover.name):  # partial file of a killed process
             leftover.unlink()
     write_atomic(file, json.dumps(facts, indent=1))
     return handle
@@ -225,7 +226,7 @@ def evaluate(
 def _suite(
     side: Side, suite: Suite, name: str, file: str, out: Path, samples: int, question: str, fps: int, world: World
 ) -> int:
-    """Generate in the suite's layout, score where that is possible here, report."""
+    """Generate files in the suite's layout; if the suite has a reward here, score them and report."""
     config, clips = side.config, judging.makes_clips(side.config)
     if clips != (suite.takes == "video"):
         kinds = ["clips" if video else "images" for video in (suite.takes == "video", clips)]
@@ -237,7 +238,7 @@ def _suite(
     options = suite.options(config.eval.options.get(suite.reward, {}), question)
     check_writing(config, out, 1, fps)
     jobs = jobs_of(places, shared=suite.shares_files)
-    rewards = _suite_reward(config, suite, options, out, world)  # what is wrong with it shows before anything is made
+    rewards = _suite_reward(config, suite, options, out, world)  # fails before anything is generated
     facts = {"suite": name} | _facts(side, prompts, samples)
     handle = world.on_main(partial(_claim, out, facts), CheckpointError)
     try:
@@ -263,7 +264,7 @@ def _suite(
 
 
 def _suite_reward(config: Config, suite: Suite, options: Mapping[str, Any], out: Path, world: World) -> dict[str, Any]:
-    """The open reward of a suite that has one; a judge's answers are kept beside the files."""
+    """The suite's reward by name, {} if it has none; its judge's answers are kept beside the files."""
     if not suite.reward:
         return {}
     own = dict(options)
@@ -274,7 +275,7 @@ def _suite_reward(config: Config, suite: Suite, options: Mapping[str, Any], out:
 
 
 def _report(results: Results, facts: Mapping[str, Any], out: Path, name: str) -> int:
-    """Print and write the tables; 1 if nothing was scored."""
+    """Print and write the tables; returns 1 if nothing was scored."""
     write_atomic(
         out / f"{name}.json", json.dumps({"about": dict(facts), **json.loads(results.json())}, indent=1) + "\n"
     )
@@ -295,7 +296,7 @@ def _against(side: Side, other: Side, prompts: str, out: Path, judge2: str, fps:
 
     sets = {"prompts": read_prompts(prompts)} if prompts else prompt_sets(config)[1]
     if not sets:
-        raise ConfigError(["--prompts: the run held no prompts out; expected a file of prompts to compare on"])
+        raise ConfigError(["--prompts: the run has no held-out prompts; expected a file of prompts to compare on"])
     samples = config.eval.samples_per_prompt
     held = [
         held_out(name, own[: config.eval.max_prompts or None], samples, k) for k, (name, own) in enumerate(sets.items())
@@ -334,12 +335,12 @@ def _against(side: Side, other: Side, prompts: str, out: Path, judge2: str, fps:
 
 
 def _pair(config: Config, prompt: Prompt, now: Path, before: Path) -> tuple[Sample, ...]:
-    """The samples of both sides."""
+    """A prompt's samples of both sides, read from their files."""
     return tuple(sample(prompt, read_media(file).pixels, evaluation(config)) for file in (now, before))
 
 
 def _joined(parts: Sequence[Table]) -> Table:
-    """Columns of consecutive rows put together; NaN where a part lacks one."""
+    """The concatenated columns of consecutive tables; NaN where a table lacks one."""
     names = dict.fromkeys(name for part in parts for name in part)
     lengths = [len(next(iter(part.values()))) if part else 0 for part in parts]
     filled = {n: [p.get(n, np.full(k, np.nan)) for p, k in zip(parts, lengths, strict=True)] for n in names}
@@ -347,7 +348,7 @@ def _joined(parts: Sequence[Table]) -> Table:
 
 
 def _judges(config: Config, judge2: str, out: Path, world: World) -> tuple[dict[str, PairJudge], list[str]]:
-    """(the run's judge and the second one by name, what their checks found). Raises ConfigError, JudgeError."""
+    """(the run's judge and the second one by label, results of their checks). Raises ConfigError, JudgeError."""
     asked: dict[str, JudgeConfig] = {}
     name, files = judging.shared(config), config.eval.prompts or config.eval.final_prompts
     if config.eval.judge and (name in judging.specs(config)[0] or files):  # as in training
@@ -364,7 +365,7 @@ def _judges(config: Config, judge2: str, out: Path, world: World) -> tuple[dict[
 
 
 def _mapping(text: str) -> dict[str, Any]:
-    """The fields of --judge2: a YAML file, or a mapping as it stands in one. Raises ConfigError."""
+    """The fields given by --judge2, as a YAML file or an inline YAML mapping. Raises ConfigError."""
     value: Any = None
     if not text.lstrip().startswith("{"):
         value = read_yaml(text)
@@ -381,7 +382,7 @@ def _mapping(text: str) -> dict[str, Any]:
 def _scorers(
     config: Config, judges: Mapping[str, PairJudge], prompts: Sequence[Prompt], world: World
 ) -> dict[str, Scorer]:
-    """One per judge, and one of the rewards that measure: those of eval.spec, else those of training that ask none."""
+    """One per judge, and one for eval.spec, or without it for the training rewards that need no judge comparisons."""
     names = {"judge": judging.shared(config), "judge2": judging.PAIRWISE}
     scorers = {label: judging.both_orders(config, names[label], judge, prompts) for label, judge in judges.items()}
     if not config.eval.spec:
@@ -392,7 +393,7 @@ def _scorers(
     if config.eval.spec:
         scorers["measure"] = judging.measuring(config, prompts, world)
     if not scorers:
-        raise ConfigError(["eval: nothing compares the two sides; expected eval.judge, --judge2 or eval.spec"])
+        raise ConfigError(["eval: nothing to compare the two sides with; expected eval.judge, --judge2 or eval.spec"])
     return scorers
 
 
@@ -404,7 +405,7 @@ def _write_comparison(
     notes: Sequence[str],
     out: Path,
 ) -> None:
-    """comparison.json and comparison.md: win rates with their verdicts, then means."""
+    """Write comparison.json and comparison.md: win rates with their verdicts, then means."""
     rates: dict[str, dict[str, Any]] = {}
     means: dict[str, dict[str, Any]] = {}
     for key, value in metrics.items():
@@ -441,7 +442,7 @@ def _write_comparison(
 
 
 def _finite(value: Any) -> Any:
-    """With None in place of NaN, which JSON cannot say."""
+    """The value with None in place of NaN and ±inf, which JSON cannot represent."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not np.isfinite(value) else value

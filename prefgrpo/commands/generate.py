@@ -1,8 +1,8 @@
-"""`prefgrpo generate RECIPE --lora DIR`: images or clips of every prompt of a file, as the evaluation makes them.
+"""`prefgrpo generate RECIPE --lora DIR`: images or clips for every prompt of a file, generated as in evaluation.
 
-Sample j of prompt i has the noise address (seed, i, j), and belongs to rank (i·n + j) mod world size. Files that exist
-are skipped, so a killed run is continued by the same command. Invariant: a file depends on (weights, prompt, seed,
-noise address), not on the world size or on what was there.
+Sample j of prompt i has the noise address (seed, i, j), and belongs to rank (i·n + j) mod world size. Existing files
+are skipped, so the same command continues a killed run. Invariant: a file depends on (weights, prompt, seed, noise
+address), not on the world size or on which files already exist.
 """
 
 from __future__ import annotations
@@ -51,19 +51,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Weights:
-    """Which weights draw: those of the model itself, with a LoRA on them, or as a checkpoint has them.
-
-    Where nothing else is given: the model as it is.
-    """
+    """The weights to generate with: the model's own, by default; with a LoRA; or a checkpoint's."""
 
     lora: Path | None = None
     """Folder of a trained LoRA, or a run folder that has one."""
     trainable: bool = False
-    """Open the model as its run does: with what trains, its attention backend, and split over processes."""
+    """Open the model as for training: with its trainable weights and attention backend, split over processes."""
     checkpoint: Path | None = None
-    """Folder of a checkpoint, RUN/checkpoints/step_NNNNNN, of that run; needs `trainable`."""
+    """Folder of a checkpoint, RUN/checkpoints/step_NNNNNN, of the configured run; needs `trainable`."""
     averaged: bool = False
-    """The checkpoint's moving average in place of its live weights."""
+    """Use the checkpoint's EMA instead of its live weights."""
 
 
 def generate(
@@ -75,18 +72,19 @@ def generate(
     ending = ".mp4" if makes_clips(config) else ".png"
     places = [(p, j, out / file_name(p, j, naming, ending)) for p in held for j in range(samples)]
     jobs = jobs_of(places, shared=naming == "vbench")
+    there = sum(job.file.exists() for job in jobs)
     world = parallel.start(config.device)
     try:
         make(config, Weights(lora=lora), jobs, world, fps)
         if world.main:
-            print(f"{len(jobs)} files are in {out}")
+            print(f"{len(jobs)} files are in {out}" + f"; {there} already existed and are unchanged" * (there > 0))
     finally:
         parallel.stop()
     return 0
 
 
 def check_writing(config: Config, out: Path, samples: int, fps: int) -> None:
-    """Raise ConfigError unless files can be written into `out`, which is made."""
+    """Create `out`. Raises ConfigError if files cannot be written into it."""
     if samples < 1 or fps < 1:
         raise ConfigError([f"samples and fps: expected at least 1, got {samples} and {fps}"])
     if makes_clips(config) and find_spec("imageio_ffmpeg") is None:
@@ -98,8 +96,8 @@ def check_writing(config: Config, out: Path, samples: int, fps: int) -> None:
 
 
 def jobs_of(places: Iterable[tuple[Prompt, int, Path]], shared: bool = False) -> list[Job]:
-    """A job per (prompt, number of the sample, file), each file once. Raises DataError for two prompts with one file,
-    unless such files are `shared`."""
+    """A job per (prompt, sample number, file), each file once. Raises DataError if two prompts have one file, unless
+    `shared`."""
     jobs: dict[Path, Job] = {}
     for prompt, sample, file in places:
         if file in jobs and not shared:
@@ -109,7 +107,7 @@ def jobs_of(places: Iterable[tuple[Prompt, int, Path]], shared: bool = False) ->
 
 
 def make(config: Config, weights: Weights, jobs: Sequence[Job], world: World, fps: int) -> None:
-    """Make every missing file, each rank its share; the model is loaded only if one is missing. Waits for all ranks.
+    """Generate every missing file, each rank its share, then wait for all ranks; loads the model only if needed.
 
     Raises ConfigError, ModelError or CheckpointError.
     """
@@ -154,7 +152,7 @@ def _open(config: Config, weights: Weights, world: World, encoders: bool) -> Ada
 def _render(config: Config, adapter: Adapter, jobs: Sequence[Job], any_job: Job, world: World, fps: int) -> None:
     """Render and write this rank's files, a batch at a time.
 
-    With `World.equal_forwards` a rank with fewer batches renders `any_job` for each that it lacks, and writes nothing.
+    With `World.equal_forwards`, a rank with fewer batches renders `any_job` as padding, without writing it.
     """
     r, own, m = evaluation(config), config.data.own_sizes, config.memory
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
@@ -179,7 +177,7 @@ def _render(config: Config, adapter: Adapter, jobs: Sequence[Job], any_job: Job,
 
 
 def write(file: Path, pixels: Images, fps: int) -> None:
-    """An image [H, W, 3] as PNG or a clip [F, H, W, 3] as mp4; whole or not at all."""
+    """An image [H, W, 3] as PNG or a clip [F, H, W, 3] as mp4, atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f".{os.getpid()}{file.suffix}")
     if pixels.ndim == 3:

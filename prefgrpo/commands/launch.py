@@ -1,7 +1,7 @@
-"""`prefgrpo launch`: torchrun, with the exit code of the run instead of torchrun's own 1 and its traceback.
+"""`prefgrpo launch`: torchrun, but with the run's exit code instead of torchrun's own 1 and its traceback.
 
-Invariant: the command ends with the code of the process that failed first (2 nothing was started, 3 stopped with a
-resumable checkpoint), so that a script can tell a run to be resumed from one to be mended.
+Invariant: the exit code is that of the process that failed first (2: nothing was started, 3: stopped with a resumable
+checkpoint), so that a script can distinguish a run to resume from one to fix.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import time
 from collections.abc import Sequence
 
 WAIT_S = 60.0
-"""Longest that a process which failed waits for the first one of its machine to speak."""
+"""Maximum seconds that a failed process waits for local rank 0 to report the error."""
 SAVE_S = 600
-"""Torchrun's --shutdown-timeout: after a signal, time to finish a step and to save it."""
+"""torchrun's --shutdown-timeout: seconds after a signal to finish and save a step."""
 CAUSE_S = 20.0
-"""Longest that a process whose collective failed waits for torchrun to see which other one has ended."""
+"""Maximum seconds that a process whose collective failed waits for torchrun to notice which other one has ended."""
 
 
 def launch(argv: Sequence[str]) -> int:
@@ -33,8 +33,8 @@ def launch(argv: Sequence[str]) -> int:
     if args.shutdown_timeout is None:
         args.shutdown_timeout = SAVE_S
     args.training_script, args.training_script_args = "prefgrpo", [args.training_script, *args.training_script_args]
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # a shared one keeps addresses over --max-restarts
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failed process has said why
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # shared, it keeps addresses across --max-restarts
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failed process has reported why
     try:
         run(args)
     except SignalException as error:
@@ -49,28 +49,28 @@ def launch(argv: Sequence[str]) -> int:
 
 
 def speaks() -> bool:
-    """Whether this process tells what is wrong: under torchrun, which starts several, local rank 0 does."""
+    """Whether this process reports errors: under torchrun, which starts several, only local rank 0 does."""
     return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def wait_for_first(code: int) -> None:
-    """Called before ending with `code`. torchrun ends all processes as soon as one fails: let local rank 0 speak first.
+    """Call before exiting with `code`: torchrun ends all processes when one fails, so local rank 0 must report first.
 
-    In the others, ends the process with `code` when torchrun does so because local rank 0 has ended, or returns after
-    WAIT_S: the trouble is this process's alone.
+    On other ranks, exits with `code` when torchrun sends SIGTERM because local rank 0 has ended, or returns after
+    WAIT_S, if only this process has failed.
     """
     if not speaks():
         _wait_for_torchrun(code, WAIT_S)
 
 
 def wait_for_cause(error: Exception) -> None:
-    """Called before ending with a traceback: if it is only that of another process's end, torchrun ends this one too,
-    without it. Returns after CAUSE_S, as on a machine whose own processes are all there."""
+    """Call before exiting with a traceback. If the error only follows from another process's end, waits for torchrun to
+    end this process, without a traceback; returns after CAUSE_S, e.g. if no process of this machine has ended."""
     from prefgrpo.parallel.world import follows
     from prefgrpo.run.session import Interrupt
 
     if "TORCHELASTIC_RUN_ID" in os.environ and follows(error):
-        if Interrupt.ever:  # torchrun has said so already
+        if Interrupt.ever:  # torchrun has reported it already
             os._exit(1)
         _wait_for_torchrun(1, CAUSE_S)
 

@@ -1,8 +1,8 @@
 """`prefgrpo preprocess RECIPE`: encode every prompt and source image of a recipe once, into data.cache.
 
-Works under torchrun: job number i of those not yet there belongs to rank i mod world size, so each is encoded once
-for any world size, and a killed run is continued by the same command. Invariant: afterwards, training and evaluation
-load no text encoder, nor need its folder.
+Works under torchrun: uncached job i belongs to rank i mod world size, so each is encoded once for any world size. After
+an interruption, the same command continues. Invariant: afterwards, training and evaluation neither load a text encoder
+nor need its folder.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from prefgrpo.run.loading import open_adapter
 def preprocess(config: Config) -> int:
     """Fill data.cache; returns the exit code. Raises ConfigError, DataError or ModelError."""
     if not config.data.cache:
-        raise ConfigError(["data.cache: expected the folder to fill, got nothing"])
+        raise ConfigError(["data.cache: expected the folder to write to, got nothing"])
     prompts, sets = prompt_sets(config)
     held = [p for prompts_of_set in sets.values() for p in prompts_of_set]
     world = parallel.start(config.device)
     try:
         todo = uncached(config, encoding_jobs(config, prompts, held))
-        world.barrier()  # every rank has looked before any rank writes
+        world.barrier()  # every rank checks the cache before any rank writes to it
         if mine := todo[world.dp_index :: world.dp_size]:
             _encode(config, mine, world)
         world.barrier()
@@ -40,7 +40,7 @@ def preprocess(config: Config) -> int:
 
 
 def _encode(config: Config, jobs: list[EncodeJob], world: World) -> None:
-    """Encode this rank's jobs; a shard is written when it is full, and at the end."""
+    """Encode this rank's jobs; each cache shard is written when it is full, the last one at the end."""
     adapter = open_adapter(config, world.device)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache, 1)
     try:

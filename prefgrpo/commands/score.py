@@ -1,8 +1,8 @@
-"""`prefgrpo score --reward-spec SPEC --images DIR --prompts FILE`: what a folder of images or clips is worth.
+"""`prefgrpo score --reward-spec SPEC --images DIR --prompts FILE`: score a folder of images or clips.
 
-Files are scored in fixed units of whole groups, unit k by rank k mod world size, and every process computes with the
-same number of threads. Invariant: the JSON does not depend on the number of processes, byte for byte (a judge that
-batches requests as they come may answer in other last digits).
+Files are scored in fixed units of whole groups, unit k by rank k mod world size, and every process uses the same number
+of threads. Invariant: the JSON is byte-identical for any number of processes (except that a judge which batches
+requests dynamically may change the last digits).
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ from prefgrpo.rewards.wire import score_row
 from prefgrpo.run.judging import reward_options, unsupported
 
 STDOUT = "-"
+REASONS = 3
+"""Reasons for missing scores that the table shows per reward."""
 Groups = list[list[int]]
-"""Numbers of files, group by group."""
+"""File indices of each group."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """`prefgrpo score --reward-spec SPEC --images DIR --prompts FILE …`: all by name, nothing by place."""
+    """`prefgrpo score --reward-spec SPEC --images DIR --prompts FILE …`: all arguments are named, none positional."""
     return tyro.cli(score, args=list(argv), prog="prefgrpo score")
 
 
 Unit = tuple[int, Groups]
-"""Groups of one size that are scored together: number of the first one, their files."""
+"""Groups of equal size that are scored together: (index of the first one, their files)."""
 
 
 def score(
@@ -71,14 +73,14 @@ def score(
         reward_spec: Rewards and weights: '["clip","aesthetic"]', "clip:0.7,pickscore:0.3".
         images: Folder of the files: named as by `prefgrpo generate`, by a `file` column, or in the prompts' order.
         prompts: Prompts: txt, csv, jsonl or parquet.
-        options: YAML files of options per reward, as reward.options of a recipe: {clip: {model: …}}.
+        options: YAML files of options per reward, as in a recipe's reward.options: {clip: {model: …}}.
         out: JSON file to write, - for standard output (and the table on standard error); none: a table only.
         source: Folder of the source images of edits, one per prompt; none: the prompts' source_image column.
-        batch: Files that are read and scored together (whole groups); 0: 32 images or 4 clips.
+        batch: Files read and scored together (whole groups); 0: 32 images or 4 clips.
         threads: CPU threads per process; the last bits of a score may depend on it.
-        device: auto, cpu or cuda: where rewards compute whose options do not say it.
+        device: auto, cpu or cuda: default device of rewards that do not set their own.
         seed: Seed of pair plans.
-        deadline_s: Longest wait for a judge or a reward server, per batch, in seconds; 0: ten requests' time.
+        deadline_s: Longest wait for a judge or a reward server, per batch, in seconds; 0: ten times the request limit.
     """
     if batch < 0 or threads < 1 or not deadline_s >= 0:
         message = "expected batch of at least 0, threads of at least 1 and deadline-s of at least 0"
@@ -126,7 +128,7 @@ def score(
 
 
 def _options(files: Sequence[Path], names: Iterable[str], device: str) -> dict[str, dict[str, Any]]:
-    """Options per reward of all files, with the device where a reward takes one and names none. Raises ConfigError."""
+    """Options per reward, merged from all files; `device` where a reward takes and lacks one. Raises ConfigError."""
     options: dict[str, dict[str, Any]] = {}
     for file in files:
         options = merged(options, read_yaml(file))
@@ -140,7 +142,7 @@ def _options(files: Sequence[Path], names: Iterable[str], device: str) -> dict[s
 
 
 def _with_sources(files: Sequence[Generated], folder: Path) -> list[Generated]:
-    """The files with their prompts' source images out of a folder."""
+    """The files, with source images from a folder set in their prompts."""
     prompts = {g.prompt.id: replace(g.prompt, meta={}) for g in files}
     sources: dict[int, tuple[str, ...]] = {}
     for g in find(folder, list(prompts.values())):
@@ -153,7 +155,7 @@ def _is_clip(generated: Generated) -> bool:
 
 
 def _check_inputs(rewards: Mapping[str, Any], files: Sequence[Generated]) -> None:
-    """Raise ConfigError for rewards, or classes of rewards, that do not take these files."""
+    """Raise ConfigError if rewards, or reward classes, cannot score these files."""
     prompts = list({g.prompt.id: g.prompt for g in files}.values())
     kinds = sorted({"video" if _is_clip(g) else "image" for g in files})
     if mistakes := [m for k in kinds for m in unsupported(k, "--reward-spec:", "the folder holds", rewards, prompts)]:
@@ -161,7 +163,7 @@ def _check_inputs(rewards: Mapping[str, Any], files: Sequence[Generated]) -> Non
 
 
 def _groups(files: Sequence[Generated]) -> Groups:
-    """The files of each (prompt, sources), in order of first appearance."""
+    """File indices of each (prompt, sources), in order of first appearance."""
     groups: dict[tuple[str, tuple[str, ...]], list[int]] = {}
     for k, g in enumerate(files):
         groups.setdefault((g.prompt.text, g.prompt.source), []).append(k)
@@ -169,7 +171,7 @@ def _groups(files: Sequence[Generated]) -> Groups:
 
 
 def _units(groups: Groups, batch: int) -> list[Unit]:
-    """Consecutive groups of one size, about `batch` files together."""
+    """Units of consecutive groups of equal size, with about `batch` files each."""
     units: list[Unit] = []
     first = 0
     for size, same in groupby(groups, key=len):
@@ -199,7 +201,7 @@ def score_files(
 def _score_unit(
     first: int, groups: Groups, files: Sequence[Generated], scorer: Scorer
 ) -> list[tuple[int, dict[str, Score]]]:
-    """(number of the file, its scores); a file that cannot be read is missing under every reward, with that reason."""
+    """(file index, its scores) per file; an unreadable file is missing for every reward, with the error as reason."""
     members = [(i, m, k) for i, group in enumerate(groups) for m, k in enumerate(group)]
     unread: dict[int, Score] = {}
     for i, m, k in members:
@@ -218,7 +220,7 @@ def _score_unit(
 def summary(
     folder: Path, weights: Mapping[str, float], files: Sequence[Generated], scores: Sequence[Mapping[str, Score]]
 ) -> dict[str, Any]:
-    """What the JSON file holds: means per reward, the weighted total, and every file's values or reasons."""
+    """Contents of the JSON file: means per reward, the weighted total, and every file's values or reasons."""
     rows: list[dict[str, Any]] = []
     trained = {name: weight for name, weight in weights.items() if weight}
     for generated, given in zip(files, scores, strict=True):
@@ -239,30 +241,31 @@ def summary(
 
 
 def _mean(values: Sequence[float | None]) -> dict[str, Any]:
-    """Mean of what is there, and how many are missing."""
+    """Mean of the known values, and the number of missing ones."""
     there = [value for value in values if value is not None]
     return {"mean": math.fsum(there) / len(there) if there else None, "missing": len(values) - len(there)}
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """One line per reward, with the commonest reason where something is missing."""
+    """One line per reward, followed by the most common reasons for missing scores."""
     lines = [f"{'reward':<44} {'weight':>8} {'mean':>12} {'missing':>8}"]
     for name, row in [*result["rewards"].items(), ("total", {"weight": None, **result["total"]})]:
         weight, mean = ("" if row[k] is None else f"{row[k]:.6g}" for k in ("weight", "mean"))
         lines.append(f"{name:<44} {weight:>8} {mean:>12} {row['missing']:>8}")
         reasons = Counter(f["scores"][name].get("reason") for f in result["files"] if name in f["scores"])
-        lines += [f"  {count} × {reason}" for reason, count in reasons.most_common() if reason][:1]
+        why = [f"  {count} × {reason}" for reason, count in reasons.most_common() if reason]
+        lines += why[:REASONS] + [f"  and {len(why) - REASONS} other reasons (--out has all)"] * (len(why) > REASONS)
     return "\n".join(lines)
 
 
 def _json(result: Mapping[str, Any]) -> str:
-    """The JSON; a lone surrogate of a prompt, which no file can hold, as its escape."""
+    """The JSON text; lone surrogates in prompts, which UTF-8 cannot encode, are escaped."""
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     return text.encode(errors="backslashreplace").decode()
 
 
 def _check_writable(file: Path) -> None:
-    """Make its folder. Raises ConfigError, before anything is scored, where the file cannot be written."""
+    """Create the file's folder. Raises ConfigError, before anything is scored, if the file cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

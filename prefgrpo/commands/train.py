@@ -1,11 +1,11 @@
-"""Training from Python, by the same code as `prefgrpo train`.
+"""Training from Python, with the same code as `prefgrpo train`.
 
     trainer = Trainer("black-forest-labs/FLUX.1-dev", train_prompts="prompts.txt", rewards={"clip": 0.3, redness: 0.7})
     result = trainer.train()
 
-A recipe is nested keyword arguments and the other way round, so every value of a recipe can be given here, and what
-is given here is checked like a recipe and written to the run folder as one. Invariant: the constructor starts nothing:
-no process group, no model, no run folder.
+Keyword arguments correspond one to one to a recipe: every value of a recipe can be passed here, and arguments are
+checked like a recipe and written to the run folder as one. Invariant: the constructor starts nothing: no process group,
+no model, no run folder.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from prefgrpo.run.session import mistakes
 from prefgrpo.run.trainer import Callbacks, TrainingLoop, TrainingStopped
 
 SECTIONS = ("data", "eval", "judge", "reward", "train")
-"""Sections that arguments of `Trainer` write to."""
+"""Sections that the arguments of `Trainer` set values in."""
 WHICH_JUDGE = ("backend", "model", "endpoints", "tokenizer", "template", "api_key_env")
-"""Fields of the judge section that say which judge is asked."""
+"""Fields of the judge section that identify the judge."""
 Prompts = str | Path | Sequence[str | Mapping[str, Any]]
-"""A file as in a recipe, or the prompts themselves: texts, or mappings of a file's columns."""
+"""A prompt file, or the prompts themselves: texts, or mappings from column names to values."""
 
 
 class PairwiseJudge:
@@ -58,21 +58,21 @@ class PairwiseJudge:
 
 
 RewardLike = str | PairwiseJudge | Reward | Callable[..., Any]
-"""A reward's name, a judge, an open reward, or a function: (images, prompts, **columns) -> one number or None per
+"""A reward's name, a judge, a reward object, or a function: (images, prompts, **columns) -> one number or None per
 image, or (prompt, image_a, image_b) -> the probability that image_a is better."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run has made."""
+    """The result of a run."""
 
     folder: Path
     """The run folder."""
     metrics: dict[str, float]
-    """Of the last evaluation (`metrics.jsonl` in the folder has all rows); empty without one."""
+    """Metrics of the last evaluation (all are in the folder's `metrics.jsonl`); empty without one."""
     win_rate: float | None
-    """Share of held-out images that beat the starting policy's: by the judge, or else by the first reward that
-    measures; None without an evaluation."""
+    """Win rate of held-out images against the initial policy's, by the judge or else by the first evaluation reward;
+    None without an evaluation."""
     lora: Path | None
     """The LoRA in diffusers format, for `pipe.load_lora_weights`; None after full fine-tuning."""
     pipeline: Path | None
@@ -101,7 +101,7 @@ class Trainer:
         on_save: Callable[[Path], object] | None = None,
         **overrides: Any,
     ) -> None:
-        """Check a run; `train` starts it. Raises ConfigError with every mistake, in the words of a recipe's.
+        """Check a run; `train` starts it. Raises ConfigError with every mistake, named as in a recipe.
 
         model: a diffusers pipeline: a folder, or a hub id, 'owner/name' or 'owner/name@revision'; its family follows
         from its model_index.json. train_prompts: a file or a list. eval_prompts: a file or a list, or the share of
@@ -128,12 +128,12 @@ class Trainer:
             given["eval"] = {"prompts": _prompts_file("eval_prompts", eval_prompts, output, files)}
         if wrong := [key for key in SECTIONS if not isinstance(values.get(key, {}), Mapping)]:
             raise ConfigError([f"{key}: expected a mapping of its fields, got {values[key]!r}" for key in wrong])
-        if "judge" in reward_values:  # a recipe's judge is replaced; how it is asked stays
+        if "judge" in reward_values:  # replaces the recipe's judge, but not its other settings
             values["judge"] = {key: own for key, own in values.get("judge", {}).items() if key not in WHICH_JUDGE}
         elif rewards is not None and "judge" not in values and not judged:
             given["eval"] = {"judge": False} | values.get("eval", {}) | given.get("eval", {})
         values = merged(merged(values, given), reward_values)
-        if rewards is not None:  # a recipe's objects are replaced too
+        if rewards is not None:  # drop the recipe's Python rewards that are not given here
             options = values["reward"]["options"]
             values["reward"]["options"] = {n: own for n, own in options.items() if n in objects or PYTHON not in own}
         if values.get("model") and "family" not in values:
@@ -154,10 +154,10 @@ class Trainer:
 
     @classmethod
     def from_recipe(cls, recipe: str | Path, model: str | Path = "", **arguments: Any) -> Trainer:
-        """A recipe's run; the arguments are those of `Trainer` and replace the recipe's values."""
+        """A trainer for a recipe; the arguments are those of `Trainer` and override the recipe's values."""
         values, own = read_yaml(recipe), Path(model) / MODEL_VALUES
         if model and values.get("model") != str(model) and own.is_file():
-            values = merged(values, read_yaml(own))  # what this model needs in any recipe
+            values = merged(values, read_yaml(own))  # values that this model needs whatever the recipe
         keywords = {name for name in inspect.signature(cls).parameters if name in arguments}
         overrides = {key: value for key, value in arguments.items() if key not in keywords}
         values = merged(values, _nested(overrides)) | ({"model": str(model)} if model else {})
@@ -165,14 +165,14 @@ class Trainer:
 
     @classmethod
     def from_config(cls, config: Config, resume: bool = False) -> Trainer:
-        """The run of a configuration."""
+        """A trainer for a configuration."""
         return cls(**to_dict(config), resume=resume)
 
     def train(self) -> Result:
         """Train to the end, and write the report.
 
-        Raises TrainingStopped, after a checkpoint and the report so far, if the run cannot go on or was interrupted;
-        and before the first step ConfigError, DataError, CheckpointError, ModelError or JudgeError.
+        Raises TrainingStopped, after saving a checkpoint and the report so far, if the run cannot continue or is
+        interrupted; before the first step, ConfigError, DataError, CheckpointError, ModelError or JudgeError.
         """
         with named(self._objects):
             loop = TrainingLoop(self.config, self._resume, self._callbacks)
@@ -198,7 +198,7 @@ class Trainer:
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections of values with dotted names: {"train.lr": 1} → {"train": {"lr": 1}}."""
+    """Nested sections from dotted names: {"train.lr": 1} → {"train": {"lr": 1}}."""
     out: dict[str, Any] = {}
     for key, value in values.items():
         value = _plain(value)
@@ -209,14 +209,14 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The value with Python's own numbers in place of NumPy's and torch's."""
+    """The value with NumPy's and torch's scalars converted to Python numbers."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return value.item() if getattr(value, "shape", None) == () else value
 
 
 def _prompts_file(argument: str, prompts: Prompts, output: str, files: dict[Path, str]) -> str:
-    """The file of prompts; a list becomes one beside the runs, named by its content, so that a run can be resumed."""
+    """The prompt file; a list is added to `files`, under a name derived from its content so that runs can resume."""
     if isinstance(prompts, str | Path):
         return str(prompts)
     if isinstance(prompts, Mapping) or not hasattr(prompts, "__len__"):
@@ -244,8 +244,7 @@ def _prompts_file(argument: str, prompts: Prompts, output: str, files: dict[Path
 
 
 def _rewards(rewards: Any) -> tuple[dict[str, Any], dict[str, Any], bool]:
-    """(name → function or open reward, the recipe's values of all rewards, whether one asks a judge). Raises
-    ConfigError."""
+    """(name → function or reward object, the recipe values, whether a reward uses a judge). Raises ConfigError."""
     if rewards is None:
         return {}, {}, False
     if isinstance(rewards, str):
@@ -264,7 +263,7 @@ def _rewards(rewards: Any) -> tuple[dict[str, Any], dict[str, Any], bool]:
         elif isinstance(reward, PairwiseJudge):
             name, values["judge"] = "vlm_pairwise", reward.options
         elif isinstance(reward, VlmPairwise) and reward.judged:
-            raise ConfigError([f"rewards: expected PairwiseJudge(…) or a name, got an open {type(reward).__name__}"])
+            raise ConfigError([f"rewards: expected PairwiseJudge(…) or a name, got {type(reward).__name__}"])
         elif not callable(reward) and not isinstance(reward, Reward):
             raise ConfigError([f"rewards: expected a name, a PairwiseJudge, a reward or a function, got {reward!r}"])
         else:
@@ -273,9 +272,7 @@ def _rewards(rewards: Any) -> tuple[dict[str, Any], dict[str, Any], bool]:
             origin = reward if hasattr(reward, "__qualname__") else type(reward)
             values["reward"]["options"][name] = {PYTHON: f"{origin.__module__}.{origin.__qualname__}"}
         if name in spec:
-            raise ConfigError(
-                [f"rewards: {name} is given twice; give each reward once, functions under names of their own"]
-            )
+            raise ConfigError([f"rewards: {name} is given twice; give each reward once, and functions distinct names"])
         spec[name] = _plain(weight)
     with named(objects):
         try:
@@ -287,7 +284,7 @@ def _rewards(rewards: Any) -> tuple[dict[str, Any], dict[str, Any], bool]:
 
 
 def _name(reward: Any) -> str:
-    """What a function or an open reward is called in specs and metrics."""
+    """The name of a function or reward object in specs and metrics."""
     if isinstance(reward, Reward):
         path = f"{type(reward).__module__.rpartition('.')[2]}:{type(reward).__qualname__}"
         return next((name for name, known in REWARDS.items() if known == path), type(reward).__name__)

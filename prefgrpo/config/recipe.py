@@ -1,7 +1,7 @@
-"""Reading a YAML recipe into nested dicts; what its keys mean is schema.py's.
+"""Reads a YAML recipe into nested dicts; schema.py defines the meaning of the keys.
 
-`extends: FILE` (relative to the recipe) takes over another recipe's values; the recipe's own come first. Invariant:
-nothing of a file is lost silently: a key given twice is an error.
+`extends: FILE` (relative to the recipe) inherits another recipe's values; the recipe's own override them. Invariant:
+no value is silently dropped: duplicate keys are an error.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class ConfigError(ValueError):
 
 
 class Loader(yaml.SafeLoader):
-    """Safe YAML that reads 1e-4 as a number, and refuses a key given twice, where YAML would drop the first value."""
+    """Safe YAML loader that reads 1e-4 as a number, and rejects duplicate keys (YAML would drop the first value)."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """The mapping of a node."""
+        """The mapping of a node. Raises YAMLError for a duplicate key."""
         seen: set[str] = set()
         for key, _ in node.value:
             if (name := str(key.value)) in seen:
@@ -40,14 +40,14 @@ Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456
 
 
 def read_yaml(recipe: str | Path) -> dict[str, Any]:
-    """Nested dicts of a recipe and of those it extends. Raises ConfigError for a file that is missing or no mapping."""
+    """A recipe merged over those it extends, as nested dicts. Raises ConfigError for a missing or invalid file."""
     return _extended(Path(recipe), ())
 
 
 def _extended(path: Path, by: tuple[Path, ...]) -> dict[str, Any]:
-    """The values of `path`, which the files `by` extend."""
+    """The values of `path`, merged over those it extends. by: the chain of files that extend `path`."""
     if path.resolve() in by:
-        raise ConfigError([f"{path}: 'extends' goes round in a circle: {' → '.join(p.name for p in by)} → {path.name}"])
+        raise ConfigError([f"{path}: circular 'extends': {' → '.join(p.name for p in by)} → {path.name}"])
     content = _read(path, by)
     parent = content.pop("extends", None)
     if parent is None:
@@ -58,7 +58,7 @@ def _extended(path: Path, by: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _read(path: Path, by: tuple[Path, ...]) -> dict[str, Any]:
-    """One file."""
+    """The top-level mapping of one file."""
     if not path.is_file():
         hint = f"{by[-1]} extends it" if by else "expected a YAML file, e.g. scripts/prefgrpo/lora_flux.yaml"
         raise ConfigError([f"recipe not found: {path}; {hint}"])
@@ -73,7 +73,7 @@ def _read(path: Path, by: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the entries of `over`, section by section; `reward.options` and other deeper mappings likewise."""
+    """`base` updated with the entries of `over`, recursively for mappings."""
     out = dict(base)
     for key, value in over.items():
         known = out.get(key)

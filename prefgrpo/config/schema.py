@@ -1,7 +1,7 @@
-"""The configuration of a run: frozen dataclasses whose types carry the limits, and one validation pass.
+"""The configuration of a run: frozen dataclasses whose types state the limits, and one validation pass.
 
 Invariant: `load` either returns a configuration that can run or raises one ConfigError that lists every
-mistake of the recipe at once. Defaults are safe for FLUX.1-dev; recipes set what differs.
+mistake of the recipe at once. Defaults are safe for FLUX.1-dev; recipes override them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from prefgrpo.config.recipe import ConfigError, flatten, merged, read_yaml
 __all__ = ["Config", "ConfigError", "check", "differences", "from_dict", "load", "parse", "to_dict"]
 
 MODEL_VALUES = "prefgrpo.yaml"
-"""File of a model folder with the values that this model needs in any recipe."""
+"""File in a model folder with the values that this model needs whatever the recipe."""
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
-"""Unknown keys are mistakes, true is no number, no number is text; the line below a field is its description."""
+"""Reject unknown keys, never convert types (true to 1, 1 to "1"); the line below a field is its description."""
 Share = Annotated[float, Field(ge=0, lt=1)]
 AUTO = 0
-"""What `auto` is in a configuration: rollout.batch_size until `run.batch_size` has found it."""
+"""Value of `rollout.batch_size: auto` until `run.batch_size` has determined the size."""
 BatchSize = Annotated[
     int,
     Field(ge=AUTO),
@@ -51,8 +51,8 @@ Attention = Literal[
 ]  # fmt: skip
 IN_FP32 = ("native", "_native_efficient", "_native_math", "xformers")
 SPLITTING = ("native", "_native_cudnn", "_native_flash", "flash", "flash_hub", "_flash_3_hub")
-"""Attention backends that take fp32, and those that run under context parallelism; under ring all of these but native,
-which does not return log-sum-exps."""
+"""Attention backends that accept fp32, and those that support context parallelism; ring attention needs
+log-sum-exps, which native does not return."""
 T = TypeVar("T")
 Options = dict[str, dict[str, Any]]
 """Options per reward."""
@@ -65,16 +65,16 @@ class DataConfig:
     prompts: str = ""
     """Training prompts: txt with one per line, or a csv, tsv, jsonl or parquet table with a prompt column."""
     max_length: PositiveInt = 512
-    """Longest prompt in tokens for the long text encoder (T5); longer ones are cut by it."""
+    """Maximum prompt length in tokens for the long text encoder (T5); longer prompts are truncated."""
     cache: str = ""
-    """Folder for prompt embeddings kept between runs; empty: memory only."""
+    """Folder of cached prompt embeddings, shared between runs; empty: memory only."""
     own_sizes: bool = False
-    """Train and generate each prompt at the size in its own `height` and `width` columns, where it has them."""
+    """Train and generate each prompt at the size in its `height` and `width` columns, if it has them."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class SamplingConfig:
-    """How training images are made."""
+    """How training images are sampled."""
 
     height: PositiveInt = 512
     """Image height in pixels."""
@@ -84,20 +84,20 @@ class SamplingConfig:
     """T, denoising steps."""
     sigmas: Literal["pipeline", "published"] = "pipeline"
     """pipeline: the sigmas of the model folder's own scheduler for this size and step count. published:
-    shift·s / (1 + (shift − 1)·s) on linspace(1, 0, steps + 1), whatever that scheduler says (Pref-GRPO, DanceGRPO)."""
+    shift·s / (1 + (shift − 1)·s) on linspace(1, 0, steps + 1), ignoring that scheduler (Pref-GRPO, DanceGRPO)."""
     shift: PositiveFloat | None = None
-    """Time shift of the published sigmas; the pipeline's sigmas take none."""
+    """Time shift for `sigmas: published`; not allowed with `sigmas: pipeline`."""
     frames: PositiveInt | None = None
-    """Frames per clip; none: the video family's own number (image families take none)."""
+    """Frames per clip; none: the video family's default (image families have no frames)."""
     guidance: float = 3.5
     """Guidance scale."""
     guidance_2: float | None = None
-    """Guidance scale of the second expert (Wan2.2); none: the family's own."""
+    """Guidance scale of the second expert (Wan2.2); none: the family's default."""
     source_area: PositiveInt | None = None
-    """Pixels that source images become, for editing families that resize them (Qwen-Image-Edit); none: as the published
-    pipeline does, about a million."""
+    """Pixels per source image, for editing families that resize sources (Qwen-Image-Edit); none: as in the published
+    pipeline, about a million."""
     truncate_timesteps: bool = False
-    """Show the model int(1000 σ) as time, as the published trainers do, instead of the exact 1000 σ."""
+    """Pass int(1000 σ) to the model as timestep, as the published trainers do, instead of the exact 1000 σ."""
     rule: Literal["flow", "dance", "cps", "cps_normalised", "ddim", "wan"] = "flow"
     """Step rule of the stochastic steps."""
     eta: NonNegativeFloat = 0.7
@@ -105,102 +105,107 @@ class SamplingConfig:
     window_low: NonNegativeInt = 0
     """First step that may be stochastic and trained."""
     window_high: NonNegativeInt = 0
-    """One past the last such step; 0: all but the last step."""
+    """One past the last step that may be stochastic and trained; 0: all but the last step."""
     window_size: NonNegativeInt = 0
     """Steps that are trained per rollout, chosen from the range by window_policy; 0: the whole range."""
     window_steps: tuple[NonNegativeInt, ...] = ()
-    """The range as a list of steps, in place of window_low and window_high."""
+    """The range as a list of steps, instead of window_low and window_high."""
     window_policy: Literal["random", "subset", "progressive"] = "random"
-    """random: neighbours, their start drawn anew for every training step (Flow-GRPO-Fast); subset: any steps, drawn
-    anew (DanceGRPO, Pref-GRPO); progressive: neighbours that move through the range and begin again (MixGRPO)."""
+    """random: consecutive steps from a start drawn for every training step (Flow-GRPO-Fast); subset: any steps, drawn
+    for every training step (DanceGRPO, Pref-GRPO); progressive: consecutive steps that move through the range and start
+    again (MixGRPO)."""
     window_interval: PositiveInt = 25
-    """progressive: training steps until the window moves."""
+    """progressive: training steps between moves of the window."""
     window_stride: PositiveInt = 1
-    """progressive: by how many steps it moves."""
+    """progressive: steps by which the window moves."""
     window_decay: NonNegativeFloat = 0.0
-    """progressive: the interval is divided by exp(window_decay) for every step that the window's start is beyond
+    """progressive: the interval is divided by exp(window_decay) for every step by which the window's start exceeds
     window_decay_from (MixGRPO's exponential strategy: 0.1 from 13)."""
     window_decay_from: NonNegativeInt = 13
-    """Where this begins."""
+    """progressive: window start from which window_decay applies."""
     window_per_prompt: bool = False
-    """Draw random and subset windows for every prompt of its own (Flash-GRPO). A batch then holds samples of one
-    prompt: batch_size must divide group_size."""
+    """Draw random and subset windows separately for each prompt (Flash-GRPO). A batch then holds samples of one prompt:
+    batch_size must divide group_size."""
     sde_everywhere: bool = False
-    """Make all steps stochastic, not only those that are trained (DanceGRPO, Pref-GRPO)."""
+    """Make all steps stochastic, not only the trained ones (DanceGRPO, Pref-GRPO)."""
     prompts_per_step: PositiveInt = 8
     """P, prompts per training step over all processes."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """G, images per prompt."""
     batch_size: BatchSize = 8
-    """Images per forward, in rollout and in training alike. A divisor of group_size keeps the first ratio exactly 1;
-    in batches of several groups, those without signal are left out of training, and rounding differs. auto: the
-    largest divisor that fits into memory and keeps no process idle, found at the start of a run (docs/training.md)."""
+    """Images per forward, in both rollout and training. A divisor of group_size keeps the first ratio exactly 1; if a
+    batch mixes groups, zero-advantage groups are dropped from it, and rounding differs. auto: the largest divisor that
+    fits into memory and leaves no process idle, determined at the start of a run (docs/training.md)."""
     same_noise: bool = False
     """Start all images of a prompt from one initial latent (`init_same_noise`)."""
     cache: Literal["none", "first_block", "taylorseer"] = "none"
-    """A cache of diffusers that skips blocks of the denoiser in training's rollouts, for objectives without a ratio:
-    faster, and lossy (docs/objectives.md). first_block: while the first block's output hardly changes; taylorseer: in
-    most steps, whose outputs are extrapolated."""
+    """A diffusers cache that skips blocks of the denoiser in training rollouts, for objectives without a ratio: faster,
+    but approximate (docs/objectives.md). first_block: skips while the first block's output hardly changes; taylorseer:
+    skips in most steps and extrapolates their outputs."""
     cache_threshold: PositiveFloat = 0.05
-    """first_block: largest relative change that skips the others."""
+    """first_block: largest relative change at which the other blocks are skipped."""
     cache_interval: Annotated[int, Field(ge=2)] = 2
-    """taylorseer: every so many steps, and the first two, all blocks are computed."""
+    """taylorseer: all blocks are computed in every N-th step, and in the first two."""
     staleness: Literal[0, 1] = 0
-    """1: make the samples of a step before the update of the step before, while that is judged; ratios are then those
-    to the policy that made them. Not across a checkpoint, so that a resumed run stays the same; one that ended at
-    another step (SIGTERM, a limit) makes that step's samples anew, of the newer weights. Not with an old policy."""
+    """1: generate the next step's samples while the current step is judged, before its update; ratios are relative to
+    the policy that generated the samples. Never across a checkpoint, so that a resumed run is unchanged; a run that
+    ended between checkpoints (SIGTERM, a limit) regenerates those samples from the newer weights. Not for objectives
+    with an old policy."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class JudgeConfig:
-    """The vision-language judge, how it is asked, and what its answers are used for."""
+    """The vision-language judge: servers, questions and use of the answers."""
 
     endpoints: tuple[str, ...] = ("http://127.0.0.1:8000",)
     """Base URLs of servers of the same model, with or without /v1; requests go to the least-loaded healthy one."""
     model: str = ""
     """http: the served model's name (empty: the only one served); local: folder or hub id of the checkpoint."""
     template: str = ""
-    """Prompt template and how its answer is read: a shipped name (compare, caption_match, …) or a YAML file's path;
-    empty: compare. Rewards other than vlm_pairwise have templates of their own (reward.options.NAME.judge.template)."""
+    """Prompt template with its answer format: a shipped name (compare, caption_match, …) or the path of a YAML file;
+    empty: compare. Rewards other than vlm_pairwise have their own templates (reward.options.NAME.judge.template)."""
     tokenizer: str = ""
     """Folder or hub id of the judge's tokenizer, for exact label ids over http; empty: labels by token text."""
     backend: Literal["local", "http"] = "http"
     """local: transformers in this process; http: an OpenAI-compatible server (vLLM, SGLang)."""
     plan: str = "both_orders"
-    """Which pairs are asked: both_orders, round_robin, k_regular(n), budget(n), swiss(n) or tournament."""
+    """Which pairs are compared: both_orders, round_robin, k_regular(n), budget(n), swiss(n) or tournament."""
     verdict: Literal["soft", "hard"] = "soft"
     """Win rates from probabilities, or from won/tied/lost comparisons."""
     rate: Literal["win_rate", "bradley_terry"] = "win_rate"
-    """Mean over the comparisons that were made, or the estimate of it from all of them (plans that skip pairs)."""
+    """win_rate: mean over the comparisons made; bradley_terry: estimated win rate against the whole group (for plans
+    that skip pairs)."""
     bias: float | Literal["fit"] = 0.0
-    """Position bias in logits that is taken out of verdicts, or fit: estimated in each group (one-order plans)."""
+    """Position bias in logits to subtract from verdicts, or fit: estimated in each group (one-order plans)."""
     min_label_mass: Share = 0.01
     """A soft verdict is missing if the two labels together have less probability than this."""
     concurrency: PositiveInt = 64
-    """Most requests in flight per endpoint, of all processes together (each has its share, at least 1)."""
+    """Maximum requests in flight per endpoint, over all processes (each gets an equal share, at least 1)."""
     api_key_env: str = ""
-    """Environment variable that holds the API key, if the server wants one."""
+    """Environment variable that holds the API key, if the server needs one."""
     image_format: Literal["jpeg", "png", "webp"] = "jpeg"
     """Encoding of images on the wire; jpeg is quality 95."""
     max_pixels: NonNegativeInt = 2048 * 2048
-    """Larger images are made smaller before a judge over http sees them; 0: never."""
+    """Larger images are downscaled before they are sent to an http judge; 0: never."""
     media_ids: Literal["auto", "on", "off"] = "auto"
     """Send each image once and then its id: on vLLM servers (auto), always or never."""
     timeout_s: PositiveFloat | None = None
-    """Time limit of one request; none: the template's, 60 s where one token is the answer, 600 s where text is."""
+    """Time limit of one request in seconds; none: the template's, 60 s for one-token answers, 600 s for text."""
     deadline_s: PositiveFloat | None = None
-    """Time limit of one step's judging, retries and a restarting server included; none: ten requests' time."""
+    """Time limit of one step's judging in seconds, including retries and server restarts; none: ten times the request
+    limit."""
     patience_s: PositiveFloat | None = None
-    """How long requests wait for a server while none is reachable; none: deadline_s, or 600 s without one."""
+    """Seconds that requests wait while no server is reachable; none: deadline_s, or 600 s without one."""
     retries: NonNegativeInt = 5
-    """Repetitions of a failed request."""
+    """Retries of a failed request."""
     hedge_s: NonNegativeFloat = 0.0
-    """Send a request that takes longer than this to a second server too; the first answer counts. 0: never."""
+    """Send a request that takes longer than this many seconds to a second server too; the first answer counts. 0:
+    never."""
     log: bool = True
     """Write every comparison of training to judgements.jsonl (about 250 bytes each, no pixels)."""
     cache: bool | str = True
-    """Keep answers, so that a resumed step does not ask again: true for the run folder (verdicts/, at most 32 MiB per
-    rank), or the path of another folder."""
+    """Cache answers, so that a resumed step does not repeat requests: true for the run folder (verdicts/, at most 32
+    MiB per rank), or the path of another folder."""
     max_missing: Share = 0.1
     """Largest share of missing rewards, and of comparisons without a verdict, in a step; above it the run stops with a
     checkpoint."""
@@ -209,7 +214,7 @@ class JudgeConfig:
     run stops with a checkpoint; 0: only warn."""
 
     def override(self, own: Mapping[str, Any]) -> JudgeConfig:
-        """This section with other values of some fields. Raises ConfigError for unknown fields and wrong values."""
+        """This section with some fields replaced. Raises ConfigError for unknown fields and wrong values."""
         content = asdict(self) | dict(own)
         try:
             return TypeAdapter(JudgeConfig).validate_json(json.dumps(content, default=str))
@@ -224,19 +229,21 @@ class RewardConfig:
     spec: str = "vlm_pairwise"
     """Rewards and weights, e.g. "vlm_pairwise:0.7,clip:0.3"; weight 0 is logged and not trained on."""
     options: Options = field(default_factory=dict)
-    """Per reward: its options; `url` of its server; `judge`: what differs from the judge section."""
+    """Options per reward, including `url` (its server) and `judge` (values that override the judge section)."""
     combine: Literal["weighted_sum", "weighted_advantage_sum", "geometric_mean", "harmonic_mean"] = "weighted_sum"
-    """Sum rewards and then normalise, or normalise each and then sum (as Pref-GRPO does; GDPO), or normalise their
-    weighted geometric or harmonic mean; a sample with a negative reward is then missing."""
+    """weighted_sum: sum rewards, then normalise; weighted_advantage_sum: normalise each, then sum (Pref-GRPO; GDPO);
+    geometric_mean, harmonic_mean: normalise this weighted mean; a sample with a negative reward is then missing."""
     function: str = ""
-    """Your own function in place of `combine`, as file.py:function or package.module.function. From the rewards [R, B]
+    """Your own function instead of `combine`, as file.py:function or package.module.function. From the rewards [R, B]
     of non-zero weight (NaN: missing) and their weights [R], fp64 tensors, it returns [B] values to normalise."""
     log_tame: Literal["mean", "median"] | float | None = None
-    """log(1 + r) of rewards whose std/mean exceeds this, or the mean or median of all (PaCo-GRPO); none: never."""
+    """Apply log(1 + r) to rewards whose std/mean exceeds this number, or the mean or median over all rewards
+    (PaCo-GRPO); none: never."""
     rank: bool = False
-    """Replace values by their rank in the group, from 0 to 1, before they are normalised."""
+    """Replace rewards by their rank in the group, from 0 to 1, before normalisation."""
     std: Literal["group", "global", "none"] = "group"
-    """Whose standard deviation divides the advantage (none: Dr. GRPO)."""
+    """Standard deviation that divides the advantage: the group's, that of all samples of the step, or none (Dr.
+    GRPO)."""
     eps: NonNegativeFloat = 1e-4
     """Added to the standard deviation."""
     ddof: Literal[0, 1] = 0
@@ -250,27 +257,27 @@ class TrainConfig:
     """The optimiser and the policy loss."""
 
     steps: NonNegativeInt = 300
-    """Training steps: one rollout of all prompts_per_step groups each."""
+    """Training steps, each with one rollout of prompts_per_step groups."""
     max_minutes: NonNegativeFloat = 0.0
-    """End after this many minutes of training; 0: no limit."""
+    """Stop after this many minutes of training; 0: no limit."""
     stop_when: tuple[Literal["diversity", "order_inconsistency", "monitors"], ...] = ()
-    """End with a checkpoint at the first of these signs of reward hacking; none: only warn (docs/objectives.md)."""
+    """Stop with a checkpoint at the first of these signs of reward hacking; none: only warn (docs/objectives.md)."""
     lora_rank: NonNegativeInt = 64
     """Rank of the LoRA on the transformer; 0: full fine-tuning."""
     lora_alpha: PositiveInt = 128
     """LoRA alpha; the update is scaled by alpha / rank."""
     lora_init: Literal["kaiming", "gaussian"] = "kaiming"
-    """How LoRA's A starts (B is 0): Kaiming-uniform, or N(0, 1 / rank²) as peft's "gaussian" (Flow-GRPO)."""
+    """Initialisation of LoRA's A (B is 0): Kaiming-uniform, or N(0, 1 / rank²) as peft's "gaussian" (Flow-GRPO)."""
     lora_targets: tuple[str, ...] = ()
-    """Names of the Linear layers LoRA wraps, by their ending; empty: the family's own list."""
+    """Linear layers that LoRA wraps, by the ends of their names; empty: the family's default."""
     target_components: tuple[str, ...] = ()
-    """Which denoisers train where there are several (Wan2.2: transformer, transformer_2); empty: all."""
+    """Which denoisers to train if there are several (Wan2.2: transformer, transformer_2); empty: all."""
     lr: PositiveFloat = 5e-5
-    """AdamW's learning rate."""
+    """Learning rate of AdamW."""
     beta1: Share = 0.9
-    """AdamW's first decay."""
+    """AdamW's β₁."""
     beta2: Share = 0.999
-    """AdamW's second decay."""
+    """AdamW's β₂."""
     weight_decay: NonNegativeFloat = 1e-4
     """AdamW's weight decay."""
     warmup_steps: NonNegativeInt = 0
@@ -280,75 +287,77 @@ class TrainConfig:
     updates_per_rollout: PositiveInt = 1
     """Optimiser updates per rollout, each on its share of the batches; the first is on-policy."""
     update_slices: Literal["prompts", "members"] = "prompts"
-    """What each of these updates gets: its share of the prompts with all their images, or of every prompt its share of
-    the images (not for objectives that compare the members of a group)."""
+    """How samples are divided among these updates. prompts: each gets a share of the prompts, with all their images;
+    members: each gets a share of the images of every prompt (not for objectives that compare the members of a
+    group)."""
     objective: str = "grpo"
     """What is optimised (docs/objectives.md): grpo, nft, awm, soft_dpo, …, or a class of your own, as file.py:Class."""
     objective_options: dict[str, Any] = field(default_factory=dict)
     """Options of the objective, by name."""
     clip_range: PositiveFloat = 1e-4
-    """PPO clip of the mean-log-prob ratio, below 1."""
+    """PPO clip range of the ratio below 1 (log-probs are means over latent elements)."""
     clip_range_high: PositiveFloat | None = None
-    """Clip above 1; none: the same as clip_range."""
+    """Clip range above 1; none: the same as clip_range."""
     adv_clip_max: PositiveFloat = 5.0
     """Advantages are clamped to ± this."""
     min_advantage: Share = 0.0
-    """Leave samples out of the update whose |advantage| is below this share of the step's largest, both clamped: less
-    work and a biased gradient, which lacks their terms (docs/training.md). 0: none. For grpo, grpo_guard, flow_dppo,
-    awm and nft."""
+    """Skip samples in the update whose |advantage| is below this share of the step's largest (both clamped): less
+    compute, but a biased gradient (docs/training.md). 0: skip none. For grpo, grpo_guard, flow_dppo, awm and nft."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL to the starting policy; 0: not computed. Of endpoint objectives it is mean_D (v − v_ref)²."""
+    """Weight of the KL to the initial policy; 0: not computed. For endpoint objectives the KL is mean_D (v −
+    v_ref)²."""
     kl_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the replayed steps whose KL is computed, drawn anew for every training step and weighted by its inverse:
-    the expected loss is the same, with fewer forwards of the reference. At least one step."""
+    """Share of the replayed steps on which the KL is computed (at least one), drawn for every training step; the KL is
+    divided by this share, so the expected loss is the same with fewer forwards of the reference."""
     kl_target: PositiveFloat | None = None
-    """Adapt kl_coef after every training step so that the KL comes to this: times
-    1 + kl_rate · clip(KL / kl_target − 1, −0.2, 0.2) (Ziegler et al. 2019); none: it stays."""
+    """Adapt kl_coef to reach this KL: after every training step it is multiplied by 1 + kl_rate · clip(KL / kl_target −
+    1, −0.2, 0.2) (Ziegler et al. 2019); none: kl_coef is constant."""
     kl_rate: PositiveFloat = 0.1
-    """How fast."""
+    """Rate at which kl_coef adapts to kl_target."""
     kl_form: Literal["gaussian", "flow_grpo"] = "gaussian"
     """gaussian: mean_D (μ − μ_ref)² / 2s² with the step's variance s²; flow_grpo: that times |Δσ|, as in Flow-GRPO's
-    SD3 and FLUX trainers, whose variance leaves out the length of the step."""
+    SD3 and FLUX trainers, whose variance omits the step length."""
     guidance_gradient: Literal["both", "conditional"] = "both"
-    """With classifier-free guidance: train through the predictions under the prompt and under the negative prompt, or
-    through the former alone, with the latter as a constant (a forward without graph, so an update costs less time and
-    memory; the gradient is another one)."""
+    """With classifier-free guidance, backpropagate through both the conditional and the unconditional prediction, or
+    only through the conditional one, with the other as a constant (its forward needs no graph, which saves time and
+    memory but changes the gradient)."""
     ema_decay: Share = 0.0
     """Exponential moving average of the trained weights, used for evaluation and export; 0: none."""
     ema_every: PositiveInt = 1
-    """Optimiser updates between two updates of the average."""
+    """Optimiser updates between two updates of the EMA."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     checkpointing_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of the repeated blocks that gradient_checkpointing recomputes, evenly spread; the others stay in memory."""
     reuse_rollout_forward: bool | Literal["auto"] = "auto"
     """Keep the autograd graphs of the rollout's trained steps for the first update, which then needs no forward of its
-    own. auto: where that changes no bit (no batch loses some of its samples, as when batch_size divides group_size), if
-    the graphs take at most half of the memory that is free at the start."""
+    own. auto: if results are bitwise unchanged (no batch loses some of its samples, as when batch_size divides
+    group_size) and the graphs take at most half of the memory free at the start."""
     replay_batch: NonNegativeInt = 0
-    """Images per forward when stored steps are trained on: as many steps of a batch as fit are replayed at once. The
-    first ratio is then 1 up to rounding only. 0: one step at a time, as in the rollout."""
+    """Maximum images per forward in the replay: as many stored steps of a batch as fit are replayed at once. The first
+    ratio is then 1 only up to rounding. 0: one step at a time, as in the rollout."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class EvalConfig:
-    """Evaluation with the ODE rule on held-out prompts, against the starting policy."""
+    """Evaluation with the ODE rule on held-out prompts, against the initial policy."""
 
     every: NonNegativeInt = 50
     """Training steps between evaluations; 0: none."""
     prompts: str = ""
-    """Held-out prompts watched during training; empty: those of `holdout`."""
+    """Held-out prompts evaluated during training; empty: drawn from data.prompts (eval.holdout)."""
     final_prompts: str = ""
-    """Untouched prompts, evaluated only at the start and the end of the run."""
+    """Test prompts, evaluated only at the start and the end of the run."""
     holdout: Share = 0.05
-    """Share of data.prompts that is never trained on and watched instead, drawn by the seed: at most max_prompts (64 if
-    that is 0), and none of fewer than 20 prompts or where prompts or final_prompts names a file."""
+    """Share of data.prompts held out for evaluation, drawn by the seed: at most max_prompts (64 if that is 0). Nothing
+    is held out of fewer than 20 prompts, or if eval.prompts or eval.final_prompts is set."""
     samples_per_prompt: PositiveInt = 1
     """Images per held-out prompt."""
     max_prompts: NonNegativeInt = 0
-    """Use only the first so many held-out prompts; 0: all."""
+    """Use only the first N held-out prompts; 0: all."""
     height: PositiveInt | None = None
-    """Image height in pixels of evaluation and `generate`; none: rollout's. Likewise the fields below."""
+    """Image height in pixels for evaluation and `generate`; none: as in rollout. The same holds for the fields
+    below."""
     width: PositiveInt | None = None
     """Image width in pixels."""
     frames: PositiveInt | None = None
@@ -360,50 +369,50 @@ class EvalConfig:
     guidance_2: float | None = None
     """Guidance scale of the second expert."""
     spec: str = ""
-    """Rewards that only measure, e.g. "scenes"; they never enter training."""
+    """Rewards for evaluation only, e.g. "scenes"; never trained on."""
     options: Options = field(default_factory=dict)
     """Options of these rewards, as in reward.options."""
     judge: bool = True
-    """Also ask the judge for the win rate against the starting policy, in both orders."""
+    """Also compute the judge's win rate against the initial policy, in both orders."""
     show: NonNegativeInt = 12
     """Images per evaluation kept for the report."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class MemoryConfig:
-    """What lies where, and how much is decoded at once. None of it changes what is computed, but for vae_tiling."""
+    """Offloading and decoding. Only vae_tiling changes results."""
 
     offload: tuple[Literal["text_encoder", "vae"], ...] = ()
-    """Parts that wait in the CPU's memory and come to the device for their work only."""
+    """Parts kept in CPU memory and moved to the device only while they are used."""
     decode_batch: NonNegativeInt = 0
-    """Images or clips per call of the VAE's decoder; 0: rollout.batch_size, or fewer if that is auto and they do not
+    """Images or clips per call of the VAE decoder; 0: rollout.batch_size, or fewer if that is auto and they do not
     fit."""
     vae_slicing: bool = False
-    """Let the VAE take images of a batch one by one."""
+    """Decode the images of a batch one by one."""
     vae_tiling: bool = False
-    """Let the VAE work on overlapping tiles, blended; large images then differ a little."""
+    """Decode in overlapping, blended tiles; large images then differ slightly."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class ParallelConfig:
-    """How the processes of a run share its work: replicate × shard × ring × ulysses of them."""
+    """How work is distributed over the processes; the world size is replicate × shard × ring × ulysses."""
 
     replicate: NonNegativeInt = 0
-    """Copies of the denoisers' weights, each trained on samples of its own; 0: as many as fill the processes."""
+    """Copies of the denoisers' weights, each with its own samples (data parallel); 0: computed from the world size."""
     shard: PositiveInt = 1
-    """Processes with samples of their own over which one copy of the denoisers' weights is split (FSDP2), and over
-    their context-parallel processes; 1: every process holds a whole copy, but in full fine-tuning context-parallel
-    ones split it all the same."""
+    """Data-parallel processes over which one copy of the denoisers' weights is sharded (FSDP2), together with their
+    context-parallel processes; 1: every process holds a full copy, except that full fine-tuning still shards it over
+    context-parallel processes."""
     ulysses: PositiveInt = 1
-    """Processes that share the tokens of each sample, and in attention its heads (Ulysses): one machine's."""
+    """Processes that share the tokens of each sample, and in attention its heads (Ulysses); keep within one machine."""
     ring: PositiveInt = 1
-    """Processes that share the tokens of each sample and pass keys and values around (ring attention): across machines,
-    and where ulysses does not divide the heads. Not on CPUs."""
+    """Processes that share the tokens of each sample and pass keys and values around (ring attention); for use across
+    machines, or if ulysses does not divide the heads. Not on CPUs."""
     keep_gathered: bool = False
-    """Gather split weights once per rollout or evaluation and keep them until its end, instead of once per forward:
-    less traffic, but memory for a whole copy meanwhile."""
+    """Gather sharded weights once per rollout or evaluation and keep them until its end, instead of once per forward:
+    less traffic, but memory for a full copy."""
     offload: bool = False
-    """Split weights, and their optimiser's state, wait in the CPU's memory, where the optimiser steps too."""
+    """Keep sharded weights and their optimiser state in CPU memory, and run the optimiser there."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -413,19 +422,19 @@ class CheckpointConfig:
     every: PositiveInt = 20
     """Training steps between checkpoints."""
     keep: PositiveInt = 2
-    """How many of the latest checkpoints stay."""
+    """Number of latest checkpoints to keep."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class Config:
-    """A whole run."""
+    """The configuration of a run."""
 
     model: str = ""
     """The diffusers pipeline to train: a folder or a hub id."""
     family: str = "flux"
     """Model family (an adapter in prefgrpo/models)."""
     name: str = "run"
-    """Name of the run; everything it writes lies in output/name."""
+    """Name of the run; everything it writes goes to output/name."""
     output: str = "runs"
     """Folder of the runs."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
@@ -433,19 +442,19 @@ class Config:
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Type of the frozen weights and of the forward; LoRA and optimiser are fp32."""
     attention: Attention = "native"
-    """diffusers' attention backend, in rollout and training alike; its gradients are compared with torch's own first.
-    native: torch's choice; all flash and cudnn ones need bf16; names ending in _hub download a kernel."""
+    """diffusers' attention backend, in both rollout and training; its gradients are first compared with torch's own.
+    native: torch's choice; flash and cudnn backends need bf16; names ending in _hub download a kernel."""
     compile: bool = False
-    """Compile the denoisers' repeated blocks (torch.compile), for rollout and training alike. Rollouts then hold the
-    activations that training holds. Not with context parallelism."""
+    """Compile the denoisers' repeated blocks (torch.compile), for both rollout and training. Rollouts then need as much
+    memory for activations as training. Not with context parallelism."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is a GPU."""
+    """auto: cuda if there is a GPU."""
     gpus: PositiveInt = 1
-    """GPUs that a recipe is sized for: `prefgrpo plan` counts with as many. What a run has, torchrun decides."""
+    """GPUs that a recipe is sized for, used by `prefgrpo plan`. A run uses the GPUs that torchrun gives it."""
     tensorboard: bool = True
-    """Write TensorBoard events beside metrics.jsonl: numbers, images, verdicts."""
+    """Also write TensorBoard events: numbers, images, verdicts."""
     trackers: tuple[Literal["wandb", "trackio"], ...] = ()
-    """Send the same to Weights & Biases or Trackio; their environment variables say where (WANDB_PROJECT,
+    """Send the same data to Weights & Biases or Trackio, configured by their environment variables (WANDB_PROJECT,
     WANDB_MODE=offline, TRACKIO_SPACE_ID)."""
     data: DataConfig = field(default_factory=DataConfig)
     rollout: SamplingConfig = field(default_factory=SamplingConfig)
@@ -465,7 +474,7 @@ def splits(c: Config) -> bool:
 
 
 def check(c: Config) -> list[str]:
-    """The values that do not go together, as 'field: what was expected, what came'."""
+    """Invalid combinations of values, as 'field: what was expected, what was given'."""
     r, t, p = c.rollout, c.train, c.parallel
     high = r.window_high or r.steps - 1
     rules = [
@@ -504,12 +513,12 @@ def check(c: Config) -> list[str]:
         ),
         (
             r.batch_size != AUTO or t.reuse_rollout_forward is not True,
-            "rollout.batch_size: expected a number with train.reuse_rollout_forward: true, which keeps the graphs of "
-            "all batches, got auto",
+            "rollout.batch_size: expected a number, because train.reuse_rollout_forward: true keeps the graphs of all "
+            "batches, got auto",
         ),
         (
             not r.staleness or c.checkpoint.every > 1,
-            "checkpoint.every: expected 2 or more with rollout.staleness: 1, which makes no samples across a "
+            "checkpoint.every: expected 2 or more, because rollout.staleness: 1 generates no samples ahead across a "
             f"checkpoint, got {c.checkpoint.every}",
         ),
         (
@@ -557,7 +566,7 @@ def check(c: Config) -> list[str]:
             f"rollout.cache: expected none with compile or where parallel splits weights or tokens, got {r.cache}",
         ),
         (not c.compile or p.ring * p.ulysses == 1, "compile: expected false under context parallelism, got true"),
-        (not (p.offload and p.keep_gathered), "parallel.offload: expected keep_gathered off, which undoes it, got on"),
+        (not (p.offload and p.keep_gathered), "parallel.offload: expected keep_gathered off (it undoes this), got on"),
     ]
     return [text for ok, text in rules if not ok]
 
@@ -590,12 +599,12 @@ def from_dict(content: Mapping[str, Any]) -> Config:
 def parse(
     recipe: str | Path | None, model: str = "", overrides: Mapping[str, Any] | None = None
 ) -> tuple[Config, list[str]]:
-    """(configuration, mistakes in keys, types and limits) of a YAML recipe (None: of the defaults); wrong entries are
-    left at their defaults.
+    """(configuration, mistakes in keys, types and limits) of a YAML recipe (None: of the defaults); wrong entries
+    keep their defaults.
 
-    model: replaces the recipe's. A folder may hold a recipe of its own, MODEL_VALUES, whose values then replace those
-    that were written for another model (a tiny pipeline cannot draw 720 pixels). overrides: nested, stronger than both.
-    `check` is left to the caller. Raises ConfigError if a file is missing or no YAML mapping.
+    model: replaces the recipe's. If its folder contains MODEL_VALUES, these values override the recipe's, which were
+    written for another model (a tiny pipeline cannot render 720 pixels). overrides: nested values that override both.
+    The caller runs `check`. Raises ConfigError if a file is missing or not a YAML mapping.
     """
     values, own = read_yaml(recipe) if recipe else {}, Path(model) / MODEL_VALUES
     if model and values.get("model") != model and own.is_file():
@@ -631,7 +640,7 @@ def _checked(config: Config, mistakes: list[str]) -> Config:
 
 
 def _typed(content: Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """As `parse`, of nested dicts."""
+    """Like `parse`, for nested dicts."""
     data: dict[str, Any] = json.loads(json.dumps(content, default=str))
     mistakes: list[str] = []
     while True:
@@ -648,7 +657,7 @@ def _typed(content: Mapping[str, Any]) -> tuple[Config, list[str]]:
 
 
 def _key_path(loc: tuple[int | str, ...], data: Any) -> tuple[str, ...]:
-    """The keys of `data` that an error's location names (pydantic adds indices and union branches)."""
+    """The path of keys in `data` in an error's location, without the indices and union branches that pydantic adds."""
     keys: list[str] = []
     for part in loc:
         if not (isinstance(data, dict) and part in data):
@@ -673,11 +682,11 @@ EXPECTED = {
     "string_type": "text",
     "tuple_type": "a list",
 }
-"""What is said for pydantic's types of error."""
+"""Pydantic's error type → description of the expected value."""
 
 
 def _mistakes(error: ValidationError, data: Any, section: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
-    """Path of a key in `data`, which is a section's content → what is wrong with its value."""
+    """Key path in `data`, the content of `section` → error message for its value."""
     errors: dict[tuple[str, ...], list[Any]] = {}
     for item in error.errors():
         errors.setdefault(_key_path(item["loc"], data), []).append(item)
@@ -685,7 +694,7 @@ def _mistakes(error: ValidationError, data: Any, section: tuple[str, ...] = ()) 
 
 
 def _explain(path: tuple[str, ...], items: list[Any]) -> str:
-    """One line for the errors at a key; a union has one error per branch."""
+    """One message for all errors at a key; a union has one error per branch."""
     name, came = ".".join(path), items[0]["input"]
     if items[0]["type"] == "unexpected_keyword_argument":
         return f"{name}: unknown key; {_nearest(path)}"
@@ -695,7 +704,7 @@ def _explain(path: tuple[str, ...], items: list[Any]) -> str:
 
 
 def _nearest(path: tuple[str, ...]) -> str:
-    """What may have been meant by an unknown key: "did you mean 'train.lr'?", or the keys of its section."""
+    """Hint for an unknown key: "did you mean 'train.lr'?", or the keys of its section."""
     *sections, key = path
     section: Any = Config()
     for name in sections:

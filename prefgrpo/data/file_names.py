@@ -1,8 +1,8 @@
-"""Generated files: their names, and which prompt each file of a folder shows.
+"""File names of generated images and clips, and which prompt each file of a folder belongs to.
 
-A table names its files in a `file` column; else names are those that `prefgrpo generate` gives; else the files, in
-natural order, are dealt out to the prompts in equal shares. Invariant: every file has exactly one prompt and every
-prompt a file, or DataError says which has none.
+Files are matched by the prompts table's `file` column if there is one; else by the names that `prefgrpo generate`
+writes; else, in natural order, the same number of files per prompt. Invariant: every file has exactly one prompt and
+every prompt has a file; otherwise DataError lists the exceptions.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ class Generated:
     """One generated file."""
 
     prompt: Prompt
-    """What it shows; prompts of one text and source are one group."""
+    """Its prompt; prompts with the same text and source form one group."""
     file: Path
-    """Where it is."""
 
 
 def file_name(prompt: Prompt, sample: int, naming: Naming, ending: str) -> str:
-    """plain: 000012_0.png, by the position in the file. unigenbench: INDEX_0.png, by the table's `index` column, as its
-    scoring tools read it. vbench: PROMPT-0.mp4, at most 255 bytes.
+    """plain: 000012_0.png, from the prompt's position in the file. unigenbench: INDEX_0.png, from the table's `index`
+    column, as UniGenBench's scoring tools expect. vbench: PROMPT-0.mp4, at most 255 bytes.
 
-    Raises DataError for a file without that column.
+    Raises DataError if the `index` column is missing.
     """
     if naming == "plain":
         return f"{prompt.id:06d}_{sample}{ending}"
@@ -54,7 +53,7 @@ def file_name(prompt: Prompt, sample: int, naming: Naming, ending: str) -> str:
 
 
 def find(folder: Path, prompts: Sequence[Prompt]) -> list[Generated]:
-    """Every image and clip of a folder with its prompt, ordered by prompt. Raises DataError (see above)."""
+    """Every image and clip of a folder with its prompt, ordered by prompt. Raises DataError if they do not match."""
     if not folder.is_dir():
         raise DataError(f"folder not found: {folder}; expected one with images or clips")
     if column := next((c for c in FILE if all(isinstance(p.meta.get(c), str) for p in prompts)), None):
@@ -82,7 +81,7 @@ def _namings(prompts: Sequence[Prompt]) -> list[Naming]:
 
 
 def _by_name(files: Sequence[Path], prompts: Sequence[Prompt], naming: Naming) -> dict[Path, Prompt]:
-    """The files whose names `file_name` gives, with their prompts."""
+    """The files named as by `file_name`, with their prompts."""
     tails = {(int(m[1]), f.suffix) for f in files if (m := re.search(r"[_-](\d{1,4})$", f.stem))}
     names: dict[str, Prompt] = {}
     for prompt in prompts:
@@ -112,14 +111,14 @@ def _require(lacking: Sequence[str], problem: str) -> None:
 
 
 def read_media(file: Path) -> Media:
-    """The pixels of an image or clip. Raises DataError for a file that has none."""
+    """The pixels of an image or clip. Raises DataError if the file cannot be read."""
     read: Callable[[Path], Media] = _read_clip if file.suffix.lower() in CLIPS else _read_image
     try:
         if not file.stat().st_size:
             raise ValueError("it is empty: 0 bytes")
         return read(file)
     except UNREADABLE as error:
-        why = (str(error) or type(error).__name__).splitlines()[0]  # what ffmpeg says below has addresses in memory
+        why = (str(error) or type(error).__name__).splitlines()[0]  # ffmpeg's further lines contain memory addresses
         raise DataError(f"{file.name} cannot be read ({why})") from error
 
 
@@ -130,7 +129,7 @@ def _read_image(file: Path) -> Media:
 
 def _read_clip(file: Path) -> Media:
     """All frames of a clip, uint8 [F, H, W, 3]."""
-    import imageio.v3 as imageio  # with imageio-ffmpeg, which the caller makes sure of
+    import imageio.v3 as imageio  # needs imageio-ffmpeg; the caller checks that it is installed
 
     frames = [np.asarray(frame) for frame in imageio.imiter(file)]
     if not frames:

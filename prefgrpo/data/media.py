@@ -1,6 +1,6 @@
-"""A generated image or clip as judges and rewards take it.
+"""A generated image or clip, as passed to judges and rewards.
 
-Pixels are uint8 RGB. Invariant: each encoding is made at most once per medium, in memory, and never changes.
+Pixels are uint8 RGB. Invariant: each image or clip is encoded at most once per format, in memory.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from PIL import Image, ImageOps
 
 UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, RuntimeError, LookupError, TypeError, struct.error,
               Image.DecompressionBombError)  # fmt: skip
-"""What Pillow and imageio raise for files that are broken one way or another."""
+"""Exceptions that Pillow and imageio raise for broken files."""
 
 
 def rgb(image: Image.Image) -> Image.Image:
-    """An opened file as 8-bit RGB: turned as its EXIF says, 16 bits scaled to 8, alpha dropped.
+    """An opened image file as 8-bit RGB: EXIF orientation applied, 16 bits scaled to 8, alpha dropped.
 
-    Raises ValueError for other depths, which Pillow would clip to black or white, and one of UNREADABLE.
+    Raises ValueError for other bit depths, which Pillow would clip to black or white, or another of UNREADABLE.
     """
     image = ImageOps.exif_transpose(image)
     if image.mode == "F" or (image.mode == "I" and image.getextrema()[1] > 65535):  # type: ignore[operator]
@@ -45,8 +45,7 @@ class Media:
         return self.pixels.ndim == 4
 
     def frames(self, most: int | None = None) -> list[Media]:
-        """Frames of a clip as images, evenly spread from first to last if there are more than `most`; [self] of an
-        image."""
+        """The frames of a clip as images (at most `most`, evenly spaced from first to last); for an image, [self]."""
         if not self.clip:
             return [self]
         count = len(self.pixels)
@@ -55,8 +54,8 @@ class Media:
 
     @property
     def pil(self) -> Image.Image:
-        """The image as PIL (images only), a new object each time: `save` keeps its options in it, so two threads that
-        encode one object mix them up."""
+        """The image as PIL (images only). A new object each time, because `save` stores its options in the object, so
+        two threads must not encode the same one."""
         return Image.fromarray(self.pixels)
 
     @cached_property

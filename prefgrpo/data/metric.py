@@ -1,4 +1,4 @@
-"""A number that every rank reports, and how the ranks' numbers become one."""
+"""A per-rank metric value with its reduction over ranks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ Reduction = Literal["sum", "max", "mean"]
 
 
 class Metric(float):
-    """A number that carries its reduction over ranks (a plain float is averaged)."""
+    """A float with its reduction over ranks (a plain float is averaged)."""
 
     reduction: Reduction
     timed: bool
-    """It depends on clocks, servers or earlier attempts, not on the run: its key is logged under `time/`."""
+    """Whether it depends on clocks, servers or earlier attempts and is therefore logged under `time/`."""
     weight: float
-    """In a mean over ranks: how many things it is the mean of."""
+    """Its weight in a mean over ranks: the number of items that it averages."""
 
     def __new__(cls, value: float, reduction: Reduction = "mean", timed: bool = False, weight: float = 1.0) -> Metric:
         """`value` with its reduction."""

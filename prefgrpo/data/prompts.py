@@ -1,7 +1,7 @@
-"""Prompts: reading them, and which ones a training step uses.
+"""Reads prompts files and selects the prompts of each training step.
 
-The file's ending says its format: .txt, .csv, .tsv, .jsonl, .parquet. An edit has source images; (prompt, sources) is
-one group. Invariant: the prompts of step k depend on (seed, k) alone, so a resumed run and any world size see the same.
+The file extension gives the format: .txt, .csv, .tsv, .jsonl, .parquet. Edits have source images; (prompt, sources) is
+one group. Invariant: the prompts of step k depend only on (seed, k), whatever the world size, also after a resume.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from prefgrpo.config.schema import Config
 from prefgrpo.data.media import UNREADABLE, rgb
 
 TEXT = ("instruction", "prompt", "prompt_en", "prompt_zh", "caption", "text")
-"""Columns that hold the prompt; the first that a file has is used."""
+"""Names of prompt columns; the first one present in a file is used."""
 SOURCE = ("source_image", "image")
-"""Columns that hold the path of an edit's source image, or a list of several: absolute, or relative to the file's
-folder or its images/."""
+"""Columns with the path of an edit's source image, or a list of paths: absolute, or relative to the file's folder or
+its images/ subfolder."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class Prompt:
     id: int
     text: str
     meta: dict[str, Any] = field(default_factory=dict)
-    """The other columns of its line."""
+    """The other columns of the row."""
     source: tuple[str, ...] = ()
     """Paths of the source images (editing)."""
     line: int = 0
-    """Its line (or row) in the file."""
+    """Line (or row) number in the file."""
 
     def __str__(self) -> str:
         return f"line {self.line}, {self.text[:60]!r}"
 
     def size(self) -> tuple[int, int] | None:
-        """(height, width) of its columns of these names; None without them. Raises DataError for odd ones."""
+        """(height, width) from the columns of these names; None without them. Raises DataError for invalid values."""
         values = [str(self.meta.get(key) or "") for key in ("height", "width")]
         if not any(values):
             return None
@@ -55,7 +55,7 @@ class Prompt:
         return int(values[0]), int(values[1])
 
     def images(self) -> tuple[Image.Image, ...]:
-        """The source images as RGB, in order. Raises DataError for a file that is no image."""
+        """The source images as RGB, in order. Raises DataError for a file that is not an image."""
         return tuple(_open(path) for path in self.source)
 
 
@@ -69,10 +69,10 @@ def _open(path: str) -> Image.Image:
 
 
 def _why_not(path: str) -> str:
-    """Why an image file cannot be decoded to its end; empty if it can."""
+    """Why an image file cannot be decoded completely; empty if it can."""
     try:
         with Image.open(path) as image:
-            image.draft("L", (1, 1))  # a JPEG need not be drawn for that
+            image.draft("L", (1, 1))  # decodes a JPEG at the smallest scale, which is enough for the check
             image.load()
     except UNREADABLE as error:
         return str(error) or type(error).__name__
@@ -80,20 +80,20 @@ def _why_not(path: str) -> str:
 
 
 def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Hex digest of texts and sources in their order: what the prompts of every step follow from, beside the seed."""
+    """Hex digest of texts and sources in order; with the seed, it determines the prompts of every step."""
     rows = "".join("\0".join((p.text, *(p.source or ("",)))) + "\n" for p in prompts)
     return hashlib.sha256(rows.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class DataError(ValueError):
-    """A prompts file that cannot be used; the message says where and what to do."""
+    """A prompts file that cannot be used; the message says what is wrong, where, and what to do."""
 
 
 def read_prompts(path: str | Path, *, unique: bool = True) -> list[Prompt]:
-    """Prompts of a file, one per line or row, blank lines skipped; duplicates keep their first place if `unique`.
+    """Prompts of a file, one per line or row, skipping blank lines; `unique` keeps only the first of equal prompts.
 
-    Raises DataError for a missing or empty file, and for all lines that cannot be used at once, with their numbers:
-    no prompt in them, a source image that is missing or no image.
+    Raises DataError for a missing or empty file, or one that lists all invalid lines with their numbers: no prompt,
+    or a source image that is missing or not an image.
     """
     file = Path(path)
     if not file.is_file():
@@ -117,14 +117,14 @@ def read_prompts(path: str | Path, *, unique: bool = True) -> list[Prompt]:
 
 
 def _parts(row: dict[str, Any] | str, folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any]]:
-    """(prompt, files of the sources, the rest) of a row. Raises ValueError for one that cannot be used."""
+    """(prompt, source files, other columns) of a row. Raises ValueError for an invalid row."""
     if isinstance(row, str):
         raise ValueError(row)
     text = next((k for k in TEXT if isinstance(row.get(k), str) and row[k].strip()), None)
     if text is None:
         raise ValueError(f"no prompt (expected one of {', '.join(TEXT)})")
     if not row[text].isascii():
-        row[text].encode()  # half a character (a lone surrogate) is a ValueError
+        row[text].encode()  # a lone surrogate raises a ValueError
     source = next((k for k in SOURCE if _is_source(k, row.get(k))), None)
     named = [] if source is None else [row[source]] if isinstance(row[source], str) else row[source]
     places = {name: _place(folder, name) for name in named}
@@ -134,7 +134,7 @@ def _parts(row: dict[str, Any] | str, folder: Path) -> tuple[str, tuple[str, ...
 
 
 def _is_source(key: str, value: Any) -> bool:
-    """Whether a column's value is a path or a list of paths. Raises ValueError if it is neither and should be."""
+    """Whether a column's value is a path or a list of paths. Raises ValueError if it should be one but is not."""
     several = value if isinstance(value, list) else [value] if value else []
     if all(isinstance(one, str) and one for one in several):
         return bool(several)
@@ -144,12 +144,12 @@ def _is_source(key: str, value: Any) -> bool:
 
 
 def _place(folder: Path, source: str) -> str:
-    """The file that a source names; empty if there is none."""
+    """The path of a source file; empty if it does not exist."""
     return next((str(p) for p in (folder / source, folder / "images" / source) if p.is_file()), "")
 
 
 def _broken(prompts: Iterable[Prompt]) -> dict[int, str]:
-    """Lines with a source that is no image; each file is read once."""
+    """Line → problem for source files that are not images; each file is read once."""
     lines = {path: p.line for p in reversed(list(prompts)) for path in p.source}
     with ThreadPoolExecutor() as pool:
         problems = pool.map(_why_not, lines)
@@ -157,7 +157,7 @@ def _broken(prompts: Iterable[Prompt]) -> dict[int, str]:
 
 
 def _refuse(file: Path, bad: dict[int, str]) -> None:
-    """Raise DataError if lines are bad."""
+    """Raise DataError if any lines are invalid."""
     if not bad:
         return
     numbers = sorted(bad)
@@ -172,12 +172,12 @@ NOT_UTF8 = "not valid UTF-8"
 
 
 Rows = Iterator[tuple[int, dict[str, Any] | str]]
-"""(number of a line or row, its columns, or why they cannot be read)."""
+"""(line or row number, its columns, or why they cannot be read)."""
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str | None]]:
-    """(number, text, None for other bytes than UTF-8) of every line that is not blank; a line ends at a line break, not
-    at a Unicode separator."""
+    """(number, text) of every non-blank line, with text None if it is not UTF-8; lines end at line breaks, not at
+    Unicode separators."""
     for number, raw in enumerate(file.read_bytes().splitlines(), start=1):
         try:
             text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
@@ -207,7 +207,7 @@ def _jsonl(file: Path) -> Rows:
 
 
 def _csv(file: Path) -> Rows:
-    """Separated by commas, semicolons or tabs, with a header that names a prompt column."""
+    """Values separated by commas, semicolons or tabs, with a header that contains a prompt column."""
     try:
         content = file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:
@@ -247,31 +247,31 @@ def _parquet(file: Path) -> Rows:
         raise DataError(f"{file}: reading parquet needs pyarrow (pip install pyarrow)") from error
     try:
         yield from enumerate(pyarrow.parquet.read_table(file).to_pylist(), start=1)
-    except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of ValueError
+    except (OSError, ValueError) as error:  # pyarrow's errors derive from ValueError
         raise DataError(f"{file} is no parquet file that can be read: {error}") from error
 
 
 READERS: dict[str, Callable[[Path], Rows]] = {
     ".txt": _text, "": _text, ".csv": _csv, ".tsv": _csv, ".jsonl": _jsonl, ".parquet": _parquet,
 }  # fmt: skip
-"""File ending → reader."""
+"""File extension → reader."""
 
 
 FEWEST_TO_SPLIT, MOST_HELD_OUT = 20, 64
 
 
 def prompt_sets(config: Config) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
-    """(training prompts, those of each evaluation set: dev, test). Raises DataError as `read_prompts`.
+    """(training prompts, evaluation set (dev, test) → prompts). Raises DataError like `read_prompts`.
 
-    Without evaluation files, dev is a share of data.prompts that training never sees; which, depends on the seed and
-    the file alone, so all ranks, a resumed run and `prefgrpo preprocess` agree.
+    Without evaluation files, dev is a share of data.prompts that is never trained on. It depends only on the seed and
+    the file, so all ranks, a resumed run and `prefgrpo preprocess` agree.
     """
     prompts, e = read_prompts(config.data.prompts), config.eval
     files = {name: file for name, file in (("dev", e.prompts), ("test", e.final_prompts)) if file}
     count = min(round(e.holdout * len(prompts)), e.max_prompts or MOST_HELD_OUT)
     if files or not (e.every and count) or len(prompts) < FEWEST_TO_SPLIT:
         return prompts, {name: read_prompts(file) for name, file in files.items()}
-    generator = torch.Generator().manual_seed((config.seed * 1_000_003 - 1) % 2**63)  # epochs have the numbers from 0
+    generator = torch.Generator().manual_seed((config.seed * 1_000_003 - 1) % 2**63)  # −1: epochs count from 0
     held = set(torch.randperm(len(prompts), generator=generator)[:count].tolist())
     return [p for k, p in enumerate(prompts) if k not in held], {"dev": [prompts[k] for k in sorted(held)]}
 

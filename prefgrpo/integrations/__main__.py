@@ -1,8 +1,8 @@
 """`python -m prefgrpo.integrations CODEBASE SCRIPT [ARGUMENTS]`: run a training script with its codebase patched.
 
-A function is replaced as soon as the module that defines it has run, before another module can import it, and a
-function of the script itself as soon as it is defined. Invariant: the script runs as under `python SCRIPT` or
-`python -m SCRIPT`: as __main__, with its own sys.argv and sys.path, and no file is written.
+A function is replaced right after the module that defines it has run, before another module can import it; a function
+of the script itself, right after its definition. Invariant: the script runs as with `python SCRIPT` or
+`python -m SCRIPT`: as __main__, with its own sys.argv and sys.path; no file is written.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from typing import Any
 from prefgrpo.integrations.patching import CODEBASES, patch, targets, wanted
 
 HOOK = "__prefgrpo_patch__"
-"""Name in the script's namespace of the call that patches."""
+"""Name of the patching function in the script's namespace."""
 
 
 class PatchingFinder(MetaPathFinder):
-    """Finds the modules that hold a codebase's step functions, and patches the codebase when one of them has run."""
+    """Finds the modules with a codebase's step functions, and patches the codebase after one of them has run."""
 
     def __init__(self, codebase: str) -> None:
         self.codebase, self.patched = codebase, False
 
     def patch(self) -> None:
-        """Patch what is there by now."""
+        """Patch the functions imported so far."""
         patch(self.codebase)
         self.patched = True
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
-        """The spec that the import system finds itself, with that call after the module's own code."""
+        """The spec found by the import system, extended to call `patch` after the module's code."""
         if not any(re.fullmatch(pattern.partition(":")[0], name) for pattern in targets(self.codebase)):
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -53,9 +53,9 @@ class PatchingFinder(MetaPathFinder):
 
 
 def code(codebase: str, file: str) -> CodeType:
-    """The script's code, with a call of `HOOK` after each definition that is to be replaced.
+    """The script's code, with a call of `HOOK` after each definition to be replaced.
 
-    Raises RuntimeError if the script is one of those that define a step function, and this one does not.
+    Raises RuntimeError if this script should define a step function of the codebase but does not.
     """
     tree = ast.parse(Path(file).read_bytes(), file)
     pairs = (pattern.partition(":")[::2] for pattern in targets(codebase))
@@ -72,8 +72,8 @@ def code(codebase: str, file: str) -> CodeType:
 def run(codebase: str, script: str, arguments: Sequence[str] = (), module: bool = False) -> None:
     """Run a script, or the module of that name, as __main__ of this process, with the codebase patched.
 
-    Raises SystemExit with the script's status, or with a message if the script ended well and nothing was replaced;
-    ImportError for a module that does not exist, and RuntimeError for another version of the codebase.
+    Raises SystemExit with the script's status, or with a message if the script succeeded but nothing was replaced;
+    ImportError if the module does not exist, and RuntimeError for another version of the codebase.
     """
     file, main, finder = script, ModuleType("__main__"), PatchingFinder(codebase)
     sys.meta_path.insert(0, finder)

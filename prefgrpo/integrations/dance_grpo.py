@@ -23,6 +23,6 @@ def flux_step(
 ) -> tuple[Tensor, ...]:
     """(x', x0 prediction, logp [B]), or (μ, x0 prediction) without `grpo`, in the latents' dtype.
 
-    Arguments and errors as of `pref_grpo.flow_grpo_step`; with `grpo`, prev_sample is scored instead of sampling.
+    Arguments and errors as in `pref_grpo.flow_grpo_step`; with `grpo`, a given prev_sample is scored, not sampled.
     """
     return dance_grpo_step(model_output, latents, eta, sigmas, index, prev_sample, grpo, sde_solver)

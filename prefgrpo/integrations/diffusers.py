@@ -2,9 +2,9 @@
 
     scheduler = SDEFlowMatchScheduler.from_config(pipe.scheduler.config, rule="flow", eta=0.7)
 
-It is `FlowMatchEulerDiscreteScheduler` in all else: timesteps, shifts, saving, loading, pipelines. Invariant: a
-deterministic step (η = 0, or outside `sde_steps`) is that class's own step, bit for bit, and draws no noise; a
-log-prob is that of x' as stored.
+In everything else (timesteps, shifts, saving, loading, pipelines) it is a `FlowMatchEulerDiscreteScheduler`. Invariant:
+a deterministic step (η = 0, or outside `sde_steps`) is bitwise that class's own step and draws no noise; log-probs are
+computed from x' as stored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from prefgrpo.integrations.steps import index_of
 from prefgrpo.ops import NoiseAddress, affine_logp, affine_step
 from prefgrpo.sde.schedule import Schedule, make_schedule
 
-# A saved pipeline names this module, and diffusers looks for SchedulerMixin in it to know how to load the class.
+# A saved pipeline refers to this module, in which diffusers looks for SchedulerMixin to know how to load the class.
 __all__ = ["SDEFlowMatchScheduler", "SDEFlowMatchSchedulerOutput", "SchedulerMixin"]
 
 
@@ -41,9 +41,9 @@ class SDEFlowMatchSchedulerOutput(BaseOutput):
 class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
     """FlowMatchEulerDiscreteScheduler with stochastic steps.
 
-    rule: a name of prefgrpo.sde.rules.RULES. eta: η of the rule. sde_steps: which steps are stochastic (None: all). The
-    other arguments are diffusers'. Raises ValueError for an unknown rule, or, in `set_timesteps`, for η or steps out
-    of range.
+    rule: a key of prefgrpo.sde.rules.RULES. eta: η of the rule. sde_steps: indices of the stochastic steps (None: all).
+    The other arguments are diffusers'. Raises ValueError for an unknown rule and, in `set_timesteps`, for η or steps
+    out of range.
     """
 
     @register_to_config
@@ -67,10 +67,10 @@ class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
         eta: float = 0.7,
         sde_steps: list[int] | None = None,
     ) -> None:
-        # by name: diffusers counts what it gets by position as not given
+        # by keyword: diffusers treats positional arguments as not given
         theirs = inspect.signature(FlowMatchEulerDiscreteScheduler).parameters
         super().__init__(**{name: self.config[name] for name in theirs if name in self.config})
-        make_schedule(torch.tensor([1.0, 0.5, 0.0]), rule, 0.0)  # an unknown rule fails here already
+        make_schedule(torch.tensor([1.0, 0.5, 0.0]), rule, 0.0)  # raises for an unknown rule
         self.schedule: Schedule | None = None
 
     def set_timesteps(
@@ -81,7 +81,7 @@ class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
         mu: float | None = None,
         timesteps: list[float] | None = None,
     ) -> None:
-        """Diffusers' `set_timesteps`; it also makes the coefficient table of the new schedule."""
+        """diffusers' `set_timesteps`; also computes the coefficient table of the new schedule."""
         super().set_timesteps(num_inference_steps, device, sigmas, mu, timesteps)
         steps = None if self.config.sde_steps is None else tuple(self.config.sde_steps)
         with torch.inference_mode(False):
@@ -99,10 +99,10 @@ class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
         noise: Tensor | NoiseAddress | None = None,
         return_dict: bool = True,
     ) -> SDEFlowMatchSchedulerOutput | tuple[Tensor, Tensor]:
-        """x' and its log-prob for model_output and sample [B, …] at one timestep; moves on to the next step.
+        """x' and its log-prob for model_output and sample [B, …] at one timestep; advances to the next step.
 
-        noise: ε like sample, or its address (the step is then this step's number); else it is drawn in fp32 with
-        `generator` (as diffusers does; a list has one per sample). Raises ValueError if both are given.
+        noise: ε like sample, or its address (whose step is then the index of this step); by default drawn in fp32 with
+        `generator` (as in diffusers; a list has one per sample). Raises ValueError if both are given.
         """
         if noise is not None and generator is not None:
             raise ValueError("expected a generator or a noise, got both")
@@ -124,7 +124,7 @@ class SDEFlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
         return SDEFlowMatchSchedulerOutput(x_next, logp) if return_dict else (x_next, logp)
 
     def logp(self, model_output: Tensor, timestep: Any, sample: Tensor, prev_sample: Tensor) -> Tensor:
-        """Log-prob [B] of stored steps sample → prev_sample, differentiable in model_output; the replay of `step`.
+        """Replay of `step`: log-prob [B] of stored steps sample → prev_sample, differentiable in model_output.
 
         timestep: 1 or B timesteps of this schedule, in any order. Raises ValueError for one that is not in it.
         """

@@ -1,10 +1,10 @@
-"""Flow-Factory's `FlowMatchEulerDiscreteSDEScheduler.step`, over the fused ops.
+"""Flow-Factory's `FlowMatchEulerDiscreteSDEScheduler.step`, based on the fused ops.
 
     μ = a·x + b·v, x' = μ + s·ε, logp = w · mean_D (x' − μ)² + c      (rules `flow`, `dance`, `cps`, `ode`)
 
-There σ, σ' and η may be any tensors [B]: on a CPU their numbers are the key of kept coefficients, and on a GPU, where
-reading them would wait, the rules run on the device, in fp64. Invariant: same arguments, return order and random stream
-as X-GenGroup/Flow-Factory; where it returns a NaN log-prob (η = 0), this returns 0.
+Here σ, σ' and η may be any tensors [B]. On a CPU, coefficients are cached by their values; on a GPU, where reading
+values would need a sync, the rules run on the device in fp64. Invariant: same arguments, return order and random stream
+as X-GenGroup/Flow-Factory; where that returns a NaN log-prob (η = 0), this returns 0.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def rows(dynamics: str, sigma: Tensor, sigma_next: Tensor, eta: Tensor, sigma_ma
     coef = torch.stack([zero + number for number in row], 1)
     std = coef[:, 2]
     if dynamics == "CPS":
-        coef[:, 3] = -1.0  # also where s = 0, as in the peer
+        coef[:, 3] = -1.0  # also where s = 0, as in Flow-Factory
     elif dynamics != "ODE":
         std = std / torch.sqrt(sigma - sigma_next)
     return coef.float(), std.float()
@@ -49,8 +49,8 @@ def rows(dynamics: str, sigma: Tensor, sigma_next: Tensor, eta: Tensor, sigma_ma
 
 @lru_cache(maxsize=4096)
 def _kept_rows(dynamics: str, *numbers: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """`rows` on the CPU for numbers of σ, σ', η and σ_max, each for all samples."""
-    with torch.inference_mode(False):  # else they could never be saved for a backward
+    """`rows` on the CPU, cached; numbers: the values of σ, σ', η and σ_max over the samples, one tuple each."""
+    with torch.inference_mode(False):  # else autograd could not save them for a backward
         return rows(dynamics, *(torch.tensor(n, dtype=torch.float32) for n in numbers))
 
 
@@ -71,10 +71,10 @@ def step(
 ) -> Any:
     """An output with the fields of `return_kwargs`, or (next_latents, mean, noise_pred, log_prob, std_dev_t, dt).
 
-    self: the scheduler. timestep: a step number, or one or B timesteps; with timestep_next, σ is timestep / 1000.
+    self: the scheduler. timestep: a step number, or one or B timesteps; with timestep_next, σ = timestep / 1000.
     next_latents: score this x' instead of sampling. Sampled latents are rounded to the dtype of `latents` before they
-    are scored, and returned in fp32. noise_level: η, one or [B]; None: the scheduler's for that step, 0 in eval mode.
-    The output is Flow-Factory's own class where that is imported.
+    are scored, and returned in fp32. noise_level: η, a number or [B]; None: the scheduler's for that step, or 0 in eval
+    mode. The output is an instance of Flow-Factory's own class if that is imported.
     """
     x, v, device, batch = latents.float(), noise_pred.float(), latents.device, latents.shape[0]
     dynamics, index = dynamics_type or self.dynamics_type, None
@@ -93,12 +93,12 @@ def step(
     sigma, sigma_next, eta, top = (_batched(t, batch, device) for t in given)
     if device.type == "cpu":
         coef, std = _kept_rows(dynamics, *(tuple(t.tolist()) for t in (sigma, sigma_next, eta, top)))
-        std = std.clone()  # it is given to the caller
+        std = std.clone()  # the caller may modify it
     else:
         coef, std = rows(dynamics, sigma, sigma_next, eta, top)
     noise, out_dtype, x_next = None, latents.dtype, None if next_latents is None else next_latents.float()
     if x_next is None and dynamics == "ODE":
-        out_dtype = torch.float32  # not rounded: nothing of it is scored
+        out_dtype = torch.float32  # not rounded, because it is not scored
     elif x_next is None:
         noise = randn_tensor(v.shape, generator, device, v.dtype)
     done = transition(
@@ -119,7 +119,7 @@ def step(
 
 
 def _step_index(self: Any, timestep: Any, device: torch.device) -> Tensor:
-    """Step numbers int64 [n] of a step number, or of n timesteps."""
+    """Step numbers int64 [n] from a step number or n timesteps."""
     if isinstance(timestep, Tensor) and timestep.dim() > 1:
         raise ValueError(f"timestep: expected a number, a 0-d or a 1-d tensor, got shape {list(timestep.shape)}")
     whole = isinstance(timestep, Tensor) and not timestep.is_floating_point() and not timestep.is_cuda
@@ -131,7 +131,7 @@ def _step_index(self: Any, timestep: Any, device: torch.device) -> Tensor:
 
 
 def _batched(value: float | Tensor | Sequence[float], batch: int, device: torch.device) -> Tensor:
-    """fp32 [batch] on the device; a plain number gets there without a copy, which would wait."""
+    """fp32 [batch] on the device; a plain number becomes a device tensor without a copy, which would sync."""
     if isinstance(value, (int, float)):
         return torch.full((batch,), value, dtype=torch.float32, device=device)
     t = torch.as_tensor(value).to(device, torch.float32).reshape(-1)

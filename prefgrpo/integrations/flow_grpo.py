@@ -1,8 +1,8 @@
-"""Flow-GRPO's `sde_step_with_logprob` (SD3, FLUX, Qwen-Image) and its Wan form, over the fused ops.
+"""Flow-GRPO's `sde_step_with_logprob` (SD3, FLUX, Qwen-Image) and its Wan variant, based on the fused ops.
 
     μ = a·x + b·v, x' = μ + s·ε, logp = w · mean_D (x' − μ)² + c      (rules `flow`, `cps`, `wan`)
 
-Invariant: same arguments, return order and random stream as yifan123/flow_grpo; where it returns a NaN log-prob
+Invariant: same arguments, return order and random stream as yifan123/flow_grpo; where that returns a NaN log-prob
 (noise level 0), this returns 0. Source of the formulas: arXiv 2505.05470 eq. 9, arXiv 2509.05952.
 """
 
@@ -31,7 +31,7 @@ def sde_step_with_logprob(
 ) -> tuple[Tensor, ...]:
     """(x', logp [B], μ, std_dev_t) or, with `return_sqrt_dt`, also √(σ − σ'); fp32, the last two [n, 1, …].
 
-    self: the pipeline's scheduler. timestep: n of its timesteps, n = 1 or B. prev_sample: score this x' instead of
+    self: the pipeline's scheduler. timestep: n timesteps of it, n = 1 or B. prev_sample: score this x' instead of
     sampling. noise_level: η. Raises ValueError for an unknown `sde_type` or timestep.
     """
     if sde_type not in _RULES:
@@ -53,9 +53,9 @@ def wan_sde_step_with_logprob(
     return_pixel_log_prob: bool = False,
     return_dt_and_std_dev_t: bool = False,
 ) -> tuple[Tensor, ...]:
-    """The Wan form: (x', logp [B], μ, s), or with `return_dt_and_std_dev_t` (…, std_dev_t, √(σ − σ')).
+    """The Wan variant: (x', logp [B], μ, s), or with `return_dt_and_std_dev_t` (…, std_dev_t, √(σ − σ')).
 
-    determistic: x' is the ODE's step, scored under the SDE. return_pixel_log_prob has no effect, as in the peer.
+    determistic: x' is the ODE's step, scored under the SDE. return_pixel_log_prob has no effect, as in Flow-GRPO.
     Raises ValueError for an unknown timestep, or a generator together with a prev_sample.
     """
     if prev_sample is not None and generator is not None:
@@ -82,7 +82,7 @@ def _step(
     s, dt = (column(c, index, x.dim()) for c in (t.coef[:, 2], t.dt))
     if prev_sample is None:
         noise = randn_tensor(v.shape, generator, v.device, v.dtype)
-    if ode:  # the peer draws the noise and discards it: the stream must move on
+    if ode:  # Flow-GRPO draws noise and discards it: advance the random stream likewise
         prev_sample = x + dt * v
     x_next = None if prev_sample is None else prev_sample.float()
     step = transition(x, v, t.coef, index.expand(x.shape[0]).contiguous(), x_next=x_next, noise=noise)

@@ -1,8 +1,8 @@
-"""Put this package's step functions in place of those of an imported codebase, and take them out again.
+"""Replace the step functions of an imported codebase by this package's, and restore them.
 
-Every name in every imported module that refers to a replaced function is set anew, as `from x import f` makes copies of
-the reference. Invariant: `unpatch` leaves the very objects that were there before `patch`, and `patch` twice is `patch`
-once.
+Every name in every imported module that refers to a replaced function is rebound, because `from x import f` copies the
+reference. Invariant: `unpatch` restores the very objects that were there before `patch`; calling `patch` twice has the
+same effect as calling it once.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ CODEBASES: dict[str, dict[str, str]] = {
     },
     "flow_factory": {_FLOW_FACTORY + ":FlowMatchEulerDiscreteSDEScheduler.step": "flow_factory.step"},
 }
-"""Regular expression for a module's name and, after a colon, a function in it → what takes its place, within
+"""Regular expression for a module's name and, after a colon, a function in it → its replacement, relative to
 prefgrpo.integrations."""
 _PATCHED: dict[str, dict[Function, Function]] = {}
-"""Codebase → original → replacement: a function of its own for each original, so that it can be put back."""
+"""Codebase → original → replacement; each original has a separate replacement, so that it can be restored."""
 
 
 def patch(codebase: str) -> list[str]:
-    """Replace the step functions of an imported codebase; prints and returns the dotted names that now hold ours.
+    """Replace the step functions of an imported codebase; prints and returns the dotted names that are now ours.
 
-    Raises ValueError for an unknown codebase, RuntimeError if it is not imported (import its training code first), or
-    if a function is missing or has other parameters than the version known here; then nothing is replaced.
+    Raises ValueError for an unknown codebase, and RuntimeError, without replacing anything, if it is not imported
+    (import its training code first), or if a function is missing or its parameters differ from the known version's.
     """
     replaced = dict(_PATCHED.get(codebase, {}))
     before = len(replaced)
@@ -71,7 +71,7 @@ def patch(codebase: str) -> list[str]:
 
 
 def unpatch(codebase: str) -> list[str]:
-    """Put the originals back, also where a module imported ours since; returns the dotted names, none if not patched.
+    """Restore the originals, also in modules that have imported ours since; returns the dotted names ([]: not patched).
 
     Raises ValueError for an unknown codebase.
     """
@@ -87,12 +87,12 @@ def targets(codebase: str) -> dict[str, str]:
 
 
 def wanted(codebase: str) -> str:
-    """What is replaced in a codebase, for messages."""
+    """The functions replaced in a codebase, for messages."""
     return ", ".join(pattern.replace("\\", "") for pattern in targets(codebase))
 
 
 def is_patched(codebase: str) -> bool:
-    """Whether anything of the codebase is replaced now."""
+    """Whether any function of the codebase is currently replaced."""
     return bool(_PATCHED.get(codebase))
 
 
@@ -105,7 +105,7 @@ def _function(module: ModuleType, name: str) -> FunctionType | None:
 
 
 def _check_parameters(name: str, original: Function, ours: Function) -> None:
-    """The original's parameters must be ours, in order; an older version may lack the last ones."""
+    """Check that the original's parameters are ours, in order; an older version may lack the last ones."""
     actual, expected = (list(inspect.signature(f).parameters) for f in (original, ours))
     if actual != expected[: len(actual)]:
         raise RuntimeError(f"{name}: expected the parameters ({', '.join(expected)}), found ({', '.join(actual)})")
@@ -116,7 +116,7 @@ def _copy(step: Function) -> Function:
 
 
 def _modules() -> Iterator[tuple[str, ModuleType]]:
-    """Imported modules by name; a script that runs as __main__ goes by its file's name."""
+    """Imported modules by name; a script that runs as __main__ is listed under its file's name."""
     once = {id(module): (name, module) for name, module in reversed(list(sys.modules.items()))}
     for name, module in once.values():
         if isinstance(module, ModuleType):
@@ -135,15 +135,15 @@ def _owners() -> Iterator[tuple[str, Any]]:
 
 
 def _functions() -> Iterator[tuple[str, Any, str, Function]]:
-    """(owner's name, owner, name, function) of every function that a module or class holds."""
+    """(owner's name, owner, name, function) for every function in a module or class."""
     for place, owner in _owners():
         for name, value in list(vars(owner).items()):
-            if type(value) is FunctionType:  # some objects in modules warn when asked for their class
+            if type(value) is FunctionType:  # not isinstance: some objects in modules warn when it reads __class__
                 yield place, owner, name, value
 
 
 def _exchange(new: dict[Function, Function]) -> list[str]:
-    """Put new[f] wherever f is held; returns the dotted names."""
+    """Replace every reference to f by new[f]; returns the dotted names."""
     held = [(place, owner, name, f) for place, owner, name, f in _functions() if f in new]
     for _, owner, name, f in held:
         setattr(owner, name, new[f])

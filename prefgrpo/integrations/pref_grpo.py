@@ -1,9 +1,9 @@
-"""Pref-GRPO's `flow_grpo_step` and `dance_grpo_step`, over the fused ops.
+"""Pref-GRPO's `flow_grpo_step` and `dance_grpo_step`, based on the fused ops.
 
     μ = a·x + b·v, x' = μ + s·ε, logp = w · mean_D (x' − μ)² + c      (rules `flow` and `dance`)
 
-Invariant: same arguments, return order and random stream as CodeGoat24/Pref-GRPO; noise is drawn in the model output's
-dtype there and here. With bf16 model outputs it rounds b·v and s·ε to bf16, and this does not.
+Invariant: same arguments, return order and random stream as CodeGoat24/Pref-GRPO; both draw noise in the model output's
+dtype. With bf16 model outputs, Pref-GRPO rounds b·v and s·ε to bf16; this module does not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _step(
 ) -> tuple[Tensor, ...]:
     """(x', x0 prediction, logp) and, with `stats`, (μ, s, Δ); s and Δ are 0-d.
 
-    An index on a GPU is not read back, so not checked here.
+    An index on a GPU is not checked here, because that would need a sync.
     """
     t, batch = table(sigmas, rule, eta, latents.device), latents.shape[0]
     if isinstance(index, Tensor) and index.device.type == "cpu" == latents.device.type:
@@ -67,7 +67,7 @@ def flow_grpo_step(
     """(x', x0 prediction, logp [B]) and, with `return_stats`, (μ, s, Δ); s and Δ < 0 are 0-d.
 
     sigmas: the schedule [T + 1]; index: step, a number or a 0-d tensor. prev_sample: score this x' instead of
-    sampling. Raises ValueError for sigmas that do not fall within [0, 1] or a negative η, IndexError for the index.
+    sampling. Raises ValueError for sigmas not decreasing within [0, 1] or a negative η, IndexError for a wrong index.
     """
     noise = None
     if prev_sample is None:

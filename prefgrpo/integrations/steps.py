@@ -1,9 +1,9 @@
-"""What the drop-in step functions share: coefficient tables, the look-up of steps, and one transition.
+"""Code shared by the drop-in step functions: coefficient tables, look-up of steps, and a single transition.
 
     x' = μ + s·ε,  μ = a·x + b·v          logp = w · mean_D (x' − μ)² + c
 
-A table is a pure function of a schedule's numbers, made once and kept on the device. Invariant: no call waits for the
-device, except the first one that sees a schedule whose tensors live there.
+A table is a pure function of a schedule's values, computed once and cached on the device. Invariant: no call syncs with
+the device, except the first one with a new schedule whose tensors are on it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HOST: Any = WeakTensorKeyDictionary()
 
 
 class Table(NamedTuple):
-    """Numbers of a T-step schedule under one rule, all fp32 on the device."""
+    """Coefficients of a T-step schedule for one rule, all fp32 on the device."""
 
     coef: Tensor
     """[T, 5] rows (a, b, s, w, c)."""
@@ -33,7 +33,7 @@ class Table(NamedTuple):
 
 
 def host(t: Tensor) -> tuple[float, ...]:
-    """The numbers of a schedule tensor [n]; read from a device once per tensor and version."""
+    """The values of a schedule tensor [n]; read back from a device once per tensor and version."""
     if t.device.type == "cpu" or t.is_inference():
         return tuple(t.tolist())
     version, values = _HOST.get(t, (None, ()))
@@ -46,15 +46,15 @@ def host(t: Tensor) -> tuple[float, ...]:
 def table(sigmas: Tensor, rule: str, eta: float, device: torch.device) -> Table:
     """Table of the schedule `sigmas` [T + 1] on `device`.
 
-    rule: a name of prefgrpo.sde.rules.RULES, or `dance_mean_ode`: dance's noise around the ODE's mean. `cps` keeps the
-    peers' w = −1 where s = 0. Raises ValueError for sigmas that do not fall within [0, 1] or η out of range.
+    rule: a key of prefgrpo.sde.rules.RULES, or `dance_mean_ode`: dance's noise around the ODE's mean. For `cps`, w = −1
+    also where s = 0, as in the peers. Raises ValueError for sigmas not decreasing within [0, 1], or η out of range.
     """
     return _table(host(sigmas), rule, float(eta), device)
 
 
 @lru_cache(maxsize=256)
 def _table(values: tuple[float, ...], rule: str, eta: float, device: torch.device) -> Table:
-    with torch.inference_mode(False):  # else the table could never be saved for a backward
+    with torch.inference_mode(False):  # else autograd could not save the table for a backward
         sigmas = torch.tensor(values, dtype=torch.float32)
         coef = make_schedule(sigmas, "dance" if rule == "dance_mean_ode" else rule, eta).coef
         dt = sigmas.double().diff()
@@ -67,7 +67,7 @@ def _table(values: tuple[float, ...], rule: str, eta: float, device: torch.devic
 
 @lru_cache(maxsize=256)
 def _places(values: tuple[float, ...]) -> dict[float, int]:
-    """Timestep → its step; of equal ones the second counts, as in diffusers."""
+    """Timestep → step index; for equal timesteps the second one, as in diffusers."""
     places: dict[float, list[int]] = {}
     for i, t in enumerate(values):
         places.setdefault(t, []).append(i)
@@ -76,7 +76,7 @@ def _places(values: tuple[float, ...]) -> dict[float, int]:
 
 @lru_cache(maxsize=256)
 def _keys(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Timesteps to look up on a device; NaN where another one of the same value counts."""
+    """Timesteps for look-up on a device; NaN where an equal timestep takes precedence."""
     places = _places(values)
     with torch.inference_mode(False):
         keys = [t if places[t] == i else float("nan") for i, t in enumerate(values)]
@@ -86,12 +86,12 @@ def _keys(values: tuple[float, ...], device: torch.device) -> Tensor:
 def index_of(timesteps: Tensor, timestep: Any, device: torch.device) -> Tensor:
     """Step index int64 [n] of each of the n given timesteps (a tensor, or numbers) in a scheduler's `timesteps` [T].
 
-    A timestep that is not there raises ValueError on a CPU, and fails an assertion on a GPU.
+    An unknown timestep raises ValueError on a CPU, and fails a device assertion on a GPU.
     """
     if isinstance(timestep, (list, tuple)):
         timestep = torch.stack([torch.as_tensor(t) for t in timestep])
     if not isinstance(timestep, Tensor):
-        timestep = torch.full((1,), timestep, device=device)  # a copy to the device would wait for it
+        timestep = torch.full((1,), timestep, device=device)  # a copy to the device would sync
     wanted = timestep.reshape(-1).to(device)
     if device.type == "cpu":
         places, given = _places(host(timesteps)), wanted.tolist()
@@ -107,12 +107,12 @@ def index_of(timesteps: Tensor, timestep: Any, device: torch.device) -> Tensor:
 
 
 def column(values: Tensor, index: Tensor, ndim: int) -> Tensor:
-    """values[index], [n, 1, …] with `ndim` dimensions."""
+    """values[index] as [n, 1, …] with `ndim` dimensions."""
     return values.index_select(0, index).view(-1, *([1] * (ndim - 1)))
 
 
 class _Mean(torch.autograd.Function):
-    """μ = a·x + b·v in one launch, with the bits of the sampling step; nothing of size D is saved."""
+    """μ = a·x + b·v in one launch, bitwise as in the sampling step; nothing of size D is saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, v: Tensor, coef: Tensor, index: Tensor) -> Tensor:
@@ -141,10 +141,10 @@ def transition(
     x0_sigma: Tensor | None = None,
     want_mean: bool = True,
 ) -> AffineStep:
-    """One step with its mean: sampled from `noise` (rounded to `out_dtype`, default x's), or the scoring of a given x'.
+    """One step with its mean: x' sampled with `noise` (rounded to `out_dtype`, default: x's), or a given x' scored.
 
-    x, v: [B, …]; coef [T, 5] and index int64 [B]. x0_sigma: σ, [T] or more, read at `index`. Under grad mode μ and
-    logp are differentiable in x and v; the log-prob sees x' as a constant. want_mean: False where μ may be None.
+    x, v: [B, …]; coef [T, 5] and index int64 [B]. x0_sigma: σ, [T] or more, read at `index`. In grad mode μ and logp
+    are differentiable in x and v; the log-prob treats x' as a constant. want_mean: False if μ may be None.
     """
     out_dtype = out_dtype or x.dtype
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or v.requires_grad)
@@ -154,7 +154,7 @@ def transition(
     mean: Any = _Mean.apply(x, v, coef, index) if want_mean or x_next is None or of_x else None
     if x_next is None:
         x_next = (mean if noise is None else mean + column(coef[:, 2], index, x.dim()) * noise).to(out_dtype)
-    if of_x:  # scored on μ, as a step with a = 0 and b = 1
+    if of_x:  # scored given μ, as a step with a = 0 and b = 1
         on_mean = coef.clone()
         on_mean[:, 0], on_mean[:, 1] = 0.0, 1.0
         logp = affine_logp(x.detach(), mean, x_next.detach(), on_mean, index).logp

@@ -1,7 +1,7 @@
-"""From a judge's answer to what it says: one token's log-probabilities, the verdict of a text, or named scores.
+"""Parses a judge's answer: the log-probabilities of one token, the verdict stated in a text, or named scores.
 
-Invariant: only an unambiguous answer counts; a tie is 0.5; anything else raises Unreadable and stays missing, and a
-named score or category that cannot be read is left out.
+Invariant: only an unambiguous answer counts; a tie is 0.5. Anything else raises Unreadable and the verdict is missing.
+A named score or category that cannot be read is left out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ONLY = re.compile(
 )
 _STATED = re.compile(_LEAD + _BETTER + _WHY, re.I | re.A)
 _IN_TERMS = re.compile(rf"{_GROUNDS}\s*,?\s+(?:the\s+)?{_BETTER},?\s+in terms of\s+(?P<of>[^\d\"'“”‘:?]+)", re.I | re.A)
-_HEDGED = re.compile(  # what follows "in terms of" takes the verdict back, or compares
+_HEDGED = re.compile(  # words after "in terms of" that withdraw the verdict, or make a comparison
     r"\b(?:wait|actually|instead|rather|but|however|though|although|yet|correction|mistake|mistaken|mixed|wrong|false"
     r"|second thought|sorry|unless|if|not|only|alone|solely|merely|just|least|no|none|nothing|neither|nor|never|hardly"
     r"|would|could|might|or|while|whereas|image|video|better|worse|than|one|some|few)\b|n['’]t\b",
@@ -64,20 +64,20 @@ _GIVEN = (
     r"|here (?:you go|it is|they are|(?:is|are) (?:the|my) (?:scores?|ratings?|answer|evaluation))\s*:\s*"
 )
 _NUMBER = r"[-+]?(?:0|[1-9]\d*)(?:\.\d+)?"
-_REST = (  # what may follow a score: an aside without numbers, "or", "but" …
+_REST = (  # may follow a score: a remark that has no digits and does not begin with "or", "but" …
     r"(?u:\s*(?:points?|stars?)?(?:\s+overall)?\s*[.!]?\s*(?:(?:[-–—(:;,]|(?<=\.)\s)\s*"
     r"(?!\W*(?:or|to|and|maybe|perhaps|possibly|out|of|if|but|not|would)\b)[^\d?½¼¾]*)?)"
 )
 
 
 class Unreadable(ValueError):
-    """An answer that states nothing that was asked for; the message says what was expected."""
+    """The answer does not contain what the template asks for; the message says what was expected."""
 
 
 def read(template: Template, text: str, cut: bool = False) -> tuple[float | None, dict[str, float]]:
-    """(value, parts) of an answer in words under `template`; Unreadable if it states none.
+    """Parse a text answer to `template` into (value, parts); Unreadable if it contains neither.
 
-    cut: the judge was stopped before it had ended its answer; only what is closed counts then.
+    cut: the answer was cut off before its end; then only its complete elements count.
     """
     try:
         text = after_thoughts(text)
@@ -102,7 +102,7 @@ def read(template: Template, text: str, cut: bool = False) -> tuple[float | None
 
 
 def after_thoughts(text: str) -> str:
-    """What follows the reasoning, if there is any; Unreadable if it never ends."""
+    """The text after the reasoning, or the whole text if there is none; Unreadable if the reasoning never ends."""
     before = _THOUGHTS.match(text)
     said = text[before.end() :] if before else text
     if _THINKS.search(said):
@@ -111,7 +111,7 @@ def after_thoughts(text: str) -> str:
 
 
 def _closed(template: Template, text: str) -> str:
-    """What is certain in an answer without its end: tags and braces that are closed, whole lines of scores."""
+    """The reliable part of a truncated answer: closed tags and braces, or complete score lines."""
     if template.answer in ("think", "flex", "json", "marks") or (template.answer == "edit" and _TAG.search(text)):
         return text
     if template.answer == "scores":
@@ -120,16 +120,16 @@ def _closed(template: Template, text: str) -> str:
 
 
 def _bare(line: str) -> str:
-    """A line without markup, quotes, bullets and double spaces; a minus before a digit stays."""
+    """Strip markup, quotes, bullets and repeated spaces from a line; a minus sign before a digit is kept."""
     return _BULLET.sub("", " ".join(_MARKUP.sub("", line).split())).rstrip(_EDGE)
 
 
 def plain(text: str) -> float:
     """'Image 1', 'Video 2 is better', '1', 'tie' … -> 1.0, 0.0 or 0.5.
 
-    A longer answer must end with a sentence that says which is better and nothing else, and contradict it nowhere.
-    "Better in terms of …" is a part of the judgement, unless the answer ends with it, begins that sentence with "based
-    on the above", and never calls the other one better.
+    A longer answer must end with a sentence that only says which is better, and must not contradict it anywhere.
+    "Better in terms of …" counts as a partial judgement, not as the verdict, unless it is in the last sentence, that
+    sentence begins with "based on the above", and the answer never calls the other one better.
     """
     whole = _bare(text).rstrip(".! ").strip(_EDGE)
     if match := _ONLY.fullmatch(whole):
@@ -175,7 +175,7 @@ def flex(text: str) -> tuple[float, dict[str, float]]:
         try:
             parts[str(name)] = _winner(item.get("cat_winner"))
         except Unreadable:
-            continue  # the category is missing, the verdict is not
+            continue  # only this category is missing; the verdict still counts
     return _winner(value["winner"]), parts
 
 
@@ -186,7 +186,7 @@ def _winner(value: Any) -> float:
 
 
 def scores(text: str, names: tuple[tuple[str, float, float], ...], pattern: str) -> dict[str, float]:
-    """Named numbers from lines that are like `pattern`; out of range, or stated twice and differently, is missing."""
+    """Named scores from lines matching `pattern`; a score out of range, or stated with two values, is left out."""
     item, whole_line = _score_patterns(names, pattern)
     seen: set[tuple[str, float]] = set()
     stated: set[tuple[str, float]] = set()
@@ -208,7 +208,7 @@ def scores(text: str, names: tuple[tuple[str, float, float], ...], pattern: str)
 def _score_patterns(
     names: tuple[tuple[str, float, float], ...], pattern: str
 ) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """`pattern` with one of the names and a number in it; and a line that states such scores and nothing else."""
+    """Two regexes: one score (`pattern` with a name and a number), and a line that states only such scores."""
     parts = {
         "{name}": f"(?P<name>{'|'.join(re.escape(name) for name, *_ in names)})",
         "{value}": rf"(?P<value>{_NUMBER})(?!\w|[.,]\d)",
@@ -222,7 +222,7 @@ def _score_patterns(
 
 
 def json_scores(text: str, names: tuple[tuple[str, float, float], ...]) -> dict[str, float]:
-    """Named numbers of one JSON object {…, "score": [a, b]}; the list must have one number in range for each name."""
+    """Named scores from one JSON object {…, "score": [a, b]}; the list must hold one in-range number per name."""
     value = _json_object(text).get("score")
     if not isinstance(value, list) or len(value) != len(names):
         raise Unreadable(f"expected a JSON object with 'score': a list of {len(names)} numbers, got {text[:80]!r}")
@@ -235,7 +235,7 @@ def json_scores(text: str, names: tuple[tuple[str, float, float], ...]) -> dict[
 
 
 def marks(text: str) -> dict[str, float]:
-    """{'1': 1.0, '2': 0.0, …}: the zeros and ones of the list inside the one <score>[…]</score>, by place."""
+    """{'1': 1.0, '2': 0.0, …}: the zeros and ones inside the only <score>[…]</score>, keyed by position."""
     tags = [tag.lower() for tag in _SCORE_TAG.findall(text)]
     if tags != ["<score>", "</score>"]:
         raise Unreadable(f"expected one <score>…</score>, found {len(tags)} tags in {text[-80:]!r}")
@@ -246,12 +246,12 @@ def marks(text: str) -> dict[str, float]:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    """The one JSON object of an answer, from its first brace to its last; commas before a closing bracket go."""
+    """Parse the text from the first brace to the last as one JSON object, tolerating trailing commas."""
     start, end = text.find("{"), text.rfind("}")
     body = text[start : end + 1] if 0 <= start < end else "null"
     try:
         try:
-            value = json.loads(body, object_pairs_hook=_once, strict=False)  # line breaks in texts
+            value = json.loads(body, object_pairs_hook=_once, strict=False)  # allow line breaks inside strings
         except json.JSONDecodeError:
             value = json.loads(_COMMA.sub("", body), object_pairs_hook=_once, strict=False)
     except (ValueError, RecursionError) as error:
@@ -262,7 +262,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object's members; a key that comes twice with different values says nothing certain."""
+    """A JSON object as a dict; Unreadable if a key occurs twice with different values."""
     value = dict(pairs)
     for key, item in pairs:
         if value[key] != item:
@@ -273,11 +273,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def label_logprobs(
     choice: Mapping[str, Any], labels: tuple[str, str], variants: bool | None = False
 ) -> tuple[float, float]:
-    """Log-probabilities of the two labels at the first answered token of an OpenAI chat `choice`.
+    """Log-probabilities of the two labels at the first generated token of an OpenAI chat `choice`.
 
-    All listed tokens that are a label but for white space count for it, summed; variants: also those in other case
-    (None: the labels alone). A label that the server does not list gets the upper bound min(least listed,
-    log(1 − Σ listed)). Raises Unreadable if neither label is listed.
+    The probabilities of all listed tokens that equal a label up to white space are summed; with `variants`, up to case
+    too (None: exact matches only). A label that the server does not list gets the upper bound min(lowest listed,
+    log(1 − Σ listed)), Σ over probabilities. Raises Unreadable if neither label is listed.
     """
     logprobs = choice.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, dict) else None

@@ -1,9 +1,9 @@
-"""Request bodies of an OpenAI chat completion with images, and which images a server already holds.
+"""Request bodies for OpenAI chat completions with images, and a record of which images a server already holds.
 
-Each medium is encoded and base64-encoded once, and its id is the hash of the encoded bytes, so an id never names other
-pixels. The rubric stands before the images and labels are asked for by prefill, so that servers reuse their prefixes.
-Invariants: the joined parts are valid JSON for any prompt; a medium's first request to a server carries its data and
-the others name it; who waits for a medium carries none yet, so waits cannot form a ring.
+Each medium is encoded and base64-encoded once. Its id is the hash of the encoded bytes, so an id always stands for the
+same pixels. The rubric precedes the images, and labels follow a prefill, so that the server's prefix cache gets hits.
+Invariants: the joined parts are valid JSON for any prompt; the first request with a medium carries its data and later
+ones refer to it by id; a request that waits for a medium is not uploading one, so requests cannot deadlock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from prefgrpo.data.media import Media
 from prefgrpo.judge.template import SOURCE, Template
 
 FRAMES = 8
-"""Frames of a clip that a judge sees, evenly spread from the first to the last."""
+"""Number of frames of a clip shown to the judge, evenly spaced from first to last."""
 _KNOWN_MEDIA = 8192
 _MIN_MISSES = 16
 _GRACE_S = 0.1
@@ -34,7 +34,7 @@ _GRACE_S = 0.1
 
 def _png(media: Media) -> bytes:
     buffer = io.BytesIO()
-    media.pil.save(buffer, "PNG", compress_level=1)  # the default level costs ten times a lossless WebP
+    media.pil.save(buffer, "PNG", compress_level=1)  # the default level takes ten times as long as a lossless WebP
     return buffer.getvalue()
 
 
@@ -48,10 +48,10 @@ class Encoded:
     uuid: str
     """'sha256-…' of the encoded bytes."""
     images: tuple[tuple[str, bytes], ...]
-    """(id, content part with its data and an open end) of the image or of each frame."""
+    """(id, JSON content part with its data, lacking the closing brace) of the image or of each frame."""
 
     def part(self, carried: Collection[str] | None) -> bytes:
-        """The content parts: without ids if `carried` is None, else with data if it holds the uuid, else by id."""
+        """The content parts: data only if `carried` is None; data and id if it contains our uuid; else id only."""
         if carried is None:
             return b",".join(data + b"}" for _, data in self.images)
         by_id = b'{"type":"image_url","image_url":null'
@@ -60,9 +60,9 @@ class Encoded:
 
 
 def encode(media: Media, image_format: str, max_pixels: int = 0) -> Encoded:
-    """Encode an image as one of FORMATS (all but jpeg are lossless), a clip as FRAMES images one after another.
+    """Encode an image in one of FORMATS (all lossless except jpeg), or a clip as a sequence of FRAMES images.
 
-    max_pixels: larger images are made smaller, 0: never. Raises ValueError for media without pixels or frames.
+    max_pixels: larger images are downscaled; 0: never. Raises ValueError for media without pixels or frames.
     """
     if 0 in media.pixels.shape:
         raise ValueError(f"it has no {'frames or ' if media.clip else ''}pixels: its shape is {media.pixels.shape}")
@@ -97,9 +97,9 @@ def chat_body(
     source: Sequence[bytes] = (),
     label_ids: tuple[int, ...] | None = None,
 ) -> bytes:
-    """The request for a template's texts by name and the content parts of media and source images.
+    """Build the request from a template, its texts by marker name, and the content parts of media and source images.
 
-    label_ids: the labels' token ids, where they are known and the server takes `logprob_token_ids` (vLLM).
+    label_ids: token ids of the labels, if they are known and the server supports `logprob_token_ids` (vLLM).
     """
     parts: list[bytes] = []
     for part in template.parts(texts.get("prompt", ""), texts):
@@ -128,7 +128,7 @@ def _tail(template: Template, label_ids: tuple[int, ...] | None) -> bytes:
 
 @lru_cache(maxsize=32)
 def _text(text: str) -> bytes:
-    """A text as a content part; those of a group's pairs are the same. Lone surrogates, which no tokenizer takes,
+    """A text as a content part, cached because all pairs of a group share it. Lone surrogates, which tokenizers reject,
     become U+FFFD."""
     valid = text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return _json({"type": "text", "text": valid})
@@ -139,11 +139,11 @@ def _json(value: Any) -> bytes:
 
 
 class MediaIds:
-    """Which media one server holds, so that a request names them instead of carrying them again.
+    """Tracks which media one server holds, so that later requests refer to them by id instead of resending the data.
 
-    A server has a medium once it has read the request that carries it, long before it answers. So requests that show
-    it go `grace_s` after that one, or after its answer if that is sooner, and are repeated with data if the server did
-    not know it yet.
+    A server has a medium once it has read the request that carries it, long before it answers that request. Other
+    requests with the medium are therefore sent `grace_s` after the first, or on its answer if that comes sooner, and
+    are repeated with data if the server did not know the medium yet.
     """
 
     def __init__(self, mode: str) -> None:
@@ -155,17 +155,17 @@ class MediaIds:
         self._carried: dict[str, asyncio.Event] = {}
 
     def used(self, vllm: bool) -> bool:
-        """Whether ids replace data: not at a server that loses media (several API processes behind one port)."""
+        """Whether to send ids instead of data: not to a server that loses media (several API processes on one port)."""
         unreliable = self.misses >= _MIN_MISSES and self.misses > 0.2 * self.requests
         return self.mode == "on" or (self.mode == "auto" and vllm and not unreliable)
 
     def on_the_way(self, uuids: Collection[str]) -> list[asyncio.Event]:
-        """For each of the media that another request is carrying just now: the event after which it may be named."""
+        """For each medium that another request is uploading: the event after which it may be referred to by id."""
         return [event for u in uuids if (event := self._carried.get(u)) and not event.is_set()]
 
     async def claim(self, uuids: Collection[str]) -> tuple[set[str], float]:
-        """(which of the media this request must carry, seconds of grace that it gave the others); waits until those may
-        be named. The request must follow at once, and then `settle`."""
+        """Wait until media in upload may be referred to by id; (media that this request must carry, grace period in
+        seconds that was given to the others). The caller must send the request at once and then call `settle`."""
         while events := self.on_the_way(uuids):
             for event in events:
                 await event.wait()
@@ -177,7 +177,7 @@ class MediaIds:
         return mine, grace_s
 
     def settle(self, mine: set[str], success: bool) -> None:
-        """The request that carried `mine` has ended; those that wait for it go on."""
+        """Call when the request that carried `mine` has ended; wakes the requests that wait for these media."""
         for uuid in mine:
             if success:
                 self.known[uuid] = None
@@ -188,7 +188,7 @@ class MediaIds:
             self.known.popitem(last=False)
 
     def count(self, missed: bool, grace_s: float) -> None:
-        """Count a request that named media; a miss after too short a grace lengthens it and is no loss."""
+        """Count a request that used ids. A miss after a grace period doubles that period instead of counting."""
         if missed and grace_s:
             self.grace_s = max(self.grace_s, 2 * grace_s)
         else:

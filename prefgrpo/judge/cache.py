@@ -1,9 +1,9 @@
-"""Answers kept on disk, so that a resumed step does not ask the judge again.
+"""On-disk cache of the judge's answers, so that a resumed step does not repeat requests.
 
-One folder per run, in it an append-only JSONL file per process; a process reads all of them and writes its own.
-Each line is written unbuffered when its answer comes, so a process that is killed loses no answer. Invariant: an entry
-answers only a question that is the same to the byte; what failed is never kept; a disk that fails costs the cache and
-no answer.
+Each run has one folder, with an append-only JSONL file per process; a process reads all files and writes its own.
+Each line is written unbuffered as soon as its answer arrives, so a killed process loses none. Invariants: an entry
+is reused only for a byte-identical question; failures are never cached; a disk error disables the cache but loses no
+answer.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from weakref import WeakValueDictionary
 from prefgrpo.judge.verdict import Answer, JudgeError
 
 MOST_BYTES = 32 << 20
-"""Most that a process keeps, about 200 000 soft verdicts, in a file and the one before it."""
+"""Size limit per process (about 200 000 soft verdicts), over its current file and the previous one."""
 NEWEST = 10_000
-"""So many of its own answers stay in memory: a question comes back in a resumed run, which reads the files."""
+"""Number of own answers that a process keeps in memory: only a resumed run needs older ones, and it reads the files."""
 _RAW_CHARACTERS = 500
-"""Of an answer's text that is kept, unless the asker needs all of it."""
+"""How much of an answer's text is kept, unless the caller needs all of it."""
 
 
 class AnswerCache:
-    """Answers by key, in a folder, and in memory those that were there at the start and the newest; safe to use from
-    any thread."""
+    """Answers by key, in a folder. Those present at the start and the newest are also kept in memory. Thread-safe."""
 
     def __init__(self, folder: str | Path, most_bytes: int = MOST_BYTES) -> None:
-        """Reads what is there; the folder is made when the first answer comes. JudgeError if it cannot be used."""
+        """Read the existing files; the folder is created on the first `put`. JudgeError if it cannot be used."""
         self.folder, self.most_bytes = Path(folder), most_bytes
         self.path = self.folder / f"rank{os.environ.get('RANK', '0')}.jsonl"
         self.old = self.path.with_suffix(".old.jsonl")
@@ -49,7 +48,7 @@ class AnswerCache:
         return len(self._lines) + len(self._new)
 
     def get(self, key: str) -> Answer | None:
-        """The answer that is kept under `key`."""
+        """The answer cached under `key`, or None."""
         with self._lock:
             line = self._new.get(key) or self._lines.get(key)
         if line is None:
@@ -58,7 +57,7 @@ class AnswerCache:
         return Answer(kept["value"], raw=kept["raw"], parts=kept["parts"], cached=True)
 
     def put(self, key: str, answer: Answer, whole: bool = False) -> None:
-        """Keep an answer, unless something is missing from it. whole: with all of its text."""
+        """Store an answer, unless it has a failure reason. whole: store its full text."""
         if answer.reason:
             return
         raw = answer.raw if whole else answer.raw[:_RAW_CHARACTERS]
@@ -77,9 +76,9 @@ class AnswerCache:
                 warnings.warn(f"answers are no longer kept in {self.path}: {error}", stacklevel=2)
 
     def _read(self) -> dict[str, bytes]:
-        """Lines by key of all ranks' files (as many as fit into four times `most_bytes`) and of this one's.
+        """Lines by key from the other ranks' files (up to four times `most_bytes` in all) and from this rank's own.
 
-        A line that a killed process left torn is left out.
+        A line truncated by a killed process is skipped.
         """
         lines, size, own = {}, 0, [self.old, self.path]
         for path in [*sorted({*self.folder.glob("*.jsonl")} - {*own}), *own]:
@@ -111,7 +110,7 @@ _open: WeakValueDictionary[str, AnswerCache] = WeakValueDictionary()
 
 
 def shared_cache(folder: str) -> AnswerCache:
-    """This process's cache in `folder`, one for all its clients; read anew when none is left."""
+    """This process's cache for `folder`, shared by all its clients; reloaded once no client holds it any more."""
     if (cache := _open.get(folder)) is None:
         cache = _open[folder] = AnswerCache(folder)
     return cache

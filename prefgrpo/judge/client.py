@@ -1,8 +1,8 @@
-"""The check at the start: whether a judge behind HTTP will work, in seconds.
+"""Checks at startup, within seconds, that a judge behind HTTP works.
 
-`check`: are the servers there, do they serve the model, does a pair of pictures get a verdict, are known answers
-right; `reach` asks no pictures; `main` is `prefgrpo judge check`. Invariant: all raise one JudgeError that says what
-was expected, what came, what to do.
+`check` tests that the servers are reachable, serve the model, return a verdict on a pair of images, and get known
+answers right; `reach` sends no images; `main` is `prefgrpo judge check`. Invariant: every failure raises a single
+JudgeError that says what was expected, what was found, and what to do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BUSY_S, _PAUSE_S = 30.0, 0.5
 
 @dataclass
 class Health:
-    """Result of a check that passed: at least one endpoint works."""
+    """Result of a successful check: at least one endpoint works."""
 
     endpoints: list[Endpoint]
     """All configured endpoints; one may have a `problem` while another works."""
@@ -46,9 +46,9 @@ class Health:
     position_bias: float | None = None
     """Mean P(first) over random pairs in both orders; 0.5 is no bias."""
     known: str = ""
-    """How many known answers were right; '' if none was asked for."""
+    """How many known answers were right; '' if none were requested."""
     alarm: str = ""
-    """Why the verdicts say nothing, with a template of the user's own (a shipped one makes it a JudgeError)."""
+    """Why the verdicts carry no information, for a user's own template (with a shipped one this is a JudgeError)."""
 
     @property
     def good(self) -> list[Endpoint]:
@@ -69,10 +69,10 @@ class Health:
 def check(
     config: JudgeConfig, *, timeout_s: float = 10.0, bias_pairs: int = 0, known: bool = False, clips: bool = False
 ) -> Health:
-    """Check the configured judge; at most about three `timeout_s` per endpoint, longer for judges that write text.
+    """Check the configured judge. Takes at most about 3 · `timeout_s` per endpoint, longer for judges that write text.
 
     bias_pairs: judge this many random pairs in both orders. known: ask each
-    endpoint 16 questions with known answers. clips: show clips there.
+    endpoint 16 questions with known answers. clips: use clips for these.
     Raises JudgeError if no endpoint works, the probe gets no verdict, or a shipped template gets wrong answers.
     """
     HttpJudge(config).close()  # validates the config and the template
@@ -95,10 +95,10 @@ def main(
     bias_pairs: int = 8,
     timeout_s: float = 20.0,
 ) -> int:
-    """Is the judge there, does it serve the model, does it answer a pair, are its known answers right?
+    """Check that the judge is reachable, serves the model, answers a pair, and answers questions with known answers.
 
-    Known answers: which of two pictures, or a picture and noise, is the plain colour of the caption. A judge that
-    always says the same, or mixes the pictures up, fails by name (with a template of your own: exit code 1).
+    The questions show two images and ask which one is the plain colour that the caption names. A judge that ignores
+    the images, or mixes them up, fails with the fault named (with your own template: a note, and exit code 1).
 
     Args:
         endpoint: OpenAI-compatible servers, with or without /v1.
@@ -116,9 +116,9 @@ def main(
 
 
 def reach(config: JudgeConfig, timeout_s: float = 10.0) -> Health:
-    """Whether the servers are there and serve the model, without asking it. Raises JudgeError if no endpoint does.
+    """Check that servers are reachable and serve the model, without querying it. JudgeError if no endpoint does.
 
-    A server that is still loading (5xx) is given 30 s, or `config.patience_s` if that is less.
+    A server that is still loading (5xx) gets 30 s, or `config.patience_s` if that is less.
     """
     validate(config)
     busy_s = min(_BUSY_S, _BUSY_S if config.patience_s is None else config.patience_s)
@@ -144,7 +144,7 @@ def reach(config: JudgeConfig, timeout_s: float = 10.0) -> Health:
 
 
 async def _look(endpoint: Endpoint, config: JudgeConfig, timeout_s: float, busy_s: float) -> None:
-    """Ask an endpoint what it serves; its `problem` says what is wrong."""
+    """Ask an endpoint which models it serves; set its `problem` if something is wrong."""
     end = time.monotonic() + busy_s
     try:
         await endpoint.describe(timeout_s)
@@ -163,7 +163,7 @@ async def _look(endpoint: Endpoint, config: JudgeConfig, timeout_s: float, busy_
 
 
 def _probe(config: JudgeConfig, health: Health, bias_pairs: int) -> None:
-    """Let each server judge plain pictures once, then the good ones random pictures in both orders."""
+    """Each server judges one pair of plain images; the working ones then judge random pairs in both orders."""
     red, blue, grey = (Media(np.full((64, 64, 3), c, np.uint8)) for c in ((220, 30, 30), (30, 60, 220), (128,) * 3))
     for endpoint in (asked := health.good):
         with closing(HttpJudge(replace(config, endpoints=(endpoint.url,)))) as judge:
@@ -188,7 +188,7 @@ def _probe(config: JudgeConfig, health: Health, bias_pairs: int) -> None:
 
 
 def _ask_known(config: JudgeConfig, health: Health, clips: bool) -> None:
-    """Ask every good server the questions with known answers; JudgeError, or the alarm, says what is wrong."""
+    """Ask every working server the questions with known answers; raise JudgeError or set the alarm on failure."""
 
     def ask(url: str) -> tuple[str, str]:
         with closing(HttpJudge(replace(config, endpoints=(url,)))) as judge:
@@ -202,8 +202,8 @@ def _ask_known(config: JudgeConfig, health: Health, clips: bool) -> None:
     if wrong := " | ".join(p for p in problems if p):
         if config.template in ("", *shipped()):
             raise JudgeError(
-                f"the judge's verdicts say nothing about the pictures. {wrong}\n"
+                f"the judge's verdicts do not depend on the images as they should. {wrong}\n"
                 "Expected the plain colour that the caption names to win; check that the template '"
-                f"{config.template or 'compare'}' suits the model, and that the server shows it both pictures, in order"
+                f"{config.template or 'compare'}' suits the model, and that the server shows it both images, in order"
             )
         health.alarm = wrong

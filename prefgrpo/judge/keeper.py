@@ -1,7 +1,7 @@
-"""python keeper.py PARENT SECONDS COMMAND …: runs an engine, and ends it when PARENT dies.
+"""python keeper.py PARENT SECONDS COMMAND …: runs an engine, and stops it when process PARENT dies.
 
-It leads the engine's process group and imports nothing of this package, so it starts at once. SIGTERM goes on to the
-engine alone, which ends its own workers; a group that is still there SECONDS later is killed.
+It leads the engine's process group and imports nothing from this package, so it starts instantly. SIGTERM is forwarded
+to the engine only, which stops its own workers; if the engine still runs SECONDS later, the whole group is killed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import sys
 import time
 
 _WORKERS_S = 5.0
-"""How long workers may take to follow their engine, once the parent has died."""
+"""Seconds that workers have to exit after their engine, once the parent has died."""
 
 
 def main(parent: int, seconds: float, command: list[str]) -> int:
-    """The engine's exit code, as a shell reports it."""
+    """Run the engine; its exit code, as a shell reports it."""
     engine = subprocess.Popen(command, preexec_fn=_end_with_keeper)
     try:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
@@ -30,7 +30,7 @@ def main(parent: int, seconds: float, command: list[str]) -> int:
     try:
         code = engine.wait(seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(0, signal.SIGKILL)  # this process too
+        os.killpg(0, signal.SIGKILL)  # includes this process
     if os.getppid() != parent:
         time.sleep(_WORKERS_S)
         os.killpg(0, signal.SIGKILL)

@@ -1,10 +1,10 @@
-"""A judge in this process: a Qwen-VL checkpoint run through transformers, without a server or torchvision.
+"""An in-process judge: a Qwen-VL checkpoint run with transformers, without a server or torchvision.
 
     P(first) = sigmoid(log p(label 1) − log p(label 2)) at the token after the prefill
 
-Each medium is encoded once per group; the text and source images before the pair run once per group, the prompt up to
-the second image once per first image (their keys and values are shared), only the rest once per pair. A group's
-verdicts depend on that group alone, and equal the stock model's one-pair forward to fp32 rounding.
+Each medium is encoded once per group. With cached keys and values, the text and source images before the pair run once
+per group, the prompt up to the second image once per first image, and only the rest once per pair. A group's verdicts
+depend only on that group, and equal those of the stock model on single pairs up to fp32 rounding.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from prefgrpo.judge.verdict import JudgeError, Pair, PairJudge, Verdict, two_lab
 
 _FAMILIES = ("qwen3_vl", "qwen2_5_vl")
 _SHARED_TOKENS = 64
-"""From this length on, the text before the first image is run once per group and not once per image."""
+"""From this many tokens on, the text before the first image runs once per group instead of once per first image."""
 Features = tuple[Tensor, ...]
-"""One image's vision tokens [n, H], then its deepstack features, one [n, H] per layer that takes them."""
+"""Vision tokens [n, H] of one image, followed by its deepstack features [n, H], one per layer that receives them."""
 
 
 class LocalJudge(PairJudge):
-    """Judges groups with a model held in this process."""
+    """Judges groups with a model loaded in this process."""
 
     streams = False
 
@@ -46,8 +46,8 @@ class LocalJudge(PairJudge):
     ) -> None:
         """`model`: folder or hub id of a Qwen3-VL or Qwen2.5-VL checkpoint; run in float32 on a torch `device`.
 
-        template: a shipped one or a path; its answer must be soft. pair_batch: most pairs in one language-model call.
-        min_label_mass: a verdict is missing if the two labels together have less probability than this.
+        template: shipped name or path; its answer must be soft. pair_batch: most pairs per language-model call.
+        min_label_mass: a verdict is missing if the labels' probabilities sum to less than this.
         """
         self.device, self.pair_batch, self.min_label_mass = device, pair_batch, min_label_mass
         self.template = load_template(template)
@@ -65,7 +65,7 @@ class LocalJudge(PairJudge):
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
         self.processor: Any = AutoImageProcessor.from_pretrained(model)
         self.model: Any = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
-        for parameter in self.model.parameters():  # out of the unaligned file mapping: other kernels, other bits
+        for parameter in self.model.parameters():  # copy out of the unaligned file mapping, which selects other kernels
             parameter.data = parameter.data.clone().requires_grad_(False)
         self.model.to(device)
         self.labels = [torch.tensor(ids) for ids in label_ids(self.tokenizer, self.template)]
@@ -76,9 +76,9 @@ class LocalJudge(PairJudge):
     def judge_group(
         self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
     ) -> list[Verdict]:
-        """Verdicts for ordered pairs of one prompt's images; all missing if the prompt holds an image token.
+        """Verdicts for ordered pairs of one prompt's images; all missing if the prompt contains an image token.
 
-        source: shown where the template has a place for it.
+        source: used if the template contains {source}.
         """
         start = time.perf_counter()
         if self._pad_text in prompt:
@@ -86,7 +86,7 @@ class LocalJudge(PairJudge):
         if not self.template.takes_source:
             source = ()
         elif not source:
-            reason = f"template '{self.template.name}' shows the source image, and the sample has none"
+            reason = f"template '{self.template.name}' needs a source image, but the sample has none"
             return [Verdict(None, reason)] * len(pairs)
         features, grids = self._encode([*media, *source])
         buckets: dict[tuple[Any, Any], list[int]] = defaultdict(list)
@@ -113,7 +113,7 @@ class LocalJudge(PairJudge):
         return list(zip(*layers, strict=True)), [tuple(g) for g in grid.tolist()]
 
     def _tokens(self, prompt: str, grid: Tensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
-        """Ids [L], rotary positions [3, L], and where the pair's images start, for images of grids [n, 3] in order."""
+        """Token ids [L], rotary positions [3, L] and start indices of the pair's images, for n image grids [n, 3]."""
         turns = self.template.messages(prompt, sources=len(grid) - 2)
         end = "continue_final_message" if self.template.prefill else "add_generation_prompt"
         text = self.tokenizer.apply_chat_template(turns, tokenize=False, **{end: True})
@@ -135,7 +135,7 @@ class LocalJudge(PairJudge):
     def _log_probs(
         self, prompt: str, features: list[Features], source: list[Features], grid: Tensor, pairs: list[Pair]
     ) -> Tensor:
-        """Log-probabilities [n, 2] of the two labels for n pairs; `grid`: patch grids of the source and the pair."""
+        """Log-probabilities [n, 2] of the two labels for n pairs; `grid`: patch grids of the sources and the pair."""
         ids, positions, (start, cut) = self._tokens(prompt, grid)
         firsts = sorted({i for i, _ in pairs})
         row = {i: r for r, i in enumerate(firsts)}
@@ -156,7 +156,7 @@ class LocalJudge(PairJudge):
         return torch.cat(result)
 
     def _forward(self, ids: Tensor, positions: Tensor, images: list[Features], cache: DynamicCache | None) -> Any:
-        """Language model on n copies of `ids` [L] that differ in the image in their image tokens, if they have any."""
+        """Run the language model on n copies of `ids` [L], with a different image each in the image tokens, if any."""
         n, device = len(images), self.device
         language = self.model.model.language_model
         embeds = language.embed_tokens(ids.to(device))[None].repeat(n, 1, 1)
@@ -178,7 +178,7 @@ class LocalJudge(PairJudge):
 
 
 def _rows(cache: DynamicCache, rows: Tensor) -> DynamicCache:
-    """A cache with the given rows of another's batch."""
+    """A copy of a cache that selects `rows` of its batch."""
     chosen = DynamicCache()
     for index, layer in enumerate(cache.layers):
         chosen.update(layer.keys[rows], layer.values[rows], index)

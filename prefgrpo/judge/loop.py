@@ -1,7 +1,7 @@
-"""The process's one event loop for judging, in a daemon thread of its own, with one connection pool.
+"""The process's event loop for judging, in its own daemon thread, with one connection pool.
 
-Connections are kept 2 s, less than a server's 5 s: a server that closes an idle connection while a request is being
-written into it drops that request. Invariant: one loop and one pool per process; a forked child gets its own.
+Idle connections are closed after 2 s, sooner than a server's 5 s: if the server closes one while a request is being
+written to it, that request is lost. Invariant: one loop and one pool per process; a forked child gets its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LoopThread:
         atexit.register(self.close)
 
     def session(self) -> aiohttp.ClientSession:
-        """The connection pool; call on the loop."""
+        """The connection pool; call from the loop's thread."""
         if self._session is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
             self._session = aiohttp.ClientSession(connector=connector)
@@ -42,7 +42,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        """End what is in flight, close the pool and stop the loop (at exit)."""
+        """Cancel all tasks, close the pool and stop the loop (at exit)."""
         if self.loop.is_running():
             self.submit(self._shut_down()).result(5.0)
             self.loop.call_soon_threadsafe(self.loop.stop)

@@ -1,10 +1,10 @@
-"""From the verdicts of groups to one number per member, in [0, 1].
+"""Turns a group's verdicts into one number in [0, 1] per member.
 
-    win_rate:       r_i = Σ_j W_ij / n_i            over the comparisons of i that exist
+    win_rate:       r_i = Σ_j W_ij / n_i            over the comparisons of i with a verdict
     bradley_terry:  r_i = mean over j ≠ i of σ(θ_i − θ_j),  P(i beats j, i shown first) = σ(θ_i − θ_j + b)
 
-A position bias b (in logits) is taken out of each verdict, P ← σ(logit P − b), or fitted along with the strengths.
-Invariant: a missing verdict moves nothing, and a member without any verdict is NaN.
+A position bias b (in logits) is removed from each verdict, P ← σ(logit P − b), or fitted together with the strengths.
+Invariant: a missing verdict has no effect, and a member without any verdict is NaN.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ Rate = Literal["win_rate", "bradley_terry"]
 VerdictKind = Literal["soft", "hard"]
 Bias = float | Literal["fit"]
 PRIOR = 0.3
-"""Drawn games of every member against an average one: keeps the strength of an undefeated member finite."""
+"""Prior: drawn games of every member against an average one, which keep the strength of an undefeated member finite."""
 
 
 @dataclass(frozen=True)
 class Rating:
-    """How verdicts become numbers."""
+    """How verdicts are turned into numbers."""
 
     rate: Rate = "win_rate"
-    """Mean over the comparisons that were made, or the mean that all comparisons would have by Bradley-Terry."""
+    """Mean over a member's comparisons, or its mean win probability against the whole group under Bradley-Terry."""
     verdict: VerdictKind = "soft"
     """Probabilities, or each verdict rounded to {0, ½, 1} and the two orders of a pair averaged."""
     bias: Bias = 0.0
-    """Position bias in logits that is taken out, or 'fit': estimated in each group."""
+    """Position bias in logits to remove, or 'fit': estimate it per group."""
 
     def __post_init__(self) -> None:
         for name, given, known in (("rate", self.rate, Rate), ("verdict", self.verdict, VerdictKind)):
@@ -51,20 +51,20 @@ class Rating:
 
 @dataclass(frozen=True)
 class Rated:
-    """P groups of G members, rated."""
+    """Ratings of P groups of G members."""
 
     values: Floats
     """[P, G] in [0, 1]; NaN: no verdict."""
     wins: Floats
-    """[P, G, G] summed verdicts that row beats column, as the win rate takes them."""
+    """[P, G, G] summed verdicts that row beats column, as used by the win rate."""
     counts: Floats
-    """[P, G, G] how many there are."""
+    """[P, G, G] number of these verdicts."""
     bias: Floats
-    """[P] position bias that was taken out, in logits."""
+    """[P] position bias that was removed, in logits."""
 
 
 def rate_groups(size: int, groups: Sequence[Sequence[Judged]], rating: Rating) -> Rated:
-    """Rate P groups of `size` members, all at once."""
+    """Rate P groups of `size` members in one batch."""
     bias: Any = np.full(len(groups), 0.0 if rating.bias == "fit" else rating.bias)
     if rating.bias == "fit":
         bias = bradley_terry_ordered(*_sums(size, groups, bias, "soft"), prior=PRIOR)[1].double().numpy()
@@ -83,7 +83,7 @@ def rate_groups(size: int, groups: Sequence[Sequence[Judged]], rating: Rating) -
 
 
 def _sums(size: int, groups: Sequence[Sequence[Judged]], bias: Floats, verdict: VerdictKind) -> tuple[Tensor, Tensor]:
-    """Summed P(first) and number [P, first, second] of the verdicts that exist, without the bias."""
+    """Sum of P(first), bias removed, and number of verdicts, both [P, first, second]."""
     first, shown = np.zeros((2, len(groups), size, size))
     for k, group in enumerate(groups):
         games = [(i, j, p) for i, j, p in group if p is not None]
@@ -97,14 +97,14 @@ def _sums(size: int, groups: Sequence[Sequence[Judged]], bias: Floats, verdict: 
 
 
 def unbiased(p: Floats, bias: float) -> Floats:
-    """σ(logit p − bias). 0, ½ and 1 stay: a judge that writes its verdict gives no probability that could move."""
+    """σ(logit p − bias). 0, ½ and 1 are unchanged: they are written verdicts, not probabilities."""
     if bias == 0.0:
         return p
     return np.where(p == 0.5, p, p / (p + (1.0 - p) * np.exp(bias)))
 
 
 def _mean_win(theta: Tensor) -> Tensor:
-    """Mean P(i beats j) [P, G] over the other members that have a strength; ½ where there is none."""
+    """Mean P(i beats j) [P, G] over the other members with a strength; ½ if there are none."""
     there = ~theta.isnan()
     p = torch.sigmoid(theta[:, :, None] - theta[:, None, :]).nan_to_num(0.0)
     others = there.sum(1, keepdim=True) - 1
@@ -113,7 +113,7 @@ def _mean_win(theta: Tensor) -> Tensor:
 
 
 def position_bias(groups: Sequence[Sequence[Judged]]) -> float:
-    """Mean of (logit P(i, j) + logit P(j, i)) / 2 over the pairs that were judged in both orders; NaN if none was."""
+    """Mean of (logit P(i, j) + logit P(j, i)) / 2 over pairs judged in both orders; NaN if there are none."""
     pairs = []
     for group in groups:
         p = {(i, j): min(max(v, 1e-6), 1.0 - 1e-6) for i, j, v in group if v is not None}

@@ -1,10 +1,10 @@
-"""One request to the best of several servers of the same kind, repeated where that helps.
+"""Sends one request to the best of several equivalent servers, with retries where they can help.
 
-STATUSES and ERRORS say what each failure means. A timeout is retried once, elsewhere if another server is free, because
-the same question takes the same server as long again; what one server refuses another one may take; a refusal of the
-request itself ends it at once with the server's message. It knows nothing of judges: a caller gives the path, writes
-the body and reads the answer. Invariants: every request ends, in bounded time, with what was read or a reason; a
-restart of the server loses none.
+STATUSES and ERRORS define how each failure is handled. A timeout is retried once, on another server if one is free,
+because the same server would take as long again. If one server cannot handle a request, another is tried; if the
+request itself is rejected, it fails at once with the server's message. Nothing here is specific to judges: the caller
+supplies the path and functions that write the body and parse the reply. Invariants: every request ends, in bounded
+time, with a parsed reply or a reason; a server restart loses no request.
 """
 
 from __future__ import annotations
@@ -31,52 +31,52 @@ from prefgrpo.judge.verdict import JudgeError
 
 _MISS = (b"Cache miss for", b"Failed to apply")
 _BACKOFF_S = 0.25
-"""First pause before a repetition; doubles each time, with jitter."""
+"""First pause before a retry, in seconds; doubles each time, with jitter."""
 _LONGEST_PAUSE_S = 60.0
 _CONNECT_S = 30.0
-"""Longest wait for a connection and for /v1/models, which wait for no answer to be written."""
+"""Timeout of connecting and of /v1/models, neither of which waits for text generation."""
 PATIENCE_S = 600.0
-"""How long a server that is down is waited for if the configuration sets no limit."""
+"""How long to wait for unreachable servers if the configuration sets no limit."""
 Write = Callable[[Endpoint, Collection[str] | None], bytes]
-"""(endpoint, which media the body must carry with data; None: all of them, without ids) -> body."""
+"""(endpoint, media whose data the body must include; None: all of them, without ids) -> body."""
 Read = Callable[[str, bytes], Any]
-"""(address, payload of a 200) -> what it says. Raises ValueError if a server of this kind would not send that."""
+"""(address, payload of a 200) -> parsed reply. Raises ValueError if the payload is not a valid reply."""
 
 
 class Outcome(NamedTuple):
-    """What a kind of failure means for the request, and for the server."""
+    """How a kind of failure affects the request and the server."""
 
-    most: float = math.inf  # requests of one question that may end so, before it is given up
-    most_alone: float = math.inf  # likewise while no other server is well
-    strike: bool = True  # the server rests while another one is well
-    probe: bool = False  # its /health is asked, and a server that does not answer that is ejected
-    eject: bool = False  # it gets no request until its /health answers
+    most: float = math.inf  # give up after this many such failures of one request
+    most_alone: float = math.inf  # the same while no other server is healthy
+    strike: bool = True  # pause the server while another one is healthy
+    probe: bool = False  # query /health, and eject the server if it does not respond
+    eject: bool = False  # send no requests until /health responds
 
 
 REFUSED = Outcome(most=1, strike=False)
 """Any server would refuse this request."""
 UNSUITABLE = Outcome(most_alone=1)
-"""This server will never answer; another one may."""
+"""This server can never handle the request; another one may."""
 UNREADABLE = Outcome(most_alone=2)
-"""A body may be broken on its way once."""
+"""A reply may be corrupted in transit once."""
 BUSY = Outcome()
 FAILING = Outcome(probe=True)
 SLOW = Outcome(most=2, probe=True)
 LOST = Outcome(eject=True)
 STATUSES = dict.fromkeys(range(500, 600), FAILING) | {400: REFUSED, 413: REFUSED, 422: REFUSED, 429: BUSY, 504: SLOW}
-"""Outcome of a status that is not 200; UNSUITABLE for those that are not listed."""
+"""Outcome by HTTP status other than 200; UNSUITABLE if not listed."""
 ERRORS = (
-    (aiohttp.ClientConnectionError, LOST),  # a connection that takes too long is a TimeoutError as well
+    (aiohttp.ClientConnectionError, LOST),  # first: connection timeouts are TimeoutErrors as well
     (asyncio.TimeoutError, SLOW),
     (aiohttp.ClientPayloadError, LOST),
     (OSError, LOST),
     (aiohttp.ClientError, BUSY),
 )
-"""Outcome of an exception, the first that fits."""
+"""Outcome by exception class; the first match counts."""
 
 
 class Failure(Exception):
-    """A request that failed at one server."""
+    """A request failed on one server."""
 
     def __init__(self, reason: str, outcome: Outcome, pause_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -86,19 +86,19 @@ class Failure(Exception):
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server answered with status 200."""
+    """A server's reply with status 200."""
 
     value: Any
-    """What was read from the body."""
+    """The parsed body."""
     retries: int = 0
-    """Requests beyond the first that it took."""
+    """Number of retries before it."""
     spent_us: int = 0
-    """Microseconds of the request that was answered."""
+    """Duration of the successful request, in microseconds."""
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What is to be sent, and how the answer is read."""
+    """What to send, and how to parse the reply."""
 
     path: str
     write: Write
@@ -108,10 +108,10 @@ class _Job:
 
 
 class Sender:
-    """Sends bodies to a pool of endpoints; everything but the constructor and `close` runs on the loop."""
+    """Sends requests to a pool of endpoints; everything except the constructor and `close` runs on the event loop."""
 
     def __init__(self, config: JudgeConfig, *, openai: bool = True) -> None:
-        """`openai`: ask /v1/models what a server is before its first request. JudgeError for bad options."""
+        """`openai`: query /v1/models before the first request to a server. JudgeError for invalid options."""
         validate(config)
         self.config, self.openai = config, openai
         self.thread = loop_thread()
@@ -123,16 +123,16 @@ class Sender:
         self._turns = itertools.count()
 
     def close(self) -> None:
-        """Stop probing; the process's connection pool stays for others."""
+        """Stop health probes; the process's connection pool stays open for others."""
         self.thread.loop.call_soon_threadsafe(self.pool.close)
 
     async def send(
         self, path: str, write: Write, read: Read, media: Sequence[str] = (), timeout_s: float = 120.0
     ) -> Reply:
-        """POST a body to `path` of the best endpoint; SendError if no repetition brought what can be read.
+        """POST a body to `path` on the best endpoint; SendError if all retries fail.
 
-        media: ids of the media in the body; `write` gets those that must carry data.
-        timeout_s: longest that one request may take, unless the configuration has a limit of its own.
+        media: ids of the media in the body; `write` is told which of them need data.
+        timeout_s: timeout of one request, unless the configuration sets one.
         """
         turn, job = next(self._turns), _Job(path, write, read, frozenset(media), self.config.timeout_s or timeout_s)
         ended, slow, longest = Counter[Outcome](), None, min(_LONGEST_PAUSE_S, job.timeout_s)
@@ -162,7 +162,7 @@ class Sender:
             await asyncio.sleep(pause_s)
 
     async def named(self) -> str:
-        """The model that every request asks: the configured one, else the first that is listed; '' if none is."""
+        """The model for all requests: the configured one, else the first that a server lists; '' if none is listed."""
         for endpoint in () if self.model else self.endpoints:
             try:
                 await endpoint.describe(_CONNECT_S)
@@ -172,8 +172,8 @@ class Sender:
         return self.model
 
     async def _slot(self, turn: int, media: frozenset[str], slow: Endpoint | None) -> Endpoint:
-        """The best endpoint with a free slot, not `slow` if another one has one; one that has to wait for media that
-        another one carries holds none."""
+        """The best endpoint with a free slot, avoiding `slow` if possible. A request that must wait for media in upload
+        by another request holds no slot meanwhile."""
         while True:
             endpoint = await self.pool.acquire(turn, slow)
             if not (events := endpoint.ids.on_the_way(media)):
@@ -183,14 +183,14 @@ class Sender:
                 await event.wait()
 
     async def _hedged(self, endpoint: Endpoint, job: _Job) -> Reply:
-        """A request, and a second one beside it if it is slow; the first answer counts, the other is given up."""
+        """Send a request, and a duplicate if it is slow; the first reply is used and the other request cancelled."""
         tasks = [asyncio.create_task(self._exchange(endpoint, job))]
         other = None
         try:
             _, waiting = await asyncio.wait(tasks, timeout=self.config.hedge_s)
             if waiting and (other := self.pool.spare(endpoint)):
                 traffic.count(hedges=1)
-                lone = replace(job, media=frozenset()) if other is endpoint else job  # there the slow one carries them
+                lone = replace(job, media=frozenset()) if other is endpoint else job  # the slow one is uploading them
                 tasks.append(asyncio.create_task(self._exchange(other, lone)))
                 waiting = set(tasks)
             while waiting:
@@ -205,7 +205,7 @@ class Sender:
                 self.pool.release(other)
 
     async def _exchange(self, endpoint: Endpoint, job: _Job) -> Reply:
-        """One request to an endpoint whose slot is taken; how it ends counts when the next one is chosen."""
+        """Send one request to an endpoint with an acquired slot, and record the outcome for later choices."""
         start, reply = time.monotonic(), None
         try:
             reply = Reply(await self._ask(endpoint, job))
@@ -226,7 +226,7 @@ class Sender:
         return replace(reply, spent_us=spent_us)
 
     async def _ask(self, endpoint: Endpoint, job: _Job) -> Any:
-        """What the server says; Failure if it does not answer 200 with something that can be read."""
+        """The parsed reply; Failure unless the server returns 200 with a valid body."""
         asked, limit_s = "/v1/models", min(job.timeout_s, _CONNECT_S)
         try:
             if self.openai:
@@ -250,7 +250,7 @@ class Sender:
             raise Failure(str(error), UNREADABLE) from error
 
     def _check_model(self, endpoint: Endpoint) -> None:
-        """A server may come back with another model, and some do not check the name that they are asked for."""
+        """Fail if a server changed its model; some servers do not check the requested name, and some restart."""
         if endpoint.models is None:
             raise Failure(f"{endpoint.url} does not list its models yet: {endpoint.refusal}", BUSY)
         self.model = self.model or (endpoint.models or [""])[0]
@@ -268,7 +268,7 @@ class Sender:
             raise Failure(f"{endpoint.url} {problem}", UNSUITABLE)
 
     async def _deliver(self, endpoint: Endpoint, job: _Job) -> tuple[aiohttp.ClientResponse, bytes]:
-        """Post with ids where the server has the media; once more with all data if it turns out that it has not."""
+        """POST with ids for media that the server should have; repeat with all data if it does not have them."""
         if not endpoint.uses_ids or not job.media:
             return await self._post(endpoint, job, None)
         ids, success = endpoint.ids, False
@@ -288,7 +288,7 @@ class Sender:
     async def _post(
         self, endpoint: Endpoint, job: _Job, carried: Collection[str] | None
     ) -> tuple[aiohttp.ClientResponse, bytes]:
-        """What one request brought."""
+        """(response, body) of one POST."""
         body, url = job.write(endpoint, carried), endpoint.url + job.path
         timeout = aiohttp.ClientTimeout(total=job.timeout_s, sock_connect=_CONNECT_S)
         session, headers = self.thread.session(), endpoint.headers
@@ -297,7 +297,7 @@ class Sender:
 
 
 def validate(config: JudgeConfig) -> None:
-    """Raise JudgeError for addresses that are none and a key that is not there."""
+    """Raise JudgeError for invalid addresses or a missing API key."""
     mistakes = []
     if not config.endpoints or not all(url.startswith(("http://", "https://")) for url in config.endpoints):
         mistakes.append(f"endpoints must be http:// or https:// addresses, got {list(config.endpoints)}")
@@ -308,7 +308,7 @@ def validate(config: JudgeConfig) -> None:
 
 
 def message_of(payload: bytes) -> str:
-    """The server's own error message, else the start of what it sent."""
+    """The server's error message, else the beginning of the payload."""
     try:
         value = json.loads(payload)
         error = value.get("error", value)

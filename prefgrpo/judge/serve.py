@@ -1,8 +1,8 @@
-"""`prefgrpo judge serve`: judge servers with the flags that judging needs.
+"""`prefgrpo judge serve`: starts judge servers with the flags that judging needs.
 
-vLLM or SGLang lives in an environment of its own and is started as a child, one per model, each on its own port.
-"ready" means that /health answers and a probe pair got a verdict. Only a child's own process group is ever signalled,
-and a child ends with its parent, even if the parent is killed.
+vLLM or SGLang runs from a separate environment as a child process, one per model, each on its own port. "ready" means
+that /health responds and a probe pair got a verdict. Only a child's own process group is ever signalled, and a child
+exits with its parent, even if the parent is killed.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from prefgrpo.judge.verdict import JudgeError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _WORKERS_S = 5.0
-"""How long workers may take to follow their engine."""
+"""Seconds that workers have to exit after their engine."""
 _TAIL_BYTES = 1 << 16
 
 
 class Server:
-    """A running vLLM or SGLang server, to be used with `with`, from the main thread."""
+    """A running vLLM or SGLang server; a context manager, for the main thread only."""
 
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
         line = command(config)
         _require_free(config.host, config.port)
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it has no name, so nothing is left however this ends
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - unnamed, so nothing is ever left on disk
         self.keeper = subprocess.Popen(  # leads the server's process group
             [sys.executable, str(Path(__file__).with_name("keeper.py")), str(os.getpid()), str(2 * DRAIN_S), *line],
             stdout=self._log,
@@ -49,11 +49,11 @@ class Server:
 
     @property
     def log(self) -> str:
-        """Where the server's log can be read while this process lives (Linux)."""
+        """Path of the server's log while this process runs (Linux)."""
         return f"/proc/{os.getpid()}/fd/{self._log.fileno()}"
 
     def wait_ready(self) -> str:
-        """Wait for /health and a verdict on a probe pair; the check's summary. Raises JudgeError with the log's end."""
+        """Wait for /health and a verdict on a probe pair; the check's summary. JudgeError with the log tail if not."""
         deadline, engine = time.monotonic() + self.config.startup_s, self.config.runs_on
         while not _healthy(self.config.url):
             if (code := self.keeper.poll()) is not None:
@@ -70,12 +70,12 @@ class Server:
 
     def tail(self, lines: int = 40) -> str:
         """The last lines of the server's log."""
-        handle = self._log.fileno()  # its position is the server's own
+        handle = self._log.fileno()  # pread: the file position belongs to the server
         end = os.pread(handle, _TAIL_BYTES, max(os.fstat(handle).st_size - _TAIL_BYTES, 0))
         return "\n".join(end.decode(errors="replace").splitlines()[-lines:])
 
     def stop(self) -> None:
-        """Let it finish the requests in flight (up to 20 s), then end what is left of its process group."""
+        """Let the server finish in-flight requests (up to 20 s), then kill what is left of its process group."""
         self.keeper.terminate()
         self.keeper.wait()
         deadline = time.monotonic() + _WORKERS_S
@@ -102,7 +102,7 @@ def _healthy(url: str) -> bool:
 
 
 def _require_free(host: str, port: int) -> None:
-    """Raise JudgeError if nobody can listen there."""
+    """Raise JudgeError if the address cannot be bound."""
     if port == 0:
         raise JudgeError("--port: expected the port that clients will ask, from 1 to 65535, got 0")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -128,7 +128,7 @@ def serve(
         options: How the servers are started.
     """
     configs = for_models(model, gpus, options)
-    for config in configs:  # what is missing is said before the first model loads
+    for config in configs:  # report everything missing before the first model loads
         command(config)
         _require_free(config.host, config.port)
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -136,14 +136,14 @@ def serve(
     with ExitStack() as stack:
         try:
             servers = []
-            for config in configs:  # one after another: engines measure free memory while they start
+            for config in configs:  # sequentially: engines measure free memory at startup
                 servers.append(server := stack.enter_context(Server(config)))
                 where = f"{config.url}, pid {server.keeper.pid}, log {server.log}"
                 print(f"starting {config.preset.model} with {config.runs_on} on {where}", flush=True)
                 print(server.wait_ready(), flush=True)
             print(_ready(configs), flush=True)
             for server in servers:
-                stack.callback(server.keeper.terminate)  # called before the first `stop`, so that all end at once
+                stack.callback(server.keeper.terminate)  # before the first `stop`, so that all exit in parallel
             return _watch(servers)
         except KeyboardInterrupt:
             print("stopped", flush=True)
@@ -151,11 +151,11 @@ def serve(
 
 
 def _ready(configs: list[ServeConfig]) -> str:
-    """Each server's address, and what to write into a recipe."""
+    """Address of each server, and the lines to put into a recipe."""
     lines = [f"ready: judge '{c.served_name}' at {c.url}; stop it with Ctrl-C" for c in configs]
     judges = [f'{{endpoints: ["{c.url}"], model: "{c.served_name}"}}' for c in configs]
     if configs[0].host not in LOOPBACK:
-        lines.insert(0, f"note: {configs[0].host} is reachable by others, and the server asks for no password")
+        lines.insert(0, f"note: {configs[0].host} is reachable by others, and the server has no authentication")
     if len(judges) == 1:
         return "\n".join([*lines, "in the recipe:", f"judge: {judges[0]}"])
     rewards = [f"    REWARD_{k}: {{judge: {judge}}}" for k, judge in enumerate(judges, 1)]
@@ -163,12 +163,12 @@ def _ready(configs: list[ServeConfig]) -> str:
 
 
 def _watch(servers: list[Server]) -> int:
-    """Wait until all servers have ended, reporting each; the exit code."""
+    """Wait until all servers have exited, reporting each exit; the exit code."""
     running = list(servers)
     while running:
         for server in [s for s in running if s.keeper.poll() is not None]:
             running.remove(server)
-            others = "; the other models go on" if running else ""
+            others = "; the other models keep running" if running else ""
             name = f"{server.config.runs_on} of '{server.config.served_name}'"
             print(
                 f"{name} ended with code {server.keeper.returncode}{others}:\n{server.tail()}",

@@ -1,9 +1,9 @@
-"""`prefgrpo judge plan`: how well each pair plan orders a group for its calls, simulated or on a run's log.
+"""`prefgrpo judge plan`: ranking quality of each pair plan against its number of calls, simulated or from a run's log.
 
     logit P(i better, i shown first) = q_i − q_j + bias + noise · ε_ij,   q ~ N(0, spread²),  ε ~ N(0, 1)
 
-A judge at temperature 0 answers one question always alike, so ε belongs to the ordered pair: it is drawn once, and
-both_orders averages two of them. All plans and rates see the same verdicts of the same groups.
+A judge at temperature 0 always gives the same answer to the same question, so ε is drawn once per ordered pair, and
+both_orders averages two draws. All plans and rates use the same verdicts of the same groups.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Floats = NDArray[np.float64]
 FULL = "both_orders"
 RATES: tuple[Rate, ...] = ("win_rate", "bradley_terry")
 GOAL = 0.95
-"""Rank correlation with the full plan that counts as the same order."""
+"""Rank correlation from which the ranking counts as the same as the full plan's."""
 SHARE = 0.4
-"""Budget where none is given, as a share of round_robin's calls."""
+"""Default budget, as a fraction of round_robin's calls."""
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,25 @@ class JudgeModel:
     """A simulated judge."""
 
     noise: Annotated[float, tyro.conf.arg(name="judge-noise")] = 1.0
-    """Standard deviation of what one ordered pair adds to the difference of the qualities, in logits."""
+    """Standard deviation of the noise per ordered pair, in logits."""
     spread: float = 2.0
     """Standard deviation of the members' qualities, in logits."""
     bias: Annotated[float, tyro.conf.arg(name="position-bias")] = 0.0
-    """What being shown first adds, in logits."""
+    """Advantage of being shown first, in logits."""
     ties: float = 0.0
-    """Verdicts nearer to even than this, in logits, are ties."""
+    """Verdicts within this distance of even, in logits, are ties."""
     missing: float = 0.0
-    """Share of verdicts that fail."""
+    """Fraction of comparisons that fail."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """N groups of G members with the verdict on every ordered pair."""
+    """N groups of G members with the verdicts on all ordered pairs."""
 
     verdicts: Floats
-    """[N, G, G] P(first), by first and second shown; NaN: failed, and on the diagonal."""
+    """[N, G, G] P(first), indexed by first and second shown; NaN for failures and on the diagonal."""
     truth: Floats | None = None
-    """[N, G] true qualities, where they are known."""
+    """[N, G] true qualities, if known."""
 
     @property
     def size(self) -> int:
@@ -81,7 +81,7 @@ class Row:
     rate: Rate
     calls: int
     rounds: int
-    """How often it waits for answers before it asks on."""
+    """Number of rounds; each waits for the answers of the previous one."""
     spearman: Correlation
     """Rank correlation with the win rates of the full plan."""
     true_spearman: Correlation | None
@@ -107,9 +107,9 @@ def simulated(judge: JudgeModel, size: int, repeats: int, seed: int) -> Groups:
 
 
 def replayed(path: Path) -> Groups:
-    """The largest groups of a run's judgements.jsonl that were judged in both orders. Raises JudgeError without two.
+    """The largest groups in a run's judgements.jsonl that were judged in both orders. JudgeError if fewer than two.
 
-    An unfinished last line, as a killed run leaves it, is ignored.
+    An incomplete last line, left by a killed run, is ignored.
     """
     groups: dict[tuple[str, int, int], dict[tuple[int, int], float]] = {}
     try:
@@ -135,7 +135,7 @@ def replayed(path: Path) -> Groups:
 
 
 def resembling(groups: Groups) -> JudgeModel:
-    """The simulated judge that fits these verdicts by least squares in logits."""
+    """Parameters of a simulated judge, fitted to these verdicts by least squares in logits."""
     p = np.clip(groups.verdicts, 1e-6, 1.0 - 1e-6)
     logit = np.log(p / (1.0 - p))
     odd = (logit - logit.transpose(0, 2, 1)) / 2
@@ -149,7 +149,7 @@ def resembling(groups: Groups) -> JudgeModel:
 
 
 def play(plan: str, groups: Groups, seed: int) -> tuple[list[list[Judged]], int]:
-    """(what the plan asked of each group with the answers, most rounds). Raises ValueError if it does not fit G."""
+    """(judged pairs of each group, maximum number of rounds). Raises ValueError if the plan does not fit G."""
     ask, played, most = get_plan(plan), [], 0
     for k, verdicts in enumerate(groups.verdicts):
         done: list[Judged] = []
@@ -166,7 +166,7 @@ def play(plan: str, groups: Groups, seed: int) -> tuple[list[list[Judged]], int]
 def measure(
     groups: Groups, plans: Sequence[str], verdict: VerdictKind = "soft", bias: Bias = 0.0, seed: int = 0
 ) -> list[Row]:
-    """Every plan under every rate. Raises ValueError for a plan that does not exist or fit."""
+    """Evaluate every plan under every rate. Raises ValueError for a plan that is unknown or does not fit."""
     full = rate_groups(groups.size, play(FULL, groups, seed)[0], Rating("win_rate", verdict)).values
     rows = []
     for plan in plans:
@@ -179,11 +179,11 @@ def measure(
 
 
 def spearman(a: Floats, b: Floats) -> Correlation:
-    """Of the rows of a and b [N, G], over the members that both have; constant rows do not count."""
+    """Rank correlation of the rows of a and b [N, G], over members with values in both; constant rows are skipped."""
     both = ~np.isnan(a) & ~np.isnan(b)
     pairs = both[:, :, None] & both[:, None, :]
-    values = [np.round(np.where(both, x, 0.0), 6) for x in (a, b)]  # equal members differ by rounding
-    x, y = ((np.sign(v[:, :, None] - v[:, None, :]) * pairs).sum(2) for v in values)  # twice the centred ranks
+    values = [np.round(np.where(both, x, 0.0), 6) for x in (a, b)]  # equal members may differ by rounding errors
+    x, y = ((np.sign(v[:, :, None] - v[:, None, :]) * pairs).sum(2) for v in values)  # 2 × centred ranks
     norm = np.sqrt((x * x).sum(1) * (y * y).sum(1))
     correlations = (x * y).sum(1)[norm > 0] / norm[norm > 0]
     if not len(correlations):
@@ -192,19 +192,19 @@ def spearman(a: Floats, b: Floats) -> Correlation:
 
 
 def best(rows: Sequence[Row], budget: int) -> Row | None:
-    """The plan and rate that agree most with the full plan for at most `budget` calls; the cheaper of equals."""
+    """The plan and rate closest to the full plan with at most `budget` calls; the cheaper one if equal."""
     affordable = [row for row in rows if row.calls <= budget and not np.isnan(row.spearman.mean)]
     return max(affordable, key=lambda row: (round(row.spearman.mean, 3), -row.calls), default=None)
 
 
 def cheapest(rows: Sequence[Row], least: float) -> Row | None:
-    """The plan and rate with the fewest calls whose whole interval is at least `least`."""
+    """The plan and rate with the fewest calls whose confidence interval lies above `least`."""
     good = [row for row in rows if row.spearman.mean - row.spearman.half >= least]
     return min(good, key=lambda row: (row.calls, -row.spearman.mean), default=None)
 
 
 def usual_plans(size: int, budget: int) -> list[str]:
-    """Plans that fit a group of `size`, with the budget's own."""
+    """Plans that fit a group of `size`, including budget(`budget`)."""
     numbered = [f"{name}({n})" for name in ("k_regular", "swiss") for n in (2, 3, 4, 5, 6, 8, 9, 12) if n < size]
     fitting = []
     for name in ["tournament", *numbered, f"budget({budget})", "round_robin", FULL]:
@@ -217,7 +217,7 @@ def usual_plans(size: int, budget: int) -> list[str]:
 
 
 def report(rows: Sequence[Row], budget: int, size: int) -> str:
-    """A table by calls, with a star where the whole interval reaches the goal; and which plan to take."""
+    """A table sorted by calls, starred where the whole interval reaches the goal, and the recommended plans."""
     every = size * (size - 1) // 2
     truth = "with the true qualities" if rows[0].true_spearman else ""
     lines = [f"{'plan':<14}{'rate':<15}{'calls':>5} {'of round_robin':>14} {'rounds':>6}     with {FULL}  {truth}"]
@@ -228,7 +228,7 @@ def report(rows: Sequence[Row], budget: int, size: int) -> str:
             f"{row.spearman!s:<16}  {row.true_spearman or ''}"
         )
     if all(np.isnan(row.spearman.mean) for row in rows):
-        lines.append(f"{FULL} gives no group an order (its verdicts are ties), so no plan can be compared")
+        lines.append(f"{FULL} cannot rank any group (all verdicts are ties), so plans cannot be compared")
     else:
         for goal, none, good in (
             (f"best for {budget} calls", f"no plan fits {budget} calls", best(rows, budget)),
@@ -251,18 +251,18 @@ def plan(
     judgements: Path | None = None,
     out: Path | None = None,
 ) -> int:
-    """Calls against rank correlation of every pair plan, and the best one for a budget.
+    """Compare pair plans by calls and rank correlation, and find the best one for a budget.
 
     Args:
         group_size: Members of a group (G).
         judge: The simulated judge (docs/judging.md).
-        verdict: soft: probabilities; hard: each verdict rounded, as of a judge that writes its answer.
-        bias: Position bias that the rates take out, in logits, or fit.
-        budget: Calls that may be spent on a group; 0: 40 % of round_robin's.
+        verdict: soft: probabilities; hard: rounded verdicts, as from a judge that answers in text.
+        bias: Position bias in logits that the rates remove, or fit.
+        budget: Maximum calls per group; 0: 40 % of round_robin's.
         plans: Plans to compare; none: all that fit the group.
-        repeats: Simulated groups.
+        repeats: Number of simulated groups.
         seed: Seed of the groups and the plans.
-        judgements: A run's judgements.jsonl with plan both_orders: compare on its verdicts and simulate nothing.
+        judgements: judgements.jsonl of a run with plan both_orders, whose verdicts are used instead of simulated ones.
         out: JSON file of the rows.
     """
     if budget < 0:

@@ -1,12 +1,12 @@
-"""Judge templates: YAML files with the user's text, where texts and media go, and how the answer reads.
+"""Judge templates: YAML files with the user message, the markers for texts and media, and the format of the answer.
 
     user: text with {prompt}, {media_1} …, {source} and other {name}s      prefill: start of the assistant's turn
-    labels: the two answers that follow the prefill      variants: count them in other case too      max_tokens: n
-    timeout_s: longest that one answer may take (60 where one token is the answer, 600 where text is)
+    labels: the two answers that may follow the prefill      variants: ignore their case      max_tokens: n
+    timeout_s: timeout of one answer (default: 60 if the answer is one token, 600 if it is text)
     answer: soft | plain | think | edit | flex | scores | json | marks | text      scores: {name: [low, high]}
     pattern: a line with {name} and {value} as the judge writes it (scores)
 
-Replacement is literal and happens once: braces, quotes or markers inside a prompt stay what they are.
+Markers are replaced literally and only once: braces, quotes or markers inside a prompt are left alone.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _MARKER = re.compile(r"(\{[a-z][a-z0-9_]*\})")
 _MEDIUM = re.compile(r"\{media_(\d+)\}")
 _FOLDER = Path(__file__).parent / "templates"
 _TOKENS = {"soft": 1, "plain": 32, "think": 2048, "flex": 2048, "edit": 2048, "json": 1024, "marks": 4096}
-"""Most tokens of an answer; 512 of the other kinds."""
+"""Default max_tokens by kind of answer; 512 for the others."""
 _SOFT_S, _TEXT_S = 60.0, 600.0
 PAIR_ANSWERS = ("soft", "plain", "think", "flex", "edit")
-"""Answers that are a verdict on two media."""
+"""Kinds of answers that are a verdict on two media."""
 _KEYS = ("user", "prefill", "labels", "variants", "answer", "scores", "pattern", "max_tokens", "timeout_s")
 PAIR = ("prompt", "media_1", "media_2")
 """Markers of a template that compares two media."""
 SOURCE = -1
-"""Stands in `Template.parts` for the source images of an edit."""
+"""Placeholder in `Template.parts` for the source images of an edit."""
 
 
 @dataclass(frozen=True)
@@ -44,34 +44,34 @@ class Template:
     name: str
     """Shipped name or path."""
     pieces: tuple[str, ...]
-    """The user's text cut at its markers, markers included."""
+    """The user message split at its markers, markers included."""
     prefill: str
-    """Text that the assistant's turn starts with ('' for none)."""
+    """Text at the start of the assistant's turn ('' for none)."""
     labels: tuple[str, str] | None
-    """The single tokens that mean 'first' and 'second', or 'yes' and 'no' (soft answers)."""
+    """The single tokens for 'first' and 'second', or 'yes' and 'no' (soft answers)."""
     answer: str
-    """How the answer is read."""
+    """How the answer is parsed."""
     max_tokens: int
     """Longest answer, in tokens (1 for soft)."""
     variants: bool | None = False
-    """Which tokens count for a label: those that differ from it in white space (False), in case too (True), or none
-    (None, for a reward that reproduces a published number; no template file asks for it)."""
+    """Tokens counted for a label: equal up to white space (False), up to white space and case (True), or exactly equal
+    (None, for a reward that reproduces a published number; not available in template files)."""
     scores: tuple[tuple[str, float, float], ...] = ()
-    """(name, lowest, highest) of the numbers that the answer states, in order."""
+    """(name, lowest, highest) of each score in the answer, in order."""
     pattern: str = ""
-    """How the judge writes one of them, with {name} and {value} ('scores' answers)."""
+    """How the judge writes one score, with {name} and {value} ('scores' answers)."""
     timeout_s: float = _TEXT_S
-    """Longest that one request may take, in seconds, unless the judge's configuration says otherwise."""
+    """Timeout of one request in seconds, unless the judge's configuration sets one."""
 
     @property
     def takes_source(self) -> bool:
-        """Whether the source image is shown."""
+        """Whether the template shows the source image."""
         return "{source}" in self.pieces
 
     def parts(self, prompt: str, values: Mapping[str, str] | None = None) -> list[str | int]:
-        """The user's turn: texts that are not empty, k for medium k + 1, SOURCE for the source images.
+        """The user message as a list of non-empty texts, k for medium k + 1, and SOURCE for the source images.
 
-        values: texts of the markers besides {prompt}.
+        values: texts for markers other than {prompt}.
         """
         texts = {"prompt": prompt, **(values or {})}
         parts: list[str | int] = []
@@ -87,7 +87,7 @@ class Template:
         return [*parts, text] if text else parts
 
     def messages(self, prompt: str, sources: int = 1) -> list[dict[str, Any]]:
-        """Messages for transformers' chat templates, image parts left open; ends with the prefill if there is one."""
+        """Messages for transformers' chat templates, with image placeholders; ends with the prefill if there is one."""
         content: list[dict[str, Any]] = []
         for part in self.parts(prompt):
             if isinstance(part, str):
@@ -101,17 +101,17 @@ class Template:
 
 
 def shipped() -> list[str]:
-    """Names of the templates that come with the package."""
+    """Names of the templates shipped with the package."""
     return sorted(p.stem for p in _FOLDER.glob("*.yaml"))
 
 
 def load_template(
     name: str, needs: tuple[str, ...] = PAIR, may: tuple[str, ...] = ("source",), kinds: tuple[str, ...] = PAIR_ANSWERS
 ) -> Template:
-    """Template by shipped name or by path to a YAML file; JudgeError names what is wrong with it.
+    """Load a template by shipped name or by path to a YAML file; JudgeError if it is missing or invalid.
 
-    needs: markers that it must have, may: those that it can have besides; media in order and once each.
-    kinds: the answers that the asker can use.
+    needs: required markers; may: optional ones; media must appear in order, each once. kinds: answers that the caller
+    supports.
     """
     path = _FOLDER / f"{name}.yaml" if name in shipped() else Path(name)
     if not path.is_file():
@@ -131,7 +131,7 @@ def load_template(
 
 
 def _parse(name: str, raw: Any, needs: tuple[str, ...], may: tuple[str, ...], kinds: tuple[str, ...]) -> Template:
-    """ValueError or TypeError for anything that is not as it should be."""
+    """Build a template from parsed YAML; ValueError or TypeError if it is invalid."""
     if not isinstance(raw, dict) or not isinstance(raw.get("user"), str):
         raise ValueError(f"expected a mapping with a text 'user', got {type(raw).__name__}")
     if unknown := sorted(set(map(str, raw)) - set(_KEYS)):
@@ -172,7 +172,7 @@ def _parse(name: str, raw: Any, needs: tuple[str, ...], may: tuple[str, ...], ki
 
 
 def _check_markers(pieces: tuple[str, ...], needs: tuple[str, ...], may: tuple[str, ...]) -> None:
-    """ValueError unless the markers are the ones that the asker fills in, media in order and once each."""
+    """ValueError unless the markers are those that the caller fills in, with media in order, each once."""
     markers = [p[1:-1] for p in pieces if _MARKER.fullmatch(p)]
     if unknown := sorted(set(markers) - set(needs) - set(may)):
         raise ValueError(f"nothing fills in {{{unknown[0]}}}; expected {', '.join(f'{{{m}}}' for m in needs + may)}")
@@ -186,15 +186,15 @@ def _check_markers(pieces: tuple[str, ...], needs: tuple[str, ...], may: tuple[s
 
 
 def spelled(text: str, variants: bool | None) -> str:
-    """What is the same for all spellings of a label or token."""
+    """Normalise a label or token, so that all its accepted spellings become equal."""
     if variants is None:
         return text
-    bare = text.strip(" \t\r\n▁Ġ")  # tokenizers' own marks of a leading space, where a server lists raw tokens
+    bare = text.strip(" \t\r\n▁Ġ")  # ▁ and Ġ: leading spaces, if a server lists raw tokens
     return bare.casefold() if variants else bare
 
 
 def spellings(label: str, variants: bool | None) -> list[str]:
-    """A label, and what counts for it: what differs in a leading space, or (variants) in case."""
+    """A label and its accepted spellings: with or without a leading space and, with `variants`, in other case."""
     if variants is None:
         return [label]
     bare = label.strip()
@@ -203,7 +203,7 @@ def spellings(label: str, variants: bool | None) -> list[str]:
 
 
 def label_ids(tokenizer: Any, template: Template) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Token ids of each label right after the prefill: its own, then those of its spellings that are one token.
+    """Token ids of each label right after the prefill: the label's own, then those of other single-token spellings.
 
     Raises JudgeError unless each label is one token that leaves the prefill's tokens intact.
     """

@@ -1,9 +1,9 @@
-"""What the judge clients of this process do, counted for the step that asks.
+"""Statistics of this process's judge clients, attributed to the step that issued each question.
 
-Counts: questions (all that were put), cache_hits (answered from the cache), hedges (second requests beside a slow
-one), unread (an answer came, and nothing could be read from it), spent_us (microseconds of all requests together) and
-wasted_us (of those that brought nothing: timed out, given up, or unread). A request counts where it was asked: inside
-`counted`, which asyncio's tasks and their callbacks inherit. Invariant: counts only grow.
+Counts: questions (total), cache_hits (answered from the cache), hedges (duplicates of slow requests), unread (answers
+that could not be parsed), spent_us (total microseconds of all requests) and wasted_us (the part spent on requests that
+timed out, were cancelled or could not be parsed). A request is attributed to the `counted` context in which it was
+issued; asyncio tasks and callbacks inherit the context. Invariant: counts never decrease.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _COUNTS: ContextVar[Counter[str]] = ContextVar("counts")
 
 @contextmanager
 def counted(counts: Counter[str]) -> Iterator[None]:
-    """Inside, what is asked is added to `counts`, whenever its answer comes."""
+    """Questions asked inside this context are added to `counts`, whenever their answers arrive."""
     token = _COUNTS.set(counts)
     try:
         yield
@@ -29,13 +29,13 @@ def counted(counts: Counter[str]) -> Iterator[None]:
 
 
 def count(**more: int) -> None:
-    """Add to the counts of whoever asked; to none outside `counted`."""
+    """Add to the counts of the current `counted` context, if there is one."""
     if (counts := _COUNTS.get(None)) is not None:
         counts.update(more)
 
 
 def metrics(done: Counter[str]) -> dict[str, float]:
-    """judge/… figures of what was counted; none if there was no question."""
+    """judge/… metrics from these counts; empty if there were no questions."""
     if not done["questions"]:
         return {}
     share = done["wasted_us"] / done["spent_us"] if done["spent_us"] else None

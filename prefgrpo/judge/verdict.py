@@ -1,7 +1,7 @@
-"""What a judge answers, and how a judge of pairs is called.
+"""A judge's answers and verdicts, and the interface of pairwise judges.
 
-A verdict is P(first is better) in [0, 1]; a tie is 0.5, a verdict like any other. A comparison that failed has
-`first is None` with a reason: missing is never 0.5. An answer is the same for any question.
+A verdict is P(first is better) in [0, 1]; a tie is 0.5, a verdict like any other. A failed comparison has
+`first is None` and a reason; it is never counted as 0.5. `Answer` is the same structure for any kind of question.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Pair = tuple[int, int]
 
 
 _ROUNDING = 0.01
-"""A log-probability above 0 by more than this is none."""
+"""Tolerance: a larger log-probability than this is invalid."""
 
 
 class JudgeError(RuntimeError):
-    """A judge that cannot be used; the message says what was expected, what came, what to do."""
+    """A judge cannot be used; the message says what was expected, what was found, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,19 @@ class Answer:
     """A judge's answer to one question."""
 
     value: float | None
-    """P(first label) in [0, 1], or the verdict on a pair; None if there is none or the template asks for none."""
+    """P(first label) in [0, 1], or the verdict on a pair; None if it is missing or the template asks for none."""
     reason: str = ""
-    """Why nothing could be read; '' if something could."""
+    """Why the answer is unusable; '' if it is usable."""
     latency_s: float = 0.0
-    """Seconds from the question to the answer, waiting and retries included."""
+    """Seconds from question to answer, including waiting and retries."""
     raw: str = ""
     """What the judge wrote."""
     retries: int = 0
-    """Requests beyond the first that this question took."""
+    """Number of retries."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Named scores, or P(first) per category; a name that could not be read is not in it."""
+    """Named scores, or P(first) per category; unreadable ones are left out."""
     cached: bool = False
-    """It was found in the cache: nobody was asked."""
+    """The answer came from the cache; no request was sent."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Verdict(Answer):
 def two_label_softmax(first: float, second: float, min_mass: float) -> tuple[float | None, str]:
     """(sigmoid(first − second), '') from the labels' log-probabilities, or (None, why not).
 
-    Missing where the two labels together have less than `min_mass` of the answer's probability, or are not finite.
+    Missing if the two labels' probabilities sum to less than `min_mass`, or are not finite.
     """
     mass = math.exp(min(first, 0.0)) + math.exp(min(second, 0.0))
     if not mass >= min_mass or math.isnan(first - second) or max(first, second) > _ROUNDING:
@@ -71,14 +71,14 @@ def two_label_softmax(first: float, second: float, min_mass: float) -> tuple[flo
 
 
 class PairJudge(ABC):
-    """A backend that compares two media for a prompt."""
+    """A backend that compares pairs of media for a prompt."""
 
     streams: bool
-    """True: `submit` returns at once and pairs may be sent one by one; False: whole groups on the calling thread."""
+    """True: pairs may be sent one by one with `submit`, which does not block; False: whole groups, synchronously."""
     clips: bool = False
-    """Whether it takes videos."""
+    """Whether it accepts videos."""
     answer_s: float = 0.0
-    """Longest that one answer may take, in seconds, where there is a limit."""
+    """Timeout of one answer in seconds; 0: none."""
 
     @abstractmethod
     def judge_group(
@@ -86,12 +86,12 @@ class PairJudge(ABC):
     ) -> list[Verdict]:
         """Verdicts for ordered pairs of one prompt's media, in order; never raises for a single failed pair.
 
-        source: the images that the media are edits of. It is given where there are any.
+        source: the source images if the media are edits.
         """
 
     def submit(self, prompt: str, first: Media, second: Media, source: Sequence[Media] = ()) -> Future[Verdict]:
         """Send one pair without waiting (streaming backends only)."""
         raise TypeError(f"{type(self).__name__} judges whole groups; use judge_group")
 
-    def close(self) -> None:  # noqa: B027  (a backend without resources has nothing to release)
+    def close(self) -> None:  # noqa: B027  (backends without resources need not override it)
         """Release what the backend holds."""

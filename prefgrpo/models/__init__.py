@@ -1,4 +1,4 @@
-"""The table of model families, and how one is loaded."""
+"""The table of model families, and loading one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def family(name: str) -> type[Adapter]:
-    """Adapter class of a family; ValueError with the nearest name for an unknown one."""
+    """Adapter class of a family. An unknown name raises ValueError, which suggests the nearest known one."""
     if name not in MODELS:
         near = difflib.get_close_matches(name, MODELS, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
@@ -49,13 +49,13 @@ def family(name: str) -> type[Adapter]:
 
 
 def family_of(model: str) -> str:
-    """Family of a pipeline (folder or hub id), by its model_index.json. Raises ModelError."""
+    """Family of a pipeline (folder or hub id), by its model_index.json. Raises ModelError if none fits."""
     index = folder.index_of(folder.locate(model, configs_only=True))
     classes = {name: family(name) for name in MODELS}
     fits = (n for n, c in classes.items() if c.pipeline == index.get("_class_name") and not c.unsupported_index(index))
     if found := next(fits, None):
         return found
-    raise folder.ModelError(f"'{model}' holds a {index.get('_class_name')}, which no model family trains")
+    raise folder.ModelError(f"'{model}' holds a {index.get('_class_name')}, which no model family supports")
 
 
 def load(
@@ -67,5 +67,5 @@ def load(
     encoders: bool = True,
     **options: Any,
 ) -> Adapter:
-    """Load `model` (a folder or hub id) as family `name`; the options are those of `Adapter`."""
+    """Load `model` (a folder or hub id) as family `name`; options are passed to `Adapter`."""
     return family(name).load(model, dtype, device, encoders=encoders, **options)

@@ -1,7 +1,7 @@
 """diffusers' caches in rollouts: a denoiser skips blocks whose output hardly changes from one step to the next.
 
-Lossy: samples are no longer those of the policy, so only objectives without a ratio may be trained on them. Invariants:
-a denoiser that is not inside `cached` computes everything, and no state outlives a batch.
+Lossy: samples no longer follow the policy exactly, so only objectives without an importance ratio may train on them.
+Invariants: outside `cached` a denoiser computes every block, and no cache state outlives a batch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from prefgrpo.config.schema import ConfigError, SamplingConfig
 
 ATTENTION = r"[a-z_]*blocks\.\d+\.attn\d*"
-"""Names of the modules that taylorseer extrapolates; diffusers' own pattern matches none of Wan's or LTX's."""
+"""Pattern of module names that TaylorSeer extrapolates; diffusers' own pattern matches no module of Wan or LTX."""
 
 
 def check(denoiser: object, sampling: SamplingConfig) -> None:
-    """Raise ConfigError where `rollout.cache` is set and diffusers has no cache for the denoiser."""
+    """Raise ConfigError if `rollout.cache` is set and diffusers has no cache for the denoiser."""
     if sampling.cache != "none" and not hasattr(denoiser, "enable_cache"):
         kind = type(denoiser).__name__
         raise ConfigError([f"rollout.cache: diffusers has no cache for {kind}: expected none, got {sampling.cache}"])
@@ -28,7 +28,7 @@ def check(denoiser: object, sampling: SamplingConfig) -> None:
 
 @contextmanager
 def cached(denoisers: Sequence[Any], sampling: SamplingConfig) -> Iterator[None]:
-    """The denoisers use `rollout.cache` within; its state begins empty and is dropped at the end."""
+    """Inside, the denoisers use `rollout.cache`; its state starts empty and is dropped at the end."""
     if sampling.cache == "none":
         yield
         return
@@ -54,7 +54,7 @@ def cached(denoisers: Sequence[Any], sampling: SamplingConfig) -> Iterator[None]
 
 
 def in_turn(predict: Callable[..., torch.Tensor], denoiser: Any) -> Callable[..., torch.Tensor]:
-    """`predict`, each call of one step with a state of its own: the halves of a guidance pair differ."""
+    """`predict` with a separate cache state for each call within a step: the two halves of a guidance pair differ."""
     turns = count()
 
     def call(*given: Any) -> torch.Tensor:

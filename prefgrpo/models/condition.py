@@ -1,4 +1,4 @@
-"""What a denoiser is conditioned on: the prompt's embedding and, in editing, its source images."""
+"""The condition of a denoiser: the prompt's embedding and, for editing, its source images."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ TEXT = ("prompt_embeds", "text_length", "pooled", "prompt_embeds_2", "text_lengt
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """An encoded prompt, or with a leading dimension B a batch of them."""
+    """An encoded prompt or, with a leading dimension B, a batch of them."""
 
     prompt_embeds: Tensor
-    """[(B,) n, C] states of the text encoder; a batch is padded with zeros at the end to its longest prompt."""
+    """[(B,) n, C] text encoder states; a batch is zero-padded at the end to its longest prompt."""
     text_length: Tensor | None = None
-    """int64 [(B)] tokens of the prompt, where `prompt_embeds` is as long as the prompt. It stays on the CPU, so that
-    shapes may depend on it without waiting for the device."""
+    """int64 [(B)] number of tokens, for families whose embeddings are as long as the prompt. It stays on the CPU, so
+    that shapes can depend on it without a device sync."""
     pooled: Tensor | None = None
     """[(B,) C'] pooled vector of a second text encoder."""
     sources: tuple[Tensor, ...] = ()
-    """What `Adapter.encode_sources` makes of the source images: latents [(B,) rows, columns, C] of each, or
+    """Results of `Adapter.encode_sources`: for each source image latents [(B,) rows, columns, C], or
     [(B,) C, F', h, w]."""
     negative: Condition | None = None
     """The negative prompt's embedding, if guidance is on; its sources are those of the prompt."""
     prompt_embeds_2: Tensor | None = None
-    """[(B,) n', C'] states of a second text encoder, of a length of their own."""
+    """[(B,) n', C'] states of a second text encoder, with their own length."""
     text_length_2: Tensor | None = None
     """Their `text_length`."""
 
@@ -41,20 +41,20 @@ class Condition:
         return cls(**fields)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What the text encoder made of the prompt, by field."""
+        """The text encoders' outputs, by field."""
         named = {name: getattr(self, name) for name in TEXT}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def all_tensors(self) -> list[Tensor]:
-        """Every tensor in it."""
+        """All tensors of the condition."""
         return [*self.tensors().values(), *self.sources, *(self.negative.all_tensors() if self.negative else ())]
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Condition:
-        """The same with `function` of every tensor."""
+        """A condition with `function` applied to every tensor."""
         return combine([self], lambda _, tensors: function(tensors[0]))
 
     def to(self, device: torch.device | str) -> Condition:
-        """On `device`, but for the lengths."""
+        """Move everything but the lengths to `device`."""
         return self.map(lambda tensor: tensor.to(device) if tensor.is_floating_point() else tensor)
 
     def select(self, rows: Tensor) -> Condition:
@@ -67,7 +67,7 @@ class Condition:
 
 
 def combine(conditions: Sequence[Condition], function: Callable[[str, list[Tensor]], Tensor]) -> Condition:
-    """function(field, tensors of all conditions) for every field. Raises ValueError where they have other fields."""
+    """A condition of function(field, tensors of all conditions). Raises ValueError if their fields differ."""
     if len({(*one.tensors(), len(one.sources), one.negative is None) for one in conditions}) > 1:
         have = [f"{', '.join(one.tensors())}, {len(one.sources)} source(s)" for one in conditions]
         raise ValueError(f"conditions of one batch must have equal parts (as many source images), got {have}")
@@ -81,7 +81,7 @@ def combine(conditions: Sequence[Condition], function: Callable[[str, list[Tenso
 def collate(conditions: Sequence[Condition], device: torch.device | str = "cpu") -> Condition:
     """Batch [B, …] of unbatched conditions on `device`; prompts are zero-padded at the end to the longest.
 
-    Raises ValueError for conditions that differ otherwise (source images of two sizes, one image and two).
+    Raises ValueError if conditions differ otherwise (sizes or number of their source images).
     """
 
     def stack(name: str, tensors: list[Tensor]) -> Tensor:

@@ -38,9 +38,9 @@ class Flux(Adapter):
     def forward(
         self, net: nn.Module, tokens: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling, ids: Tensor
     ) -> Tensor:
-        """The transformer on tokens [B, L, 4C] at positions [L, 3].
+        """Run the transformer on tokens [B, L, 4C] at positions [L, 3].
 
-        σ goes over 0 … 1000 and back as in the stock pipeline, so that the bits are its own.
+        σ is multiplied and divided by 1000 as in the stock pipeline, to be bitwise equal to it.
         """
         embeds = condition.prompt_embeds
         guidance = None

@@ -1,9 +1,9 @@
 """FLUX.2 (dev and klein): patchified latents [4C, h, w] normalised by the VAE's batch-norm statistics, time = σ.
 
-Conditions: states of three of the language model's layers side by side (dev: Mistral 3, klein: Qwen3); in editing also
+Conditions: concatenated states of three layers of the language model (dev: Mistral 3, klein: Qwen3); for editing also
 the sources' latents, appended as tokens with 10, 20, … in the first position channel. Guidance 4.0 is embedded in dev,
-true in klein base, none in distilled klein. Invariant: with `ode` steps the images are those of the stock Flux2Pipeline
-or Flux2KleinPipeline.
+classifier-free in klein base, and off in distilled klein. Invariant: with `ode` steps the images are those of the stock
+Flux2Pipeline or Flux2KleinPipeline.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Flux2Klein(Flux2):
     cfg = Cfg()
 
     def guided(self, sampling: Sampling) -> bool:
-        """Guidance is off for a step-distilled model, whatever its scale."""
+        """Guidance is off for a step-distilled model, whatever the scale."""
         return super().guided(sampling) and not self.pipe.config.is_distilled
 
 
@@ -105,7 +105,7 @@ def _image_ids(rows: int, columns: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _source_ids(grids: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
-    """Position ids [1, tokens of all, 4] of source images of these (rows, columns)."""
+    """Position ids [1, total tokens, 4] of source images with these (rows, columns)."""
     return Flux2Pipeline._prepare_image_ids([torch.empty(1, 1, *grid) for grid in grids]).to(device)
 
 

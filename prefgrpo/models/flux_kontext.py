@@ -1,6 +1,6 @@
 """FLUX.1-Kontext (editing): FLUX.1 with the source image's packed latents appended as tokens, guidance 2.5.
 
-Source tokens carry 1 in the first position channel, the generated ones 0; only the latter's velocity is kept.
+Source tokens have 1 in the first position channel, generated tokens 0; only the velocity of generated tokens is kept.
 Invariant: with `ode` steps the images are those of the stock FluxKontextPipeline.
 """
 
@@ -22,7 +22,7 @@ class FluxKontext(Flux):
 
     pipeline = "FluxKontextPipeline"
     most_sources = 1
-    context_parallel = ""  # source tokens, of sizes of their own, follow the generated ones
+    context_parallel = ""  # source tokens, whose number varies, follow the generated ones
 
     def encode_source(self, source: Image.Image) -> Tensor:
         """[rows, columns, 4C]: the packed latents of the source image at its own size."""
@@ -36,7 +36,7 @@ class FluxKontext(Flux):
         return packed.view(rows, columns, -1)
 
     def stock_edit(self, sampling: Sampling) -> tuple[str, dict[str, Any]]:
-        """Sources keep their size (a run fits them to the output's), and `max_area` that of the output."""
+        """Sources keep their size (a run has already resized them for the output); `max_area` is the output's."""
         return self.pipeline, {"max_area": sampling.height * sampling.width, "_auto_resize": False}
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:

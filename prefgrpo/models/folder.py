@@ -1,7 +1,7 @@
-"""Reading a diffusers pipeline folder: where it is, what it holds, exact weights.
+"""Locating and loading diffusers pipeline folders, with reproducible weights.
 
-Invariant: two loads of one folder give bitwise equal models, whatever the mmap did: safetensors leaves parameters
-unaligned, which changes the last bits of a matrix product, so every parameter is cloned.
+Invariant: two loads of one folder give bitwise equal models. safetensors may map parameters at unaligned addresses,
+which changes the last bits of a matrix product, so every parameter is cloned.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any
 
 import torch
 
-SAMPLE, STRIDE = 1 << 16, 1 << 22  # bytes hashed of every STRIDE bytes of a large file
+SAMPLE, STRIDE = 1 << 16, 1 << 22  # of every STRIDE bytes of a large file, SAMPLE bytes are hashed
 CONFIGS = Path(__file__).with_name("configs")
-"""Public configs of the models that recipes name, OWNER/NAME as on the hub; no weights and no tokenizers."""
+"""Public configs of the models used in recipes, as OWNER/NAME on the hub; no weights or tokenizers."""
 ASKED = "Qwen3VLProcessor"
-"""Class of a processor that its pipeline asks when it is built."""
+"""Class of a processor that the pipeline's constructor needs."""
 BOOKKEEPING = {"_name_or_path", "is_local", "local_files_only"}
-"""Config keys that say where a model was loaded from, not what it is."""
+"""Config keys that record where a model was loaded from, not what it is."""
 
 
 class ModelError(ValueError):
-    """A model that cannot be loaded; the message says what was looked for, and what to do."""
+    """A model cannot be loaded; the message says what was expected and what to do."""
 
 
 def resolve(model: str, pipeline: str, configs_only: bool = False) -> Path:
-    """Folder of `model`: a folder, or a hub id 'owner/name' or 'owner/name@revision', fetched (or found cached).
+    """Local folder of `model`: a folder, or a hub id 'owner/name' or 'owner/name@revision', downloaded unless cached.
 
-    configs_only: the JSON files are enough: those in configs/ for a hub id that a recipe names, else the hub's.
-    A name that looks like a path is never looked up on the hub. Raises ModelError when nothing is there, or when it
-    is not a `pipeline`.
+    configs_only: get only JSON files: those in configs/ for a hub id used in recipes, else the hub's. A name that looks
+    like a path is never looked up on the hub. Raises ModelError if the model is not found, or its pipeline class is not
+    `pipeline`.
     """
     path = locate(model, configs_only)
     actual = index_of(path).get("_class_name")
@@ -43,7 +43,7 @@ def resolve(model: str, pipeline: str, configs_only: bool = False) -> Path:
 
 
 def locate(model: str, configs_only: bool = False) -> Path:
-    """The folder of `resolve`, of whatever pipeline."""
+    """`resolve` without the check of the pipeline class."""
     path = Path(model).expanduser()
     if not path.is_dir():
         is_id = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?", model) and not Path(model.split("/")[0]).is_dir()
@@ -59,18 +59,18 @@ def locate(model: str, configs_only: bool = False) -> Path:
 
 
 def hub_id(model: str) -> tuple[str, str | None]:
-    """(owner/name, revision) of 'owner/name@revision'; None without one."""
+    """Split 'owner/name@revision' into (owner/name, revision); the revision is None if absent."""
     name, _, revision = model.partition("@")
     return name, revision or None
 
 
 def index_of(path: Path) -> dict[str, Any]:
-    """What model_index.json says: settings, and [library, class] of every component ([None, None]: not there)."""
+    """Content of model_index.json: settings, and [library, class] of every component ([None, None]: absent)."""
     return json.loads((path / "model_index.json").read_text())
 
 
 def _from_hub(model: str, configs_only: bool) -> Path:
-    """Local snapshot of a hub repository, or its configs (those that this package ships, or its JSON files)."""
+    """Local snapshot of a hub repository, or of its configs only (shipped with this package, or downloaded)."""
     from diffusers import DiffusionPipeline
     from huggingface_hub import snapshot_download
 
@@ -83,17 +83,17 @@ def _from_hub(model: str, configs_only: bool) -> Path:
         return Path(DiffusionPipeline.download(name, revision=revision))
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"'{model}' is no folder in {Path.cwd()}, and could not be fetched from the hub as a model id: {error}"
+            f"'{model}' is not a folder in {Path.cwd()}, and could not be fetched from the hub as a model id: {error}"
         ) from error
 
 
 def _is_encoder(name: str) -> bool:
-    """Whether a component turns prompts (and the images beside them) into conditions."""
+    """Whether a component helps to encode prompts (and their source images) into conditions."""
     return name.startswith(("text_encoder", "tokenizer", "processor", "image_encoder", "image_processor", "connectors"))
 
 
 def read(path: Path, pipeline: str, dtype: torch.dtype, device: torch.device, encoders: bool) -> Any:
-    """The pipeline in `path`: frozen, eval mode, on `device`; without its text encoders unless `encoders`."""
+    """Load the pipeline in `path`: frozen, in eval mode, on `device`; text encoders only if `encoders`."""
     import diffusers
 
     named = {name: part for name, part in index_of(path).items() if _is_encoder(name)}
@@ -111,7 +111,7 @@ def read(path: Path, pipeline: str, dtype: torch.dtype, device: torch.device, en
 
 
 def _processor(path: Path, kind: str, encoders: bool) -> Any:
-    """The processor in a folder as one that needs no torchvision, if it is of such a kind and needed; else None."""
+    """The folder's processor as a class that needs no torchvision; None if not needed, or if there is no such class."""
     if not kind.endswith("Processor") or not (encoders or kind == ASKED):
         return None
     from prefgrpo.models import processors
@@ -121,7 +121,7 @@ def _processor(path: Path, kind: str, encoders: bool) -> Any:
 
 
 def complete(pipe: Any, path: Path) -> None:
-    """Give a saved pipeline folder what `read` left on disk: the text encoders, copied from the original."""
+    """Copy the text encoders that `read` skipped from the original folder into a saved pipeline folder."""
     origin = Path(pipe.name_or_path)
     whole, saved = index_of(origin), index_of(path)
     for name in (n for n in whole if _is_encoder(n) and whole[n] != saved.get(n) and (origin / n).is_dir()):
@@ -131,29 +131,29 @@ def complete(pipe: Any, path: Path) -> None:
 
 
 def lacks_encoders(path: Path) -> bool:
-    """Whether the weights of a text or image encoder that the pipeline needs are not in its folder."""
+    """Whether the folder lacks weights of a text or image encoder that the pipeline needs."""
     needed = [n for n, part in index_of(path).items() if _is_encoder(n) and "encoder" in n and part[0]]
     return not all(any(f.suffix in (".safetensors", ".bin") for f in path.glob(f"{name}/*")) for name in needed)
 
 
 def encoder_fingerprint(path: Path) -> str:
-    """Hex digest of all that makes conditions: names, settings, sizes and contents of the files of the text encoders,
-    the tokenizers and the VAE (source images).
+    """Hex digest of everything that conditions depend on: names, settings, sizes and contents of the files of the text
+    encoders, the tokenizers and the VAE (source images).
 
-    Of files above 4 MiB, the first 64 KiB of every 4 MiB are hashed (1.5 % of the bytes).
+    For files above 4 MiB, the first 64 KiB of every 4 MiB are hashed (1.5 % of the bytes).
     """
     parts = [part for part in path.iterdir() if _is_encoder(part.name) or part.name == "vae"]
     return _fingerprint(path, [f for part in parts for f in part.rglob("*")])
 
 
 def body_fingerprint(path: Path) -> str:
-    """Likewise of what stays without them: the VAE and the other parts' settings."""
+    """The same for the rest of the pipeline: the VAE's weights and the settings of all parts but the encoders."""
     configs = [f for name in index_of(path) if not _is_encoder(name) for f in path.glob(f"{name}/*config.json")]
     return _fingerprint(path, [*configs, *(path / "vae").rglob("*.safetensors")])
 
 
 def _fingerprint(path: Path, files: list[Path]) -> str:
-    """Digest of the names, sizes and (sampled) bytes of some files of a pipeline; of configs, their settings."""
+    """Digest of the names, sizes and (sampled) bytes of some files of a pipeline; for configs, of their settings."""
     digest = hashlib.sha256()
     for file in sorted(file for file in files if file.is_file()):
         digest.update(f"{file.relative_to(path).as_posix()}\n".encode())

@@ -1,9 +1,9 @@
-"""Classifier-free guidance: one place for all families.
+"""Classifier-free guidance for all families.
 
     v = u + g·(c − u), or c + g·(c − u) (Z-Image); optionally rescaled to the norm of c over the last dimension
 
-c is the velocity under the prompt, u under the negative prompt; `ops` combines them inside the step. Invariant:
-with guidance off (g ≤ 1, or g ≤ 0 for Z-Image) the model runs once and the negative prompt is not encoded.
+c is the velocity for the prompt, u for the negative prompt; `ops` combines them inside the step. Invariant: with
+guidance off (g ≤ 1, or g ≤ 0 for Z-Image) the model runs once per step and the negative prompt is not encoded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prefgrpo.models.condition import Condition, combine
 from prefgrpo.ops.args import Guidance
 
 Gradient = Literal["both", "conditional"]
-"""Through which of c and u the gradient flows."""
+"""Whether the gradient flows through both c and u, or only through c."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Cfg:
     from_cond: bool = False
     """Start from c instead of u."""
     rescale: bool = False
-    """Give the result the norm of c."""
+    """Rescale the result to the norm of c."""
     negative: str = ""
     """The negative prompt."""
 
@@ -38,7 +38,7 @@ class Cfg:
         return scale > (0.0 if self.from_cond else 1.0)
 
     def guidance_for(self, u: Tensor, scale: float) -> Guidance:
-        """What the ops need beside c."""
+        """The ops' guidance argument, for v = c."""
         return Guidance(u, scale, self.from_cond, self.rescale)
 
 
@@ -49,10 +49,10 @@ def both(
     condition: Condition,
     gradient: Gradient = "both",
 ) -> tuple[Tensor, Tensor]:
-    """(c, u): one forward of 2B where prompt and negative prompt have equal shapes, else two.
+    """(c, u): one forward with batch size 2B if prompt and negative prompt have equal shapes, else two forwards.
 
-    gradient: 'conditional' predicts u in a forward of its own without a graph, in rollout and replay alike. Raises
-    ValueError for a condition that was encoded while guidance was off.
+    gradient: 'conditional' computes u in a separate forward without a graph, in rollout and replay alike. Raises
+    ValueError for a condition that was encoded with guidance off.
     """
     if condition.negative is None:
         raise ValueError("guidance is on, but the condition has no negative prompt: encode it with guidance on")

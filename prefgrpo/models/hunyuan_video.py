@@ -1,8 +1,8 @@
 """HunyuanVideo and HunyuanVideo-1.5 text-to-video: latents [C, F', h, w] of 4·(F' − 1) + 1 frames, time = 1000σ.
 
-Conditions: Llama states as long as the prompt, and the pooled CLIP vector; of 1.5 those of Qwen2.5-VL, and ByT5's of
-what the prompt has in quotes. Guidance 6.0 is embedded, in 1.5 true. Invariant: with `ode` steps the clips are those of
-the stock HunyuanVideoPipeline (without true guidance) or HunyuanVideo15Pipeline (with a guider of this scale).
+Conditions: Llama states as long as the prompt, and the pooled CLIP vector; for 1.5, Qwen2.5-VL states, and ByT5 states
+of text quoted in the prompt. Guidance 6.0 is embedded, in 1.5 classifier-free. Invariant: with `ode` steps the clips
+are those of the stock HunyuanVideoPipeline (without true guidance) or HunyuanVideo15Pipeline (a guider of this scale).
 """
 
 from __future__ import annotations
@@ -75,19 +75,19 @@ class HunyuanVideo15(HunyuanVideo):
         )
 
     def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
-        """With as much quoted text as counts."""
+        """With the maximum length of quoted text."""
         glyphs = self.pipe.tokenizer_2_max_length, self.pipe.transformer.config.text_embed_2_dim
         return super().condition_shapes(max_length) | {"prompt_embeds_2": glyphs, "text_length_2": ()}
 
     def stock_call(self, prompts: list[str], max_length: int, sampling: Sampling) -> dict[str, Any]:
-        """The scale is the guider's and the length an attribute of the pipeline: its call takes neither."""
+        """The guidance scale belongs to the guider, and the length is a pipeline attribute; the call takes neither."""
         length = {"tokenizer_max_length": max_length, "num_frames": self.frames(sampling)}
         return {"prompt": prompts, "guidance_scale": sampling.guidance} | length
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
-        """Velocity [B, C, F', h, w]; there is no first frame, neither as latents and their mask nor as image tokens.
+        """Velocity [B, C, F', h, w]; there is no first frame: its latents and mask are 0, its image tokens left out.
 
-        The stock pipeline masks what pads the texts, and 729 tokens of no image; here they are not there.
+        The stock pipeline instead masks the texts' padding and 729 empty image tokens, which are absent here.
         """
         mask, glyphs = text_mask(condition), text_mask(condition, second=True)
         second = condition.prompt_embeds_2
@@ -105,6 +105,6 @@ class HunyuanVideo15(HunyuanVideo):
         )[0]
 
     def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
-        """One clip at a time: the attention mask of diffusers' VAE is wrong for several (0.42)."""
+        """One clip at a time: in diffusers 0.42 the VAE's attention mask is wrong for batches."""
         self.pipe.vae.enable_slicing()
         return super().decode(latents, sampling)

@@ -1,7 +1,7 @@
 """LoRA on a frozen diffusers transformer: W x + (alpha / rank)·B A x, with fp32 masters over any base dtype.
 
-peft holds the layers and diffusers reads and writes the file. Invariants: the seeded start depends on (seed, shapes)
-only, not on device or rank; a saved LoRA keeps its alpha and reloads bit for bit, and the same LoRA is the same file.
+peft provides the layers; diffusers reads and writes the file. Invariants: the initial LoRA depends on (seed, shapes),
+not on device or rank; a saved LoRA keeps its alpha and reloads bit for bit, and equal LoRAs give identical files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ JOINT_ATTENTION = (
     "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
     "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
 )  # fmt: skip
-"""The attention of blocks that see image and text at once."""
+"""Attention projections of blocks that process image and text jointly."""
 NAME = "default"
 """Name of the trained adapter inside peft."""
 
@@ -40,15 +40,15 @@ def add(
 ) -> None:
     """Inject LoRA layers into every Linear whose name ends in one of `targets`.
 
-    A is Kaiming-uniform (peft's default), or of peft's "gaussian" N(0, 1 / rank²), from `seed`; B is 0, so the model
-    does not change. Raises ValueError for a second LoRA, a rank below 1, or a target that names no module.
+    A is Kaiming-uniform (peft's default) or N(0, 1 / rank²) (peft's "gaussian"), drawn from `seed`; B is 0, so outputs
+    do not change. Raises ValueError for a second LoRA, a rank below 1, or a target that matches no module.
     """
     from peft import LoraConfig
 
     if rank < 1:
         raise ValueError(f"LoRA rank must be at least 1, got {rank}")
     if has(transformer):
-        raise ValueError("the transformer already has a LoRA: load the base model anew")
+        raise ValueError("the transformer already has a LoRA: reload the base model")
     linear = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear)]
     unknown = [t for t in targets if not any(name == t or name.endswith("." + t) for name in linear)]
     if unknown or not targets:
@@ -68,7 +68,7 @@ def add(
 
 
 def _inject(transformer: Any, config: Any) -> None:
-    """Inject `config`; the random state of the process stays as it was, trained weights become fp32."""
+    """Inject `config`, with trained weights in fp32; the random state of the process is preserved."""
     with torch.random.fork_rng():
         transformer.add_adapter(config, adapter_name=NAME)
     for parameter in transformer.parameters():
@@ -99,31 +99,31 @@ def save(pipe: Any, folder: str, component: str = "transformer") -> None:
 
 
 def _files(pipe: Any) -> Any:
-    """Writes and reads the pipeline's LoRA files: itself, or for HunyuanVideo-1.5, which has none, HunyuanVideo's."""
+    """Loader of the pipeline's LoRA files: the pipeline, or HunyuanVideo's mixin for 1.5, whose pipeline has none."""
     from diffusers.loaders import HunyuanVideoLoraLoaderMixin
 
     return pipe if hasattr(pipe, "save_lora_weights") else HunyuanVideoLoraLoaderMixin
 
 
 def sort_header(file: Path) -> None:
-    """Sort the keys of a safetensors file's header in place: safetensors writes metadata in random order."""
+    """Sort the keys of a safetensors file's header in place, since safetensors writes metadata in random order."""
     with file.open("r+b") as handle:
         size = int.from_bytes(handle.read(8), "little")
         header = json.loads(handle.read(size))
         text = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
         handle.seek(8)
-        handle.write(text.ljust(size))  # the header ends in spaces that align the tensors
+        handle.write(text.ljust(size))  # trailing spaces in the header align the tensors
 
 
 def _kind(component: str) -> str:
-    """What diffusers calls a denoiser in its files: transformer (also a second one, in a file of its own) or unet."""
+    """Denoiser's key prefix in diffusers' LoRA files: transformer (also for a second one, in its own file) or unet."""
     return component if component == "unet" else "transformer"
 
 
 def load(pipe: Any, folder: str, component: str = "transformer") -> None:
-    """Load what `save` wrote; without a LoRA in the model, one of the saved shape is injected first.
+    """Load what `save` wrote; if the model has no LoRA, one of the saved shape is injected first.
 
-    Raises FileNotFoundError, or ValueError when the saved LoRA has other layers or another rank than the model's.
+    Raises FileNotFoundError, or ValueError if the layers or rank of the saved LoRA differ from the model's.
     """
     from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
     from peft import LoraConfig, set_peft_model_state_dict
@@ -137,7 +137,7 @@ def load(pipe: Any, folder: str, component: str = "transformer") -> None:
     if not has(module):
         options = {k.removeprefix(prefix): v for k, v in (metadata or {}).items()}
         if "lora_alpha" not in options:
-            raise ValueError(f"{file} does not say its rank and alpha: call add_lora with them before load_lora")
+            raise ValueError(f"{file} has no metadata on rank and alpha: call add_lora with them before load_lora")
         _inject(module, LoraConfig(**options))
     own = sum(".lora_" in name for name, _ in module.named_parameters())
     result = set_peft_model_state_dict(module, state, adapter_name=NAME)

@@ -1,8 +1,8 @@
 """LTX-Video and LTX-2 text-to-video: packed latents [F'·h·w, C] of 8·(F' − 1) + 1 frames, time = 1000σ, guidance 3.0.
 
-Conditions: T5 states as long as the prompt; of LTX-2, Gemma's after its connectors, for the clip and for its sound.
-Frames are 1/25 s (LTX-2: 1/24 s) apart. VAEs that take a time decode at time 0. LTX-2 denoises clip and sound together:
-the sound's tokens follow the clip's in one state, and noise and log-probabilities are of both. Invariant: with `ode`
+Conditions: T5 states as long as the prompt; for LTX-2, Gemma states after its connectors, for the clip and for its
+audio. Frames are 1/25 s (LTX-2: 1/24 s) apart. VAEs that take a timestep decode at 0. LTX-2 denoises clip and audio
+together: the audio tokens follow the clip's in one state, and noise and log-probs cover both. Invariant: with `ode`
 steps the clips are those of the stock LTXPipeline, or of LTX2Pipeline with plain guidance at one scale for both.
 """
 
@@ -24,7 +24,7 @@ ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 
 
 class LTXVideo(Adapter):
-    """LTX-Video text-to-video (one patch per token, as all published checkpoints have it)."""
+    """LTX-Video text-to-video (with one patch per token, as in all published checkpoints)."""
 
     pipeline = "LTXPipeline"
     default_frames = 161
@@ -46,7 +46,7 @@ class LTXVideo(Adapter):
         return Condition(embeds[0, :length], text_length=length)
 
     def volume(self, sampling: Sampling) -> tuple[int, int, int]:
-        """(F', rows, columns) of tokens; ValueError unless frames are a multiple of 8, plus 1."""
+        """(F', rows, columns) of tokens; ValueError unless the number of frames is a multiple of 8, plus 1."""
         return latent_frames(self.frames(sampling), self.pipe.vae_temporal_compression_ratio), *self.grid(sampling)
 
     def latent_shape(self, sampling: Sampling) -> tuple[int, ...]:
@@ -83,7 +83,7 @@ class LTXVideo(Adapter):
 
 
 class LTX2(LTXVideo):
-    """LTX-2 (2.0, 2.3) text-to-video; rewards see the clip, so LoRA is put where the clip's tokens are computed."""
+    """LTX-2 (2.0, 2.3) text-to-video; rewards see only the clip, so LoRA goes where clip tokens are computed."""
 
     pipeline = "LTX2Pipeline"
     default_frames = 121
@@ -92,7 +92,7 @@ class LTX2(LTXVideo):
     frame_rate: ClassVar[float] = 24.0
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
-        """prompt_embeds [max_length, C] for the clip and prompt_embeds_2 [max_length, C'] for the sound, no padding."""
+        """prompt_embeds [max_length, C] for the clip and prompt_embeds_2 [max_length, C'] for the audio, no padding."""
         embeds, mask, _, _ = self.pipe.encode_prompt(
             prompt, do_classifier_free_guidance=False, max_sequence_length=max_length, device=self.device
         )
@@ -100,31 +100,31 @@ class LTX2(LTXVideo):
         return Condition(clip[0], prompt_embeds_2=sound[0])
 
     def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
-        """What the connectors return: as wide as Gemma (2.0), or as the two streams."""
+        """Shapes that the connectors return: as wide as Gemma's states (2.0), or as the two streams."""
         config: Any = self.pipe.transformer.config
         wide = config.cross_attention_dim, config.audio_cross_attention_dim
         widths = (config.caption_channels,) * 2 if config.use_prompt_embeddings else wide
         return {"prompt_embeds": (max_length, widths[0]), "prompt_embeds_2": (max_length, widths[1])}
 
     def sound_tokens(self, sampling: Sampling) -> int:
-        """Tokens of the sound of a clip."""
+        """Number of audio tokens of a clip."""
         pipe, frames = self.pipe, self.frames(sampling) or 1
         per_second = pipe.audio_sampling_rate / pipe.audio_hop_length / float(pipe.audio_vae_temporal_compression_ratio)
         return round(frames / self.frame_rate * per_second)
 
     def latent_shape(self, sampling: Sampling) -> tuple[int, ...]:
-        """[F'·(height / 32)·(width / 32) + tokens of the sound, C]: both are C wide."""
+        """[F'·(height / 32)·(width / 32) + audio tokens, C]: clip and audio tokens are both C wide."""
         return self.tokens(sampling) + self.sound_tokens(sampling), self.pipe.transformer.config.in_channels
 
     def stock_call(self, prompts: list[str], max_length: int, sampling: Sampling) -> dict[str, Any]:
-        """Plain guidance of clip and sound; `latents` are the clip's, and the sound's go into `audio_latents`."""
+        """Plain guidance of clip and audio; `latents` are the clip's, and `audio_latents` the audio's."""
         plain = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0}
         call = super().stock_call(prompts, max_length, sampling) | plain | {f"audio_{k}": v for k, v in plain.items()}
         cross = self.pipe.transformer.config.cross_attn_mod
         return call | {"audio_guidance_scale": sampling.guidance, "use_cross_timestep": cross}
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
-        """Velocity [B, tokens of clip and sound, C]."""
+        """Velocity [B, clip and audio tokens, C]."""
         frames, rows, columns = self.volume(sampling)
         parts = x.split([self.tokens(sampling), self.sound_tokens(sampling)], dim=1)
         clip, sound = (part.contiguous() for part in parts)  # else torch multiplies trained weights in another order
@@ -146,5 +146,5 @@ class LTX2(LTXVideo):
         return torch.cat(v, dim=1).float()
 
     def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
-        """The clip, without its sound."""
+        """The clip, without its audio."""
         return super().decode(latents[:, : self.tokens(sampling)], sampling)

@@ -1,7 +1,7 @@
-"""Parts of a pipeline that wait in the CPU's memory and come to the device only for their work.
+"""CPU offload of pipeline components, which move to the device only while they are used.
 
-Text encoders and the VAE are idle in most of a step, and together may be larger than the denoiser. Invariant: where a
-part is when it works, and so what it computes, does not depend on where it waits; on the CPU nothing ever moves.
+Text encoders and the VAE are idle for most of a step, and together may be larger than the denoiser. Invariant: a
+component always runs on the same device, so offloading does not change its results; on the CPU nothing ever moves.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 KINDS: dict[str, tuple[str, ...]] = {"text_encoder": ("text_encoder", "image_encoder", "connectors"), "vae": ("vae",)}
-"""Kind of part → how the names of its components begin."""
+"""Kind of part → prefixes of its component names."""
 
 
 class Parked:
-    """Which kinds of parts wait on the CPU."""
+    """The pipeline's components, some kinds of which are offloaded to the CPU."""
 
     def __init__(self, parts: Mapping[str, Any], kinds: tuple[str, ...], device: torch.device) -> None:
-        """parts: a pipeline's components; those of `kinds` are moved to the CPU, all others to `device`."""
+        """parts: a pipeline's components; those of `kinds` move to the CPU, all others to `device`."""
         self.device, kinds = device, () if device.type == "cpu" else kinds
         modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
         self.modules = {k: [m for name, m in modules.items() if name.startswith(KINDS[k])] for k in kinds}
@@ -32,7 +32,7 @@ class Parked:
 
     @contextmanager
     def present(self, *kinds: str) -> Iterator[None]:
-        """Inside, these kinds are on the device; afterwards they go back, or stay until the end of `hold`."""
+        """Inside, these kinds are on the device; afterwards they go back to the CPU, or stay until `hold` ends."""
         with self.hold():
             for kind in kinds:
                 if kind in self.modules and kind not in self._here:
@@ -42,7 +42,7 @@ class Parked:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Inside, what comes to the device stays: for work on many items, of which some need a part and some do not."""
+        """Inside, parts that were moved to the device stay there: for loops in which only some items need a part."""
         self._held += 1
         try:
             yield

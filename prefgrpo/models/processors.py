@@ -1,8 +1,8 @@
-"""What the pipelines need of transformers' processors, without torchvision.
+"""Versions of transformers' processors that do not need torchvision, with only what the pipelines use.
 
-transformers builds a `Qwen2VLProcessor` or `Qwen3VLProcessor` only together with a video processor, and a
-`PixtralProcessor` only with torchvision's resizing. Qwen-Image shows its language model no videos, FLUX.2 neither those
-nor images. Invariant: a folder saved with these classes loads as transformers' own where torchvision is there.
+transformers builds a `Qwen2VLProcessor` or `Qwen3VLProcessor` only with a video processor, a `PixtralProcessor` only
+with torchvision's resizing. Qwen-Image shows its language model no videos, and FLUX.2 neither videos nor images.
+Invariant: a folder saved with these classes loads with transformers' own classes where torchvision is installed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import Qwen3VLProcessor as Qwen3
 
 
 class _NoVideos(ProcessorMixin):
-    """What both Qwens' share."""
+    """Base of both Qwen processors."""
 
     def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None) -> None:
         self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
@@ -24,7 +24,7 @@ class _NoVideos(ProcessorMixin):
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
 
     def to_dict(self) -> dict[str, Any]:
-        """Its settings, with the default video processor's."""
+        """The settings, including a default video processor's."""
         name = type(self).__name__.replace("Processor", "VideoProcessor")
         return super().to_dict() | {"video_processor": {"video_processor_type": name}}
 
@@ -58,19 +58,19 @@ class PixtralProcessor(ProcessorMixin):
 
 
 class NoProcessor:
-    """What QwenImage21Pipeline asks its processor when it is built, where no text will be encoded."""
+    """Stub with what QwenImage21Pipeline's constructor calls on its processor, for use without text encoders."""
 
     tokenizer = property(lambda self: self)
 
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        """No tokens of a system message."""
+        """An empty token list for a system message."""
         return [[]]
 
     def encode(self, text: str) -> list[int]:
-        """A token."""
+        """One dummy token."""
         return [0]
 
 
 for own, module in ((Qwen2VLProcessor, Qwen2.__module__), (Qwen3VLProcessor, Qwen3.__module__)):
-    own.__module__ = module  # the names that `save_pretrained` writes into model_index.json
+    own.__module__ = module  # so that `save_pretrained` writes these names into model_index.json
 PixtralProcessor.__module__ = "transformers.models.pixtral.processing_pixtral"

@@ -1,4 +1,4 @@
-"""Qwen-Image: packed 2×2 latents [L, 4C], time = σ, true guidance 4.0 rescaled to the prompt's norm.
+"""Qwen-Image: packed 2×2 latents [L, 4C], time = σ, true guidance 4.0 rescaled to the conditional prediction's norm.
 
 Conditions: states of the Qwen2.5-VL language model, as long as the prompt. Invariant: with `ode` steps the images
 are those of the stock QwenImagePipeline with negative prompt " ".
@@ -33,7 +33,7 @@ class QwenImage(Adapter):
         return self.embed(prompt, max_sequence_length=max_length)
 
     def embed(self, prompt: str, **options: Any) -> Condition:
-        """The pipeline's own `encode_prompt`, for one prompt."""
+        """Call the pipeline's own `encode_prompt` with one prompt."""
         embeds, _ = self.pipe.encode_prompt(prompt=[prompt], device=self.device, **options)
         return Condition(embeds[0], text_length=torch.tensor(embeds.shape[1]))
 
@@ -53,13 +53,13 @@ class QwenImage(Adapter):
     def forward(
         self, net: nn.Module, tokens: Tensor, sigma: Tensor, condition: Condition, grids: list[tuple[int, int]]
     ) -> Tensor:
-        """The transformer on the tokens [B, L, 4C] of one or several images of (rows, columns) tokens.
+        """Run the transformer on the tokens [B, L, 4C] of one or several images of (rows, columns) tokens.
 
-        A mask is passed only where prompts of different lengths share a batch, or context parallelism pads them.
+        A mask is passed only if the batch has prompts of different lengths, or context parallelism pads them.
         """
         mask, lengths = text_mask(condition, self.text_multiple), condition.text_length
         assert lengths is not None
-        padded = int(lengths.min()) < mask.shape[1]  # not of the mask: `plan` knows the lengths alone
+        padded = int(lengths.min()) < mask.shape[1]  # not from the mask: `plan` knows only the lengths
         embeds = condition.prompt_embeds[:, : mask.shape[1]]
         embeds = nn.functional.pad(embeds, (0, 0, 0, mask.shape[1] - embeds.shape[1]))
         return net(

@@ -1,8 +1,8 @@
-"""Qwen-Image-2.1: packed latents [L, C] of one place of 16² pixels per token, time = σ, no guidance unless asked for.
+"""Qwen-Image-2.1: packed latents [L, C], one token per 16×16 pixels, time = σ, no guidance by default.
 
-Conditions: states of the Qwen3-VL language model, as long as the prompt, to which the stock pipeline sets no limit. The
-VAE has an alpha channel; images are shown on white. Invariant: with `ode` steps the images are those of the stock
-QwenImage21Pipeline for one prompt, with negative prompt " " where guidance is on.
+Conditions: states of the Qwen3-VL language model, as long as the prompt (of any length in the stock pipeline). The VAE
+has an alpha channel; images are composited onto white. Invariant: with `ode` steps the images are those of the stock
+QwenImage21Pipeline for one prompt, with negative prompt " " if guidance is on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class QwenImage21(Adapter):
     )  # fmt: skip
 
     def grid(self, sampling: Sampling) -> tuple[int, int]:
-        """Rows and columns of tokens, both even: the language model's image slots are 2 × 2 tokens."""
+        """Rows and columns of tokens, both even, because each of the language model's image slots is 2 × 2 tokens."""
         rows, columns = super().grid(sampling)
         return 2 * rows, 2 * columns
 
@@ -41,7 +41,7 @@ class QwenImage21(Adapter):
         return Condition(embeds, text_length=torch.tensor(len(embeds)))
 
     def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
-        """The sigmas that a few-step model comes with; else even ones. ValueError for another number of steps."""
+        """The sigmas of a few-step model (ValueError for another number of steps), else evenly spaced ones."""
         sigmas = self.pipe.config.sample_sigmas
         if sigmas is None:
             return super().schedule_options(sampling)
@@ -52,14 +52,14 @@ class QwenImage21(Adapter):
         return {"sigmas": np.array(sigmas), "mu": self.mu(sampling)}
 
     def stock_call(self, prompts: list[str], max_length: int, sampling: Sampling) -> dict[str, Any]:
-        """Guidance is called true_cfg_scale, and takes one negative prompt per prompt."""
+        """The guidance argument is called true_cfg_scale; there is one negative prompt per prompt."""
         call: dict[str, Any] = {"prompt": prompts, "true_cfg_scale": sampling.guidance}
         return call | ({"negative_prompt": [self.cfg.negative] * len(prompts)} if self.guided(sampling) else {})
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
-        """Velocity [B, L, C]; the transformer sees text and image as one sequence, of which the image is the end.
+        """Velocity [B, L, C]; the transformer sees one sequence, text followed by image.
 
-        Where the image begins changes it, so that a prompt is never padded: a forward per length.
+        The image's position in it changes the result, so prompts are never padded: there is one forward per length.
         """
         lengths, (count, tokens) = condition.text_length, x.shape[:2]
         assert lengths is not None
@@ -79,7 +79,7 @@ class QwenImage21(Adapter):
         )[0][:, -tokens:]
 
     def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
-        """Unpack, undo the VAE's normalisation, decode a clip of one frame, put it on white."""
+        """Unpack, undo the VAE's normalisation, decode a clip of one frame, composite it onto white."""
         rows, columns = self.grid(sampling)
         grid = latents.transpose(1, 2).reshape(len(latents), -1, 1, rows, columns)
         image = self.decode_image(unnormalise(self.pipe.vae, grid))
@@ -87,8 +87,8 @@ class QwenImage21(Adapter):
 
 
 def _at_once(net: nn.Module, lengths: Tensor) -> list[Tensor]:
-    """Rows of a batch that share a forward: those of one length; of split weights, which all processes must gather
-    equally often, each row alone."""
+    """Batch rows that share a forward: rows of equal length, or with sharded weights each row alone, because all
+    processes must take part in equally many all-gathers."""
     if hasattr(net, "unshard"):  # split by FSDP2
         return list(torch.arange(len(lengths)).split(1))
     return [(lengths == length).nonzero().flatten() for length in lengths.unique()]

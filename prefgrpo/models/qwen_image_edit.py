@@ -1,8 +1,8 @@
-"""Qwen-Image-Edit (one source image) and -Edit-Plus (2509, 2511: several): Qwen-Image that sees what it edits, twice.
+"""Qwen-Image-Edit (one source image) and -Edit-Plus (2509, 2511: several): Qwen-Image with two inputs for each source.
 
-Sources go through the language model beside the prompt, and their packed latents follow the generated tokens. As in
-the stock pipelines each source is resized to about a million pixels (for the language model of -Plus, 384²), whatever
-the output's size. Invariant: with `ode` steps the images are those of the stock pipeline with negative prompt " ".
+Sources go through the language model together with the prompt, and their packed latents follow the generated tokens.
+As in the stock pipelines, each source is resized to about a million pixels (384² for the language model of -Plus),
+at any output size. Invariant: with `ode` steps the images are those of the stock pipeline with negative prompt " ".
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class QwenImageEdit(QwenImage):
     most_sources = 1
     needs_source = True
     text_sees_sources = True
-    context_parallel = ""  # source tokens, of sizes of their own, follow the generated ones
+    context_parallel = ""  # source tokens, whose number varies, follow the generated ones
     default_source_area = 1024 * 1024
     seen_area: ClassVar[int] = 1024 * 1024
-    """Pixels of a source before the language model's own image processor, if `source_area` is not less."""
+    """Number of pixels of a source passed to the language model's image processor, unless `source_area` is less."""
 
     def encode_edit(self, prompt: str, max_length: int, sources: tuple[Image.Image, ...]) -> Condition:
-        """prompt_embeds [n, C], image tokens included, and text_length = n; nothing is cut."""
+        """prompt_embeds [n, C], image tokens included, and text_length = n; nothing is truncated."""
         if not sources:
             raise ValueError(f"{type(self).__name__} edits images: expected a source image for the prompt {prompt!r}")
         return self.embed(prompt, image=[self._resized(image, self.seen_area) for image in sources])
 
     def condition_shapes(self, max_length: int) -> dict[str, tuple[int, ...]]:
-        """With the tokens of one source, 28² pixels each, which come on top of the prompt's."""
+        """With the tokens of one source, 28² pixels each, in addition to the prompt's."""
         assert self.source_area is not None
         return super().condition_shapes(max_length + min(self.source_area, self.seen_area) // 28**2)
 
@@ -52,7 +52,7 @@ class QwenImageEdit(QwenImage):
         return packed.view(height // 2, width // 2, -1)
 
     def _resized(self, image: Image.Image, most: float = math.inf) -> Image.Image:
-        """The image at about `source_area` pixels, or `most` if that is less, its sides multiples of 32."""
+        """The image resized to about `source_area` pixels (at most `most`), its sides multiples of 32."""
         assert self.source_area is not None
         width, height = calculate_dimensions(min(self.source_area, most), image.width / image.height)
         return self.pipe.image_processor.resize(image, height, width)

@@ -1,9 +1,9 @@
-"""Stable Diffusion 1.x (ε-prediction, DDIM) seen as a flow: latents [C, h, w], guidance 7.5.
+"""Stable Diffusion 1.x (ε-prediction, DDIM) as a flow model: latents [C, h, w], guidance 7.5.
 
 A noised latent x = √ᾱ x₀ + √(1−ᾱ) ε, divided by √ᾱ + √(1−ᾱ), is (1 − σ) x₀ + σ ε with σ = √(1−ᾱ) / (√ᾱ + √(1−ᾱ)).
-There a deterministic DDIM step is an Euler step of v = ε − x₀, and every step rule applies; rule `ddim` is DDIM with η.
-The model's integer times are those of its σ. Invariant: with `ode` steps the images are those of the stock
-StableDiffusionPipeline with a DDIMScheduler and η = 0.
+In this scaling a deterministic DDIM step is an Euler step along v = ε − x₀, and every step rule applies; rule `ddim` is
+DDIM with η. The model's integer timestep is looked up from σ. Invariant: with `ode` steps the images are those of the
+stock StableDiffusionPipeline with a DDIMScheduler and η = 0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StableDiffusion1(Adapter):
         return 8
 
     def encode_prompt(self, prompt: str, max_length: int) -> Condition:
-        """prompt_embeds [77, C]; max_length is not used, the text encoder has its own."""
+        """prompt_embeds [77, C]; max_length is ignored, because the text encoder's length is fixed."""
         embeds, _ = self.pipe.encode_prompt(prompt, self.device, 1, do_classifier_free_guidance=False)
         return Condition(embeds[0])
 
@@ -42,11 +42,11 @@ class StableDiffusion1(Adapter):
         return super().condition_shapes(77)
 
     def stock_call(self, prompts: list[str], max_length: int, sampling: Sampling) -> dict[str, Any]:
-        """Without a length."""
+        """Without max_sequence_length."""
         return {"prompt": prompts, "guidance_scale": sampling.guidance}
 
     def stock_scheduler(self) -> Any:
-        """DDIM with the betas of the folder's own scheduler. ValueError for what this is not."""
+        """DDIM with the betas of the folder's own scheduler. ValueError if DDIM would not match that scheduler."""
         scheduler = DDIMScheduler.from_config(self.pipe.scheduler.config, clip_sample=False, thresholding=False)
         if scheduler.config.prediction_type != "epsilon":
             raise ValueError(f"expected a model that predicts epsilon, got {scheduler.config.prediction_type}")
@@ -55,7 +55,7 @@ class StableDiffusion1(Adapter):
         return scheduler
 
     def sigmas(self, sampling: Sampling) -> Tensor:
-        """[steps + 1] fp32: σ of DDIM's times, and of its last ᾱ."""
+        """[steps + 1] fp32: σ at DDIM's timesteps, and at its final ᾱ."""
         scheduler, steps = self.stock_scheduler(), sampling.steps
         scheduler.set_timesteps(steps)
         whole, trained = scheduler.config.num_train_timesteps % steps == 0, scheduler.config.num_train_timesteps
@@ -67,7 +67,7 @@ class StableDiffusion1(Adapter):
         return torch.cat([self._table(scheduler)[scheduler.timesteps], _sigma(scheduler.final_alpha_cumprod)[None]])
 
     def times(self, sampling: Sampling) -> Tensor:
-        """[steps] fp32 σ: `predict` looks up the whole time that it belongs to."""
+        """[steps] fp32 σ: `predict` looks up the integer timestep that belongs to it."""
         return self.sigmas(sampling)[:-1]
 
     def prior(self, x: Tensor, sigma: Tensor) -> Tensor:
@@ -83,18 +83,18 @@ class StableDiffusion1(Adapter):
         return (noise.float() - x) / (1.0 - s)
 
     def decode(self, latents: Tensor, sampling: Sampling) -> Tensor:
-        """Back to x, undo the VAE's scale, decode."""
+        """Rescale to x, undo the VAE's scale, decode."""
         last = _norm(_sigma(self.stock_scheduler().final_alpha_cumprod)).to(latents.device)
         return self.decode_image(latents / last / self.pipe.vae.config.scaling_factor)
 
     @staticmethod
     def _table(scheduler: Any) -> Tensor:
-        """σ of every integer time, rising."""
+        """σ of every integer timestep, ascending."""
         return _sigma(scheduler.alphas_cumprod)
 
 
 def _sigma(alpha: Tensor) -> Tensor:
-    """σ where ᾱ is `alpha`."""
+    """σ for ᾱ = `alpha`."""
     alpha = alpha.double()
     return ((1 - alpha).sqrt() / (alpha.sqrt() + (1 - alpha).sqrt())).float()
 

@@ -44,7 +44,7 @@ class StableDiffusion3(Adapter):
         return super().condition_shapes(77 + max_length)
 
     def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
-        """The scheduler's own sigmas, and where it shifts dynamically the shift of this image length."""
+        """The scheduler's own sigmas; if it shifts dynamically, the shift for this image size."""
         dynamic = self.pipe.scheduler.config.get("use_dynamic_shifting")
         return {"mu": self.mu(sampling)} if dynamic else {}
 

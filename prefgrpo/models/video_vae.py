@@ -1,4 +1,4 @@
-"""What families with a 3-D (causal video) VAE share: latents [B, C, F', h, w], normalised per channel."""
+"""Code shared by families with a 3-D (causal video) VAE: latents [B, C, F', h, w], normalised per channel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from prefgrpo.models.base import Adapter, Sampling
 
 
 def latent_frames(frames: int | None, stride: int) -> int:
-    """F' of a clip of `frames` frames; ValueError unless they are a multiple of the VAE's stride in time, plus 1."""
+    """F' of a clip of `frames` frames; ValueError unless that is a multiple of the VAE's temporal stride, plus 1."""
     frames = frames or 1
     if frames % stride != 1:
         raise ValueError(f"frames must be a multiple of {stride}, plus 1, for this model, got {frames}")
@@ -20,7 +20,7 @@ def latent_frames(frames: int | None, stride: int) -> int:
 
 
 class PatchVideo(Adapter):
-    """A family whose latents are a grid of patches, and whose pipeline names its VAE's strides as those of Wan do."""
+    """A family whose latents are a grid of patches, and whose pipeline names the VAE's strides as Wan's does."""
 
     @property
     def patch(self) -> int:
@@ -57,9 +57,9 @@ def unnormalise(vae: Any, latents: Tensor) -> Tensor:
 
 
 def encode_frame(pipe: Any, image: Image.Image, frames: int = 1) -> Tensor:
-    """Normalised latents [C, F', h, w] fp32 of a clip that begins with `image` at its own size, the rest black.
+    """Normalised latents [C, F', h, w] fp32 of a clip whose first frame is `image` at its own size, other frames zero.
 
-    As the stock image-to-video pipeline of Wan makes them.
+    As in Wan's stock image-to-video pipeline.
     """
     vae = pipe.vae
     first = pipe.video_processor.preprocess(image, height=image.height, width=image.width).to(vae.device).unsqueeze(2)

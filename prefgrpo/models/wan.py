@@ -1,8 +1,8 @@
 """Wan: latents [C, F', h, w] of 4·(F' − 1) + 1 frames, time = 1000σ; from text, from an image, with two experts.
 
 Conditions: UMT5 states, zero-padded. The published folders come with a multistep solver; only its shift is used.
-Invariant: with `ode` steps the clips are those of the stock WanPipeline, or with a source of the stock
-WanImageToVideoPipeline, under an Euler scheduler of that shift.
+Invariant: with `ode` steps the clips are those of the stock WanPipeline, or from a source image those of the stock
+WanImageToVideoPipeline, with an Euler scheduler of that shift.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Wan(PatchVideo):
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
 
     expand_timesteps: ClassVar[bool] = False
-    """Whether every token has a time of its own."""
+    """Whether every token has its own timestep."""
 
     @classmethod
     def unsupported_index(cls, index: dict[str, Any]) -> str:
-        """Also by what the folder says of times."""
+        """Also compares expand_timesteps."""
         expand = bool(index.get("expand_timesteps"))
         odd = f"has expand_timesteps {expand}, {cls.__name__} has {cls.expand_timesteps}"
         return super().unsupported_index(index) if expand is cls.expand_timesteps else odd
@@ -55,7 +55,7 @@ class Wan(PatchVideo):
     def forward(
         self, net: nn.Module, x: Tensor, time: Tensor, condition: Condition, image_embeds: Tensor | None = None
     ) -> Tensor:
-        """The transformer at time [B], or [B, tokens]."""
+        """Run the transformer at time [B], or [B, tokens]."""
         return net(
             hidden_states=x,
             timestep=time,
@@ -74,9 +74,9 @@ class Wan(PatchVideo):
 
 
 class Wan22(Wan):
-    """Wan2.2 T2V-A14B: `transformer`, guidance 4.0, where 1000σ ≥ 1000 · 0.875, else `transformer_2`, guidance 3.0.
+    """Wan2.2 T2V-A14B: `transformer` (guidance 4.0) if 1000σ ≥ 1000 · 0.875, else `transformer_2` (guidance 3.0).
 
-    σ is compared on the host. Either expert or both may train.
+    σ is compared on the host. Either expert or both may be trained.
     """
 
     default_guidance_2 = 3.0
@@ -90,7 +90,7 @@ class Wan22(Wan):
         return self.default_guidance_2 if sampling.guidance_2 is None else sampling.guidance_2
 
     def high(self, sigma: Tensor) -> Tensor:
-        """Which σ [B] belong to the high-noise expert, compared as the stock pipeline compares timesteps."""
+        """Which σ [B] belong to the high-noise expert; compared in timesteps, like the stock pipeline."""
         return sigma * 1000 >= self.pipe.config.boundary_ratio * 1000
 
     def expert(self, sigma: Tensor, sampling: Sampling) -> tuple[str, float]:
@@ -101,14 +101,14 @@ class Wan22(Wan):
         return (self.denoisers[0], sampling.guidance) if high.all() else (self.denoisers[1], self._guidance_2(sampling))
 
     def trains(self, sigma: float) -> bool:
-        """Whether the expert of this σ trains."""
+        """Whether the expert of this σ is trained."""
         return self.denoisers[0 if self.high(torch.tensor(sigma)) else 1] in self.trained
 
 
 class WanI2V(Wan):
-    """Wan2.1 I2V 14B (480p, 720p): further channels hold latents of a clip that begins with an image, and a mask.
+    """Wan2.1 I2V 14B (480p, 720p): extra channels hold a mask and the latents of a clip that starts with the image.
 
-    A CLIP image encoder sees the frame as well. A run fits the frame to the output's size.
+    A CLIP image encoder sees the image as well. A run resizes the image to the output's size.
     """
 
     pipeline = "WanImageToVideoPipeline"
@@ -118,7 +118,7 @@ class WanI2V(Wan):
     lora_targets = (*Wan.lora_targets, "add_k_proj", "add_v_proj")
 
     def source_tensors(self, sources: tuple[Image.Image, ...], frames: int | None) -> list[Tensor]:
-        """Latents [C, F', h, w] of a clip that begins with the source, and (Wan2.1) what CLIP sees in it, [n, C']."""
+        """Latents [C, F', h, w] of a clip that starts with the source and (Wan2.1) its CLIP image states [n, C']."""
         latents = encode_frame(self.pipe, sources[0], frames or self.default_frames)
         if self.pipe.transformer.config.image_dim is None:
             return [latents]
@@ -145,10 +145,10 @@ class Wan22I2V(Wan22, WanI2V):
 
 
 class WanTI2V(Wan):
-    """Wan2.2 TI2V-5B: one time per token, from text alone or from a first frame.
+    """Wan2.2 TI2V-5B: one timestep per token, from text alone or from a first frame.
 
-    The frame's tokens have time 0 and hold its latents whatever x is there, and their velocity is 0, which no weight
-    moves; after the last step they take their place.
+    The first frame's tokens have time 0, and its latents replace x there. Their velocity is a constant 0 without
+    gradient; after the last step the frame's latents are put in place.
     """
 
     default_frames = 121
@@ -160,7 +160,7 @@ class WanTI2V(Wan):
         return encode_frame(self.pipe, source)
 
     def stock_edit(self, sampling: Sampling) -> tuple[str, dict[str, Any]]:
-        """The folder holds a WanPipeline; from an image, the other pipeline is built of it."""
+        """The folder holds a WanPipeline; for a source image, the image-to-video pipeline is built from it."""
         return "WanImageToVideoPipeline", {}
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, condition: Condition, sampling: Sampling) -> Tensor:
@@ -174,5 +174,5 @@ class WanTI2V(Wan):
         return torch.cat([torch.zeros_like(v[:, :, :1]), v[:, :, 1:]], dim=2)
 
     def final(self, x: Tensor, condition: Condition) -> Tensor:
-        """The first frame's latents in their place."""
+        """x with the first frame's latents in place."""
         return torch.cat([condition.sources[0].to(x), x[:, :, 1:]], dim=2) if condition.sources else x

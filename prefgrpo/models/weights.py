@@ -1,6 +1,6 @@
-"""What trains in a family's denoisers: LoRA layers or every weight, and their files.
+"""Trainable weights of a family's denoisers, LoRA layers or all weights, and their files.
 
-Invariant: what is saved here loads in the stock pipeline (alpha included), and reloads here bit for bit.
+Invariant: saved files load in the stock pipeline (alpha included), and reload here bit for bit.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from prefgrpo.models import folder as folders
 from prefgrpo.models import lora
 
 GRAPHS = 64
-"""Compiled graphs of a kind of block: one per shape, dtype and place of gradients."""
+"""Maximum number of compiled graphs per kind of block: one per shape, dtype and set of inputs with gradients."""
 
 
 def innermost(module: nn.Module, classes: Iterable[str]) -> list[nn.Module]:
-    """The modules of these classes that hold no other of them, in their order."""
+    """The modules of these classes that contain no other module of these classes, in order."""
     names = set(classes)
 
-    def named(part: nn.Module) -> bool:  # FSDP2 makes subclasses of its own
+    def named(part: nn.Module) -> bool:  # FSDP2 replaces classes by subclasses
         return any(cls.__name__ in names for cls in type(part).__mro__)
 
     return [m for m in module.modules() if [n for n in m.modules() if named(n)] == [m]]
 
 
 def recompute(blocks: Iterable[nn.Module], share: float) -> None:
-    """Checkpoint the gradients of every block i where floor((i + 1) · share) steps up: of ½, every second one.
+    """Checkpoint the activations of every block i at which floor((i + 1) · share) increases: for ½, every second one.
 
-    Blocks are called as without it; diffusers' own switch leaves arguments out of some models' calls.
+    Blocks keep their call arguments; diffusers' own gradient checkpointing drops some of them in some models.
     """
     for i, block in enumerate(blocks):
         if int((i + 1) * share) > int(i * share):
@@ -44,7 +44,7 @@ def recompute(blocks: Iterable[nn.Module], share: float) -> None:
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`forward`, whose activations are not kept for the backward pass."""
+    """`forward` without keeping its activations for the backward pass."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
@@ -56,28 +56,28 @@ class Weights:
     lora_targets: ClassVar[tuple[str, ...]]
     """Module name suffixes that LoRA wraps by default."""
     denoisers: ClassVar[tuple[str, ...]] = ("transformer",)
-    """The pipeline's denoisers; several are experts for different σ."""
+    """The pipeline's denoisers; if several, they are experts for different σ."""
 
     pipe: Any
     """The stock diffusers pipeline."""
     transformer: nn.Module
     """The (first) denoiser (peft adapters are injected into it in place)."""
     trained: tuple[str, ...]
-    """Names of the denoisers that train."""
+    """Names of the trained denoisers."""
     compiled = False
     """Whether the repeated blocks are compiled."""
 
     def modules(self) -> dict[str, nn.Module]:
-        """The denoisers that train, by name."""
+        """The trained denoisers, by name."""
         return {name: getattr(self.pipe, name) for name in self.trained}
 
     @property
     def repeated_blocks(self) -> tuple[str, ...]:
-        """Class names of the blocks that the transformer repeats: units of regional compile and of FSDP."""
+        """Class names of the transformer's repeated blocks: the units of regional compilation and of FSDP."""
         return tuple(self.transformer._no_split_modules or self.transformer._repeated_blocks)  # type: ignore[arg-type]
 
     def blocks(self, module: nn.Module) -> list[nn.Module]:
-        """The repeated blocks of a denoiser in their order; of nested ones, the innermost."""
+        """The repeated blocks of a denoiser in order; if nested, the innermost."""
         return innermost(module, self.repeated_blocks)
 
     def add_lora(
@@ -88,25 +88,25 @@ class Weights:
         seed: int = 0,
         init: Literal["kaiming", "gaussian"] = "kaiming",
     ) -> None:
-        """Inject trainable fp32 LoRA layers (A seeded, B = 0) into what trains; see `lora.add`."""
+        """Inject trainable fp32 LoRA layers (A seeded, B = 0) into the trained denoisers; see `lora.add`."""
         for number, module in enumerate(self.modules().values()):
             lora.add(module, rank, alpha, self.lora_targets if targets is None else targets, seed + number, init)
 
     def enable_full(self) -> None:
-        """Train every weight of the denoisers, in fp32 masters."""
+        """Train all weights of the denoisers, as fp32 masters."""
         for module in self.modules().values():
             module.float().requires_grad_(True)
 
     def checkpoint_gradients(self, share: float = 1.0) -> None:
-        """Recompute the activations of a share of the repeated blocks, evenly spread, in the backward pass."""
+        """Recompute activations in the backward pass, for an evenly spread share of the repeated blocks."""
         for module in self.modules().values():
             recompute(self.blocks(module), share)
 
     def compile_blocks(self) -> None:
-        """Compile the repeated blocks of all denoisers, a graph per shape.
+        """Compile the repeated blocks of all denoisers, one graph per shape.
 
-        Inductor makes other graphs, with other roundings, where no gradient is wanted: from now on every forward is
-        that of training (`Adapter.cond_uncond`), and holds its activations while it runs.
+        Without gradients Inductor would make different graphs, which round differently. From now on every forward
+        therefore uses the training graph (`Adapter.cond_uncond`) and keeps activations while it runs.
         """
         dynamo: Any = torch._dynamo.config
         dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
@@ -116,7 +116,7 @@ class Weights:
         self.compiled = True
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
-        """(name, parameter) of everything that trains, in a fixed order."""
+        """(name, parameter) of all trainable parameters, in a fixed order."""
         first = self.denoisers[0]
         return [
             (name if component == first else f"{component}.{name}", p)
@@ -127,13 +127,13 @@ class Weights:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Inside, `velocity` is that of the starting policy: the LoRA is off. Raises RuntimeError without a LoRA."""
+        """Inside, `velocity` is the reference policy's: the LoRA is disabled. Raises RuntimeError without a LoRA."""
         if not self.has_lora():
             raise RuntimeError("there is no reference policy: a KL term needs LoRA")
         modules: list[Any] = list(self.modules().values())
         for module in modules:
             module.disable_adapters()
-        compiled, self.compiled = self.compiled, False  # nothing trains, so there is no graph of training
+        compiled, self.compiled = self.compiled, False  # no parameter trains here, so there is no training graph
         try:
             yield
         finally:
@@ -142,20 +142,20 @@ class Weights:
                 module.enable_adapters()
 
     def has_lora(self) -> bool:
-        """Whether a LoRA trains."""
+        """Whether a trained denoiser has a LoRA."""
         return any(lora.has(module) for module in self.modules().values())
 
     def save_lora(self, folder: str) -> None:
-        """Write the LoRA in diffusers format with its alpha: `pipe.load_lora_weights(folder)` must reproduce it.
+        """Write the LoRA in diffusers format with its alpha, for `pipe.load_lora_weights(folder)`.
 
-        A second expert's is in a folder of its name: `load_lora_weights(f"{folder}/transformer_2",
+        A second expert's LoRA goes into a subfolder of its name: `load_lora_weights(f"{folder}/transformer_2",
         load_into_transformer_2=True)`.
         """
         for name, place in self._lora_folders(folder):
             lora.save(self.pipe, place, name)
 
     def load_lora(self, folder: str) -> None:
-        """Put a LoRA saved by `save_lora` into the model, bit for bit; injects one of its shape if there is none."""
+        """Load a LoRA saved by `save_lora`, bit for bit; if the model has none, one of that shape is injected."""
         for name, place in self._lora_folders(folder):
             lora.load(self.pipe, place, name)
 
@@ -163,7 +163,7 @@ class Weights:
         return [(name, folder if name == self.denoisers[0] else f"{folder}/{name}") for name in self.trained]
 
     def save_full(self, folder: str, copies: Mapping[str, nn.Module] = MappingProxyType({})) -> None:
-        """Write a whole pipeline folder for the stock `from_pretrained`; `copies` are written in place of denoisers."""
+        """Write a complete pipeline folder for the stock `from_pretrained`; `copies` replace denoisers in it."""
         if self.has_lora():
             raise RuntimeError("this policy is a LoRA: write it with save_lora (save_full is for full fine-tuning)")
         own = {name: getattr(self.pipe, name) for name in copies}
@@ -179,7 +179,7 @@ class Weights:
         folders.complete(self.pipe, Path(folder))
 
     def parameter_counts(self) -> dict[str, int]:
-        """Parameters per component of the pipeline, and of what trains, under 'trainable'."""
+        """Number of parameters per pipeline component, and of trainable parameters under 'trainable'."""
         modules = {name: part for name, part in self.pipe.components.items() if isinstance(part, nn.Module)}
         counts = {name: sum(p.numel() for p in part.parameters()) for name, part in modules.items()}
         return counts | {"trainable": sum(p.numel() for _, p in self.trainable())}

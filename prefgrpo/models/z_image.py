@@ -1,6 +1,6 @@
 """Z-Image: latents [C, h, w], time = 1 − σ, output negated, guidance c + g·(c − u) with g = 3.
 
-Conditions: Qwen3 states (second to last layer), as long as the prompt. The transformer takes lists, one entry per
+Conditions: Qwen3 states (second-to-last layer), as long as the prompt. The transformer takes lists with one entry per
 sample. Invariant: with `ode` steps the images are those of the stock ZImagePipeline.
 """
 
@@ -31,7 +31,7 @@ class ZImage(Adapter):
         return Condition(embeds, text_length=torch.tensor(embeds.shape[0]))
 
     def schedule_options(self, sampling: Sampling) -> dict[str, Any]:
-        """Even fp32 sigmas and the shift of this image length."""
+        """Evenly spaced fp32 sigmas and the shift for this image size."""
         steps = sampling.steps
         return {"sigmas": torch.linspace(1.0, 1.0 / steps, steps).tolist(), "mu": self.mu(sampling)}
 

@@ -1,4 +1,4 @@
-"""Training objectives by name; each is a class in a file of its own (`objectives.base`)."""
+"""Registry of training objectives: one class per file, derived from `objectives.base.Objective`."""
 
 from prefgrpo.config.schema import TrainConfig, options
 from prefgrpo.objectives.base import Objective
@@ -22,7 +22,7 @@ OBJECTIVES = {
 
 
 def objective_class(name: str) -> type[Objective]:
-    """The class called `name`, or at the import path `name`. ValueError says what was expected."""
+    """The class registered as `name`, or at the import path `name`. Raises ValueError if there is none."""
     path = OBJECTIVES.get(name, name)
     if not {".", ":"} & set(path):
         raise ValueError(f"expected one of {', '.join(OBJECTIVES)}, or the import path of a class, got {name!r}")
@@ -36,5 +36,5 @@ def objective_class(name: str) -> type[Objective]:
 
 
 def objective(train: TrainConfig) -> Objective:
-    """The objective of a run with its options. Raises ValueError for its name, ConfigError for its options."""
+    """A run's objective with its options set. Raises ValueError for a bad name, ConfigError for bad options."""
     return options(objective_class(train.objective), train.objective_options, "train.objective_options")

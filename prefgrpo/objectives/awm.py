@@ -1,8 +1,8 @@
-"""Advantage-weighted matching (AWM, arXiv 2509.25050): the flow-matching loss takes the place of the log-likelihood.
+"""Advantage-weighted matching (AWM, arXiv 2509.25050): the flow-matching loss replaces the log-likelihood.
 
     ℓ = −weight(t)·d    r = exp(ℓ − ℓ_old)    loss = mean_i max(−A_i r_i, −A_i clip(r_i))
 
-Without `ratio` the loss is −A_i ℓ_i, which has the same gradient while the policy is the one that made the rollout.
+Without `ratio` the loss is −A_i ℓ_i, which has the same gradient as long as the samples are on-policy.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class AWM(OldPolicy, PointwiseObjective):
     weighs_advantages = True
 
     weight: Literal["uniform", "t", "t2", "huber", "ghuber"] = "uniform"
-    """What ℓ is of d: −d, −t·d, −t²·d, −t·(√(d + 1e-10) − 1e-5), or −t·((d + 1e-10)^p − 1e-10^p) / p with p = ¼."""
+    """ℓ(d): −d, −t·d, −t²·d, −t·(√(d + 1e-10) − 1e-5), or −t·((d + 1e-10)^p − 1e-10^p) / p with p = ¼."""
     ratio: bool = False
-    """Clip the ratio to the old policy (train.clip_range), for several updates per rollout; one more forward."""
+    """Clip the ratio to the old policy (train.clip_range), for several updates per rollout; costs another forward."""
 
     @property
     def anchor(self) -> Literal["", "base", "old"]:
-        """The old policy, for ratios."""
+        """The old policy, if the ratio is used."""
         return "old" if self.ratio else ""
 
     def log_likelihood(self, error: Tensor, t: Tensor) -> Tensor:

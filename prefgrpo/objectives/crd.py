@@ -1,8 +1,8 @@
-"""Centred reward distillation (CRD, arXiv 2603.14128): the implicit reward is to differ as the reward does.
+"""Centred reward distillation (CRD, arXiv 2603.14128): fits centred implicit rewards to centred rewards.
 
     ρ_i = β(d_old,i − d_i) − mean_j β(d_old,j − d_j)    loss = mean_i scale / β · (ρ_i − (r_i − mean_j r_j))²
 
-r in 0 … 1 as in NFT; the mean of the implicit rewards takes no gradient. `bce`: cross entropy of σ(ρ) and σ(r − mean).
+r in 0 … 1 as in NFT; the mean of the implicit rewards is detached. `bce`: cross entropy of σ(ρ) and σ(r − mean).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from prefgrpo.objectives.base import GroupObjective, OptimalityObjective, Target
 
 @dataclass(frozen=True, config=STRICT)
 class CRD(OptimalityObjective, GroupObjective):
-    """Regression of centred rewards."""
+    """Regression on centred rewards."""
 
     beta: PositiveFloat = 1.0
     """β of the implicit reward."""
     form: Literal["mse", "bce"] = "mse"
     """Squared difference, or cross entropy."""
     decay: Share = 0.25
-    """Share of the old policy that stays after a training step."""
+    """EMA decay of the old policy per training step."""
     decay_rate: Annotated[float, Field(ge=0)] = 0.005
-    """What every training step adds to decay."""
+    """Increase of decay per training step."""
 
     def loss(self, train: TrainConfig, error: Tensor, anchor_error: Tensor, targets: Targets) -> Tensor:
         """[n]."""

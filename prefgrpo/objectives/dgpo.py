@@ -2,8 +2,8 @@
 
     s_p = (β / G) Σ_i A_i (d_i − d_ref,i)    loss = mean_i σ(sg s_p) · A_i d_i
 
-The weight of a group falls as soon as its better half is fitted better than its worse half. With an old policy as
-reference, `clip` stops samples whose exp(d_old − d) has left 1 ± clip_range in the direction of their advantage.
+A group's weight falls once its better half is fitted better than its worse half. With an old policy as reference,
+`clip` stops the gradient of samples whose exp(d_old − d) has left 1 ± clip_range in the direction of their advantage.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from prefgrpo.objectives.dpo import Preference
 
 @dataclass(frozen=True, config=STRICT)
 class DGPO(Preference):
-    """The better half of a group against the worse one."""
+    """The better half of a group against the worse half."""
 
     clip: bool = False
-    """Clip by train.clip_range against the old policy; needs reference: old."""
+    """Clip the ratio to the old policy with train.clip_range; requires reference: old."""
 
     def mistakes(self, group_size: int) -> list[str]:
-        """Clipping needs an old policy."""
+        """clip requires reference: old."""
         return ["clip: expected reference old, which the ratio is measured against"] * (
             self.clip and self.reference != "old"
         )

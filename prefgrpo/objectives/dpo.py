@@ -2,7 +2,7 @@
 
     loss = mean_p −log σ(h_best − h_worst)    h = ½β(d_ref − d)
 
-ε and t are the same for both, as published. Groups whose rewards are all equal have no best and are left out.
+Both share ε and t, as published. Groups whose rewards are all equal are skipped.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from prefgrpo.objectives.base import GroupObjective, OldPolicy, Targets
 
 @dataclass(frozen=True, config=STRICT)
 class Preference(OldPolicy, GroupObjective):
-    """What the objectives share that compare members by h = ½β(d_ref − d)."""
+    """Base of the objectives that compare members by h = ½β(d_ref − d)."""
 
     beta: PositiveFloat = 100.0
-    """β: how strongly the policy is held to its reference; small values let it go far."""
+    """β: strength of the regularisation towards the reference; smaller values let the policy move further."""
     reference: Literal["base", "old"] = "base"
-    """What h is measured against: the starting policy, or an old policy that follows with `decay` (0: the weights that
-    made the rollout)."""
+    """The policy that d_ref comes from: the initial one, or an old policy, an EMA of the policy with `decay` (0: the
+    weights that generated the rollout)."""
 
     @property
     def anchor(self) -> Literal["", "base", "old"]:
@@ -40,7 +40,7 @@ class Preference(OldPolicy, GroupObjective):
 
 @dataclass(frozen=True, config=STRICT)
 class DPO(Preference):
-    """Best against worst."""
+    """The best member against the worst."""
 
     def loss(self, train: TrainConfig, error: Tensor, anchor_error: Tensor, targets: Targets) -> Tensor:
         """[n]."""

@@ -1,8 +1,8 @@
 """Flow-DPPO: a trust region in KL instead of a clipped ratio.
 
-    loss = (1 / (N·K)) Σ −A r · [KL(old, new) < δ, or the step leads back]    KL = mean_D (μ − μ_old)² / 2s²
+    loss = (1 / (N·K)) Σ −A r · [KL(old, new) < δ, or r moves back to 1]    KL = mean_D (μ − μ_old)² / 2s²
 
-A sample leads away where r > 1 and A > 0, or r < 1 and A < 0. Source: verl-omni's FlowDPPOLoss.
+The gradient moves r away from 1 where r > 1 and A > 0, or r < 1 and A < 0. Source: verl-omni's FlowDPPOLoss.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from prefgrpo.ops import METRICS, PolicyLoss, policy_loss
 
 @dataclass(frozen=True, config=STRICT)
 class FlowDPPO(TrajectoryObjective):
-    """The masked ratio; its clip fractions are the masked shares."""
+    """Loss with a masked ratio; the clip-fraction metrics report the masked shares."""
 
     keeps_velocity = True
 
     kl_threshold: PositiveFloat = 1e-5
-    """δ of the mean KL per latent element."""
+    """δ, the limit of the mean KL per latent element."""
 
     def loss(self, train: TrainConfig, new: Replayed, advantage: Tensor, denominator: float) -> PolicyLoss:
         """Loss of one replayed step of B samples; `denominator` is N·K."""
@@ -35,7 +35,7 @@ class FlowDPPO(TrajectoryObjective):
             new.logp,
             new.logp_old,
             advantage,
-            clip_low=1.0,  # a ratio is never clipped
+            clip_low=1.0,  # the ratio is never clipped
             clip_high=1e30,
             adv_clip=train.adv_clip_max,
             weight=kept if new.weight is None else kept * new.weight,

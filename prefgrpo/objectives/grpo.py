@@ -2,7 +2,7 @@
 
     loss = (1 / (N·K)) Σ_{i, k} weight_k · max(−A_i r_ik, −A_i clip(r_ik)) + kl_coef · KL_ik
 
-N counts the samples of the whole optimiser update over all ranks and K the trained steps.
+N is the number of samples in the whole optimiser update, over all ranks; K is the number of trained steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prefgrpo.ops import PolicyLoss, policy_loss
 
 @dataclass(frozen=True, config=STRICT)
 class GRPO(TrajectoryObjective):
-    """The clipped ratio."""
+    """GRPO with the clipped importance ratio."""
 
     def loss(self, train: TrainConfig, new: Replayed, advantage: Tensor, denominator: float) -> PolicyLoss:
         """Loss of one replayed step of B samples; `denominator` is N·K."""

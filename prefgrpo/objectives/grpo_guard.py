@@ -1,9 +1,9 @@
-"""GRPO-Guard (arXiv 2510.22319): a log-ratio of mean 0 at every step, and the gradient of all steps on one scale.
+"""GRPO-Guard (arXiv 2510.22319): a log-ratio with mean 0 at every step, and gradients on the same scale at all steps.
 
     log r = mean_D [ε̂·(μ − μ_old)],  ε̂ = (x' − μ_old) / s    loss: GRPO's with this ratio and weight 1 / |Δσ|
 
-Per sample, as the paper has it; the published code averages over the batch. Clip ranges are those of its own scale:
-2e-6 … 4e-6 were published.
+The ratio is per sample, as in the paper; the published code averages over the batch. Because of its different scale,
+clip_range has other values than in GRPO: 2e-6 … 4e-6 as published.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from prefgrpo.objectives.grpo import GRPO
 
 @dataclass(frozen=True, config=STRICT)
 class GRPOGuard(GRPO):
-    """GRPO with the regulated ratio: `Replayed.log_ratio` is there because the velocities are."""
+    """GRPO with the regulated ratio, `Replayed.log_ratio`, which needs the rollout's velocities."""
 
     keeps_velocity = True
 
     step_weight: StepWeight = "inverse_step"
-    """As published; none, velocity and noise as for grpo."""
+    """inverse_step is the published weight; none, velocity and noise are as for grpo."""

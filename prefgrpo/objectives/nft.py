@@ -1,10 +1,10 @@
-"""DiffusionNFT (arXiv 2509.16117): a positive and a negative policy around the old one, no likelihood and no SDE.
+"""DiffusionNFT (arXiv 2509.16117): a positive and a negative policy around the old policy; no likelihood, no SDE.
 
     v± = v_old ± β(v − v_old)    L± = mean_D (x̂± − x0)² / w±,  x̂± = x_t − t·v±,  w± = sg mean_D |x̂± − x0|
     loss = mean_i scale · (r_i L⁺ + (1 − r_i) L⁻) / β
 
-r_i in 0 … 1 is the probability that sample i is good: clip(A / 2A_max + ½) as published, or its win rate. The gradient
-holds the residual of the old policy, (2r − 1)(v_old − u) + β(v − v_old): what pushes away cannot grow without bound.
+r_i in 0 … 1 is the probability that sample i is good: clip(A / 2A_max + ½) as published, or its win rate. The gradient,
+∝ (2r − 1)(v_old − u) + β(v − v_old), repels with the fixed residual of the old policy, so it cannot grow without bound.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class NFT(OptimalityObjective, PointwiseObjective):
     weighs_advantages = True
 
     beta: PositiveFloat = 1.0
-    """β: how far the positive and the negative policy lie from the old one."""
+    """β: distance of the positive and the negative policy from the old policy, in units of v − v_old."""
     scale: PositiveFloat | None = None
-    """Factor of the loss; none: A_max with optimality advantage, as published, else 1."""
+    """Factor of the loss; none: A_max with optimality advantage, as published, otherwise 1."""
     weighted: bool = True
-    """Divide by the mean absolute error w; off: the plain error of the velocity, mean_D (v± − u)²."""
+    """Divide by the mean absolute error w; false: use the unweighted velocity error, mean_D (v± − u)²."""
     sample_with_old: bool = False
-    """Let the old policy make the rollouts, as published, instead of the policy."""
+    """Generate the rollouts with the old policy, as published, instead of the current policy."""
 
     @property
     def sampled_by_old(self) -> bool:
-        """As the option says."""
+        """The option sample_with_old."""
         return self.sample_with_old
 
     def signal(self, train: TrainConfig, targets: Targets) -> Tensor:

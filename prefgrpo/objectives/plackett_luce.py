@@ -2,7 +2,7 @@
 
     loss = mean_p −(1 / (G − 1)) Σ_i [h_i − log Σ_{j: A_j ≤ A_i} exp h_j]    h = ½β(d_ref − d)
 
-The members are ranked by their advantages. Tied ones have the same competitors, each other among them (Breslow).
+Members are ranked by advantage. Tied members have the same set of competitors, including each other (Breslow).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from prefgrpo.objectives.dpo import Preference
 
 @dataclass(frozen=True, config=STRICT)
 class PlackettLuce(Preference):
-    """The whole ranking; members without a reward are not in it."""
+    """Likelihood of the whole ranking, without members whose reward is missing."""
 
     beta: PositiveFloat = 20.0
-    """β: how strongly the policy is held to its reference; small values let it go far."""
+    """β: strength of the regularisation towards the reference; smaller values let the policy move further."""
 
     def loss(self, train: TrainConfig, error: Tensor, anchor_error: Tensor, targets: Targets) -> Tensor:
         """[n]."""

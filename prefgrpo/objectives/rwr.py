@@ -1,8 +1,8 @@
-"""Reward-weighted regression on a group (Peters & Schaal 2007; Flow-GRPO's RWR).
+"""Reward-weighted regression within each group (Peters & Schaal 2007; Flow-GRPO's RWR).
 
     loss = mean_p Σ_i softmax_i(A / τ) d_i
 
-τ → 0 is SFT on the best; all weights are positive, so nothing is pushed away.
+τ → 0 gives SFT on the best sample; all weights are positive, so no sample's likelihood is pushed down.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from prefgrpo.objectives.base import PointwiseObjective, Prediction, Targets, wh
 
 @dataclass(frozen=True, config=STRICT)
 class RWR(PointwiseObjective):
-    """Flow matching, weighted by exponentiated advantages."""
+    """Flow matching weighted by exponentiated advantages."""
 
     temperature: PositiveFloat = 1.0
-    """τ, in advantages."""
+    """τ, in units of the advantage."""
 
     def signal(self, train: TrainConfig, targets: Targets) -> Tensor:
-        """[P, G] weights, of sum 1 in a group."""
+        """[P, G] weights, summing to 1 within a group."""
         scaled = (targets.advantage / self.temperature).masked_fill(~targets.known, -torch.inf)
         return where_known(scaled.softmax(1), targets)
 
     def per_group(self, group_size: int) -> int:
-        """The weights of a group are one sample's."""
+        """1, because a group's weights sum to 1."""
         return 1
 
     def loss(self, train: TrainConfig, p: Prediction, signal: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
     loss = mean_p d_best(p)
 
-The best has the largest advantage; the other members cost no forward.
+The best sample is the one with the largest advantage; the other members cost no forward.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class SFT(PointwiseObjective):
     """Flow matching on the best of every group."""
 
     def signal(self, train: TrainConfig, targets: Targets) -> Tensor:
-        """1 for the best member of a group, else NaN."""
+        """1 for the best member of a group, NaN for the others."""
         best = torch.full_like(targets.advantage, torch.nan).scatter(1, targets.advantage.argmax(1, keepdim=True), 1.0)
         return where_known(best, targets)
 
     def per_group(self, group_size: int) -> int:
-        """The best."""
+        """1, the best member."""
         return 1
 
     def loss(self, train: TrainConfig, p: Prediction, signal: Tensor) -> Tensor:

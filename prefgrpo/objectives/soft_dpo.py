@@ -1,10 +1,10 @@
-"""DPO on the whole win matrix of a group: every comparison trains, with the verdict as it is.
+"""DPO on the whole win matrix of a group: every comparison is a term, with its verdict as a soft label.
 
     loss = mean_p (1 / pairs) Σ_{i<j, compared} ℓ(h_i − h_j, W_ij)    h = ½β(d_ref − d)
     logistic: ℓ = −W log σ(x) − (1 − W) log σ(−x)    ipo: (x − (2W − 1)·margin)²    logit: (x − logit W)²
 
-Ties, soft verdicts and judges that contradict themselves enter as they are; pairs that were not compared do not.
-∂loss/∂h_i = (1 / pairs) Σ_j (σ(h_i − h_j) − W_ij): G numbers from G² verdicts, one forward per sample.
+Ties, soft verdicts and inconsistent verdicts are used unchanged; pairs that were not compared are skipped. As
+∂loss/∂h_i = (1 / pairs) Σ_j (σ(h_i − h_j) − W_ij), all G² verdicts cost only one forward per sample.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from prefgrpo.objectives.dpo import Preference
 
 @dataclass(frozen=True, config=STRICT)
 class SoftDPO(Preference):
-    """Every pair, by its verdict."""
+    """DPO on every compared pair, with its verdict as label."""
 
     beta: PositiveFloat = 20.0
-    """β: how strongly the policy is held to its reference; small values let it go far."""
+    """β: strength of the regularisation towards the reference; smaller values let the policy move further."""
     form: Literal["logistic", "ipo", "logit"] = "logistic"
-    """logistic: cross entropy with the verdict; ipo: h_i − h_j goes to (2W − 1)·margin and no further; logit: to
+    """logistic: cross entropy with the verdict; ipo: regress h_i − h_j on (2W − 1)·margin; logit: regress it on
     logit W."""
     margin: PositiveFloat = 0.5
-    """Of ipo."""
+    """Margin of ipo."""
     clip: Annotated[float, Field(gt=0, lt=0.5)] = 0.02
-    """Verdicts are kept inside clip … 1 − clip before logit takes their logarithm."""
+    """Verdicts are clipped to clip … 1 − clip before logit takes their logarithm."""
 
     @property
     def needs_comparisons(self) -> bool:
-        """Yes."""
+        """Always true."""
         return True
 
     def signal(self, train: TrainConfig, targets: Targets) -> Tensor:
-        """The advantage; groups without any comparison are left out. One of ties only trains: it pulls h together."""
+        """The advantage; groups without any comparison are dropped. All-tie groups are kept: they pull h together."""
         return torch.where((targets.counts > 0).any(2).any(1, keepdim=True), targets.advantage, torch.nan)
 
     def loss(self, train: TrainConfig, error: Tensor, anchor_error: Tensor, targets: Targets) -> Tensor:

@@ -1,6 +1,6 @@
-"""The public fused ops: what the trainer uses and what other codebases import.
+"""The public fused ops: used by the trainer and importable from other codebases.
 
-Invariant: for every input the result is that of `ops.reference` (plain torch) on every backend.
+Invariant: on every backend, every input gives the same result as `ops.reference` (plain torch).
 """
 
 from prefgrpo.ops.advantage import group_advantage, winrate_advantage

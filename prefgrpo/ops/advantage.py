@@ -30,7 +30,7 @@ def winrate_advantage(
 ) -> tuple[Tensor, Tensor]:
     """(win rate, advantage), both fp32 [P, G], from wins and counts [P, G, G], in one launch.
 
-    wins[p, i, j]: sum of soft verdicts that i beats j; counts: how many verdicts exist. A member without any
+    wins[p, i, j]: sum of the soft verdicts that i beats j; counts: the number of verdicts. A member without any
     comparison has win rate NaN and advantage 0. Raises ValueError for other shapes.
     """
     _check_options(std, eps, ddof)
@@ -59,9 +59,9 @@ def group_advantage(
 ) -> Tensor:
     """Advantage fp32 [B] of rewards [R, B] (NaN = missing) in groups given by any integer ids [B], in one launch.
 
-    combine: the rewards' weighted sum, geometric or harmonic mean (missing if a reward is negative), normalised
-    afterwards; or the weighted sum of each reward's own advantage (GDPO). A sample that lacks any reward of
-    non-zero weight is missing and gets 0. rank: replace values by their rank in the group first. Statistics are
+    combine: normalise the weighted sum, or the weighted geometric or harmonic mean (missing if a reward is negative),
+    of the rewards; or take the weighted sum of the rewards' separate advantages (GDPO). A sample that lacks any reward
+    of non-zero weight is missing and gets 0. rank: first replace values by their rank within the group. Statistics are
     two-pass fp64. Raises ValueError for other shapes.
     """
     _check_options(std, eps, ddof)

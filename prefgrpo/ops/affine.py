@@ -2,8 +2,8 @@
 
     x' = a·x + b·v + s·ε          logp = w · mean_D (x' − a·x − b·v)² + c
 
-Invariant: logp is scored on the value that is stored (x' after rounding to the storage dtype), with a fixed
-summation order that depends on D only; the step and the replay of the same inputs give the same bits.
+Invariant: logp is computed from the stored value (x' after rounding to the storage dtype), with a fixed summation
+order that depends on D only; a step and its replay with the same inputs are bitwise equal.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def philox_normal(
 ) -> Tensor:
     """Addressed N(0, 1) noise [B, numel]: elements offset … offset + numel − 1 of each sample's latent.
 
-    sample, step: int64 or int32 [B]. The map from (seed, sample, step, element) to a number is in docs/ops.md; every
-    backend gives the same to 1e-6. dtype: fp32, bf16, fp16 or fp64, else TypeError. out: memory for the result. Raises
-    ValueError for ids of another dtype or shape, a negative size or offset, an `out` that does not fit.
+    sample, step: int64 or int32 [B]. docs/ops.md defines the map from (seed, sample, step, element) to a number; the
+    backends agree to 1e-6. dtype: fp32, bf16, fp16 or fp64, else TypeError. out: memory for the result. Raises
+    ValueError for ids of another dtype or shape, a negative size or offset, or an `out` that does not fit.
     """
     numel, offset, sample, step = integer(numel), integer(offset), ids(sample), ids(step)
     check_ids("sample", sample, sample.numel(), sample.device)
@@ -85,7 +85,7 @@ def philox_normal(
 
 
 def unpack_guidance(guidance: Guidance | None) -> tuple[Tensor | None, float, bool, bool]:
-    """(uncond, scale, from_cond, rescale), the fields of `Step` and `Replay`."""
+    """(uncond, scale, from_cond, rescale), as in the fields of `Step` and `Replay`."""
     return guidance or (None, 0.0, False, False)
 
 
@@ -107,13 +107,13 @@ def affine_step(
 ) -> AffineStep:
     """One denoising step of any rule, in one launch; no gradient.
 
-    x, v: [B, …] bf16/fp16/fp32 (fp64: in torch), any strides; results are contiguous. coef: fp32 [T, 5] rows
-    (a, b, s, w, c) with index int64 or int32 [B], or one number for all samples; or [B, 5] without. noise: ε like x, an
-    address, or None (no noise is added). out_dtype: storage dtype of x' (default x's). guidance: v is the conditional
-    half of a pair. want_mean: also a·x + b·v. x0_sigma: fp32 σ, one per row of coef, read at `index`: also x − σ·v.
-    out: memory for x', which must not overlap an input. mask, cu_seqlens, divisor and an index per token: as in
-    `affine_logp`; x' is computed outside the mask too. Raises ValueError, TypeError or IndexError for what does not
-    fit.
+    x, v: [B, …] bf16/fp16/fp32 (fp64: computed in torch), any strides; results are contiguous. coef: fp32 [T, 5] rows
+    (a, b, s, w, c), selected by index (int64 or int32 [B], or one number for all samples); without index, [B, 5].
+    noise: ε like x, an address, or None (no noise). out_dtype: storage dtype of x' (default: x's). guidance: v is the
+    conditional half of a pair. want_mean: also return a·x + b·v. x0_sigma: fp32 σ, one per row of coef, selected by
+    `index`: also return x − σ·v. out: memory for x'; it must not overlap an input. mask, cu_seqlens, divisor and an
+    index per token: as in `affine_logp`; x' is computed outside the mask too. Raises ValueError, TypeError or
+    IndexError for arguments that do not fit together.
     """
     eps, seed, sample, step, offset = None, 0, None, None, 0
     row = rows_index(index, x)
@@ -148,18 +148,18 @@ def affine_logp(
     cu_seqlens: Tensor | None = None,
     divisor: float | Tensor | None = None,
 ) -> AffineLogp:
-    """Log-prob (KL to `v_ref`, Guard log-ratio to `v_old`) of a stored step; shapes as in `affine_step`.
+    """Log-prob of a stored step, with its KL to `v_ref` and Guard log-ratio to `v_old`; shapes as in `affine_step`.
 
-    The gradient flows to v, and with a guidance pair to c (= v) and u; ValueError where another input requires one:
-    detach it. Nothing of size D is kept for it beyond the inputs; autograd does not notice if those of inference mode
-    are overwritten before the backward. No second derivative. v_ref and v_old are velocities after guidance.
+    The gradient flows to v, and with a guidance pair to c (= v) and u. If another input requires a gradient, ValueError
+    asks to detach it. Backward keeps nothing of size D but the inputs; autograd cannot detect that inference-mode
+    inputs were overwritten before it. No second derivative. v_ref and v_old are velocities after guidance.
 
-    index [B, …], with the leading dimensions of x or 1: a row of its own per token, frame or element. mask: bool,
-    likewise; an element where it is False counts for nothing and gets gradient 0, whatever it holds. cu_seqlens: int32
-    or int64 [B + 1], 0 … N: x is [N, …], sample i its tokens cu_seqlens[i] … cu_seqlens[i + 1] − 1; index is then [B],
-    or per token ([N, 1] where N = B); any other than 0 … N is an index outside the table. divisor: what the sums over
-    a sample are divided by, a number or [B]; default the number of its unmasked elements. 1 gives the sums themselves;
-    with the size of the whole latent the results of its slices add up.
+    index [B, …], with the leading dimensions of x (or 1 in their place): one row per token, frame or element. mask:
+    bool, likewise; elements where it is False are ignored and get gradient 0, whatever they hold. cu_seqlens: int32 or
+    int64 [B + 1], ascending from 0 to N: x is [N, …], and sample i consists of the tokens cu_seqlens[i] …
+    cu_seqlens[i + 1] − 1; index is then [B], or per token ([N, 1] if N = B). Other cu_seqlens count as an index outside
+    the table. divisor: a number or [B] by which a sample's sums are divided; default: its number of unmasked elements.
+    1 gives plain sums; with the size of a whole latent, the results of its slices add up.
     """
     row = rows_index(index, x)
     a = Replay(x, v, x_next, coef, row, *unpack_guidance(guidance), v_ref, v_old)

@@ -1,9 +1,9 @@
-"""What each op takes and returns, the same for every backend, and the checks of what an affine op takes.
+"""Arguments and results of each op, the same for every backend, and argument checks of the affine ops.
 
-The fields of an op's NamedTuple are the arguments of torch.ops.prefgrpo.<op>, in order; its `results` are new tensors
-for what the op returns. Invariant: after `check_affine` every tensor is on one device, x, v and their companions have
-one shape [B, …], and the coefficient table has 5 columns. Values are never read back: the kernel raises IndexError for
-an index outside the table on the CPU, and gives NaN on a GPU.
+The fields of an op's NamedTuple are the arguments of torch.ops.prefgrpo.<op>, in order; its `results` allocates the
+tensors that the op returns. Invariant: after `check_affine` all tensors are on one device, x, v and the tensors like
+them have one shape [B, …], and the coefficient table has 5 columns. Tensor values are never read back for a check: for
+an index outside the table, the kernel raises IndexError on the CPU and gives NaN on a GPU.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Std = Literal["group", "global", "none"]
 Combine = Literal["weighted_sum", "weighted_advantage_sum", "geometric_mean", "harmonic_mean"]
 Results = list[Any]
-"""Tensors, and None for what was not asked for."""
+"""Tensors, and None for results that were not requested."""
 
 
 class NoiseAddress(NamedTuple):
-    """Where ε of a batch lives: element e of sample i at step k is Philox(seed; e, k, sample id)."""
+    """Philox counter of a batch's ε: element e of sample i at step k is Philox(seed; e, k, sample id)."""
 
     seed: int
     """64-bit key of the run."""
@@ -37,7 +37,7 @@ class NoiseAddress(NamedTuple):
 
 
 class Guidance(NamedTuple):
-    """The second half of a guidance pair: v = u + g·(c − u) is combined inside the op, c being its `v`."""
+    """The second half of a guidance pair; the op computes v = u + g·(c − u) itself, its argument `v` being c."""
 
     uncond: Tensor
     """u, like v."""
@@ -68,7 +68,7 @@ class Normal(NamedTuple):
     offset: int
     dtype: torch.dtype
     out: Tensor | None = None
-    """The caller's memory for the noise; like that of Step and Replay no argument of the custom op."""
+    """The caller's memory for the noise. Like `out` of Step and Replay, not an argument of the custom op."""
 
     def results(self) -> Results:
         """Noise [B, numel]."""
@@ -78,7 +78,7 @@ class Normal(NamedTuple):
 
 
 class Step(NamedTuple):
-    """affine_step: the latents and their velocity, a guidance pair, one kind of noise or none, further results."""
+    """affine_step: latents, velocity, a guidance pair, one kind of noise or none, and which extra results to return."""
 
     x: Tensor
     v: Tensor
@@ -87,13 +87,13 @@ class Step(NamedTuple):
     row: Tensor | None
     """int64 [B] rows of coef; None: T = B."""
     uncond: Tensor | None
-    """Of the guidance pair, as are the next three."""
+    """This and the next three fields: the guidance pair."""
     scale: float
     from_cond: bool
     rescale: bool
     eps: Tensor | None
     seed: int
-    """Of addressed noise, as are the next three; signed 64-bit."""
+    """This and the next three fields: addressed noise; the seed is a signed 64-bit number."""
     sample: Tensor | None
     step: Tensor | None
     offset: int
@@ -112,7 +112,7 @@ class Step(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """affine_logp; with the upstream gradients affine_grad."""
+    """affine_logp, or with upstream gradients affine_grad."""
 
     x: Tensor
     v: Tensor
@@ -126,7 +126,7 @@ class Replay(NamedTuple):
     v_ref: Tensor | None
     v_old: Tensor | None
     g_logp: Tensor | None = None
-    """[B] upstream gradient of logp, as the next two of KL and Guard log-ratio; only affine_grad takes them."""
+    """[B] upstream gradient of logp; the next two, of KL and Guard log-ratio. Only affine_grad takes them."""
     g_kl: Tensor | None = None
     g_guard: Tensor | None = None
     out: Tensor | None = None
@@ -177,9 +177,9 @@ class Group(NamedTuple):
     group_ids: Tensor
     weights: Tensor
     combine: str
-    """Of `Combine`, which has the order of csrc's enum."""
+    """One of `Combine`, which is in the order of csrc's enum."""
     std: str
-    """Of `Std`, likewise."""
+    """One of `Std`, likewise."""
     eps: float
     ddof: int
     rank: bool
@@ -190,12 +190,12 @@ class Group(NamedTuple):
 
 
 SCANNED = 4096
-"""The largest batch whose groups a GPU finds by comparing every id with every other; `sorted_groups` makes a larger one
-neighbours first."""
+"""The largest batch in which a GPU finds groups by comparing every pair of ids; `sorted_groups` first sorts larger
+batches by group."""
 
 
 def sorted_groups(a: Group, op: Callable[[Group], Results]) -> Results:
-    """The results of `op` in the order of `a`, from samples in ascending order of their group's id."""
+    """Run `op` on the samples sorted by group id; the results are in the order of `a`."""
     order = a.group_ids.argsort(stable=True)
     (out,) = op(a._replace(rewards=a.rewards[:, order], group_ids=a.group_ids[order]))
     return [torch.empty_like(out).index_copy_(0, order, out)]
@@ -235,18 +235,18 @@ def packed(t: Tensor) -> Tensor:
 
 
 def signed(seed: int) -> int:
-    """A 64-bit key as the int64 that an op's schema can carry."""
+    """A 64-bit key as int64, the integer type of op schemas."""
     seed = integer(seed) & (2**64 - 1)
     return seed - 2**64 if seed >= 2**63 else seed
 
 
 def integer(n: int) -> int:
-    """`n` as a Python integer, which NumPy's are not; a symbolic size stays. Raises TypeError for a float."""
+    """`n` (possibly a NumPy integer) as a Python int; a SymInt is returned as it is. Raises TypeError for a float."""
     return n if isinstance(n, int | torch.SymInt) else operator.index(n)
 
 
 def check_clips(low: float, high: float, adv_clip: float, kl_coef: float, denominator: float | None) -> None:
-    """Raise ValueError for a clip below 0 or NaN, a KL coefficient that is not finite, a denominator not above 0."""
+    """Raise ValueError for a negative or NaN clip, a KL coefficient that is not finite, a denominator not above 0."""
     if not (low >= 0 and high >= 0 and adv_clip >= 0):
         raise ValueError(f"clip_low, clip_high, adv_clip: expected 0 or more, got {low}, {high}, {adv_clip}")
     if not abs(kl_coef) < math.inf:
@@ -256,19 +256,19 @@ def check_clips(low: float, high: float, adv_clip: float, kl_coef: float, denomi
 
 
 def rows_index(index: Tensor | int | None, x: Tensor) -> Tensor | None:
-    """int64 rows of a coefficient table: of all samples of `x` where `index` is one number."""
+    """int64 rows of a coefficient table; a single number is repeated for all samples of `x`."""
     if index is None or isinstance(index, Tensor):
         return index if index is None or index.dtype != torch.int32 else index.long()
     return torch.full(x.shape[:1] or (0,), integer(index), dtype=torch.int64, device=x.device)
 
 
 def ids(t: Tensor) -> Tensor:
-    """int32 as int64; anything else as it is, for `check_ids` to judge."""
+    """int32 cast to int64; any other dtype unchanged, for `check_ids` to reject."""
     return t.long() if t.dtype == torch.int32 else t
 
 
 def check_out(out: Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *read: Any) -> None:
-    """Raise ValueError unless `out` is None or memory for such a result that overlaps none of the tensors `read`."""
+    """Raise ValueError unless `out` is None, or fits this result and overlaps none of the tensors `read`."""
     if out is None:
         return
     if out.shape != torch.Size(shape) or out.dtype != dtype or out.device != device:
@@ -282,7 +282,7 @@ def check_out(out: Tensor | None, shape: Sequence[int], dtype: torch.dtype, devi
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are one, or their extents in a common storage meet; in a graph or vmap the first alone."""
+    """Whether two tensors are the same object or (not checked in a graph or vmap) overlap in a common storage."""
     if a is b or torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None:
         return a is b
     if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
@@ -292,7 +292,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _extent(t: Tensor) -> tuple[Any, Any]:
-    """First byte of `t` in its storage, and the one after its last."""
+    """Byte offsets in its storage of the start of `t` and of its end (exclusive)."""
     size = t.element_size() if t.numel() else 0
     reach = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
     offset = int(t.storage_offset())
@@ -300,12 +300,12 @@ def _extent(t: Tensor) -> tuple[Any, Any]:
 
 
 def written(result: Tensor, out: Tensor | None) -> Tensor:
-    """`result` in `out`, where the backend could not write it there itself."""
+    """Copy `result` into `out` if the backend could not write there itself."""
     return result if out is None or result is out else out.copy_(result)
 
 
 def check_ids(name: str, t: Tensor, batch: int, device: torch.device) -> None:
-    """Raise unless `t` is int64 (`ids` of the caller's) [batch] on `device`."""
+    """Raise ValueError unless `t` (after `ids`) is int64 [batch] on `device`."""
     if t.dtype != torch.int64 or t.shape != (batch,):
         raise ValueError(f"{name}: expected int64 or int32 [{batch}], got {t.dtype} {list(t.shape)}")
     if t.device != device:
@@ -313,7 +313,7 @@ def check_ids(name: str, t: Tensor, batch: int, device: torch.device) -> None:
 
 
 def check_affine(a: Affine, **like: Tensor | None) -> None:
-    """Raise ValueError or TypeError, saying what was expected, unless the inputs of an affine op fit together."""
+    """Raise ValueError or TypeError, stating what was expected, unless the inputs of an affine op fit together."""
     check_latents(a, **like)
     if a.row is not None:
         check_ids("index", a.row, a.x.shape[0], a.x.device)
@@ -324,7 +324,7 @@ def check_affine(a: Affine, **like: Tensor | None) -> None:
 
 
 def check_latents(a: Affine, **like: Tensor | None) -> None:
-    """`check_affine` but for how many rows there are."""
+    """`check_affine` without the check of the number of rows."""
     x, coef = a.x, a.coef
     if not x.dim():
         raise ValueError("x: expected [B, …], got a 0-d tensor")
@@ -349,7 +349,7 @@ def check_latents(a: Affine, **like: Tensor | None) -> None:
 
 
 def check_step(a: Step) -> None:
-    """`check_affine`, and of the noise, σ and dtypes of a step; the same errors."""
+    """`check_affine`, and checks of a step's noise, σ and dtypes; the same errors."""
     check_affine(a, noise=a.eps)
     if a.sample is not None:
         if a.step is None:

@@ -1,9 +1,9 @@
 """Which implementation serves a tensor: cuda (C++), triton, cpu (C++) or torch (the reference).
 
-Order on a GPU: cuda, triton, torch; on a CPU: cpu, torch. `PREFGRPO_BACKEND` (for the process) or `use_backend` (for a
-block of one thread) names one; it then serves every tensor on a device that it knows, and other devices keep their
-order. Invariant: a backend that is missing, or whose kernels do not start, changes the speed, never the answer; it is
-said once.
+Order of preference on a GPU: cuda, triton, torch; on a CPU: cpu, torch. `PREFGRPO_BACKEND` (for the process) or
+`use_backend` (for a block of one thread) selects one for the devices it supports; other devices keep their order.
+Invariant: a backend that is missing, or whose kernels do not launch, changes the speed, never the result; one warning
+tells the user.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def missing(name: str) -> str | None:
 
 @lru_cache(None)
 def _not_launched() -> str | None:
-    """Why a kernel of prefgrpo._C does not start on the current GPU (tried once), or None if it does."""
+    """Why prefgrpo._C's kernels do not launch on the current GPU (tried once), or None if they do."""
     built: Any = extension()
     try:
         ids = torch.zeros(1, dtype=torch.int64, device="cuda")
@@ -120,7 +120,7 @@ def _chosen(device: torch.device | str, name: str | None) -> str:
 
 
 def backend_of(device: torch.device | str, *dtypes: torch.dtype) -> str:
-    """Name of the backend that serves tensors on `device`; fp64 is served by torch alone."""
+    """Name of the backend that serves tensors on `device`; fp64 is always served by torch."""
     if torch.float64 in dtypes:
         return "torch"
     return _chosen(device, _override.get() or _environment())
@@ -132,7 +132,7 @@ def _serving(device: torch.device, name: str | None) -> ModuleType:
 
 
 def serving(device: torch.device) -> ModuleType:
-    """The module of the backend that serves tensors on `device` that are not fp64."""
+    """The module of the backend that serves tensors on `device` (other than fp64)."""
     return _serving(device, _override.get() or _environment())
 
 

@@ -1,9 +1,9 @@
-"""The ops: each a function on checked arguments that takes the best backend, and a torch.library custom op.
+"""The ops: each is a function of checked arguments that picks the best backend, and a torch.library custom op.
 
 Eager calls on plain tensors go straight to the backend's function of the same name (the dispatcher costs more than the
-small ops). Whatever is more than that goes through the dispatcher as one opaque op, torch.ops.prefgrpo.<name>, with a
-fake kernel and a registered gradient: compiled graphs, tracers, modes, tensor subclasses, functorch, lazily negated
-views. Invariant: an absent optional result is None, and inside the custom op alone an empty tensor of bools.
+small ops). All other calls (compiled graphs, tracers, modes, tensor subclasses, functorch, lazily negated views) go
+through the dispatcher as one opaque op, torch.ops.prefgrpo.<name>, with a fake kernel and a registered gradient.
+Invariant: an absent optional result is None; only inside the custom op it is an empty bool tensor.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from prefgrpo.ops.args import Group, Normal, Policy, Replay, Results, Step, Winr
 from prefgrpo.ops.backend import implementation, serving
 
 NAMESPACE = __name__.split(".")[0]
-"""Of the custom ops: prefgrpo, or where the hub's loader gives the package another name, that one."""
+"""Namespace of the custom ops: prefgrpo, or the name that the hub's loader gives the package."""
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
-# There are no public names for these: how many dispatch modes, whether a function mode, which tracer and transform.
+# No public API for these: number of dispatch modes, whether a function mode is on, the tracer, functorch transforms.
 _dispatch_modes, _function_mode = torch._C._len_torch_dispatch_stack, torch._C._is_torch_function_mode_enabled
 _tracer, _functorch = torch._C._get_tracing_state, torch._C._functorch
 Grads = dict[str, Tensor | None]
 
 
 class Op:
-    """One op without a gradient; called with its arguments, it returns its results.
+    """An op without a gradient; calling it with its arguments returns its results.
 
-    schema: of the custom op; its arguments are the first fields of `kind`. results: makes the tensors that a backend
-    writes. exact: the fields that leave the op to plain torch where they are fp64.
+    schema: the custom op's; its arguments are the first fields of `kind`. results: allocates the tensors that a backend
+    writes. exact: fields that select the torch backend when they are fp64.
     """
 
     has_gradient = False
@@ -53,7 +53,7 @@ class Op:
         self._exact = attrgetter(*exact.split()) if exact else None
 
     def run(self, *given: Any) -> Any:
-        """What the custom op does."""
+        """Implementation of the custom op."""
         return _padded(self.eager(self.kind(*given)))
 
     def __call__(self, a: Any) -> Results:
@@ -68,7 +68,7 @@ class Op:
             return self.in_graph(a)
 
     def observed(self, a: Any) -> bool:
-        """Whether the dispatcher must see this call: the memory of these tensors is not all there is to them."""
+        """Whether the dispatcher must see this call: reading the tensors' raw memory would not be enough."""
         for t in self._each(a):
             if t is not None and (type(t) not in _PLAIN or t.is_neg()):
                 return True
@@ -77,7 +77,7 @@ class Op:
         return _functorch.maybe_current_level() is not None
 
     def refuse_transforms(self, a: Any, wanted: bool = False) -> None:
-        """Raise NotImplementedError for derivatives that would be lost: forward mode, torch.func.grad if `wanted`."""
+        """Raise NotImplementedError where a derivative would be lost: forward mode, and torch.func.grad if `wanted`."""
         kinds, transform = {i.key() for i in _functorch.get_interpreter_stack() or ()}, _functorch.TransformType
         forward = self.has_gradient and transform.Jvp in kinds  # another transform may hide its tangents
         forward |= any(forward_ad.unpack_dual(t).tangent is not None for t in self._each(a) if t is not None)
@@ -87,7 +87,7 @@ class Op:
             raise NotImplementedError(f"{self.name} {has}; it was called under {how}: detach its inputs")
 
     def eager(self, a: Any) -> Results:
-        """Straight to the backend."""
+        """Call the backend directly."""
         return getattr(self.backend(a), self.name)(a)
 
     def backend(self, a: Any) -> ModuleType:
@@ -99,22 +99,22 @@ class Op:
         return serving(self._each(a)[0].device)
 
     def in_graph(self, a: Any) -> Results:
-        """Through the custom op."""
+        """Call the custom op."""
         out = self._graph(*a[: len(self.fields)])
         return [None if t.dtype == torch.bool else t for t in ((out,) if isinstance(out, Tensor) else out)]
 
 
 def _padded(out: Results) -> Any:
-    """Results as the schema has them."""
+    """Results in the form of the schema: None becomes an empty bool tensor."""
     each = [torch.empty(0, dtype=torch.bool, device=out[0].device) if t is None else t for t in out]
     return tuple(each) if len(each) > 1 else each[0]
 
 
 class GradOp(Op):
-    """An op with a gradient, by an autograd.Function where it is eager and registered with the custom op.
+    """An op with a gradient: an autograd.Function in eager mode, and a gradient registered with the custom op.
 
-    flows_to: the fields with a gradient; another one that requires it is refused. of: how many results have it.
-    save(ctx, arguments, results) keeps what backward(ctx, upstream, affine_grad) needs for the fields' gradients.
+    flows_to: the differentiable fields; another field that requires a gradient is rejected. of: number of
+    differentiable results. save(ctx, arguments, results) keeps what backward(ctx, upstream, affine_grad) needs.
     """
 
     has_gradient = True
@@ -159,7 +159,7 @@ class GradOp(Op):
         return tuple(grads.get(field) for field in self.fields)
 
     def __call__(self, a: Any) -> Results:
-        """The results for these arguments, with the gradient. Raises ValueError for a gradient that it has not."""
+        """The results, with autograd. Raises ValueError if a field without a gradient requires one."""
         wanted = torch.is_grad_enabled() and [
             self.fields[k] for k in self.tensors if (t := a[k]) is not None and t.requires_grad
         ]
@@ -176,12 +176,12 @@ class GradOp(Op):
 
 
 def _affine_grad(a: Replay, backend: ModuleType) -> Results:
-    """By the backend of the forward, unless the dispatcher must see the call."""
+    """Use the backend of the forward, unless the dispatcher must see the call."""
     return affine_grad.in_graph(a) if affine_grad.observed(a) else backend.affine_grad(a)
 
 
 def _save_replay(ctx: Any, a: Replay, _: Any) -> None:
-    """Tensors of inference mode, which autograd cannot watch and hence will not save, are kept as they are."""
+    """Inference-mode tensors, which autograd cannot track and refuses to save, are kept as plain references."""
     tensors = (a.x, a.v, a.x_next, a.coef, a.row, a.uncond, a.v_ref, a.v_old)
     ctx.guidance = a.scale, a.from_cond, a.rescale
     ctx.inference = [t if t is not None and t.is_inference() else None for t in tensors]
@@ -203,7 +203,7 @@ def _replay_backward(ctx: Any, upstream: Sequence[Tensor | None], grad: Callable
 
 
 def _save_policy(ctx: Any, a: Policy, results: Sequence[Any]) -> None:
-    """The gradient is known when the loss is; backward scales it."""
+    """The gradient is computed together with the loss; backward only scales it."""
     _, _, d_delta, d_kl = results
     ctx.delta, ctx.has_kl = "logp" if a.log_ratio is None else "log_ratio", a.kl is not None
     ctx.save_for_backward(d_delta, d_kl)

@@ -1,7 +1,7 @@
 """The cpu and cuda backends: calls into prefgrpo._C with pointers, strides and dtype enums.
 
-Outputs are allocated by the arguments' `results`; the kernels own nothing. Invariant: a tensor that is not
-[B, contiguous …] is made so first, hence the kernels see one layout; a CUDA call runs on torch's current stream of the
+The arguments' `results` allocates outputs; the kernels own no memory. Invariant: a tensor whose samples are not
+contiguous is copied first, so the kernels see a single layout; a CUDA call runs on torch's current stream for the
 tensors' device.
 """
 
@@ -48,7 +48,7 @@ def _stream(t: Tensor) -> int:
 
 
 def _launch(function: Callable[..., None], on: Tensor, *given: Any, planes: int = 0) -> None:
-    """Calls a function of prefgrpo._C with the library, the given, scratch for `planes` of sums, stream or threads."""
+    """Call prefgrpo._C's `function` with the library number, `given`, scratch for `planes` sums, stream or threads."""
     if _on_cpu(on):
         function(0, *given, *((0, 0) if planes else ()), torch.get_num_threads())
         return
@@ -58,7 +58,7 @@ def _launch(function: Callable[..., None], on: Tensor, *given: Any, planes: int 
 
 
 def _scratch(x: Tensor, planes: int) -> tuple[Tensor, Tensor]:
-    """(partial sums, tickets) of a CUDA reduction; tickets are 0 before and after every launch."""
+    """(partial sums, tickets) for a CUDA reduction; tickets are 0 before and after every launch."""
     batch, dim = x.shape[0], x.numel() // max(x.shape[0], 1)
     partial = torch.empty(planes * batch * _C.partials(dim), dtype=torch.float64, device=x.device)
     if torch.cuda.is_current_stream_capturing():
@@ -71,12 +71,12 @@ def _scratch(x: Tensor, planes: int) -> tuple[Tensor, Tensor]:
 
 
 def _too_wide(a: Affine) -> bool:
-    """Whether the norm's dimension exceeds the CPU kernels' tile, which leaves the op to plain torch."""
+    """Whether the dimension of the norm exceeds the CPU kernels' tile; plain torch then runs the op."""
     return a.rescale and _on_cpu(a.x) and rescaled_dim(a) > _C.max_rescale_dim
 
 
 def _guided(a: Any) -> Any:
-    """On CUDA a norm that the kernels do not restore gets a launch of its own, and v is then the velocity itself."""
+    """On CUDA, if the kernels cannot restore the norm, a separate launch does, and v becomes the guided velocity."""
     if not (length := a.rescale and rescaled_dim(a)) or _on_cpu(a.x) or _C.fuses_norm(length):
         return a
     v = torch.empty_like(a.x, dtype=torch.float32, memory_format=torch.contiguous_format)
@@ -92,7 +92,7 @@ def _guide(a: Affine, dv: Tensor | None, out: Tensor | None, du: Tensor | None) 
 
 
 def _head(a: Affine) -> tuple[list[Any], list[Tensor | None]]:
-    """Leading arguments of an affine launch (up to `index`), and the tensors that must outlive it."""
+    """Leading arguments of an affine launch (up to `index`), and the tensors to keep alive until it is done."""
     x, coef = a.x, a.coef if a.coef.dtype == torch.float32 else a.coef.float()
     keep = [*_packed(x, a.v, a.uncond), coef.contiguous(), None if a.row is None else a.row.contiguous()]
     size = (batch := x.shape[0]), x.numel() // max(batch, 1)
@@ -159,7 +159,7 @@ def policy_loss(a: args.Policy) -> Results:
 
 
 def _real(t: Tensor) -> Tensor:
-    """fp32 or fp64, contiguous."""
+    """`t` in fp32 or fp64, contiguous."""
     return (t if t.dtype in (torch.float32, torch.float64) else t.double()).contiguous()
 
 

@@ -1,8 +1,8 @@
-"""The torch backend: the functions that every backend has, over `reference`.
+"""The torch backend: the functions common to all backends, on top of `reference`.
 
-Invariant: what a compiled backend returns is what this module returns, up to the rounding that docs/ops.md states, in
-the dtypes and layout of the arguments' `results`: fp64 inputs are computed in fp64, and then rounded. Gradients are
-written out: inside a custom op, where these functions run in a compiled graph, autograd records nothing.
+Invariant: compiled backends return the same as this module, up to the rounding stated in docs/ops.md, in the dtypes and
+layout of the arguments' `results`: fp64 inputs are computed in fp64 and then rounded. Gradients are explicit, because
+autograd records nothing inside a custom op, where these functions run in a compiled graph.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def philox_normal(a: args.Normal) -> Results:
 
 
 def _written(values: Sequence[Tensor | None], dtypes: Sequence[torch.dtype | None]) -> Results:
-    """The values in these dtypes, contiguous."""
+    """The values cast to these dtypes, contiguous."""
     return [t if t is None else t.to(dtype).contiguous() for t, dtype in zip(values, dtypes, strict=True)]
 
 

@@ -32,7 +32,7 @@ class PolicyLoss(NamedTuple):
     """Result of `policy_loss`."""
 
     loss: Tensor
-    """fp32 scalar, or [T] of logp [B, T]; differentiable in logp, log_ratio and kl."""
+    """fp32 scalar, or [T] if logp is [B, T]; differentiable in logp, log_ratio and kl."""
     metrics: Tensor
     """fp32 [8] in the order of `METRICS`, or [T, 8], over the unmasked samples; no gradient."""
 
@@ -45,11 +45,11 @@ class PolicyGrad(NamedTuple):
     d_log_ratio: Tensor
     """[B], or [B, T]: d loss/d logp (or d log_ratio)."""
     d_kl: Tensor | None
-    """Likewise d loss/d kl."""
+    """d loss/d kl, likewise."""
 
 
 def metrics_by_name(metrics: Tensor) -> dict[str, Tensor]:
-    """{name: value, or [T] values} of `PolicyLoss.metrics`, still on the device."""
+    """`PolicyLoss.metrics` as {name: value, or [T] values}, still on the device."""
     return dict(zip(METRICS, metrics.unbind(-1), strict=True))
 
 
@@ -70,11 +70,11 @@ def policy_loss(
 ) -> PolicyLoss:
     """Clipped-ratio loss over B samples with its metrics, in one launch; all tensors [B] fp32 (fp64 is cast).
 
-    logp [B, T] gives T losses, each over its B samples, in the same launch; the others are [B, T], or [B] for all T.
-    weight: factor per sample on the policy term (GRPO-Guard: 1/|Δ|). mask: bool, False = left out. kl: per-sample
-    KL, added as kl_coef·kl. log_ratio: replaces logp − logp_old (Guard). denominator: default the unmasked count.
+    logp [B, T] gives T losses over B samples each, in one launch; the other tensors are [B, T], or [B] for all T.
+    weight: factor per sample on the policy term (GRPO-Guard: 1/|Δ|). mask: bool, False = left out. kl: KL per sample,
+    added as kl_coef·kl. log_ratio: replaces logp − logp_old (Guard). denominator: default: number of unmasked samples.
     A NaN in an unmasked sample makes its loss NaN. Raises ValueError or TypeError for tensors that do not fit, for a
-    clip that is negative or NaN, and where an input other than logp, log_ratio and kl requires a gradient.
+    negative or NaN clip, and if an input other than logp, log_ratio and kl requires a gradient.
     """
     high = clip_low if clip_high is None else clip_high
     a = Policy(logp, logp_old, advantage, clip_low, high, adv_clip, weight, mask, kl, kl_coef, log_ratio, denominator)
@@ -91,14 +91,14 @@ def policy_loss_grad(
     clip_high: float | None = None,
     **options: Any,
 ) -> PolicyGrad:
-    """`policy_loss`, with its arguments, as (loss, metrics, gradients), for loops that own their backward."""
+    """`policy_loss` with explicit gradients, for loops that do their own backward; same arguments."""
     a = Policy(logp, logp_old, advantage, clip_low, clip_low if clip_high is None else clip_high, **options)
     with torch.no_grad():
         return PolicyGrad(*library.policy_loss(_checked(a)))
 
 
 def _checked(a: Policy) -> Policy:
-    """`a`, with advantage and weight in fp32; raises as `policy_loss` does."""
+    """`a` with advantage and weight in fp32; raises the errors of `policy_loss`."""
     shape, device = a.logp.shape, a.logp.device
     if len(shape) not in (1, 2) or 0 in shape[1:]:
         raise ValueError(f"logp: expected [B] or [B, T], got {list(shape)}")

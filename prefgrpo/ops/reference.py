@@ -1,11 +1,11 @@
-"""The ops in plain torch: the specification that every backend is tested against.
+"""The ops in plain torch: the specification against which every backend is tested.
 
     x' = a·x + b·v + s·ε          logp = w · mean_D (x' − a·x − b·v)² + c
     loss = Σ max(−A r, −A clip(r)) / N        A = (reward − mean of its group) / (std + eps)
 
-Coefficient rows are (a, b, s, w, c); every function works in the dtype of its inputs' promotion to at least fp32 and
-runs unchanged in fp64, which is how tests obtain the truth. Statistics of groups are two-pass fp64. Invariants: the
-value of a sample of latents depends on that sample alone; a masked sample or a missing value (NaN) enters no loss,
+Coefficient rows are (a, b, s, w, c). Every function computes in the promoted dtype of its inputs, at least fp32, and
+runs unchanged in fp64, which gives tests their reference values. Group statistics are two-pass fp64. Invariants: the
+result for one sample depends on that sample's latents alone; a masked sample or a missing value (NaN) enters no loss,
 gradient or statistic, and a constant group gives exactly 0.
 """
 
@@ -38,7 +38,7 @@ def philox_uint32(seed: int, sample: Tensor, step: Tensor, blocks: Tensor) -> Te
     ]
     k = [seed & _MASK, (seed >> 32) & _MASK]
     for _ in range(10):
-        p0, p1 = _MUL[0] * c[0], _MUL[1] * c[2]  # int64 wraps, its bits are the 64-bit product
+        p0, p1 = _MUL[0] * c[0], _MUL[1] * c[2]  # int64 wraps around: its bits are those of the 64-bit product
         hi0, lo0 = (p0 >> 32) & _MASK, p0 & _MASK
         hi1, lo1 = (p1 >> 32) & _MASK, p1 & _MASK
         c = [hi1 ^ c[1] ^ k[0], lo1, hi0 ^ c[3] ^ k[1], lo0]
@@ -63,11 +63,11 @@ def philox_normal(
     angle = (2.0 * math.pi) * u[..., 1::2]
     z = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1)  # [B, n, 2, 2]
     start = offset - 4 * first
-    return z.flatten(1)[:, start : start + numel].to(dtype, copy=True)  # a result of its own, not a part
+    return z.flatten(1)[:, start : start + numel].to(dtype, copy=True)  # a new tensor, not a view
 
 
 def expand(column: Tensor, like: Tensor) -> Tensor:
-    """[B] → [B, 1, …] so that it broadcasts over the latent dimensions of `like`."""
+    """[B] → [B, 1, …], to broadcast over the latent dimensions of `like`."""
     return column.view(-1, *([1] * (like.dim() - 1)))
 
 
@@ -77,9 +77,9 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def mean_d(t: Tensor) -> Tensor:
-    """Mean over all but the batch dimension, [B]; one reduction per sample, so that no batch size changes its order.
+    """Mean over all but the batch dimension, [B]; one reduction per sample: its order is the same for any batch size.
 
-    More than 256 are tokens (`ops.tokens`), in one reduction.
+    Batches of more than 256 are tokens (`ops.tokens`) and take a single reduction.
     """
     t = t.reshape(t.shape[0], -1 if t.numel() else 0)
     if 0 < t.shape[0] <= 256:
@@ -88,9 +88,9 @@ def mean_d(t: Tensor) -> Tensor:
 
 
 def guided(cond: Tensor, uncond: Tensor, scale: float, from_cond: bool, rescale: bool) -> Tensor:
-    """u + g·(c − u), or c + g·(c − u), its norm over the last dimension restored to ‖c‖ if `rescale`.
+    """u + g·(c − u), or c + g·(c − u) if `from_cond`; `rescale` restores its norm over the last dimension to ‖c‖.
 
-    A last dimension of norm 0 stays 0. `rescale` is the true guidance of Qwen-Image in diffusers.
+    A row of norm 0 stays 0. `rescale` is the true guidance of Qwen-Image in diffusers.
     """
     dtype = compute_dtype(cond, uncond)
     c, u = cond.to(dtype), uncond.to(dtype)
@@ -157,7 +157,7 @@ def guard_log_ratio(x: Tensor, v: Tensor, x_next: Tensor, v_old: Tensor, rows: T
 def affine_grad(a: Replay, v: Tensor, rows: Tensor) -> Tensor:
     """∂/∂v of Σ (g_logp·logp + g_kl·KL + g_guard·Guard), elementwise, in the compute dtype; v: after guidance.
 
-    A part whose factor is 0 (w = 0, s = 0, an upstream gradient of 0) adds exactly 0, whatever the latents hold.
+    A term whose factor is 0 (w = 0, s = 0, an upstream gradient of 0) adds exactly 0, whatever the latents hold.
     """
     mean = affine_mean(a.x, v, rows)
     dtype, count = mean.dtype, max(a.x[0].numel(), 1) if a.x.shape[0] else 1
@@ -179,10 +179,10 @@ def affine_grad(a: Replay, v: Tensor, rows: Tensor) -> Tensor:
 def guided_grad(
     grad: Tensor, cond: Tensor, uncond: Tensor, scale: float, from_cond: bool, rescale: bool
 ) -> tuple[Tensor, Tensor]:
-    """(dc, du) of `guided` from dv, in the compute dtype; 0 for rows of the last dimension whose dv is 0."""
+    """Backward of `guided`: (dc, du) from dv, in the compute dtype; 0 for rows of the last dimension whose dv is 0."""
     c, u = cond.to(grad.dtype), uncond.to(grad.dtype)
     through_norm = torch.zeros_like(c)
-    if rescale:  # r = ‖c‖/‖q‖: ∂(r·q)/∂q = r − q·(q·)·r/‖q‖², and by ‖c‖ q·(c·)·r/‖c‖²
+    if rescale:  # r = ‖c‖/‖q‖: ∂(r·q)/∂q = r − q·(q·)·r/‖q‖², and through ‖c‖ q·(c·)·r/‖c‖²
         q = guided(c, u, scale, from_cond, False)
         norm_c, norm_q = (t.square().sum(-1, keepdim=True) for t in (c, q))
         safe_c, safe_q = (torch.where(t > 0, t, torch.ones_like(t)) for t in (norm_c, norm_q))
@@ -197,7 +197,7 @@ def guided_grad(
 
 # ---- policy loss ----
 def policy_loss(a: Policy) -> tuple[Tensor, Tensor]:
-    """(loss [T], metrics [T, 8] in the order of `ops.METRICS`), without T where logp is [B].
+    """(loss [T], metrics [T, 8] in the order of `ops.METRICS`); without the dimension T if logp is [B].
 
     The loss is differentiable in logp, log_ratio and kl.
     """
@@ -229,7 +229,7 @@ def policy_loss(a: Policy) -> tuple[Tensor, Tensor]:
 
 
 def _terms(a: Policy) -> tuple[Tensor, ...]:
-    """Which samples count, log-ratio, ratio r, −A r and −A clip(r), like logp each."""
+    """Mask of samples to keep, log-ratio, ratio r, −A r and −A clip(r), each like logp."""
     keep = torch.ones_like(a.logp, dtype=torch.bool) if a.mask is None else a.mask
     zero = torch.zeros_like(a.logp)
     delta = torch.where(keep, a.logp - a.logp_old if a.log_ratio is None else a.log_ratio, zero)
@@ -239,7 +239,7 @@ def _terms(a: Policy) -> tuple[Tensor, ...]:
 
 
 def policy_grad(a: Policy) -> tuple[Tensor, Tensor | None]:
-    """(∂ loss / ∂ log-ratio, ∂ loss / ∂ kl) of `policy_loss`, like logp: −A r where it is not clipped."""
+    """(∂ loss / ∂ log-ratio, ∂ loss / ∂ kl) of `policy_loss`, like logp; the first is −A r, or 0 where r is clipped."""
     keep, _, _, plain, clipped = _terms(a)
     kept = keep.to(plain.dtype)
     scale = kept / (kept.sum(0).clamp_min(1) if a.denominator is None else a.denominator)
@@ -251,7 +251,7 @@ def policy_grad(a: Policy) -> tuple[Tensor, Tensor | None]:
 
 # ---- advantages ----
 def _deviation(values: Tensor, ok: Tensor, ddof: int) -> Tensor:
-    """Standard deviation of the entries where `ok`, 0-d."""
+    """Standard deviation of the entries where `ok` is True, 0-d."""
     total = ok.sum()
     mean = torch.where(ok, values, 0.0).sum() / total.clamp_min(1)
     squares = torch.where(ok, values - mean, 0.0).square().sum()
@@ -259,7 +259,7 @@ def _deviation(values: Tensor, ok: Tensor, ddof: int) -> Tensor:
 
 
 def _ranks(r: Tensor, ids: Tensor) -> Tensor:
-    """Rank of each value in its group, scaled to [0, 1], ties at the middle of their places; NaN stays NaN."""
+    """Rank of each value in its group, scaled to [0, 1]; tied values get their mean rank, and NaN stays NaN."""
     same = (ids[:, None] == ids[None, :]) & ~torch.isnan(r)[None, :]
     below = (same & (r[None, :] < r[:, None])).sum(1).double()
     equal = (same & (r[None, :] == r[:, None])).sum(1).double()
@@ -289,7 +289,7 @@ def normalise(r: Tensor, ids: Tensor, groups: int, std: str, eps: float, ddof: i
 
 
 def combined(r: Tensor, w: Tensor, combine: str) -> Tensor:
-    """One value per sample, [B], from rewards [R, B]; a reward of weight 0 counts for nothing."""
+    """One value per sample, [B], from rewards [R, B]; a reward of weight 0 is ignored."""
     used = (w != 0)[:, None]
     if combine == "weighted_sum":
         return torch.where(used, w[:, None] * r, 0.0).sum(0)
@@ -303,7 +303,7 @@ def combined(r: Tensor, w: Tensor, combine: str) -> Tensor:
 
 @torch.no_grad()
 def group_advantage(a: Group) -> Results:
-    """`Group.results`, also of the torch backend."""
+    """`Group.results`; the torch backend uses it too."""
     r, w = a.rewards.double(), a.weights.double()
     _, ids = torch.unique(a.group_ids, return_inverse=True)
     groups = int(ids.max()) + 1 if ids.numel() else 0
@@ -327,7 +327,7 @@ def win_rate(wins: Tensor, counts: Tensor) -> Tensor:
 
 @torch.no_grad()
 def winrate_advantage(a: Winrate) -> Results:
-    """`Winrate.results`, also of the torch backend."""
+    """`Winrate.results`; the torch backend uses it too."""
     rate = win_rate(a.wins, a.counts)
     p, g = rate.shape
     ids = torch.arange(p, device=rate.device).repeat_interleave(g)

@@ -1,8 +1,8 @@
-"""Replay, loss and gradient of a stored step in the functional form, for loops that own their backward.
+"""Replay, loss and gradient of a stored step in functional form, for loops that do their own backward.
 
     logp (and KL, Guard log-ratio) → clipped policy loss → dv: three launches, nothing saved in between
 
-Invariant: loss, metrics and dv are those of `affine_logp` and `policy_loss` followed by backward, bit for bit.
+Invariant: loss, metrics and dv are bitwise those of `affine_logp` and `policy_loss` followed by backward.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def replay_policy_grad(
 ) -> ReplayGrad:
     """(loss, dv, metrics) of a replayed step; then `v.backward(dv)` trains the model.
 
-    Arguments as in `affine_logp`; `loss`: the options of `policy_loss`, of which clip_low is required. v_ref turns the
-    KL term on, v_old GRPO-Guard's log-ratio. out: memory for dv, which must not overlap an input.
+    Arguments as in `affine_logp`; `loss`: options of `policy_loss` (clip_low is required). v_ref turns on the KL term,
+    v_old GRPO-Guard's log-ratio. out: memory for dv; it must not overlap an input.
     """
     check_out(out, v.shape, v.dtype, v.device, x, v, x_next, v_ref, v_old, guidance and guidance.uncond)
     index = rows_index(index, x)
@@ -86,11 +86,11 @@ def on_policy_grad(
     denominator: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """dv [B, …] of the first, on-policy update (ratio 1), rebuilt from the noise counter alone.
+    """dv [B, …] of the first, on-policy update (ratio 1), recomputed from the noise address alone.
 
-    On policy x' − a·x − b·v is s·ε, so that dv = A·2·w·b·s / (D·denominator)·ε and neither x, v nor x' is read. Exact
-    for latents stored in fp32; rounded storage differs by its rounding. like: any tensor of v's shape and dtype, which
-    is not read. out: memory for the result.
+    On-policy, x' − a·x − b·v = s·ε, hence dv = A·2·w·b·s / (D·denominator)·ε: x, v and x' are not read. Exact for
+    latents stored in fp32; for other dtypes it differs by their rounding. like: any tensor of v's shape and dtype (its
+    values are not read). out: memory for the result.
     """
     index = rows_index(index, like)
     a = Replay(like, like, like, coef, index, *unpack_guidance(None), None, None)
@@ -106,6 +106,6 @@ def on_policy_grad(
     if weight is not None:
         factor = factor * weight
     scale = torch.nn.functional.pad(factor.float()[:, None], (2, 2))  # rows (0, 0, factor, 0, 0)
-    zero = like.new_zeros(1, *like.shape[1:]).expand(like.shape)  # one sample of zeros, read by all
+    zero = like.new_zeros(1, *like.shape[1:]).expand(like.shape)  # one sample of zeros, expanded to the batch
     step = noise.step if noise.step is not None else index
     return affine_step(zero, zero, scale, noise=noise._replace(step=step), out_dtype=like.dtype, out=out).x_next

@@ -1,10 +1,10 @@
-"""What may be done to verdicts and rewards before the advantage: Bradley-Terry strengths, log-taming.
+"""Optional transforms of verdicts and rewards before the advantage: Bradley-Terry strengths, log-taming.
 
-    P(i beats j) = σ(θ_i − θ_j), shown i, then j: σ(θ_i − θ_j + b)   (Hunter 2004; b: its home advantage)
+    P(i beats j) = σ(θ_i − θ_j); if i is shown first: σ(θ_i − θ_j + b)   (Hunter 2004, where b is the home advantage)
 
-θ and b are the maximum of the likelihood with ρ drawn games of every member against θ = 0, and of b against 0. Plain
-torch on whatever device, batched over prompts. Invariant: a missing comparison or reward (count 0, NaN) moves nothing,
-and an undefeated member stays finite.
+θ and b maximise the likelihood under a prior worth ρ drawn games of every member against θ = 0, and of b against 0.
+Plain torch on any device, batched over prompts. Invariant: a missing comparison or reward (count 0, NaN) has no effect,
+and the strength of an undefeated member stays finite.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 _STEPS = 200
-"""Newton steps at most; sparse, one-sided groups of 24 need about 20."""
+"""Maximum number of Newton steps; sparse, one-sided groups of 24 need about 20."""
 _STILL = 1e-10
-"""Change of a log-strength that counts as none."""
+"""The fit has converged when no log-strength changes by more than this."""
 
 
 def bradley_terry(wins: Tensor, counts: Tensor, *, prior: float = 1.0) -> Tensor:
     """Log-strengths θ [P, G] from wins and counts [P, G, G]; P(i beats j) = σ(θ_i − θ_j). fp64 for fp64, else fp32.
 
-    For sparse plans, where a win rate depends on who was met. counts is symmetric. prior: that many drawn games against
-    a member of strength 1. A member without any comparison is NaN. Raises ValueError for other shapes or prior <= 0.
+    For sparse plans, where win rates depend on the opponents met. counts is symmetric. prior: number of drawn games
+    with a member of strength 1. A member without comparisons is NaN. Raises ValueError for other shapes or prior <= 0.
     """
     _check("wins and counts", wins, counts, prior)
     theta = _maximise(_where_met(wins, counts).sum(-1), counts.double() / 2, None, prior)[0]
@@ -34,9 +34,9 @@ def bradley_terry(wins: Tensor, counts: Tensor, *, prior: float = 1.0) -> Tensor
 def bradley_terry_ordered(first: Tensor, shown: Tensor, *, prior: float = 1.0) -> tuple[Tensor, Tensor]:
     """(θ [P, G], position bias b [P] in logits): P(i beats j, i shown first) = σ(θ_i − θ_j + b).
 
-    first[p, i, j]: summed P(first) over the comparisons that showed i, then j; shown: how many there were. fp64 for
-    fp64, else fp32. prior: as in `bradley_terry`, and that many drawn games against no bias. Raises ValueError for
-    other shapes or prior <= 0.
+    first[p, i, j]: sum of P(first is better) over the comparisons that showed i before j; shown: their number. fp64 for
+    fp64, else fp32. prior: as in `bradley_terry`, and the same number of drawn games that pull b towards 0. Raises
+    ValueError for other shapes or prior <= 0.
     """
     _check("first and shown", first, shown, prior)
     f, n = _where_met(first, shown), shown.double()
@@ -46,7 +46,7 @@ def bradley_terry_ordered(first: Tensor, shown: Tensor, *, prior: float = 1.0) -
 
 
 def _where_met(wins: Tensor, counts: Tensor) -> Tensor:
-    """Wins in fp64, 0 where there was no comparison: a NaN there moves nothing."""
+    """Wins in fp64, and 0 where there was no comparison, so that a NaN there has no effect."""
     return torch.where(counts > 0, wins.double(), 0.0)
 
 
@@ -58,10 +58,10 @@ def _check(what: str, a: Tensor, b: Tensor, prior: float) -> None:
 
 
 def _maximise(won: Tensor, shown: Tensor, firsts: Tensor | None, prior: float) -> tuple[Tensor, Tensor]:
-    """(θ, b) from wins [P, G], comparisons [P, first, second] and wins of the first [P] (None: there is no bias).
+    """(θ, b) from wins [P, G], comparisons [P, first, second] and wins of the first [P] (None: no bias is fitted).
 
-    Newton's method, each step cut to log(1 + β)/β of its length, where β bounds its change of any logit: for a sum of
-    logistic losses this ascends from anywhere and ends quadratically (Sun and Tran-Dinh 2019, generalised
+    Newton's method, each step scaled by log(1 + β)/β, where β bounds the change of any logit: for a sum of logistic
+    losses this ascends from any start and converges quadratically (Sun and Tran-Dinh 2019, generalised
     self-concordance). It stops when no member moves by more than 1e-10.
     """
     theta, bias = torch.zeros_like(won), torch.zeros_like(won[:, :1])
@@ -89,10 +89,10 @@ def _maximise(won: Tensor, shown: Tensor, firsts: Tensor | None, prior: float) -
 
 
 def log_tame(rewards: Tensor, threshold: float | Literal["mean", "median"] = "mean") -> Tensor:
-    """Rewards [R, B] with log(1 + r) in the rows whose std/mean exceeds `threshold` (PaCo-GRPO, arXiv 2512.04784).
+    """Rewards [R, B], with log(1 + r) in the rows whose std/mean exceeds `threshold` (PaCo-GRPO, arXiv 2512.04784).
 
-    threshold: a number, or the mean or median of the rows' own ratios. NaN stays NaN and counts for nothing. Rewards
-    must be above −1 (others become NaN, hence missing). Raises ValueError for another shape.
+    threshold: a number, or the mean or median of std/mean over the rows. NaN stays NaN and is left out of statistics.
+    Rewards must be above −1 (others become NaN, hence missing). Raises ValueError for another shape.
     """
     if rewards.dim() != 2:
         raise ValueError(f"rewards: expected [R, B], got {list(rewards.shape)}")

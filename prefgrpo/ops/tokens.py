@@ -1,11 +1,11 @@
-"""Latents whose elements do not count alike: masks, a coefficient row per token or frame, packed samples of different
-length, sums instead of means.
+"""Affine ops with masks, a coefficient row per token or frame, packed samples of different lengths, or sums instead of
+means.
 
     logp = Σ_elements (w·(x' − a·x − b·v)² + c) / divisor          KL and Guard log-ratio likewise
 
-The kernels know samples of one length with one row each. Here such a sample is a token: a run of neighbouring elements
-with one row; the tokens' results are then added in fp64. A mask sets what it excludes to 0 in all inputs, where every
-residual is 0. Invariant: an excluded element reaches no result but x', and its gradient is 0, whatever it holds.
+The kernels take samples of equal length with one coefficient row each. Here such a sample is a token (a run of elements
+with the same row), and the tokens' results are added in fp64. Masked-out elements are set to 0 in all inputs, where
+their residuals are 0. Invariant: a masked-out element affects only x', and its gradient is 0, whatever it holds.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from prefgrpo.ops.args import (
 
 
 def _check_leading(name: str, t: Tensor, x: Tensor) -> None:
-    """Raise ValueError unless `t` has the leading dimensions of `x`, or 1 in their place; alone, the first is [B]."""
+    """Raise ValueError unless `t` has the leading dimensions of `x`, or 1 in their place; a 1-d `t` must be [B]."""
     least = 1 if t.dim() > 1 else x.shape[0]
     if not 0 < t.dim() <= x.dim() or any(n != m and n != least for n, m in zip(t.shape, x.shape, strict=False)):
         raise ValueError(f"{name}: expected the leading dimensions of x, {list(x.shape)}, or 1s, got {list(t.shape)}")
 
 
 class Tokens:
-    """The tokens of an affine op's arguments; raises ValueError or TypeError for what does not fit them."""
+    """An affine op's arguments split into tokens; raises ValueError or TypeError if they do not fit together."""
 
     def __init__(self, a: Any, mask: Tensor | None, cu_seqlens: Tensor | None, divisor: float | Tensor | None) -> None:
         like = {"noise": a.eps} if isinstance(a, Step) else {"x_next": a.x_next, "v_ref": a.v_ref, "v_old": a.v_old}
@@ -72,7 +72,7 @@ class Tokens:
         self.coef = torch.cat((coef[:, :4], torch.zeros_like(coef[:, :1])), 1)  # c is added by `_total`
 
     def _pack(self, cu_seqlens: Tensor) -> None:
-        """Tokens of packed samples: the row of each from that of its sample."""
+        """Packed samples: give each token the row of its sample."""
         x = self.a.x
         integers = cu_seqlens.dtype in (torch.int32, torch.int64)
         if cu_seqlens.dim() != 1 or not cu_seqlens.numel() or not integers or cu_seqlens.device != x.device:
@@ -86,11 +86,11 @@ class Tokens:
             segment = segment.clamp(0, max(self.batch - 1, 0))
             self.row = segment if self.row is None else self.row[segment]
         spans = (cu[0] == 0) & (cu[-1] == tokens) & (cu.diff() >= 0).all()
-        self.row = torch.where(spans, self.row, -1)  # outside the table, which the kernels judge
+        self.row = torch.where(spans, self.row, -1)  # outside the table: the kernels report it
         self.cu_seqlens = cu.clamp(0, tokens).cummax(0).values
 
     def _checked_mask(self, mask: Tensor) -> Tensor:
-        """`mask` with all dimensions of x, each of its size or 1."""
+        """`mask` with as many dimensions as x, each of x's size or 1."""
         x = self.a.x
         if mask.dtype != torch.bool or mask.device != x.device:
             raise TypeError(f"mask: expected torch.bool on {x.device}, got {mask.dtype} on {mask.device}")
@@ -101,12 +101,12 @@ class Tokens:
         return mask
 
     def _split(self, t: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[tokens, …] of [B, …]; 0 outside `mask`."""
+        """[B, …] → [tokens, …]; 0 outside `mask`."""
         t = t if mask is None else t.masked_fill(~mask, 0.0)
         return t.flatten(0, self.depth - 1)
 
     def _counts(self) -> Tensor:
-        """fp64 [tokens] how many elements count."""
+        """Number of unmasked elements of each token, fp64 [tokens]."""
         x = self.a.x
         if self.mask is None:
             return torch.full((self.row.shape[0],), float(self.size), dtype=torch.float64, device=x.device)
@@ -116,7 +116,7 @@ class Tokens:
         return (counts * times).expand(x.shape[: self.depth]).flatten()
 
     def _sum(self, t: Tensor) -> Tensor:
-        """fp64 [B] of [tokens]."""
+        """Sum over each sample's tokens: fp64 [tokens] → [B]."""
         x = self.a.x
         each = t.view(x.shape[0], math.prod(x.shape[1 : self.depth])).sum(1)
         if self.cu_seqlens is None:
@@ -124,7 +124,7 @@ class Tokens:
         return torch.segment_reduce(each, "sum", offsets=self.cu_seqlens, initial=0.0)
 
     def _totals(self, means: Results) -> Results:
-        """fp32 [B] of the tokens' log-probs without c, KL and Guard log-ratios, each a mean over `size` elements."""
+        """fp32 [B] from the tokens' means over `size` elements: log-prob (without c), KL and Guard log-ratio."""
         counts, (logp, *others) = self._counts(), means
         c = self.a.coef[:, 4].double()
         known = (self.row >= 0) & (self.row < c.shape[0])
@@ -144,7 +144,7 @@ class Tokens:
         return self._totals(library.affine_logp(parts))
 
     def _drawn(self) -> Tensor:
-        """The addressed noise like x."""
+        """The addressed noise, in the shape of x."""
         a = self.a
         if self.cu_seqlens is not None:
             raise ValueError("noise: expected a tensor with cu_seqlens, got an address; draw it with philox_normal")
@@ -169,7 +169,7 @@ class Tokens:
         x_next = written(x_next, a.out).view(self.a.x.shape)
         if self.mask is None:
             (logp,) = self._totals([logp])
-        else:  # the launch scored all of it
+        else:  # the launch scored masked-out elements too
             a = self.a
             pair = (a.uncond, a.scale, a.from_cond, a.rescale)
             replay = Replay(a.x, a.v, x_next, a.coef, a.row, *pair, None, None)

@@ -1,8 +1,8 @@
-"""The triton backend: the functions that every backend has, over the kernels of `prefgrpo.kernels`.
+"""The triton backend: the functions common to all backends, on top of `prefgrpo.kernels`.
 
-Outputs are allocated by the arguments' `results`. Invariants: every launch switches floating-point contraction off, so
-that a·x + b·v rounds as in C++ and in torch, whatever Triton's default is; and it happens on the tensors' device, which
-need not be the current one.
+The arguments' `results` allocates outputs. Invariants: every launch disables floating-point contraction, so that
+a·x + b·v rounds as in C++ and in torch, whatever Triton's default; and it runs on the tensors' device, which need not
+be the current one.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ A = TypeVar("A", bound=tuple[Any, ...])
 
 
 def _on_its_device(op: Callable[[A], Results]) -> Callable[[A], Results]:
-    """Triton launches on the current device; makes that the device of the first tensor."""
+    """Make the first tensor's device current, since Triton launches on the current device."""
 
     @wraps(op)
     def guarded(a: A) -> Results:
@@ -34,7 +34,7 @@ def _on_its_device(op: Callable[[A], Results]) -> Callable[[A], Results]:
 
 
 def _words(seed: int) -> tuple[int, int]:
-    """The two words of the key."""
+    """The low and high word of the key."""
     return seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
 
 
@@ -52,7 +52,7 @@ def philox_normal(a: args.Normal) -> Results:
 
 
 def _slopes(a: Affine) -> tuple[float, float]:
-    """d v/d c and d v/d u of the guidance."""
+    """dv/dc and dv/du of the guidance."""
     if a.uncond is None:
         return 1.0, 0.0
     return (1.0 + a.scale, -a.scale) if a.from_cond else (a.scale, 1.0 - a.scale)
@@ -71,7 +71,7 @@ def _guide(a: Any, dv: Tensor | None, out: Tensor, du: Tensor | None) -> None:
 
 
 def _guided(a: Any) -> Any:
-    """Norms are restored in a launch of its own; v is then the velocity itself."""
+    """If norms are restored, a separate launch does it, and v becomes the guided velocity."""
     if not rescaled_dim(a) or not a.x.numel():
         return a
     v = torch.empty_like(a.x, dtype=torch.float32, memory_format=torch.contiguous_format)
@@ -80,7 +80,7 @@ def _guided(a: Any) -> Any:
 
 
 def _inputs(a: Affine, *more: Tensor | None) -> tuple[list[Tensor], list[int], Tensor, Tensor]:
-    """([x, v, u, *more], their strides, coef, index); absent ones are stand-ins that no kernel reads."""
+    """([x, v, u, *more], their strides, coef, index); absent tensors are replaced by others that no kernel reads."""
     x, v = packed(a.x), packed(a.v)
     read = [x, v, v if a.uncond is None else packed(a.uncond), *(x if t is None else packed(t) for t in more)]
     coef = a.coef.float().contiguous()
@@ -99,7 +99,7 @@ def _pair(a: Affine) -> dict[str, Any]:
 def _finish(
     a: Affine, partial: Tensor, coef: Tensor, index: Tensor, first: Tensor | None, *more: Tensor | None
 ) -> None:
-    """Writes logp, and of the replay KL and Guard log-ratio."""
+    """Write logp, and for a replay KL and Guard log-ratio."""
     batch, dim = a.x.shape[0], _dim(a)
     chunks = triton.cdiv(dim, BLOCK)
     more = more or (None, None)
@@ -185,12 +185,12 @@ def policy_loss(a: args.Policy) -> Results:
 
 
 def _normalised(a: args.Group | args.Winrate, values: Tensor, ids: Tensor, weights: Tensor, is_sorted: bool) -> Tensor:
-    """Σ_r weight_r · normalised(values_r), fp64 [B], of fp64 [R, B], by the options of `a`."""
+    """Σ_r weight_r · normalised(values_r), fp64 [B], from values fp64 [R, B] and the options of `a`."""
     rewards, batch = values.shape
     out = torch.empty(batch, dtype=torch.float64, device=values.device)
     rows, block = 8, min(128, triton.next_power_of_2(max(batch, 16)))
     grid, sizes, span = (triton.cdiv(batch, rows),), (is_sorted, rows, block), ids
-    if is_sorted:  # of each program: where its first sample's group begins, and where its last one's ends
+    if is_sorted:  # per program: start of its first sample's group, end of its last sample's group
         ends = torch.arange(rows - 1, batch + rows - 1, rows, device=ids.device).clamp_max_(batch - 1)
         first, last = ids[::rows].contiguous(), ids[ends]
         span = torch.stack([torch.searchsorted(ids, first), torch.searchsorted(ids, last, right=True)])

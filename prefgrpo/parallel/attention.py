@@ -1,8 +1,8 @@
-"""Attention backends of diffusers by name, the same one in rollout and in training, and a check of what they compute.
+"""Sets a diffusers attention backend by name, the same in rollout and training, after checking its numerics.
 
-Some backends run forward and backward, and yet drop the gradient of the attention branch, which no loss curve shows. So
-outputs and gradients of a backend are compared with torch's own attention in fp32 on the run's shapes. Invariant: a run
-starts only with a backend whose gradients are those of attention.
+Some backends run forward and backward without an error but drop the gradient of the attention branch, which no loss
+curve shows. So a backend's outputs and gradients are compared with torch's attention in fp32, on the run's shapes.
+Invariant: a run starts only with a backend whose gradients are correct.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from prefgrpo.models.base import Adapter
 from prefgrpo.parallel.mesh import Layout
 
 LIMIT = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""Largest error of an output or gradient, as a share of its largest element."""
+"""Maximum error of an output or gradient, relative to its largest element."""
 
 
 def use(adapter: Adapter, config: Config, layout: Layout, device: torch.device) -> None:
-    """Set `attention` in every denoiser, compared on this run's shapes before. Raises ConfigError."""
+    """Set config.attention in every denoiser, after a check on the run's shapes. Raises ConfigError."""
     if config.attention == "native":
         return
     transformer: Any = adapter.transformer
@@ -48,7 +48,7 @@ def use(adapter: Adapter, config: Config, layout: Layout, device: torch.device) 
 
 
 def problem(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, masked: bool) -> str:
-    """What is wrong with a backend's results on queries, keys and values [B, N, H, D]; empty: nothing."""
+    """What is wrong with a backend's results for queries, keys and values [B, N, H, D]; empty if nothing."""
     output, gradient = errors(name, shape, dtype, device, masked)
     limit, given = LIMIT[dtype], f"on {list(shape)}" + " with a mask" * masked
     if not gradient <= limit:
@@ -63,9 +63,8 @@ def problem(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch
 def errors(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, masked: bool = False
 ) -> tuple[float, float]:
-    """Largest errors of a backend's output and of its gradients by q, k and v, as shares of their largest elements.
-
-    Raises what the backend raises. A gradient that is not there counts as 0.
+    """Largest errors of a backend's output and of its gradients with respect to q, k and v, relative to the largest
+    element. Raises whatever the backend raises. A missing gradient counts as 0.
     """
     from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn
 

@@ -1,8 +1,8 @@
-"""Context parallelism: the processes of a share split the tokens of each sample, in rollout and in training alike.
+"""Context parallelism: the processes of a data-parallel share split the tokens of each sample, in rollout and training.
 
-diffusers' hooks split the inputs and gather the output, so noise, steps and losses are computed on every process as
-without it, from the same bits. A process has the part of a gradient that flows through its tokens: gradients are summed
-over all processes (`World.sum_gradients`, or FSDP2). Invariant: what cannot be divided is refused before a model loads.
+diffusers' hooks split the inputs and gather the output, so every process computes noise, steps and losses from the same
+bits as without it. Each holds the part of a gradient that flows through its tokens, so gradients are summed over all
+processes (`World.sum_gradients`, or FSDP2). Invariant: indivisible sizes are rejected before a model loads.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from prefgrpo.parallel.mesh import Layout, Sequence, sequence_problems
 from prefgrpo.parallel.world import World
 
 NEARBY = 4
-"""Sizes named in a message."""
+"""Maximum number of sizes suggested in an error message."""
 
 
 def enable(adapter: Adapter, world: World) -> None:
-    """Split the tokens of every denoiser's forward over the context-parallel processes."""
+    """Enable splitting the tokens of every denoiser's forward over the context-parallel processes."""
     from diffusers import ContextParallelConfig
 
     layout = world.layout
@@ -39,7 +39,7 @@ def enable(adapter: Adapter, world: World) -> None:
 
 @contextmanager
 def _a_device(device: torch.device) -> Iterator[None]:
-    """Inside, a CPU counts as one accelerator: diffusers takes the rank modulo their number."""
+    """Context in which a CPU counts as one accelerator, because diffusers takes the rank modulo their number."""
     real: Any = torch.accelerator.device_count
     if device.type == "cpu":
         torch.accelerator.device_count = lambda: 1
@@ -50,7 +50,7 @@ def _a_device(device: torch.device) -> Iterator[None]:
 
 
 def unsupported(cls: type[Adapter], family: str, layout: Layout) -> list[str]:
-    """Why a family does not run under this layout, from its class alone."""
+    """Why a family cannot run under this layout, judged from its class alone."""
     if layout.context > 1 and not cls.context_parallel:
         return [f"parallel.ulysses/ring: {family} does not train under context parallelism; expected 1 and 1"]
     if layout.ring > 1 and cls.context_parallel != "ring":
@@ -59,7 +59,7 @@ def unsupported(cls: type[Adapter], family: str, layout: Layout) -> list[str]:
 
 
 def undivided(adapter: Adapter, sizes: Sampling, max_length: int, layout: Layout) -> list[str]:
-    """Why these sizes cannot be split over the context-parallel processes; the adapter may be without weights."""
+    """Why these sizes cannot be split over the context-parallel processes; needs an adapter, but no weights."""
     if layout.context == 1:
         return []
     model: Any = adapter.transformer
@@ -71,7 +71,7 @@ def undivided(adapter: Adapter, sizes: Sampling, max_length: int, layout: Layout
 
 
 def _near(adapter: Adapter, sizes: Any, multiple: int) -> list[str]:
-    """Heights and widths around these whose tokens are a multiple, the nearest first."""
+    """Nearby heights and widths whose token count is a multiple of `multiple`, nearest first."""
     unit, rows, columns = adapter.unit, *adapter.grid(sizes)
     around = [(r, c) for r in range(max(rows - 4, 1), rows + 5) for c in range(max(columns - 4, 1), columns + 5)]
     around.sort(key=lambda place: (abs(place[0] - rows) + abs(place[1] - columns), place))

@@ -1,10 +1,10 @@
-"""The config's `parallel` section as a device mesh, and what does not go together, by arithmetic.
+"""Builds the device mesh from the config's `parallel` section, and checks its sizes by arithmetic.
 
     processes = replicate × shard × ring × ulysses        data-parallel index = rank // (ring · ulysses)
 
-The last dimensions vary fastest: the processes of a Ulysses group have consecutive ranks, hence one machine. Weights
-are split over shard × ring × ulysses processes where shard is above 1, or all weights train (whole copies with their
-optimiser on context-parallel processes would be waste). Invariant: nothing here needs a model's weights.
+The last dimensions vary fastest: the processes of a Ulysses group have consecutive ranks, hence share a machine.
+Weights are sharded over shard × ring × ulysses processes if shard is above 1 or in full fine-tuning (where replicas of
+weights and optimiser on context-parallel processes would be wasteful). Invariant: no model weights are needed here.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class Layout:
     ring: int = 1
     ulysses: int = 1
     split: int = 1
-    """Processes over which one copy of the denoisers' weights is split; 1: each holds a whole one."""
+    """Number of processes over which one copy of the denoisers' weights is sharded; 1: each process has all of them."""
 
     @property
     def context(self) -> int:
-        """Processes that make one share's samples together."""
+        """Context-parallel size: number of processes that generate the same samples together."""
         return self.ring * self.ulysses
 
     @property
     def data(self) -> int:
-        """Number of shares, where the layout is that of a started run."""
+        """Data-parallel size, if the layout is that of a started run."""
         return self.replicate * self.shard
 
     @classmethod
     def of(cls, config: Config, processes: int) -> Layout:
-        """The layout of so many processes. Raises ConfigError if they are not replicate × shard × ring × ulysses."""
+        """The layout for a number of processes. Raises ConfigError unless it is replicate × shard × ring × ulysses."""
         p = config.parallel
         if wrong := problem(p, processes):
             raise ConfigError([wrong])
@@ -52,7 +52,7 @@ class Layout:
 
 
 def problem(parallel: ParallelConfig, processes: int) -> str:
-    """What is wrong with `parallel` for so many processes; empty: nothing."""
+    """What is wrong with `parallel` for this number of processes; empty if nothing."""
     p, inner = parallel, parallel.shard * parallel.ring * parallel.ulysses
     sizes = f"shard {p.shard} × ring {p.ring} × ulysses {p.ulysses} = {inner}"
     if processes % inner:
@@ -63,7 +63,7 @@ def problem(parallel: ParallelConfig, processes: int) -> str:
 
 
 def device_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
-    """The mesh of a started process group; None where nothing is split."""
+    """The mesh of an initialised process group; None if neither weights nor tokens are split."""
     if layout.shard * layout.context == 1:
         return None
     sizes = (layout.replicate, layout.shard, layout.ring, layout.ulysses)
@@ -71,17 +71,17 @@ def device_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
 
 
 class Sequence(NamedTuple):
-    """What context parallelism divides of one forward, from a model's config."""
+    """Sizes in a model's forward that context parallelism must divide."""
 
     heads: int
     tokens: int
-    """Of the latents."""
+    """Latent tokens."""
     text: int
-    """Of the text, where the model joins it to the latents' tokens; 0: it does not, or pads it itself."""
+    """Text tokens, if the model concatenates them with the latent tokens; 0: it does not, or pads them itself."""
 
 
 def sequence_problems(layout: Layout, sequence: Sequence, next_sizes: list[str]) -> list[str]:
-    """Why a sequence cannot be divided; next_sizes: heights and widths near the run's whose tokens can."""
+    """Why a sequence cannot be divided; next_sizes: nearby heights and widths that can, to suggest in the message."""
     cp, heads, out = layout.context, sequence.heads, []
     if heads % layout.ulysses:
         fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)

@@ -1,9 +1,9 @@
-"""Denoisers whose weights are split over processes (FSDP2), block by block.
+"""Shards the denoisers' weights over processes with FSDP2, block by block.
 
-A frozen base is split and its LoRA stays plain and whole on every process: gradients are bit for bit those of an
-unsplit model. In full fine-tuning the fp32 masters are split and gathered in the compute dtype; what diffusers keeps in
-fp32 (a few norms and tables) stays plain and whole too. Gradients are sums over all processes, never means. Invariant:
-nothing gathered outlives a forward or backward, so no forward sees weights from before an optimiser step.
+With a LoRA, the frozen base is sharded and the LoRA is replicated as plain tensors, so gradients are bitwise equal to
+those of an unsharded model. In full fine-tuning, the fp32 master weights are sharded and gathered in the compute dtype;
+modules that diffusers keeps in fp32 (a few norms and tables) are replicated. Gradients are summed over processes, never
+averaged. Invariant: gathered weights are freed after every forward and backward, so none is stale after an update.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from prefgrpo.parallel.world import World
 
 
 def split(adapter: Adapter, world: World, parallel: ParallelConfig) -> None:
-    """Split the weights of all denoisers over the mesh; they, and what stays whole of them, move to the device.
+    """Shard the weights of all denoisers over the mesh, and move shards and replicated parameters to the device.
 
-    Call it after all that changes a block: LoRA, full fine-tuning, gradient checkpointing, context parallelism.
+    Call it after everything that modifies blocks: LoRA, full fine-tuning, gradient checkpointing, context parallelism.
     """
     if world.mesh is None or world.layout.split == 1:
         return
@@ -41,7 +41,7 @@ def _split(model: nn.Module, adapter: Adapter, device: torch.device, options: di
     whole = set(kept_whole(model, adapter))
     low = any(p.requires_grad and p not in whole for p in model.parameters()) and adapter.dtype != torch.float32
     options = options | {"ignored_params": whole, "reshard_after_forward": True}
-    if low:  # autocast casts the inputs of the layers that want it, as without splitting
+    if low:  # leave casting of inputs to autocast, as without sharding
         options["mp_policy"] = MixedPrecisionPolicy(adapter.dtype, torch.float32, cast_forward_inputs=False)
     for part in [*adapter.blocks(model), model]:
         fully_shard(part, **options)
@@ -52,11 +52,11 @@ def _split(model: nn.Module, adapter: Adapter, device: torch.device, options: di
             module._buffers[key] = None if buffer is None else buffer.to(device)
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other sum with a factor
+            module.set_force_sum_reduction_for_comms(True)  # gloo does not support pre-multiplied sums
 
 
 def kept_whole(model: nn.Module, adapter: Adapter) -> Iterator[nn.Parameter]:
-    """What every process holds whole: a LoRA, or among trained weights those that diffusers keeps in fp32."""
+    """The parameters that are replicated: a LoRA, or of trained weights the ones that diffusers keeps in fp32."""
     kept = getattr(model, "_keep_in_fp32_modules", None) or ()
     lora = adapter.has_lora()
     for name, p in model.named_parameters():
@@ -65,22 +65,22 @@ def kept_whole(model: nn.Module, adapter: Adapter) -> Iterator[nn.Parameter]:
 
 
 def is_split(tensor: Tensor) -> bool:
-    """Whether this process holds a part of it only."""
+    """Whether the tensor is sharded, so that this process holds only a part of it."""
     return isinstance(tensor, DTensor)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor; all processes must call it."""
+    """The full tensor; a collective, which all processes must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """What this process holds of each tensor, in its own memory: to be read and written elementwise."""
+    """This process's part of each tensor, without a copy, for elementwise reads and writes."""
     return [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
 
 
 def part_of(value: Tensor, like: Tensor) -> Tensor:
-    """Of a whole tensor that every process has, the part that this one holds of `like`; no communication."""
+    """Shard `value`, which every process has in full, like the tensor `like`; no communication."""
     if not isinstance(like, DTensor) or isinstance(value, DTensor):
         return value
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
@@ -88,7 +88,7 @@ def part_of(value: Tensor, like: Tensor) -> Tensor:
 
 @contextmanager
 def gathered(adapter: Adapter, keep: bool) -> Iterator[None]:
-    """Inside, with `keep`, split weights stay gathered: forwards need no traffic, nor be as many on every process."""
+    """Context in which, with `keep`, weights stay gathered: forwards communicate nothing and may differ in number."""
     models: list[nn.Module] = [getattr(adapter.pipe, name) for name in adapter.denoisers] if keep else []
     parts = [part for model in models for part in model.modules() if isinstance(part, FSDPModule)]
     for part in parts:
@@ -103,7 +103,7 @@ def gathered(adapter: Adapter, keep: bool) -> Iterator[None]:
 
 
 def whole_copies(adapter: Adapter, world: World) -> dict[str, nn.Module]:
-    """Plain copies on the CPU of the split denoisers, by name, on rank 0 (elsewhere none); all must call it."""
+    """Unsharded CPU copies of the sharded denoisers, by name, on rank 0 (others: empty); all ranks must call it."""
     copies: dict[str, nn.Module] = {}
     for name in adapter.denoisers:
         model: nn.Module = getattr(adapter.pipe, name)

@@ -1,9 +1,9 @@
-"""Ends this process when another one of the run stands still, which a collective would notice after hours.
+"""Heartbeat: ends this process when another process of the run hangs, long before a collective times out (hours).
 
-Every process counts on in torchrun's store. Process 0 reads all counts, and the others that of process 0; one that does
-not change any more belongs to a process that is stopped, or to a machine that is lost. A process that computes, judges
-or writes a checkpoint counts on, however long that takes. What is left of the run, torchrun ends. Invariant: looks
-are counted, not seconds, so a run that was suspended as a whole goes on.
+A thread of every process increments a counter in torchrun's store. Process 0 reads all counters, the others read that
+of process 0. A counter that stays the same belongs to a stopped process or a lost machine; a process that computes,
+judges or writes a checkpoint keeps counting, however long it takes. When one process exits, torchrun ends the rest.
+Invariant: the limit is a number of polls, not of seconds, so a run that was suspended as a whole continues.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 LOOK_S = 2.0
-"""Seconds between two looks."""
+"""Seconds between two polls."""
 LOOKS = 10
-"""So many looks at the same count: its process stands still."""
+"""Number of polls with an unchanged counter after which a process counts as hung."""
 ENDED = "ended"
 
 
 def attempt() -> int:
-    """How often torchrun has started the processes of this run before (`--max-restarts`), on this machine."""
+    """How many times torchrun has restarted the processes of this run on this machine (`--max-restarts`)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 class Watch(threading.Thread):
-    """Begins with `start`, in every process of the group."""
+    """The heartbeat thread; every process of the group calls `start`."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -44,14 +44,14 @@ class Watch(threading.Thread):
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """This process leaves: the others do not expect it to count on."""
+        """Stop the heartbeat; the others then no longer wait for this process's counter."""
         self._stopped.set()
         self.join(LOOK_S * LOOKS)
-        with suppress(dist.DistError):  # process 0 may have left with the store
+        with suppress(dist.DistError):  # the store is gone if process 0 has exited
             self._counts.set(str(self.rank), ENDED)
 
     def run(self) -> None:
-        """Count and look until `stop`, or end this process."""
+        """Increment the counter and poll the others until `stop`; end this process if one of them hangs."""
         number, unanswered = 0, 0
         before, looks = [""] * len(self._others), [0] * len(self._others)
         while not self._stopped.wait(LOOK_S):
@@ -67,11 +67,11 @@ class Watch(threading.Thread):
             looks = [n + 1 if a == b != ENDED else 0 for a, b, n in zip(before, now, looks, strict=True)]
             before, unanswered = now, 0
             if silent := [other for other, n in zip(self._others, looks, strict=True) if n >= LOOKS]:
-                self._end(f"process {' and '.join(silent)} has given no sign of life for {LOOK_S * LOOKS:.0f} s")
+                self._end(f"process {' and '.join(silent)} has not responded for {LOOK_S * LOOKS:.0f} s")
 
     def _end(self, why: str) -> None:
         if self._stopped.is_set():
             return
-        if self.rank < 2:  # if process 0 stands still, all others see it
+        if self.rank < 2:  # if process 0 hangs, all others notice; only rank 1 prints
             print(f"error: {why}; the run ends", file=sys.stderr, flush=True)
         os._exit(1)

@@ -1,10 +1,10 @@
-"""The processes of a run (torchrun's): gloo on CPUs, nccl on GPUs, nothing at all for one process.
+"""The processes of a run, started by torchrun: gloo on CPUs, nccl on GPUs, no process group for a single process.
 
-Each has a data-parallel index, its share of the samples. Context-parallel processes have one in common: they make the
-same samples together, and the first of them answers for all. What is sent from one process to another (`send`,
-`receive`) lies on the CPU and goes over gloo, beside the GPUs' work. Invariant: every rank calls every collective the
-same number of times, whatever its share of the data. Gradients of whole parameters are summed once per optimiser
-update, after local accumulation (no per-backward hooks), so a rank whose groups carry no signal takes part with zeros.
+Each process has a data-parallel index, which selects its share of the samples. Context-parallel processes have the same
+index: they generate the same samples together, and the first of them represents all. Point-to-point messages (`send`,
+`receive`) are CPU tensors sent over gloo, alongside GPU work. Invariant: every rank calls every collective the same
+number of times, whatever its share of the data. Gradients of replicated parameters are summed once per update, after
+local accumulation (no per-backward hooks), so a rank whose groups carry no signal contributes zeros.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from prefgrpo.parallel.watch import Watch, attempt
 
 T = TypeVar("T")
 LONGEST_WAIT = timedelta(hours=2)
-"""For one that judges or writes a large model while the others wait; torch's own limit is 10 minutes on GPUs."""
+"""Timeout of collectives, enough for one rank to judge or write a large model; torch's default on GPUs is 10 min."""
 _watches: list[Watch] = []
-"""This process's, while it is in a group."""
+"""The heartbeat of this process, while it is in a process group."""
 
 
 class Transfer(NamedTuple):
-    """A tensor on its way from one process to another."""
+    """A tensor that is being sent or received."""
 
     tensor: Tensor
     work: dist.Work | None
 
     def wait(self) -> Tensor:
-        """The tensor, once it has been sent or received."""
-        assert self.work is not None  # it is for ranks outside the group only
+        """Wait until the tensor is sent or received, and return it."""
+        assert self.work is not None  # None is only for ranks outside the group
         self.work.wait()
         return self.tensor
 
@@ -59,16 +59,16 @@ class World:
     layout: Layout = field(default_factory=Layout)
     """Sizes of the mesh."""
     mesh: DeviceMesh | None = None
-    """Dimensions replicate, shard, ring and ulysses; None where every process holds whole weights and whole samples."""
+    """Dimensions replicate, shard, ring and ulysses; None if neither weights nor tokens are split."""
 
     @property
     def main(self) -> bool:
-        """Rank 0 writes files and speaks."""
+        """Whether this is rank 0, which writes files and logs."""
         return self.rank == 0
 
     @property
     def dp_index(self) -> int:
-        """This process's data-parallel index: which share of the samples it works on."""
+        """This process's data-parallel index, which selects its share of the samples."""
         return self.rank // self.layout.context
 
     @property
@@ -78,29 +78,29 @@ class World:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first process of its share, which asks rewards and is heard in `gather`."""
+        """Whether this is the first process of its share, which calls rewards and whose rows `gather` takes."""
         return self.rank % self.layout.context == 0
 
     @property
     def equal_forwards(self) -> bool:
-        """Whether every process must run as many forwards and backwards as the others, since weights are split."""
+        """Whether every process must run the same number of forwards and backwards, because weights are sharded."""
         return self.layout.split > 1
 
     def owner(self, slot: int) -> int:
-        """The data-parallel index whose `slots` include this one."""
+        """The data-parallel index that owns a slot."""
         return slot % self.dp_size
 
     def slots(self, total: int) -> range:
-        """This rank's of `total` slots, dealt out one by one."""
+        """This rank's share of `total` slots, assigned round-robin."""
         return range(self.dp_index, total, self.dp_size)
 
     def share(self, limit: int, indices: int | None = None) -> int:
-        """This rank's part of a limit for all ranks together, or for the first so many `indices`; at least 1."""
+        """This rank's share (at least 1) of a limit for all data-parallel indices, or for the first `indices`."""
         indices = min(indices or self.dp_size, self.dp_size)
         return max((limit // indices + (self.dp_index < limit % indices)) * (self.dp_index < indices), 1)
 
     def gather_slots(self, local: NDArray[np.float64], total: int) -> NDArray[np.float64]:
-        """Rows [n, …] of this rank's `slots(total)` → rows [total, …] of all, in slot order."""
+        """All-gather the rows [n, …] of each rank's `slots(total)` to rows [total, …] in slot order."""
         each = -(-total // self.dp_size)
         padded = np.full((each, *local.shape[1:]), np.nan)
         padded[: len(local)] = local
@@ -108,23 +108,23 @@ class World:
         return np.swapaxes(parts, 0, 1).reshape(-1, *local.shape[1:])[:total]
 
     def send(self, tensor: Tensor, index: int, tag: int) -> Transfer:
-        """Begin to send a tensor to a data-parallel index; returns at once. `tag` names it among those on the way."""
+        """Start sending a tensor to a data-parallel index; does not wait. `tag` identifies the message."""
         tensor = tensor.cpu().contiguous()
         return Transfer(tensor, dist.isend(tensor, self._peer(index), tag=tag))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, index: int, tag: int) -> Transfer:
-        """Begin to receive what a data-parallel index sends under `tag`, on the CPU; returns at once."""
+        """Start receiving the message `tag` from a data-parallel index as a CPU tensor; does not wait."""
         tensor = torch.empty(shape, dtype=dtype)
         return Transfer(tensor, dist.irecv(tensor, self._peer(index), tag=tag))
 
     def _peer(self, index: int) -> int:
-        """The rank of a data-parallel index that has this process's place among the context-parallel ones."""
+        """The rank in a data-parallel index that has the same context-parallel index as this process."""
         return index * self.layout.context + self.rank % self.layout.context
 
     def sum_gradients(self, parameters: list[Tensor]) -> None:
-        """Replace every .grad by its sum over ranks, in one flat all-reduce per dtype; missing ones count as 0.
+        """Replace every .grad by its sum over ranks, with one flat all-reduce per dtype; a missing .grad counts as 0.
 
-        Those of split parameters (DTensors) are sums already.
+        Gradients of sharded parameters (DTensors) are already summed and stay unchanged.
         """
         for p in parameters:
             if p.grad is None:
@@ -140,7 +140,7 @@ class World:
                 g.copy_(part.view_as(g))
 
     def gather(self, local: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Rows of all shares in their order; every rank passes the same shape, fp64."""
+        """All-gather the rows of all shares, in order of their index; every rank passes the same shape, fp64."""
         parts = self._gather_ranks(local)[:: self.layout.context]
         return np.concatenate(parts) if self.size > 1 else local
 
@@ -157,18 +157,18 @@ class World:
         return any(bool(part[0]) for part in self._gather_ranks(np.array([float(flag)])))
 
     def gather_items(self, mine: Iterable[T]) -> list[T]:
-        """Objects of all shares in their order; each share has as many as it likes."""
+        """All-gather the objects of all shares, in order of their index; their number may differ between shares."""
         return [item for part in self.every(list(mine))[:: self.layout.context] for item in part]
 
     def every(self, mine: T) -> list[T]:
-        """One object of every rank, in rank order."""
+        """All-gather one object from every rank, in rank order."""
         items = [mine] * self.size
         if self.size > 1:
             dist.all_gather_object(items, mine)
         return items
 
     def spread(self, rows: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
-        """`work(rows)` for rows [B, …] that all processes of a share have, each doing a part of them; rows [B, …]."""
+        """`work(rows)` of rows [B, …] that all processes of a share hold; each computes a part, all get all [B, …]."""
         count = self.layout.context
         if count == 1:
             return work(rows)
@@ -176,18 +176,18 @@ class World:
         group = self.mesh["ring", "ulysses"]._flatten().get_group()
         each, mine = -(-len(rows) // count), self.rank % count
         own = rows[mine * each : (mine + 1) * each]
-        done = work(own if len(own) else rows[:1])  # without rows of its own, one whose result only gives the shape
+        done = work(own if len(own) else rows[:1])  # without own rows, compute one for its shape
         done = torch.cat([done, done[:1].expand(each - len(done), *done.shape[1:])]) if len(done) < each else done
         parts = [torch.empty_like(done) for _ in range(count)]
         dist.all_gather(parts, done.contiguous(), group=group)
         return torch.cat(parts)[: len(rows)]
 
     def union(self, names: Iterable[str]) -> list[str]:
-        """All names that any rank has, sorted: the same list on all ranks."""
+        """Sorted union of all ranks' names; the same list on all ranks."""
         return sorted(set(self.gather_items(names)))
 
     def on_main(self, work: Callable[[], T], failure: type[Exception]) -> T | None:
-        """`work()` of rank 0, None on the others, which wait for it; if it raises `failure`, all ranks raise one."""
+        """Run `work()` on rank 0 while the others wait and return None; if it raises `failure`, all ranks raise it."""
         problem, result = None, None
         if self.main:
             try:
@@ -205,7 +205,7 @@ class World:
 
 
 def pick_device(name: str) -> torch.device:
-    """Device for 'auto', 'cpu' or 'cuda' on this rank. Raises ConfigError if cuda is asked for and absent."""
+    """Device for 'auto', 'cpu' or 'cuda' on this rank. Raises ConfigError if cuda is requested but not available."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
         raise ConfigError(["device: cuda was asked for, but torch sees no GPU; use cpu, or run `prefgrpo doctor`"])
@@ -215,7 +215,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def start(device_name: str, config: Config | None = None) -> World:
-    """Join the torchrun group if there is one; without `config`, to work on whole models and samples.
+    """Join the torchrun process group if there is one; without `config`, for plain data parallelism.
 
     Raises ConfigError if the section `parallel` does not fit the number of processes.
     """
@@ -227,7 +227,7 @@ def start(device_name: str, config: Config | None = None) -> World:
     if size > 1 and not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store, rank, _ = next(rendezvous("env://", timeout=LONGEST_WAIT))
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it still has the addresses before a restart
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # it keeps the addresses of earlier starts
             store = PrefixStore(f"attempt/{attempt()}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LONGEST_WAIT)
         _watches.append(Watch())
@@ -236,12 +236,12 @@ def start(device_name: str, config: Config | None = None) -> World:
 
 
 def follows(error: BaseException) -> bool:
-    """Whether an error only says that another process has ended, or left the group."""
+    """Whether an error is only a consequence of another process having exited or left the group."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
 def stop() -> None:
-    """Leave the torchrun group."""
+    """Leave the torchrun process group."""
     if dist.is_initialized():
         while _watches:
             _watches.pop().stop()

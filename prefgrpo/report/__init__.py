@@ -1,6 +1,6 @@
-"""report.html of a run folder, and one page about several.
+"""report.html of a run folder, and a page that compares several runs.
 
-Invariant: everything shown was measured and lies in the folder.
+Invariant: everything shown was measured and is stored in the run folder.
 """
 
 from prefgrpo.report.compare import write_comparison

@@ -1,9 +1,9 @@
-"""Items of the page's viewer: images that belong together, with what judges and independent checks said of them.
+"""Items of the page's viewer: images that belong together, with the verdicts of judges and independent checks.
 
 An item is {id, prompt, where, media: [[label, element id], …], orders: [[judge, which of the last two was shown first,
 P(first) or null, reason, answer], …], mean: P(first of the two) or null, wins: {who: 1, ½ or 0}, kinds}; its id is its
-address on the page. Kinds: `flips` where the two orders name other winners, `missing` where an order has no verdict,
-`differs` where the judge and an independent check name other winners.
+address on the page. Kinds: `flips` if the two orders give different winners, `missing` if an order has no verdict,
+`differs` if the judge and an independent check disagree on the winner.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def pair_id(name: str, step: int, k: int) -> str:
 
 
 def pairs(images: EvalImages, name: str) -> list[Item]:
-    """An item for every pair before, after of an evaluation."""
+    """An item for every (before, after) pair of an evaluation."""
     labels = [*(["source"] if images.sources is not None else []), "before", f"after {images.step} steps"]
     out = []
     for k, (prompt, outcome) in enumerate(zip(images.prompts, images.kept, strict=True)):
@@ -46,7 +46,8 @@ def group_pairs(group: Group, ident: str) -> list[Item]:
             count = float(group.counts[i, j])
             mean = float(group.wins[i, j]) / count if count > 0 else math.nan
             if own or not math.isnan(mean):
-                media = [[f"image {k + 1}", f"{ident}-{k}"] for k in (i, j)]
+                media = [["source", f"{ident}-source"]] if group.source is not None else []
+                media += [[f"image {k + 1}", f"{ident}-{k}"] for k in (i, j)]
                 where = f"training, step {group.step}, images {i + 1} and {j + 1}"
                 numbered = [
                     Answer(a.judge, int(a.first == j), int(a.first == i), a.p_first, a.reason, a.raw) for a in own

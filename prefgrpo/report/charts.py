@@ -1,7 +1,7 @@
-"""Line and area charts as inline SVG, coloured by the page's style sheet (so they follow light, dark and print).
+"""Line and area charts as inline SVG, coloured by the page's style sheet (so that they follow light, dark and print).
 
-x is the training step on every chart. Invariant: a value that exists is visible: gaps break a line, and a point
-without neighbours is drawn as a dot.
+x is always the training step. Invariant: every existing value is visible: gaps interrupt a line, and a point without
+neighbours is drawn as a dot.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """What one figure shows; values are in `unit` already unless `percent` (then fractions)."""
+    """Content of a figure; values are already in `unit`, or are fractions if `percent`."""
 
     title: str
     series: Sequence[Series]
@@ -52,21 +52,21 @@ class Chart:
     percent: bool = False
     stacked: bool = False
     log: bool = False
-    """Logarithmic y where the values are positive and span more than a factor of 100."""
+    """Logarithmic y axis if the values are positive and span more than a factor of 100."""
     include: tuple[float, ...] = ()
-    """Values that the y axis must hold."""
+    """Values that the y axis must include."""
     lines: tuple[tuple[float, str], ...] = ()
     """Horizontal lines with their labels, drawn where they fall inside the axis."""
 
     @property
     def shows(self) -> bool:
-        """Whether a series holds a number."""
+        """Whether any series has a value."""
         return any(not np.isnan(s.y).all() for s in self.series)
 
     @property
     def flat(self) -> bool:
-        """Whether no series' mean moves, from the first to the last third, by more than twice its scatter, two points
-        of a percentage, or 10 % of its largest value, whichever is most."""
+        """Whether no series' mean changes between the first and the last third by more than the largest of: twice its
+        scatter, two percentage points, 10 % of its largest value."""
         return not any(self._moves(y) for s in self.series if len(y := s.y[~np.isnan(s.y)]))
 
     def _moves(self, y: Floats) -> bool:
@@ -89,7 +89,7 @@ def tag(name: str, *content: str, **attributes: object) -> Markup:
 
 @dataclass(frozen=True)
 class Axes:
-    """Data to picture coordinates."""
+    """Maps data to picture coordinates."""
 
     x0: float
     x1: float
@@ -97,7 +97,7 @@ class Axes:
     y1: float
     log: bool = False
     scale: float = 1.0
-    """Factor from stored values to those of the unit: 100 for %, 1000 for ms."""
+    """Factor from stored values to the unit: 100 for %, 1000 for ms."""
     power: int = 0
     """The tick labels are multiples of 10 to this power."""
 
@@ -114,7 +114,7 @@ class Axes:
 
 
 def ticks(low: float, high: float, count: int) -> list[float]:
-    """At most about `count` round values (1, 2 or 5 × 10^k apart) inside [low, high]."""
+    """About `count` or fewer round values (spaced by 1, 2 or 5 × 10^k) inside [low, high]."""
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
@@ -132,7 +132,7 @@ def _power(exponent: int) -> str:
 
 
 def number(value: float) -> str:
-    """Three significant digits: 0.00338, 4.27×10⁻¹⁰. `page.js` writes the values under the pointer alike."""
+    """Three significant digits: 0.00338, 4.27×10⁻¹⁰. `page.js` formats the values under the pointer the same way."""
     rounded = float(f"{value:.3g}")
     plain = rounded == 0 or 1e-4 <= abs(rounded) < 1e5
     digits, _, power = (f"{rounded:.10g}" if plain else f"{rounded:.3g}").partition("e")
@@ -140,7 +140,7 @@ def number(value: float) -> str:
 
 
 def draw(chart: Chart, steps: tuple[float, float]) -> Markup:
-    """The figure: title, legend with last values, SVG, note; empty when no series holds a number."""
+    """The figure: title, legend with last values, SVG, note; empty if no series has a value."""
     series = [s for s in chart.series if not np.isnan(s.y).all()]
     if not series:
         return Markup("")
@@ -162,7 +162,7 @@ def draw(chart: Chart, steps: tuple[float, float]) -> Markup:
     name, box = f"{chart.title} over training steps", f"0 0 {WIDTH} {HEIGHT}"
     svg = tag("svg", *body, cursor, viewBox=box, role="img", aria_label=name)
     legend, points = [], []
-    for s in series:  # the page's script puts other values into the legend on hover
+    for s in series:  # on hover, the page's script updates the legend's values
         mark = tag("i", class_=f"c{s.colour} round" if s.marks else f"c{s.colour}")
         last = number(s.y[~np.isnan(s.y)][-1] * axes.scale) + suffix
         legend.append(tag("span", mark, s.name, " ", tag("b", last)))
@@ -175,7 +175,7 @@ def draw(chart: Chart, steps: tuple[float, float]) -> Markup:
 
 
 def _shrink(s: Series, most: int) -> Series:
-    """At most `most` points: means of consecutive ones, and the extremes of a band."""
+    """Reduce to at most `most` points: means of consecutive points, and minimum and maximum for a band."""
     size = -(-len(s.x) // most)
     if size <= 1:
         return s
@@ -192,7 +192,7 @@ def _shrink(s: Series, most: int) -> Series:
 
 
 def _stack(series: list[Series]) -> list[Series]:
-    """Bands between cumulative sums, drawn from the bottom up; a lone point gets some width."""
+    """Stacked bands between cumulative sums, from the bottom up; an isolated point gets some width."""
     x = series[0].x
     wide = len(x) == 1
     x = np.array([x[0] - 0.4, x[0] + 0.4]) if wide else x
@@ -205,7 +205,7 @@ def _stack(series: list[Series]) -> list[Series]:
 
 
 def _axes(chart: Chart, series: list[Series], steps: tuple[float, float]) -> tuple[Axes, str]:
-    """Coordinates that hold all the data, and the unit of their labels and of the legend."""
+    """Axes that include all the data, and the unit for tick labels and legend."""
     values = np.concatenate(
         [np.array(chart.include), *(v for s in series for v in (s.y, s.low, s.high) if v is not None)]
     )
@@ -234,7 +234,7 @@ def _axes(chart: Chart, series: list[Series], steps: tuple[float, float]) -> tup
 
 
 def _grid(axes: Axes, unit: str, chart: Chart) -> Markup:
-    """Grid lines, tick labels, the x title and the chart's own lines, whose labels stand above the curves."""
+    """Grid lines, tick labels, the x title and the chart's reference lines, whose labels are above the curves."""
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     if axes.log:
         powers = range(math.ceil(math.log10(axes.y0)), math.floor(math.log10(axes.y1)) + 1)
@@ -274,7 +274,7 @@ def _path(x: Floats, y: Floats) -> str:
 
 
 def _between(x: Floats, low: Floats, high: Floats) -> str:
-    """The outline of the surface between two curves."""
+    """Outline of the area between two curves."""
     return _path(np.concatenate([x, x[::-1]]), np.concatenate([low, high[::-1]])) + "Z"
 
 
@@ -284,7 +284,7 @@ def _area(axes: Axes, s: Series) -> Markup:
 
 
 def _curve(axes: Axes, s: Series) -> Markup:
-    """Band, line (faint under its running mean when noisy), and dots where points are few or alone."""
+    """Band, line (faint behind its running mean if noisy), and dots for few or isolated points."""
     out, known = [], ~np.isnan(s.y)
     x, y = axes.x(s.x), axes.y(s.y)
     if s.low is not None and s.high is not None:
@@ -311,7 +311,7 @@ def _curve(axes: Axes, s: Series) -> Markup:
 
 
 def _smoothed(s: Series) -> Floats | None:
-    """Centred running mean over the points that exist; None for short or banded series."""
+    """Centred running mean over existing points; None for series that are short or have a band."""
     if len(s.x) < SMOOTH_FROM or s.low is not None:
         return None
     known, kernel = ~np.isnan(s.y), np.ones(max(5, len(s.x) // 25) | 1)

@@ -1,7 +1,7 @@
-"""One page about several runs: their last numbers, curves with bands over seeds, and the same prompts side by side.
+"""A page that compares runs: final numbers, curves with bands over seeds, and images for the same prompts side by side.
 
-Runs whose configurations differ only in what SAME names are seeds of one variant. Invariant: a number of a variant is
-the mean of its runs' own, beside their standard deviation, never a pool of their samples.
+Runs whose configurations differ only in the values in SAME are seeds of one variant. Invariant: a variant's number is
+the mean of its runs' numbers, with their standard deviation; samples are never pooled.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from prefgrpo.report.run import EvalImages, Run, read_run
 from prefgrpo.run.checkpoint import write_atomic
 
 SAME = ("seed", "name", "output", "device", "gpus", "tensorboard", "checkpoint.every", "checkpoint.keep")
-"""Values of a configuration that seeds of one variant may differ in."""
+"""Configuration values that may differ between seeds of one variant."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Runs of one configuration, its seeds."""
+    """Runs of one configuration with different seeds."""
 
     label: str
     runs: list[Run]
@@ -40,7 +40,7 @@ class Variant:
 
 
 def write_comparison(folders: Sequence[Path], out: Path) -> Path:
-    """Write the page `out` about the runs in `folders`. Raises FileNotFoundError if one holds no run."""
+    """Write the page `out` comparing the runs in `folders`. Raises FileNotFoundError if one contains no run."""
     runs = [read_run(Path(folder)) for folder in folders]
     found = variants(runs)
     key, results, health = (compared(found, part) for part in range(3))
@@ -68,7 +68,7 @@ def write_comparison(folders: Sequence[Path], out: Path) -> Path:
 
 
 def variants(runs: Sequence[Run]) -> list[Variant]:
-    """The runs by configuration, in the order given; a run without a configuration is one of its own."""
+    """Group runs by configuration, in the given order; a run without a configuration is its own variant."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         values = {key: value for key, value in flatten(run.config).items() if key not in SAME}
@@ -86,14 +86,14 @@ def _name(run: Run) -> str:
 
 
 def _differences(variant: Variant, every: list[Variant]) -> str:
-    """The values that not all variants share."""
+    """The configuration values in which variants differ."""
     keys = dict.fromkeys(key for v in every for key in v.values if key not in SAME)
     odd = [key for key in keys if any(v.values.get(key) != every[0].values.get(key) for v in every)]
     return ", ".join(f"{key} {variant.values.get(key, 'default')}" for key in odd)
 
 
 def _links(variant: Variant, out: Path) -> list[tuple[str, str]]:
-    """(name, address of its own report or "") of the runs."""
+    """(name, address of its report, or "") of each run."""
     pages = [(run, run.folder / "report.html") for run in variant.runs]
     return [(_name(r), os.path.relpath(page, out.parent) if page.is_file() else "") for r, page in pages]
 
@@ -102,7 +102,7 @@ def _links(variant: Variant, out: Path) -> list[tuple[str, str]]:
 
 
 def _table(found: list[Variant]) -> list[tuple[str, list[str]]]:
-    """(measure, its value under every variant) of the last evaluation of each run's best set."""
+    """(measure, its value for every variant), from the last evaluation of each run's best set."""
     own = [[_numbers(run) for run in v.runs] for v in found]
     names = dict.fromkeys(name for runs in own for numbers in runs for name in numbers)
     rows = []
@@ -134,7 +134,7 @@ def _numbers(run: Run) -> dict[str, tuple[float, ...]]:
 
 
 def _cell(name: str, values: list[tuple[float, ...]]) -> str:
-    """One run: value and interval, or before → value; several: mean ± standard deviation."""
+    """Table cell. One run: value and interval, or before → value; several: mean ± standard deviation."""
     if not values:
         return "–"
     shown = percent if name.startswith("win rate") else number
@@ -152,8 +152,8 @@ def _cell(name: str, values: list[tuple[float, ...]]) -> str:
 
 
 def compared(found: list[Variant], part: int) -> list[tuple[Chart, bool]]:
-    """A chart for every series of the runs' own charts (part 0 key, 1 results, 2 health), one curve per variant, and
-    whether it is the first series of its own. Sets that are evaluated at the end alone are in the table."""
+    """(chart, whether it is its original chart's first series) for every series of the runs' charts (part 0 key,
+    1 results, 2 health), with one curve per variant. Sets that are only evaluated at the end are in the table."""
     charts: dict[tuple[str, str], Chart] = {}
     drawn: dict[tuple[str, str], dict[int, list[Series]]] = {}
     for k, variant in enumerate(found):
@@ -173,7 +173,7 @@ def compared(found: list[Variant], part: int) -> list[tuple[Chart, bool]]:
 
 
 def _over_seeds(series: list[Series], label: str, colour: int) -> Series:
-    """Mean over seeds with a band from the smallest to the largest; of one run the curve as it is, without its band."""
+    """Mean over seeds with a band from smallest to largest; for a single run, its curve without a band."""
     if len(series) == 1:
         return replace(series[0], name=label, colour=colour, low=None, high=None, marks=False)
     x = np.unique(np.concatenate([s.x[~np.isnan(s.y)] for s in series]))
@@ -190,7 +190,7 @@ def _over_seeds(series: list[Series], label: str, colour: int) -> Series:
 
 
 def _images(runs: list[Run]) -> tuple[list[tuple[str, str, list[tuple[str, Any]]]], list[dict[str, Any]]]:
-    """(id, prompt, [(label, image)]) of the prompts that all runs with images show, and their items of the viewer."""
+    """(id, prompt, [(label, image)]) of the prompts shown by all runs with images, and the viewer's items for them."""
     names = [name for name in ("test", "dev") if all(name in run.images for run in runs)]
     names += sorted(set.intersection(*(set(run.images) for run in runs)) - set(names))
     if not names:
@@ -215,7 +215,7 @@ def _images(runs: list[Run]) -> tuple[list[tuple[str, str, list[tuple[str, Any]]
 
 
 def _place(images: EvalImages, prompt: str, k: int) -> int | None:
-    """Where a prompt's image is: at the same place, or else the first one of it."""
+    """Index of a prompt's image: k if it has that prompt, else the prompt's first image."""
     if k < len(images.prompts) and images.prompts[k] == prompt:
         return k
     return images.prompts.index(prompt) if prompt in images.prompts else None

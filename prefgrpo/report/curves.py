@@ -1,6 +1,6 @@
-"""Which curves a run has, found from the names of its metrics; a metric that never existed gives no curve.
+"""The charts of a run, chosen by the names of its metrics; a metric without values gives no curve.
 
-Colours mean the same everywhere: 0 the judge or the main value, 1 the second one, 2 ….
+Colours are consistent across charts: 0 is the judge or main value, 1 the second, 2 ….
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ PHASES = ("rollout", "judge_wait", "update")
 SHOWN = ("time/judge/latency_", "time/reward/", "policy/", "reward/")
 NOT_LISTED = ("advantage/zero_groups", "grad_norm", "time/judge/busy_s", "judge/tie_rate", "judge/position_bias",
               "judge/order_inconsistency", "judge/missing")  # fmt: skip
-"""Metrics that `curves` shows, by prefix and by name; the others go to `other_curves`."""
+"""Prefixes and names of the metrics that `curves` shows; the others go to `other_curves`."""
 
 
 def readable(name: str) -> str:
-    """A metric's name for people: 'scenes.all' → 'scenes · all', 'my/rewards.py:right_colour' → 'right colour'."""
+    """Display name of a metric: 'scenes.all' → 'scenes · all', 'my/rewards.py:right_colour' → 'right colour'."""
     return name.rpartition(":")[2].replace(".", " · ").replace("_", " ").replace("/", " · ")
 
 
 def win_names(rows: Rows) -> list[str]:
-    """Win rates of an evaluation, the judge's first."""
+    """Names of an evaluation's win rates, the judge's first."""
     ends = ("_low", "_high", "_first", "_second", "_missing")
     names = [n for n in rows.columns if n.startswith("win_") and not n.endswith(ends)]
     return sorted(names, key=lambda n: n != "win_judge")
 
 
 def measure_names(rows: Rows) -> list[str]:
-    """Measures that exist before and now; 'x.all' after 'x', then the other parts."""
+    """Measures with values before and after training; 'x.all' comes after 'x', then the other parts."""
     names = [n for n in rows.columns if f"{n}_before" in rows]
     parts = {n: part_of(n, names) for n in names}
     return sorted(names, key=lambda n: (parts[n][0], bool(parts[n][1]), parts[n][1] != "all"))
 
 
 def part_of(name: str, names: Iterable[str]) -> tuple[str, str]:
-    """(reward, part or "") of a measure. A reward is one of `names` too: that of one's own may hold dots."""
+    """(reward, part or "") of a measure. The reward must also be in `names`: a user's own may contain dots."""
     reward = min((n for n in names if name.startswith(f"{n}.")), key=len, default=name)
     return reward, name[len(reward) + 1 :]
 
 
 def curves(run: Run) -> tuple[list[Chart], list[Chart], list[Chart]]:
-    """(four that say whether the run works, further results, health): all charts of a run."""
+    """All charts of a run: (four that show whether it works, further results, health)."""
     watched = "dev" if "dev" in run.evals else next(iter(run.evals), "")  # the set evaluated during training
     wins, measured = [_wins(run, watched)], _measures(run.evals[watched], watched) if run.evals else []
     rewards, doubts = _rewards(run.train), _doubts(run.train)
@@ -68,7 +68,7 @@ def other_curves(run: Run) -> list[Chart]:
 
 
 def _series(rows: Rows, lines: list[tuple[str, str]], prefix: str = "", colour: int = 0) -> list[Series]:
-    """(label, metric) pairs as lines in the colours `colour`, `colour` + 1, …."""
+    """Lines for (label, metric) pairs, in the colours `colour`, `colour` + 1, …."""
     return [Series(label, rows.steps, rows[prefix + name], k) for k, (label, name) in enumerate(lines, colour)]
 
 
@@ -80,7 +80,7 @@ def _wins(run: Run, watched: str) -> Chart:
     series = []
     for name, rows in run.evals.items():
         for k, win in enumerate(win_names(rows)):
-            kept = rows.steps >= 0 if name == watched else rows.steps > 0  # at 0 every set is at one half
+            kept = rows.steps >= 0 if name == watched else rows.steps > 0  # at step 0 every win rate is ½
             label = f"by {readable(win[4:])}" + ("" if name == watched else f", {name}")
             y, low, high = (rows[win + end][kept] for end in ("", "_low", "_high"))
             series.append(Series(label, rows.steps[kept], y, k, low, high, marks=name != watched))
@@ -91,7 +91,7 @@ def _wins(run: Run, watched: str) -> Chart:
 
 
 def _measures(rows: Rows, watched: str) -> list[Chart]:
-    """One chart per measuring reward, its parts as lines."""
+    """One chart per evaluation reward, with its parts as lines."""
     charts: dict[str, list[tuple[str, str]]] = {}
     for name in (names := measure_names(rows)):
         reward, part = part_of(name, names)
@@ -105,7 +105,7 @@ def _rewards(train: Rows) -> list[Chart]:
     charts = []
     for k, name in enumerate(names):
         mean, std = train[name], train[f"{name}_std"]
-        if np.nanmax(np.abs(mean - 0.5)) >= 1e-6:  # else a win rate inside the group: ½ by construction
+        if np.nanmax(np.abs(mean - 0.5)) >= 1e-6:  # else a win rate within the group, whose mean is ½ by construction
             series = Series("mean", train.steps, mean, k, mean - std, mean + std)
             note = "Training prompts; band: ± the std within a group."
             charts.append(Chart(f"Reward: {readable(name[7:])}", [series], note=note))

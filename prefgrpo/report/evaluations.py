@@ -1,6 +1,6 @@
-"""Evaluations after the training, from the JSON that `prefgrpo evaluate` wrote into the run folder.
+"""Evaluations after training, from the JSON that `prefgrpo evaluate` wrote into the run folder.
 
-Invariant: the page has every number of these files; what is missing is counted beside it and named.
+Invariant: the page shows every number of these files; missing scores are counted and listed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from prefgrpo.report.headline import number
 Table = tuple[list[str], list[list[str]]]
 """(head, rows of cells)"""
 PROBLEMS = 20
-"""Most lines about what is missing."""
+"""Maximum number of lines about missing scores."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One of a suite, or of the run's weights against others."""
+    """An evaluation on a suite, or a comparison of the run's weights with others."""
 
     title: str
     notes: list[str]
@@ -33,7 +33,7 @@ class Evaluation:
 
 
 def read_evaluation(file: Path) -> list[Evaluation]:
-    """What RUN/evaluations/WEIGHTS/NAME/*.json holds; empty for other files. Raises ValueError, KeyError, TypeError."""
+    """Content of RUN/evaluations/WEIGHTS/NAME/*.json; [] for other files. Raises ValueError, KeyError, TypeError."""
     content, weights = json.loads(file.read_text(encoding="utf-8")), _in_words(file.parent.parent.name)
     if "win_rates" in content:
         other = _in_words(file.parent.name.removeprefix("against_"))
@@ -74,7 +74,10 @@ def _comparison(title: str, content: Mapping[str, Any]) -> Evaluation:
     head = ["win rate", "rate", "95 % interval", "shown first, second", "missing", "result"]
     tables: list[Table] = [(head, rates), (["mean", "other", "this", "missing"], means)]
     notes = [", ".join(f"{count} prompts ({name})" for name, count in content["prompts"].items()), *content["judges"]]
-    result = "".join(f": {row[1]} by {row[0]}, {row[-1]}" for row in rates[:1])
+    result = ""
+    for name, row in list(content["win_rates"].items())[:1]:
+        prompts, _, judge = name.partition("/win_")
+        result = f": {_share(row['rate'])} by {readable(judge)} on {prompts}, {row['verdict']}"
     return Evaluation(title + result, notes, [t for t in tables if t[1]], [])
 
 

@@ -1,4 +1,4 @@
-"""The result in one sentence and a few large figures, and the table of all held-out numbers."""
+"""The result as one sentence and a few key figures, and the table of all held-out numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGE = 8
 
 
 def percent(value: float) -> str:
-    """A share as '91 %' (no line break inside), with a decimal near the ends."""
+    """A fraction as '91 %' (without a line break), with one decimal near 0 and 100 %."""
     return f"{100 * value:.{1 if 0 < min(value, 1 - value) < 0.015 else 0}f}\u00a0%"
 
 
@@ -29,12 +29,12 @@ def number(value: float) -> str:
 
 
 def _three_decimals(value: float) -> str:
-    """Three decimals, or three significant digits of a value that these would hide."""
+    """Three decimals, or three significant digits if the value is too small for those."""
     return f"{value:.3f}" if abs(value) >= 0.1 or value == 0 or math.isnan(value) else charts.number(value)
 
 
 def _wins(rows: Rows) -> list[tuple[str, str, list[str]]]:
-    """(who judged, win rate, interval and orders where they are known) of the last row."""
+    """(judge, win rate, [interval and orders, if known]) of the last row."""
     wins = []
     for win in win_names(rows):
         rate, low, high, first, second = (rows.last(win + end) for end in ("", "_low", "_high", "_first", "_second"))
@@ -47,8 +47,8 @@ def _wins(rows: Rows) -> list[tuple[str, str, list[str]]]:
 
 
 def subject(run: Run) -> str:
-    """What was trained: weights, model, family, objective and rewards, as far as the configuration says; "" without a
-    model."""
+    """What was trained: weights, model, family, objective and rewards, as far as the configuration has them; "" without
+    a model."""
     train, family, weights = run.settings, run.config.get("family"), {k: w for k, w in run.trained_on.items() if w}
     if not (model := "/".join(Path(str(run.config.get("model") or "")).parts[-2:])):
         return ""
@@ -60,7 +60,7 @@ def subject(run: Run) -> str:
 
 
 def judge_name(run: Run) -> str:
-    """The judge that was asked, "" if none was."""
+    """Name of the judge, "" if there was none."""
     judge = run.section("judge")
     if "judge/requests" not in run.train and not any("win_judge" in rows for rows in run.evals.values()):
         return ""
@@ -74,7 +74,7 @@ def judge_name(run: Run) -> str:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """(name, text): the judge, how much was trained and compared, how far judge and independent checks agree."""
+    """(name, text): the judge, amount of training and comparisons, agreement of judge and independent checks."""
     out, rollout = [], run.section("rollout")
     if judge := judge_name(run):
         out.append(("Judge", judge))
@@ -100,7 +100,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 
 def agreement(outcomes: list[Outcome]) -> dict[str, tuple[int, int]]:
-    """Independent check → (samples where judge and check both prefer one image, where it is the same)."""
+    """Independent check → (samples where judge and check both prefer an image, those where it is the same image)."""
     out = {}
     for check in dict.fromkeys(name for o in outcomes for name in o.wins if not name.startswith("judge")):
         pairs = [(o.wins["judge"] - 0.5, o.wins[check] - 0.5) for o in outcomes if {"judge", check} <= o.wins.keys()]
@@ -112,7 +112,7 @@ def agreement(outcomes: list[Outcome]) -> dict[str, tuple[int, int]]:
 
 
 def alarms(run: Run) -> list[str]:
-    """What a reader must know before believing the result."""
+    """Warnings that a reader should see before trusting the result."""
     out = [f"After step {step}, a sign of reward hacking: {_in_words(run, text)}." for step, text in run.alarms]
     for name, text in (("judge/missing", "comparisons"), ("reward/missing", "rewards")):
         worst = run.train[name]
@@ -122,7 +122,7 @@ def alarms(run: Run) -> list[str]:
 
 
 def _in_words(run: Run, text: str) -> str:
-    """A text with the names of held-out metrics as people read them."""
+    """The text with display names of held-out metrics."""
     names = [(f"{name}/{column}", column) for name, rows in run.evals.items() for column in rows.columns]
     for name, column in sorted(names, key=lambda pair: -len(pair[0])):
         win = column.startswith("win_")
@@ -131,11 +131,11 @@ def _in_words(run: Run, text: str) -> str:
 
 
 def certainty(run: Run) -> tuple[str, str]:
-    """(better, worse or inconclusive, why) by the first win rate of the best set; empty without one."""
+    """("better", "worse" or "inconclusive", reason) by the best set's first win rate; empty strings without one."""
     if run.best_set is None or not (names := win_names(rows := run.evals[run.best_set])):
         return "", ""
     outcomes = run.images[run.best_set][-1].outcomes if run.best_set in run.images else []
-    prompts = len({o.prompt for o in outcomes}) or 10**9  # an older run did not write it: only the interval decides
+    prompts = len({o.prompt for o in outcomes}) or 10**9  # older runs did not write outcomes: only the interval decides
     word, _, why = verdict(rows.last(f"{names[0]}_low"), rows.last(f"{names[0]}_high"), prompts).partition(": ")
     return word, why
 
@@ -160,7 +160,7 @@ def _listed(parts: list[str]) -> str:
 
 
 def sentence(run: Run) -> str:
-    """The result in one sentence; says so when there is none yet."""
+    """The result in one sentence, or a sentence that there is none yet."""
     if run.best_set is None:
         if run.evals or not run.finished:
             return "No evaluation has finished since training started, so there is no result yet."

@@ -1,5 +1,5 @@
-"""Images for a page: small ones as lossless PNG, shown in whole multiples; large ones shrunk to WebP; clips as WebP
-that plays in a loop."""
+"""Images for a page: small ones as lossless PNG, enlarged by integer factors; large ones downscaled to WebP; clips as
+looping WebP."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from PIL import Image
 from prefgrpo.report.charts import tag
 
 SMALL = 128
-"""Up to this many pixels a side an image is kept as it is and enlarged without smoothing."""
+"""Images up to this many pixels per side are embedded unchanged and enlarged without smoothing."""
 CLIP_PX, FRAME_MS = 224, 125
-"""Longest side of a clip on the page, and how long each of its frames is shown."""
+"""Longest side of a clip on the page, and display time of each of its frames."""
 
 
 def is_small(pixels: NDArray[np.uint8]) -> bool:
-    """Whether an image [H, W, 3] or a clip [F, H, W, 3] is kept as it is."""
+    """Whether an image [H, W, 3] or a clip [F, H, W, 3] is embedded unchanged."""
     return max(pixels.shape[-3:-1]) <= SMALL
 
 
 def still(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """An image as it is, of a clip [F, H, W, 3] its middle frame."""
+    """An image itself, or the middle frame of a clip [F, H, W, 3]."""
     return media[len(media) // 2] if media.ndim == 4 else media
 
 
 def data_uri(media: NDArray[np.uint8], most: int) -> str:
-    """`data:` address of an image of at most `most` pixels a side, or of a clip that plays."""
+    """`data:` URI of an image of at most `most` pixels per side, or of an animated clip."""
     clip = media.ndim == 4
     images = [Image.fromarray(frame) for frame in (media if clip else [media])]
     if max(images[0].size) > max(most := CLIP_PX if clip else most, SMALL):
@@ -49,7 +49,7 @@ def data_uri(media: NDArray[np.uint8], most: int) -> str:
 
 
 def picture(media: NDArray[np.uint8], caption: str, most: int, **attributes: str) -> Markup:
-    """An <img> of an image or a playing clip, with its alternative text."""
+    """An <img> element for an image or animated clip, with alternative text."""
     height, width = media.shape[-3:-1]
     look = "sharp" if is_small(media) else "smooth"
     return tag("img", src=data_uri(media, most), alt=caption, class_=look, width=width, height=height, **attributes)

@@ -1,4 +1,4 @@
-"""report.html: one self-contained page about a run, at whatever stage the run is.
+"""report.html: one self-contained page about a run at any stage.
 
 Invariant: the page refers to nothing outside itself, and all text from the run is escaped.
 """
@@ -35,7 +35,7 @@ GROUPS, COURSE_ROWS, COURSE_COLUMNS = 6, 6, 7
 
 
 def write_report(folder: Path) -> Path:
-    """Write `folder/report.html` from what the run folder holds. Raises FileNotFoundError if it holds no run."""
+    """Write `folder/report.html` from the run folder's files. Raises FileNotFoundError if it contains no run."""
     folder = Path(folder)
     run = read_run(folder)
     key, results, health = ([(c, draw(c, span([run]))) for c in charts] for charts in curves(run))
@@ -64,6 +64,7 @@ def write_report(folder: Path) -> Path:
         flat=[figure for chart, figure in health if chart.flat],
         others=[figure for chart in other_curves(run) if (figure := draw(chart, span([run])))],
         groups=[draw_group(g, ident) for g, ident in groups],
+        sources=any(g.source is not None for g, _ in groups),
         items=items,
         judged=sum(bool(item["orders"] or item["mean"] is not None) for item in items),
         kinds=[(kind, KINDS[kind], count) for kind in KINDS if (count := sum(kind in item["kinds"] for item in items))],
@@ -76,7 +77,7 @@ def write_report(folder: Path) -> Path:
 
 
 def render(template: str, **values: object) -> str:
-    """A page from a template of this folder."""
+    """Render a template from this folder."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -89,14 +90,14 @@ def render(template: str, **values: object) -> str:
 
 
 def span(runs: Sequence[Run]) -> tuple[float, float]:
-    """First and last training step of the runs' rows."""
+    """First and last training step in the runs' rows."""
     rows = [r for run in runs for r in (run.train, *run.evals.values()) if len(r.steps)]
     ends = [float(step) for r in rows for step in (r.steps[0], r.steps[-1])]
     return min(ends, default=0.0), max(ends, default=0.0)
 
 
 def machine() -> list[tuple[str, str]]:
-    """(name, value) of the versions and the machine of this process."""
+    """(name, value) pairs: versions and machine of this process."""
     rows = [("prefgrpo", prefgrpo.__version__), ("Python", platform.python_version())]
     for package in PACKAGES:
         try:
@@ -116,7 +117,7 @@ def machine() -> list[tuple[str, str]]:
 
 
 def _evaluations(run: Run) -> list[Evaluation]:
-    """Those of `prefgrpo evaluate`; a damaged file goes to the run's problems."""
+    """Results of `prefgrpo evaluate`; a damaged file is added to the run's problems."""
     found: list[Evaluation] = []
     for file in RunFolder(run.folder).all_evaluations():
         try:
@@ -147,7 +148,7 @@ def _pairs(run: Run) -> dict[str, Any] | None:
 
 
 def _course(run: Run) -> dict[str, object] | None:
-    """The same prompts at several evaluations of the set with most of them; None with less than two."""
+    """The same prompts at several evaluations of the set evaluated most often; None with fewer than two."""
     later = [images for images in max(run.images.values(), key=len, default=[]) if images.step > 0]
     if len(later) < 2:
         return None
@@ -161,7 +162,7 @@ def _course(run: Run) -> dict[str, object] | None:
 
 
 def _spread(items: list, most: int) -> list:
-    """At most `most` items, evenly spread, with the first and the last."""
+    """At most `most` evenly spaced items, including the first and the last."""
     if len(items) <= most:
         return items
     return [items[k] for k in np.linspace(0, len(items) - 1, most).round().astype(int)]

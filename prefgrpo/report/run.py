@@ -1,6 +1,6 @@
-"""A run folder, read for the report: metrics as columns, evaluation images, judged groups.
+"""Reading a run folder for the report: metrics as columns, evaluation images, judged groups.
 
-Invariant: a run at any stage can be read. Missing keys and nulls are NaN; a damaged file is left out and named in
+Invariant: a run at any stage can be read. Missing keys and nulls become NaN; a damaged file is skipped and named in
 `Run.problems`.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from prefgrpo.rewards import RewardSpecError, parse_reward_spec
+from prefgrpo.rewards import PYTHON, RewardSpecError, named, parse_reward_spec
 from prefgrpo.run.log import read_metrics
 from prefgrpo.run.run_folder import PRODUCTS, RunFolder, step_of
 from prefgrpo.run.signs import Signs
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one kind as columns over the training steps, in ascending order."""
+    """Rows of one kind as columns over training steps in ascending order."""
 
     steps: Floats
     columns: dict[str, Floats]
@@ -50,7 +50,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a judge said of two images of a group, by number; those of an evaluation are 0 before, 1 after."""
+    """A judge's answer on two images, by their number in the group; in an evaluation, 0 is before and 1 after."""
 
     judge: str
     first: int
@@ -59,25 +59,25 @@ class Answer:
     p_first: float
     """Probability that the first is better; NaN: no verdict."""
     reason: str
-    """Why there is none."""
+    """Why there is no verdict."""
     raw: str
-    """The answer itself."""
+    """The judge's text."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one image of an evaluation: its prompt, and by whom it won (1), tied (½) or lost (0) against before."""
+    """One image of an evaluation: its prompt, and per judge or check a win (1), tie (½) or loss (0) against before."""
 
     prompt: int
     wins: dict[str, float]
     answers: list[Answer] | None
-    """The judge's, if the image was kept for the report."""
+    """The judge's answers, if the image was kept for the report."""
 
 
 @dataclass(frozen=True)
 class EvalImages:
-    """Images of one evaluation: prompts [n]; before and after uint8 [n, H, W, 3] (clips [n, F, H, W, 3]) from the same
-    initial noise; the source images of edits, uint8 [n, H, W, 3], or None."""
+    """Images of an evaluation: prompts [n]; before and after, uint8 [n, H, W, 3] (clips [n, F, H, W, 3]), from the same
+    initial noise; for edits the source images, uint8 [n, H, W, 3], else None."""
 
     step: int
     prompts: list[str]
@@ -85,11 +85,11 @@ class EvalImages:
     after: Images
     sources: Images | None = None
     outcomes: list[Outcome] = field(default_factory=list)
-    """Of all images of the set, also those that are not kept; empty if the run wrote none."""
+    """Outcomes of all images of the set, including those not kept; empty if the run wrote none."""
 
     @property
     def kept(self) -> list[Outcome | None]:
-        """Outcomes of the images that are here."""
+        """Outcomes of the kept images."""
         kept = [o for o in self.outcomes if o.answers is not None]
         return list(kept) if len(kept) == len(self.prompts) else [None] * len(self.prompts)
 
@@ -104,13 +104,15 @@ class Group:
     wins: Floats
     counts: Floats
     rates: Floats
+    source: Images | None = None
+    """For an edit, the source images side by side, uint8 [H, W, 3]."""
     answers: list[Answer] = field(default_factory=list)
-    """The single comparisons, where the run kept them (judge.log)."""
+    """The individual comparisons, if the run kept them (judge.log)."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """All that the report shows."""
+    """All data for the report."""
 
     folder: Path
     config: dict[str, Any]
@@ -121,16 +123,16 @@ class Run:
     images: dict[str, list[EvalImages]]
     groups: list[Group]
     alarms: list[tuple[int, str]]
-    """(training step, sign of reward hacking) of what the run warned."""
+    """The run's warnings: (training step, sign of reward hacking)."""
     problems: list[str]
 
     @property
     def step(self) -> int:
-        """The last step that was logged."""
+        """The last logged step."""
         return int(max((rows.steps[-1] for rows in (self.train, *self.evals.values()) if len(rows.steps)), default=0))
 
     def section(self, name: str) -> dict[str, Any]:
-        """A section of the configuration, empty if it is not there."""
+        """A section of the configuration, empty if absent."""
         section = self.config.get(name)
         return section if isinstance(section, dict) else {}
 
@@ -146,19 +148,19 @@ class Run:
 
     @property
     def planned(self) -> int:
-        """Steps in the configuration, 0 if unknown."""
+        """Number of steps in the configuration, 0 if unknown."""
         steps = self.settings.get("steps")
         return steps if isinstance(steps, int) else 0
 
     @property
     def finished(self) -> bool:
-        """Whether the run came to its end: all steps, or the time limit (then its product lies in the folder)."""
+        """Whether the run ended: all steps done, or the time limit reached (the folder then has the final weights)."""
         exported = any((self.folder / name).exists() for name in PRODUCTS)
         return 0 < self.planned <= self.step or (exported and bool(self.settings.get("max_minutes")))
 
     @property
     def status(self) -> str:
-        """Empty for a finished run; else how far it came and when it last wrote a row."""
+        """Empty for a finished run; else its progress and the time of its last row."""
         if self.finished:
             return ""
         file, steps = (
@@ -171,24 +173,24 @@ class Run:
 
     @property
     def clip_range(self) -> tuple[float, float] | None:
-        """How far below and above 1 the ratio may go, None if unknown."""
+        """How far the ratio may go below and above 1; None if unknown."""
         low, high = (_number(self.settings.get(key)) for key in ("clip_range", "clip_range_high"))
         return None if np.isnan(low) else (low, low if np.isnan(high) else high)
 
     @property
     def best_set(self) -> str | None:
-        """The evaluation set to judge the run by: 'test' once it was evaluated after step 0, else the one that was."""
+        """The set by which to judge the run: 'test' if it was evaluated after step 0, else one that was."""
         late = [name for name, rows in self.evals.items() if rows.steps[-1] > 0]
         return "test" if "test" in late else next(iter(late), None)
 
 
 def read_run(folder: Path) -> Run:
-    """The run in `folder`. Raises FileNotFoundError if it holds neither a configuration nor metrics."""
+    """The run in `folder`. Raises FileNotFoundError if it contains neither a configuration nor metrics."""
     files = RunFolder(folder)
     source = files.config
     if not source.is_file() and not files.metrics.is_file():
         expected = f"{source.name} or {files.metrics.name}"
-        raise FileNotFoundError(f"{folder} is no run: expected {expected} in it; pass a folder runs/NAME")
+        raise FileNotFoundError(f"{folder} is not a run folder: expected {expected} in it; pass a folder runs/NAME")
     text = source.read_text(encoding="utf-8", errors="replace") if source.is_file() else ""
     rows = [r for r in read_metrics(files.metrics) if isinstance(r, dict) and isinstance(r.get("step"), int)]
     sets = sorted({str(r["set"]) for r in rows if r.get("kind") == "eval" and r.get("set")})
@@ -199,7 +201,7 @@ def read_run(folder: Path) -> Run:
     problems: list[str] = []
 
     def read(path: Path, load: Callable[[Path], list[T]]) -> list[T]:
-        """`load(path)`; a missing or damaged file gives nothing and an entry in `problems`."""
+        """`load(path)`; a missing or damaged file gives [] and an entry in `problems`."""
         try:
             return load(path)
         except FileNotFoundError:
@@ -230,7 +232,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _alarms(config: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
-    """What the run warned of, found again in its rows."""
+    """The warnings that the run gave, recomputed from its rows."""
     signs, out = Signs(name for name, weight in _rewards(config).items() if weight), []
     for row in rows:
         numbers = {k: v for k, v in row.items() if not np.isnan(_number(v))} | {"set": row.get("set")}
@@ -242,16 +244,20 @@ def _alarms(config: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[in
 
 
 def _rewards(config: dict[str, Any]) -> dict[str, float]:
-    """Weights of the rewards of a configuration, empty if it does not say."""
+    """Reward weights of a configuration, empty if it has none."""
     reward = config.get("reward")
+    reward = reward if isinstance(reward, dict) else {}
+    options = own if isinstance(own := reward.get("options"), dict) else {}
+    objects: dict[str, Any] = {k: v for k, v in options.items() if isinstance(v, dict) and PYTHON in v}
     try:
-        return parse_reward_spec(reward.get("spec", "") if isinstance(reward, dict) else "")
+        with named(objects):  # rewards of a Python program, which a spec names as they were called there
+            return parse_reward_spec(reward.get("spec", ""))
     except RewardSpecError:
         return {}
 
 
 def _columns(rows: list[dict[str, Any]]) -> Rows:
-    """Rows as columns; the last row of a step counts; metrics without a single number are dropped."""
+    """Rows as columns; the last row of each step is used; metrics without any number are dropped."""
     by_step = {row["step"]: row for row in rows}
     steps = sorted(by_step)
     names = dict.fromkeys(name for row in rows for name in row if name != "step")
@@ -285,7 +291,7 @@ def _outcomes(path: Path) -> list[Outcome]:
 
 
 def _answers(path: Path, groups: Sequence[Group]) -> list[tuple[int, list[Answer]]]:
-    """Place of a group → its comparisons in the log: the n-th group of a prompt there is the n-th one that was kept."""
+    """(index of a group, its comparisons in the log): a prompt's n-th group in the log is its n-th kept group."""
     keys = [(g.step - 1, g.prompt[:2000]) for g in groups]  # the log counts steps from 0
     starts = tuple({f'{{"step": {step},' for step, _ in keys})
     logged: dict[tuple[int, str], dict[tuple[str, int], list[Answer]]] = defaultdict(lambda: defaultdict(list))
@@ -313,8 +319,9 @@ def _eval_images(path: Path, prompts: list[str], sources: list[Images], outcomes
 def _groups(path: Path) -> list[Group]:
     with np.load(path, allow_pickle=False) as file:
         parts = [file[key] for key in ("prompts", "images", "wins", "counts", "rates")]
+        sources = list(file["sources"]) if "sources" in file else [None] * len(parts[0])
     _, images, wins, counts, rates = (p.shape for p in parts)
     k, size = rates
     if len(images) != 5 or images[:2] != (k, size) or wins != (k, size, size) or counts != wins:
         raise ValueError(f"expected k groups of G images, got shapes {[p.shape for p in parts]}")
-    return [Group(step_of(path), str(p), i, w, c, r) for p, i, w, c, r in zip(*parts, strict=True)]
+    return [Group(step_of(path), str(p), *rest) for p, *rest in zip(*parts, sources, strict=True)]

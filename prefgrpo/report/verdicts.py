@@ -1,7 +1,7 @@
-"""The judge's verdicts on one group as a G × G picture: row beats column, sorted by win rate.
+"""The judge's verdicts on one group as a G × G matrix: P(row beats column), sorted by win rate.
 
-Colour is blue where the row's image wins and orange where it loses; its strength is the distance from ½. Hatched:
-no verdict. Invariant: a missing verdict never looks like a tie.
+Cells are blue where the row's image wins and orange where it loses, stronger the further from ½. Hatched: no verdict.
+Invariant: a missing verdict never looks like a tie.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from prefgrpo.report.run import Group
 
 CELL, GAP, BAR = 40, 2, 84
 LARGE = 256
-"""Longest side of an image, enlarged in the browser of verdicts."""
+"""Longest side of an image when enlarged in the verdict browser."""
 SIDE = CELL - GAP
 
 
 def draw_group(group: Group, ident: str) -> Markup:
-    """The figure of one group; `ident` is unique on the page. A cell leads to the verdict `ident`-i-j, i < j."""
+    """The figure of one group; `ident` is unique on the page. A cell links to the verdict `ident`-i-j, i < j."""
     order = np.argsort(-np.nan_to_num(group.rates, nan=-1.0), kind="stable").tolist()
     size = len(order)
     body = [_images(group, order, ident)]
@@ -38,7 +38,7 @@ def draw_group(group: Group, ident: str) -> Markup:
 
 
 def _images(group: Group, order: list[int], ident: str) -> Markup:
-    """Every image once in <defs>, used along both axes."""
+    """Each image once in <defs>, reused along both axes; an edit's source image goes into the corner."""
     uses, defs = [], []
     look = "sharp" if is_small(group.images[0]) else "smooth"
     for place, i in enumerate(order, 1):
@@ -46,11 +46,15 @@ def _images(group: Group, order: list[int], ident: str) -> Markup:
         defs.append(tag("image", href=data_uri(group.images[i], LARGE), width=SIDE, height=SIDE, id=name, class_=look))
         title = tag("title", f"image {i + 1} of {len(order)}, in the order of generation")
         uses += [tag("use", title, href=f"#{name}", x=x, y=y) for x, y in ((0, place * CELL), (place * CELL, 0))]
+    if group.source is not None:
+        title, look = tag("title", "source"), "sharp" if is_small(group.source) else "smooth"
+        source = data_uri(group.source, LARGE)
+        uses.append(tag("image", title, href=source, width=SIDE, height=SIDE, id=f"{ident}-source", class_=look))
     return tag("g", tag("defs", *defs), *uses)
 
 
 def _cell(group: Group, i: int, j: int, x: int, y: int, written: bool, ident: str) -> Markup:
-    """Probability that image i beats image j, as colour and (in small groups) as a number."""
+    """P(image i beats image j), as a colour and (in small groups) a number."""
     count, place = float(group.counts[i, j]), {"x": x, "y": y, "width": SIDE, "height": SIDE}
     if not count > 0 or math.isnan(group.wins[i, j]):
         title = tag("title", f"image {i + 1} over image {j + 1}: no verdict")
@@ -67,7 +71,7 @@ def _cell(group: Group, i: int, j: int, x: int, y: int, written: bool, ident: st
 
 
 def _rate(group: Group, i: int, size: int, y: int) -> Markup:
-    """Win rate at the row's end, as a bar and a number."""
+    """Win rate at the end of the row, as a bar and a number."""
     rate, x, middle, long = float(group.rates[i]), (size + 1) * CELL + 4, y + CELL / 2 - 1, BAR - 44
     if math.isnan(rate):
         return tag("text", "missing", x=x, y=middle + 4)

@@ -2,9 +2,9 @@
 
     "a,b"   "a:0.5,b:1"   '{"a": 0.5, "b": 1}'   '["a", "b"]'        -> {name: weight}
 
-The registry is a dict from name to class. A user's own class or function is named by its import path, "pkg.mod:Class"
-or "pkg.mod.Class", or by its file, "rewards.py:function". Invariant: a spec that parses names rewards once each, with
-finite weights; every refusal names the entry.
+The registry maps names to classes. A user's own class or function is given by its import path, "pkg.mod:Class" or
+"pkg.mod.Class", or by its file, "rewards.py:function". Invariant: a parsed spec names each reward once, with a finite
+weight; every error names the offending entry.
 """
 
 from __future__ import annotations
@@ -66,30 +66,30 @@ REWARDS: dict[str, str] = {
     "deqa": "deqa:DeQA",
     "geneval": "geneval:GenEval",
 }
-"""Name -> module of this package and class."""
+"""Name -> "module:class" in this package."""
 
 PREPARED = ("size", "jpeg")
-"""Options of every pointwise reward that change its pictures (`prepared.Prepared`)."""
+"""Options of every pointwise reward that preprocess its images (`prepared.Prepared`)."""
 PLAIN: dict[Any, tuple[type, ...]] = {
     "str": (str, os.PathLike), "int": (int,), "float": (int, float), "bool": (bool,), "Path": (str, os.PathLike),
 }  # fmt: skip
-"""Annotations of options that are checked before the reward is made, and what they accept."""
+"""Option annotations that are checked before the reward is constructed, and the types they accept."""
 _PATH = re.compile(r"([^\W\d]\w*\.)*[^\W\d]\w*[.:][^\W\d]\w*|[^,:]+\.py:[^\W\d]\w*")
 """package.module.Class, package.module:Class or path/file.py:function."""
 
 
 PYTHON = "python"
-"""Option that records where an object of `named` was defined; a run with it is resumed by its Python program."""
+"""Option that records where an object of `named` was defined; such a run must be resumed by its Python program."""
 _OBJECTS: ContextVar[Mapping[str, Any] | None] = ContextVar("prefgrpo_reward_objects", default=None)
 
 
 class RewardSpecError(ValueError):
-    """A reward spec that cannot be used; the message names the entry."""
+    """An invalid reward spec; the message names the offending entry."""
 
 
 @contextmanager
 def named(objects: Mapping[str, Reward | Callable[..., Any]]) -> Iterator[None]:
-    """Inside, specs may name these rewards and functions of a Python program."""
+    """Inside this context, specs may name these rewards and functions of a Python program."""
     token = _OBJECTS.set(objects)
     try:
         yield
@@ -98,7 +98,7 @@ def named(objects: Mapping[str, Reward | Callable[..., Any]]) -> Iterator[None]:
 
 
 def named_objects() -> Mapping[str, Any]:
-    """The objects of `named`."""
+    """The objects of the current `named` context."""
     return _OBJECTS.get() or {}
 
 
@@ -116,12 +116,12 @@ def parse_reward_spec(spec: str | Mapping[str, Any] | list[Any]) -> dict[str, fl
 
 
 def _entries(spec: Any) -> list[tuple[Any, Any]]:
-    """(name, weight) of each entry, neither checked."""
+    """(name, weight) of each entry, both unchecked."""
     if isinstance(spec, str) and spec.strip()[:1] not in ("{", "["):
         return [_text_entry(entry.strip(), spec) for entry in spec.split(",") if entry.strip()]
     if isinstance(spec, str):
         try:
-            spec = json.loads(spec, object_pairs_hook=list)  # pairs, for a dict would drop duplicates
+            spec = json.loads(spec, object_pairs_hook=list)  # pairs, because a dict would drop duplicates
         except (json.JSONDecodeError, RecursionError) as error:
             raise RewardSpecError(f"reward spec {spec!r} is not valid JSON: {error}") from error
     if isinstance(spec, Mapping):
@@ -162,6 +162,8 @@ def _weight(name: str, weight: Any) -> float:
 def _check_name(name: Any) -> None:
     if not isinstance(name, str) or not name:
         raise RewardSpecError(f"bad reward name {name!r}: expected one of {', '.join(REWARDS)}")
+    if name.endswith(".py"):
+        raise RewardSpecError(f"'{name}' is a file: expected its function or class as well, '{name}:NAME'")
     if name not in REWARDS and name not in named_objects() and not _PATH.fullmatch(name):
         raise RewardSpecError(
             f"unknown reward '{name}'{_near(name, REWARDS)}: expected one of {', '.join(REWARDS)}, "
@@ -170,14 +172,14 @@ def _check_name(name: Any) -> None:
 
 
 def _near(name: str, known: Iterable[str]) -> str:
-    """A question for the closest known name, if one is close; capitals do not matter."""
+    """The hint "(did you mean …?)" for the closest known name, if there is one; ignores case."""
     folded = {k.casefold(): k for k in known}
     close = difflib.get_close_matches(name.casefold(), folded, n=1)
     return f" (did you mean '{folded[close[0]]}'?)" if close else ""
 
 
 def load_class(name: str) -> type[Reward]:
-    """The class behind a registry name, an import path, a file's function or an object of `named`."""
+    """The class for a registry name, an import path, a function in a file or an object of `named`."""
     if name in (objects := named_objects()):
         return _class_of(name, objects[name])
     path = f"prefgrpo.rewards.{REWARDS[name]}" if name in REWARDS else name
@@ -186,22 +188,27 @@ def load_class(name: str) -> type[Reward]:
     except Exception as error:
         hint = "" if name in REWARDS or ".py:" in path else "; its folder must be on PYTHONPATH"
         message = f"{error}" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
-        raise RewardSpecError(f"cannot load reward '{name}' from {path}: {message}{hint}") from error
+        where = f" from {path}" if name in REWARDS else ""
+        raise RewardSpecError(f"cannot load reward '{name}'{where}: {message}{hint}") from error
     if isinstance(value, type) and issubclass(value, Reward):
         return value
     if not inspect.isfunction(value):
-        raise RewardSpecError(f"reward '{name}' at {path} is no PointwiseReward, GroupwiseReward or function")
+        raise RewardSpecError(f"reward '{name}' at {path} is not a PointwiseReward, GroupwiseReward or function")
     return _class_of(name, value)
 
 
 def load_object(path: str) -> Any:
-    """What "package.module.name", "package.module:name" or "file.py:name" is; raises what importing it raises."""
+    """What "package.module.name", "package.module:name" or "file.py:name" is; raises what importing it raises, and
+    AttributeError."""
     module, _, attribute = path.rpartition(":" if ":" in path else ".")
-    return getattr(_file_module(Path(module)) if module.endswith(".py") else importlib.import_module(module), attribute)
+    loaded = _file_module(Path(module)) if module.endswith(".py") else importlib.import_module(module)
+    if not hasattr(loaded, attribute):
+        raise AttributeError(f"{module} has no '{attribute}'{_near(attribute, vars(loaded))}")
+    return getattr(loaded, attribute)
 
 
 def _class_of(name: str, value: Any) -> type[Reward]:
-    """The class of a reward, or that of a function's reward."""
+    """The class of a reward, or a reward class made from a function."""
     if isinstance(value, Reward):
         return type(value)
     from prefgrpo.rewards.functions import function_class
@@ -218,7 +225,7 @@ def _file_module(file: Path) -> Any:
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file.resolve())
         assert spec is not None and spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look up their module there
         try:
             spec.loader.exec_module(module)
         except BaseException:
@@ -232,18 +239,18 @@ def build(
 ) -> dict[str, Reward]:
     """{name: reward} for every reward of `spec`; `options[name]` are the keyword arguments of its class.
 
-    Options with a `url` make a `remote.RemoteReward`: the reward runs behind `prefgrpo reward serve`. Pointwise rewards
-    take `size` and `jpeg` besides (`prepared.Prepared`).
+    With a `url` option, a `remote.RemoteReward` is built: the reward runs behind `prefgrpo reward serve`. Pointwise
+    rewards also accept `size` and `jpeg` (`prepared.Prepared`).
     """
     weights, options = parse_reward_spec(spec), options or {}
     for name in set(options) - set(weights):
-        _check_name(name)  # options of a reward that the spec leaves out may stay; a misspelt name may not
-    ready = [_ready(name, dict(options.get(name, {}))) for name in weights]  # every option is checked before one loads
+        _check_name(name)  # unused options are allowed, misspelt reward names are not
+    ready = [_ready(name, dict(options.get(name, {}))) for name in weights]  # check all options before loading a reward
     return {name: make() for name, make in zip(weights, ready, strict=True)}
 
 
 def _ready(name: str, options: dict[str, Any]) -> Callable[[], Reward]:
-    """What makes the reward, its options checked."""
+    """Check the options; a function that constructs the reward."""
     options.pop(PYTHON, None)
     if isinstance(made := named_objects().get(name), Reward):
         return lambda: made
@@ -261,9 +268,9 @@ def _ready(name: str, options: dict[str, Any]) -> Callable[[], Reward]:
 
 
 def _checked(name: str, make: type[Reward], options: dict[str, Any], also: Iterable[str] = ()) -> Callable[[], Reward]:
-    """make(**options), not yet called. RewardSpecError names an option that is unknown, missing or of another type.
+    """make(**options) as a partial. RewardSpecError for an unknown option, a missing one, or one of the wrong type.
 
-    also: options that are accepted elsewhere, for the message.
+    also: options that the caller handles, listed in the message.
     """
     accepted = inspect.signature(make).parameters
     for key, value in options.items():
@@ -282,7 +289,7 @@ def _checked(name: str, make: type[Reward], options: dict[str, Any], also: Itera
 
 
 def show_rewards() -> int:
-    """`prefgrpo reward list`. Every reward: its name, what it takes, whether a judge answers it, and what it is."""
+    """`prefgrpo reward list`: each reward's name, inputs, whether it uses a judge, and description."""
     rows = [("reward", "takes", "asks", "what it is")]
     for name in sorted(REWARDS):
         cls = load_class(name)

@@ -1,8 +1,8 @@
-"""What every reward takes and gives.
+"""The interface of rewards.
 
-A reward scores samples, alone (`PointwiseReward`) or a prompt's whole group at once (`GroupwiseReward`). The
-value of a sample that could not be scored is None with a reason: missing is never 0, −1 or 0.5. A module of a
-reward imports without the reward's libraries; its constructor loads them, or raises RewardError.
+A reward scores samples one by one (`PointwiseReward`) or a prompt's whole group at once (`GroupwiseReward`). A sample
+that could not be scored has the value None and a reason; it is never 0, −1 or 0.5. A reward's module can be imported
+without the reward's libraries; its constructor loads them, or raises RewardError.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from prefgrpo.rewards.flight import Flight
 
 
 class RewardError(RuntimeError):
-    """A reward that cannot be used; the message says what was expected, what came, what to do."""
+    """A reward cannot be used; the message says what was expected, what was found, and what to do."""
 
 
 def library(name: str, install: str) -> ModuleType:
-    """Import a reward's library; RewardError says what to install."""
+    """Import a library that a reward needs; the RewardError says what to install."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -39,7 +39,7 @@ def library(name: str, install: str) -> ModuleType:
 
 
 def unusable(media: Media, takes: Sequence[str] = ("image", "video")) -> str:
-    """Why a medium cannot be scored by what takes these kinds; '' if it can."""
+    """Why a medium cannot be scored by a reward that accepts `takes`; '' if it can."""
     shape = media.pixels.shape
     if len(shape) not in (3, 4) or shape[-1] != 3 or media.pixels.dtype != np.uint8:
         return f"expected 8-bit RGB pixels, got {media.pixels.dtype} {list(shape)}"
@@ -51,21 +51,21 @@ def unusable(media: Media, takes: Sequence[str] = ("image", "video")) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One generated medium with what it was made from."""
+    """One generated image or clip with its inputs."""
 
     prompt: str
-    """The caption, or the instruction of an edit."""
+    """The caption, or the edit instruction."""
     media: Media
     """The image or clip."""
     source: tuple[Media, ...] = ()
     """The source images of an edit."""
     meta: dict[str, Any] = field(default_factory=dict)
-    """The other columns of the prompt's line."""
+    """The other columns of the prompt file's row."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """A reward's verdict on one sample."""
+    """A reward's result for one sample."""
 
     value: float | None
     """The reward, or None if it is missing."""
@@ -74,12 +74,12 @@ class Score:
     parts: dict[str, float] = field(default_factory=dict)
     """Named sub-scores, for logs."""
     raw: str = ""
-    """What a judge wrote, where somebody reads that."""
+    """The judge's text, for rewards that keep it."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One ordered pair of a group that was put to a judge: members `first` and `second`, as shown, and the verdict."""
+    """One judged pair of a group: members `first` and `second`, in the order shown, and the verdict."""
 
     first: int
     second: int
@@ -92,66 +92,66 @@ class GroupScores:
 
     scores: list[Score]
     wins: NDArray[np.float64] | None = None
-    """[G, G] summed soft verdicts that row beats column (pairwise rewards)."""
+    """[G, G] sum of soft verdicts that row beats column (pairwise rewards)."""
     counts: NDArray[np.float64] | None = None
-    """[G, G] how many verdicts exist."""
+    """[G, G] number of these verdicts."""
     comparisons: list[Comparison] = field(default_factory=list)
-    """Every judgement behind the scores (pairwise rewards)."""
+    """All comparisons behind the scores (pairwise rewards)."""
 
     def shown(self, first: int, second: int) -> float:
-        """Mean P(`first` beats `second`) over the comparisons that showed them in this order; NaN if none."""
+        """Mean P(`first` beats `second`) over the comparisons shown in this order; NaN if there are none."""
         answers = [c.verdict.first for c in self.comparisons if (c.first, c.second) == (first, second)]
         known = [p for p in answers if p is not None]
         return float(np.mean(known)) if known else float("nan")
 
 
 class GroupSession(Protocol):
-    """A group on its way at a streaming reward."""
+    """A group that is being scored by a streaming reward."""
 
     def add(self, member: int, sample: Sample) -> None:
-        """Member `member` exists now. Does not wait."""
+        """Hand over member `member`. Does not block."""
 
     def result(self, deadline: float) -> GroupScores:
-        """Scores once all is answered, or at `deadline` (`time.monotonic()`): what is not there is missing."""
+        """Wait for all scores until `deadline` (`time.monotonic()`); scores not available by then are missing."""
         ...
 
     def cancel(self) -> None:
-        """Give up what has not been answered."""
+        """Cancel all unanswered requests."""
 
 
-class Reward(ABC):  # noqa: B024  (its two kinds have the abstract methods)
-    """What a reward takes; the run is checked against it before it starts."""
+class Reward(ABC):  # noqa: B024  (the abstract methods are in its two subclasses)
+    """Base class: declares the inputs of a reward, which are checked before a run starts."""
 
     takes: tuple[str, ...] = ("image",)
-    """Which media it scores: "image", "video" or both."""
+    """Media it accepts: "image", "video" or both."""
     needs_source: bool = False
-    """It scores edits: samples must have source images."""
+    """Whether it scores edits, so that samples must have source images."""
     meta_keys: tuple[str, ...] = ()
-    """Columns that a prompt's line must have."""
+    """Columns that every prompt must have."""
     judged: ClassVar[bool] = False
-    """It asks a vision-language model: its constructor takes `judge` first."""
+    """Whether it queries a vision-language model; its constructor then takes `judge` first."""
     template: str = ""
-    """Judge template that it asks with unless the options name another (judged rewards)."""
+    """Default judge template (judged rewards)."""
     probe: ClassVar[dict[str, Any]] = {}
-    """Meta, with "prompt", of the sample that its server scores before it says ready; empty: any caption will do."""
+    """Meta and "prompt" of the sample that its server scores before reporting ready; empty: any caption will do."""
     part_weights: Mapping[str, float] = MappingProxyType({})
-    """Sub-scores (`Score.parts`) that are normalised each before they are weighed so; empty: the value is normalised.
-    Needs reward.combine weighted_advantage_sum."""
+    """Weights of sub-scores (`Score.parts`) that are normalised separately and then summed; empty: the value is
+    normalised. Needs reward.combine weighted_advantage_sum."""
     streams: bool = False
-    """Samples are handed over one by one while others are being made (`submit` or `session`)."""
+    """Whether samples are handed over one by one while others are being generated (`submit` or `session`)."""
 
     answer_s: float = 0.0
-    """Longest that one answer from outside may take, in seconds (the scorer's deadline is longer)."""
+    """Timeout in seconds of one answer from a server (the scorer's deadline is longer)."""
 
     def refuse(self, sample: Sample) -> str:
-        """Why a sample cannot be scored; '' if it can. By default: pixels or a kind of media that it does not take."""
+        """Why a sample cannot be scored; '' if it can. By default checks the pixels and the kind of media."""
         return unusable(sample.media, self.takes)
 
-    def check(self, group_size: int) -> None:  # noqa: B027  (most rewards take groups of any size)
+    def check(self, group_size: int) -> None:  # noqa: B027  (most rewards accept groups of any size)
         """Raise ValueError if it cannot score groups of this size."""
 
-    def close(self) -> None:  # noqa: B027  (a reward without resources has nothing to release)
-        """Release what it holds."""
+    def close(self) -> None:  # noqa: B027  (rewards without resources need not override it)
+        """Release its resources."""
 
 
 class PointwiseReward(Reward):
@@ -159,12 +159,12 @@ class PointwiseReward(Reward):
 
     @abstractmethod
     def score(self, samples: list[Sample]) -> list[Score]:
-        """One score per sample, in order; a sample that fails is a missing score, never an exception."""
+        """One score per sample, in order; a failed sample gets a missing score, never an exception."""
 
     def in_batches(
         self, samples: Sequence[Sample], size: int, score: Callable[[list[Sample]], Iterable[Score]]
     ) -> list[Score]:
-        """`score` of `size` samples at a time, in order; those that `refuse` has a reason for are missing."""
+        """Apply `score` to `size` samples at a time, in order; samples that `refuse` rejects get missing scores."""
         scores = [Score(None, self.refuse(s)) for s in samples]
         able = [k for k, s in enumerate(scores) if not s.reason]
         for start in range(0, len(able), size):
@@ -179,12 +179,12 @@ class PointwiseReward(Reward):
 
 
 class GroupwiseReward(Reward):
-    """Scores the samples of one prompt together, when all exist."""
+    """Scores all samples of one prompt together."""
 
     @abstractmethod
     def score_group(self, group: list[Sample], seed: int) -> GroupScores:
         """Scores for the group, in order. `seed` fixes any random choice (pair plan, A/B order)."""
 
     def session(self, size: int, seed: int, flight: Flight) -> GroupSession:
-        """A group of `size` members that arrive one by one (streaming rewards only)."""
+        """Start scoring a group of `size` members that arrive one by one (streaming rewards only)."""
         raise TypeError(f"{type(self).__name__} does not stream; use score_group")

@@ -1,9 +1,9 @@
-"""What rewards that load weights share: files from a folder or the hub, a device, models from published tensors.
+"""Shared by rewards that load weights: files from a folder or the hub, devices, models built from published tensors.
 
     W ← W + scale·B·A  (LoRA, merged in float32)        pixels ← (x/255 − mean) / deviation  (CLIP's)
 
-Invariants: nothing that goes wrong while a model is loaded is anything but a RewardError that names the model; a model
-of `filled` has every weight from the file and uses every tensor given.
+Invariants: every failure while loading a model becomes a RewardError that names the model; a model from `filled` takes
+every weight from the given tensors and uses all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STD = torch.tensor([0.26862954, 0.26130258, 0.27577711])[:, None, None]
 
 @contextmanager
 def loading(model: str) -> Iterator[None]:
-    """Turn whatever a library raises for a bad, wrong or absent checkpoint into a RewardError that names `model`."""
+    """Convert library exceptions for a broken, wrong or missing checkpoint into a RewardError that names `model`."""
     broken: tuple[type[Exception], ...] = (OSError, ValueError, RuntimeError, KeyError, TypeError, EOFError)
     broken += (AttributeError, pickle.UnpicklingError, library("safetensors", "safetensors").SafetensorError)
     try:
@@ -43,13 +43,13 @@ def loading(model: str) -> Iterator[None]:
 
 
 def assigned(file: Path) -> dict[str, ast.expr]:
-    """What is assigned to names at the top of a Python file, which is read without being run."""
+    """Top-level assignments {name: expression} of a Python file, parsed without running it."""
     nodes = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.Assign)]
     return {target.id: node.value for node in nodes for target in node.targets if isinstance(target, ast.Name)}
 
 
 def device_of(name: str) -> torch.device:
-    """`auto`: cuda where there is one, else cpu; else the device of that name."""
+    """The device called `name`; `auto`: cuda if available, else cpu."""
     name = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
     try:
         return torch.empty(0, device=name).device
@@ -58,7 +58,7 @@ def device_of(name: str) -> torch.device:
 
 
 def dtype_of(name: str, device: torch.device | None = None, half: torch.dtype = torch.bfloat16) -> torch.dtype:
-    """The dtype of that name; `auto`, where a device is given: `half` on a GPU, float32 else."""
+    """The dtype called `name`; `auto`, if a device is given: `half` on a GPU, else float32."""
     if name == "auto" and device is not None:
         return half if device.type == "cuda" else torch.float32
     if name not in DTYPES:
@@ -67,12 +67,12 @@ def dtype_of(name: str, device: torch.device | None = None, half: torch.dtype = 
 
 
 def folder_of(model: str, patterns: Sequence[str]) -> Path:
-    """The folder `model`, or a copy of the hub repository's files that match the patterns."""
+    """The folder `model`, or a download of the hub repository's files that match the patterns."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
     if path.exists() or model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise RewardError(f"'{model}' is no folder and no hub id (owner/name)")
+        raise RewardError(f"'{model}' is neither a folder nor a hub id (owner/name)")
     from huggingface_hub import snapshot_download
 
     with loading(model):
@@ -80,9 +80,9 @@ def folder_of(model: str, patterns: Sequence[str]) -> Path:
 
 
 def check_shapes(model: torch.nn.Module, shapes: dict[str, tuple[int, ...]], name: str) -> None:
-    """Raise RewardError if a tensor of the file has another shape than the model's: a loader might resize it."""
+    """Raise RewardError if shapes in the file and the model differ, because a loader might resize the tensor."""
     here = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
-    # a scalar and a vector of one are the same to every loader
+    # loaders treat a scalar and a vector of length 1 alike
     other = sorted(k for k in here.keys() & shapes if (shapes[k] or (1,)) != (here[k] or (1,)))
     if other:
         wrong = "; ".join(f"{k} is {shapes[k]}, expected {here[k]}" for k in other[:3])
@@ -93,7 +93,7 @@ def check_shapes(model: torch.nn.Module, shapes: dict[str, tuple[int, ...]], nam
 
 
 def shapes_of(file: Path) -> dict[str, tuple[int, ...]]:
-    """{name: shape} of a .safetensors or torch file, read without its values or any pickled code."""
+    """{name: shape} from a .safetensors or torch file, without reading values or running pickled code."""
     if file.suffix == ".safetensors":
         from safetensors import safe_open
 
@@ -105,7 +105,7 @@ def shapes_of(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_tensors(files: Sequence[Path]) -> dict[str, Tensor]:
-    """All tensors of safetensors or torch files (read without unpickling code)."""
+    """All tensors of safetensors or torch files (loaded with weights_only)."""
     if not files:
         raise RewardError("expected a checkpoint's .safetensors, .pth or .bin file, found none")
     tensors: dict[str, Tensor] = {}
@@ -121,7 +121,7 @@ def read_tensors(files: Sequence[Path]) -> dict[str, Tensor]:
 
 
 def merge_lora(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """peft's names taken away and W + scale·B·A in the place of each adapted W (in float32, then W's dtype)."""
+    """Strip peft's prefixes and replace each adapted W by W + scale·B·A (in float32, cast back to W's dtype)."""
     plain = {
         name.removeprefix("base_model.model.").replace(".modules_to_save.default", "").replace(".default.", "."): tensor
         for name, tensor in tensors.items()
@@ -138,7 +138,7 @@ def merge_lora(tensors: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]
 
 
 def filled(cls: Any, config: Any, tensors: Mapping[str, Tensor], dtype: torch.dtype, **how: Any) -> Any:
-    """A transformers model of `cls` with these weights, to score with."""
+    """A transformers model of class `cls` with these weights, in eval mode without gradients."""
     model, info = cls.from_pretrained(
         None, config=config, state_dict=dict(tensors), dtype=dtype, output_loading_info=True, **how
     )
@@ -150,5 +150,5 @@ def filled(cls: Any, config: Any, tensors: Mapping[str, Tensor], dtype: torch.dt
 
 
 def standard(pixels: Tensor) -> Tensor:
-    """[…, 3, H, W] of values 0 … 255, as CLIP and its descendants take them."""
+    """Normalise [..., 3, H, W] with values 0 … 255 by CLIP's mean and deviation."""
     return (pixels.float() / 255 - MEAN) / STD

@@ -1,4 +1,4 @@
-"""Rewards of image vectors: of an image and its prompt, of an edit and its sources, of the cells of a grid.
+"""Rewards from image embeddings: image and prompt, edit and source images, or the cells of a grid.
 
     clip, hpsv2        cos(image, prompt)               pickscore         cos, or exp(logit_scale)·cos/26
     clipscore          exp(logit_scale)·cos/30          aesthetic         head(e_image), 768-1024-128-64-16-1, linear
@@ -7,10 +7,10 @@
 
 The weights differ: DFN5B (Fang et al. 2309.17425), HPS 2.1 (Wu et al. 2306.09341), PickScore (Kirstain et al.
 2305.01569), OpenAI's CLIP L/14 (Radford et al. 2103.00020), LAION's aesthetic predictor (Schuhmann), DreamSim
-(2306.09344); the divisors 26 and 30 are Flow-GRPO's, the grids PaCo-RL's (2512.04784; grid.py). Of a clip: the mean
-over `frames` frames. Pref-GRPO and DanceGRPO score the first alone (`frames: 1`), which rewards a good start.
-Invariant: a value that is not finite is missing, and so is a grid that the prompt does not ask for or whose cells it
-does not describe; the others are scored.
+(2306.09344); the divisors 26 and 30 are Flow-GRPO's, the grids PaCo-RL's (2512.04784; grid.py). A clip's value is the
+mean over `frames` frames. Pref-GRPO and DanceGRPO score only the first frame (`frames: 1`), which rewards a good start.
+Invariant: a non-finite value is missing, as is the score of a sample whose prompt does not ask for a grid or does not
+describe its cells; other samples are not affected.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ HEAD_FILE, HEAD_WIDTH = "aesthetic-model.pth", 768
 
 
 def bilinear(image: Tensor, side: int) -> Tensor:
-    """[3, side, side] of [3, H, W]: bilinear in float, cropped in the middle, as Flow-GRPO and PaCo-RL feed CLIP."""
+    """[3, H, W] -> [3, side, side]: bilinear resize in float and centre crop, as in Flow-GRPO and PaCo-RL."""
     vision = library("torchvision.transforms.functional", "'prefgrpo[rewards]'")
     return vision.center_crop(vision.resize(image, [side]), [side, side])
 
 
 def padded(image: Tensor, side: int) -> Tensor:
-    """[3, side, side] of [3, H, W]: the longer side fills it, black bars the rest; resized in float, as hpsv2 does."""
+    """[3, H, W] -> [3, side, side]: resize the longer side in float and pad with black, as hpsv2 does."""
     vision = library("torchvision.transforms.functional", "'prefgrpo[rewards]'")
     scale = side / max(image.shape[1:])
     high, wide = (max(1, round(n * scale)) for n in image.shape[1:])
@@ -52,25 +52,25 @@ def padded(image: Tensor, side: int) -> Tensor:
 
 
 RESIZES: dict[str, Fit | None] = {"processor": None, "bilinear": bilinear, "padded": padded}
-"""How images get the model's size; None: as the checkpoint's own image processor does."""
+"""How images are resized for the model; None: by the checkpoint's image processor."""
 
 
 class VectorReward(PointwiseReward):
-    """Scores the vectors of the images and texts that belong to a sample."""
+    """Scores a sample from the embeddings of its images and texts."""
 
     encoder: Encoder
     resize = "processor"
 
     @abstractmethod
     def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
-        """Images and texts to encode; ValueError says why the sample cannot be scored."""
+        """Images and texts to encode; ValueError with the reason if the sample cannot be scored."""
 
     @abstractmethod
     def _values(self, images: Tensor, texts: Tensor) -> Tensor:
-        """Values of a sample from its unit vectors [n, D] and [m, D]; the score is their mean."""
+        """Values from a sample's unit vectors [n, D] and [m, D]; the score is their mean."""
 
     def score(self, samples: list[Sample]) -> list[Score]:
-        """One score per sample; images and texts that occur several times are encoded once."""
+        """One score per sample; repeated images and texts are encoded once."""
         parts: list[str | tuple[list[Media], list[str]]] = []
         for sample in samples:
             try:
@@ -93,8 +93,8 @@ class VectorReward(PointwiseReward):
 
 @dataclass(kw_only=True, eq=False)
 class EncoderReward(VectorReward):
-    """model: folder or hub id of a CLIPModel of transformers. device: auto, cpu, cuda, cuda:1. dtype: of the model.
-    batch_size: images at once."""
+    """model: folder or hub id of a transformers CLIPModel. device: auto, cpu, cuda, cuda:1. dtype: the model's dtype.
+    batch_size: images per forward."""
 
     model: str = "openai/clip-vit-large-patch14"
     device: str = "auto"
@@ -108,14 +108,14 @@ class EncoderReward(VectorReward):
         self.encoder = encoder.shared(kind, *names, self.device, self.dtype, self.batch_size)
 
     def _loader(self) -> tuple[Any, ...]:
-        """Class of the encoder, and what it loads."""
+        """Class of the encoder and its constructor arguments."""
         return encoder.Transformers, self.model, ""
 
 
 @dataclass(kw_only=True, eq=False)
 class OpenClipReward(EncoderReward):
-    """model: folder or hub id with open_clip_config.json and weights, or a weights file. architecture: open_clip's name
-    of it; by default what the config beside the weights says, else that of the published model."""
+    """model: folder or hub id with open_clip_config.json and weights, or a weights file. architecture: its open_clip
+    name; default: from the config beside the weights, else that of the published model."""
 
     model: str = VIT_H
     architecture: str = ""
@@ -128,15 +128,15 @@ class OpenClipReward(EncoderReward):
 
 @dataclass(kw_only=True, eq=False)
 class ResizeReward(EncoderReward):
-    """resize: processor, as the checkpoint's image processor does (bicubic on 8 bits), bilinear, in float, as Flow-GRPO
-    and PaCo-RL do, or padded, as hpsv2 does."""
+    """resize: processor (that of the checkpoint; bicubic, 8-bit), bilinear (in float, as in Flow-GRPO and
+    PaCo-RL) or padded (as in hpsv2)."""
 
     resize: str = "processor"
 
 
 @dataclass(kw_only=True, eq=False)
 class FrameReward(EncoderReward):
-    """frames: how many frames of a clip are scored, evenly spread; 1 is the first alone."""
+    """frames: number of evenly spaced frames of a clip to score; 1: only the first."""
 
     takes = ("image", "video")
     frames: int = 8
@@ -151,7 +151,7 @@ class FrameReward(EncoderReward):
 
 
 class TextImage(FrameReward):
-    """factor · cosine of image and prompt."""
+    """factor · cosine similarity of image and prompt."""
 
     factor = 1.0
 
@@ -164,7 +164,7 @@ class TextImage(FrameReward):
 
 @dataclass(kw_only=True, eq=False)
 class Clip(TextImage, OpenClipReward):
-    """Cosine under DFN5B's ViT-H/14 at 378 pixels, or any other open_clip model."""
+    """Cosine similarity under DFN5B's ViT-H/14 at 378 pixels, or any other open_clip model."""
 
     model: str = "apple/DFN5B-CLIP-ViT-H-14-378"
     otherwise = "ViT-H-14-378-quickgelu"
@@ -172,9 +172,9 @@ class Clip(TextImage, OpenClipReward):
 
 @dataclass(kw_only=True, eq=False)
 class Hpsv2(TextImage, OpenClipReward):
-    """Human preference score 2.1: the cosine under a ViT-H/14 trained on choices; images are padded, not cropped.
+    """Human Preference Score 2.1: cosine under a ViT-H/14 trained on human choices; images are padded, not cropped.
 
-    file: its weights, {"state_dict": …}; HPS_v2_compressed.pt is version 2.0.
+    file: weights file, {"state_dict": …}; HPS_v2_compressed.pt is version 2.0.
     """
 
     model: str = "xswu/HPSv2"
@@ -184,10 +184,10 @@ class Hpsv2(TextImage, OpenClipReward):
 
 @dataclass(kw_only=True, eq=False)
 class Pickscore(TextImage):
-    """PickScore 1: the cosine under a CLIP-H trained on choices, or Flow-GRPO's logit/26.
+    """PickScore 1: cosine under a CLIP-H trained on human choices, or Flow-GRPO's logit/26.
 
-    processor: folder or hub id of the tokenizer and image processor; by default the model's, for the published model
-    laion/CLIP-ViT-H-14-laion2B-s32B-b79K. scale: cosine, or logit for exp(logit_scale)·cos/26.
+    processor: folder or hub id of the tokenizer and image processor; default: the model's own, or for the published
+    model laion/CLIP-ViT-H-14-laion2B-s32B-b79K. scale: cosine, or logit for exp(logit_scale)·cos/26.
     """
 
     model: str = PICKSCORE
@@ -215,10 +215,10 @@ class Clipscore(TextImage, ResizeReward):
 
 @dataclass(kw_only=True, eq=False)
 class Aesthetic(FrameReward):
-    """How much people like the look of an image, about 1 to 10; the prompt is not looked at.
+    """Aesthetic rating of an image, about 1 to 10; the prompt is ignored.
 
-    model: a CLIPModel with vectors of 768. head: file of the head's weights (sac+logos+ava1-l14-linearMSE.pth), or
-    folder or hub id that has them as aesthetic-model.pth.
+    model: a CLIPModel with embeddings of size 768. head: file with the head's weights
+    (sac+logos+ava1-l14-linearMSE.pth), or a folder or hub id with aesthetic-model.pth.
     """
 
     head: str = "trl-lib/ddpo-aesthetic-predictor"
@@ -235,7 +235,7 @@ class Aesthetic(FrameReward):
 
 
 def _head(head: str) -> nn.Sequential:
-    """The published head; its dropouts, which do nothing here, keep their places in the names."""
+    """The published head; its dropout layers are inactive, but kept so that weight names match."""
     layers = nn.Sequential(
         nn.Linear(HEAD_WIDTH, 1024), nn.Identity(), nn.Linear(1024, 128), nn.Identity(), nn.Linear(128, 64),
         nn.Identity(), nn.Linear(64, 16), nn.Linear(16, 1),
@@ -250,7 +250,7 @@ def _head(head: str) -> nn.Sequential:
 
 
 class ImageSimilarity(ResizeReward):
-    """How much an edit resembles its source images."""
+    """Similarity of an edit to its source images."""
 
     needs_source = True
 
@@ -258,7 +258,7 @@ class ImageSimilarity(ResizeReward):
         return [sample.media, *sample.source], []
 
     def refuse(self, sample: Sample) -> str:
-        """Also for a sample without sources, or with one that cannot be encoded."""
+        """Also rejects samples without source images, or with one that cannot be encoded."""
         own = super().refuse(sample) or ("" if sample.source else "the sample has no source image")
         return own or next((why for m in sample.source if (why := unusable(m, ("image",)))), "")
 
@@ -267,7 +267,7 @@ class ImageSimilarity(ResizeReward):
 
 
 class CellsReward(VectorReward):
-    """How much the cells of a grid resemble each other."""
+    """Mean similarity between the cells of a grid."""
 
     probe: ClassVar[dict[str, Any]] = {"prompt": "a 1x2 grid. [LEFT]: a red square. [RIGHT]: a blue circle."}
 
@@ -280,11 +280,11 @@ class CellsReward(VectorReward):
 
 
 class SubfigClipI(CellsReward, OpenClipReward):
-    """How much the cells of a grid resemble each other."""
+    """Mean CLIP similarity between the cells of a grid."""
 
 
 class SubfigClipT(CellsReward, OpenClipReward):
-    """How well each cell of a grid fits its own part of the prompt."""
+    """Mean CLIP similarity between each cell of a grid and its part of the prompt."""
 
     def _parts(self, sample: Sample) -> tuple[list[Media], list[str]]:
         cells, texts = super()._parts(sample)[0], sub_prompts(sample.prompt)[1]
@@ -299,11 +299,11 @@ class SubfigClipT(CellsReward, OpenClipReward):
 
 @dataclass(kw_only=True, eq=False)
 class SubfigDreamsim(CellsReward):
-    """How much the cells of a grid resemble each other to DreamSim, trained on human judgements.
+    """Mean similarity between the cells of a grid under DreamSim, which was trained on human judgements.
 
-    model: folder of its weights, which the package downloads if they are not there. kind: ensemble (its two DINO files
-    come with code from torch.hub), open_clip_vitb32, clip_vitb32, dino_vitb16. device: auto, cpu, cuda, cuda:1.
-    batch_size: images at once.
+    model: folder with the weights; the package downloads them if missing. kind: ensemble (its two DINO models load code
+    from torch.hub), open_clip_vitb32, clip_vitb32, dino_vitb16. device: auto, cpu, cuda, cuda:1.
+    batch_size: images per forward.
     """
 
     model: str = "~/.cache/dreamsim"

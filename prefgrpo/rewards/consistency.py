@@ -1,11 +1,11 @@
-"""One-token Yes/No questions: P = P(Yes) / (P(Yes) + P(No)), by default all spellings of a word counted together.
+"""One-token Yes/No questions: P = P(Yes) / (P(Yes) + P(No)), by default summed over all spellings of each word.
 
     consistency_score        mean of P over all pairs of a grid's cells, then over criteria, then over dimensions
     consistency_for_editing  sqrt(P(consistent with the source) · P(instruction carried out))
-    grid_layout              P(the image is the grid that the prompt asks for), or 1 where that is above ½, else 0
+    grid_layout              P(the image has the requested grid layout), or 1 if that is above ½, else 0
 
-Source: PaCo-RL (arXiv 2512.04784). Invariant: without a pair, or with a question that got no answer for any pair,
-the score is missing, never 0.
+Source: PaCo-RL (arXiv 2512.04784). Invariant: if there is no pair, or a question was answered for no pair, the score
+is missing, never 0.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from prefgrpo.rewards.vlm import VlmReward, missing
 
 @dataclass(eq=False)
 class YesNo(VlmReward):
-    """A reward that is made of P(Yes).
+    """A reward computed from P(Yes).
 
-    spellings: all counts " yes", "YES" … for Yes as the template says; exact the labels alone, as PaCo-RL.
+    spellings: all counts " yes", "YES" … as Yes, if the template does; exact counts only the labels, as in PaCo-RL.
     """
 
     spellings: str = "all"
@@ -39,7 +39,7 @@ class YesNo(VlmReward):
         super().__post_init__()
 
     def load(self, name: str, needs: tuple[str, ...] | None = None) -> Template:
-        """As VlmReward, without the labels' other spellings where they do not count."""
+        """As in VlmReward, but with exact labels only if `spellings` is exact."""
         question = super().load(name, needs)
         if self.spellings == "exact":
             question = replace(question, variants=None)
@@ -48,9 +48,9 @@ class YesNo(VlmReward):
 
 
 class ConsistencyScore(YesNo):
-    """Do the cells of a generated grid belong together, 0 … 1. `meta["criteria"]`: {dimension: {name: text}}.
+    """Whether the cells of a generated grid belong together, 0 … 1. `meta["criteria"]`: {dimension: {name: text}}.
 
-    The criteria count if the template shows {criterion} (template: consistency_criterion); they are asked at once.
+    Criteria are used if the template contains {criterion} (template: consistency_criterion), and asked concurrently.
     Parts: one mean per dimension.
     """
 
@@ -69,7 +69,7 @@ class ConsistencyScore(YesNo):
         return Score(_mean(list(parts.values())), parts={name: value for name, value in parts.items() if name})
 
     async def _pairs(self, sample: Sample, cells: Sequence[Media], criterion: str) -> Score:
-        """Mean over the pairs that got an answer."""
+        """Mean over the answered pairs."""
         theme = sub_prompts(sample.prompt)[0]
         questions = [
             self.ask(self.question, sample, pair, prompt=theme, criterion=criterion) for pair in combinations(cells, 2)
@@ -81,7 +81,7 @@ class ConsistencyScore(YesNo):
 
 @dataclass(eq=False)
 class ConsistencyForEditing(YesNo):
-    """Is the rest as it was, and is the instruction carried out, 0 … 1.
+    """Whether the edit follows the instruction and leaves the rest unchanged, 0 … 1.
 
     following_template: template that asks whether the instruction was carried out; `template` asks whether the rest is
     consistent with the source.
@@ -107,9 +107,9 @@ class ConsistencyForEditing(YesNo):
 
 @dataclass(eq=False)
 class GridLayout(YesNo):
-    """Is the image the grid that the prompt (or meta "grid") asks for, 0 … 1.
+    """Whether the image has the grid layout requested by the prompt (or meta "grid"), 0 … 1.
 
-    verdict: soft, P(Yes), or hard, 1 where Yes is likelier than No and else 0, as in PaCo-RL.
+    verdict: soft: P(Yes); hard: 1 if Yes is likelier than No, else 0, as in PaCo-RL.
     """
 
     template = "grid_layout"

@@ -1,9 +1,9 @@
-"""`deqa`: DeQA-Score, an mPLUG-Owl2 that rates image quality by the word it would say next.
+"""`deqa`: DeQA-Score, an mPLUG-Owl2 that rates image quality by the probabilities of its next word.
 
     p = softmax(logits of the five level words)        value = (5·p_excellent + 4·p_good + … + 1·p_bad) / 5
 
-The model's code comes with its checkpoint (trust_remote_code) and needs transformers 4.36: an environment of its own.
-The question, the padding to a square and the words are the published ones; the sum is taken in float32.
+The model's code is part of its checkpoint (trust_remote_code) and needs transformers 4.36, so a separate environment.
+The question, the padding to a square and the words are the published ones; the sum is computed in float32.
 Source: You et al., "Teaching Large Language Models to Regress Accurate Image Quality Scores" (arXiv 2501.11561).
 """
 
@@ -22,17 +22,17 @@ from prefgrpo.rewards.checkpoints import device_of, dtype_of, library, loading
 LEVELS = {"excellent": 5.0, "good": 4.0, "fair": 3.0, "poor": 2.0, "bad": 1.0}
 IMAGE = "<|image|>"
 QUESTION = f"USER: How would you rate the quality of this image?\n{IMAGE}\nASSISTANT: The quality of the image is"
-"""What the model was trained to finish."""
+"""The text that the model was trained to complete."""
 PLACE = -200
-"""Stands for the image among the token ids."""
+"""Placeholder for the image in the token ids."""
 
 
 @dataclass(kw_only=True, eq=False)
 class DeQA(PointwiseReward):
-    """DeQA-Score's expected quality level / 5, from 0.2 to 1; the prompt plays no part.
+    """DeQA-Score's expected quality level / 5, from 0.2 to 1; the prompt is ignored.
 
-    model: folder or hub id; the code in its repository is run. revision: of the repository; name a commit to fix that
-    code. device: auto, cpu, cuda, cuda:1. dtype: auto is float16 on a GPU, float32 else. batch_size: images at once.
+    model: folder or hub id; code from its repository is executed. revision: of that repository; a commit pins the code.
+    device: auto, cpu, cuda, cuda:1. dtype: auto is float16 on a GPU, else float32. batch_size: images per forward.
     """
 
     model: str = "zhiyuanyou/DeQA-Score-Mix3"
@@ -66,7 +66,7 @@ class DeQA(PointwiseReward):
         self.ground = tuple(int(255 * x) for x in self.processor.image_mean)
 
     def score(self, samples: list[Sample]) -> list[Score]:
-        """Expected level / 5 of each image; parts: the level, 1 … 5, and each word's probability."""
+        """Expected level / 5 of each image; parts: the expected level, 1 … 5, and the probability of each word."""
         return self.in_batches(samples, self.batch_size, self._scores)
 
     @torch.inference_mode()
@@ -85,14 +85,14 @@ def question_ids(tokenizer: Any) -> list[int]:
 
 
 def graded(logits: Tensor) -> Score:
-    """The score of five logits, excellent first."""
+    """The score from five logits, ordered from excellent to bad."""
     chances = dict(zip(LEVELS, torch.softmax(logits.double(), -1).tolist(), strict=True))
     level = sum(LEVELS[word] * chance for word, chance in chances.items())
     return Score(level / 5, parts={"level": level, **chances})
 
 
 def square(image: Image.Image, ground: tuple[int, ...]) -> Image.Image:
-    """The image in the middle of a square of its longer side."""
+    """Pad the image to a square, centred, with colour `ground`."""
     side = max(image.size)
     canvas = Image.new("RGB", (side, side), ground)
     canvas.paste(image, ((side - image.width) // 2, (side - image.height) // 2))

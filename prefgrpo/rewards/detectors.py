@@ -1,11 +1,11 @@
-"""Object detectors for `geneval`: what is in an image, with class names, scores, boxes and masks.
+"""Object detectors for `geneval`: they return class names, scores, boxes and masks.
 
-`Transformers` reads Mask2Former and DETR-like checkpoints of transformers; `MMDet` runs a config and checkpoint of
-MMDetection 3 (the Mask2Former that GenEval was published with). Mask2Former's score of a query q and class c:
+`Transformers` loads Mask2Former and DETR-like checkpoints in transformers' format; `MMDet` runs a config and checkpoint
+of MMDetection 3 (the Mask2Former that GenEval was published with). Mask2Former's score for a query q and class c:
 
-    p(c | q) · mean of σ(mask logits) where they are positive        box = bounds of that mask
+    p(c | q) · mean of σ(mask logits) over positive logits        box = bounds of that mask
 
-A detector of your own is any class with `names` and `__call__` (see Detector), named as `pkg.mod:Class`.
+Your own detector can be any class with `names` and `__call__` (see Detector), given as `pkg.mod:Class`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ RENAMED = {
     "aeroplane": "airplane", "sofa": "couch", "pottedplant": "potted plant", "diningtable": "dining table",
     "tvmonitor": "tv", "hair dryer": "hair drier",
 }  # fmt: skip
-"""Class names of detectors → GenEval's prompts' names."""
+"""Detectors' class names → names in GenEval's prompts."""
 QUERIES = 100
-"""At most this many objects of an image, the best first."""
+"""Most objects per image; those with the highest scores are kept."""
 
 
 @dataclass(frozen=True, eq=False)
 class Detection:
-    """One detected object: class, score 0 … 1, box x1, y1, x2, y2 in pixels (x2 and y2 lie just outside), and mask
-    [H, W], or None where the detector has no masks."""
+    """One detected object: class, score 0 … 1, box x1, y1, x2, y2 in pixels (x2 and y2 exclusive), and mask [H, W], or
+    None if the detector has no masks."""
 
     name: str
     score: float
@@ -45,10 +45,10 @@ class Detection:
 
 
 class Detector(Protocol):
-    """What `geneval` asks."""
+    """Interface of the detectors for `geneval`."""
 
     names: frozenset[str]
-    """Every class that it can find."""
+    """All classes that it can detect."""
 
     def __call__(self, images: Sequence[Media]) -> list[list[Detection]]:
         """Objects of each image, of any score."""
@@ -66,7 +66,7 @@ class Transformers:
             config = transformers.AutoConfig.from_pretrained(model)
             self._masks = config.model_type in ("mask2former", "maskformer")
             if self._masks:
-                library("scipy", "scipy")  # transformers' classes of these models ask for it
+                library("scipy", "scipy")  # required by transformers' classes for these models
             kind = "AutoModelForUniversalSegmentation" if self._masks else "AutoModelForObjectDetection"
             self._model, info = getattr(transformers, kind).from_pretrained(model, output_loading_info=True)
             if info["missing_keys"]:
@@ -91,7 +91,7 @@ class Transformers:
             outputs.masks_queries_logits.float(), pixels.shape[2:], mode="bilinear", align_corners=False
         )
         valid = masks.get("pixel_mask", torch.ones(len(images), *pixels.shape[2:]))
-        ends = [(int(v.any(1).sum()), int(v.any(0).sum())) for v in valid]  # what lies beyond is padding
+        ends = [(int(v.any(1).sum()), int(v.any(0).sum())) for v in valid]  # the rest is padding
         shown = [(seen[k, :, :high, :wide], sizes[k]) for k, (high, wide) in enumerate(ends)]
         classes = outputs.class_queries_logits.float().softmax(-1)[..., :-1]
         return [self._instances(p, m, size) for p, (m, size) in zip(classes, shown, strict=True)]
@@ -136,7 +136,7 @@ class MMDet:
         self.names = frozenset(self._names)
 
     def __call__(self, images: Sequence[Media]) -> list[list[Detection]]:
-        """Objects of each image, of any score. Pixels are handed over as BGR, which MMDetection takes arrays for."""
+        """Objects of each image, of any score. Pixels are passed as BGR, which MMDetection expects for arrays."""
         shown = [np.ascontiguousarray(m.pixels[..., ::-1]) for m in images]
         return [self._found(result) for result in self._apis.inference_detector(self._model, shown)]
 

@@ -1,9 +1,9 @@
-"""Image encoders: images and texts as unit vectors, whichever library has the model.
+"""Image encoders: images and texts as unit vectors, for models from several libraries.
 
     e = f(x) / |f(x)|   in float32        cosine of image and text = e_image · e_text
 
 One loader per library: `OpenClip` for its own checkpoints, `Transformers` for CLIPModel folders, `DreamSim`. Invariant:
-a vector does not depend on what else is in its batch; a text is encoded once while it is remembered.
+a vector does not depend on the rest of its batch; a text is encoded once as long as it is cached.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from prefgrpo.rewards.base import RewardError
 from prefgrpo.rewards.checkpoints import check_shapes, device_of, dtype_of, folder_of, library, loading, shapes_of
 
 REMEMBERED = 4096
-"""Texts whose vectors are kept."""
+"""Number of texts whose vectors are cached."""
 CHARACTERS = 4000
-"""Far more than the 77 tokens of a text can hold, and never a megabyte."""
+"""Cut-off for texts: far more than fits into 77 tokens, but bounded."""
 Fit = Callable[[Tensor, int], Tensor]
 """[3, H, W] in [0, 1] and a side -> [3, side, side]."""
 CONFIG = "open_clip_config.json"
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 def clean(text: str) -> str:
-    """What a tokenizer gets of a text: its first CHARACTERS, without lone surrogates."""
+    """A text as passed to the tokenizer: its first CHARACTERS characters, without lone surrogates."""
     return text[:CHARACTERS].encode("utf-8", "replace").decode("utf-8")
 
 
@@ -49,7 +49,7 @@ class Encoder(ABC):
     """A loaded model."""
 
     scale: float
-    """exp(logit_scale): what the model's own logits multiply the cosine with."""
+    """exp(logit_scale): the factor of the cosine in the model's own logits."""
     width: int
     """D, the length of a vector."""
 
@@ -59,18 +59,18 @@ class Encoder(ABC):
 
     @abstractmethod
     def _pixels(self, media: Media) -> Tensor:
-        """[3, H, W] as the model takes an image, resized as its checkpoint says."""
+        """[3, H, W], preprocessed and resized as the checkpoint specifies."""
 
     @abstractmethod
     def _encode_images(self, pixels: Tensor) -> Tensor:
-        """[B, D] of [B, 3, H, W]."""
+        """[B, 3, H, W] -> [B, D]."""
 
     def _encode_texts(self, texts: list[str]) -> Tensor:
         """[B, D]."""
         raise TypeError(f"{type(self).__name__} has no text encoder")
 
     def _standard(self) -> tuple[int, Sequence[float], Sequence[float]]:
-        """(side, mean, std) of the model's pixels, for a `fit`."""
+        """(side, mean, std) of the model's input pixels, for use with a `fit`."""
         raise TypeError(f"{type(self).__name__} resizes images itself")
 
     def _fitted(self, media: Media, fit: Fit) -> Tensor:
@@ -87,7 +87,7 @@ class Encoder(ABC):
     def images(self, media: Sequence[Media], fit: Fit | None = None) -> Tensor:
         """[len(media), D] unit vectors, float32 on the CPU; equal images are encoded once.
 
-        fit: resizes them in place of the checkpoint's own way.
+        fit: resizes the images instead of the checkpoint's preprocessing.
         """
 
         def encode(some: Sequence[Media]) -> Tensor:
@@ -100,7 +100,7 @@ class Encoder(ABC):
 
     @torch.inference_mode()
     def texts(self, texts: Sequence[str]) -> Tensor:
-        """[len(texts), D] unit vectors, float32 on the CPU; each different text is encoded once."""
+        """[len(texts), D] unit vectors, float32 on the CPU; equal texts are encoded once."""
         known = self._texts
         new = [text for text in dict.fromkeys(texts) if text not in known]
         known.update(zip(new, self._vectors(new, lambda some: self._encode_texts([*map(clean, some)])), strict=True))
@@ -116,8 +116,8 @@ class OpenClip(Encoder):
     def __init__(
         self, model: str, architecture: str, otherwise: str, file: str, device: str, dtype: str, batch_size: int
     ) -> None:
-        """`architecture` must be the config's if one lies beside the weights; `otherwise` is taken if neither says it.
-        `file`: name of the weights in the folder or repository `model`, by default open_clip's own names."""
+        """`architecture` must match the config beside the weights, if any; `otherwise` is used if neither is given.
+        `file`: name of the weights file in the folder or repository `model`; default: open_clip's standard names."""
         super().__init__(device, dtype, batch_size)
         self._library = library("open_clip", "'prefgrpo[rewards]'")
         weights = _weights(model, file)
@@ -134,7 +134,7 @@ class OpenClip(Encoder):
         self.width = int(self._library.get_model_config(name)["embed_dim"])
 
     def _architecture(self, weights: Path, asked: str, otherwise: str) -> tuple[str, dict[str, Any]]:
-        """open_clip's name of the model, and its preprocessing where no config beside the weights says it."""
+        """open_clip's name of the model, and its preprocessing unless a config beside the weights specifies it."""
         configs, known = self._library.get_model_config, self._library.list_models()
         if asked and asked not in known:
             near = ", ".join(difflib.get_close_matches(asked, known, n=5)) or "open_clip.list_models()"
@@ -176,7 +176,7 @@ class Transformers(Encoder):
                 raise RewardError(f"'{model}' is not the CLIP model that its config.json describes: {wrong}")
         with loading(processor := processor or model):
             self._tokenizer = T.AutoTokenizer.from_pretrained(processor)
-            # Pillow's resizing is the published one; torchvision's, the default where installed, differs a little.
+            # The published numbers used Pillow's resize; torchvision's, the default if installed, differs slightly.
             self._processor = T.AutoImageProcessor.from_pretrained(processor, backend="pil")
         self._model.eval().requires_grad_(False).to(self.device)
         self.width = self._model.config.projection_dim
@@ -201,13 +201,13 @@ class Transformers(Encoder):
 
 
 class DreamSim(Encoder):
-    """DreamSim's image vectors, by its package."""
+    """DreamSim's image embeddings, from its package."""
 
     def __init__(self, model: str, kind: str, device: str, batch_size: int) -> None:
         super().__init__(device, "float32", batch_size)
         package = library("dreamsim", "'prefgrpo[rewards]'")
         folder = Path(model).expanduser()
-        with loading(model), redirect_stdout(sys.stderr):  # it prints what it does
+        with loading(model), redirect_stdout(sys.stderr):  # it prints progress
             folder.mkdir(parents=True, exist_ok=True)
             self._model, self._preprocess = package.dreamsim(
                 pretrained=True, device=str(self.device), cache_dir=str(folder), dreamsim_type=kind
@@ -224,7 +224,7 @@ _open: WeakValueDictionary[tuple[Any, ...], Encoder] = WeakValueDictionary()
 
 
 def shared(kind: type[Encoder], *options: Any) -> Encoder:
-    """kind(*options), or the one that is open already: rewards that ask for the same model share it."""
+    """kind(*options), or the open instance: rewards with the same model and options share it."""
     encoder = _open.get((kind, options))
     if encoder is None:
         encoder = _open[kind, options] = kind(*options)
@@ -233,13 +233,13 @@ def shared(kind: type[Encoder], *options: Any) -> Encoder:
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Drop what open_clip says on the root logger (it has no other): that the weights, loaded next, are random."""
+    """Suppress open_clip's warnings on the root logger that weights are random; they are loaded afterwards."""
     root, nowhere = logging.getLogger(), logging.NullHandler()
 
     def elsewhere(record: logging.LogRecord) -> bool:
         return "open_clip" not in record.pathname
 
-    root.addHandler(nowhere)  # without a handler its first message would install one for the whole process
+    root.addHandler(nowhere)  # else its first message would install a handler for the whole process
     root.addFilter(elsewhere)
     try:
         yield
@@ -249,22 +249,22 @@ def _unlogged() -> Iterator[None]:
 
 
 def _weights(model: str, file: str) -> Path:
-    """The weights file of a file, a folder or a hub repository."""
+    """Path of the weights, given a file, a folder or a hub repository."""
     if (path := Path(model).expanduser()).is_file():
         return path
     names = (file,) if file else WEIGHTS
     folder_of(model, ("*.json", "*.txt"))
-    for name in names:  # one after the other: a repository may hold the same weights in several formats
+    for name in names:  # in turn: a repository may hold the same weights in several formats
         if (found := folder_of(model, (name,)) / name).is_file():
             return found
     raise RewardError(f"'{model}' has none of {', '.join(names)}; download the weights, or give their file as model")
 
 
 def _published(architecture: str, quick_gelu: bool) -> dict[str, Any]:
-    """Preprocessing that the only published weights of an architecture were trained with; open_clip's default else.
+    """Preprocessing of the published weights of an architecture if there is only one set; else open_clip's default.
 
-    Weights cannot tell which activation they were trained with: an architecture whose only published weights have
-    the other one is refused.
+    Weights do not reveal the activation they were trained with, so an architecture whose only published weights use the
+    other activation is rejected.
     """
     import open_clip as library
 

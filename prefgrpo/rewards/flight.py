@@ -1,6 +1,6 @@
-"""What is in flight at a reward during one step, and its latency.
+"""Counts a reward's in-flight requests during one step, and their latency.
 
-Invariant: a request that was sent is done once, whatever became of it; a latency without an answer is left out.
+Invariant: every request sent is counted as done exactly once, however it ends; latency is only recorded for answers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from prefgrpo.data.metric import Metric
 
 LATE = "no answer before the step's deadline; the server hangs, or deadline_s is too short for it"
-"""Why a sample or a pair is missing that nobody could wait for any longer."""
+"""Reason for a sample or pair that was still unanswered at the deadline."""
 
 
 class Flight:
@@ -26,19 +26,19 @@ class Flight:
         self.last_done: float | None = None
         self.depth = self.peak = 0
         self.waited_s = 0.0
-        """Seconds of all requests together, so far."""
+        """Total duration of all requests so far, in seconds."""
         self._at = 0.0
         self.seconds: list[float] = []
 
     def sent(self) -> None:
-        """One request was submitted."""
+        """Record that a request was submitted."""
         with self._lock:
             self._count(1)
             self.first_sent = self.first_sent or self._at
             self.peak = max(self.peak, self.depth)
 
     def done(self, seconds: float | None = None) -> None:
-        """One request was answered, failed or was cancelled, `seconds` after it was submitted."""
+        """Record that a request was answered, failed or was cancelled, `seconds` after it was submitted."""
         with self._lock:
             self._count(-1)
             self.last_done = self._at
@@ -52,7 +52,7 @@ class Flight:
 
 
 def latency(prefix: str, seconds: Sequence[float]) -> dict[str, float]:
-    """p50 and p95 of the seconds per request (an in-process reward: of its one call for the step)."""
+    """p50 and p95 of the seconds per request (for an in-process reward: of its single call in the step)."""
     if not seconds:
         return {}
     p50, p95 = np.percentile(list(seconds), [50, 95]).tolist()

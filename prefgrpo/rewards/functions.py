@@ -1,12 +1,12 @@
 """Python functions as rewards.
 
-    def redness(images, prompts, **columns) -> list[float | None]    one value per sample, None: it has none
+    def redness(images, prompts, **columns) -> list[float | None]    one value per sample, None: missing
     def closer(prompt, image_a, image_b) -> float | None             P(image_a is better); the reward is the win rate
 
-An image is a NumPy array, uint8 [H, W, 3], a clip [F, H, W, 3]. A column of the prompt file arrives as a list under its
-name, the source images of edits as `sources`, a list of images per sample. A parameter with a default is an option of
-the reward, one without is a column that every prompt must have. Invariant: what the function returns is the value, and
-what it fails on is missing with a reason.
+Images are NumPy arrays, uint8 [H, W, 3], clips [F, H, W, 3]. Each column of the prompt file is passed as a list under
+its name; source images of edits are passed as `sources`, a list of images per sample. Parameters with a default are
+options of the reward; those without are columns that every prompt must have. Invariant: the returned values are used
+unchanged, and samples on which the function fails are missing, with a reason.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from prefgrpo.rewards.pairwise import VlmPairwise
 
 Function = Callable[..., Any]
 POINTWISE, PAIRWISE = ("images", "prompts"), ("prompt", "image_a", "image_b")
-"""What the first parameters of the two kinds of functions are called."""
+"""Names of the first parameters of the two kinds of functions."""
 
 
 class FunctionReward(PointwiseReward):
@@ -33,13 +33,13 @@ class FunctionReward(PointwiseReward):
     takes = ("image", "video")
 
     def __init__(self, function: Function, **options: Any) -> None:
-        """function: (images, prompts, **columns) -> a number or None per sample, see above. options: its parameters
-        with a default."""
+        """function: (images, prompts, **columns) -> a number or None per sample, see above. options: values for its
+        parameters that have a default."""
         self.function, self.options, self.name = function, options, _name(function)
         self._any_column = any(p.kind is Parameter.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
 
     def score(self, samples: list[Sample]) -> list[Score]:
-        """The function's values, in one call. RewardError if it does not return one number or None per sample."""
+        """Call the function once. RewardError unless it returns one number or None per sample."""
         return self.in_batches(samples, max(1, len(samples)), self._scores)
 
     def _scores(self, samples: list[Sample]) -> list[Score]:
@@ -69,7 +69,7 @@ class FunctionPairwise(VlmPairwise):
 
 
 class FunctionJudge(PairJudge):
-    """A function as a judge of pairs, on the calling thread."""
+    """Wraps a function as a pairwise judge, run on the calling thread."""
 
     streams, clips = False, True
 
@@ -79,7 +79,7 @@ class FunctionJudge(PairJudge):
     def judge_group(
         self, prompt: str, media: Sequence[Media], pairs: Sequence[Pair], source: Sequence[Media] = ()
     ) -> list[Verdict]:
-        """The function's answer to each pair; missing with a reason where it raises or gives no probability."""
+        """The function's result for each pair; missing, with a reason, if it raises or returns no probability."""
         images = [m.pixels.copy() for m in media]
         return [self._verdict(prompt, images[a], images[b]) for a, b in pairs]
 
@@ -87,23 +87,27 @@ class FunctionJudge(PairJudge):
         start = time.perf_counter()
         try:
             value = self.function(prompt, image_a, image_b)
-            if value is None:
-                return Verdict(None, f"{self.name} returned None")
-            if not 0 <= float(value) <= 1:
-                return Verdict(None, f"{self.name} must return a probability in [0, 1], got {value}")
         except Exception as error:  # noqa: BLE001  (whatever a user's function raises)
             return Verdict(None, f"{self.name} raised {type(error).__name__}: {str(error)[:200]}")
-        return Verdict(float(value), latency_s=time.perf_counter() - start)
+        if value is None:
+            return Verdict(None, f"{self.name} returned None")
+        try:
+            probability = float(value)
+        except (TypeError, ValueError):
+            probability = float("nan")
+        if not 0 <= probability <= 1:
+            return Verdict(None, f"{self.name} must return a probability in [0, 1], got {value!r:.80}")
+        return Verdict(probability, latency_s=time.perf_counter() - start)
 
 
 def function_class(function: Function) -> type[Reward]:
-    """The class of a function's reward: its constructor takes the function's options.
+    """A reward class made from a function; its constructor takes the function's options.
 
-    RewardError for what is no function, or one of other parameters.
+    RewardError if it is not a function, or has other parameters.
     """
     try:
         first = next(iter(inspect.signature(function).parameters), "")
-    except (TypeError, ValueError) as error:  # of no function, of builtins
+    except (TypeError, ValueError) as error:  # not a function, or a builtin
         raise RewardError(f"a reward function must have a signature: {error}") from error
     members: dict[str, Any] = {"__doc__": inspect.getdoc(function), "__module__": function.__module__}
     kind: type[Reward] = FunctionPairwise if first == PAIRWISE[0] else FunctionReward
@@ -121,7 +125,7 @@ def function_class(function: Function) -> type[Reward]:
 
 
 def _parameters(function: Function, first: tuple[str, ...]) -> dict[str, Parameter]:
-    """The parameters after the given first ones; RewardError if it does not begin with these."""
+    """The parameters after the leading ones in `first`; RewardError if the function does not begin with these."""
     parameters = inspect.signature(function).parameters
     if tuple(parameters)[: len(first)] != first:
         raise RewardError(

@@ -1,10 +1,10 @@
-"""`geneval`: whether the objects that a prompt names are there, in number, colour and place, by a detector.
+"""`geneval`: checks with a detector that the objects in a prompt are present, in the right number, colour and place.
 
     soft = mean over the clauses of  1 − |wanted − found| / wanted,  a colour term and a place term
     strict = every count, colour and place exact        correct = GenEval's: at least the wanted, none excluded
 
-The soft score is Flow-GRPO's reward as its server computes it: a surplus makes it negative, the place term of a wrong
-place is 0 and 1 (two terms). Colours: the nearest of ten under CLIP, on the object before a grey ground.
+The soft score is Flow-GRPO's reward as its server computes it: too many objects can make it negative, and a wrong place
+adds two terms, 0 and 1. Colours are the nearest of ten under CLIP, with the object on a grey background.
 Sources: Ghosh et al., "GenEval" (arXiv 2310.11513); Liu et al., "Flow-GRPO" (arXiv 2505.05470).
 """
 
@@ -32,15 +32,15 @@ PHRASES = ("a photo of a {colour} {name}", "a photo of a {colour}-colored {name}
 GROUND = (0x99, 0x99, 0x99)
 RELATIONS = ("left of", "right of", "above", "below")
 THRESHOLD, COUNTING_THRESHOLD, MOST, MARGIN = 0.3, 0.9, 16, 0.1
-"""Detections above the threshold (the higher one for the tag counting), at most so many of a class; objects are apart
-beyond this share of their widths and heights."""
+"""Score threshold, higher threshold for the tag counting, most detections per class, and the margin between objects as
+a fraction of their widths and heights."""
 Objects = Mapping[str, Sequence[Detection]]
 Colours = Callable[[str], list[str]]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an image is worth."""
+    """GenEval's scores of one image."""
 
     soft: float
     strict: bool
@@ -52,8 +52,8 @@ class GenEval(PointwiseReward):
     """GenEval's objects, counts, colours and places.
 
     detector: pkg.mod:Class of a Detector; prefgrpo.rewards.detectors:MMDet runs the published one. detector_options:
-    what it is made with, {model: …} or {config: …, checkpoint: …}. clip: folder or hub id of the CLIPModel that names
-    colours. value: soft, strict or correct. device: auto, cpu, cuda, cuda:1. batch_size: images at once.
+    its arguments, {model: …} or {config: …, checkpoint: …}. clip: folder or hub id of the CLIPModel that classifies
+    colours. value: soft, strict or correct. device: auto, cpu, cuda, cuda:1. batch_size: images per forward.
     """
 
     meta_keys = ("tag", "include")
@@ -75,11 +75,11 @@ class GenEval(PointwiseReward):
         self.encoder = encoder.shared(encoder.Transformers, self.clip, "", self.device, "float32", 32)
 
     def score(self, samples: list[Sample]) -> list[Score]:
-        """The value of each image; parts soft, strict, correct, and the last two under the sample's tag."""
+        """The value of each image; parts: soft, strict, correct, and the last two again under the sample's tag."""
         return self.in_batches(samples, self.batch_size, self._scores)
 
     def refuse(self, sample: Sample) -> str:
-        """Also for columns that cannot be judged."""
+        """Also rejects samples with invalid columns."""
         return super().refuse(sample) or refusal(sample.meta, self.detect.names)
 
     def _scores(self, samples: list[Sample]) -> list[Score]:
@@ -101,7 +101,7 @@ class GenEval(PointwiseReward):
         return Score(parts[self.value], parts=parts | {f"strict/{tag}": strict, f"correct/{tag}": correct})
 
     def colours(self, media: Media, name: str, objects: Sequence[Detection]) -> list[str]:
-        """The colour of each object of a class."""
+        """The colour of each of these objects of class `name`."""
         texts = [p.format(colour=colour, name=name) for colour in COLOURS for p in PHRASES]
         each = self.encoder.texts(texts).view(len(COLOURS), len(PHRASES), -1)
         classes = functional.normalize(each.mean(1), dim=-1)
@@ -110,7 +110,7 @@ class GenEval(PointwiseReward):
 
 
 def _made(path: str, options: dict[str, Any]) -> Detector:
-    """The detector of that class."""
+    """Construct the detector at import path `path`."""
     module, _, name = path.partition(":")
     try:
         cls = getattr(importlib.import_module(module), name)
@@ -121,7 +121,7 @@ def _made(path: str, options: dict[str, Any]) -> Detector:
 
 
 def refusal(meta: Mapping[str, Any], names: frozenset[str]) -> str:
-    """Why a sample's columns cannot be judged; empty if they can."""
+    """Why a sample's columns are invalid; '' if they are valid."""
     if meta.get("tag") not in TAGS:
         return f"geneval: expected a tag of {', '.join(TAGS)}, got {meta.get('tag')!r}"
     include, exclude = meta.get("include"), meta.get("exclude") or []
@@ -149,7 +149,7 @@ def _bad(clause: Any, index: int, names: frozenset[str]) -> str:
 
 
 def kept(detections: Sequence[Detection], counting: bool) -> dict[str, list[Detection]]:
-    """Objects above the threshold by class, the surest first, at most 16 of a class."""
+    """Objects above the threshold by class, in order of score, at most 16 per class."""
     least = COUNTING_THRESHOLD if counting else THRESHOLD
     objects: defaultdict[str, list[Detection]] = defaultdict(list)
     for thing in sorted(detections, key=lambda f: -f.score):
@@ -159,7 +159,7 @@ def kept(detections: Sequence[Detection], counting: bool) -> dict[str, list[Dete
 
 
 def crop(image: Image.Image, detection: Detection) -> Media:
-    """The object's box, with what is outside its mask made grey."""
+    """Crop to the object's box, with pixels outside its mask set to grey."""
     if detection.mask is not None:
         image = Image.composite(image, Image.new("RGB", image.size, GROUND), Image.fromarray(detection.mask))
     left, top, right, bottom = (round(float(x)) for x in detection.box)
@@ -167,7 +167,7 @@ def crop(image: Image.Image, detection: Detection) -> Media:
 
 
 def relations(a: Detection, b: Detection) -> set[str]:
-    """Where a is as seen from b: over half of the centres' distance lies beyond the margin in that direction."""
+    """Position of a relative to b: directions in which the offset beyond the margin is over half the distance."""
     low, high = np.array([a.box[:2], b.box[:2]]), np.array([a.box[2:], b.box[2:]])
     centres, sizes = (low + high) / 2, np.abs(high - low)
     offset = centres[0] - centres[1]
@@ -179,7 +179,7 @@ def relations(a: Detection, b: Detection) -> set[str]:
 
 
 def judge(objects: Objects, meta: Mapping[str, Any], colours: Colours) -> Verdict:
-    """The verdict on detected objects. `colours(name)`: of the objects of a class, in their order."""
+    """Scores for detected objects. `colours(name)`: colours of the objects of a class, in order."""
     terms: list[float] = []
     exact: list[Sequence[Detection] | None] = []
     least: list[Sequence[Detection] | None] = []
@@ -199,7 +199,7 @@ def judge(objects: Objects, meta: Mapping[str, Any], colours: Colours) -> Verdic
             right = _placed(things, exact[target], relation)
             terms += [1.0] if right else [0.0] if exact[target] is None else [0.0, 1.0]
         exact.append(things if right else None)
-        surest = things[:wanted]  # correct: the surest, as many as are wanted, have the colour and place
+        surest = things[:wanted]  # correct: only the `wanted` best objects must match in colour and place
         right = len(surest) == wanted
         right = right and (not colour or colours(clause["class"])[:wanted].count(colour) == wanted)
         right = right and (not position or _placed(surest, least[position[1]], position[0]))
@@ -209,5 +209,5 @@ def judge(objects: Objects, meta: Mapping[str, Any], colours: Colours) -> Verdic
 
 
 def _placed(detections: Sequence[Detection], target: Sequence[Detection] | None, relation: str) -> bool:
-    """Whether every object has the relation to every one of the target's."""
+    """Whether every object has the relation to every target object."""
     return target is not None and all(relation in relations(a, b) for a in detections for b in target)

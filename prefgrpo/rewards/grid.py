@@ -1,9 +1,9 @@
-"""Image grids: what layout a prompt asks for, its cells, and the sub-prompt of each cell.
+"""Image grids: the layout that a prompt requests, the cells, and the sub-prompt of each cell.
 
     "a 2x3 grid …. [LEFT]: a cat. [RIGHT]: a dog."  ->  (2, 3),  "a 2x3 grid ….",  ["a cat.", "a dog."]
 
-rows × cols, row-major. Invariant: every cell has the same size, rows · cols of them; the remainder of an uneven
-division (right and bottom edge) belongs to none. Layout, cells and labels are those of PaCo-RL (arXiv 2512.04784).
+rows × cols, row-major. Invariant: there are rows · cols cells of equal size; if the division is uneven, the remainder
+(right and bottom edge) is dropped. Layout, cells and labels follow PaCo-RL (arXiv 2512.04784).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from prefgrpo.data.media import Media
 
 MOST = 16
-"""Largest number of rows or columns; beyond it a "1920x1080" is a size."""
+"""Most rows or columns; larger pairs such as "1920x1080" are image sizes."""
 _UNIT = r"(?!\s*(?:px|pixels?|mm|cm|m|km|inch|inches|ft|feet)\b)"
 _PAIR = re.compile(r"(?<!\d[.,])(?<!\w)(\d{1,4})\s*[xX⨉×]\s*(\d{1,4})(?!\w|[.,]?\d)" + _UNIT, re.ASCII)
 _WORD = re.compile(r"\W+(?:\w+\W+)?(?:grid|layout|panel|collage|storyboard|matrix|array|tile|image)s?\b", re.I)
@@ -25,10 +25,10 @@ _LABEL = re.compile(r"(?<=[.\"])\s+[A-Z0-9\-\[\]]+:\s*")
 
 
 def grid_of(prompt: str, meta: Mapping[str, Any] | None = None) -> tuple[int, int] | None:
-    """(rows, cols) that the prompt asks for, None if it asks for no grid.
+    """(rows, cols) requested by the prompt, None if it requests no grid.
 
-    `meta["grid"]`, "2x3" or [2, 3], wins over the prompt; raises ValueError if it is neither. Of several pairs in a
-    prompt the first that a word such as "grid" follows counts, else the first.
+    `meta["grid"]`, "2x3" or [2, 3], takes precedence over the prompt; ValueError if it is neither. If the prompt has
+    several pairs, the first one followed by a word such as "grid" is used, else the first.
     """
     if meta and meta.get("grid") is not None:
         return _given(meta["grid"])
@@ -39,7 +39,7 @@ def grid_of(prompt: str, meta: Mapping[str, Any] | None = None) -> tuple[int, in
 
 
 def asked_grid(prompt: str, meta: Mapping[str, Any]) -> tuple[int, int]:
-    """The grid of `grid_of`; ValueError without one."""
+    """As `grid_of`, but ValueError if there is no grid."""
     if (grid := grid_of(prompt, meta)) is None:
         raise ValueError("the prompt asks for no grid such as '2x2'; give one as meta 'grid'")
     return grid
@@ -59,7 +59,7 @@ def split(media: Media, rows: int, cols: int) -> list[Media]:
 
 
 def sub_prompts(prompt: str) -> tuple[str, list[str]]:
-    """The common part of a prompt and what it says of each cell: the texts after labels in capitals (" [LEFT]:")."""
+    """The common part of a prompt and the text for each cell, which follows a label in capitals (" [LEFT]:")."""
     theme, *cells = (part.strip() for part in _LABEL.split(prompt))
     return theme, cells
 

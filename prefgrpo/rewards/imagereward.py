@@ -2,8 +2,8 @@
 
     value = (mlp(h at [CLS]) − 0.16717362830052426) / 1.0333394966054072
 
-The published ImageReward.pt is loaded into transformers' BLIP: the package of the same name needs timm 0.6.13,
-fairscale and transformers before 5. Invariant: every weight comes from the file.
+The published ImageReward.pt is loaded into transformers' BLIP, because the package of the same name needs timm 0.6.13,
+fairscale and transformers < 5. Invariant: every weight comes from the file.
 Source: Xu et al., "ImageReward" (arXiv 2304.05977).
 """
 
@@ -25,21 +25,21 @@ from prefgrpo.rewards.encoder import clean
 
 CENTRE, SCALE = 0.16717362830052426, 1.0333394966054072
 LENGTH = 35
-"""Tokens of a prompt, with [CLS] and [SEP]; longer prompts are cut."""
+"""Most tokens of a prompt, including [CLS] and [SEP]; longer prompts are truncated."""
 NAMES = (
     (r"^cls_token$", "embeddings.class_embedding"), (r"^pos_embed$", "embeddings.position_embedding"),
     (r"^patch_embed\.proj", "embeddings.patch_embedding"), (r"^blocks", "encoder.layers"), (r"^norm", "post_layernorm"),
     (r"\.norm(\d)", r".layer_norm\1"), (r"\.attn\.proj", ".self_attn.projection"), (r"\.attn\.", ".self_attn."),
 )  # fmt: skip
-"""BLIP's vision tower: names in the file and in transformers."""
+"""Weight names of BLIP's vision tower: regex for the file's name, name in transformers."""
 
 
 @dataclass(kw_only=True, eq=False)
 class ImageReward(PointwiseReward):
     """ImageReward's score, about −2 … 2, in float32.
 
-    model: folder or hub id with ImageReward.pt and med_config.json. tokenizer: folder or hub id of BERT's. device:
-    auto, cpu, cuda, cuda:1. batch_size: images at once.
+    model: folder or hub id with ImageReward.pt and med_config.json. tokenizer: folder or hub id of BERT's tokenizer.
+    device: auto, cpu, cuda, cuda:1. batch_size: images per forward.
     """
 
     model: str = "THUDM/ImageReward"
@@ -78,7 +78,7 @@ class ImageReward(PointwiseReward):
 
 
 def preprocess(image: Image.Image, side: int) -> Tensor:
-    """[3, side, side]: shorter side to `side` (bicubic), centre cut out, CLIP's mean and deviation."""
+    """[3, side, side]: shorter side resized to `side` (bicubic), centre crop, CLIP's mean and deviation."""
     wide, high = image.size
     short = min(wide, high)
     wide, high = (side if s == short else int(side * s / short) for s in (wide, high))
@@ -98,7 +98,7 @@ def _renamed(name: str) -> str:
 
 
 def _vision(transformers: Any, tensors: dict[str, Tensor]) -> Any:
-    """BLIP's vision tower; its size follows from the tensors (heads of 64)."""
+    """BLIP's vision tower; its size is inferred from the tensors (head dimension 64)."""
     width, patch = tensors["patch_embed.proj.weight"].shape[0], tensors["patch_embed.proj.weight"].shape[-1]
     config = transformers.BlipVisionConfig(
         hidden_size=width,
@@ -123,7 +123,7 @@ def _text(transformers: Any, tensors: dict[str, Tensor], settings: dict[str, Any
 
 
 def _mlp(tensors: dict[str, Tensor]) -> nn.Sequential:
-    """The head: linear layers without activations (its dropout does nothing when scoring)."""
+    """The head: linear layers without activations (dropout is inactive in eval mode)."""
     layers = []
     for depth in sorted({int(k.split(".")[0]) for k in tensors}):
         weight = tensors[f"{depth}.weight"]

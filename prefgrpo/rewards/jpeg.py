@@ -1,8 +1,8 @@
-"""JPEG size as a reward: the classic toy objectives of DDPO, computed for real.
+"""JPEG file size as a reward: the toy objectives of DDPO.
 
     incompressibility = kB of the image as JPEG, quality 95        compressibility = −incompressibility
 
-both divided by `divisor`. Of a clip: the mean over its frames.
+both divided by `divisor`. A clip's value is the mean over its frames.
 Sources: Black et al., "Training Diffusion Models with Reinforcement Learning" (arXiv 2305.13301), section 4; Flow-GRPO
 and PaCo-RL train on −kB/500.
 """
@@ -32,13 +32,13 @@ class JpegIncompressibility(PointwiseReward):
     sign: ClassVar[float] = 1.0
 
     def __init__(self, divisor: float = 1.0) -> None:
-        """divisor: what the kilobytes are divided by; Flow-GRPO and PaCo-RL divide by 500."""
+        """divisor: divides the kilobytes; 500 in Flow-GRPO and PaCo-RL."""
         if not divisor > 0:
             raise RewardError(f"divisor must be positive, got {divisor}")
         self.divisor = divisor
 
     def score(self, samples: list[Sample]) -> list[Score]:
-        """JPEG kB of each image / divisor, with the sign."""
+        """Signed JPEG kB of each image / divisor."""
         return self.in_batches(samples, 1, lambda one: [Score(self.sign * jpeg_kilobytes(one[0]) / self.divisor)])
 
 

@@ -1,5 +1,5 @@
-"""Judges and clients for the rewards that ask one: an open one, its JudgeConfig, or a mapping of fields that differ
-from the defaults. Invariant: what is opened here was reached first, within seconds, or a JudgeError says what to do.
+"""Opens judges and clients for rewards, from an open one, a JudgeConfig, or a mapping of its non-default fields.
+Invariant: the server is checked before anything is opened; a JudgeError within seconds says what to do otherwise.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def open_judge(judge: JudgeConfig | Mapping[str, Any], template: str = "", device: str = "cpu") -> PairJudge:
-    """An open judge of pairs. Raises JudgeError with what to do if it gives no verdicts, ConfigError for bad fields.
+    """Open a pairwise judge. JudgeError, with advice, if it gives no verdicts; ConfigError for invalid fields.
 
-    template: what it asks with if `judge` names none. device: of a judge in this process.
+    template: used if `judge` names none. device: for a judge in this process.
     """
     config = _config(judge, template)
     if config.backend == "local":
@@ -32,9 +32,9 @@ def open_judge(judge: JudgeConfig | Mapping[str, Any], template: str = "", devic
 
 
 def open_client(judge: Any, template: str) -> tuple[Client, str]:
-    """(client for any question, name of the template to ask with); `template`: the name if `judge` names none.
+    """(client for any question, name of the template to use); `template`: used if `judge` names none.
 
-    Raises JudgeError within seconds if no server is there that serves the model. `close` the client when done.
+    Raises JudgeError within seconds if no reachable server serves the model. Call the client's `close` when done.
     """
     from prefgrpo.judge import client  # imports aiohttp
     from prefgrpo.judge.http import Client, HttpJudge, shared_client
@@ -42,7 +42,7 @@ def open_client(judge: Any, template: str) -> tuple[Client, str]:
     if isinstance(judge, Client):
         judge.users += 1
         return judge, template
-    if isinstance(judge, HttpJudge):  # its template compares pairs
+    if isinstance(judge, HttpJudge):  # its template is pairwise
         return shared_client(judge.config), template
     config = _config(judge, template)
     if config.backend == "local":

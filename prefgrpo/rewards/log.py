@@ -1,6 +1,6 @@
 """The judgement log: one JSON line per comparison, without pixels, appended and flushed once per group.
 
-Invariant: a step has its lines once; a run that does steps again first drops their old lines (`drop_from`).
+Invariant: each step is logged once; a run that repeats steps first removes their old lines (`drop_from`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class JudgementLog:
         self._file: IO[str] | None = None
 
     def write(self, reward: str, step: int, group: int, prompt: str, comparisons: list[Comparison]) -> None:
-        """One line per comparison of a group: who, P(first) or why it is missing, latency, retries, the answer."""
+        """One line per comparison of a group: members, P(first) or why it is missing, latency, retries, answer."""
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", encoding="utf-8")
@@ -30,7 +30,7 @@ class JudgementLog:
             line |= {"p_first": v.first, "reason": v.reason, "latency_s": round(v.latency_s, 6), "retries": v.retries}
             line |= {"cached": True} if v.cached else {}
             line |= {"parts": v.parts, "raw": v.raw[:500], "prompt": prompt[:2000]}
-            self._file.write(json.dumps(line) + "\n")  # ASCII: U+2028 would end a line for some readers
+            self._file.write(json.dumps(line) + "\n")  # ASCII: some readers treat U+2028 as a line break
         self._file.flush()
 
     def close(self) -> None:
@@ -40,7 +40,7 @@ class JudgementLog:
 
 
 def drop_from(path: Path, step: int) -> None:
-    """Drop the lines of steps from `step` on, and a torn last one: those steps will be judged again."""
+    """Remove the lines from step `step` on, which will be judged again, and an incomplete last line."""
     if not path.is_file():
         return
     kept = path.with_name(f".{path.name}")

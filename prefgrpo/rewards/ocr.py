@@ -1,10 +1,10 @@
-"""`ocr` and `video_ocr`: is the text that the prompt quotes written in the picture?
+"""`ocr` and `video_ocr`: does the image show the text quoted in the prompt?
 
-    value = 1 − min(d, n) / n    d: Levenshtein distance of what is read to the target, n: length of the target
+    value = 1 − min(d, n) / n    d: Levenshtein distance of the recognised text to the target, n: length of the target
 
-Spaces and case do not count. An image that contains the target whole has 1; a clip is read at every 4th frame, and
-has the mean over the frames whose value is above 0. Source: Flow-GRPO (arXiv 2505.05470). Invariant: a picture that
-could not be read, or a prompt that quotes nothing, is missing; a picture without text has 0.
+Spaces and case are ignored. An image that contains the whole target scores 1. For a clip, every 4th frame is read; its
+score is the mean over frames with a value above 0. Source: Flow-GRPO (arXiv 2505.05470). Invariant: if OCR fails or the
+prompt quotes nothing, the score is missing; an image without text scores 0.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score, library
 
 COLUMN = "text"
-"""Column with the text to be written, where the prompt does not quote it."""
+"""Column with the target text, for prompts that do not quote it."""
 INSTALL = "'prefgrpo[rewards]' (Python below 3.13; without libGL, opencv-python-headless in place of opencv-python)"
 EVERY = 4
-"""Which frames of a clip are read."""
+"""Every n-th frame of a clip is read."""
 LONGEST = 32
-"""Longer side over shorter side of what is read: engines enlarge the shorter side."""
+"""Largest aspect ratio, because engines enlarge the shorter side."""
 _QUOTED = re.compile('["“”]([^"“”]*)["“”]')
 Distance = Callable[[str, str], int]
 Read = Callable[[NDArray[np.uint8]], str]
-"""uint8 RGB [H, W, 3] -> the text in it, line after line."""
+"""uint8 RGB [H, W, 3] -> the text in it, line by line."""
 
 
 def target(sample: Sample) -> str:
-    """Text that the picture should show, without spaces, in lower case; '' if the prompt names none."""
+    """The target text without spaces, in lower case; '' if there is none."""
     quoted = _QUOTED.search(sample.prompt)
     given = sample.meta.get(COLUMN) or (quoted[1] if quoted else "")
     return plain(str(given))
@@ -48,12 +48,12 @@ def unnamed(sample: Sample) -> str:
 
 
 def plain(text: str) -> str:
-    """Without spaces, in lower case."""
+    """The text without spaces, in lower case."""
     return "".join(text.split()).lower()
 
 
 def levenshtein() -> Distance:
-    """rapidfuzz's distance; RewardError where it is not installed."""
+    """rapidfuzz's distance; RewardError if it is not installed."""
     levenshtein: Distance = library("rapidfuzz.distance", INSTALL).Levenshtein.distance
     return levenshtein
 
@@ -64,7 +64,7 @@ def closeness(wanted: str, text: str, distance: Distance) -> float:
 
 
 def image_value(wanted: str, text: str, distance: Distance) -> float:
-    """Value of an image: its closeness, 1 where it contains the target whole."""
+    """Value of an image: 1 if it contains the whole target, else its closeness."""
     return 1.0 if wanted in text else closeness(wanted, text, distance)
 
 
@@ -72,10 +72,10 @@ def image_value(wanted: str, text: str, distance: Distance) -> float:
 class Ocr(PointwiseReward):
     """How much of the quoted text can be read in the image, 0 to 1.
 
-    engine: rapidocr (brings its models along) or paddleocr (downloads them). lang: language of paddleocr; rapidocr
-    reads English and Chinese. workers: pictures that are read at the same time, one thread each. detect: find the lines
-    first; false: a picture is one line of text and goes to the recogniser as it is, which is many times cheaper
-    (rapidocr only). Part `exact`: 1 where nothing but the target is read.
+    engine: rapidocr (includes its models) or paddleocr (downloads them). lang: language for paddleocr; rapidocr reads
+    English and Chinese. workers: number of images read concurrently, one thread each. detect: run text detection first;
+    false: the whole image is passed to the recogniser as one line of text, which is many times cheaper (rapidocr only).
+    Part `exact`: 1 if exactly the target is read.
     """
 
     engine: str = "rapidocr"
@@ -96,11 +96,11 @@ class Ocr(PointwiseReward):
         self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="ocr")
 
     def score(self, samples: list[Sample]) -> list[Score]:
-        """One score per sample; missing where the prompt quotes nothing or reading failed."""
+        """One score per sample; missing if the prompt quotes nothing or reading failed."""
         return self.in_batches(samples, max(1, len(samples)), lambda some: self._threads.map(self._one, some))
 
     def refuse(self, sample: Sample) -> str:
-        """Also for a prompt that names no text, and for a strip, which an engine would enlarge without bound."""
+        """Also rejects prompts without target text, and very long strips, which engines would enlarge without limit."""
         if why := super().refuse(sample) or unnamed(sample):
             return why
         high, wide = sample.media.pixels.shape[-3:-1]
@@ -108,7 +108,7 @@ class Ocr(PointwiseReward):
         return f"a picture of {wide}×{high} is too long to be read; expected sides within 1:{LONGEST}" if over else ""
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._threads.shutdown()
 
     def _one(self, sample: Sample) -> Score:
@@ -122,7 +122,7 @@ class Ocr(PointwiseReward):
         return Score(image_value(wanted, text, self._distance), parts={"exact": float(text == wanted)})
 
     def _text(self, image: Media) -> str:
-        """What this thread's engine reads."""
+        """The text read by this thread's engine."""
         if not hasattr(self._local, "read"):
             self._local.read = self._make()
         return plain(self._local.read(image.pixels))
@@ -140,7 +140,7 @@ class VideoOcr(Ocr):
 
 
 def _rapidocr_engine(**options: Any) -> Any:
-    """One that computes on the calling thread."""
+    """A RapidOCR engine that runs on the calling thread only."""
     made = library("rapidocr_onnxruntime", INSTALL).RapidOCR
     return made(intra_op_num_threads=1, inter_op_num_threads=1, **options)
 
@@ -149,14 +149,14 @@ def _rapidocr(_: str) -> Read:
     engine = _rapidocr_engine()
 
     def read(pixels: NDArray[np.uint8]) -> str:
-        lines, _ = engine(np.ascontiguousarray(pixels[..., ::-1]))  # it takes BGR, as cv2 reads files
+        lines, _ = engine(np.ascontiguousarray(pixels[..., ::-1]))  # it expects BGR, as cv2 reads files
         return " ".join(text for _, text, _ in lines or [])
 
     return read
 
 
 def _rapidocr_line() -> Read:
-    engine = _rapidocr_engine(rec_img_shape=[3, 48, 48])  # the least width: a picture is not padded to 320 pixels
+    engine = _rapidocr_engine(rec_img_shape=[3, 48, 48])  # minimal width, so that images are not padded to 320 pixels
 
     def read(pixels: NDArray[np.uint8]) -> str:
         lines, _ = engine(np.ascontiguousarray(pixels[..., ::-1]), use_det=False, use_cls=False)

@@ -1,15 +1,15 @@
 """A vision-language judge compares the members of a group in pairs; the reward is the win rate.
 
-    r_i = Σ_j W_ij / n_i over the comparisons of i that exist, or Bradley-Terry's estimate of it (judge/rate.py)
+    r_i = Σ_j W_ij / n_i over the comparisons of i with a verdict, or its Bradley-Terry estimate (judge/rate.py)
     unifiedreward_flex            (w_o · r_i + w_c · Σ_d w_d r_id / Σ_d w_d) / (w_o + w_c)
 
-r_id: win rate of the comparisons under category d, over the categories in which the member was compared. The rewards
+r_id: win rate of member i in category d; the sums run over the categories in which it was compared. The rewards
 differ in their templates: `vlm_pairwise` asks for one token, `unifiedreward_think` for a verdict inside
 <answer>…</answer>, `unifiedreward_edit_pairwise` for "Edited image k is better", with the source image in the request.
 
-`soft`: W takes the judge's probabilities. `hard`: each verdict is rounded to {0, ½, 1} and the two orders of a pair
-are averaged, so a judge that contradicts itself when swapped gives ½. Invariant: a failed comparison counts for
-nobody, and a member without any comparison is missing; the arrival order of members or answers changes no value.
+`soft`: W holds the judge's probabilities. `hard`: each verdict is rounded to {0, ½, 1} and the two orders of a pair
+are averaged, so that contradictory verdicts give ½. Invariant: a failed comparison is ignored for both members, a
+member without any verdict is missing, and values do not depend on the order in which members or answers arrive.
 Sources: UnifiedReward-Think (arXiv 2505.03318), UnifiedReward-Flex, Pref-GRPO (arXiv 2508.20751).
 """
 
@@ -36,7 +36,7 @@ from prefgrpo.rewards.flight import LATE, Flight
 from prefgrpo.rewards.judges import open_judge
 
 CATEGORIES = 3
-"""Categories of an answer that count: the judge may add one of its own after them."""
+"""Only the first categories of an answer are used, because the judge may add one of its own after them."""
 _LABEL = re.compile(r"^\s*(?:category\s+)?(?:[a-z]|\d+)\s*[.):]\s*", re.I)
 
 
@@ -44,9 +44,9 @@ _LABEL = re.compile(r"^\s*(?:category\s+)?(?:[a-z]|\d+)\s*[.):]\s*", re.I)
 class VlmPairwise(GroupwiseReward):
     """Win rate under a pairwise judge.
 
-    judge: an open judge, its config, or the config's fields with `backend: http | local` in a mapping. plan: which
-    pairs are asked. verdict: soft or hard, see above. rate: win_rate, or bradley_terry for plans that do not ask every
-    pair. bias: position bias in logits to be taken out, or 'fit' (for plans that show each pair once).
+    judge: an open judge, its config, or a mapping of the config's fields with `backend: http | local`. plan: which
+    pairs are compared. verdict: soft or hard, see above. rate: win_rate, or bradley_terry for plans that do not compare
+    every pair. bias: position bias in logits to remove, or 'fit' (for plans that show each pair once).
     """
 
     takes = ("image", "video")
@@ -80,11 +80,11 @@ class VlmPairwise(GroupwiseReward):
         return self.tally(len(group), comparisons)
 
     def tally(self, size: int, comparisons: list[Comparison]) -> GroupScores:
-        """Scores of a group's members from its comparisons."""
+        """Scores of a group's members, computed from its comparisons."""
         return tally(size, comparisons, self.rating)
 
     def session(self, size: int, seed: int, flight: Flight) -> PairSession:
-        """A group of `size` members that arrive one by one (streaming judges only)."""
+        """Start judging a group of `size` members that arrive one by one (streaming judges only)."""
         return PairSession(self, size, seed, flight)
 
     def close(self) -> None:
@@ -109,11 +109,11 @@ class UnifiedRewardEditPairwise(VlmPairwise):
 
 @dataclass(eq=False)
 class UnifiedRewardFlex(VlmPairwise):
-    """Overall win rate blended with the win rates of the judge's categories.
+    """Weighted mean of the overall win rate and the win rates in the judge's categories.
 
-    overall_weight: w_o, of the overall win rate. category_weight: w_c, of the categories' mean. category_weights: w_d
-    by order of first appearance; 1 for categories beyond the list. normalise_parts: normalise the overall rate and the
-    categories' mean each over the group, and blend the advantages (Pref-GRPO with `--apply_gdpo`), not the rates.
+    overall_weight: w_o of the overall win rate. category_weight: w_c of the categories' mean. category_weights: w_d in
+    order of first appearance; 1 for categories beyond the list. normalise_parts: normalise the overall rate and the
+    categories' mean separately over the group and average the advantages (Pref-GRPO's `--apply_gdpo`), not the rates.
     """
 
     template = "flex"
@@ -136,7 +136,7 @@ class UnifiedRewardFlex(VlmPairwise):
             self.part_weights = {"overall": self.overall_weight, "categories": self.category_weight}
 
     def tally(self, size: int, comparisons: list[Comparison]) -> GroupScores:
-        """Blended scores; parts: `overall`, `categories` and the rate in each category by name."""
+        """Combined scores; parts: `overall`, `categories` and the rate in each category by name."""
         overall = super().tally(size, comparisons)
         parts = [_categories(c.verdict.parts) for c in comparisons]
         names = list(dict.fromkeys(name for p in parts for name in p))
@@ -167,7 +167,7 @@ class UnifiedRewardFlex(VlmPairwise):
 
 
 class PairSession:
-    """One group on its way: a pair is sent as soon as both its members exist, a next round when one is answered."""
+    """Judges one group: a pair is sent as soon as both members exist, the next round once the previous is answered."""
 
     def __init__(self, reward: VlmPairwise, size: int, seed: int, flight: Flight) -> None:
         self.reward, self.size, self.seed, self._flight = reward, size, seed, flight
@@ -179,7 +179,7 @@ class PairSession:
         self._lock = threading.RLock()
 
     def add(self, member: int, sample: Sample) -> None:
-        """Member `member` exists now; sends its pairs with those that are there. Does not wait."""
+        """Add member `member` and send its pairs with members that already exist. Does not block."""
         with self._lock:
             self._members[member] = sample
             for n, pair in enumerate(self.pairs):
@@ -187,17 +187,17 @@ class PairSession:
                     self._send(n)
 
     def result(self, deadline: float) -> GroupScores:
-        """Scores once all answers are there, or at `deadline` (`time.monotonic()`): what is not there is missing."""
+        """Wait for all answers until `deadline` (`time.monotonic()`); verdicts not available by then are missing."""
         comparisons: list[Comparison] = []
         while len(comparisons) < len(self.pairs):
             i, j = self.pairs[len(comparisons)]
             comparisons.append(Comparison(i, j, self._answer(len(comparisons), deadline)))
             if len(comparisons) == len(self.pairs):
-                self._next_round()  # the answer's own callback may come a moment later
+                self._next_round()  # the answer's own callback may run a little later
         return self.reward.tally(self.size, comparisons)
 
     def cancel(self) -> None:
-        """Give up what has not been answered."""
+        """Cancel all unanswered requests."""
         with self._lock:
             self._ended = True
         for answer in list(self._answers.values()):
@@ -213,7 +213,7 @@ class PairSession:
         answer.add_done_callback(self._answered)
 
     def _answered(self, answer: Future[Verdict]) -> None:
-        """An answer came (on any thread)."""
+        """Callback for an answered or cancelled request (on any thread)."""
         self._flight.done(None if answer.cancelled() else answer.result().latency_s)
         with self._lock:
             self._open -= 1
@@ -221,7 +221,7 @@ class PairSession:
                 self._next_round()
 
     def _next_round(self) -> None:
-        """Send what the plan asks next, if all of the round before is answered."""
+        """Send the plan's next pairs, if all answers of the previous round have arrived."""
         with self._lock:
             answers = [self._answers.get(n) for n in range(len(self.pairs))]
             verdicts = [a.result() for a in answers if a is not None and a.done() and not a.cancelled()]
@@ -234,7 +234,7 @@ class PairSession:
                 self._send(n)
 
     def _answer(self, index: int, deadline: float) -> Verdict:
-        with self._lock:  # a round's pairs are listed and sent under it: a listed pair without an answer was never sent
+        with self._lock:  # held while a round's pairs are listed and sent, so a pair without a future was never sent
             future = self._answers.get(index)
         if future is None:
             return Verdict(None, "one of the pair was never generated")
@@ -246,17 +246,17 @@ class PairSession:
 
 
 def _source(sample: Sample) -> tuple[tuple[Media, ...], ...]:
-    """The argument for the source images, where there are any: a judge that shows none need not take it."""
+    """The argument with the source images, if any; judges that never show sources need not accept it."""
     return (sample.source,) if sample.source else ()
 
 
 def judged(comparisons: list[Comparison]) -> list[Judged]:
-    """What a plan may look at."""
+    """Comparisons in the form that plans and rates use."""
     return [(c.first, c.second, c.verdict.first) for c in comparisons]
 
 
 def tally(size: int, comparisons: list[Comparison], rating: Rating) -> GroupScores:
-    """Wins, counts [G, G] and every member's rate from a group's comparisons."""
+    """Wins and counts [G, G], and every member's rate, from a group's comparisons."""
     rated = rate_groups(size, [judged(comparisons)], rating)
     reasons = _reasons(size, comparisons)
     scores = [Score(None, reasons[i]) if np.isnan(r) else Score(r) for i, r in enumerate(rated.values[0].tolist())]
@@ -264,7 +264,7 @@ def tally(size: int, comparisons: list[Comparison], rating: Rating) -> GroupScor
 
 
 def _reasons(size: int, comparisons: list[Comparison]) -> list[str]:
-    """For each member, the commonest reason why its comparisons failed."""
+    """For each member, the most common reason why its comparisons failed."""
     seen: list[Counter[str]] = [Counter() for _ in range(size)]
     for c in comparisons:
         for member in (c.first, c.second):
@@ -274,7 +274,7 @@ def _reasons(size: int, comparisons: list[Comparison]) -> list[str]:
 
 
 def _categories(parts: dict[str, float]) -> dict[str, float]:
-    """The first CATEGORIES of an answer, names without numbering and case."""
+    """The first CATEGORIES categories of an answer, with names lower-cased and without numbering."""
     scores: dict[str, float] = {}
     for name, value in list(parts.items())[:CATEGORIES]:
         scores.setdefault(" ".join(_LABEL.sub("", name).split()).casefold() or "category", value)

@@ -1,9 +1,9 @@
-"""Options that every pointwise reward takes: its pictures are changed before it sees them.
+"""Options of every pointwise reward for preprocessing its images.
 
-    size: N    resized to N × N, bicubic, whatever their sides' ratio        jpeg: Q    then saved as JPEG, quality Q
+    size: N    resize to N × N, bicubic, ignoring the aspect ratio        jpeg: Q    then compress as JPEG, quality Q
 
-What published rewards do on the way to a reward's server; sources of edits and frames of clips are changed likewise.
-Invariant: rewards with the same two options share the changed picture, and it is made once.
+They reproduce what published code does before sending images to a reward server. Source images and frames of clips are
+processed the same way. Invariant: rewards with the same options share the processed image, which is computed once.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _changed: WeakKeyDictionary[Media, dict[tuple[int, int], Media]] = WeakKeyDictio
 
 
 class Prepared(PointwiseReward):
-    """A reward whose pictures are resized and compressed before they reach it."""
+    """Wraps a reward; resizes and compresses its images first."""
 
     def __init__(self, make: Callable[[], PointwiseReward], size: int = 0, jpeg: int = 0) -> None:
-        """make: gives the reward. size: pixels a side, 0: as they are. jpeg: quality 1 to 100 (4:2:0), 0: none."""
+        """make: constructs the reward. size: pixels per side, 0: unchanged. jpeg: quality 1 to 100 (4:2:0), 0: none."""
         if size < 0 or not 0 <= jpeg <= 100:
             raise RewardError(f"expected size of at least 0 and jpeg from 0 to 100, got {size} and {jpeg}")
         self.size, self.jpeg, self.reward = size, jpeg, make()
@@ -36,14 +36,14 @@ class Prepared(PointwiseReward):
             setattr(self, name, getattr(self.reward, name))
 
     def score(self, samples: list[Sample]) -> list[Score]:
-        """The reward's scores of the changed samples."""
+        """The reward's scores of the processed samples."""
         return self.reward.score([self._prepared(s) for s in samples])
 
     def submit(self, sample: Sample) -> Future[Score]:
-        """Send the changed sample without waiting."""
+        """Send the processed sample without waiting."""
         try:
             return self.reward.submit(self._prepared(sample))
-        except (OSError, ValueError) as error:  # what PIL raises for sides that JPEG cannot have
+        except (OSError, ValueError) as error:  # raised by PIL for sizes that JPEG does not support
             failed: Future[Score] = Future()
             failed.set_exception(error)
             return failed
@@ -52,7 +52,7 @@ class Prepared(PointwiseReward):
         return replace(sample, media=self._media(sample.media), source=tuple(map(self._media, sample.source)))
 
     def _media(self, media: Media) -> Media:
-        """The medium changed; one that no reward can score stays as it is, for the reward to refuse."""
+        """The processed medium; an invalid one is returned unchanged, so that the reward rejects it."""
         if unusable(media):
             return media
         known = _changed.setdefault(media, {})

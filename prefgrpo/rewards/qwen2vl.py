@@ -1,12 +1,12 @@
 """Qwen2-VL with a reward head: `hpsv3` and `videoalign`.
 
-    score_k = head(h at the k-th reward token)        head = linear layers with ReLU between, in float32
+    score_k = head(h at the k-th reward token)        head = linear layers with ReLU in between, in float32
     hpsv3        value = μ, the first output at <|Reward|>; part sigma: the second
     videoalign   value = Σ over `dimensions` of (x − mean) / std, x: the output at <|VQ_reward|>, …
 
 The published models were trained with plain text positions 0, 1, 2, … (no 3-D positions for the vision tokens) and
-right padding; both are kept. They are loaded with plain transformers, for their packages need transformers 4.45.2; of
-these only the text that the model was trained with is read. Invariant: every weight comes from the given tensors.
+right padding; both are kept. They are loaded with plain transformers, because their packages need transformers 4.45.2;
+only the training prompt is read from those packages. Invariant: every weight comes from the given tensors.
 Sources: Ma et al., "HPSv3" (arXiv 2508.03789); Liu et al., "Improving Video Generation with Human Feedback"
 (arXiv 2501.13918), in the format of KwaiVGI/VideoReward.
 """
@@ -46,18 +46,18 @@ from prefgrpo.rewards.checkpoints import (
 )
 
 LONGEST = 20_000
-"""Characters of a prompt: far more than the models were trained with, and never a megabyte."""
+"""Most characters of a prompt: far more than in training, but bounded."""
 FACTOR = 28
-"""Sides of what the model sees are multiples of patch size 14 × 2 merged patches."""
+"""Image sides are resized to multiples of this: patch size 14 × 2 merged patches."""
 PIXELS = 256 * 28 * 28
-"""What hpsv3 sees of an image: this many pixels, whatever its size."""
+"""hpsv3 resizes every image to about this many pixels."""
 LEAST = 128 * 28 * 28
-"""Frames for videoalign below this many pixels are enlarged."""
+"""videoalign enlarges frames with fewer pixels."""
 PARTS = ("VQ", "MQ", "TA")
 
 
 def fit(height: int, width: int, least: int, most: int) -> tuple[int, int]:
-    """(height, width) in multiples of 28 with between `least` and `most` pixels, near the given aspect ratio."""
+    """(height, width) as multiples of 28, with `least` to `most` pixels in all, close to the given aspect ratio."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     return smart_resize(height, width, FACTOR, least, most)
@@ -66,7 +66,7 @@ def fit(height: int, width: int, least: int, most: int) -> tuple[int, int]:
 def patches(frames: Tensor, size: int = 14, merge: int = 2) -> tuple[Tensor, Tensor]:
     """Pixel rows [t·h·w, 3·2·14·14] and grid (t, h, w) of frames [F, 3, H, W] with values 0 … 255.
 
-    Frames go in twos; an image is its own second frame, and the last frame of an odd count is repeated.
+    Frames are grouped in pairs; a single image, or the last frame of an odd number, is repeated.
     """
     pixels = standard(frames)
     if len(pixels) % 2:
@@ -85,13 +85,13 @@ def chat(vision: str, count: int, text: str) -> str:
 
 
 class RewardModel:
-    """A Qwen2-VL whose head reads the hidden states at its reward tokens."""
+    """A Qwen2-VL with a reward head on the hidden states at its reward tokens."""
 
     def __init__(
         self, base: str, tensors: Mapping[str, Tensor], tokens: Sequence[str], vision: str, device: str, dtype: str
     ) -> None:
-        """`base`: folder or hub id of the config and tokenizer; `tensors`: all weights, `rm_head.*` among them, with
-        one embedding row per token of the tokenizer after `tokens` were added; `vision`: image or video."""
+        """`base`: folder or hub id of the config and tokenizer; `tensors`: all weights including `rm_head.*`, with one
+        embedding row per token of the tokenizer after adding `tokens`; `vision`: image or video."""
         transformers = library("transformers", "'prefgrpo[rewards]'")
         self.vision, self.tokens, self.device = vision, list(tokens), device_of(device)
         self.dtype = dtype_of(dtype, self.device)
@@ -109,17 +109,17 @@ class RewardModel:
         self.head = _head(tensors, self.device)
 
     def refuse(self, prompt: str) -> str:
-        """Why a prompt cannot be put into the text; empty if it can. It must not hold the model's own tokens."""
+        """Why a prompt cannot be inserted into the text, e.g. because it has the model's special tokens; else ''."""
         if len(prompt) > LONGEST:
             return f"the prompt has {len(prompt)} characters, expected at most {LONGEST}"
         if any("\ud800" <= letter <= "\udfff" for letter in prompt):
-            return "the prompt holds a lone surrogate, which is no text"
+            return "the prompt contains a lone surrogate, which is not valid text"
         held = next((token for token in self.reserved if token in prompt), None)
-        return f"the prompt holds the model's own token {held}" if held else ""
+        return f"the prompt contains the model's special token {held}" if held else ""
 
     @torch.inference_mode()
     def __call__(self, turns: Sequence[tuple[Tensor, str]]) -> NDArray[np.float64]:
-        """[B, reward tokens, head outputs] of B questions, in one batch: frames [F, 3, H, W] and text of each."""
+        """[B, reward tokens, head outputs] for one batch of B pairs of frames [F, 3, H, W] and text."""
         seen = [patches(frames) for frames, _ in turns]
         texts = [chat(self.vision, len(rows) // 4, text) for (rows, _), (_, text) in zip(seen, turns, strict=True)]
         batch = self.tokenizer(texts, return_tensors="pt", padding=True).to(self.device)
@@ -140,26 +140,26 @@ class RewardModel:
 
 @dataclass(kw_only=True, eq=False)
 class QwenReward(PointwiseReward):
-    """device: auto, cpu, cuda, cuda:1. dtype: auto is bfloat16 on a GPU, float32 else. batch_size: samples at once."""
+    """device: auto, cpu, cuda, cuda:1. dtype: auto is bfloat16 on GPUs, else float32. batch_size: samples per call."""
 
     device: str = "auto"
     dtype: str = "auto"
     batch_size: int = 1
     tokens: ClassVar[tuple[str, ...]]
-    """Reward tokens of the training text."""
+    """Reward tokens in the training prompt."""
 
     def __post_init__(self) -> None:
         with loading(f"the text of {type(self).__name__}"):
             self.text = self._training_text()
         marks = ["{text_prompt}", *self.tokens]
         if any(self.text.count(mark) != 1 for mark in marks):
-            message = f"the text that the model is asked with must hold {', '.join(marks)} once each"
+            message = f"the prompt template must contain {', '.join(marks)} once each"
             raise RewardError(f"{message}, got {self.text!r}")
         self.network = self._load()
 
     @abstractmethod
     def _training_text(self) -> str:
-        """The text that the model was trained with."""
+        """The prompt that the model was trained with."""
 
     @abstractmethod
     def _load(self) -> RewardModel:
@@ -167,14 +167,14 @@ class QwenReward(PointwiseReward):
 
     @abstractmethod
     def _frames(self, sample: Sample) -> Tensor:
-        """What the model sees of a sample: [F, 3, H, W], 0 … 255, H and W multiples of 28."""
+        """The model's input for a sample: [F, 3, H, W], 0 … 255, H and W multiples of 28."""
 
     @abstractmethod
     def _scored(self, rows: NDArray[np.float64]) -> Score:
-        """The score in the answer [reward tokens, head outputs]."""
+        """The score from outputs [reward tokens, head outputs]."""
 
     def refuse(self, sample: Sample) -> str:
-        """Also for prompts that cannot be put into the text, and sides that the model was not made for."""
+        """Also rejects prompts that cannot be inserted into the text, and extreme aspect ratios."""
         high, wide = sample.media.pixels.shape[-3:-1] if sample.media.pixels.ndim > 2 else (1, 1)
         over = max(high, wide) > 200 * min(high, wide)
         too_long = f"a picture of {wide}×{high} is too long; expected sides within 1:200" if over else ""
@@ -195,7 +195,7 @@ class HPSv3(QwenReward):
     """HPSv3's mean score μ; part `sigma`: the head's second output.
 
     model: folder or hub id with HPSv3.safetensors. base: folder or hub id of its config and tokenizer. template: file
-    with the training text, {text_prompt} and <|Reward|> in it; default: the hpsv3 package's.
+    with the training prompt, containing {text_prompt} and <|Reward|>; default: from the hpsv3 package.
     """
 
     model: str = "MizzenAI/HPSv3"
@@ -231,21 +231,21 @@ class HPSv3(QwenReward):
 
 
 def frame(image: Image.Image, pixels: int) -> Tensor:
-    """An image as [1, 3, H, W] in about `pixels` pixels (bicubic)."""
+    """An image as [1, 3, H, W], resized to about `pixels` pixels (bicubic)."""
     high, wide = fit(image.height, image.width, pixels, pixels)
     return torch.from_numpy(np.array(image.resize((wide, high)))).permute(2, 0, 1)[None]
 
 
 @dataclass(kw_only=True, eq=False)
 class VideoAlign(QwenReward):
-    """VideoReward's sum of its normalised scores, of all three or of some; parts: all three.
+    """VideoReward's sum of normalised scores, over all three dimensions or some; parts: all three.
 
     model: folder or hub id with model_config.json and checkpoint-N (the highest N is used). base: folder or hub id of
-    Qwen2-VL: config, tokenizer and, for a checkpoint of adapters only, weights. template: file with the training text,
-    {text_prompt} and the three reward tokens in it, or VideoAlign's prompt_template.py; default: the one that
-    scripts/setup_reward.sh put beside this Python. dimensions: list of those of VQ (visual quality), MQ (motion
-    quality), TA (text alignment) that are summed. video_fps: frames per second of the clips, from which the
-    checkpoint's own rate takes its frames.
+    Qwen2-VL: config, tokenizer and, if the checkpoint has only adapters, weights. template: file with the training
+    prompt, containing {text_prompt} and the three reward tokens, or VideoAlign's prompt_template.py; default: the one
+    that scripts/setup_reward.sh put beside this Python. dimensions: which of VQ (visual quality), MQ (motion quality)
+    and TA (text alignment) to sum, as a list. video_fps: frame rate of the clips, used to sample frames at the
+    checkpoint's own rate.
     """
 
     takes = ("video",)
@@ -291,7 +291,7 @@ class VideoAlign(QwenReward):
             return RewardModel(self.base, tensors, self.tokens, "video", self.device, self.dtype)
 
     def refuse(self, sample: Sample) -> str:
-        """Also for clips of one frame."""
+        """Also rejects clips of one frame."""
         short = len(sample.media.pixels) < 2
         return super().refuse(sample) or ("videoalign scores clips of 2 frames or more, got 1" if short else "")
 
@@ -309,7 +309,7 @@ class VideoAlign(QwenReward):
 
 
 def frame_count(total: int, video_fps: float, fps: float | None, frames: float | None) -> int:
-    """How many of `total` frames the model sees: `frames`, or `fps` a second, in twos; 4 … 768 where they exist."""
+    """Number of frames to sample out of `total`: `frames`, or `fps` per second; even, and 4 … 768 if available."""
     if frames is not None:
         return min(round(frames / 2) * 2, total)
     most = min(768, total) // 2 * 2
@@ -318,7 +318,7 @@ def frame_count(total: int, video_fps: float, fps: float | None, frames: float |
 
 
 def resized(frames: Tensor, most: int) -> Tensor:
-    """Frames [F, 3, H, W] uint8 in multiples of 28, antialiased bicubic, rounded as uint8, as float32."""
+    """Resize uint8 frames [F, 3, H, W] to multiples of 28 (antialiased bicubic, rounded like uint8), as float32."""
     size = fit(frames.shape[2], frames.shape[3], LEAST, int(most))
     if tuple(frames.shape[2:]) == size:
         return frames.float()
@@ -326,13 +326,13 @@ def resized(frames: Tensor, most: int) -> Tensor:
 
 
 def normalised(raw: Sequence[float], norms: dict[str, float] | None) -> dict[str, float]:
-    """{part: (x − mean) / std} with the checkpoint's own figures; x itself if it has none."""
+    """{part: (x − mean) / std} with the checkpoint's statistics; x itself if it has none."""
     named = dict(zip(PARTS, raw, strict=True))
     return named if norms is None else {k: (x - norms[f"{k}_mean"]) / norms[f"{k}_std"] for k, x in named.items()}
 
 
 def video_tensors(folder: Path, base: str, lora: dict[str, Any]) -> dict[str, Tensor]:
-    """Plain weights of the highest checkpoint: a full model.pth, or adapters and the rest over the base's weights."""
+    """Merged weights of the latest checkpoint: a full model.pth, or adapters and other tensors on top of the base."""
     steps = {int(p.name.split("-")[1]): p for p in folder.glob("checkpoint-*") if p.name.split("-")[1].isdigit()}
     if not steps:
         raise RewardError(f"{folder}: expected a folder checkpoint-N in it, found none")
@@ -348,7 +348,7 @@ def video_tensors(folder: Path, base: str, lora: dict[str, Any]) -> dict[str, Te
 
 
 def _head(tensors: Mapping[str, Tensor], device: torch.device) -> list[tuple[Tensor, Tensor | None]]:
-    """(weight, bias) of the head's linear layers in their order."""
+    """(weight, bias) of the head's linear layers, in order."""
     names = sorted(n for n in tensors if n.startswith("rm_head") and n.endswith("weight"))
     if not names:
         raise RewardError("expected a reward head (rm_head.*) in the checkpoint, found none")

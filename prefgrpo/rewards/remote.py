@@ -1,8 +1,8 @@
 """A reward that runs behind `prefgrpo reward serve`: the same values as in process, over the judges' connection pool.
 
-Each sample is sent as soon as it exists, to the least loaded of the servers; faults are handled as for a judge (retry
-where it helps, ejection, return, patience). Invariant: every sample ends, in bounded time, with the server's own
-number or with a reason.
+Each sample is sent to the least loaded server as soon as it exists; failures are handled as for a judge (retries,
+ejection, recovery, patience). Invariant: every sample ends, in bounded time, with the exact value from the server or
+with a reason.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.wire import WireError, media_json, read_scores, request_json
 
 CHECK_S = 10.0
-"""Longest wait for a server's first answer."""
+"""Timeout of the initial check of a server."""
 SHARED = ("timeout_s", "retries", "patience_s", "concurrency", "api_key_env")
-"""Options that are those of a judge."""
+"""Options shared with judges."""
 
 
 @dataclass(eq=False)
 class RemoteReward(PointwiseReward):
     """Any pointwise reward behind HTTP. RewardError, within seconds, if no server of `url` is ready to score `name`.
 
-    name, cls: registry name or path, as it was served, and its class. url: address of the server, or of several that
-    serve the same. timeout_s: longest that one request may take, the wait for its batch included. retries: repetitions
-    of a failed request. patience_s: how long samples wait while no server is reachable. concurrency: most requests in
-    flight per server. api_key_env: environment variable with a key for a proxy.
+    name, cls: registry name or path under which it is served, and its class. url: address of the server, or of several
+    equivalent ones. timeout_s: timeout of one request, including the wait for its batch. retries: most retries of a
+    failed request. patience_s: how long samples wait while no server is reachable. concurrency: most requests in
+    flight per server. api_key_env: environment variable with the API key for a proxy.
     """
 
     streams = True
@@ -69,7 +69,7 @@ class RemoteReward(PointwiseReward):
         self._check()
 
     def score(self, samples: list[Sample]) -> list[Score]:
-        """Send all, wait for all."""
+        """Send all samples and wait for their scores."""
         return [answer.result() for answer in [self.submit(s) for s in samples]]
 
     def submit(self, sample: Sample) -> Future[Score]:
@@ -77,13 +77,13 @@ class RemoteReward(PointwiseReward):
         return self._sender.thread.submit(self._ask(sample))
 
     def close(self) -> None:
-        """Stop probing; the process's connection pool stays for others."""
+        """Stop health probes; the process's connection pool stays open for others."""
         self._sender.close()
 
     async def _ask(self, sample: Sample) -> Score:
         try:
             media, *source = [await self._encoded(m) for m in (sample.media, *sample.source)]
-        except (OSError, ValueError, TypeError, SystemError) as error:  # what PIL raises for pixels it cannot write
+        except (OSError, ValueError, TypeError, SystemError) as error:  # raised by PIL for pixels it cannot write
             return Score(None, f"an image could not be encoded ({describe_error(error)})")
         body = request_json(self.name, sample, media, source)
         try:
@@ -92,7 +92,7 @@ class RemoteReward(PointwiseReward):
             return Score(None, str(error))
 
     async def _encoded(self, media: Media) -> bytes:
-        """The medium as JSON, encoded once, off the loop."""
+        """The medium as JSON, encoded once, in a worker thread."""
         if media not in self._encodings:
             self._encodings[media] = asyncio.get_running_loop().run_in_executor(None, media_json, media)
         return await asyncio.shield(self._encodings[media])
@@ -102,12 +102,12 @@ class RemoteReward(PointwiseReward):
         problems = [self._sender.thread.submit(self._problem(e.url, e.headers)) for e in endpoints]
         bad = [f"{e.url}: {p.result()}" for e, p in zip(endpoints, problems, strict=True) if p.result()]
         if len(bad) == len(endpoints):
-            raise RewardError(f"reward '{self.name}' cannot be asked. " + " | ".join(bad))
+            raise RewardError(f"reward '{self.name}' cannot be used. " + " | ".join(bad))
         if bad:
             warnings.warn(f"reward '{self.name}': left out for now: " + " | ".join(bad), stacklevel=4)
 
     async def _problem(self, url: str, headers: dict[str, str]) -> str:
-        """What keeps a server from being asked; '' if nothing does."""
+        """Why a server cannot be used; '' if it can."""
         start = f"'prefgrpo reward serve {self.name}'"
         timeout, info, to = aiohttp.ClientTimeout(total=CHECK_S), None, ""
         try:
@@ -120,9 +120,9 @@ class RemoteReward(PointwiseReward):
         except (aiohttp.ClientError, OSError) as error:
             return f"not reachable ({describe_error(error)}); start it with {start}, or correct the url"
         except ValueError:
-            info = None  # no JSON
+            info = None  # not JSON
         if not isinstance(info, dict) or "name" not in info:
-            return f"answers, but is no reward server{to}; start one with {start}, or correct the url"
+            return f"responds, but is not a reward server{to}; start one with {start}, or correct the url"
         if info["name"] != self.name:
             return f"serves '{info['name']}', not '{self.name}'; start {start} on another port, or correct the url"
         status = info.get("status")

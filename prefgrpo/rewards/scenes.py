@@ -1,4 +1,4 @@
-"""`scenes`: the programmatic scorer of the tiny world, for evaluation specs only (it is never the training signal).
+"""`scenes`: the programmatic scorer of the demo's scenes, for evaluation only (never used as a training reward).
 
 value = mean of the three hits (colour, shape, place); part `all` = 1 if all three are right
 """
@@ -17,12 +17,12 @@ PARTS = ("colour", "shape", "place")
 
 
 class Scenes(PointwiseReward):
-    """What share of its caption a scene shows."""
+    """Fraction of the caption's attributes that a scene shows."""
 
     probe: ClassVar[dict[str, Any]] = {"prompt": caption(COMBOS[0])}
 
     def score(self, samples: list[Sample]) -> list[Score]:
-        """One score per sample; a prompt that is no caption of the tiny world gives a missing score."""
+        """One score per sample; missing if the prompt is not one of the demo's captions."""
         return self.in_batches(samples, 1, lambda one: [self._one(one[0])])
 
     def _one(self, sample: Sample) -> Score:

@@ -1,10 +1,10 @@
-"""Scores a step's groups while they are being made.
+"""Scores a step's groups while they are being generated.
 
-`add` hands over a sample and never waits: streaming rewards get it at once (a judge gets a pair as soon as both its
-members exist). `finish` runs the in-process rewards on the calling thread while those answers are in flight, then
-waits for them, no longer than the deadline. A second step may begin before the first is finished; each has its own
-counts and times. Invariant: values depend on (seed, step, group, samples) alone, not on the order of arrival; a metric
-that does not exist (latency without an answer) is left out, never 0.
+`add` hands over a sample without blocking: streaming rewards get it at once (a judge gets a pair as soon as both its
+members exist). `finish` runs the in-process rewards on the calling thread while those requests are in flight, then
+waits for the answers until the deadline. A second step may begin before the first is finished; each has its own
+counts and timings. Invariant: values depend only on (seed, step, group, samples), not on the order of arrival; a metric
+without data (latency without an answer) is left out, never 0.
 """
 
 from __future__ import annotations
@@ -44,33 +44,33 @@ _ABSENT = Score(None, "the sample was never generated")
 
 @dataclass
 class StepScores:
-    """What one step's samples are worth."""
+    """Scores of one step's samples."""
 
     values: dict[str, NDArray[np.float64]]
-    """[n_groups, G] per reward, in the order given to `begin`; NaN = missing."""
+    """[n_groups, G] per reward, groups in the order given to `begin`; NaN = missing."""
     groups: dict[str, list[GroupScores]]
-    """Per reward and group: sub-scores, wins, counts, every judgement."""
+    """Per reward and group: sub-scores, wins, counts, all comparisons."""
     metrics: dict[str, float]
-    """judge/… and reward/… of this step."""
+    """judge/… and reward/… metrics of this step."""
     reasons: dict[str, int]
-    """Why values or comparisons of which reward are missing, and how many, commonest first."""
+    """'REWARD: reason' → number of missing values or comparisons, most common first."""
 
 
 @dataclass
 class _Step:
-    """A step that has begun."""
+    """State of a step between `begin` and `finish`."""
 
     number: int
     samples: dict[int, dict[int, Sample]]
-    """Group → member → what was added."""
+    """Group → member → added sample."""
     flights: dict[str, Flight]
     sessions: dict[str, dict[int, GroupSession]] = field(default_factory=dict)
-    """Reward → group → its way at a streaming reward."""
+    """Streaming reward → group → its session."""
     counts: Counter[str] = field(default_factory=Counter)
-    """What the judge clients have done for it (`judge.traffic`)."""
+    """Statistics of the judge clients for this step (`judge.traffic`)."""
 
     def cancel(self) -> None:
-        """Give up what has not been answered."""
+        """Cancel all unanswered requests."""
         for sessions in self.sessions.values():
             for session in sessions.values():
                 session.cancel()
@@ -88,9 +88,9 @@ class Scorer:
         log_path: str | Path | None = None,
         asks: bool = True,
     ) -> None:
-        """`deadline_s`: the longest that `finish` waits for a judge; none: ten times the longest answer that a reward
-        may wait for, at least 600 s. `log_path`: JSONL file of every judgement. `asks`: False for a process whose
-        samples another one has scored: all values are missing.
+        """`deadline_s`: longest that `finish` waits for judges; none: ten times the rewards' longest answer timeout, at
+        least 600 s. `log_path`: JSONL file for all comparisons. `asks`: False in a process whose samples are scored by
+        another one; all values are then missing.
         """
         if group_size < 2 and any(isinstance(r, GroupwiseReward) for r in rewards.values()):
             raise ValueError(f"pairwise rewards need groups of at least 2 samples, got group_size={group_size}")
@@ -104,13 +104,13 @@ class Scorer:
         self.asks = asks
         self._log = JudgementLog(log_path) if log_path else None
         self.samples: dict[int, dict[int, Sample]] = {}
-        """Group → member → what was added, of the step that is finished next, or was finished last."""
+        """Group → member → sample, of the next step to finish or, right after `finish`, of that step."""
         self._lock = threading.Lock()
         self._begun: list[_Step] = []
 
     def begin(self, step: int, groups: Sequence[int], ahead: bool = False) -> None:
-        """Start a step with these group ids. ahead: beside the one that has begun, which is finished first and has
-        other groups; else what an unfinished step left behind is cancelled.
+        """Start a step with these group ids. ahead: keep the step that has already begun, which must have other groups
+        and is finished first; otherwise unfinished steps are cancelled.
         """
         if not ahead:
             self.cancel()
@@ -127,7 +127,7 @@ class Scorer:
         self.samples = self._begun[0].samples
 
     def add(self, group: int, member: int, sample: Sample) -> None:
-        """Hand over member 0 … G − 1 of a group, on any thread; returns at once."""
+        """Hand over a sample as member 0 … G − 1 of a group, from any thread; does not block."""
         one = next((one for one in self._begun if group in one.samples), None)
         if one is None:
             known = [g for one in self._begun for g in one.samples]
@@ -140,9 +140,9 @@ class Scorer:
                 sessions[group].add(member, sample)
 
     def finish(self, progress: Callable[[int], object] = lambda n: None) -> StepScores:
-        """All scores of the step that began first; takes at most the in-process rewards' time plus `deadline_s`.
+        """Scores of the earliest unfinished step; takes at most the in-process rewards' time plus `deadline_s`.
 
-        progress: called with 1 for every group that a judge or server has scored.
+        progress: called with 1 for every group scored by a judge or server.
         """
         one = self._begun.pop(0)
         self.samples = one.samples
@@ -163,12 +163,12 @@ class Scorer:
         return self._collect(one, {name: groups[name] for name in self.rewards}, wait_s)
 
     def cancel(self) -> None:
-        """Give up the steps that have begun."""
+        """Cancel all unfinished steps."""
         while self._begun:
             self._begun.pop().cancel()
 
     def close(self) -> None:
-        """Cancel what is in flight, close the rewards and the log."""
+        """Cancel unfinished steps, close the rewards and the log."""
         self.cancel()
         for reward in self.rewards.values():
             reward.close()
@@ -193,7 +193,7 @@ class Scorer:
         return _PointwiseSession(reward, self.group_size, one.flights[name])
 
     def _in_process(self, one: _Step, name: str, reward: Reward) -> list[GroupScores]:
-        """Scores of a reward that runs on this thread."""
+        """Run an in-process reward on this thread."""
         flight, started = one.flights[name], time.monotonic()
         flight.sent()
         if isinstance(reward, PointwiseReward):
@@ -205,14 +205,14 @@ class Scorer:
         return scores
 
     def _pointwise(self, added: dict[int, dict[int, Sample]], name: str, reward: PointwiseReward) -> list[GroupScores]:
-        """One call for the whole step, in the order of groups and members; one for each if that one raises."""
+        """One call for the whole step, in order of groups and members; if it raises, one call per sample."""
         keys = [(g, m) for g, members in added.items() for m in sorted(members)]
         samples = [added[g][m] for g, m in keys]
         try:
             scores = reward.score(samples) if samples else []
-        except RewardError:  # what it returned is no list of scores
+        except RewardError:  # it did not return a list of scores
             raise
-        except Exception:  # noqa: BLE001  (whatever a reward's libraries raise, as behind `reward serve`)
+        except Exception:  # noqa: BLE001  (a reward's libraries may raise anything; same as in `reward serve`)
             traceback.print_exc()
             scores = [_alone(reward, sample) for sample in samples]
         if len(scores) != len(samples) or not all(isinstance(s, Score) for s in scores):
@@ -223,7 +223,7 @@ class Scorer:
         return [GroupScores([scored.get((g, m), _ABSENT) for m in range(self.group_size)]) for g in added]
 
     def _groupwise(self, reward: GroupwiseReward, made: dict[int, Sample], seed: int) -> GroupScores:
-        """A groupwise reward in process, on the members that exist."""
+        """Run an in-process groupwise reward on the members that exist."""
         members = sorted(made)
         if len(members) < 2:
             return GroupScores([Score(None, "fewer than two samples of the group exist")] * self.group_size)
@@ -262,7 +262,7 @@ class Scorer:
 
 
 class _PointwiseSession:
-    """A group on its way at a streaming pointwise reward."""
+    """A group that is being scored by a streaming pointwise reward."""
 
     def __init__(self, reward: PointwiseReward, size: int, flight: Flight) -> None:
         self.reward, self.size, self.flight = reward, size, flight
@@ -294,7 +294,7 @@ class _PointwiseSession:
 
 
 def judge_metrics(groups: list[list[Comparison]], flights: Sequence[Flight], wait_s: float) -> dict[str, float]:
-    """judge/… metrics of a step from every comparison of every group that was planned."""
+    """judge/… metrics of a step from all planned comparisons of all groups."""
     every = [c for group in groups for c in group]
     answered = [c for c in every if c.verdict.first is not None]
     sent, done = [f.first_sent for f in flights if f.first_sent], [f.last_done for f in flights if f.last_done]
@@ -320,7 +320,7 @@ def judge_metrics(groups: list[list[Comparison]], flights: Sequence[Flight], wai
 
 
 def _contradictions(group: list[Comparison]) -> list[bool]:
-    """For every pair judged in both orders: do the two orders name different winners?"""
+    """For each pair judged in both orders: whether the two orders give different winners."""
     answers = {(c.first, c.second): p for c in group if (p := c.verdict.first) is not None}
     return [
         np.sign(p - 0.5) != np.sign(0.5 - answers[j, i]) for (i, j), p in answers.items() if i < j and (j, i) in answers
@@ -340,7 +340,7 @@ def _raised(error: Exception) -> Score:
 
 
 def _finite(score: Score, reasons: Counter[str]) -> float:
-    """The value, NaN if missing or not finite (with its reason counted)."""
+    """The value; NaN if missing or not finite, with the reason counted in `reasons`."""
     if score.value is not None and np.isfinite(score.value):
         return score.value
     reasons[score.reason if score.value is None else f"the reward returned {score.value}"] += 1
@@ -348,7 +348,7 @@ def _finite(score: Score, reasons: Counter[str]) -> float:
 
 
 def _spread(part: GroupScores, members: list[int], size: int) -> GroupScores:
-    """Scores of some members put back into a group of `size`; the others are missing."""
+    """Expand the scores of some members to a group of `size`; the others are missing."""
     whole = GroupScores([_ABSENT] * size)
     for member, score in zip(members, part.scores, strict=True):
         whole.scores[member] = score

@@ -1,8 +1,8 @@
-"""`prefgrpo reward serve NAME`: one reward in an environment of its own, answering over HTTP.
+"""`prefgrpo reward serve NAME`: serves one reward over HTTP, from a separate environment.
 
-What arrived while the last batch ran is the next batch. Ready means: a probe sample got a score. Imports only
-aiohttp, numpy, pillow, pyyaml and what the reward imports, so that `python -m prefgrpo.rewards.serve` runs beside old
-libraries. Invariant: an answer holds one score or reason per sample, and one bad request fails alone.
+Samples that arrive while one batch runs form the next batch. "ready" means that a probe sample got a score. Imports
+only aiohttp, numpy, pillow, pyyaml and what the reward imports, so that `python -m prefgrpo.rewards.serve` works with
+old libraries. Invariant: a reply has one score or reason per sample, and a bad request does not affect others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from prefgrpo.rewards.base import PointwiseReward, RewardError, Sample, Score
 from prefgrpo.rewards.wire import WireError, read_request, scores_json
 
 DRAIN_S = 20.0
-"""After SIGTERM, what was sent before is answered if it takes no longer than this."""
+"""Seconds after SIGTERM within which earlier requests are still answered."""
 PROBE = 'A 1x2 grid of squares. [LEFT]: a red square. [RIGHT]: a blue square that says "A".'
 T = TypeVar("T")
 
@@ -42,13 +42,13 @@ class RewardServer:
     """Serves one pointwise reward."""
 
     def __init__(self, name: str, options: Mapping[str, Any], max_batch: int = 32, max_mib: int = 256) -> None:
-        """Raises RewardSpecError or RewardError for a reward that cannot be served."""
+        """Raises RewardSpecError or RewardError if the reward cannot be served."""
         parse_reward_spec([name])
         cls = load_class(name)
         if not issubclass(cls, PointwiseReward):
-            raise RewardError(f"reward '{name}' compares a group's samples and runs where they are; serve its judge")
+            raise RewardError(f"reward '{name}' compares a group's samples and runs in the trainer; serve its judge")
         if "url" in options:
-            raise RewardError(f"options of '{name}' have a url: that is for the run that asks this server")
+            raise RewardError(f"options of '{name}' have a url, which belongs in the config of the training run")
         if max_batch < 1 or max_mib < 1:
             raise RewardError(f"max-batch and max-mib: expected at least 1, got {max_batch} and {max_mib}")
         self.name, self.cls, self.options, self.max_batch, self.max_mib = name, cls, options, max_batch, max_mib
@@ -60,7 +60,7 @@ class RewardServer:
         self._reward: PointwiseReward | None = None
 
     async def listen(self, host: str, port: int) -> str:
-        """Answer from now on (/health says 503 until `load` has ended); the address."""
+        """Start listening (/health returns 503 until `load` has finished); the address."""
         app = web.Application(client_max_size=self.max_mib << 20)
         app.router.add_routes(
             [web.get("/health", self._health), web.get("/v1/info", self._info), web.post("/score", self._score)]
@@ -75,7 +75,7 @@ class RewardServer:
         return f"http://{f'[{host}]' if ':' in host else host}:{self._runner.addresses[0][1]}"
 
     async def load(self) -> Score:
-        """Make the reward and score the probe sample. Raises RewardError if it gets no value."""
+        """Construct the reward and score a probe sample. Raises RewardError if that gives no value."""
         try:
             reward = await self._call(lambda: build([self.name], {self.name: self.options})[self.name])
         except (RewardError, RewardSpecError):
@@ -92,16 +92,16 @@ class RewardServer:
         return score
 
     async def work(self) -> None:
-        """Score what arrives, batch after batch, for ever."""
+        """Score incoming samples, batch by batch, forever."""
         while True:
             await self._arrived.wait()
             batch = [self._queue.popleft() for _ in range(min(self.max_batch, len(self._queue)))]
             if not self._queue:
                 self._arrived.clear()
-            await self._batch([item for item in batch if not item[1].done()])  # a client that hung up wants no answer
+            await self._batch([item for item in batch if not item[1].done()])  # skip clients that disconnected
 
     async def stop(self) -> None:
-        """Take nothing new, answer what is there."""
+        """Accept no new requests, and answer the pending ones."""
         self.state = "stopping"
         if self._runner is not None:
             await self._runner.cleanup()
@@ -109,7 +109,7 @@ class RewardServer:
             self._reward.close()
 
     async def _call(self, work: Callable[[], T]) -> T:
-        """`work` on the reward's own thread."""
+        """Run `work` on the reward's thread."""
 
         def there() -> T:
             self.running = True
@@ -130,14 +130,14 @@ class RewardServer:
         return scores
 
     async def _batch(self, items: list[tuple[Sample, asyncio.Future[Score]]]) -> None:
-        """One call for all; if that raises, one for each."""
+        """Score all samples in one call; if it raises, one call per sample."""
         if not items:
             return
         try:
             for (_, answer), score in zip(items, await self._run([s for s, _ in items]), strict=True):
                 if not answer.done():
                     answer.set_result(score)
-        except Exception as error:  # noqa: BLE001  (whatever the reward's libraries raise is the answer)
+        except Exception as error:  # noqa: BLE001  (the reward's libraries may raise anything; it goes into the reply)
             if len(items) > 1:
                 for item in items:
                     await self._batch([item])
@@ -180,7 +180,7 @@ def _refusal(status: int, message: str) -> web.Response:
 
 
 def probe(reward: type[PointwiseReward]) -> Sample:
-    """The sample that a reward must score before its server is ready; `reward.probe` has a prompt and meta for it."""
+    """The sample that a reward must score before its server is ready, from the prompt and meta in `reward.probe`."""
     rng = np.random.default_rng(0)
     image = Media(rng.integers(0, 256, (64, 64, 3), np.uint8))
     clip = Media(rng.integers(0, 256, (8, 64, 64, 3), np.uint8))
@@ -209,7 +209,7 @@ async def run(server: RewardServer, host: str, port: int) -> None:
     url = await server.listen(host, port)
     print(f"loading reward '{server.name}', pid {os.getpid()}; {url}/health says when it is ready", flush=True)
     if host not in ("127.0.0.1", "localhost", "::1"):
-        print(f"note: {host} is reachable by others, and the server asks for no password", flush=True)
+        print(f"note: {host} is reachable by others, and the server has no authentication", flush=True)
     load, worker = asyncio.create_task(server.load()), asyncio.create_task(server.work())
     stop = asyncio.create_task(stopped.wait())
     try:
@@ -240,10 +240,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     if server.running:
-        print(
-            f"the reward was still at work {DRAIN_S:g} s after SIGTERM; ended without it", file=sys.stderr, flush=True
-        )
-        os._exit(1)  # its thread cannot be ended otherwise
+        print(f"the reward was still running {DRAIN_S:g} s after SIGTERM; exiting anyway", file=sys.stderr, flush=True)
+        os._exit(1)  # the reward's thread cannot be stopped otherwise
     return 0
 
 

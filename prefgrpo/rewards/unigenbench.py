@@ -1,11 +1,11 @@
-"""`unigenbench`: which test points of its prompt an image meets, as a served vision-language model marks them.
+"""`unigenbench`: a served vision-language model marks which test points of its prompt an image meets.
 
     value = mean of the marks (0 or 1), one per test point; part 'k NAME' is the mark of the k-th point
 
-The points are columns of UniGenBench's tables (arXiv 2510.18701), `sub_dims_en` or `sub_dims_zh`: JSON with the names
-of the points and the words of the prompt that each is about. The shipped question is in our own words. The suite's own
-evaluation models were trained on its wording: `template` may be its eval/src/eval_common.py, whose question is then put
-word for word (that file is read, never run). Invariant: a reply that does not mark every point once is missing.
+The test points are in a column of UniGenBench's tables (arXiv 2510.18701), `sub_dims_en` or `sub_dims_zh`: JSON with
+each point's name and the part of the prompt it refers to. The shipped question is in our own words. The suite's own
+evaluation models were trained on its wording: set `template` to its eval/src/eval_common.py to use that question word
+for word (the file is parsed, never run). Invariant: a reply that does not mark every point once is missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prefgrpo.rewards.checkpoints import assigned
 from prefgrpo.rewards.vlm import VlmReward
 
 KEYS = {"en": ("Testpoints", "Testpoint Description"), "zh": ("考点", "考点对应描述")}
-"""Language → keys of the points' names and descriptions in its column."""
+"""Language → JSON keys of the test points' names and descriptions."""
 _PROBE = {"Testpoints": ["Style"], "Testpoint Description": ["a photo"]}
 
 
@@ -34,11 +34,11 @@ class Points:
     language: str
     names: tuple[str, ...]
     descriptions: tuple[str, ...]
-    """The words of the prompt that each is about."""
+    """The part of the prompt that each point refers to."""
 
 
 def points_of(meta: Mapping[str, Any]) -> Points:
-    """The test points of a row's columns. Raises ValueError for columns that do not hold them."""
+    """The test points from a row's columns. Raises ValueError if they are missing or invalid."""
     language = next((name for name in KEYS if meta.get(f"sub_dims_{name}")), None)
     if language is None:
         raise ValueError("expected a column sub_dims_en or sub_dims_zh with the test points")
@@ -47,7 +47,7 @@ def points_of(meta: Mapping[str, Any]) -> Points:
         row = json.loads(meta[column])
         names, descriptions = (row[key] for key in KEYS[language])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{column} is not the JSON that it should be ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{column} is not JSON of the expected form ({type(error).__name__}: {error})") from error
     lists = isinstance(names, list) and isinstance(descriptions, list) and len(names) == len(descriptions) > 0
     if not lists or not all(isinstance(text, str) and text for text in names):
         raise ValueError(f"{column}: expected as many descriptions as test points, got {names!r} and {descriptions!r}")
@@ -58,7 +58,7 @@ class Wording:
     """The question of the suite's own eval_common.py, by language."""
 
     def __init__(self, file: Path) -> None:
-        """Reads the texts out of the file's source. RewardError for a file that does not have them."""
+        """Extract the texts from the file's source. RewardError if they are not there."""
         try:
             values = assigned(file)
             languages = _entries(values["LANG_CONFIGS"])
@@ -74,11 +74,11 @@ class Wording:
         return {key: ast.literal_eval(node) for key, node in (named | headers).items()}
 
     def question(self, prompt: str, points: Points) -> str:
-        """What the suite asks about a prompt's image. Raises ValueError for a point that it does not explain."""
+        """The suite's question about a prompt's image. Raises ValueError for a test point that the file lacks."""
         texts = self.texts[points.language]
         known = texts["explanation_dict"]
         if unknown := [name for name in points.names if name not in known]:
-            raise ValueError(f"eval_common.py explains no test point {unknown[0]!r}")
+            raise ValueError(f"eval_common.py has no explanation of the test point {unknown[0]!r}")
         explained = "".join(f"\n{name}: {known[name]}" for name in points.names)
         described = "".join(f"\n{name}: {text}" for name, text in zip(points.names, points.descriptions, strict=True))
         question: str = texts["system_prompt_template"].format(
@@ -91,16 +91,16 @@ class Wording:
 
 
 def _entries(node: ast.expr) -> dict[str, ast.expr]:
-    """A dict display's values by their literal keys."""
+    """The value expressions of a dict literal, by key."""
     if not isinstance(node, ast.Dict):
         raise ValueError("expected a dict of languages")
     return {ast.literal_eval(key): value for key, value in zip(node.keys, node.values, strict=True) if key is not None}
 
 
 class UniGenBench(VlmReward):
-    """Share of a prompt's test points that the image meets, 0 … 1.
+    """Fraction of a prompt's test points that the image meets, 0 … 1.
 
-    template: what is asked: a YAML file, or UniGenBench's eval_common.py; empty: our own wording, by language.
+    template: the question, a YAML file or UniGenBench's eval_common.py; empty: our wording, in the prompt's language.
     """
 
     template = "unigenbench"
@@ -131,7 +131,7 @@ class UniGenBench(VlmReward):
 
 
 def marked(points: Points, answer: Answer) -> Score:
-    """The score of a reply; missing, with the reply, if it does not mark every point once."""
+    """The score from a reply; missing, with the reply kept, unless it marks every point once."""
     if answer.reason:
         return Score(None, answer.reason, raw=answer.raw)
     if len(answer.parts) != len(points.names):

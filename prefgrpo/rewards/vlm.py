@@ -4,11 +4,11 @@
     unifiedreward_sglang, qwenvl                     N / 5
     unifiedreward_edit_pointwise_*                   Σ w·s / Σ w over the answer's two numbers, 0 … 25
     edit_score                       sqrt(mean(success, overediting) · mean(naturalness, artifacts)) / 25
-    genrm_ocr                                        as `ocr`, of the text that the judge reads
+    genrm_ocr                                        as `ocr`, with the text read by the judge
 
 Sources: UnifiedReward (arXiv 2503.05236), Flow-GRPO (2505.05470), UnifiedReward-Edit, EditScore (2509.23909). A sample
-is asked about as soon as it exists; rewards with the same server settings share one client, and the same question
-about the same medium is asked once whoever asks. Invariant: what the answer does not state is missing, never 0.
+is sent as soon as it exists; rewards with the same server settings share one client, and identical questions about the
+same medium are sent only once. Invariant: a value that the answer does not state is missing, never 0.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from prefgrpo.rewards.ocr import image_value, levenshtein, plain, target, unname
 
 @dataclass(eq=False)
 class VlmReward(PointwiseReward):
-    """A question, or several at once, about each sample. JudgeError within seconds if the judge cannot be asked.
+    """Asks one or several questions about each sample. JudgeError within seconds if the judge is not usable.
 
-    judge: an open judge or client, a JudgeConfig, or a mapping of its fields. template: shipped name or path of
-    what is asked; empty: the one that `judge` names, else the reward's own (an attribute of its class).
+    judge: an open judge or client, a JudgeConfig, or a mapping of its fields. template: shipped name or path of the
+    question; empty: the one that `judge` names, else the reward's default (an attribute of its class).
     """
 
     judge: Any
@@ -43,25 +43,25 @@ class VlmReward(PointwiseReward):
     judged = True
     streams = True
     needs: ClassVar[tuple[str, ...]] = ("prompt", "media_1")
-    """Markers that the template must have."""
+    """Markers required in the template."""
     may: ClassVar[tuple[str, ...]] = ()
-    """Markers that it can have besides."""
+    """Markers that are optional."""
     kinds: ClassVar[tuple[str, ...]] = ("soft",)
-    """Answers that it can use."""
+    """Kinds of answers that it supports."""
 
     def __post_init__(self) -> None:
         self.client, named = open_client(self.judge, type(self).template)
         self.question = self.load(self.template or named)
 
     def load(self, name: str, needs: tuple[str, ...] | None = None) -> Template:
-        """A template that this reward can fill in, ready to be asked with."""
+        """Load and prepare a template, checked against `needs`, `may` and `kinds`."""
         question = load_template(name, needs or self.needs, self.may, self.kinds)
         self.client.prepare(question)
         self.answer_s = max(self.answer_s, self.client.config.timeout_s or question.timeout_s)
         return question
 
     def score(self, samples: list[Sample]) -> list[Score]:
-        """Ask about all samples at once and wait."""
+        """Ask about all samples concurrently and wait for the answers."""
         return [answer.result() for answer in [self.submit(s) for s in samples]]
 
     def submit(self, sample: Sample) -> Future[Score]:
@@ -78,32 +78,32 @@ class VlmReward(PointwiseReward):
 
     @abstractmethod
     async def _judge(self, sample: Sample) -> Score:
-        """One sample's score (runs on the client's loop); ValueError says why it has none."""
+        """One sample's score (runs on the client's event loop); ValueError with the reason if it has none."""
 
     async def ask(
         self, question: Template, sample: Sample, media: Sequence[Media] | None = None, **values: str
     ) -> Answer:
-        """The answer about a sample (or about `media` made from it) with its prompt, source and other texts."""
+        """Ask about a sample (or `media` derived from it) with its prompt, source images and other texts."""
         shown = [sample.media] if media is None else media
         return await self.client.answer(question, {"prompt": sample.prompt, **values}, shown, sample.source, once=True)
 
     async def ask_both(self, first: Template, second: Template, sample: Sample) -> tuple[Answer, Answer]:
-        """The answers to two questions, asked at once."""
+        """The answers to two questions, asked concurrently."""
         one, two = await asyncio.gather(self.ask(first, sample), self.ask(second, sample))
         return one, two
 
     def close(self) -> None:
-        """Let the client go."""
+        """Release the client."""
         self.client.close()
 
 
 def missing(*answers: Answer) -> Score | None:
-    """The missing score of the first answer that states nothing; None if all state something."""
+    """A missing score with the reason of the first unusable answer; None if all are usable."""
     return next((Score(None, a.reason) for a in answers if a.reason), None)
 
 
 def weighted(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
-    """Σ w·s / Σ w over `weights`; missing if one of its scores with a weight is."""
+    """Σ w·s / Σ w over `weights`; missing if any score with a non-zero weight is missing."""
     if absent := [name for name, weight in weights.items() if weight and name not in parts]:
         return Score(None, f"the answer has no readable {' nor '.join(absent)}", dict(parts))
     total = sum(w * parts[name] for name, w in weights.items() if w)
@@ -111,8 +111,8 @@ def weighted(parts: Mapping[str, float], weights: Mapping[str, float]) -> Score:
 
 
 class UnifiedRewardAlignment(VlmReward):
-    """How much of the caption the image shows, 1 … 5; the other axes are parts. RewardError for a template that does
-    not ask for the axis."""
+    """How much of the caption the image shows, 1 … 5; the other axes are parts. RewardError if the template does not
+    ask for this axis."""
 
     template = "unifiedreward"
     kinds = ("scores",)
@@ -132,13 +132,13 @@ class UnifiedRewardAlignment(VlmReward):
 
 
 class UnifiedRewardCoherence(UnifiedRewardAlignment):
-    """How well the picture holds together, 1 … 5."""
+    """How coherent the image is, 1 … 5."""
 
     axis = "coherence"
 
 
 class UnifiedRewardStyle(UnifiedRewardAlignment):
-    """How pleasing the picture is, 1 … 5."""
+    """How aesthetically pleasing the image is, 1 … 5."""
 
     axis = "style"
 
@@ -156,7 +156,7 @@ class UnifiedRewardSglang(VlmReward):
 
 
 class QwenVl(UnifiedRewardSglang):
-    """Quality by an instruction-tuned Qwen-VL: <Score>N</Score>, N / 5."""
+    """Quality rated by an instruction-tuned Qwen-VL: <Score>N</Score>, N / 5."""
 
     template = "qwenvl"
     needs = ("media_1",)
@@ -165,10 +165,10 @@ class QwenVl(UnifiedRewardSglang):
 
 @dataclass(eq=False)
 class EditImageQuality(VlmReward):
-    """The edited image as a picture, 0 … 25.
+    """Quality of the edited image on its own, 0 … 25.
 
-    weights: weight of each number by name; 1 each by default. normalise_parts: normalise each number over the group,
-    and weigh the advantages (Pref-GRPO) instead of the numbers.
+    weights: weight of each score by name; default: 1 each. normalise_parts: normalise each score over the group and
+    weight the advantages (as in Pref-GRPO) instead of the scores.
     """
 
     template = "edit_quality"
@@ -194,7 +194,7 @@ class EditImageQuality(VlmReward):
 
 
 class EditInstructionFollowing(EditImageQuality):
-    """The edit against its instruction, 0 … 25 (overediting 25: nothing else was touched)."""
+    """How well the edit follows its instruction, 0 … 25 (overediting 25: nothing else was changed)."""
 
     template = "edit_following"
     needs = ("prompt", "source", "media_1")
@@ -203,10 +203,10 @@ class EditInstructionFollowing(EditImageQuality):
 
 @dataclass(eq=False)
 class EditScore(VlmReward):
-    """Geometric mean of following and quality, 0 … 1.
+    """Geometric mean of instruction following and image quality, 0 … 1.
 
-    quality_template: template that asks how good the picture is; `template` asks how well the instruction was followed.
-    reduce: mean of a rating's two numbers, as in PaCo-RL, or min, as EditScore's own evaluation.
+    quality_template: template that asks how good the image is; `template` asks how well the instruction was followed.
+    reduce: mean of each rating's two scores, as in PaCo-RL, or min, as in EditScore's own evaluation.
     """
 
     template = "edit_following"
@@ -247,7 +247,7 @@ class GenrmOcr(VlmReward):
         super().__post_init__()
 
     def refuse(self, sample: Sample) -> str:
-        """Also for a prompt that names no text."""
+        """Also rejects prompts without target text."""
         return super().refuse(sample) or unnamed(sample)
 
     async def _judge(self, sample: Sample) -> Score:

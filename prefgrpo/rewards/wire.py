@@ -1,8 +1,8 @@
 """Samples and scores as JSON, between a run and `prefgrpo reward serve`.
 
-An image is the base64 of a lossless WebP (a PNG where it is too large for one), a clip is the list of its frames. A
-number survives as it is, and what is missing is null with its reason. Invariant: `read_request` gives back the very
-pixels that `media_json` got, or raises WireError, which names the field.
+An image is a base64 lossless WebP (a PNG if it is too large for WebP), a clip is the list of its frames. Numbers are
+transferred exactly, and a missing value is null with its reason. Invariant: `read_request` returns exactly the pixels
+passed to `media_json`, or raises WireError, which names the field.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from prefgrpo.data.media import Media
 from prefgrpo.rewards.base import Reward, Sample, Score
 
 FORMATS = ("PNG", "WEBP", "JPEG")
-"""Encodings that a server reads."""
+"""Image formats that a server accepts."""
 _WEBP_MOST = 16383
 
 
 class WireError(ValueError):
-    """A request or an answer that cannot be read; the message names the field."""
+    """An invalid request or reply; the message names the field."""
 
 
 def media_json(media: Media) -> bytes:
@@ -43,14 +43,14 @@ def _lossless(image: Media) -> bytes:
 
 
 def request_json(name: str, sample: Sample, media: bytes, source: list[bytes]) -> bytes:
-    """Body of POST /score for one sample whose media are encoded."""
+    """Body of POST /score for one sample with encoded media."""
     texts = (json.dumps(part, default=str).encode() for part in (name, sample.prompt, sample.meta))
     form = b'{"reward":%s,"samples":[{"prompt":%s,"meta":%s,"media":%s,"source":[%s]}]}'
     return form % (*texts, media, b",".join(source))
 
 
 def read_request(raw: bytes, name: str, reward: type[Reward]) -> list[Sample]:
-    """Samples of a POST /score. Raises WireError for what the reward cannot score."""
+    """Parse the samples of a POST /score. Raises WireError for samples that the reward cannot score."""
     body = _object(raw)
     if body.get("reward") not in (None, name):
         raise WireError(f"reward: this server scores '{name}', not {body['reward']!r}")
@@ -104,7 +104,7 @@ def _media(value: Any, place: str) -> Media:
 
 
 def score_row(score: Score) -> dict[str, Any]:
-    """A score as JSON: its value, or null and the reason, and its parts; what is not finite is null."""
+    """A score as JSON: value, or null with the reason, and parts; non-finite values become null."""
     value, reason = _finite(score)
     row: dict[str, Any] = {"value": value} | ({"reason": reason} if value is None else {})
     if score.parts:
@@ -113,12 +113,12 @@ def score_row(score: Score) -> dict[str, Any]:
 
 
 def scores_json(scores: list[Score]) -> bytes:
-    """Body of the answer."""
+    """Body of the reply."""
     return json.dumps({"scores": [score_row(s) for s in scores]}, allow_nan=False).encode()
 
 
 def read_scores(raw: bytes, count: int) -> list[Score]:
-    """`count` scores of an answer; a value that is not finite is missing. Raises WireError."""
+    """Parse the `count` scores of a reply; non-finite values are missing. Raises WireError."""
     rows = _object(raw).get("scores")
     if not isinstance(rows, list) or len(rows) != count:
         raise WireError(f"scores: expected a list of {count}, got {_shown(rows)}")
@@ -135,7 +135,7 @@ def _score(row: Any, place: str) -> Score:
 
 
 def _finite(score: Score) -> tuple[float | None, str]:
-    """(value, reason); a value that is not finite is missing."""
+    """(value, reason); a non-finite value is missing."""
     if score.value is None:
         return None, score.reason or "the reward gave no reason"
     value = float(score.value)
@@ -143,6 +143,6 @@ def _finite(score: Score) -> tuple[float | None, str]:
 
 
 def _shown(value: Any) -> str:
-    """A value in at most 60 characters, with its type."""
+    """A value for an error message: its type, and at most 60 characters."""
     text = repr(value)
     return f"{type(value).__name__} {text[:60]}{'…' if len(text) > 60 else ''}"

@@ -1,8 +1,8 @@
-"""The rollout of one training step: making this process's batches, and what is left of them for the update.
+"""The rollout of one training step: generates this process's batches, and selects from them what the update trains on.
 
-Samples travel to the index that scores their group while the next batch is made; batches are dealt anew where groups
-without signal leave the processes unequal work. Invariant: a sample depends on (weights, prompt, seed, step, slot,
-member) and the other prompts of its batch alone, not on the number of processes.
+Samples are sent to the data-parallel index that scores their group while the next batch is generated. If dropping
+groups without signal leaves unequal work, batches are rebalanced over the processes. Invariant: a sample depends on
+(weights, prompt, seed, step, slot, member) and the other prompts of its batch only, not on the number of processes.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class Batch:
     """One rollout batch of this process, kept until the update."""
 
     number: int
-    """Place among the step's batches."""
+    """Index among the step's batches."""
     update: int
-    """Which of the step's optimiser updates it belongs to."""
+    """Index of the optimiser update that it belongs to, within the step."""
     slots: list[int]
     """Slot p (0 … P − 1) of each sample's prompt."""
     members: list[int]
-    """Place g (0 … G − 1) of each sample in its group."""
+    """Index g (0 … G − 1) of each sample in its group."""
     sizes: SamplingConfig
     schedule: Schedule
     condition: Condition
     trajectory: Trajectory
     weight: float = 1.0
-    """0: a batch that is run once more, only so that every process runs as many forwards (`World.equal_forwards`)."""
+    """0: a padding batch, run only so that every process runs the same number of forwards (`World.equal_forwards`)."""
 
     def select(self, keep: NDArray[np.bool_]) -> Batch:
-        """The samples that are kept, of all [P, G]; all of them: the batch itself."""
+        """The batch reduced to the samples in `keep` [P, G]; the batch itself if it keeps all."""
         kept = np.flatnonzero(keep[self.slots, self.members])
         if len(kept) == len(self.slots):
             return self
@@ -63,7 +63,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """This process's rollouts: `for batch in rollouts(step, add)` makes its share of a training step."""
+    """This process's rollouts: `for batch in rollouts(step, add)` generates its share of a training step."""
 
     config: Config
     adapter: Adapter
@@ -72,24 +72,24 @@ class Rollouts:
     prompts: Sequence[Prompt]
     world: World
     whole_groups: bool = False
-    """Whether the objective needs all samples of a group on one index."""
+    """Whether the objective needs all samples of a group on one data-parallel index."""
     keep_graph: bool = False
-    """Keep the autograd graphs of the first update's trained steps, which then need no second forward."""
+    """Keep the autograd graphs of the first update's trained steps, so that these need no second forward."""
 
     def groups(self, step: int) -> list[int]:
-        """Numbers in the run, step · P + slot, of the groups that are scored on this index."""
+        """Run-wide numbers, step · P + slot, of the groups that this data-parallel index scores."""
         size = self.config.rollout.prompts_per_step
         return [step * size + p for p in self.world.slots(size)]
 
     def count(self, step: int) -> int:
-        """Samples that this index makes in a step."""
+        """Number of samples that this index generates in a step."""
         return sum(len(b.places) for b in self._plan(step)[1] if b.index == self.world.dp_index)
 
     def __call__(self, step: int, add: Callable[[int, int, Sample], object]) -> Iterator[Batch]:
         """Encode the texts of all batches, then denoise and decode one batch at a time.
 
-        add: called with (group, member, sample) for every sample of `groups(step)`, wherever it is made, as soon as it
-        is there; from another thread for what other processes made. All were added when the iteration ends.
+        add: called with (group, member, sample) for every sample of `groups(step)` as soon as it is available; samples
+        received from other processes are added from another thread. All have been added when the iteration ends.
         """
         slots, planned = self._plan(step)
         index, first = self.world.dp_index, step * self.config.rollout.prompts_per_step
@@ -121,11 +121,11 @@ class Rollouts:
                 yield batch
 
     def trained(self, step: int, batches: Sequence[Batch], keep: NDArray[np.bool_]) -> list[Batch]:
-        """What this index trains on: the samples to `keep`, of all [P, G], dealt anew.
+        """The batches that this index trains on: the samples in `keep` [P, G], rebalanced over the indices.
 
-        batches: of `__call__`. Every index gets its share of what is left of each update, up to one batch (with
-        `whole_groups` one unit); the stored latents of a batch move where they must. Batches are not cut anew, so one
-        that keeps all its samples keeps its shape. All processes call this together.
+        batches: from `__call__`. Shares of each update differ by at most one batch (with `whole_groups`, one unit);
+        stored latents are sent to the index that trains on them. Batches are never split or merged, so one that keeps
+        all its samples keeps its shape. All processes must call this together.
         """
         slots, planned = self._plan(step)
         world, made = self.world, {b.number: b for b in batches if b.weight}
@@ -165,7 +165,7 @@ class Rollouts:
         )
 
     def _made(self, step: int, b: Planned, condition: Condition, sizes: SamplingConfig) -> Batch:
-        """A batch of the present policy."""
+        """Generate a batch with the current policy."""
         schedule, (first, ids) = self._schedule(step, b, sizes), self._ids(step, b)
         denoisers = [getattr(self.adapter.pipe, name) for name in self.adapter.denoisers]
         with cached(denoisers, self.config.rollout):
@@ -183,7 +183,7 @@ class Rollouts:
         return _batch(b, sizes, schedule, condition, done)
 
     def _moved(self, step: int, slots: Slots, old: Planned, new: Planned) -> Batch:
-        """A batch that another index made; its condition is made here."""
+        """Receive a batch that another index generated; its condition is encoded here."""
         sizes = slots[new.places[0][0]][1]
         schedule, (_, ids) = self._schedule(step, new, sizes), self._ids(step, new)
         latents, count = (len(new.places), *self.adapter.latent_shape(sizes)), len(new.places)
@@ -206,7 +206,7 @@ class Rollouts:
         return self.schedules.step(sizes, step, step * self.config.rollout.prompts_per_step + b.places[0][0])
 
     def _ids(self, step: int, b: Planned) -> tuple[Tensor, Tensor]:
-        """int64 [B] on the device: the noise address of the first sample of each sample's group, and its own."""
+        """Noise addresses, int64 [B] on the device: of the first sample of each sample's group, and of the sample."""
         r, device = self.config.rollout, self.world.device
         groups, members = (
             torch.tensor(column, dtype=torch.int64, device=device) for column in zip(*b.places, strict=True)
@@ -223,5 +223,5 @@ def _batch(
 
 
 def _tag(b: Planned, part: int) -> int:
-    """Number of a message: tensor `part` of a batch's trajectory."""
+    """Message tag of tensor `part` of a batch's trajectory."""
     return b.number * 4096 + part

@@ -1,7 +1,7 @@
-"""How the samples of a training step become batches, and which process gets which: the same answer on every process.
+"""Splits the samples of a training step into batches and assigns these to processes; every process computes the same.
 
-The samples of an update are cut into batches of one size, in the order of their sizes, and the batches of a step dealt
-over the data-parallel indices one by one. Invariant: batches do not depend on the number of processes.
+The samples of an update are ordered by image size and split into batches of a single image size. The batches of a step
+are assigned to the data-parallel indices round-robin. Invariant: batches do not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from prefgrpo.rollout.sampling import of_prompt
 Place = tuple[int, int]
 """(slot 0 … P − 1 of the prompt, member 0 … G − 1 of its group)."""
 Slots = list[tuple[Prompt, SamplingConfig]]
-"""The prompt and the sizes of every slot of a step."""
+"""The prompt and sampling sizes of every slot of a step."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One batch of a step, as every process knows it."""
+    """The plan of one batch of a step, known to every process."""
 
     number: int
-    """Place among the step's batches."""
+    """Index among the step's batches."""
     update: int
-    """Which of the step's optimiser updates it belongs to."""
+    """Index of the optimiser update that it belongs to, within the step."""
     places: tuple[Place, ...]
     unit: int
     """Batches of the same unit go to the same index."""
     index: int
-    """The data-parallel index that it is dealt to."""
+    """The data-parallel index that it is assigned to."""
 
 
 def slot_prompts(config: Config, prompts: Sequence[Prompt], step: int) -> Slots:
-    """The prompt and the sizes of every slot of a step; within an update sorted by size, up and down in turn."""
+    """The prompt and sizes of every slot of a step; sorted by size within an update, in alternating direction."""
     r, updates = config.rollout, config.train.updates_per_rollout
     chosen = [prompts[i] for i in step_prompts(len(prompts), r.prompts_per_step, config.seed, step)]
     sized = [(prompt, of_prompt(prompt, r, config.data.own_sizes)) for prompt in chosen]
@@ -49,8 +49,8 @@ def slot_prompts(config: Config, prompts: Sequence[Prompt], step: int) -> Slots:
 
 
 def update_of(config: Config, place: Place) -> int:
-    """The optimiser update u of U that a sample trains: slots p with p·U // P = u, or with U > P as many samples; with
-    train.update_slices members, the members g of every group with g·U // G = u."""
+    """The optimiser update u (of U) that trains on a sample: p·U // P for slot p, or (p·G + g)·U // (P·G) if U > P;
+    with train.update_slices: members, g·U // G for member g of every group."""
     r, updates, (p, g) = config.rollout, config.train.updates_per_rollout, place
     if config.train.update_slices == "members":
         return g * updates // r.group_size
@@ -62,10 +62,10 @@ def update_of(config: Config, place: Place) -> int:
 def deal_batches(
     config: Config, sizes: Sequence[SamplingConfig], indices: int = 1, whole_groups: bool = False
 ) -> list[Planned]:
-    """The batches of a step, dealt over so many data-parallel indices; sizes: of every slot.
+    """The batches of a step, assigned to `indices` data-parallel indices; sizes: of every slot.
 
-    Every index gets its share of each update and of the step, up to one batch. whole_groups: all batches that hold a
-    group go to one index (a unit is one group, or as many as fit into a batch), shares differ by one unit.
+    Shares of each update and of the step differ by at most one batch. whole_groups: all batches of a group go to one
+    index (a unit is one group, or as many as fit into a batch), and shares differ by at most one unit.
     """
     r = config.rollout
     places_of: dict[tuple[int, int, int], list[Place]] = {}
@@ -87,7 +87,7 @@ def deal_batches(
 
 
 def level(batches: Sequence[Planned], indices: int) -> list[Planned]:
-    """The same batches of one update with equal shares up to one unit: as few as possible change their index."""
+    """Rebalance the batches of one update until shares differ by at most one unit, moving as few as possible."""
     out = list(batches)
     while out:
         held, size = Counter(b.index for b in out), Counter(b.unit for b in out)

@@ -1,9 +1,9 @@
-"""Prompt embeddings: each unique prompt is encoded once, kept in memory and, if a folder is given, on disk.
+"""Prompt embeddings: each unique prompt is encoded once and cached in memory and, if a folder is given, on disk.
 
-In editing, source images are encoded once too, whatever is asked of them; where the text encoder sees them
-(`Adapter.text_sees_sources`), a text is one per source. An entry's name on disk is the hash of (family, encoders,
-dtype, max length, what it is of), so a folder serves any run and never goes stale. Invariant: a condition depends on
-its prompt and sources alone; cache on = cache off, bit for bit.
+For edits, source images are also encoded once, whatever the prompt; if the text encoder sees them
+(`Adapter.text_sees_sources`), texts are cached per source. The key on disk is the hash of (family, encoders, dtype, max
+length, content), so any run can use the same folder, and entries never go stale. Invariant: a condition depends only on
+its prompt and sources; results with and without the cache are bitwise equal.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from prefgrpo.rollout.sampling import evaluation, of_prompt
 
 logger = logging.getLogger(__name__)
 PER_SHARD, SHARD_BYTES = 64, 256 * 2**20
-"""A shard is written when it has so many entries, or so many bytes."""
+"""A shard is written when it reaches this number of entries or bytes."""
 MODELS_FILE = "models.json"
-"""Models whose embeddings are in the cache: what they are beside their encoders → the encoders' fingerprints."""
+"""Models whose embeddings are in the cache: fingerprint of all but the encoders → the encoders' fingerprints."""
 Sources = tuple[Image.Image, ...]
 """The source images of an edit, in order."""
 
@@ -46,22 +46,22 @@ Sources = tuple[Image.Image, ...]
 
 @dataclass(frozen=True)
 class CacheKeys:
-    """The names of the entries of one model."""
+    """Computes the cache keys of one model."""
 
     family: type[Adapter]
     fingerprint: str
-    """Of the encoders (`folder.encoder_fingerprint`)."""
+    """Fingerprint of the encoders (`folder.encoder_fingerprint`)."""
     dtype: torch.dtype
     max_length: int
     source_area: int | None
 
     def text(self, prompt: str, sources: Sources = ()) -> str:
-        """Of a text's embedding; sources count where the text encoder sees them."""
+        """Key of a text's embedding; it includes the sources if the text encoder sees them."""
         seen = b"\0" + _digest(sources) if sources and self.family.text_sees_sources else b""
         return self._name(prompt.encode() + seen)
 
     def sources(self, sources: Sources, frames: int | None) -> str:
-        """Of the latents of source images; frames of the clip count where these depend on them."""
+        """Key of the latents of source images; it includes the clip's frame count if the latents depend on it."""
         spanned = self.family.source_spans_clip and (frames or self.family.default_frames)
         return self._name(b"\0sources\0" + (f"{spanned}\0".encode() if spanned else b"") + _digest(sources))
 
@@ -72,17 +72,17 @@ class CacheKeys:
 
 
 def _digest(sources: Sources) -> bytes:
-    """Of the pixels of images, in order."""
+    """SHA-256 digests of the images' sizes and pixels, in order."""
     pixels = [image.convert("RGB") for image in sources]
     return b"".join(hashlib.sha256(repr(one.size).encode() + one.tobytes()).digest() for one in pixels)
 
 
 class Shards:
-    """A folder of named tensor groups in safetensors shards, which any number of processes fill and read.
+    """A folder of named tensor groups in safetensors shards; any number of processes may read and write it.
 
-    A shard is named by the keys in it and appears whole or not at all, so a process that is killed loses what it had
-    not written and nothing else. Invariant: a key holds what was written under it, bit for bit (a checksum in the
-    header tells), or is not there.
+    A shard's name is a hash of its keys. Shards are written atomically, so a killed process loses only what it had not
+    yet written. Invariant: reading a key returns exactly the bytes written under it (verified by a checksum in the
+    header), or nothing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -106,7 +106,7 @@ class Shards:
                 self._damaged(name, error)
 
     def read(self, key: str) -> dict[str, Tensor] | None:
-        """The tensors under a key; None without it, or where its shard is damaged."""
+        """The tensors under a key; None if there are none or the shard is damaged."""
         if key not in self._shard:
             self.scan()  # another process may have written it
         if key not in self._shard:
@@ -126,7 +126,7 @@ class Shards:
             return None
 
     def write(self, content: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Add a shard; equal sets of keys (without dots) make the same file, whoever writes it."""
+        """Add a shard; the same set of keys (without dots) gives the same file name, whichever process writes it."""
         if not content:
             return
         name = hashlib.sha256("\n".join(sorted(content)).encode()).hexdigest()[:32] + ".safetensors"
@@ -141,7 +141,7 @@ class Shards:
 
 
 def write_atomic(file: Path, content: bytes) -> None:
-    """Write a file of the cache; it appears whole or not at all."""
+    """Write a file of the cache atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f".{file.name}.{os.getpid()}.partial")
     part.write_bytes(content)
@@ -149,7 +149,7 @@ def write_atomic(file: Path, content: bytes) -> None:
 
 
 def _checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Of names and bytes, hex."""
+    """CRC-32 of names and bytes, hex."""
     value = 0
     for name, tensor in sorted(tensors.items()):
         content = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -164,7 +164,7 @@ class Embeddings:
     """Conditions by prompt text."""
 
     def __init__(self, adapter: Adapter, max_length: int, folder: str | Path | None = None, keep: int = 1024) -> None:
-        """max_length: text tokens. folder: where to keep conditions on disk. keep: how many stay in memory."""
+        """max_length: in text tokens. folder: the cache on disk. keep: maximum number of entries in memory."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, got {keep}")
         if folder is not None and not adapter.fingerprint:
@@ -175,14 +175,14 @@ class Embeddings:
         self._shards = None if folder is None else Shards(Path(folder))
         self._pending: dict[str, dict[str, Tensor]] = {}
         self.encoded = 0
-        """How many texts went through the text encoders so far."""
+        """Number of texts run through the text encoders so far."""
 
     def __call__(
         self, prompts: Sequence[str], sampling: Sampling, sources: Sequence[Sources] | None = None
     ) -> list[Condition]:
         """One unbatched CPU condition per prompt (and source images), in order; equal texts share their tensors.
 
-        With guidance on, each carries the negative prompt's embedding, which is encoded once (per source if seen).
+        With guidance, each includes the embedding of the negative prompt, encoded once (or once per source).
         """
         asked = zip(prompts, sources or [()] * len(prompts), strict=True)
         conditions = [self._condition(prompt, tuple(own), sampling) for prompt, own in asked]
@@ -198,7 +198,7 @@ class Embeddings:
         return condition
 
     def text(self, prompt: str, sources: Sources = ()) -> Condition:
-        """The embedding of one text; sources are looked at only where the family's text encoder sees them."""
+        """The embedding of one text; sources are used only if the family's text encoder sees them."""
 
         def encode() -> dict[str, Tensor]:
             self.encoded += 1
@@ -208,7 +208,7 @@ class Embeddings:
         return Condition.of_text(self._kept(self.keys.text(prompt, sources), encode))
 
     def sources(self, sources: Sources, frames: int | None) -> tuple[Tensor, ...]:
-        """`Condition.sources` of the source images of an edit; frames: of the clip."""
+        """The `Condition.sources` of an edit's source images; frames: number of frames of the clip."""
 
         def encode() -> dict[str, Tensor]:
             with self._adapter.parked.present("vae", "text_encoder"):
@@ -216,11 +216,11 @@ class Embeddings:
             return {"source" if k == 1 else f"source_{k}": tensor for k, tensor in enumerate(tensors, 1)}
 
         kept = self._kept(self.keys.sources(sources, frames), encode)
-        # what is `source_2` of Wan2.1 I2V was `image_embeds` in older caches
+        # older caches call `source_2` of Wan2.1 I2V `image_embeds`
         return tuple(kept[name] for name in sorted(kept, key=lambda name: (name == "image_embeds", len(name), name)))
 
     def _kept(self, key: str, encode: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """From memory, else from disk, else encoded now."""
+        """The entry from memory, else from disk, else newly encoded."""
         entry = self._memory.pop(key, None) or self._pending.get(key)
         if entry is None and self._shards is not None:
             entry = self._shards.read(key)
@@ -237,14 +237,14 @@ class Embeddings:
         return entry
 
     def flush(self) -> None:
-        """Write what was encoded since, as one shard."""
+        """Write all pending entries as one shard."""
         if self._shards is not None:
             self._shards.write(self._pending)
             self._pending = {}
 
 
 def fitted_sources(prompts: Sequence[Prompt], height: int, width: int) -> list[Sources]:
-    """The source images of each prompt at the output's size, cropped in the middle; each list of files is read once."""
+    """Each prompt's source images, resized and centre-cropped to the output size; each list of files is read once."""
     fitted: dict[tuple[str, ...], Sources] = {}
     for prompt in prompts:
         if prompt.source not in fitted:
@@ -258,39 +258,39 @@ def fitted_sources(prompts: Sequence[Prompt], height: int, width: int) -> list[S
 def conditions(
     embeddings: Embeddings, prompts: Sequence[Prompt], sizes: SamplingConfig, device: torch.device
 ) -> Condition:
-    """Batched condition [B, …] of prompts with their source images."""
+    """The batched condition [B, …] of prompts with their source images."""
     unique = list({(p.text, p.source): p for p in prompts}.values())
     encoded = embeddings([p.text for p in unique], sizes, fitted_sources(unique, sizes.height, sizes.width))
     by = {(p.text, p.source): one for p, one in zip(unique, encoded, strict=True)}
     return collate([by[p.text, p.source] for p in prompts], device)
 
 
-# ---- what a run encodes ---------------------------------------------------------------------------------------------
+# ---- everything that a run encodes ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """What is encoded at once."""
+    """One text, or one set of source images, to encode."""
 
     text: str | None
-    """None: the source images alone."""
+    """None: encode the source images only."""
     source: tuple[str, ...] = ()
     height: int = 0
     width: int = 0
-    """Size of the output, to which the sources are fitted; 0 without sources."""
+    """Output size, to which the sources are fitted; 0 without sources."""
     frames: int | None = None
-    """Of the clip, for source images whose latents depend on them."""
+    """Frames of the clip, if the latents of the source images depend on them."""
 
     def images(self) -> Sources:
-        """The source images at the output's size."""
+        """The source images fitted to the output size."""
         return fitted_sources([Prompt(0, self.text or "", source=self.source)], self.height, self.width)[0]
 
 
 def encoding_jobs(config: Config, trained: Sequence[Prompt], evaluated: Sequence[Prompt] = ()) -> list[EncodeJob]:
-    """Everything that a run encodes, each once: prompts, with guidance the negative prompt, and source images.
+    """Everything that a run encodes, without duplicates: prompts, source images and, with guidance, negative prompt.
 
-    Where the text encoder sees the source images, a prompt and the negative prompt are one per source. Raises DataError
-    as `check_sources`.
+    If the text encoder sees the source images, prompts and the negative prompt are encoded per source. Raises DataError
+    like `check_sources`.
     """
     check_sources(config, trained)
     check_sources(config, evaluated)
@@ -309,7 +309,7 @@ def encoding_jobs(config: Config, trained: Sequence[Prompt], evaluated: Sequence
 
 
 def check_sources(config: Config, prompts: Sequence[Prompt]) -> None:
-    """All prompts of a file must have as many source images, and as many as the family takes. Raises DataError."""
+    """Raise DataError unless all prompts have the same number of source images, one that the family accepts."""
     cls = family(config.family)
     least, most = int(cls.needs_source), cls.most_sources
     if wrong := [p for p in prompts if not least <= len(p.source) <= most]:
@@ -322,7 +322,7 @@ def check_sources(config: Config, prompts: Sequence[Prompt]) -> None:
 
 
 def uncached(config: Config, jobs: list[EncodeJob]) -> list[EncodeJob]:
-    """Those that are not in data.cache. Raises ConfigError, or ModelError where the text encoders are gone."""
+    """The jobs not yet in data.cache. Raises ConfigError, or ModelError if they need deleted text encoders."""
     left, cls = jobs, family(config.family)
     if config.data.cache:
         shards, area = Shards(_cache_folder(config)), config.rollout.source_area
@@ -342,7 +342,7 @@ def _key(keys: CacheKeys, job: EncodeJob) -> str:
 
 
 def _cache_folder(config: Config) -> Path:
-    """data.cache, which is a folder or can become one. Raises ConfigError."""
+    """data.cache as a path. Raises ConfigError unless it is a usable folder or can be created."""
     path = Path(config.data.cache)
     there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if not there.is_dir() or not os.access(there, os.R_OK | os.X_OK if there == path.absolute() else os.W_OK):
@@ -351,7 +351,7 @@ def _cache_folder(config: Config) -> Path:
 
 
 def cached_fingerprint(config: Config) -> str:
-    """Fingerprint of the model's encoders; where they were deleted, the one that `note_encoders` has of the rest."""
+    """Fingerprint of the model's encoders; if they were deleted, the one that `note_encoders` stored for the model."""
     path = family(config.family).find(config.model)
     if not folder.lacks_encoders(path):
         return folder.encoder_fingerprint(path)
@@ -365,7 +365,7 @@ def cached_fingerprint(config: Config) -> str:
 
 
 def note_encoders(config: Config) -> None:
-    """Note in data.cache whose embeddings it holds, so that the text encoders can be deleted."""
+    """Record in data.cache which model its embeddings belong to, so that the text encoders can be deleted."""
     path, noted = family(config.family).find(config.model), _noted_models(config)
     body, own = folder.body_fingerprint(path), cached_fingerprint(config)
     if own not in noted.setdefault(body, []):

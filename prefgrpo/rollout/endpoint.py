@@ -1,13 +1,13 @@
-"""Endpoint objectives: noise final latents at (ε, t) of the group, predict the velocity, compare errors.
+"""Endpoint objectives: noise the final latents with the group's (ε, t), predict the velocity, compare errors.
 
     x_t = (1 − t)·x0 + t·ε    u = ε − x0    d = mean_D ‖v(x_t, t) − u‖²
 
-A draw is addressed by (seed, group, number of the draw), so it is the same for all members of a group, any batch split
-and any number of processes. Draw k of K takes its t from the k-th of K equal parts of the distribution.
+A draw is a function of (seed, group, draw number), so it is the same for all members of a group, for any batch split
+and any number of processes. Draw k of K takes its t from the k-th of K equally likely parts of the distribution.
 
-A loss of whole groups needs d of all members. Where a batch holds whole groups (rollout.batch_size is a multiple of
-group_size) one pass does it; else a first pass without gradient finds d, ∂loss/∂d follows, and the second pass is
-exact. It costs one more forward per sample and draw.
+A group loss needs d of all members. If batches hold whole groups (rollout.batch_size is a multiple of group_size), one
+pass suffices. Otherwise a first pass without gradient computes d and from it ∂loss/∂d, and a second pass backpropagates
+this slope, which gives the exact gradient at the cost of one more forward per sample and draw.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ from prefgrpo.rollout.batches import Batch
 from prefgrpo.sde.noise import endpoint_noise, endpoint_normal
 
 EDGE = 1e-3
-"""t stays so far from 0 and 1 where it is drawn from the whole interval."""
+"""Minimum distance of t from 0 and 1 for the distributions uniform and logit_normal."""
 Weights = Callable[[], AbstractContextManager[None]]
-"""Inside, the model has other weights."""
+"""Context in which the model has other weights."""
 
 
 @dataclass(frozen=True)
 class EndpointCollector:
-    """Gradients of an endpoint objective."""
+    """Accumulates the gradients of an endpoint objective."""
 
     adapter: Adapter
     objective: EndpointObjective
     config: Config
     anchor: Weights
-    """Those of `objective.anchor`."""
+    """Swaps in the weights of `objective.anchor`."""
     reference: Weights
-    """The starting policy's, for train.kl_coef."""
+    """Swaps in the reference policy's weights, for train.kl_coef."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What is reported of every forward: d, the anchor's d, mean_D ‖v − v_anchor‖², and that to the reference."""
+        """Metrics of every forward: d, the anchor's d, mean_D ‖v − v_anchor‖² and mean_D ‖v − v_reference‖²."""
         beside = ("anchor_error", "drift") if self.objective.anchor else ()
         return ("error", *beside, *(("kl",) if self.config.train.kl_coef else ()))
 
     def with_kl_coef(self, value: float) -> EndpointCollector:
-        """The same with another train.kl_coef."""
+        """A copy with another train.kl_coef."""
         return replace(self, config=replace(self.config, train=replace(self.config.train, kl_coef=value)))
 
     def accumulate(self, batches: Sequence[Batch], targets: Targets, samples: float) -> list[Tensor]:
-        """Add the gradient of an update's batches of this rank; rows [update, samples, loss, *metrics], one a forward.
+        """Accumulate gradients of this rank's batches; returns one row [update, samples, loss, *metrics] per forward.
 
-        samples: of the whole update, over all ranks (`Objective.per_group` of each group).
+        samples: number in the whole update, over all ranks (`Objective.per_group` per group).
         """
         objective, train, table = self.objective, self.config.train, list[Tensor]()
         signal = objective.selected(train, targets)
@@ -81,7 +81,7 @@ class EndpointCollector:
                     rows = [slopes[place] for place in zip(batch.slots, batch.members, strict=True)]
                     slope, value = torch.stack(rows).unbind(1)
                     loss = (slope * p.error).sum()
-                    loss = loss + (value.sum() - loss.detach())  # reported: the loss itself
+                    loss = loss + (value.sum() - loss.detach())  # so that the reported value is the loss
                 else:
                     assert isinstance(objective, GroupObjective)
                     loss = self._of_groups(objective, batch, p.error, p, targets)
@@ -98,9 +98,9 @@ class EndpointCollector:
         return table
 
     def predict(self, batch: Batch, draw: int) -> Prediction:
-        """The velocities of a batch, with gradient where it is switched on.
+        """The velocities of a batch, the policy's with gradient if grad mode is on.
 
-        The model's own come last: other weights may be put in its place, and back, only before a graph holds them.
+        The policy's forward comes last, because weights may only be swapped while no autograd graph refers to them.
         """
         anchor = self._beside(self.anchor, batch, draw) if self.objective.anchor else None
         start = self._beside(self.reference, batch, draw) if self.config.train.kl_coef else None
@@ -111,14 +111,14 @@ class EndpointCollector:
 
     @property
     def _whole(self) -> bool:
-        """Whether batches hold whole groups; the same on all ranks."""
+        """Whether every batch consists of whole groups; the same on all ranks."""
         r = self.config.rollout
         return r.batch_size % r.group_size == 0
 
     def _of_groups(
         self, objective: GroupObjective, batch: Batch, error: Tensor, p: Prediction, targets: Targets
     ) -> Tensor:
-        """Loss of a batch of whole groups, each as many times as it has members."""
+        """Summed loss of a batch of whole groups, each group's loss times its number of members."""
         size = self.config.rollout.group_size
         slots = batch.slots[::size]
         if batch.slots != [p for p in slots for _ in range(size)] or batch.members != list(range(size)) * len(slots):
@@ -129,7 +129,7 @@ class EndpointCollector:
     def _slopes(
         self, objective: GroupObjective, batches: Sequence[Batch], draw: int, targets: Targets
     ) -> dict[tuple[int, int], Tensor]:
-        """Of every (slot, member): [2] ∂loss/∂d, and the loss that its group has, in equal parts."""
+        """(slot, member) → [2]: ∂loss/∂d, and an equal share of the group's loss."""
         errors: dict[tuple[int, int], Tensor] = {}
         for batch in batches:
             with torch.no_grad():
@@ -152,12 +152,12 @@ class EndpointCollector:
     # ---- one draw ---------------------------------------------------------------------------------------------------
 
     def _beside(self, weights: Weights, batch: Batch, draw: int) -> Tensor:
-        """[B, …] velocity under other weights."""
+        """[B, …] velocity with other weights, without gradient."""
         with torch.no_grad(), weights():
             return self._velocity(batch, draw)[1]
 
     def _velocity(self, batch: Batch, draw: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(u, v [B, …], t [B]) of a batch in a draw."""
+        """(u [B, …], v [B, …], t [B]) of a batch in one draw."""
         x0 = batch.trajectory.latents.float()
         groups = batch.trajectory.sample // self.config.rollout.group_size
         noise = endpoint_noise(self.config.seed, groups, draw, tuple(x0.shape[1:]))
@@ -168,9 +168,9 @@ class EndpointCollector:
         return noise - x0, self.adapter.velocity(x, shown, batch.condition, batch.sizes), on_device
 
     def times(self, batch: Batch, groups: Tensor, draw: int) -> tuple[Tensor, Tensor]:
-        """(t, the σ that the model is shown), both fp32 [B] on the host; groups: int64 [B], step · P + slot.
+        """(t, the σ passed to the model), both fp32 [B] on the CPU; groups: int64 [B], step · P + slot.
 
-        Where a family has several denoisers, all samples of a training step share t, so that a batch is of one.
+        If a family has several denoisers, all samples of a training step share t, so that a batch needs only one.
         """
         o, schedule = self.objective, batch.schedule
         address = groups if len(self.adapter.denoisers) == 1 else groups // self.config.rollout.prompts_per_step

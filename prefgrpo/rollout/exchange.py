@@ -1,7 +1,7 @@
-"""Brings every sample to the data-parallel index that scores its group, while the next batch is made.
+"""Sends every sample to the data-parallel index that scores its group, while the next batch is generated.
 
-One message per batch and receiver: uint8 [n, (F,) H, W, 3], the samples in the order of the batch. All processes derive
-messages and their shapes from the same plan, so nothing but pixels travels.
+One message per batch and receiver: uint8 [n, (F,) H, W, 3], the samples in batch order. All processes derive the
+messages and their shapes from the same plan, so only pixels are sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prefgrpo.rollout.render import Images
 
 
 class MediaExchange:
-    """Use as a context: inside, `put` every batch that was made here; at the end, all samples have been taken."""
+    """Context manager: `put` every locally generated batch; on exit, `take` has been called for all samples."""
 
     def __init__(
         self,
@@ -28,8 +28,8 @@ class MediaExchange:
         shape: Callable[[Planned], tuple[int, ...]],
         take: Callable[[Place, Images], object],
     ) -> None:
-        """shape: of a sample's pixels. take: called with (place, pixels) of every sample of `world.slots`, for those
-        that come from other processes on a thread of its own.
+        """shape: of a sample's pixels. take: called with (place, pixels) of every sample of `world.slots`; for samples
+        from other processes, on a separate thread.
         """
         self.world, self.shape, self.take = world, shape, take
         self._sent: list[Transfer] = []
@@ -42,7 +42,7 @@ class MediaExchange:
         self._thread = threading.Thread(target=self._receive, daemon=True)
 
     def put(self, batch: Planned, media: Images) -> None:
-        """Hand over a batch [B, (F,) H, W, 3] that was made here; does not wait."""
+        """Send a locally generated batch [B, (F,) H, W, 3] without waiting."""
         if media.shape[1:] != self.shape(batch):
             raise RuntimeError(f"expected media of shape {self.shape(batch)}, the model made {media.shape[1:]}")
         for index in range(self.world.dp_size):
@@ -68,7 +68,7 @@ class MediaExchange:
                 raise self._error
 
     def _rows(self, batch: Planned, index: int) -> list[int]:
-        """The samples of a batch that are scored on an index."""
+        """Rows of the samples of a batch that are scored on an index."""
         return [row for row, (p, _) in enumerate(batch.places) if self.world.owner(p) == index]
 
     def _receive(self) -> None:
@@ -77,5 +77,5 @@ class MediaExchange:
                 pixels = np.asarray(transfer.wait())
                 for row, image in zip(rows, pixels, strict=True):
                     self.take(batch.places[row], image)
-        except BaseException as error:  # noqa: BLE001  (raised on the thread that makes the samples)
+        except BaseException as error:  # noqa: BLE001  (re-raised in __exit__)
             self._error = error

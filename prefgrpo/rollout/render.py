@@ -1,7 +1,7 @@
-"""From prompts to pixels under one schedule: what training, evaluation and generation share.
+"""Prompts to pixels under one schedule; shared by training, evaluation and generation.
 
-Source images are fitted to the output's size (cropped in the middle), so that any of them share a batch. Invariant: a
-sample depends on (weights, prompt, source, seed, sample id) alone.
+Source images are resized and centre-cropped to the output size, so that any of them can share a batch. Invariant: a
+sample depends only on (weights, prompt, source, seed, sample id).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _source_media(text: str, source: tuple[str, ...], width: int, height: int) -
 
 
 def sample(prompt: Prompt, pixels: Images, sizes: SamplingConfig) -> Sample:
-    """What rewards are handed: the pixels [(F,) H, W, 3], with the sources as the model saw them (one per source)."""
+    """The `Sample` passed to rewards: pixels [(F,) H, W, 3], and the source images as the model saw them."""
     source = _source_media(prompt.text, prompt.source, sizes.width, sizes.height)
     return Sample(prompt.text, Media(pixels), source, prompt.meta)
 
@@ -54,7 +54,7 @@ def render(
 ) -> Tensor:
     """Images [B, 3, H, W] or clips [B, F, 3, H, W], fp32 in [0, 1], of B prompts; ids: int64 [B] noise addresses.
 
-    at_once: samples per call of the VAE; 0: all. world: its context-parallel processes decode a part each.
+    at_once: samples per VAE call; 0: all. world: if given, its context-parallel processes each decode a part.
     """
     condition = conditions(embeddings, prompts, sizes, ids.device)
     done = rollout(adapter, schedule, condition, ids, sizes, seed=seed)
@@ -65,7 +65,7 @@ def render(
 def decode(
     adapter: Adapter, latents: Tensor, sizes: SamplingConfig, at_once: int = 0, world: World | None = None
 ) -> Tensor:
-    """Images or clips of final latents [B, …], `at_once` per call of the VAE (0: all); world: as for `render`."""
+    """Decode final latents [B, …] to images or clips, `at_once` per VAE call (0: all); world: as for `render`."""
 
     def work(rows: Tensor) -> Tensor:
         return torch.cat([adapter.decode(part, sizes) for part in rows.split(at_once or len(rows))])
@@ -75,7 +75,7 @@ def decode(
 
 
 def stills(media: Images, most: int = 4) -> Images:
-    """Images as they are; of clips [n, F, H, W, 3] up to `most` frames side by side, [n, H, k · W, 3], for a page."""
+    """Images unchanged; clips [n, F, H, W, 3] as up to `most` frames side by side, [n, H, k · W, 3], for the report."""
     if media.ndim == 4:
         return media
     chosen = np.linspace(0, media.shape[1] - 1, min(most, media.shape[1]), dtype=int)
@@ -83,7 +83,7 @@ def stills(media: Images, most: int = 4) -> Images:
 
 
 def preview(media: Images, frames: int = 16, side: int = 256) -> Images:
-    """Images as they are; of clips [n, F, H, W, 3] up to `frames` even ones, at most `side` pixels a side."""
+    """Images unchanged; clips [n, F, H, W, 3] reduced to `frames` evenly spaced frames of at most `side` pixels."""
     if media.ndim == 4:
         return media
     n, count, height, width, _ = media.shape
@@ -97,9 +97,9 @@ def preview(media: Images, frames: int = 16, side: int = 256) -> Images:
 
 
 def to_uint8(media: Tensor) -> Images:
-    """[B, 3, H, W] or [B, F, 3, H, W] in [0, 1] → uint8 [B, (F,) H, W, 3], rounded as diffusers' processor rounds.
+    """[B, 3, H, W] or [B, F, 3, H, W] in [0, 1] → uint8 [B, (F,) H, W, 3], rounded as in diffusers' image processor.
 
-    A clip of one frame is an image.
+    A clip of one frame becomes an image.
     """
     media = media[:, 0] if media.dim() == 5 and media.shape[1] == 1 else media
     return (media.movedim(-3, -1) * 255).round().clamp(0, 255).to(torch.uint8).cpu().numpy()

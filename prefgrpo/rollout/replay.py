@@ -1,8 +1,8 @@
-"""Score stored steps under the present weights, with gradient: logp = w · mean_D (x' − a·x − b·v)² + c.
+"""Log-probs of stored steps under the current weights, with gradient: logp = w · mean_D (x' − a·x − b·v)² + c.
 
-Invariant: the same forward as in the rollout (same σ, same latents, same batch shape) with the same weights gives
-the stored log-prob bit for bit, so the first ratio is exactly 1; of stacked steps up to rounding.
-`TrajectoryCollector` feeds the trajectory objectives with it.
+Invariant: with unchanged weights, replay repeats the rollout's forward (same σ, latents and batch shape) and gives the
+stored log-prob bit for bit, so the first ratio is exactly 1 (for stacked steps, up to rounding). `TrajectoryCollector`
+passes the results to the trajectory objectives.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from prefgrpo.sde.schedule import Schedule, subset
 def stacked(
     adapter: Adapter, schedule: Schedule, steps: Sequence[Step], sampling: Sampling, replay_batch: int
 ) -> list[Step]:
-    """Steps of B samples each, as few forwards of up to `replay_batch` rows; 0, or less than 2 · B: each on its own.
+    """Stack steps of B samples each into as few forwards as possible, of at most `replay_batch` rows each.
 
-    A forward holds steps of one denoiser only. Steps with their rollout's graph, which need none, stay as they are.
+    Below 2 · B nothing is stacked. A forward uses one denoiser. Steps with the rollout's graph are returned unchanged.
     """
     if not steps or steps[0].graph is not None:
         return list(steps)
@@ -54,10 +54,10 @@ def replay(
 ) -> Replayed:
     """Log-prob [B] of a stored step, or [S · B] of S stacked steps in one forward.
 
-    condition: of the B samples; it is repeated for stacked steps. kl: also the KL to the reference policy, by a second
-    forward without gradient inside `reference()` (None: the adapter's, its LoRA switched off); 'flow_grpo': times |Δσ|
-    of its step (train.kl_form). Of a step with its velocities, also GRPO-Guard's log-ratio and the KL to the policy
-    that made it. The gradient flows through the velocity only: that of a step's graph, or of a new forward.
+    condition: of the B samples; it is repeated for stacked steps. kl: also compute the KL to the reference policy, with
+    a second forward without gradient inside `reference()` (None: the adapter's, with its LoRA switched off);
+    'flow_grpo': times the step's |Δσ| (train.kl_form). If velocities are stored, also GRPO-Guard's log-ratio and the KL
+    to the policy that generated the step. Gradients flow only through the velocity, from the step's graph or a forward.
     """
     if (count := len(step.step_indices)) > 1:
         condition = condition.tile(count)
@@ -80,40 +80,40 @@ def replay(
 
 
 KL_DRAWS = 2**62
-"""Draws of train.kl_fraction are numbered from here, far from those of windows."""
+"""First seed for the draws of train.kl_fraction, far from the seeds of windows."""
 
 
 @dataclass(frozen=True)
 class TrajectoryCollector:
-    """Gradients of a trajectory objective: stored steps are replayed, step by step or several at once."""
+    """Accumulates the gradients of a trajectory objective by replaying stored steps, one or several per forward."""
 
     adapter: Adapter
     objective: TrajectoryObjective
     train: TrainConfig
     reference: Callable[[], AbstractContextManager[None]]
-    """Inside, the model has the starting policy's weights."""
+    """Context in which the model has the reference policy's weights."""
     equal_forwards: bool = False
-    """Replay as many steps per forward in every batch, whatever it holds (`World.equal_forwards`)."""
+    """Replay the same number of steps per forward in every batch, whatever its size (`World.equal_forwards`)."""
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What is reported of every forward."""
+        """Names of the metrics of every forward."""
         return self.objective.metrics
 
     def with_kl_coef(self, value: float) -> TrajectoryCollector:
-        """The same with another train.kl_coef."""
+        """A copy with another train.kl_coef."""
         return replace(self, train=replace(self.train, kl_coef=value))
 
     def accumulate(self, batches: Sequence[Batch], targets: Targets, samples: float) -> list[Tensor]:
-        """Add the gradient of an update's batches of this rank; rows [update, samples, loss, *metrics], one a forward.
+        """Accumulate gradients of this rank's batches; returns one row [update, samples, loss, *metrics] per forward.
 
-        samples: of the whole update, over all ranks.
+        samples: number in the whole update, over all ranks.
         """
         table, train = list[Tensor](), self.train
         signal = self.objective.selected(train, targets)
         for batch in batches:
             steps = batch.trajectory.steps
-            adv = signal[batch.slots, batch.members].nan_to_num(0.0)  # a batch of weight 0 may hold samples left out
+            adv = signal[batch.slots, batch.members].nan_to_num(0.0)  # padding batches may hold dropped samples
             limit = train.replay_batch
             if self.equal_forwards:
                 limit = limit // batch.sizes.batch_size * len(batch.slots)
@@ -136,7 +136,7 @@ class TrajectoryCollector:
         return table
 
     def _kl_steps(self, batch: Batch) -> set[int]:
-        """The steps of a batch whose KL enters the loss: the same for all samples of a training step."""
+        """Indices of the steps whose KL is part of the loss: the same for all samples of a training step."""
         if not self.train.kl_coef:
             return set()
         steps = [step.step_indices[0] for step in batch.trajectory.steps]

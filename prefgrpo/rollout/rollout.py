@@ -1,8 +1,8 @@
-"""Denoise a batch and keep what trains: x_{k+1} = a·x_k + b·v(x_k, σ_k) + s·ε at every step k.
+"""Denoises a batch and stores the steps to train on: x_{k+1} = a·x_k + b·v(x_k, σ_k) + s·ε at every step k.
 
-Steps outside `schedule.sde_steps` are deterministic; only stochastic ones of `schedule.trained` are kept. Invariants:
-noise is addressed by global sample id, so any batch split gives the same samples; a stored log-prob is that of the
-stored x_{k+1}; the loop never waits for the device.
+Steps outside `schedule.sde_steps` are deterministic; only the stochastic steps in `schedule.trained` are stored.
+Invariants: noise is a function of the global sample id, so any batch split gives the same samples; a stored log-prob
+is computed for x_{k+1} as stored; the loop never synchronises with the device.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from prefgrpo.sde.schedule import Schedule
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A stochastic step of B samples, or S steps of them stacked to S · B rows, as `replay` needs it."""
+    """A stochastic step of B samples, or S steps stacked to S · B rows, as input of `replay`."""
 
     index: Tensor
-    """int64 [B], k: row of the schedule."""
+    """int64 [B], step number k, i.e. row of the schedule."""
     x: Tensor
     """[B, …] latents before the step, as stored."""
     x_next: Tensor
     """[B, …] latents after the step, as stored (the same tensor as the next stored step's x)."""
     logp: Tensor
-    """fp32 [B], log-prob of x_next under the policy that made it."""
+    """fp32 [B], log-prob of x_next under the policy that generated it."""
     step_indices: tuple[int, ...]
-    """The same k on the host: one per equal block of rows (several after `stack`)."""
+    """The same k as Python ints: one per block of B rows (several after `stack`)."""
     v: Tensor | None = None
-    """[B, …] velocity of the policy that made it, after guidance; None: not kept."""
+    """[B, …] velocity of the policy that generated the step, after guidance; None: not stored."""
     graph: tuple[Tensor, Guidance | None] | None = None
-    """What the rollout's forward returned, with its autograd graph: a replay then needs no forward. None: not kept."""
+    """Result of the rollout's forward with its autograd graph, so that replay needs no forward; None: not stored."""
 
     def select(self, rows: Tensor) -> Step:
-        """The samples `rows` (int64) of one step: for dropping groups that teach nothing."""
+        """The samples `rows` (int64) of one step; used to drop groups without signal."""
         index, x, x_next, logp = (p.index_select(0, rows) for p in (self.index, self.x, self.x_next, self.logp))
         v, graph = None if self.v is None else self.v.index_select(0, rows), self.graph
         if graph is not None:
@@ -51,7 +51,7 @@ class Step:
 
 
 def stack(steps: Sequence[Step]) -> Step:
-    """S steps of B samples as one of S · B rows, step by step; a single step is itself."""
+    """Concatenate S steps of B samples to one of S · B rows, in step order; a single step is returned unchanged."""
     if len(steps) == 1:
         return steps[0]
     index, x, x_next, logp = (torch.cat([getattr(s, n) for s in steps]) for n in ("index", "x", "x_next", "logp"))
@@ -66,14 +66,14 @@ class Trajectory:
     """Result of `rollout`."""
 
     latents: Tensor
-    """[B, …] final latents, for the adapter's decode."""
+    """[B, …] final latents, input of the adapter's `decode`."""
     sample: Tensor
     """int64 [B] global sample ids."""
     steps: tuple[Step, ...]
-    """One entry per stochastic step that is trained, in rising k."""
+    """One entry per stored step, by ascending k."""
 
     def tensors(self) -> list[Tensor]:
-        """The final latents, then x, x_next and logp (and v, if it was kept) of every step, all fp32."""
+        """The final latents, then x, x_next and logp (and v, if stored) of every step, all fp32."""
         of_steps = ((s.x, s.x_next, s.logp) + (() if s.v is None else (s.v.float(),)) for s in self.steps)
         return [self.latents, *(tensor for step in of_steps for tensor in step)]
 
@@ -99,10 +99,10 @@ def rollout(
 ) -> Trajectory:
     """Denoise B samples along `schedule` (on the adapter's device) for a batched condition [B, …].
 
-    sample: int64 [B], the noise address, unique per sample over the run. seed: key of the run's noise. latent_dtype:
-    of the latents as stored and as the model sees them. initial_sample: int64 [B] ids for the initial noise only
-    (equal ids in a group: `init_same_noise`). keep_velocity: store the velocities of the stored steps too.
-    keep_graph: and the autograd graphs of their forwards.
+    sample: int64 [B] ids that determine the noise, unique per sample in the run. seed: the run's noise seed.
+    latent_dtype: dtype of the latents, both as stored and as model input. initial_sample: int64 [B] ids for the initial
+    noise only; equal ids in a group give it the same initial noise. keep_velocity: also store the velocities of the
+    stored steps. keep_graph: also keep the autograd graphs of their forwards.
     """
     ids = sample if initial_sample is None else initial_sample
     x = initial_latents(seed, ids, adapter.latent_shape(sampling))

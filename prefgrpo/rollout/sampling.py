@@ -1,8 +1,8 @@
-"""How the samples of one call are made: sizes, steps and guidance of training, of evaluation, of one prompt.
+"""Sampling settings (sizes, steps, guidance) of training, of evaluation and of single prompts, and their schedules.
 
-A `SamplingConfig` says it all; evaluation and prompts with sizes of their own replace some of its fields. The time
-shift may depend on the size, so a schedule belongs to one size. Invariant: the window of a training step is a function
-of (seed, step), or of (seed, group) where every prompt has its own, so neither sizes nor processes change it.
+All settings are in a `SamplingConfig`; evaluation, and prompts with their own size, override some of its fields. The
+time shift may depend on the size, so each size has its own schedule. Invariant: the window of a training step is a
+function of (seed, step), or of (seed, group) with one window per prompt, so neither sizes nor processes change it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from prefgrpo.sde.schedule import (
 
 
 def evaluation(config: Config) -> SamplingConfig:
-    """How evaluation and `generate` make samples: as training does, but for the fields that `eval` sets."""
+    """Sampling settings of evaluation and `generate`: those of training, with the fields set in `eval` replaced."""
     keys = ("height", "width", "frames", "steps", "guidance", "guidance_2")
     given = {key: getattr(config.eval, key) for key in keys}
     return replace(config.rollout, **{key: value for key, value in given.items() if value is not None})
@@ -44,7 +44,7 @@ def of_prompt(prompt: Prompt, sizes: SamplingConfig, own_sizes: bool) -> Samplin
 
 
 def all_sizes(prompts: Iterable[Prompt], sizes: SamplingConfig, own_sizes: bool) -> list[SamplingConfig]:
-    """The sizes that occur among prompts, each once."""
+    """The distinct sizes among the prompts."""
     found = (of_prompt(p, sizes, own_sizes) for p in prompts)
     return list({(s.height, s.width): s for s in found}.values()) if own_sizes else [sizes]
 
@@ -59,11 +59,11 @@ class Schedules:
         self._tables: dict[SamplingConfig, tuple[Tensor, Tensor]] = {}
 
     def sigmas(self, sizes: SamplingConfig) -> Tensor:
-        """[T + 1] fp32."""
+        """σ_0 … σ_T, [T + 1] fp32."""
         return self._table(sizes)[0]
 
     def _table(self, sizes: SamplingConfig) -> tuple[Tensor, Tensor]:
-        """Sigmas [T + 1] and what the model is shown of them [T], both fp32."""
+        """Sigmas [T + 1], and the σ passed to the model at each step [T], both fp32."""
         if sizes not in self._tables:
             if sizes.sigmas == "published":
                 assert sizes.shift is not None  # schema.check
@@ -77,14 +77,14 @@ class Schedules:
         return self._tables[sizes]
 
     def ode(self, sizes: SamplingConfig) -> Schedule:
-        """No noise at all."""
+        """Deterministic schedule for these sizes."""
         sigmas, times = self._table(sizes)
         return make_schedule(sigmas, "ode", 0.0, times=times).to(self.device)
 
     def step(self, sizes: SamplingConfig, step: int, group: int = 0) -> Schedule:
-        """With the window of training step `step`, stochastic unless the objective only needs final latents.
+        """Schedule with the window of training step `step`; deterministic if the objective needs only final latents.
 
-        group: number in the run of the group, which has a window of its own with rollout.window_per_prompt.
+        group: run-wide group number; with rollout.window_per_prompt, every group has its own window.
         """
         steps, size = window_range(sizes), sizes.window_size
         draw = (self.config.seed * 1_000_003 + (group if sizes.window_per_prompt else step)) % 2**63
@@ -96,7 +96,7 @@ class Schedules:
         return self._with(sizes, self.trained(sizes, window)).to(self.device)
 
     def trained(self, sizes: SamplingConfig, window: Iterable[int]) -> tuple[int, ...]:
-        """The steps of a window that go through a denoiser that trains; the others stay deterministic."""
+        """The steps of a window whose denoiser is trained; the others stay deterministic."""
         times = self._table(sizes)[1]
         return tuple(k for k in window if self.adapter.trains(float(times[k])))
 
@@ -113,7 +113,7 @@ class Schedules:
         return replace(made, weights=step_weights(all_steps, kind, all_steps.sde_steps))
 
     def check(self, sizes: SamplingConfig) -> None:
-        """Every window that may be drawn must hold a stochastic step of a denoiser that trains. Raises ConfigError."""
+        """Raise ConfigError unless every possible window has a stochastic step of a trained denoiser."""
         steps = window_range(sizes)
         trained, size = self.trained(sizes, steps), sizes.window_size or len(steps)
         random = self._with(sizes, trained).trained
@@ -132,5 +132,5 @@ class Schedules:
 
 
 def window_range(sizes: SamplingConfig) -> Sequence[int]:
-    """The steps that may be trained, rising."""
+    """The trainable steps, ascending."""
     return sorted(set(sizes.window_steps)) or range(sizes.window_low, sizes.window_high or sizes.steps - 1)

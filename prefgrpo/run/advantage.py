@@ -1,10 +1,10 @@
 """Advantages of a step's samples, from the rewards of all ranks.
 
-    A_i = Σ_r w_r A_ir    A_ir = (r_i − mean of its group) / (std + eps), or Σ_p u_p A_irp / Σ_p u_p over its parts p
+    A_i = Σ_r w_r A_ir    A_ir = (r_i − group mean) / (std + eps), or Σ_p u_p A_irp / Σ_p u_p over the reward's parts p
 
-The parts of a reward are sub-scores that are normalised each before they are weighed (`Reward.part_weights`), as
-Pref-GRPO does with UnifiedReward-Flex and with its edit scores. Invariant: groups are centred one by one, so batch
-normalisation only divides, and a constant group has exactly 0.
+The parts of a reward are sub-scores that are normalised separately and then weighted (`Reward.part_weights`), as
+Pref-GRPO does with UnifiedReward-Flex and with its edit scores. Invariant: each group is centred separately, so batch
+normalisation only rescales, and a group with equal rewards gets exactly 0.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from prefgrpo.rewards import load_object
 from prefgrpo.rewards.base import GroupScores
 
 Parts = Mapping[str, Mapping[str, float]]
-"""Reward → part → weight, for the rewards whose parts are normalised on their own."""
+"""Reward → part → weight, for rewards whose parts are normalised separately."""
 
 
 def part_table(groups: Mapping[str, list[GroupScores]], parts: Parts) -> NDArray[np.float64]:
-    """[n_groups, G, K] sub-scores of all `parts` in order, NaN where a sample has none or no value."""
+    """[n_groups, G, K] sub-scores of all `parts` in order; NaN if a sample lacks the sub-score or the whole reward."""
     columns = [
         [[np.nan if s.value is None else s.parts.get(part, np.nan) for s in g.scores] for g in groups[name]]
         for name, weights in parts.items()
@@ -37,7 +37,7 @@ def part_table(groups: Mapping[str, list[GroupScores]], parts: Parts) -> NDArray
 
 
 class CombineError(RuntimeError):
-    """`reward.function` raised, or returned something else than one number per sample."""
+    """`reward.function` raised, or did not return one number per sample."""
 
 
 def load_function(path: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -52,7 +52,7 @@ def load_function(path: str) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def _combined(path: str, table: Tensor, weights: Tensor) -> Tensor:
-    """The user's function of rewards [R, B] and weights [R]: [B], NaN where it is missing or not finite."""
+    """The user's function of rewards [R, B] and weights [R]: [B], with NaN for non-finite results."""
     try:
         values = torch.as_tensor(load_function(path)(table, weights)).to(table)
     except Exception as error:
@@ -71,9 +71,9 @@ def advantages(
     sub_scores: NDArray[np.float64] | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """fp32 [P, G] on `device` from rewards [P · G, R], ordered as `weights`, and sub-scores [P · G, K], as `parts`.
+    """fp32 [P, G] on `device` from rewards [P · G, R], in the order of `weights`, and sub_scores [P · G, K] of `parts`.
 
-    NaN is missing: such a sample enters no statistic and gets 0. Raises CombineError if `reward.function` fails.
+    NaN is missing: the sample is excluded from all statistics and gets 0. Raises CombineError if the function fails.
     """
     table = torch.from_numpy(rewards.T.copy()).to(device)
     kinds = torch.tensor(list(weights.values()), dtype=torch.float64, device=device)

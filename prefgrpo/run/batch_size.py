@@ -1,10 +1,10 @@
-"""`rollout.batch_size: auto`: the largest batch that fits into memory, found once, at the start of a run.
+"""`rollout.batch_size: auto`: the largest batch size that fits into memory, determined once at the start of a run.
 
-Candidates are the divisors of rollout.group_size, with which the first ratio is exactly 1, less those with which
-processes would wait for each other. On a GPU the plan (`run.memory`) says with which to begin, on a CPU it is at most
-ON_CPU. One forward, one decode and one trained step then show whether it runs, and smaller ones are tried until one
-does; where processes compute together (split weights or tokens) one that fails would leave the others waiting, and the
-plan's word counts. Invariant: all processes take the same sizes, and the run folder's config keeps them.
+Candidates are the divisors of rollout.group_size (for which the first ratio is exactly 1) that do not make processes
+wait for each other. On a GPU the search starts at the memory estimate (`run.memory`), on a CPU at ON_CPU at most. One
+forward, decode and backward test whether a size runs; if not, the next smaller one is tried. With sharded weights or
+split tokens, a process that fails would leave the others waiting, so the estimate is used untested. Invariant: all
+processes use the same sizes, which are stored in the run folder's config.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from prefgrpo.run.memory import blank_batch, estimate, free_bytes
 from prefgrpo.run.policy import Policy
 
 ON_CPU = 8
-"""Largest batch that is tried on a CPU."""
+"""Largest batch size on a CPU."""
 FILLED, FILLED_UNTRIED = 0.9, 0.8
-"""Share of the free memory that the plan may fill, if the sizes are then tried and if they are not."""
+"""Share of the free memory that the estimate may fill, if the sizes are tested afterwards and if they are not."""
 
 
 def divisors(count: int) -> list[int]:
-    """Of a number, the largest first."""
+    """All divisors of a number, in descending order."""
     return [size for size in range(count, 0, -1) if count % size == 0]
 
 
 def candidates(config: Config, indices: int) -> list[int]:
-    """The batch sizes to choose from, the largest first: with none of them one of so many data-parallel indices has
-    more to do in the updates of a step than with batches of one sample."""
+    """The candidate batch sizes, in descending order: those with which no data-parallel index (of `indices`) has more
+    samples to process in the updates of a step than with batches of one sample."""
     r, whole_groups = config.rollout, objective(config.train).whole_groups
 
     def longest(size: int) -> int:
@@ -55,11 +55,11 @@ def candidates(config: Config, indices: int) -> list[int]:
 
 
 def fitting(config: Config, free: float) -> Config:
-    """With the largest batch sizes that `config.gpus` processes hold in `free` bytes each, by the plan; else with 1.
+    """`config` with the largest batch sizes estimated to fit `config.gpus` processes of `free` bytes each; at least 1.
 
-    The plan is linear in them, so two sizes tell all.
+    The estimate is linear in the batch size, so two evaluations suffice.
     """
-    context = Layout.of(config, config.gpus).context  # of each batch a process decodes that part
+    context = Layout.of(config, config.gpus).context  # each process decodes this fraction of a batch
     one, two = (estimate(_sized(config, size)) for size in (1, 1 + context))
     rest = one.total - one.parts["activations"]
 
@@ -74,7 +74,7 @@ def fitting(config: Config, free: float) -> Config:
 
 
 def planned(config: Config, world: World, prompts: Sequence[Prompt]) -> Config:
-    """With the batch sizes to begin with, before the model is loaded; the same on all processes."""
+    """`config` with the initial batch sizes, before the model is loaded; the same on all processes."""
     if world.device.type == "cpu":
         return _sized(config, next(s for s in candidates(config, world.dp_size) if s <= ON_CPU))
     share = FILLED if world.mesh is None else FILLED_UNTRIED
@@ -86,12 +86,12 @@ def planned(config: Config, world: World, prompts: Sequence[Prompt]) -> Config:
 
 
 def tried(config: Config, adapter: Adapter, policy: Policy, world: World, prompts: Sequence[Prompt]) -> Config:
-    """With the largest batch sizes, up to those of `config`, that run. Raises ConfigError if none does."""
+    """`config` with the largest batch sizes, up to its own, that actually run. Raises ConfigError if none does."""
     if world.mesh is not None:
         return config
     shown, largest = evaluation(config), _largest(config, prompts)
     kinds = [largest, replace(largest, rollout=shown)] if config.eval.every else [largest]
-    moments = [torch.zeros_like(p) for p in policy.params for _ in range(2)]  # AdamW makes them at its first step
+    moments = [torch.zeros_like(p) for p in policy.params for _ in range(2)]  # AdamW allocates them at its first step
 
     def forward(size: int) -> None:
         for kind in kinds:
@@ -121,7 +121,7 @@ def tried(config: Config, adapter: Adapter, policy: Policy, world: World, prompt
 
 
 def _runs(work: Callable[[int], None], sizes: Sequence[int], world: World) -> int:
-    """The first of these sizes with which `work` does not run out of memory on any process. Raises ConfigError."""
+    """The first size with which `work` does not run out of memory on any process. Raises ConfigError if none does."""
     smaller = iter(sizes[1:])
 
     @find_executable_batch_size(starting_batch_size=sizes[0], reduce_batch_size_fn=lambda: next(smaller, 0))
@@ -147,12 +147,12 @@ def _runs(work: Callable[[int], None], sizes: Sequence[int], world: World) -> in
 
 
 def _sized(config: Config, batch: int, decoded: int = 0) -> Config:
-    """With these batch sizes; a memory.decode_batch of the recipe stays."""
+    """`config` with these batch sizes; a memory.decode_batch set in the recipe is kept."""
     memory = replace(config.memory, decode_batch=config.memory.decode_batch or decoded)
     return replace(config, rollout=replace(config.rollout, batch_size=batch), memory=memory)
 
 
 def _largest(config: Config, prompts: Sequence[Prompt]) -> Config:
-    """At the largest of the prompts' own sizes."""
+    """`config` at the largest of the prompts' own sizes."""
     sizes = all_sizes(prompts, config.rollout, config.data.own_sizes)
     return replace(config, rollout=max(sizes, key=lambda s: s.height * s.width))

@@ -1,11 +1,11 @@
-"""Checkpoints and the run folder: written whole or not at all, checked before they are used.
+"""Checkpoints and the run folder: written atomically, verified before use.
 
 A checkpoint is a folder `step_NNNNNN` with `state.safetensors` (trained weights, AdamW moments, EMA), `state.json`
-(step, optimiser counters, sizes and hashes) and `lora/` or `pipeline/` in diffusers format. Weights that are split
-over processes, with their moments and EMA, are in `parts/` instead (torch.distributed.checkpoint), of which every
-process writes and hashes its own files, and which any number of processes reads. Noise and prompt
-order are functions of (seed, step), so there is no generator state to keep. Invariant: a folder with the final
-name is complete, because it is renamed into place after everything in it is on disk, and it is never replaced.
+(step, optimiser counters, sizes and hashes) and `lora/` or `pipeline/` in diffusers format. Sharded weights, with their
+moments and EMA, are in `parts/` instead (torch.distributed.checkpoint): every process writes and hashes its own files,
+and any number of processes can read them. Noise and prompt order are functions of (seed, step), so there is no
+generator state to save. Invariant: a folder with the final name is complete, because it is renamed into place after
+everything in it is on disk, and it is never replaced.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class CheckpointError(RuntimeError):
     """A checkpoint or run folder that cannot be used; the message says which and what to do."""
 
 
-# ---- writing whole or not at all ------------------------------------------------------------------------------------
+# ---- atomic writes --------------------------------------------------------------------------------------------------
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace a small text file in one step."""
+    """Replace a small text file atomically."""
     temporary = _beside(path)
     temporary.write_text(text, encoding="utf-8")
     _sync(temporary)
@@ -54,7 +54,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 
 def save_images(path: Path, **arrays: NDArray[Any]) -> None:
-    """Write arrays (npz, no pickle) in one step."""
+    """Write arrays (npz, no pickle) atomically."""
     temporary = _beside(path)
     with temporary.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
@@ -62,13 +62,13 @@ def save_images(path: Path, **arrays: NDArray[Any]) -> None:
 
 
 def write_folder(final: Path, write: Callable[[Path], None]) -> None:
-    """Make a folder whole or not at all: `write` fills a hidden one beside it, which takes its name, and the place of
-    one that was there, after everything in it is on disk. What a killed process left behind, `claim` removes."""
+    """Write a folder atomically: `write` fills a hidden folder next to it, which is renamed to `final`, replacing an
+    existing one, after everything in it is on disk. `claim` removes leftovers of killed processes."""
     temporary, old = _beside(final), _beside(final.with_name(f"{final.name}.old"))
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     write(temporary)
-    mode = temporary.stat().st_mode & 0o666  # what the umask leaves; safetensors 0.8 lets nobody else read its files
+    mode = temporary.stat().st_mode & 0o666  # as by the umask; safetensors 0.8 writes files readable only by the owner
     for path in (*temporary.rglob("*"), temporary):
         if path.is_file():
             path.chmod(mode)
@@ -104,10 +104,10 @@ def save(
     keep: int,
     world: World,
 ) -> None:
-    """Write the checkpoint of a step; `export(path)` adds the diffusers-format weights. Old ones beyond `keep` go.
+    """Write the checkpoint of a step; `export(path)` adds the diffusers-format weights. Keeps the newest `keep` ones.
 
-    Every rank calls it: rank 0 writes, and each its parts of split tensors. One that exists stays as it is: the state
-    after a step is a function of the run and the step. Raises CheckpointError, on all ranks, if one cannot write.
+    Every rank calls it: rank 0 writes, and every rank its shards. An existing checkpoint is left unchanged, because the
+    state after a step is a function of the run and the step. Raises CheckpointError on all ranks if any cannot write.
     """
     final = run.checkpoint(step)
     if world.any(world.main and final.exists()):
@@ -128,7 +128,7 @@ def save(
         if world.main:
             write_folder(final, write)
             for old in run.all_checkpoints()[:-keep]:
-                os.replace(old, _beside(old))  # a name that `claim` removes: what is half removed is no checkpoint
+                os.replace(old, _beside(old))  # under this name, `claim` removes it if we are killed here
                 shutil.rmtree(_beside(old))
         elif parts:
             _save_parts(None, parts, world)
@@ -143,7 +143,7 @@ def save(
 
 
 def _save_parts(inside: Path | None, parts: dict[str, Tensor], world: World) -> dict[str, Any]:
-    """Write split tensors into rank 0's folder `inside`; every rank calls it, and hashes what it wrote."""
+    """Write sharded tensors into rank 0's folder `inside`; every rank calls it and hashes the files that it wrote."""
     folder = next(place for place in world.every(inside) if place is not None)
     save_parts(parts, checkpoint_id=folder / PARTS)
     mine = [*(folder / PARTS).glob(f"__{world.rank}_*"), *((folder / PARTS).glob(".*") if world.main else ())]
@@ -151,7 +151,7 @@ def _save_parts(inside: Path | None, parts: dict[str, Tensor], world: World) -> 
 
 
 def _listing(folder: Path, files: Iterable[Path]) -> dict[str, Any]:
-    """Size and hash of files, by name below `folder`."""
+    """Size and hash of files, by path relative to `folder`."""
     found = sorted(p for p in files if p.is_file())
     return {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "sha256": _hash(p)} for p in found}
 
@@ -159,8 +159,8 @@ def _listing(folder: Path, files: Iterable[Path]) -> dict[str, Any]:
 def read(
     path: Path, world: World, templates: Callable[[Collection[str]], dict[str, Tensor]] = lambda names: {}
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, meta) of a checkpoint folder; every rank calls it. Split tensors are read into those that
-    `templates(names)` gives. Raises CheckpointError, on all ranks, if anything in it is missing or damaged.
+    """(tensors, meta) of a checkpoint folder; every rank calls it. Sharded tensors are read into those returned by
+    `templates(names)`. Raises CheckpointError, on all ranks, if anything in it is missing or damaged.
     """
     problem = None
     try:
@@ -183,8 +183,8 @@ def read(
 def read_newest(
     run: RunFolder, world: World, templates: Callable[[Collection[str]], dict[str, Tensor]]
 ) -> tuple[Path, dict[str, Tensor], dict[str, Any], list[CheckpointError]] | None:
-    """(path, tensors, meta) of the newest undamaged checkpoint, and what is wrong with those after it; None if the run
-    has none at all. Every rank calls it. Raises the newest one's CheckpointError if all of them are damaged.
+    """(path, tensors, meta, errors) of the newest undamaged checkpoint, with the errors of newer ones; None if the run
+    has no checkpoint. Every rank calls it. If all are damaged, raises the CheckpointError of the newest.
     """
     damaged: list[CheckpointError] = []
     for path in reversed(run.all_checkpoints()):
@@ -193,13 +193,13 @@ def read_newest(
         except CheckpointError as error:
             damaged.append(error)
     if damaged:
-        advice = f"no other one is whole; remove {run.checkpoints} to start again, or choose another --name"
+        advice = f"no other one is complete; remove {run.checkpoints} to start again, or choose another --name"
         raise CheckpointError(f"{damaged[0]}; {advice}")
     return None
 
 
 def set_aside(run: RunFolder, newest: int) -> None:
-    """Rename the checkpoints after a step, which are damaged, to step_NNNNNN.damaged: they will be written again."""
+    """Rename the (damaged) checkpoints after step `newest` to step_NNNNNN.damaged; they will be written again."""
     for path in run.all_checkpoints():
         if step_of(path) > newest:
             aside = path.with_name(f"{path.name}.damaged")
@@ -208,7 +208,7 @@ def set_aside(run: RunFolder, newest: int) -> None:
 
 
 def _checked(path: Path, rank: int, size: int) -> dict[str, Any]:
-    """The meta of a whole, undamaged checkpoint; each of `size` ranks reads its share of the files of split tensors."""
+    """The meta of a checkpoint verified to be whole; each of `size` ranks hashes its share of the shard files."""
     try:
         meta = json.loads((path / META).read_text(encoding="utf-8"))
         listing, own = meta["files"], meta.pop("sha256")
@@ -230,7 +230,7 @@ def _checked(path: Path, rank: int, size: int) -> dict[str, Any]:
 
 
 def load_into(parameters: dict[str, Tensor], tensors: dict[str, Tensor], prefix: str) -> None:
-    """Copy tensors `prefix + name` into parameters in place. Raises CheckpointError if names or shapes differ."""
+    """Copy the tensors `prefix + name` into parameters, in place. Raises CheckpointError if names or shapes differ."""
     wanted = {f"{prefix}{n}": p for n, p in parameters.items()}
     stored = {k: t for k, t in tensors.items() if k.startswith(prefix)}
     if wanted.keys() != stored.keys() or any(wanted[k].shape != stored[k].shape for k in wanted):
@@ -259,10 +259,10 @@ def _hash_facts(facts: dict[str, Any]) -> str:
 
 
 def claim(run: RunFolder, resume: bool) -> int:
-    """Make the run folder ours until the returned descriptor is closed or the process ends.
+    """Create and lock the run folder until the returned descriptor is closed or the process ends.
 
-    Raises CheckpointError, with nothing touched, if it holds something and `resume` is off, if it is no run's folder,
-    or if another process is using it.
+    Raises CheckpointError, with nothing changed, if the folder is not empty and `resume` is off, if it is not a run's
+    folder, or if another process is using it.
     """
     _check_content(run, resume)
     try:
@@ -270,7 +270,7 @@ def claim(run: RunFolder, resume: bool) -> int:
         handle = lock(run.root)
     except OSError as error:
         raise CheckpointError(f"{run.root} cannot be made or written: {error}; choose another --output") from error
-    _check_content(run, resume)  # once more: a run may have come between
+    _check_content(run, resume)  # again: another run may have started in between
     for leftover in (p for folder in (run.root, run.checkpoints, run.eval, run.groups) for p in folder.glob(".*.*")):
         if re.fullmatch(r"\..+\.\d+", leftover.name):  # what a killed process was writing
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -293,9 +293,9 @@ def _check_content(run: RunFolder, resume: bool) -> None:
 
 
 def lock(folder: Path) -> int:
-    """Hold a run folder until the returned descriptor is closed or the process ends.
+    """Lock a run folder until the returned descriptor is closed or the process ends.
 
-    Raises CheckpointError if another process holds it. A file system without locks is let through.
+    Raises CheckpointError if another process holds the lock. If the file system has no locks, only prints a warning.
     """
     handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
     try:
@@ -306,5 +306,5 @@ def lock(folder: Path) -> int:
             f"{folder} is in use by another process; wait for it, or choose another --name"
         ) from error
     except OSError as error:
-        print(f"{folder} cannot be locked ({error}); start no second run in it")
+        print(f"{folder} cannot be locked ({error}); do not start a second run in it")
     return handle

@@ -1,8 +1,8 @@
-"""Evaluation: the ODE rule on held-out prompts with fixed noise, against the starting policy.
+"""Evaluation: ODE samples of held-out prompts with fixed noise, compared with those of the initial policy.
 
-Before and after share their initial latents, so comparisons are paired: by the judge in both orders, and by
-measuring rewards (win 1, tie ½). Intervals are bootstrap percentiles over prompts. Invariant: nothing measured here
-reaches the training loss.
+Images before and after training share their initial latents, so comparisons are paired: by the judge in both orders,
+and by rewards (win 1, tie ½). Intervals are bootstrap percentiles over prompts. Invariant: evaluation never affects the
+training loss.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from prefgrpo.sde.noise import initial_latents
 from prefgrpo.sde.schedule import Schedule
 
 RAW = 2000
-"""Most characters of a judge's answer that are kept."""
+"""Maximum number of stored characters of a judge's answer."""
 FEW = 30
-"""Fewer prompts than this say nothing certain about others."""
+"""Below this number of prompts, a result is called inconclusive."""
 FIRST_ID = 2**62
-"""Sample ids of evaluation noise start here, far from those of training."""
+"""First sample id of evaluation noise, far from those of training."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def held_out(name: str, prompts: list[Prompt], samples: int, number: int) -> Hel
 
 
 class Evaluator:
-    """Renders and compares one held-out set; every rank has its share of the prompts."""
+    """Renders and compares one held-out set; every rank processes its share of the images."""
 
     def __init__(
         self,
@@ -82,10 +82,10 @@ class Evaluator:
         self.embeddings, self.scorers, self.world, self.folder = embeddings, scorers, world, folder
         self.sizes = evaluation(config)
         self.before: Images = np.zeros((0, 1, 1, 3), np.uint8)
-        """This rank's images of the starting policy."""
+        """This rank's images of the initial policy."""
 
     def start(self, resumed: bool) -> None:
-        """Images of the starting policy: rendered once, kept in the run folder, reloaded by a resumed run."""
+        """Get the initial policy's images: rendered and stored by a new run, loaded by a resumed one."""
         name, mine = self.held.name, self.mine()
         if resumed:
             self.before = load_before(self.folder, name, self.world.dp_size)[mine]
@@ -102,7 +102,7 @@ class Evaluator:
                 save_images(self.folder.sources(name), sources=np.stack(rows))
 
     def run(self, step: int) -> dict[str, float]:
-        """Metrics over all ranks of the policy after `step` steps; the report's images go to the run folder."""
+        """Evaluate the policy after `step` steps: returns metrics over all ranks, stores the report's images."""
         index, held = self.mine(), self.held
         now = to_uint8(self.render(index))
         images = zip(now, self.before, strict=True)
@@ -119,7 +119,7 @@ class Evaluator:
     def render(self, index: list[int]) -> Tensor:
         """Images [n, 3, H, W], or clips [n, F, 3, H, W], fp32 in [0, 1] of the current policy under the ODE rule.
 
-        With `World.equal_forwards` all processes call this together; one with fewer images makes some once more.
+        With `World.equal_forwards` all processes must call this together; those with fewer images repeat one.
         """
         r, parts, count = self.sizes, [], len(index)
         at_once, seed = self.config.memory.decode_batch, self.config.seed
@@ -141,18 +141,18 @@ class Evaluator:
         return torch.tensor([self.held.first_id + i for i in index], dtype=torch.int64, device=self.world.device)
 
     def mine(self) -> list[int]:
-        """This rank's images."""
+        """Indices of this rank's images."""
         count = len(self.held.items)
         each = -(-count // self.world.dp_size)
         return list(range(self.world.dp_index * each, min((self.world.dp_index + 1) * each, count)))
 
     def shown(self) -> list[int]:
-        """Images for the report: `eval.show`, evenly spread over the set, whoever renders them."""
+        """Indices of the `eval.show` images for the report, evenly spaced over the set, on whichever rank they are."""
         count = len(self.held.items)
         return np.linspace(0, count - 1, min(self.config.eval.show, count)).round().astype(int).tolist()
 
     def _save_shown(self, step: int, now: Images) -> None:
-        """The report's images, before and now, from the ranks that have them."""
+        """Gather the report's images, before and now, and store them."""
         wanted = set(self.shown())
         rows = [k for k, i in enumerate(self.mine()) if i in wanted]
         pairs = zip(preview(self.before[rows]), preview(now[rows]), strict=True) if rows else ()
@@ -161,7 +161,7 @@ class Evaluator:
             save_images(self.folder.shown(self.held.name, step), before=before, now=after)
 
     def _save_outcomes(self, step: int, table: Table, answers: list[list[Answered]]) -> None:
-        """Who won each image, and of those in the report what the judge answered."""
+        """Store the wins of every image, and the judge's answers for the images in the report."""
         shown, wins = set(self.shown()), [n for n in table if n.startswith("win_") and not n.endswith(PARTS_OF_WINS)]
         mine = []
         for k, i in enumerate(self.mine()):
@@ -173,12 +173,12 @@ class Evaluator:
             write_atomic(self.folder.outcomes(self.held.name, step), json.dumps(every))
 
     def save_proof(self, count: int) -> None:
-        """What a stock pipeline needs to reproduce `count` images: prompts and call, initial latents, our float images.
+        """Store what a stock pipeline needs to reproduce `count` images: prompts, call, initial latents, float images.
 
-        Rank 0 writes it; where they share samples or weights, all processes render its images.
-        Of edits also the source images, `source_PROMPT_NUMBER` uint8 [H, W, 3], as the model saw them. Where the
-        folder's own scheduler steps otherwise (published sigmas, truncated times, a multistep solver): an Euler
-        scheduler, and `sigmas` and `timesteps` [T] fp32 for it.
+        Rank 0 writes it; if processes share samples or weights, all of them render its images. For edits also the
+        source images, `source_PROMPT_NUMBER` uint8 [H, W, 3], as the model saw them. If the model's own scheduler
+        would step differently (published sigmas, truncated times, a multistep solver), also an Euler scheduler with
+        its `sigmas` and `timesteps`, [T] fp32.
         """
         index = (self.shown() or [0])[:count]
         together = self.world.mesh is not None
@@ -216,7 +216,7 @@ class Evaluator:
 
 
 Table = dict[str, NDArray[np.float64]]
-"""One column of values per measure, one row per pair of images."""
+"""One column of values per metric, one row per pair of images."""
 
 
 Answered = dict[str, Any]
@@ -226,9 +226,9 @@ Answered = dict[str, Any]
 def compare(
     scorers: Mapping[str, Scorer], pairs: Sequence[tuple[Sample, ...]], answers: Sequence[list[Answered]] = ()
 ) -> Table:
-    """The columns of all scorers over pairs (now, before); a judge's scorer is called judge, or judge2 …
+    """The columns of all scorers over pairs (now, before); scorers of judges are named judge, judge2 …
 
-    answers: one list per pair, to which its comparisons are appended; empty: they are not kept.
+    answers: one list per pair, to which its comparisons are appended; if empty, they are not stored.
     """
     table: Table = {}
     for name, scorer in scorers.items() if pairs else ():
@@ -246,7 +246,7 @@ def compare(
 
 
 def over_ranks(world: World, name: str, group: NDArray[np.int64], table: Table, count: int) -> dict[str, float]:
-    """Metrics of the set `name` from the rows of all ranks. group: prompt of each row here; count: rows of all."""
+    """Metrics of the set `name` from the rows of all ranks. group: prompt index per local row; count: total rows."""
     names = world.union(table)
     local = np.full((-(-count // world.dp_size), len(names) + 1), np.nan)
     local[: len(group), 0] = group
@@ -279,7 +279,7 @@ def _columns(kind: str, reward: str, groups: list[GroupScores]) -> Table:
 
 
 def _win_rate(group: GroupScores) -> float:
-    """Mean verdict that the first member beats the second, NaN if there is none."""
+    """Mean verdict that the first member beats the second; NaN without a verdict."""
     if group.wins is None or group.counts is None or group.counts[0, 1] == 0:
         return float("nan")
     return float(group.wins[0, 1] / group.counts[0, 1])
@@ -301,20 +301,20 @@ def summarise(name: str, group: NDArray[np.int64], values: NDArray[np.float64], 
 
 
 def verdict(low: float, high: float, prompts: int) -> str:
-    """What a win rate's interval says; nothing certain where it holds one half or the prompts are few."""
+    """Interpretation of a win rate's interval: better, worse, or inconclusive if it contains ½ or prompts are few."""
     if math.isnan(low):
         return "inconclusive: no verdicts"
     if prompts < FEW:
         return f"inconclusive: fewer than {FEW} prompts"
     if low <= 0.5 <= high:
-        return "inconclusive: the interval holds 50 %"
+        return "inconclusive: the interval contains 50 %"
     return "better" if low > 0.5 else "worse"
 
 
 def load_before(folder: RunFolder, name: str, size: int) -> Images:
-    """Images of the starting policy, the whole set, as `size` ranks wrote them, or else another number of ranks.
+    """The initial policy's images of the whole set, as written by `size` ranks or else by another number of ranks.
 
-    Raises CheckpointError if they are not all there.
+    Raises CheckpointError if any are missing.
     """
     by_size = folder.all_before(name)
     for files in sorted(by_size.values(), key=lambda files: len(files) != size):

@@ -1,7 +1,7 @@
-"""From the configuration to the scorers of a run: its rewards, and the judge that training and evaluation share.
+"""Builds a run's scorers from its configuration: its rewards, and the judge that training and evaluation share.
 
-The shared judge is that of the spec's first pairwise reward; other judged rewards ask the judge section with what their
-own options change. Invariant: what asks a judge is opened once per process, and checked before the first step.
+The shared judge belongs to the spec's first pairwise VLM reward; other judge-based rewards use the judge section with
+overrides from their own options. Invariant: a judge is opened once per process, and checked before the first step.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from prefgrpo.run.advantage import load_function
 
 PAIRWISE = "vlm_pairwise"
 CALIBRATION_PAIRS = 8
-"""Random pairs judged in both orders at the start, to see the judge's position bias."""
+"""Random pairs judged in both orders at the start, to measure the judge's position bias."""
 
 
 def specs(config: Config) -> tuple[dict[str, float], dict[str, float]]:
-    """(training, measuring) reward weights. Raises ConfigError as `mistakes`."""
+    """(training, evaluation) reward weights. Raises ConfigError with what `mistakes` returns."""
     if wrong := mistakes(config):
         raise ConfigError(wrong)
     return parse_reward_spec(config.reward.spec), parse_reward_spec(config.eval.spec) if config.eval.spec else {}
 
 
 def mistakes(config: Config) -> list[str]:
-    """What is wrong with the reward specs, the pair plan and the pairwise judge's template."""
+    """Mistakes in the reward specs, how rewards are combined, the pair plan and the pairwise judge's template."""
     wrong: list[str] = []
 
     def parsed(field: str, parse: Callable[[str], Any], value: str) -> Any:
@@ -63,19 +63,19 @@ def mistakes(config: Config) -> list[str]:
     if PAIRWISE in trained:
         parsed("judge.template", load_template, config.judge.template or "compare")
     if PAIRWISE in measured:
-        wrong.append(f"eval.spec: {PAIRWISE} is what eval.judge does; name only measuring rewards here")
+        wrong.append(f"eval.spec: {PAIRWISE} is not allowed here; use eval.judge: true for the judge's win rate")
     return wrong
 
 
 def trains_on_pairs(config: Config) -> bool:
-    """Whether a trained reward compares members of a group (one behind a server may)."""
+    """Whether a trained reward compares members of a group; a reward with a `url` is assumed to."""
     trained = [name for name, weight in specs(config)[0].items() if weight > 0]
     remote = {name for name in trained if "url" in config.reward.options.get(name, {})}
     return any(name in remote or issubclass(load_class(name), GroupwiseReward) for name in trained)
 
 
 def shared(config: Config) -> str:
-    """Name of the reward whose judge evaluation asks too: the first pairwise one that trains, else vlm_pairwise."""
+    """Reward whose judge evaluation uses too: the spec's first pairwise VLM one without a `url`, else vlm_pairwise."""
     remote = {name for name, own in config.reward.options.items() if "url" in own}
     trained = [n for n in specs(config)[0] if n not in remote]
     names = [n for n in trained if issubclass(load_class(n), VlmPairwise) and load_class(n).judged]
@@ -85,10 +85,10 @@ def shared(config: Config) -> str:
 def judge_config(
     config: Config, name: str, options: Mapping[str, Any], world: World, folder: Path | None = None
 ) -> JudgeConfig:
-    """The judge section as reward `name` asks with it: its own template, then what its options' `judge` changes.
+    """The judge section for reward `name`: with its own template, then with the overrides in its options' `judge`.
 
-    `concurrency` is this rank's share; a group is judged by one rank, so with fewer prompts per step than ranks only so
-    many share it, and the others get 1. folder: of the run, where answers are kept; None: nowhere.
+    `concurrency` becomes this rank's share: a rank judges whole groups, so with fewer prompts per step than ranks, only
+    that many ranks share it and the others get 1. folder: the run folder, where answers are cached; None: nowhere.
     """
     template = config.judge.template or "compare" if name == PAIRWISE else load_class(name).template
     try:
@@ -101,9 +101,9 @@ def judge_config(
 
 
 def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str]]:
-    """(shared judge or None, what its health check found), if training or evaluation asks one.
+    """(shared judge, results of its health check), or (None, []) if neither training nor evaluation uses a judge.
 
-    Raises JudgeError in seconds if it cannot work: unreachable, wrong model, no verdict on a probe pair.
+    Raises JudgeError within seconds if the judge is unreachable, serves another model or fails a probe pair.
     """
     training, name = specs(config)[0], shared(config)
     held_out = config.eval.every and (config.eval.prompts or config.eval.final_prompts)
@@ -114,7 +114,7 @@ def open_judge(config: Config, world: World) -> tuple[PairJudge | None, list[str
 
 
 def connect(judge: JudgeConfig, clips: bool, world: World) -> tuple[PairJudge, list[str]]:
-    """(judge of pairs, what its health check found). Raises JudgeError as `open_judge`."""
+    """(judge of pairs, results of its health check). Raises JudgeError like `open_judge`."""
     if judge.backend == "local":
         return _local_judge(judge, str(world.device)), [f"judge in this process: {judge.model}"]
     from prefgrpo.judge.client import HttpJudge, check
@@ -130,7 +130,7 @@ def connect(judge: JudgeConfig, clips: bool, world: World) -> tuple[PairJudge, l
 
 
 def _local_judge(config: JudgeConfig, device: str) -> PairJudge:
-    """A judge in this process that gives a verdict on a pair of plain pictures and the known ones, else JudgeError."""
+    """Load a judge. Raises JudgeError if it gives no verdict on a probe pair, or fails the pairs with known answers."""
     from prefgrpo.judge.local import LocalJudge
 
     judge = LocalJudge(config.model, config.template, device)
@@ -155,9 +155,9 @@ def reward_options(
     world: World,
     folder: Path | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Options of every reward of a spec; a judged one gets its judge: `judge`, where it is the shared one's.
+    """Options of every reward in a spec; judge-based ones get `judge`, if the shared one is theirs, or a JudgeConfig.
 
-    world: the ranks that ask together. folder: as for `judge_config`.
+    world: the ranks that share `concurrency`. folder: as for `judge_config`.
     """
     options: dict[str, dict[str, Any]] = {name: dict(own) for name, own in given.items()}
     for name in spec:
@@ -170,8 +170,8 @@ def reward_options(
         if judge is None or name != shared(config):
             asked = judge_config(config, name, own, world, folder)
             if asked.backend == "local":
-                message = "expected backend http, got local; only one judge is in this process"
-                raise ConfigError([f"reward.options.{name}.judge: {message} (that of {shared(config)})"])
+                message = "expected backend http, got local; a process can hold only one local judge"
+                raise ConfigError([f"reward.options.{name}.judge: {message} (the one of {shared(config)})"])
         options[name] = own | {"judge": asked}
     return options
 
@@ -187,19 +187,19 @@ def makes_clips(config: Config) -> bool:
 
 
 def check_inputs(config: Config, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
-    """Raise ConfigError for rewards, or classes of rewards, that do not take what this run makes of these prompts."""
+    """Raise ConfigError if rewards, or reward classes, cannot score the images or clips of this run's prompts."""
     kind = "video" if makes_clips(config) else "image"
     if mistakes := unsupported(kind, f"{field}:", "this run makes", rewards, prompts):
         raise ConfigError(mistakes)
 
 
 def unsupported(kind: str, field: str, made: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[str]:
-    """Why rewards, or classes of them, cannot score images or clips of these prompts; `made`: "this run makes"."""
+    """Why rewards, or reward classes, cannot score images or clips of these prompts. made: e.g. "this run makes"."""
     mistakes = []
     for name, reward in rewards.items():
         if kind not in reward.takes:
             media = "clips" if kind == "video" else "images"
-            hint = "; a judge sees clips over http only" if reward.judged and kind == "video" else ""
+            hint = "; a judge accepts clips only over http" if reward.judged and kind == "video" else ""
             mistakes.append(f"{field} {name} takes {' or '.join(reward.takes)}, but {made} {media}{hint}")
         lacking = [p for p in prompts if reward.needs_source and not p.source]
         if lacking:
@@ -211,7 +211,7 @@ def unsupported(kind: str, field: str, made: str, rewards: Mapping[str, Any], pr
             if lacking := [p for p in prompts if key not in p.meta]:
                 mistakes.append(
                     f"{field} {name} needs the column '{key}', which {len(lacking)} prompt(s) lack, the first: "
-                    f"{lacking[0].text[:60]!r}"
+                    f"{lacking[0].text[:60]!r} (its columns: {', '.join(lacking[0].meta) or 'none'})"
                 )
     return mistakes
 
@@ -225,7 +225,7 @@ def _built(
     prompts: Sequence[Prompt],
     world: World,
 ) -> dict[str, Reward]:
-    """The rewards of a spec, checked against the run before they load, and again as they are."""
+    """The rewards of a spec; their classes are checked against the run before they load, the loaded rewards again."""
     check_inputs(config, field, {name: load_class(name) for name in weights}, prompts)
     options = reward_options(config, weights, given, judge, world, _folder(config))
     for name in weights:
@@ -242,14 +242,14 @@ def _built(
 def training_scorer(
     config: Config, judge: PairJudge | None, folder: Path | None, prompts: Sequence[Prompt], world: World
 ) -> tuple[Scorer, dict[str, float]]:
-    """(scorer of training groups, weights). `folder`: where judgements.jsonl goes, None to write none."""
+    """(scorer of training groups, weights). folder: where judgements.jsonl is written (None: it is not)."""
     weights, _ = specs(config)
     rewards = _built(config, "reward.spec", weights, config.reward.options, judge, prompts, world)
     split = [name for name, reward in rewards.items() if reward.part_weights]
     combine = config.reward.function or config.reward.combine
     if split and combine != "weighted_advantage_sum":
         message = f"reward.combine: expected weighted_advantage_sum, got {combine}, but {', '.join(split)}"
-        raise ConfigError([f"{message} normalises its parts one by one; change one of the two"])
+        raise ConfigError([f"{message} normalises its parts separately; change one of the two"])
     judged = any(isinstance(r, VlmPairwise) for r in rewards.values())
     log = folder / "judgements.jsonl" if folder and judged and config.judge.log else None
     return Scorer(rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log, world.leads), weights
@@ -258,10 +258,10 @@ def training_scorer(
 def evaluation_scorers(
     config: Config, judge: PairJudge | None, prompts: Sequence[Prompt], training: Scorer, world: World
 ) -> dict[str, Scorer]:
-    """Scorers of (now, before) pairs: 'judge' asks in both orders, 'measure' holds the rewards of eval.spec.
+    """Scorers of (current, initial) pairs: 'judge' compares in both orders, 'measure' uses the rewards of eval.spec.
 
-    Without eval.spec, and without a judge or with prompts held out by default, the rewards of training are measured
-    that ask no judge for a comparison.
+    Without eval.spec, 'measure' uses the training rewards that need no judge comparisons; it is left out if 'judge'
+    evaluates on eval.prompts or eval.final_prompts.
     """
     _, measured = specs(config)
     scorers = {}
@@ -277,7 +277,7 @@ def evaluation_scorers(
 
 
 def both_orders(config: Config, name: str, judge: PairJudge, prompts: Sequence[Prompt]) -> Scorer:
-    """Scorer of pairs that the judge of the pairwise reward `name` compares in both orders."""
+    """Scorer of pairs by the judge of the pairwise reward `name`, in both orders."""
     own = {**config.reward.options.get(name, {}), "judge": judge, "plan": "both_orders", "verdict": "hard"}
     reward = build(name, {name: own})
     check_inputs(config, "eval.judge", reward, prompts)

@@ -1,6 +1,6 @@
-"""From the configuration to a loaded model.
+"""Loads the model of a configuration and prepares it for training.
 
-Invariant: a value that the model refuses is a ConfigError that names its field.
+Invariant: a value that the model rejects raises a ConfigError that names its field.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from prefgrpo.run.log import quiet_libraries
 
 @contextmanager
 def config_errors_as(field_name: str) -> Iterator[None]:
-    """Inside, a value that the model refuses is a mistake of this field."""
+    """Context that turns a ValueError into a ConfigError for this field."""
     try:
         yield
     except (ConfigError, ModelError):
@@ -35,7 +35,7 @@ def config_errors_as(field_name: str) -> Iterator[None]:
 
 
 def unsupported(config: Config) -> list[str]:
-    """What a family does not take, from its class alone."""
+    """Errors for options that the family does not support, found from its class alone."""
     try:
         cls = family(config.family)
     except ValueError as error:
@@ -60,9 +60,9 @@ def unsupported(config: Config) -> list[str]:
 
 
 def open_adapter(config: Config, device: torch.device, encoders: bool = True, split: bool = False) -> Adapter:
-    """The model of a run, frozen, its size and frames checked. Raises ConfigError or ModelError.
+    """The run's model, frozen, after checking image size and frames. Raises ConfigError or ModelError.
 
-    split: leave all of it in the CPU's memory, for `trainable` to split.
+    split: keep the whole model in CPU memory, for `trainable` to shard.
     """
     m = config.memory
     quiet_libraries()
@@ -89,7 +89,7 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, sp
 
 
 def model_options(config: Config) -> dict[str, Any]:
-    """What an adapter takes of the configuration."""
+    """The configuration's keyword arguments for an adapter."""
     return {
         "source_area": config.rollout.source_area,
         "target_components": config.train.target_components,
@@ -98,7 +98,7 @@ def model_options(config: Config) -> dict[str, Any]:
 
 
 def trainable(config: Config, adapter: Adapter, world: World | None = None) -> Adapter:
-    """The adapter with what trains switched on, split over the processes of `world`. Raises ConfigError."""
+    """Make the adapter trainable (LoRA or full) and split it over the processes of `world`. Raises ConfigError."""
     t = config.train
     if t.lora_rank:
         with config_errors_as("train.lora_targets"):

@@ -1,8 +1,8 @@
-"""What a run says: metrics.jsonl, trackers, a progress bar and one readable line per step.
+"""Output of a run: metrics.jsonl, trackers, a progress bar and one readable line per step.
 
-One JSON object per line, `kind` 'train' or 'eval'. Wall-clock numbers live under keys that start with 'time/', so
-that everything else can be compared bit by bit between runs. Invariant: a resumed run rewrites no earlier line and
-drops the lines of steps that it does again.
+metrics.jsonl has one JSON object per line, with `kind` 'train' or 'eval'. Timings have keys that start with 'time/', so
+that everything else can be compared bit for bit between runs. Invariant: a resumed run never changes earlier lines, and
+drops the lines of steps that it repeats.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from prefgrpo.run.trackers import Tracker, kept
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """All whole rows of a run's metrics.jsonl (a torn last line is left out)."""
+    """All complete rows of a run's metrics.jsonl (an incomplete last line is skipped)."""
     rows = []
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else []:
         try:
@@ -50,12 +50,12 @@ class Log:
         active: bool,
         trained: Iterable[str] = (),
     ) -> None:
-        """trained: names of the rewards of non-zero weight."""
+        """trained: names of the rewards with non-zero weight."""
         self.active, self.folder, self.trackers = active, folder, trackers
         self.win_rate: float | None = None
-        """Of the last evaluation: the judge's, or else the first reward's."""
+        """Win rate in the last evaluation: by the judge, or else by the first reward."""
         self.seen = set[Sign]()
-        """Signs of reward hacking that there have been."""
+        """All signs of reward hacking seen so far."""
         if not active:
             return
         rows = [r for r in read_metrics(folder.metrics) if r["step"] <= start] if start else []
@@ -67,18 +67,21 @@ class Log:
         self.total, self.start, self.began = total, start, time.monotonic()
 
     def say(self, text: str) -> None:
-        """One line above the progress bar."""
+        """Print one line above the progress bar."""
         if self.active:
             _write(text)
 
     def row(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Append one row, unless a resumed run has it already; numbers that are not finite are written as null."""
+        """Append one row, unless a resumed run already has it; non-finite numbers are written as null."""
         wins = {k: v for k, v in values.items() if "/win_" in k and not k.endswith(PARTS_OF_WINS)}
         self.win_rate = next(
             (v for k, v in wins.items() if k.endswith("judge")), next(iter(wins.values()), self.win_rate)
         )
         if not self.active or (kind, step, values.get("set")) in self.have:
             return
+        if step == self.start:  # the evaluation before the first step does not count towards the time left
+            self.began = time.monotonic()
+            self.steps.unpause()
         clean = {k: _finite(v) for k, v in values.items()}
         for sign, text in self.signs.add(kind, clean).items():
             self.seen.add(sign)
@@ -94,14 +97,14 @@ class Log:
                 tracker.show(step, *shown)
 
     def step(self, step: int, values: Mapping[str, float], seconds: Mapping[str, float]) -> None:
-        """The summary line of a finished step; the time left counts evaluations in, as they have been so far."""
+        """Print the summary line of a finished step; the remaining time extrapolates from all steps and evaluations."""
         if self.active:
             self.steps.update(1)
             left = (time.monotonic() - self.began) / (step - self.start) * (self.total - step)
             _write(step_line(step, self.total, values, seconds, left, self.win_rate))
 
     def bar(self, name: str, unit: str, total: int) -> tqdm:
-        """The progress of a part of a step, below that of the steps: on a terminal, and gone when the part is done."""
+        """A progress bar for a part of a step, below the bar of the steps; only on a terminal, removed when done."""
         shown = None if self.active and total else True
         return tqdm(total=total, desc=name, unit=unit, leave=False, position=1, dynamic_ncols=True, disable=shown)
 
@@ -115,7 +118,7 @@ class Log:
 
 
 def _write(text: str) -> None:
-    """A line above the bar, at once also where stdout is a file that somebody follows."""
+    """Print a line above the bar and flush, so that it also appears at once in a redirected log file."""
     tqdm.write(text)
     sys.stdout.flush()
 
@@ -125,25 +128,25 @@ def _finite(value: Any) -> Any:
 
 
 class _TruncatedOnce(logging.Filter):
-    """Shows diffusers' warning of a cut prompt once per encoder, not once per prompt."""
+    """Shows diffusers' warning about truncated prompts once per encoder instead of once per prompt."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shown: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is to be shown."""
+        """Whether to show the record."""
         head, _, cut = record.getMessage().partition(":")
         if "truncated" not in head or not cut:
             return True
         first = head not in self.shown
         self.shown.add(head)
-        record.msg, record.args = f"{head} (said once; data.max_length is the limit of the long encoder):{cut}", ()
+        record.msg, record.args = f"{head} (shown once; data.max_length is the limit of the long encoder):{cut}", ()
         return first
 
 
 def quiet_libraries() -> None:
-    """Warn of a cut prompt once; draw the libraries' progress bars on a terminal only."""
+    """Show the truncated-prompt warning only once, and the libraries' progress bars only on a terminal."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 

@@ -1,11 +1,10 @@
-"""What a run holds in memory and how much it computes, from the model's config alone.
+"""Estimates a run's memory and FLOP from the model's config alone, without reading weights.
 
-The models are built on the meta device and run on fake tensors, which have shapes and no content, while every storage
-that comes into being is weighed until it is freed, and torch counts FLOP; no weights are read. Counted: weights,
-gradients, AdamW's moments and the average of what trains, stored latents, images and prompt embeddings (of two steps
-with rollout.staleness), and the most that a rollout's forward, the decoder or a trained step holds at once. Invariant:
-the counts are those of the run (same adapter, LoRA, checkpointing and code), and on real tensors they are what the
-allocator saw (tests/test_plan.py).
+The models are built on the meta device and run with fake tensors (shapes without data), while the bytes of every live
+storage are tracked and torch counts FLOP. Included: weights; gradients, AdamW moments and EMA of the trained weights;
+stored latents, images and prompt embeddings (of two steps with rollout.staleness); and the peak activations of a
+rollout forward, the decoder or a trained step. Invariant: the estimate runs the code of the real run (same adapter,
+LoRA, checkpointing), and with real tensors the byte counts agree with the allocator's (tests/test_plan.py).
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ FLOP: dict[Any, Any] = flop_registry | {
         aten._scaled_dot_product_flash_attention_backward
     ],
 }
-"""torch's formulas, which leave out the CPU's attention (fake tensors are on the CPU)."""
+"""torch's formulas plus those of CPU attention, which torch lacks (the fake tensors are on the CPU)."""
 Batch = tuple[Tensor, Tensor, Condition]
 """x [B, ...], σ [B], the condition."""
 
@@ -64,34 +63,34 @@ class Facts:
     """Sizes of the denoisers."""
 
     trained: int
-    """Parameters that train."""
+    """Number of trained parameters."""
     gathered: int
-    """Bytes of one denoiser's weights in the compute dtype: what split weights are gathered to."""
+    """Bytes of one denoiser's full weights in the compute dtype, as all-gathered from shards."""
     hidden: int
-    """Bytes of the hidden states that enter the self-attentions of a sample's forward, summed over the blocks."""
+    """Bytes of the hidden states that enter self-attention in one sample's forward, summed over the blocks."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes per process."""
+    """Estimated bytes per process, and FLOP."""
 
     parts: dict[str, int]
-    """By kind; activations are those of the largest phase."""
+    """Bytes by kind; activations are those of the largest phase."""
     phases: dict[str, int]
-    """Activations of rollout, decode and update, and what comes to the device for a while only."""
+    """Bytes of activations in rollout, decode and update, including offloaded modules that are then on the device."""
     parameters: dict[str, int]
-    """Parameters per component of the pipeline, and of what trains."""
+    """Number of parameters per component of the pipeline, and of trained parameters."""
     flop: dict[str, float]
-    """FLOP of a sample's forward in the rollout, its decoding and its trained step (forward and backward, as they run:
-    with what checkpointing recomputes), and of encoding a text of data.max_length tokens."""
+    """FLOP per sample of a rollout forward, of decoding and of a trained step (forward and backward, including
+    recomputation by checkpointing), and of encoding a text of data.max_length tokens."""
     model: Facts
-    """What the traffic between processes depends on."""
+    """Sizes that the traffic between processes depends on."""
     other_meshes: dict[ParallelConfig, int]
-    """The sum under each other mesh that was asked for."""
+    """Total bytes per process under each of the other meshes requested."""
 
     @property
     def total(self) -> int:
-        """The most that is held at once."""
+        """Peak bytes per process."""
         return sum(self.parts.values())
 
 
@@ -99,7 +98,7 @@ class Estimate:
 
 
 def estimate(config: Config, meshes: Callable[[Adapter], Iterable[ParallelConfig]] = lambda adapter: ()) -> Estimate:
-    """What each of `config.gpus` processes holds; its sum under `meshes` too. Raises ConfigError or ModelError."""
+    """The estimate for `config.gpus` processes, and totals under `meshes`. Raises ConfigError or ModelError."""
     r, gpus = config.rollout, config.gpus
     if wrong := problem(config.parallel, gpus):
         raise ConfigError([f"gpus: {wrong}"])
@@ -108,7 +107,7 @@ def estimate(config: Config, meshes: Callable[[Adapter], Iterable[ParallelConfig
     parts, parameters = known_bytes(config, adapter, gpus), adapter.parameter_counts() | encoders
     before, facts = sum(parts.values()), _facts(config, adapter)
     others = {p: sum(known_bytes(replace(config, parallel=p), adapter, gpus).values()) for p in meshes(adapter)}
-    if layout.split > 1:  # gathered in the compute type: autocast then copies no weights
+    if layout.split > 1:  # gathered in the compute dtype, so autocast makes no copies of weights
         for module in adapter.modules().values():
             module.to(adapter.dtype)
     mode, known, batch = stand_ins(config, adapter)
@@ -121,7 +120,7 @@ def estimate(config: Config, meshes: Callable[[Adapter], Iterable[ParallelConfig
     flop = {name: count for name, (_, count) in each.items()}
     flop["text"] = 2.0 * sum(encoders.values()) * config.data.max_length
 
-    def under(context: int) -> dict[str, int]:  # every process has its part of the tokens
+    def under(context: int) -> dict[str, int]:  # every process holds its part of the tokens
         return {name: held // (1 if name == "decode" else context) for name, (held, _) in each.items()}
 
     phases = under(layout.context)
@@ -135,14 +134,14 @@ def estimate(config: Config, meshes: Callable[[Adapter], Iterable[ParallelConfig
 
 
 def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
-    """Bytes per process of `world` before the first step, by kind; activations and text encoders on disk are not in it.
+    """Bytes by kind for each of `world` processes before the first step, without activations and text encoders on disk.
 
-    Split weights count with this process's part, and as `gathered` what a forward has whole: two blocks (one on its
-    way), or all with `parallel.keep_gathered`.
+    Sharded weights count as this process's shard, plus `gathered` for the blocks that a forward holds in full: two (one
+    being prefetched), or all with `parallel.keep_gathered`.
     """
     r, layout, goal = config.rollout, Layout.of(config, world), objective(config.train)
     stored = r.window_size or len(window_range(r)) if goal.collector == "trajectory" else 0
-    stored *= 2 if r.window_policy == "subset" or goal.keeps_velocity else 1  # neighbours share latents
+    stored *= 2 if r.window_policy == "subset" or goal.keeps_velocity else 1  # consecutive steps share latents
     made, scored = (count * (1 + r.staleness) for count in dealt(config, layout.data))
     whole_ones = {id(p) for name in adapter.denoisers for p in kept_whole(getattr(adapter.pipe, name), adapter)}
     if layout.split == 1:
@@ -167,7 +166,7 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
 
 
 def graph_bytes(config: Config, indices: int) -> int:
-    """Bytes of the autograd graphs that one of so many data-parallel indices keeps with train.reuse_rollout_forward."""
+    """Bytes of the autograd graphs that a data-parallel index (of `indices`) keeps for train.reuse_rollout_forward."""
     r, adapter = config.rollout, without_weights(config)[0]
     _, known, (x, sigma, condition) = stand_ins(config, adapter)
     with Weigh(known) as scale, norms_of(config):
@@ -180,7 +179,7 @@ def graph_bytes(config: Config, indices: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a device; of a CPU this process's share of it."""
+    """Free bytes of a device; on a CPU, this process's share."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -188,7 +187,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def dealt(config: Config, indices: int) -> tuple[int, int]:
-    """Most samples of a step that one of so many data-parallel indices makes, and that it scores."""
+    """Maximum number of samples per step that one data-parallel index (of `indices`) generates, and that it scores."""
     r, made = config.rollout, Counter[int]()
     for batch in deal_batches(config, [r] * r.prompts_per_step, indices):
         made[batch.index] += len(batch.places)
@@ -196,20 +195,20 @@ def dealt(config: Config, indices: int) -> tuple[int, int]:
 
 
 def _copies(config: Config) -> int:
-    """Copies of the trained weights that a run keeps beside them."""
+    """Number of extra copies of the trained weights that a run keeps."""
     goal, t = objective(config.train), config.train
     old = goal.anchor == "old" or goal.sampled_by_old
     return bool(t.ema_decay) + old + (not t.lora_rank and (goal.anchor == "base" or t.kl_coef > 0))
 
 
 def _weights(adapter: Adapter, *starts: str) -> int:
-    """Bytes of the parameters of the components whose names begin so."""
+    """Parameter bytes of the components whose names start with one of `starts`."""
     parts = [m for n, m in adapter.pipe.components.items() if isinstance(m, nn.Module) and n.startswith(starts)]
     return sum(p.numel() * p.element_size() for m in parts for p in m.parameters())
 
 
 def _sources(config: Config, adapter: Adapter) -> int:
-    """Source images per prompt: as the prompts file says, or one where it is not there and the family takes any."""
+    """Source images per prompt, from the prompts file; without the file, one if the family accepts sources."""
     if not adapter.most_sources:
         return 0
     file = Path(config.data.prompts)
@@ -217,7 +216,7 @@ def _sources(config: Config, adapter: Adapter) -> int:
 
 
 def _phase(name: str, config: Config, adapter: Adapter, batch: Batch, known: list[Tensor]) -> tuple[int, float]:
-    """(most bytes that one forward of the rollout, one decode, or one trained step holds, FLOP per sample)."""
+    """(peak bytes, FLOP per sample) of one phase: a rollout forward, a decode, or a trained step."""
     x, sigma, condition = batch
     r, parked, count = config.rollout, 0, len(x)
     with Weigh(known) as scale, norms_of(config), torch.set_grad_enabled(name == "update"):
@@ -234,7 +233,7 @@ def _phase(name: str, config: Config, adapter: Adapter, batch: Batch, known: lis
 
 
 def _facts(config: Config, adapter: Adapter) -> Facts:
-    """Of the denoisers; blocks whose width the config does not name (a U-Net's) count as none."""
+    """The denoisers' `Facts`; `hidden` is 0 if the config does not give the width of the blocks (U-Net)."""
     denoiser: Any = adapter.transformer
     get, itemsize = denoiser.config.get, DTYPES[config.dtype].itemsize
     base = sum(p.numel() for p in denoiser.parameters()) * itemsize
@@ -246,7 +245,7 @@ def _facts(config: Config, adapter: Adapter) -> Facts:
     return Facts(trained, base, hidden * both)
 
 
-# ---- models and batches without content -----------------------------------------------------------------------------
+# ---- models and batches without data --------------------------------------------------------------------------------
 
 
 def without_weights(config: Config) -> tuple[Adapter, dict[str, int]]:
@@ -254,7 +253,7 @@ def without_weights(config: Config) -> tuple[Adapter, dict[str, int]]:
     with config_errors_as("family"):
         cls = family(config.family)
     path = cls.find(config.model, configs_only=True)
-    diffusers_logging.set_verbosity_error()  # it warns of casts that only matter for weights
+    diffusers_logging.set_verbosity_error()  # its warnings about casts only matter for real weights
     pipe, encoders = meta_pipeline(path, cls.pipeline, DTYPES[config.dtype])
     with config_errors_as("rollout or train"):
         adapter = trainable(config, cls(pipe, **model_options(config)))
@@ -264,9 +263,9 @@ def without_weights(config: Config) -> tuple[Adapter, dict[str, int]]:
 
 
 def stand_ins(config: Config, adapter: Adapter) -> tuple[FakeTensorMode, list[Tensor], Batch]:
-    """(mode in which the adapter now runs without content, all its tensors, a batch of the rollout).
+    """(fake-tensor mode in which the adapter now runs, all its tensors, a batch of the rollout).
 
-    The condition is that of a longest prompt, the negative one as long; only the lengths have content.
+    Prompt and negative prompt have the maximum length; only the length tensors hold real data.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     known = _fake([m for m in adapter.pipe.components.values() if isinstance(m, nn.Module)], mode)
@@ -276,7 +275,7 @@ def stand_ins(config: Config, adapter: Adapter) -> tuple[FakeTensorMode, list[Te
 
 
 def blank_batch(config: Config, adapter: Adapter) -> Batch:
-    """x, σ and the condition of a batch of the rollout, on the CPU, without content but for σ and the lengths."""
+    """x, σ and the condition of a rollout batch, on the CPU, uninitialised except for σ and the text lengths."""
     r, shapes, sources = config.rollout, adapter.condition_shapes(config.data.max_length), _sources(config, adapter)
     with unset_fake_temporarily():
         sigma = torch.full((r.batch_size,), 0.9)
@@ -329,7 +328,7 @@ def meta_pipeline(path: Path, pipeline: str, dtype: torch.dtype) -> tuple[Any, d
 
 
 def _count(cls: Any, path: Path) -> int:
-    """Parameters of a transformers or diffusers model."""
+    """Number of parameters of a transformers or diffusers model."""
     with torch.device("meta"):
         if hasattr(cls, "load_config"):
             return sum(p.numel() for p in cls.from_config(cls.load_config(path)).parameters())
@@ -337,7 +336,7 @@ def _count(cls: Any, path: Path) -> int:
 
 
 def _fake(modules: Iterable[nn.Module], mode: FakeTensorMode) -> list[Tensor]:
-    """Replace all tensors of (meta) modules by fake ones on the CPU, in place; returns them."""
+    """Replace all tensors of (meta) modules by fake CPU tensors, in place; returns the fake tensors."""
     made: list[Tensor] = []
 
     def like(tensor: Tensor) -> Tensor:
@@ -361,7 +360,7 @@ def _fake(modules: Iterable[nn.Module], mode: FakeTensorMode) -> list[Tensor]:
 
 
 def _clear_caches(package: str) -> None:
-    """Empty the caches of a package's functions: a fake tensor in one would make what follows fake too."""
+    """Clear the caches of a package's functions, so that no cached fake tensor reaches later computations."""
     for module in [m for name, m in sys.modules.items() if name.startswith(package)]:
         for value in vars(module).values():
             if callable(getattr(value, "cache_clear", None)):
@@ -369,7 +368,7 @@ def _clear_caches(package: str) -> None:
 
 
 def _places(index: Tensor | None) -> tuple[Tensor | None, ...]:
-    """What a mask of known content (or of none) picks, as indices, whose number is known; any other index itself."""
+    """A real or empty boolean mask as index tensors, so that the result's shape is known; any other index unchanged."""
     fake = isinstance(index, FakeTensor)
     if index is None or index.dtype != torch.bool or (fake and index.numel()):
         return (index,)
@@ -377,15 +376,15 @@ def _places(index: Tensor | None) -> tuple[Tensor | None, ...]:
         return (torch.zeros(index.shape, dtype=torch.bool) if fake else index).nonzero().unbind(1)
 
 
-# ---- weighing -------------------------------------------------------------------------------------------------------
+# ---- tracking bytes -------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def norms_of(config: Config) -> Iterator[None]:
-    """Inside, norms on the CPU hold what they hold on the run's device; `device: auto` is a GPU.
+    """Context in which CPU norms save the same tensors as on the run's device; `device: auto` counts as a GPU.
 
-    There autocast runs them in fp32 (torch's AT_FORALL_FP32; on a CPU it leaves their type), and rms_norm is one
-    kernel, which keeps its input and a number per row.
+    On CUDA, autocast runs norms in fp32 (torch's AT_FORALL_FP32; CPU autocast keeps their dtype), and rms_norm is one
+    kernel, which saves its input and one number per row.
     """
     names = () if config.device == "cpu" else ("layer_norm", "group_norm", "rms_norm")
     before = {name: getattr(F, name) for name in names}
@@ -399,7 +398,7 @@ def norms_of(config: Config) -> Iterator[None]:
 
 
 def _in_fp32(norm: Callable[..., Tensor], *given: Any, **named: Any) -> Tensor:
-    """`norm` as CUDA's autocast calls it."""
+    """`norm` as called under CUDA autocast."""
     if not torch.is_autocast_enabled("cpu"):
         return norm(*given, **named)
     given, named = tree_map_only(Tensor, Tensor.float, (given, named))
@@ -408,11 +407,11 @@ def _in_fp32(norm: Callable[..., Tensor], *given: Any, **named: Any) -> Tensor:
 
 
 class RmsNorm(torch.autograd.Function):
-    """The sizes of CUDA's rms_norm and of its gradients; values are left open."""
+    """Allocates the same tensors as CUDA's rms_norm and its backward; their values are undefined."""
 
     @classmethod
     def of(cls, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        """As F.rms_norm."""
+        """Signature of F.rms_norm."""
         return cls.apply(x, weight, len(shape))
 
     @staticmethod
@@ -423,24 +422,24 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Of x and weight."""
+        """Gradients of x and weight."""
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight) if ctx.needs_input_grad[1] else None, None
 
 
 class Weigh(TorchDispatchMode):
-    """Inside, `most` is the largest number of bytes that new tensors held at once, and `now()` what they hold; `flop`
-    sums torch's formulas (its FlopCounterMode keeps tensors alive)."""
+    """Tracks the bytes of tensors created inside: their peak `most`, the current `now()`; `flop` sums torch's formulas
+    (torch's FlopCounterMode would keep tensors alive)."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
-        """known: tensors that were there before, and their views, do not count."""
+        """known: tensors that existed before; they and their views do not count."""
         super().__init__()
         self._known = {StorageWeakRef(t.untyped_storage()) for t in known}
         self._live: dict[StorageWeakRef, int] = {}
         self._total = self.most = self.flop = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do the operation and weigh what it returns; one on real tensors or a number is really done (lengths, σ)."""
+        """Run the operation and track its outputs; outside the fake mode if its inputs are real (lengths, σ)."""
         if func is aten.index.Tensor:
             args = args[0], [place for index in args[1] for place in _places(index)]
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -460,11 +459,11 @@ class Weigh(TorchDispatchMode):
             return
         self._live[place] = storage.nbytes()
         self._total += storage.nbytes()
-        if self._total > self.most:  # it may hold what is freed by now
+        if self._total > self.most:  # the sum may include storages freed since
             self.most = max(self.most, self.now())
 
     def now(self) -> int:
-        """Bytes that are still held."""
+        """Bytes of the tensors still alive."""
         self._live = {place: size for place, size in self._live.items() if not place.expired()}
         self._total = sum(self._live.values())
         return self._total

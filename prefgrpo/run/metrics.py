@@ -1,7 +1,7 @@
-"""Numbers that a step reports: reward statistics, policy metrics over all ranks, and the lines a person reads.
+"""Metrics of a step: reward statistics, policy metrics over all ranks, and the readable summary lines.
 
-Invariant: every function that combines ranks gathers arrays of the same shape on each, and returns the same values
-on each.
+Invariant: every function that combines ranks gathers arrays of the same shape from each rank, and returns the same
+values on each rank.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ FACTS = ("update", "samples", "loss")
 
 
 WARN_MISSING = 0.05
-"""Share of missing rewards or comparisons from which a step warns."""
+"""Share of missing rewards or comparisons at which a step starts to warn."""
 
 
 class RewardsMissing(RuntimeError):
-    """Too large a share of a step's rewards or comparisons could not be had."""
+    """Too large a share of a step's rewards or comparisons is missing."""
 
 
 class NoInformation(RuntimeError):
-    """The judge's verdicts have said nothing about the pictures for several steps."""
+    """The judge's verdicts have carried no information about the images for several steps."""
 
 
 def reward_metrics(names: Sequence[str], rewards: NDArray[np.float64], group_size: int) -> dict[str, float]:
@@ -53,8 +53,8 @@ def reward_metrics(names: Sequence[str], rewards: NDArray[np.float64], group_siz
 def missing_shares(
     rewards: NDArray[np.float64], weights: NDArray[np.float64], comparisons: NDArray[np.float64]
 ) -> dict[str, float]:
-    """reward/missing: share of samples [P · G, R] that lack a reward of non-zero weight; judge/missing: largest share
-    of comparisons without a verdict under one such reward, from rows [R, (asked, missing)], if any was asked."""
+    """reward/missing: share of samples (rewards: [P · G, R]) that lack a reward of non-zero weight. judge/missing: of
+    these rewards, the largest share of comparisons without a verdict (comparisons: [R, (asked, missing)])."""
     used = weights != 0
     shares = {"reward/missing": float(np.isnan(rewards[:, used]).any(1).mean()) if used.any() else 0.0}
     asked = comparisons[used & (comparisons[:, 0] > 0)]
@@ -73,9 +73,9 @@ def check_missing(shares: Mapping[str, float], limit: float, reasons: Sequence[s
 
 
 def over_ranks(local: Mapping[str, float], world: World) -> dict[str, float]:
-    """A step's metrics over all ranks, each by its own reduction (`Metric`); ranks may have different ones.
+    """Reduce a step's metrics over ranks, each with its own reduction (`Metric`); their names may differ between ranks.
 
-    Timed ones are under time/, so that two runs of the same configuration agree in everything else.
+    Timed metrics are logged under time/, so that all others are equal in two runs of the same configuration.
     """
     metrics = {name: value if isinstance(value, Metric) else Metric(value) for name, value in local.items()}
     kinds = dict(sorted(world.gather_items((name, (m.reduction, m.timed)) for name, m in metrics.items())))
@@ -92,7 +92,7 @@ def over_ranks(local: Mapping[str, float], world: World) -> dict[str, float]:
 
 
 def policy_metrics(rows: list[Tensor], world: World, names: Sequence[str] = METRICS) -> dict[str, float]:
-    """Combine rows [update, samples, loss, *names] of all ranks: sample-weighted means, extremes of the ratio."""
+    """Combine rows [update, samples, loss, *names] of all ranks: sample-weighted means; min and max of the ratio."""
     columns = (*FACTS, *names)
     table = torch.stack(rows).double().cpu().numpy() if rows else np.zeros((0, len(columns)))
     at = {name: k for k, name in enumerate(columns)}
@@ -114,9 +114,9 @@ def policy_metrics(rows: list[Tensor], world: World, names: Sequence[str] = METR
 
 
 REWARD = re.compile(r"reward/(?!missing$)([^/]+|.+:[^/]+)(?<!_std)")
-"""The mean of a reward; one's own may be named by a path, my/rewards.py:function."""
+"""Matches the key of a reward's mean; a user's reward may be named by a path, my/rewards.py:function."""
 PARTS_OF_WINS = ("_low", "_high", "_missing", "_first", "_second")
-"""Endings of what is known about a win rate: its interval, missing comparisons, and the rate in either order."""
+"""Key suffixes of a win rate's details: interval bounds, share of missing comparisons, win rate in either order."""
 
 
 def step_line(
@@ -127,7 +127,7 @@ def step_line(
     left_s: float = 0.0,
     win_rate: float | None = None,
 ) -> str:
-    """The one readable line of a step: how far it is, what the last evaluation said, rewards, judge, update, times."""
+    """The summary line of a step: progress, last evaluation's win rate, rewards, judge, update, times."""
     parts = [f"step {step:>{len(str(total))}}/{total} ({step / total:.0%}, {tqdm.format_interval(left_s)} left)"]
     if win_rate is not None:
         parts.append(f"held-out win rate {win_rate:.3f}")
@@ -164,7 +164,7 @@ def step_line(
 
 
 def eval_line(step: int, name: str, values: Mapping[str, float]) -> str:
-    """The line of an evaluation: measures now (and before), win rates against the start with their intervals."""
+    """The summary line of an evaluation: metrics now (and before), win rates over the initial policy with intervals."""
     parts = []
     for key, value in values.items():
         short = key.split("/", 1)[1]

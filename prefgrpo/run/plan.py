@@ -1,7 +1,7 @@
-"""`prefgrpo plan RECIPE [--gpus N] [--nodes M]`: memory, seconds, traffic and judges of a run, and the mesh to choose.
+"""`prefgrpo plan RECIPE [--gpus N] [--nodes M]`: estimated memory, time, traffic and judges of a run, and best mesh.
 
-Prints what `run.memory` and `run.speed` find from the model's config alone. Invariant: what a hint or a mesh is said to
-do was computed by the same estimate.
+Prints the estimates of `run.memory` and `run.speed`, which need only the model's config. Invariant: the effect printed
+for a hint or a mesh was computed by the same estimate.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def plan(
     for line in (*_speed(config, taken, machines, gpu, judge_billions), *_mesh(config, whole, machines, memory_gib)):
         print(line)
     if levers:
-        print("samples per GPU and second, at most so many GiB, with each lever alone:")
+        print("samples per second and GPU, and peak memory, with each option alone:")
         first = None
         for name, rate, gib in with_levers(config, whole, machines):
             first, ratio = first or rate, f"×{rate / first:.2f}" if first else "     "
@@ -85,7 +85,7 @@ def _step(config: Config, whole: Estimate, machines: Machines, memory_gib: float
 
 
 def _speed(config: Config, taken: StepTime, machines: Machines, gpu: str, judge_billions: float) -> Iterator[str]:
-    """Seconds, traffic and judges of a step."""
+    """Lines on the time, traffic and judges of a step."""
     unit = "clips" if family(config.family).default_frames else "images"
     yield (
         f"a step of {taken.samples} {unit} on {machines.gpus} × {gpu}, {machines.nodes} node(s), at "
@@ -105,14 +105,14 @@ def _speed(config: Config, taken: StepTime, machines: Machines, gpu: str, judge_
 
 
 def _mesh(config: Config, whole: Estimate, machines: Machines, memory_gib: float) -> Iterator[str]:
-    """The fastest mesh that fits."""
+    """The line on the fastest mesh that fits."""
     times = {
         p: _step(replace(config, parallel=p), whole, machines, memory_gib).total
         for p, held in whole.other_meshes.items()
         if held < memory_gib * GIB
     }
     if not times:
-        yield "no mesh of these GPUs holds it"
+        yield "no mesh of these GPUs fits this run"
         return
     inner: Mapping[ParallelConfig, int] = {p: p.shard * p.ring * p.ulysses for p in times}
     best = min(times, key=lambda p: (round(times[p], 3), inner[p]))
@@ -139,13 +139,13 @@ LEVERS: dict[str, dict[str, Any]] = {
         "train": {"objective": "awm", "objective_options": {}, "kl_coef": 0.0, "kl_fraction": 1.0}
     },
 }
-"""Options that make steps cheaper, each alone."""
+"""Options that make steps cheaper, each tried alone."""
 COUNTED_ANEW = ("train.guidance_gradient: conditional", "no train.gradient_checkpointing")
-"""Those that change what a forward or backward computes."""
+"""The options that change the FLOP of a forward or backward, which need a new estimate."""
 
 
 def with_levers(config: Config, whole: Estimate, machines: Machines) -> Iterator[tuple[str, float, float]]:
-    """(name, samples per GPU and second, GiB per GPU) without any lever, then with each alone."""
+    """(name, samples per second and GPU, GiB per GPU) without any of these options, then with each alone."""
     train = {"reuse_rollout_forward": False, "guidance_gradient": "both", "kl_fraction": 1.0, "min_advantage": 0.0}
     base = from_dict(merged(to_dict(config), {"train": train, "compile": False}))
     plain = whole if config.train.guidance_gradient == "both" else estimate(base)
@@ -166,7 +166,7 @@ def with_levers(config: Config, whole: Estimate, machines: Machines) -> Iterator
 
 
 def _without(config: Config, name: str) -> bool:
-    """Whether a lever does not apply."""
+    """Whether an option does not apply to this run."""
     trajectory = objective(config.train).collector == "trajectory"
     guided = (cfg := family(config.family).cfg) is not None and cfg.active(config.rollout.guidance)
     return {
@@ -186,7 +186,7 @@ def _without(config: Config, name: str) -> bool:
 
 
 def _hint(config: Config, whole: Estimate) -> str:
-    """A field that makes the sum smaller, its value now and then, tried: first for what is largest."""
+    """A field that reduces the total, with its new and current value, verified; tries the largest part first."""
     phase = max(whole.phases, key=lambda name: whole.phases[name])
     sizes = {name: size for name, size in whole.parts.items() if name != "activations"} | {phase: whole.phases[phase]}
     for part in sorted(sizes, key=lambda name: -sizes[name]):
@@ -204,7 +204,7 @@ def _hint(config: Config, whole: Estimate) -> str:
 
 
 def _knobs(config: Config, part: str) -> list[tuple[str, Any]]:
-    """(field, next value) for what is not yet at its end and may make this part or phase of an `Estimate` smaller."""
+    """(field, next value) of the fields that may still reduce this part or phase of an `Estimate`."""
     r, t, m, p = config.rollout, config.train, config.memory, config.parallel
     larger = range(config.gpus + 1, r.prompts_per_step * r.group_size * p.ring * p.ulysses + 1)
     fits = (n for n in larger if not problem(p, n))

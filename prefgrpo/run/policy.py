@@ -1,8 +1,8 @@
-"""The trained weights with their optimiser, moving average and the copies that objectives compare with.
+"""The trained weights with their optimiser, their EMA, and the weight copies that objectives compare with.
 
-AdamW over fp32 masters; EMA by one fused lerp per update, the old policy by one per training step. Split weights
-(FSDP2) are DTensors, with gradients that are summed already; torch's fused operations take either kind, but not both at
-once. Invariant: `state_dict` holds everything that the next update depends on, so a resumed run continues bit by bit.
+AdamW on fp32 master weights; the EMA is one fused lerp per update, the old policy one per training step. Sharded
+weights (FSDP2) are DTensors whose gradients are already summed; torch's fused ops take tensors or DTensors, not both.
+Invariant: `state_dict` holds everything that the next update depends on, so a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class NonFiniteGradient(RuntimeError):
 
 
 class Policy:
-    """Trainable parameters, AdamW and EMA."""
+    """Trainable parameters, AdamW, EMA and weight copies."""
 
     def __init__(
         self, parameters: dict[str, Tensor], train: TrainConfig, old: bool = False, base: bool = False
     ) -> None:
-        """old: keep an old policy's weights. base: keep the starting weights (a LoRA is switched off instead)."""
+        """old: keep an old policy's weights. base: keep the initial weights (not needed with a LoRA)."""
         self.train = train
         self.parameters = parameters
         self.params = list(parameters.values())
         self.kinds = [kind for wanted in (False, True) if (kind := [p for p in self.params if is_split(p) == wanted])]
-        """The parameters that every process holds whole, and those it holds a part of."""
+        """The non-empty lists among the replicated and the sharded parameters."""
         self.optimizer = torch.optim.AdamW(
             [{"params": kind} for kind in self.kinds],
             lr=train.lr,
@@ -48,7 +48,7 @@ class Policy:
     def update(self, world: World) -> float:
         """Sum gradients over ranks, clip, step. Returns the gradient norm before clipping.
 
-        Raises NonFiniteGradient, on all ranks alike and before any weight is touched.
+        Raises NonFiniteGradient, on all ranks and before any weight is changed.
         """
         world.sum_gradients(self.params)
         norms = [whole(get_total_norm([p.grad for p in kind if p.grad is not None])) for kind in self.kinds]
@@ -80,12 +80,12 @@ class Policy:
                 torch._foreach_lerp_(parts(self.old.values()), parts(self.params), 1.0 - decay)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Inside, the parameters hold their moving average (no-op without EMA)."""
+        """Context in which the parameters hold their EMA (no-op without EMA)."""
         return self.holding(self.ema)
 
     @contextmanager
     def holding(self, weights: dict[str, Tensor]) -> Iterator[None]:
-        """Inside, the parameters hold `weights`: `ema`, `old` or `base` (no-op where it is empty)."""
+        """Context in which the parameters hold `weights`: `ema`, `old` or `base` (no-op if empty)."""
         if not weights:
             yield
             return
@@ -100,7 +100,7 @@ class Policy:
                 torch._foreach_copy_(live, saved)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything a checkpoint keeps, by name."""
+        """All tensors of a checkpoint, by name."""
         kinds = {"param": self.parameters, "ema": self.ema, "old": self.old}
         out = {f"{kind}.{n}": t for kind, tensors in kinds.items() for n, t in tensors.items()}
         for name, p in self.parameters.items():
@@ -109,14 +109,14 @@ class Policy:
         return out
 
     def templates(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Tensors, as this process holds them, to read those of these names of a `state_dict()` into."""
+        """Tensors, sharded as on this process, to read the entries `names` of a stored `state_dict()` into."""
         live = {f"param.{n}": p.detach() for n, p in self.parameters.items()}
         live |= {f"{kind}.{n}": t for kind in ("ema", "old") for n, t in getattr(self, kind).items()}
         moments = {f"adamw.{key}.{n}": p for n, p in self.parameters.items() for key in ("exp_avg", "exp_avg_sq")}
         return {n: live[n] if n in live else torch.zeros_like(moments[n]) for n in names if n in live or n in moments}
 
     def load_state_dict(self, tensors: dict[str, Tensor], updates: int) -> None:
-        """Restore what `state_dict()` gave after `updates` updates. Raises CheckpointError if the names do not fit."""
+        """Restore a `state_dict()` taken after `updates` updates. Raises CheckpointError if names do not match."""
         load_into(self.parameters, tensors, "param.")
         load_into(self.ema, tensors, "ema.")
         load_into(self.old, tensors, "old.")

@@ -1,4 +1,4 @@
-"""Where everything lies in a run's folder, `output/name`: the only place that knows the names of its files.
+"""Layout of a run's folder, `output/name`: the only module that knows the names of its files.
 
 config.yaml  metrics.jsonl  judgements.jsonl  verdicts/  tensorboard/  checkpoints/step_000020/
 eval/dev_000050.npz, .json  groups/step_000050.npz  lora/ or pipeline/  proof.safetensors  report.html
@@ -40,16 +40,16 @@ class RunFolder:
         return self.eval / f"{name}_before_{rank}of{size}.npz"
 
     def all_before(self, name: str) -> dict[int, list[Path]]:
-        """Number of ranks → the files that as many ranks wrote, for every number of which there is a file."""
+        """Number of ranks → the files written by a run with that many ranks, for every number found in the folder."""
         sizes = {int(p.stem.rpartition("of")[2]) for p in self.eval.glob(f"{name}_before_*of*.npz")}
         return {size: [self.before(name, rank, size) for rank in range(size)] for size in sorted(sizes)}
 
     def prompts(self, name: str) -> Path:
-        """The shown prompts of an evaluation set."""
+        """The prompts of an evaluation set that the report shows."""
         return self.eval / f"{name}_prompts.json"
 
     def sources(self, name: str) -> Path:
-        """Their source images, if they are edits."""
+        """The source images of these prompts, for edits."""
         return self.eval / f"{name}_sources.npz"
 
     def shown(self, name: str, step: int) -> Path:
@@ -57,11 +57,11 @@ class RunFolder:
         return self.eval / f"{name}_{step:06d}.npz"
 
     def all_shown(self, name: str) -> list[Path]:
-        """Those of all evaluations, by step."""
+        """The images of all evaluations, by step."""
         return sorted(self.eval.glob(f"{name}_{'[0-9]' * 6}.npz"))
 
     def outcomes(self, name: str, step: int) -> Path:
-        """Who won each image of an evaluation, and the judge's answers on the images that are kept."""
+        """Win, tie or loss of every image of an evaluation, and the judge's answers for the stored images."""
         return self.eval / f"{name}_{step:06d}.json"
 
     def group(self, step: int) -> Path:
@@ -69,11 +69,11 @@ class RunFolder:
         return self.groups / f"step_{step:06d}.npz"
 
     def all_groups(self) -> list[Path]:
-        """Those of all steps, by step."""
+        """The groups of all steps, by step."""
         return sorted(self.groups.glob(f"step_{'[0-9]' * 6}.npz"))
 
     def all_evaluations(self) -> list[Path]:
-        """What `prefgrpo evaluate` wrote: tables of suites and comparisons."""
+        """Files written by `prefgrpo evaluate`: tables of suites and comparisons."""
         return sorted(p for p in self.evaluations.glob("*/*/*.json") if p.name != "about.json")
 
     def checkpoint(self, step: int) -> Path:
@@ -92,5 +92,5 @@ class RunFolder:
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint, of an evaluation's images or of a file of groups."""
+    """The step number in the file name of a checkpoint, of evaluation images or of groups."""
     return int(path.stem.rpartition("_")[2])

@@ -1,7 +1,7 @@
-"""Everything a run needs before its first step, checked: folder, model, policy, prompts, judge, memory.
+"""Opens and checks everything that a run needs before its first step: folder, model, policy, prompts, judge, memory.
 
-Invariant: what shows to be wrong without training shows here, with an error that says what to do, before
-anything in an existing run folder is touched.
+Invariant: every problem that can be detected without training is reported here, with an error that says what to do,
+before anything in an existing run folder is changed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ FREE = (
     *("judge.retries", "judge.patience_s", "parallel.replicate", "parallel.shard", "parallel.ulysses"),
     *("parallel.ring", "parallel.keep_gathered", "parallel.offload"),
 )
-"""What a resumed run may change: where and how it runs, and what mends a run that stopped."""
+"""Fields that may differ in a resumed run: where and how it runs, and options that help after a stop."""
 FREE_OPTIONS = (
     ".url",
     ".device",
@@ -74,13 +74,13 @@ FREE_OPTIONS = (
     ".judge.timeout_s",
     f".{PYTHON}",
 )
-"""Likewise among a reward's options."""
+"""The same for a reward's options, as suffixes."""
 Collector = TrajectoryCollector | EndpointCollector
 
 
 @dataclass
 class Clock:
-    """Seconds per phase of a step."""
+    """Measures the seconds per phase of a step."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     now: Callable[[], float] = time.perf_counter
@@ -96,13 +96,13 @@ class Clock:
 
 
 class Interrupt:
-    """Turns the first SIGINT or SIGTERM into a flag, so that a step ends and is saved; the second one kills.
+    """Turns the first SIGINT or SIGTERM into a flag, so that the step is finished and saved; a second kills the run.
 
-    Signals belong to the main thread: in any other one nothing is caught.
+    Only the main thread can handle signals: created in another thread, this does nothing.
     """
 
     ever = False
-    """Whether one was seen in this process."""
+    """Whether a signal was received in this process."""
 
     def __init__(self) -> None:
         self.seen = False
@@ -115,7 +115,7 @@ class Interrupt:
         self.restore()
 
     def restore(self) -> None:
-        """Give the signals back."""
+        """Restore the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -125,7 +125,7 @@ class Session:
     """The parts of a run."""
 
     config: Config
-    """Of the run, with the batch sizes that were found for `auto`."""
+    """The run's configuration, with `auto` batch sizes replaced by numbers."""
     world: World
     folder: RunFolder
     adapter: Adapter
@@ -139,15 +139,15 @@ class Session:
     judge: PairJudge | None
     interrupt: Interrupt
     lock: int | None
-    """Descriptor that holds the run folder; rank 0's."""
+    """File descriptor of the run folder's lock; on rank 0 only."""
     start: int = 0
-    """Steps already done."""
+    """Number of steps already done."""
     trained_s: float = 0.0
     """Seconds of training already spent."""
     kl_coef: float | None = None
-    """What train.kl_target made of train.kl_coef; None: nothing yet."""
+    """train.kl_coef as adapted to train.kl_target; None: not adapted yet."""
     notes: list[str] = field(default_factory=list)
-    """What the start-up checks found, to be printed."""
+    """Start-up messages to print."""
 
     def close(self) -> None:
         """Stop the judge and leave the process group."""
@@ -162,7 +162,7 @@ class Session:
 
 
 def open_session(config: Config, resume: bool) -> Session:
-    """Build and check everything. What torchrun has restarted is resumed.
+    """Build and check everything. After a restart by torchrun, the run is resumed even without `resume`.
 
     Raises ConfigError, DataError, CheckpointError, ModelError or JudgeError.
     """
@@ -187,7 +187,7 @@ def open_session(config: Config, resume: bool) -> Session:
 def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: int | None) -> Session:
     prompts, sets = prompt_sets(config)
     measured = sets if config.eval.every else {}
-    judge, judge_notes = open_judge(config, world)  # what is wrong with a reward shows before the model is loaded
+    judge, judge_notes = open_judge(config, world)  # a bad reward fails before the model loads
     scorer, weights = training_scorer(config, judge, folder.root if world.main else None, prompts, world)
     scorers = {name: evaluation_scorers(config, judge, held, scorer, world) for name, held in measured.items()}
     absent = len(uncached(config, encoding_jobs(config, prompts, [p for held in sets.values() for p in held])))
@@ -229,28 +229,28 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
         decoded = config.memory.decode_batch or config.rollout.batch_size
         session.notes.append(f"rollout.batch_size: auto is {config.rollout.batch_size}, {decoded} decoded at once")
     if config.data.cache:
-        state = f"{absent} texts are not in it yet" if absent else "it has all prompts, no text encoder was loaded"
+        state = f"{absent} entries still missing" if absent else "complete, no text encoder was loaded"
         session.notes.append(f"embeddings in {config.data.cache}: {state}")
     _start_folder(config, session, resume)
     return session
 
 
 def open_policy(config: Config, goal: Objective, adapter: Adapter) -> Policy:
-    """The trained weights, with the copies of them that the objective needs."""
+    """The trained weights, with the copies that the objective needs."""
     old = goal.anchor == "old" or goal.sampled_by_old
     base = not config.train.lora_rank and (goal.anchor == "base" or config.train.kl_coef > 0)
     return Policy(dict(adapter.trainable()), config.train, old, base)
 
 
 def keeps_graph(config: Config, goal: Objective, world: World) -> bool:
-    """Whether the first update reuses the rollout's forwards. Raises ConfigError if it must and cannot."""
+    """Whether the first update reuses the rollout's forwards. Raises ConfigError if set to true but impossible."""
     wanted, t = config.train.reuse_rollout_forward, config.train
     obstacles = {
         f"{t.objective} replays no steps": goal.collector != "trajectory",
-        "an old policy makes the rollouts": goal.sampled_by_old,
+        "an old policy generates the rollouts": goal.sampled_by_old,
         "parallel splits weights or tokens": world.mesh is not None,
-        "rollout.staleness is 1, and the weights change in between": bool(config.rollout.staleness),
-        "with train.lora_rank 0 the KL's reference takes the weights' place": bool(t.kl_coef and not t.lora_rank),
+        "rollout.staleness is 1, so the weights change in between": bool(config.rollout.staleness),
+        "with train.lora_rank 0, the KL's reference weights are swapped in": bool(t.kl_coef and not t.lora_rank),
     }
     why = [reason for reason, there in obstacles.items() if there]
     if wanted is True and why:
@@ -269,7 +269,7 @@ def keeps_graph(config: Config, goal: Objective, world: World) -> bool:
 
 
 def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Policy, world: World) -> Collector:
-    """What makes an objective's gradients. Raises ConfigError for draws that a family with several denoisers lacks."""
+    """The collector of the objective. Raises ConfigError for a `times` that a family with several denoisers rejects."""
 
     def reference() -> AbstractContextManager[None]:
         return adapter.reference() if config.train.lora_rank else policy.holding(policy.base)
@@ -285,7 +285,7 @@ def open_collector(config: Config, goal: Objective, adapter: Adapter, policy: Po
 
 
 def _objective_mistakes(config: Config) -> list[str]:
-    """What is wrong with the objective and its options."""
+    """Errors in the objective and its options."""
     try:
         goal = objective(config.train)
     except ConfigError as error:
@@ -304,19 +304,19 @@ def _objective_mistakes(config: Config) -> list[str]:
         wanted = f"{config.train.objective} trains on comparisons: expected a pairwise reward, such as vlm_pairwise"
         wrong.append(f"reward.spec: {wanted}, with a weight above 0, got {config.reward.spec!r}")
     if r.cache != "none" and goal.collector == "trajectory":
-        why = f"{config.train.objective} needs the log-probs of what the policy computes in full"
+        why = f"{config.train.objective} needs log-probs of samples computed without a cache"
         wrong.append(f"rollout.cache: {why}: expected none, got {r.cache}")
     if r.staleness and (goal.anchor == "old" or goal.sampled_by_old):
-        why = f"{config.train.objective} has an old policy here, which is to be the one that made the samples"
+        why = f"{config.train.objective} has an old policy, which has to be the one that generated the samples"
         wrong.append(f"rollout.staleness: {why}: expected 0, got {r.staleness}")
     if config.train.min_advantage and not goal.weighs_advantages:
-        why = f"{config.train.objective} does not weigh samples by their advantages"
+        why = f"{config.train.objective} does not weight samples by their advantages"
         wrong.append(f"train.min_advantage: {why}: expected 0, got {config.train.min_advantage}")
     return wrong
 
 
 def mistakes(config: Config) -> list[str]:
-    """What is wrong with a run as far as it shows without its model: files, rewards, judge, split into updates."""
+    """Errors that can be found without loading the model: files, rewards, judge, objective, number of updates."""
     r, e, options = config.rollout, config.eval, config.reward.options
     if absent := [name for name, own in options.items() if PYTHON in own and name not in named_objects()]:
         origin = ", ".join(f"{name} is {options[name][PYTHON]}" for name in absent)
@@ -336,13 +336,13 @@ def mistakes(config: Config) -> list[str]:
 
 
 def check_run(config: Config) -> None:
-    """Raise ConfigError with all of `mistakes`."""
+    """Raise ConfigError if there are `mistakes`, with all of them."""
     if problems := mistakes(config):
         raise ConfigError(problems)
 
 
 def _check_context(config: Config, world: World, prompts: list[Prompt]) -> None:
-    """Raise ConfigError for sizes whose tokens cannot be divided; from the model's configs, before it loads."""
+    """Raise ConfigError for sizes whose tokens cannot be divided; needs the model's configs but not its weights."""
     if world.layout.context == 1:
         return
     adapter, _ = without_weights(config)
@@ -353,7 +353,7 @@ def _check_context(config: Config, world: World, prompts: list[Prompt]) -> None:
 
 
 def _with_found_sizes(config: Config, folder: RunFolder) -> Config:
-    """`auto` in a run that is resumed: what it was at the run's first start."""
+    """For a resumed run with `auto`, `config` with the batch sizes stored at the run's first start."""
     if config.rollout.batch_size != AUTO or not folder.config.is_file():
         return config
     stored = load(folder.config)
@@ -362,7 +362,7 @@ def _with_found_sizes(config: Config, folder: RunFolder) -> Config:
 
 
 def _check_same_run(config: Config, folder: RunFolder) -> None:
-    """Raise CheckpointError if the folder's run has another configuration in what a resumed run may not change."""
+    """Raise CheckpointError if the folder's run differs in a field that a resumed run may not change."""
     changed = differences(load(folder.config), config) if folder.config.is_file() else {}
     fixed = {k: v for k, v in changed.items() if k not in FREE and not (".options." in k and k.endswith(FREE_OPTIONS))}
     if fixed:
@@ -374,7 +374,7 @@ def _check_same_run(config: Config, folder: RunFolder) -> None:
 
 
 def open_schedules(config: Config, adapter: Adapter, world: World, prompts: list[Prompt]) -> Schedules:
-    """The schedules of a run, every size of its prompts checked. Raises ConfigError."""
+    """The schedules of a run, after checking every size of its prompts. Raises ConfigError."""
     schedules = Schedules(config, adapter, world.device)
     with config_errors_as("rollout, or a prompt's own size"):
         for sizes in all_sizes(prompts, config.rollout, config.data.own_sizes):
@@ -394,7 +394,7 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
         path, tensors, meta, damaged = stored
         if meta["prompts"] != fingerprint(session.rollouts.prompts):
             raise checkpoint.CheckpointError(
-                f"{config.data.prompts} holds other prompts than when {folder.root} was started; "
+                f"{config.data.prompts} has different prompts than when {folder.root} was started; "
                 "resume with the old file, or choose another --name"
             )
         session.policy.load_state_dict(tensors, meta["updates"])
@@ -406,8 +406,8 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
     elif resume:
         session.notes.append(f"no checkpoint in {folder.root} yet; starting from step 0")
     if world.main:
-        text = yaml.safe_dump(to_dict(config), sort_keys=False)  # escapes: U+0085 would not survive otherwise
-        checkpoint.write_atomic(folder.config, text)  # first: it makes the folder a run that can be resumed
+        text = yaml.safe_dump(to_dict(config), sort_keys=False)  # escaped, or U+0085 would be lost
+        checkpoint.write_atomic(folder.config, text)  # first, since without it the run cannot be resumed
         folder.eval.mkdir(exist_ok=True)
         folder.groups.mkdir(exist_ok=True)
         drop_from(folder.judgements, session.start)
@@ -415,7 +415,7 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
 
 
 def _notes(config: Config, session: Session) -> Iterator[str]:
-    """What trains, on what, evaluated how, and the memory that is known before the first step."""
+    """Start-up messages: what is trained, on which prompts, how it is evaluated, and memory before the first step."""
     c, r, t, e, adapter = config, config.rollout, config.train, config.eval, session.adapter
     count, what = len(session.rollouts.prompts), f"LoRA rank {t.lora_rank}" if t.lora_rank else "full"
     media = f"clips of {frames} frames" if (frames := adapter.frames(r)) else "images"
@@ -426,9 +426,9 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
     )
     held = {name: len(set(evaluator.held.group.tolist())) for name, evaluator in session.evaluators.items()}
     if not held:
-        few = f"{count} prompts are too few to hold some out (fewer than {FEWEST_TO_SPLIT})"
+        few = f"{count} prompts are too few for a held-out split (fewer than {FEWEST_TO_SPLIT})"
         why = "eval.every is 0" if not e.every else few if e.holdout else "eval.holdout is 0"
-        yield f"no evaluation, so no before/after comparison: {why}, and eval.prompts names no file"
+        yield f"no evaluation, so no before/after comparison: {why}, and eval.prompts is empty"
     elif e.prompts or e.final_prompts:
         yield "evaluated on " + ", ".join(f"{number} prompts ({name})" for name, number in held.items())
     else:
@@ -438,9 +438,9 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
         yield "the first update of each step reuses the rollout's forwards (train.reuse_rollout_forward)"
     if r.staleness:
         yield (
-            "the samples of a step are made before the update of the step before, while that is judged "
-            f"(rollout.staleness); those of the first step, and after a checkpoint (every {c.checkpoint.every} steps), "
-            "are not"
+            "the next step's samples are generated while the current step is judged, before its update "
+            "(rollout.staleness), except for the first step and after a checkpoint (every "
+            f"{c.checkpoint.every} steps)"
         )
     if waits := idle(config, session.world.dp_size):
         yield waits
@@ -449,13 +449,13 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
     unit, name = (2**30, "GiB") if total >= 2**30 else (2**20, "MiB")
     listed = " + ".join(f"{part} {size / unit:.3g}" for part, size in parts.items())
     yield (
-        f"memory per process: {listed} = {total / unit:.3g} {name} of {free:.1f} GiB free, and the activations of "
+        f"memory per process: {listed} = {total / unit:.3g} {name} of {free:.1f} GiB free, plus the activations of "
         f"{r.batch_size} images"
     )
 
 
 def idle(config: Config, indices: int) -> str:
-    """How long processes wait for each other in an update because its batches cannot be dealt evenly; '' if never."""
+    """A message about idle processes if the batches of an update cannot be assigned evenly; '' if they can."""
     r = config.rollout
     batches = Counter(b.update for b in deal_batches(config, [r] * r.prompts_per_step))
     rounds = sum(-(-count // indices) for count in batches.values())
@@ -465,12 +465,12 @@ def idle(config: Config, indices: int) -> str:
     counts = " or ".join(str(count) for count in sorted(set(batches.values())))
     return (
         f"an update has {counts} batches of up to {r.batch_size} samples for {indices} processes, which are idle "
-        f"{share:.0%} of it; a rollout.batch_size that makes it a multiple of {indices} avoids that"
+        f"{share:.0%} of it; choose a rollout.batch_size that makes the number a multiple of {indices}"
     )
 
 
 def peak_memory(device: torch.device) -> int:
-    """Most bytes this process has held so far, on the device."""
+    """Peak bytes of this process so far: allocated on the GPU, or resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

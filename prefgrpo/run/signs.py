@@ -1,11 +1,11 @@
-"""Early signs of reward hacking: what tends to go wrong before the reward shows it.
+"""Early signs of reward hacking: metrics that tend to get worse before the reward shows it.
 
-    diversity            distance of a group's images, mean of WINDOW steps, below LESS_DIVERSE of the first WINDOW
-    order_inconsistency  share of verdicts that flip when swapped, above MORE_INCONSISTENT times that, and above LEAST
-    monitors             an evaluation's measure FALLEN below its best while what is trained on is at its best
+    diversity            pixel distance within groups: mean of the last WINDOW steps < LESS_DIVERSE · first WINDOW steps
+    order_inconsistency  share of verdicts that flip when swapped: likewise > MORE_INCONSISTENT · the first, and > LEAST
+    monitors             an evaluation metric is FALLEN (relative) below its best while a trained one is at its best
 
-The limits are of the demo's world, where runs that declined had crossed them. Invariant: what is said depends on the
-run's rows alone, so a resumed run says the same.
+The limits come from the demo, whose runs that got worse had crossed them. Invariant: the signs depend only on the run's
+metrics rows, so a resumed run reports the same ones.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ DIVERSITY, INCONSISTENCY = "diversity/pixels", "judge/order_inconsistency"
 
 
 def pixel_distance(images: NDArray[np.uint8]) -> float:
-    """Root of the mean squared difference of two of G images or clips [G, …], pixels in 0 … 1: √(2 · variance)."""
+    """RMS pixel difference between two of G images or clips [G, …], with pixels in 0 … 1: √(2 · variance)."""
     pixels = images.reshape(len(images), -1).astype(np.float32) / 255.0
     return float(np.sqrt(2.0 * pixels.var(axis=0, ddof=1, dtype=np.float64).mean()))
 
 
 class Signs:
-    """Watches the rows of a run; says each sign when it appears, and again only after it was gone."""
+    """Watches the rows of a run; reports a sign when it appears, and again only after it had disappeared."""
 
     def __init__(self, trained: Iterable[str], rows: Iterable[Mapping[str, Any]] = ()) -> None:
-        """trained: names of the rewards of non-zero weight. rows: of metrics.jsonl, of a run that goes on."""
+        """trained: names of the rewards with non-zero weight. rows: earlier rows of metrics.jsonl of a resumed run."""
         self._trained = set(trained)
         self._steps: dict[str, list[float]] = {DIVERSITY: [], INCONSISTENCY: []}
         self._best: dict[Any, dict[str, float]] = {}
@@ -44,7 +44,7 @@ class Signs:
             self.add(row["kind"], row)
 
     def add(self, kind: str, row: Mapping[str, Any]) -> dict[Sign, str]:
-        """Signs that are new with a row ("train" or "eval"), and what is to be seen of them."""
+        """Add a row (kind "train" or "eval"); returns the signs that are new with it, each with a description."""
         seen = self._of_steps(row) if kind == "train" else self._of_evaluations(row)
         own: set[Sign] = {"diversity", "order_inconsistency"} if kind == "train" else {"monitors"}
         new = {sign: text for sign, text in seen.items() if sign not in self._shown}
@@ -64,7 +64,7 @@ class Signs:
         return out
 
     def _means(self, name: str) -> tuple[float, float]:
-        """Means of the first and the last WINDOW steps that have a value; NaN before there are twice as many."""
+        """Means over the first and the last WINDOW steps with a value; NaN before there are 2 · WINDOW values."""
         values = self._steps[name]
         if len(values) < 2 * WINDOW:
             return float("nan"), float("nan")

@@ -1,11 +1,11 @@
-"""How long a training step takes and what moves between GPUs, from FLOP, bytes and the hardware's peaks.
+"""Estimates the time of a training step and the traffic between GPUs, from FLOP, bytes and the hardware's peaks.
 
-    seconds = FLOP / (peak · mfu) + what moves / link's bytes per second, where it is not hidden behind computing
+    seconds = FLOP / (peak · mfu) + exposed traffic / bandwidth of the link
 
-One number, mfu, stands for everything that keeps kernels from the peak; docs/scale.md says where published runs differ
-from it. Gathers of split weights are prefetched, so that only what exceeds a phase's computing counts; all-to-alls and
-the sum of a LoRA's gradients are waited for. Judging runs beside the rollout. Invariant: the work is that of the run
-(`deal_batches`, the same windows, forwards and passes), and FLOP are torch's counts of its code (`memory.estimate`).
+A single factor, mfu, covers everything that keeps kernels from the peak; docs/scale.md says where published runs differ
+from it. All-gathers of sharded weights are prefetched, so only the time beyond a phase's compute counts; all-to-alls
+and the all-reduce of a LoRA's gradients are exposed. Judging overlaps the rollout. Invariant: the work is that of the
+real run (`deal_batches`, same windows, forwards and passes), its FLOP counted by torch (`memory.estimate`).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from prefgrpo.run.judging import PAIRWISE
 from prefgrpo.run.memory import Estimate, Facts
 
 MFU = {False: 0.3, True: 0.45}
-"""Share of the bf16 peak that is reached without and with `compile`, if nothing else is said."""
+"""Default model FLOP utilisation, as a share of the bf16 peak, without and with `compile`."""
 JUDGE_MFU = 0.3
 PIXELS_PER_TOKEN = 28 * 28
-"""Of a Qwen2-VL judge."""
+"""Pixels per image token of a Qwen2-VL judge."""
 FRAMES_SHOWN = 8
-"""Of a clip, to a judge."""
+"""Frames of a clip that the judge sees."""
 TEXT_TOKENS = 200
-"""Of a comparison's template and prompt."""
+"""Text tokens of a comparison: template and prompt."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A GPU and its links, as the vendor gives them; links in bytes per second and direction."""
+    """Vendor figures of a GPU and its links; link bandwidths in bytes per second and direction."""
 
     flops: float
     """Dense bf16 FLOP/s."""
@@ -52,9 +52,9 @@ class Hardware:
     """fp32 FLOP/s without TF32."""
     memory_gib: float
     nvlink: float
-    """To the other GPUs of the node."""
+    """Bandwidth to the other GPUs of the node."""
     network: float
-    """To other nodes, per GPU: 400 Gbit/s (A100: 200)."""
+    """Bandwidth to other nodes, per GPU: 400 Gbit/s (A100: 200)."""
 
 
 HARDWARE = {
@@ -66,7 +66,7 @@ HARDWARE = {
 
 @dataclass(frozen=True)
 class Machines:
-    """What a run is planned for."""
+    """The hardware that a run is planned for."""
 
     gpu: Hardware
     gpus: int
@@ -74,51 +74,51 @@ class Machines:
     mfu: float
 
     def rate(self, config: Config) -> float:
-        """FLOP/s of one GPU."""
+        """Effective FLOP/s of one GPU."""
         return self.mfu * (self.gpu.flops if config.dtype == "bf16" else self.gpu.flops_fp32)
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """One training step, on each GPU."""
+    """Time and traffic of one training step, per GPU."""
 
     seconds: dict[str, float]
-    """By phase; `gather`, `all-to-all` and `reduce` are what computing does not hide."""
+    """Seconds by phase; `gather`, `all-to-all` and `reduce` count only what compute does not hide."""
     traffic: dict[str, float]
-    """Bytes that a GPU sends, by kind."""
+    """Bytes that a GPU sends, by kind of traffic."""
     links: dict[str, str]
-    """Kind → nvlink or network."""
+    """Kind of traffic → nvlink or network."""
     samples: int
 
     @property
     def total(self) -> float:
-        """Seconds of the step, if judging is hidden."""
+        """Seconds of the whole step, assuming that judging is fully overlapped."""
         return sum(self.seconds.values())
 
     def rate(self, machines: Machines) -> float:
-        """Samples per GPU and second."""
+        """Samples per second and GPU."""
         return self.samples / self.total / machines.gpus
 
 
 @dataclass(frozen=True)
 class Work:
-    """How often a GPU's share of a step runs the model, in samples times passes."""
+    """Model calls in the step of the busiest data-parallel index, in samples times passes."""
 
     samples: int
-    """Made by the busiest data-parallel index."""
+    """Samples that it generates."""
     batches: int
     rollout: float
     """Forwards of the rollout."""
     trained: float
     """Forwards with backward."""
     beside: float
-    """Forwards without: of references, anchors and first passes."""
+    """Forwards without backward: of references, anchors and first passes."""
     reused: float
-    """Of `trained`, those whose forward was the rollout's."""
+    """The part of `trained` whose forward is reused from the rollout."""
 
 
 def work(config: Config, data: int, reuses: bool) -> Work:
-    """The passes of the busiest of so many data-parallel indices; reuses: the first update has the rollout's graphs."""
+    """The work of the busiest of `data` data-parallel indices; reuses: the first update reuses the rollout's graphs."""
     r, t, goal = config.rollout, config.train, objective(config.train)
     samples, batches, first = Counter[int](), Counter[int](), Counter[int]()
     for batch in deal_batches(config, [r] * r.prompts_per_step, data, goal.whole_groups):
@@ -139,12 +139,12 @@ def work(config: Config, data: int, reuses: bool) -> Work:
 
 
 def trained_steps(config: Config) -> int:
-    """Stored steps of a sample."""
+    """Number of stored steps per sample."""
     return config.rollout.window_size or len(window_range(config.rollout))
 
 
 def kept(config: Config, groups: int = 2000) -> float:
-    """Share of the samples that train.min_advantage keeps, for rewards that are normally distributed."""
+    """Share of the samples that train.min_advantage keeps, assuming normally distributed rewards."""
     if not config.train.min_advantage:
         return 1.0
     r = config.rollout
@@ -155,7 +155,7 @@ def kept(config: Config, groups: int = 2000) -> float:
 
 
 def reuses_forwards(config: Config, whole: Estimate, memory_gib: float) -> bool:
-    """Whether train.reuse_rollout_forward takes effect, as `session.keeps_graph` decides it, by the plan's bytes."""
+    """Whether train.reuse_rollout_forward takes effect: the decision of `session.keeps_graph`, with estimated bytes."""
     wanted, r, t, goal = config.train.reuse_rollout_forward, config.rollout, config.train, objective(config.train)
     layout = Layout.of(config, config.gpus)
     unable = goal.collector != "trajectory" or goal.sampled_by_old or layout.shard * layout.context > 1 or r.staleness
@@ -167,7 +167,7 @@ def reuses_forwards(config: Config, whole: Estimate, memory_gib: float) -> bool:
 
 
 def graphs(config: Config, whole: Estimate) -> float:
-    """Bytes of the graphs that the first update keeps, at most: the activations of as many trained steps."""
+    """Upper bound of the bytes of the first update's autograd graphs: activations times the number of trained steps."""
     data = Layout.of(config, config.gpus).data
     r = config.rollout
     first = Counter(b.index for b in deal_batches(config, [r] * r.prompts_per_step, data) if b.update == 0)
@@ -175,9 +175,9 @@ def graphs(config: Config, whole: Estimate) -> float:
 
 
 def step_time(config: Config, flop: Mapping[str, float], model: Facts, machines: Machines, reuses: bool) -> StepTime:
-    """Seconds and traffic of one training step. Raises ConfigError for a mesh that does not fit the number of GPUs.
+    """Time and traffic of one training step. Raises ConfigError if the mesh does not fit the number of GPUs.
 
-    flop, model: of `Estimate`, for any mesh.
+    flop, model: from an `Estimate`; they are the same for any mesh.
     """
     layout, rate = Layout.of(config, machines.gpus), machines.rate(config)
     done, r, t = work(config, layout.data, reuses), config.rollout, config.train
@@ -205,7 +205,7 @@ def step_time(config: Config, flop: Mapping[str, float], model: Facts, machines:
         made = 1 if config.parallel.keep_gathered else done.rollout / batch
         traffic["gather in rollout"] = part * made
         traffic["gather in update"] = part * (2 * done.trained + done.beside) / batch
-        if not t.lora_rank:  # gradients are split and summed, in fp32, after every backward
+        if not t.lora_rank:  # gradients are reduce-scattered in fp32 after every backward
             traffic["gather in update"] += (n - 1) / n * 4 * model.trained * done.trained / batch
     copies = layout.replicate if n > 1 and not t.lora_rank else machines.gpus
     if copies > 1:
@@ -229,8 +229,8 @@ def step_time(config: Config, flop: Mapping[str, float], model: Facts, machines:
 
 
 def judge_servers(config: Config, step: StepTime, machines: Machines, judge_billions: float) -> tuple[int, float, int]:
-    """(comparisons of a step, seconds of one on a GPU, servers of one such GPU that judge while the rollout goes on, or
-    with rollout.staleness the whole step). For verdicts of one token; (0, 0, 0) where no pairwise judge is asked.
+    """(comparisons per step, seconds per comparison on one GPU, number of one-GPU servers needed to hide judging behind
+    the rollout, or with rollout.staleness behind the step). For one-token verdicts; (0, 0, 0) without a pairwise judge.
     """
     if PAIRWISE not in parse_reward_spec(config.reward.spec):
         return 0, 0.0, 0
@@ -249,7 +249,7 @@ def judge_servers(config: Config, step: StepTime, machines: Machines, judge_bill
 
 
 def meshes(config: Config, adapter: Adapter, machines: Machines) -> list[ParallelConfig]:
-    """The meshes that this model could run on, with tokens and heads that divide; ring stays as it is configured."""
+    """The meshes that this model can run on, whose sizes divide its tokens and heads; ring stays as configured."""
     p, found = config.parallel, list[ParallelConfig]()
     per_node = math.ceil(machines.gpus / machines.nodes)
     sizes = [k for k in range(1, machines.gpus + 1) if machines.gpus % k == 0]

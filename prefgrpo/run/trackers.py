@@ -1,9 +1,9 @@
-"""Trackers beside metrics.jsonl: TensorBoard, Weights & Biases and Trackio.
+"""Experiment trackers in addition to metrics.jsonl: TensorBoard, Weights & Biases and Trackio.
 
-Each gets the rows' numbers, and what a run keeps for its report: images or clips of an evaluation beside those before
-the training, the judge's answers on them as a table, and groups of training images by win rate. Where they go is for
-the libraries' own environment variables to say (WANDB_MODE=offline, TRACKIO_SPACE_ID, …); the project is prefgrpo, or
-what WANDB_PROJECT or TRACKIO_PROJECT names. Invariant: a tracker only reads; the run's files never depend on one.
+Each receives the metrics, and what the run stores for its report: evaluation images or clips next to those from before
+training, the judge's answers as a table, and groups of training images sorted by win rate. The libraries' own
+environment variables set the destination (WANDB_MODE=offline, TRACKIO_SPACE_ID, …); the project is WANDB_PROJECT or
+TRACKIO_PROJECT, by default prefgrpo. Invariant: trackers only read; the run's files never depend on them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from prefgrpo.run.checkpoint import write_atomic
 from prefgrpo.run.run_folder import RunFolder
 
 FRAME_MS = 125
-"""How long a frame of a clip is shown."""
+"""Milliseconds per frame in a GIF."""
 
 
 class Shown(NamedTuple):
@@ -39,30 +39,30 @@ class Shown(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Texts and numbers in named columns."""
+    """A table of text and numbers with named columns."""
 
     columns: list[str]
     rows: list[list[Any]]
 
 
 class Tracker(Protocol):
-    """What a run reports to."""
+    """Interface of an experiment tracker."""
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Numbers of a training step or an evaluation."""
+        """Log the numbers of a training step or an evaluation."""
 
     def show(self, step: int, name: str, images: Sequence[Shown], table: Table | None) -> None:
-        """Images or clips, and what was said of them."""
+        """Log images or clips, and a table of the judge's answers."""
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send pending data."""
 
 
 def mistakes(config: Config) -> list[str]:
-    """Trackers of a configuration whose libraries are not installed."""
+    """Errors for configured trackers whose libraries are not installed."""
     specs = {
         name: find_spec(name) for name in config.trackers
-    }  # ./wandb, left there by a run, is a spec without origin
+    }  # a ./wandb folder left by a run is a spec without origin
     lacking = [name for name, spec in specs.items() if spec is None or spec.origin is None]
     return [
         f"trackers: {name} is not installed; expected `pip install {name}`, or a run without it" for name in lacking
@@ -70,13 +70,13 @@ def mistakes(config: Config) -> list[str]:
 
 
 def open_trackers(config: Config, folder: RunFolder, start: int) -> list[Tracker]:
-    """The trackers of a run that goes on after step `start`."""
+    """The trackers of a run that starts or resumes after step `start`."""
     found: list[Tracker] = [TensorBoard(folder, start)] if config.tensorboard else []
     return found + [Service(name, config, folder, start > 0) for name in config.trackers]
 
 
 class TensorBoard:
-    """Events in the run folder; clips are pictures that move (GIF)."""
+    """TensorBoard events in the run folder; clips are logged as animated GIFs."""
 
     def __init__(self, folder: RunFolder, start: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -89,7 +89,7 @@ class TensorBoard:
             self._writer.add_scalar(key, value, step)
 
     def show(self, step: int, name: str, images: Sequence[Shown], table: Table | None) -> None:
-        """Images by number, captions and table as text."""
+        """Images, numbered; captions and the table as text."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         for k, (_, pixels) in enumerate(images):
@@ -110,7 +110,7 @@ class TensorBoard:
 
 
 class Service:
-    """Weights & Biases, or Trackio, which has the same functions."""
+    """Weights & Biases, or Trackio, which has the same API."""
 
     def __init__(self, name: str, config: Config, folder: RunFolder, resumed: bool) -> None:
         self._module: Any = import_module(name)
@@ -123,16 +123,16 @@ class Service:
         self._run = self._module.init(project=project, name=config.name, config=to_dict(config), **options)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Numbers; Weights & Biases leaves out what a resumed run does once more."""
+        """Scalars; Weights & Biases ignores steps that a resumed run repeats."""
         self._run.log(dict(numbers), step=step)
 
     def show(self, step: int, name: str, images: Sequence[Shown], table: Table | None) -> None:
-        """Images, or clips as GIF, with their captions, and the table."""
+        """Images, or clips as GIFs, with captions, and the table."""
         with tempfile.TemporaryDirectory() as place:
             media = [self._media(Path(place) / f"{k}.gif", shown) for k, shown in enumerate(images)]
             values: dict[str, Any] = {f"{name}/{k + 1}": one for k, one in enumerate(media)}
             if self._module.__name__ == "wandb":
-                values = {f"{name}/images": media}  # a gallery, which Trackio has not
+                values = {f"{name}/images": media}  # a gallery; Trackio has none
             if table is not None:
                 values[f"{name}/verdicts"] = self._module.Table(columns=table.columns, data=table.rows)
             self._run.log(values, step=step)
@@ -144,12 +144,12 @@ class Service:
         return self._module.Video(str(file), caption=shown.caption, format="gif")
 
     def close(self) -> None:
-        """Send what is left."""
+        """Finish the run, sending pending data."""
         self._run.finish()
 
 
 def encode(pixels: NDArray[np.uint8]) -> bytes:
-    """An image as PNG, a clip as a GIF that plays in a loop."""
+    """An image as PNG, a clip as a looping GIF."""
     frames = [Image.fromarray(frame) for frame in (pixels if pixels.ndim == 4 else [pixels])]
     file = io.BytesIO()
     if pixels.ndim == 4:
@@ -160,16 +160,16 @@ def encode(pixels: NDArray[np.uint8]) -> bytes:
 
 
 def _escaped(text: str) -> str:
-    """Text inside a cell of a Markdown table."""
+    """Text escaped for a cell of a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-# ---- what a run keeps for its report ---------------------------------------------------------------------------------
+# ---- what a run stores for its report --------------------------------------------------------------------------------
 
 
 def kept(folder: RunFolder, kind: str, step: int, name: Any) -> tuple[str, list[Shown], Table | None] | None:
-    """(name, images or clips, table) that a row of metrics goes with: of the evaluation set `name`, or of the training
-    step; None if the run kept none."""
+    """(name, images or clips, table) stored for a row of metrics: of the evaluation set `name`, or of the training
+    step; None if the run stored none."""
     if kind == "eval" and folder.shown(name, step).is_file():
         return (f"eval/{name}", *_evaluation(folder, name, step))
     if kind == "train" and folder.group(step).is_file():
@@ -180,7 +180,7 @@ def kept(folder: RunFolder, kind: str, step: int, name: Any) -> tuple[str, list[
 
 
 def _evaluation(folder: RunFolder, name: str, step: int) -> tuple[list[Shown], Table | None]:
-    """Every kept image, left before the training (and its source, if it is an edit), right now; the judge's answers."""
+    """Stored images, each as a row of (source, for edits), before and after training; and the judge's answers."""
     prompts = json.loads(folder.prompts(name).read_text(encoding="utf-8"))
     with np.load(folder.shown(name, step), allow_pickle=False) as file:
         parts = [file["before"], file["now"]]
@@ -204,14 +204,14 @@ ANSWER = {"judge": "judge", "first": "shown first", "p_first": "P(first)", "reas
 
 
 def _like(source: NDArray[np.uint8], media: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """A source image at the size of images [n, H, W, 3], or as many frames of it as clips [n, F, H, W, 3] have."""
+    """A source image resized to images [n, H, W, 3], or repeated for the frames of clips [n, F, H, W, 3]."""
     height, width = media.shape[-3:-1]
     sized = np.asarray(Image.fromarray(source).resize((width, height)))
     return sized if media.ndim == 4 else np.broadcast_to(sized, media.shape[1:])
 
 
 def _group(prompt: str, images: NDArray[np.uint8], rates: NDArray[np.float64]) -> Shown:
-    """The images of a group side by side, the best first."""
+    """The images of a group side by side, best first."""
     order = np.argsort(-np.nan_to_num(rates, nan=-1.0), kind="stable")
     listed = ", ".join("missing" if np.isnan(rate) else f"{rate:.2f}" for rate in rates[order])
     return Shown(f"{prompt} (win rates {listed})", np.concatenate(images[order], axis=-2))

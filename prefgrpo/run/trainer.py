@@ -2,9 +2,9 @@
 
     prompts → rollout → judge (streamed) → advantage → gradients of the objective → AdamW
 
-Noise, prompts and pair orders are functions of (seed, step), so a step depends on the weights and its number only.
-With rollout.staleness the rollout is that of the next step, which uses it after this one's update.
-Invariant: all ranks take every decision (skip, stop, checkpoint) from gathered numbers, hence together.
+Noise, prompts and pair orders are functions of (seed, step), so a step depends only on the weights and its number.
+With rollout.staleness, a step also generates the rollout of the next one, before its own update.
+Invariant: every decision (skip, stop, checkpoint) follows from gathered numbers, so all ranks take the same one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from prefgrpo.data.prompts import fingerprint
 from prefgrpo.judge.information import Alarm, evidence
 from prefgrpo.objectives.base import Targets
 from prefgrpo.parallel.shard import gathered, whole_copies
+from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.pairwise import VlmPairwise, judged
 from prefgrpo.rewards.scorer import StepScores
 from prefgrpo.rollout.batches import Batch
@@ -47,33 +48,33 @@ from prefgrpo.run.signs import DIVERSITY, pixel_distance
 from prefgrpo.run.trackers import open_trackers
 
 REASONS_SHOWN = 3
-"""Most frequent reasons for missing rewards that a step prints; ten times as many in a run."""
+"""Reasons for missing rewards that a step prints, most frequent first; a run prints ten times as many."""
 
 
 SKIPS = 3
-"""So many updates in a row whose gradient is not finite end a run."""
+"""Consecutive updates with a non-finite gradient after which a run ends."""
 
 
 class TrainingStopped(RuntimeError):
-    """The run cannot go on; it can be resumed, and the message says from where and what to do."""
+    """The run stopped but can be resumed; the message says from where, and what to fix."""
 
 
 class Diverged(RuntimeError):
-    """The policy makes latents that are not finite."""
+    """The policy generates non-finite latents."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """The samples of a step on this process; the scorer has their media."""
+    """A step's samples on this process; the scorer holds their images or clips."""
 
     batches: list[Batch]
     updates: int
-    """Optimiser updates of the policy that made them."""
+    """Optimiser updates that the policy which generated them had received."""
 
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What is called on rank 0 while a run goes on; an exception in one ends the run."""
+    """Functions called on rank 0 during a run; an exception in one of them ends the run."""
 
     on_step: Callable[[int, dict[str, float]], object] | None = None
     """After training step 1, 2, …, with the step's metrics."""
@@ -109,9 +110,9 @@ class TrainingLoop:
         self.verdict = ""
         """Its summary line."""
         self._skips = 0
-        """Updates that were skipped in a row."""
+        """Consecutive skipped updates."""
         self._ahead: Made | None = None
-        """Samples of the step after the one in work (rollout.staleness)."""
+        """Samples of the next step (rollout.staleness)."""
         self._said_stale = False
         self._reasons_shown: set[str] = set()
         self._alarms = {name: Alarm() for name, weight in self.session.weights.items() if weight}
@@ -121,8 +122,8 @@ class TrainingLoop:
     def run(self) -> Path:
         """Train to the end (or the time limit). Returns the run folder.
 
-        Raises TrainingStopped after saving when too many rewards are missing, the judge says nothing, or gradients
-        are not finite any more.
+        Raises TrainingStopped, after saving, if too many rewards are missing, verdicts carry no information, or
+        gradients stay non-finite.
         """
         c, done = self.config, self.session.start
         try:
@@ -152,7 +153,7 @@ class TrainingLoop:
 
     def step(self, step: int, clock: Clock) -> dict[str, float]:
         """Training step number `step` (from 0): metrics over all ranks."""
-        with clock.phase("rollout"):  # judged while it goes on
+        with clock.phase("rollout"):  # samples are judged as soon as they are decoded
             made = self._ahead or self.make(step)
             self._ahead = self.make(step + 1, ahead=True) if self._makes_ahead(step + 1) else None
         groups, stale = self.rollouts.groups(step), self.policy.updates - made.updates
@@ -172,9 +173,9 @@ class TrainingLoop:
         return metrics | self._diversity(len(groups)) | over_ranks(scores.metrics, self.world)
 
     def make(self, step: int, ahead: bool = False) -> Made:
-        """The samples of a step by the present policy; each is handed to the scorer as soon as it is there.
+        """Generate a step's samples with the current policy, passing each to the scorer as soon as it is decoded.
 
-        ahead: before the scores of the step before are there. Raises Diverged.
+        ahead: the scores of the previous step are still outstanding. Raises Diverged.
         """
         batches = list[Batch]()
         kept = gathered(self.adapter, self.config.parallel.keep_gathered)
@@ -186,16 +187,16 @@ class TrainingLoop:
                 bar.update(len(batch.slots))
             finite = all(bool(batch.trajectory.latents.isfinite().all()) for batch in batches)
             if self.world.any(not finite):
-                raise Diverged("the policy makes latents that are not finite (NaN or infinite)")
+                raise Diverged("the policy produces latents that are not finite (NaN or infinite)")
         return Made(batches, self.policy.updates)
 
     def _makes_ahead(self, step: int) -> bool:
-        """Whether the samples of a step are made before the update of the one before; the same on all ranks."""
+        """Whether a step's samples are generated before the previous step's update; the same on all ranks."""
         every, steps = self.config.checkpoint.every, self.config.train.steps
         return self.config.rollout.staleness > 0 and step % every != 0 and step < steps
 
     def _diversity(self, groups: int) -> dict[str, float]:
-        """How far the images of a group are apart, mean over the groups of the step."""
+        """Mean pixel distance between the images of a group, averaged over the groups of the step."""
         local = np.full(groups, np.nan)
         for k, made in enumerate(self.scorer.samples.values()):
             local[k] = pixel_distance(np.stack([made[g].media.pixels for g in sorted(made)]))
@@ -207,7 +208,7 @@ class TrainingLoop:
         self.session.close()
 
     def _guarded_step(self, step: int, clock: Clock) -> dict[str, float]:
-        """One step; what ends the run becomes TrainingStopped, after a checkpoint if no weight has changed since."""
+        """One step; errors that end the run become TrainingStopped, after a checkpoint if no weight has changed yet."""
         updates = self.policy.updates
         try:
             return self.step(step, clock)
@@ -226,7 +227,7 @@ class TrainingLoop:
         return limit > 0 and self.world.any(self.session.trained_s >= limit)
 
     def _hacked(self) -> bool:
-        """Whether one of train.stop_when was seen."""
+        """Whether one of the signs in train.stop_when has appeared."""
         if not (seen := self.log.seen & set(self.config.train.stop_when)) and not self.config.train.stop_when:
             return False
         if seen:
@@ -281,7 +282,7 @@ class TrainingLoop:
         return Targets(advantage, table[:, 0], table[:, 1], known)
 
     def _check_information(self, step: int, scores: StepScores) -> None:
-        """Warn of a judge whose verdicts say nothing. Raises NoInformation after `judge.patience_steps` such steps."""
+        """Warn of verdicts without information; raise NoInformation after `judge.patience_steps` such steps."""
         local = []
         for name in self._alarms:
             reward = self.scorer.rewards[name]
@@ -300,11 +301,11 @@ class TrainingLoop:
     # ---- update -----------------------------------------------------------------------------------------------------
 
     def update(self, step: int, batches: list[Batch], targets: Targets) -> dict[str, float]:
-        """The step's optimiser updates, each on its samples; one without any signal is skipped, on all ranks.
+        """The step's optimiser updates, each on its own samples; updates without any signal are skipped on all ranks.
 
-        Groups without signal are left out: they cost no forward. A batch that loses some of its samples is a forward of
-        another shape than the rollout's, so its first ratio is 1 within rounding only. An update whose gradient is not
-        finite is skipped too; SKIPS in a row raise NonFiniteGradient.
+        Groups without signal are dropped and cost no forward. A batch that loses samples has another shape than in the
+        rollout, so its first ratio is 1 only up to rounding. Updates with a non-finite gradient are skipped as well;
+        SKIPS in a row raise NonFiniteGradient.
         """
         r, table, norms, skipped = self.config.rollout, list[Tensor](), list[float](), 0
         keep = ~self.objective.selected(self.config.train, targets).isnan().cpu().numpy()  # [P, G]
@@ -330,12 +331,12 @@ class TrainingLoop:
         }
 
     def _adapt_kl(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Move the weight of the KL towards train.kl_target, which is the weight of the next step; it is reported."""
+        """Adapt the KL coefficient of the next step towards train.kl_target; returns the one used in this step."""
         train = self.config.train
         if train.kl_target is None:
             return {}
         used = self.session.kl_coef or train.kl_coef
-        if metrics["samples_trained"] and not metrics["updates_skipped"]:  # a skipped one may have a KL of NaN
+        if metrics["samples_trained"] and not metrics["updates_skipped"]:  # the KL of a skipped update may be NaN
             error = min(max(metrics["policy/kl"] / train.kl_target - 1.0, -0.2), 0.2)
             self.session.kl_coef = used * (1.0 + train.kl_rate * error)
             self.collector = self.collector.with_kl_coef(self.session.kl_coef)
@@ -344,7 +345,7 @@ class TrainingLoop:
     # ---- what is written --------------------------------------------------------------------------------------------
 
     def _report(self, step: int, metrics: dict[str, float], clock: Clock) -> None:
-        """The metrics row and the summary line of a finished step."""
+        """Write the metrics row and the summary line of a finished step."""
         first, trained = step == self.session.start + 1, metrics["samples_trained"] > 0
         row = metrics | {f"time/{name}": seconds for name, seconds in clock.seconds.items()}
         self.log.row("train", step, row)
@@ -354,16 +355,15 @@ class TrainingLoop:
             verdict = "exact" if error == 0 else "fine" if error <= limit else f"above clip_range / 10 = {limit:.1e}"
             r, cut = self.config.rollout, metrics["advantage/zero_groups"] > 0
             if error and cut and r.group_size % r.batch_size:
-                verdict += "; groups without signal were left out of batches with others: it is exact where "
+                verdict += "; zero-advantage groups were dropped from batches of several groups: it is exact if "
                 verdict += "rollout.batch_size divides rollout.group_size"
             self.log.say(f"on-policy check, step {step}: max |ratio - 1| = {error:.1e} ({verdict})")
         if metrics.get("policy/staleness") and not self._said_stale:
             self._said_stale = True
             ratio = max(abs(metrics.get(f"policy/ratio_{end}", 1.0) - 1.0) for end in ("min", "max"))
             self.log.say(
-                f"step {step} has the samples of a policy {metrics['policy/staleness']:.0f} update(s) old "
-                f"(rollout.staleness), so its ratios are not those of one policy and the on-policy check is left out: "
-                f"max |ratio - 1| = {ratio:.1e}"
+                f"step {step} trains on samples of a policy {metrics['policy/staleness']:.0f} update(s) old "
+                f"(rollout.staleness), so the on-policy check is skipped: max |ratio - 1| = {ratio:.1e}"
             )
         if first:
             self.log.say(f"peak memory after step {step}: {peak_memory(self.world.device) / 2**30:.2f} GiB")
@@ -371,18 +371,23 @@ class TrainingLoop:
             self.callbacks.on_step(step, row)
 
     def _save_groups(self, step: int, scores: StepScores, most: int = 3) -> None:
-        """Images, wins, counts, win rates and prompts of a few judged groups for the report: of the first and the last
-        step, and of those with an evaluation."""
+        """Images, wins, counts, win rates, prompts and sources (side by side, as the model saw them) of a few judged
+        groups of one size for the report: of the first and the last step, and of those with an evaluation."""
         every = self.config.eval.every or 50
         if not self.world.main or not (step in (1, self.config.train.steps) or step % every == 0):
             return
+
+        def shapes(sample: Sample) -> list[tuple[int, ...]]:
+            return [media.pixels.shape for media in (sample.media, *sample.source)]
+
         judged = [
             ([made[g] for g in sorted(made)], group)
             for groups in scores.groups.values()
             for made, group in zip(self.scorer.samples.values(), groups, strict=True)
             if group.wins is not None
         ]
-        judged = [(m, g) for m, g in judged if m[0].media.pixels.shape == judged[0][0][0].media.pixels.shape][:most]
+        judged = [(m, g) for m, g in judged if shapes(m[0]) == shapes(judged[0][0][0])][:most]
+        sources = [np.concatenate([s.pixels for s in m[0].source], axis=1) for m, _ in judged if m[0].source]
         if judged:
             checkpoint.save_images(
                 self.folder.group(step),
@@ -391,10 +396,11 @@ class TrainingLoop:
                 counts=np.stack([np.asarray(g.counts) for _, g in judged]),
                 rates=np.array([[np.nan if s.value is None else s.value for s in g.scores] for _, g in judged]),
                 prompts=np.array([members[0].prompt for members, _ in judged]),
+                **({"sources": np.stack(sources)} if sources else {}),
             )
 
     def _evaluate(self, step: int, name: str) -> None:
-        """Compare the current (averaged) policy with the start on one held-out set."""
+        """Compare the current (averaged) policy with the initial one on a held-out set."""
         clock = Clock()
         with clock.phase("eval"), self.policy.averaged():
             self.evaluation = self.evaluators[name].run(step)
@@ -405,7 +411,7 @@ class TrainingLoop:
             self.callbacks.on_evaluation(step, name, self.evaluation)
 
     def _save(self, done: int) -> Path:
-        """Checkpoint after `done` steps; rank 0 writes (and each its parts of split weights), all wait."""
+        """Checkpoint after `done` steps: rank 0 writes, with sharded weights every rank its shards, and all wait."""
         path, copies = self.folder.checkpoint(done), self._copies()
         meta = {
             "updates": self.policy.updates,
@@ -428,7 +434,7 @@ class TrainingLoop:
         return path
 
     def _copies(self) -> dict[str, nn.Module]:
-        """Whole (averaged) copies, on rank 0, of trained weights that are split; every rank must call it."""
+        """Full (averaged) copies of sharded trained weights on rank 0; every rank must call this."""
         if self.config.train.lora_rank or not self.world.equal_forwards:
             return {}
         with self.policy.averaged():

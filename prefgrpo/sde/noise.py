@@ -1,8 +1,8 @@
-"""Noise is addressed, not drawn: ε(seed, sample id, step, element) by Philox4x32-10 (`ops.NoiseAddress`).
+"""Counter-based noise: ε is a function of (seed, sample id, step, element), by Philox4x32-10 (`ops.NoiseAddress`).
 
-The same numbers come out of any backend, batch split, rank layout or slice of a latent, so nothing is stored,
-broadcast or restored. Initial latents use step −1; denoising step k uses step k; draw k of an endpoint objective uses
-steps −2 − 2k (its ε) and −3 − 2k (its t), with the number of the group as sample id.
+Every backend, batch split, rank layout and slice of a latent gives the same numbers, so no noise or generator state is
+stored, broadcast or restored. Initial latents use step −1; denoising step k uses step k; draw k of an endpoint
+objective uses steps −2 − 2k (for ε) and −3 − 2k (for t), with the group number as sample id.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def initial_latents(seed: int, sample: Tensor, shape: tuple[int, ...]) -> Tensor
 
 
 def endpoint_noise(seed: int, group: Tensor, draw: int, shape: tuple[int, ...]) -> Tensor:
-    """ε ~ N(0, I) of a draw, fp32 [B, *shape]; group: int64 [B], equal for the members of a group."""
+    """ε ~ N(0, I) of one draw, fp32 [B, *shape]; group: int64 [B] group numbers, so group members share ε."""
     step = torch.full_like(group, -2 - 2 * draw)
     return philox_normal(seed, group, step, math.prod(shape)).view(-1, *shape)
 
 
 def endpoint_normal(seed: int, group: Tensor, draw: int) -> Tensor:
-    """N(0, 1) of a draw, from which its t is made, fp64 [B] on the host, whatever the device of `group`."""
+    """The N(0, 1) sample that a draw's t is derived from, fp64 [B], on the CPU whatever the device of `group`."""
     group = group.cpu()
     return philox_normal(seed, group, torch.full_like(group, -3 - 2 * draw), 1).view(-1).double()

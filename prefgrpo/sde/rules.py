@@ -1,10 +1,10 @@
-"""Step rules: from (σ, σ', η) to the five numbers (a, b, s, w, c) of one affine step.
+"""Step rules: each maps (σ, σ', η) to the five coefficients (a, b, s, w, c) of one affine step.
 
     x' = a·x + b·v + s·ε          logp = w · mean_D (x' − a·x − b·v)² + c
 
-A rule is one small function of Python numbers or, element by element, of fp64 tensors; adding one adds no kernel.
-Invariant: a rule's variance s is 0 exactly where the step is deterministic, and then w = c = 0, so that a log-prob is
-never NaN.
+A rule is one small function of Python floats or, elementwise, of fp64 tensors; a new rule needs no new kernel.
+Invariant: a rule's standard deviation s is 0 exactly where the step is deterministic, and then w = c = 0, so that a
+log-prob is never NaN.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Number = Any
 
 
 class StepInfo(NamedTuple):
-    """What a rule may look at; σ' < σ, both in [0, 1]."""
+    """The inputs of a rule; σ' < σ, both in [0, 1]."""
 
     sigma: Number
     sigma_next: Number
     eta: Number
     sigma_max: Number
-    """Second value of the schedule, σ_1: it stands in for σ where 1 − σ would be 0."""
+    """Second value of the schedule, σ_1: replaces σ where 1 − σ would be 0."""
     sigma_min: Number
     """Last value of the schedule."""
 
@@ -62,7 +62,7 @@ def _where(condition: Any, x: Number, y: Number) -> Number:
 
 
 def _gaussian(a: Number, b: Number, s: Number) -> Row:
-    """Row of a step whose log-prob is that of N(a·x + b·v, s²)."""
+    """Row of a step whose log-prob is the Gaussian one, of N(a·x + b·v, s²)."""
     noisy = s != 0.0
     safe = _where(noisy, s, 1.0)
     c = -_log(safe) - 0.5 * math.log(2.0 * math.pi)
@@ -83,7 +83,7 @@ def ode(i: StepInfo) -> Row:
 
 
 def flow(i: StepInfo) -> Row:
-    """Flow-GRPO: st = η·sqrt(σ / (1 − σ)), with σ_1 in the denominator where σ = 1 (of UniPC: 1 − 1e-6)."""
+    """Flow-GRPO: st = η·sqrt(σ / (1 − σ)), with σ_1 in the denominator where σ = 1 (UniPC's first σ is 1 − 1e-6)."""
     return _flow_with_std(i, i.eta * _sqrt(i.sigma / (1.0 - _where(i.sigma > 1.0 - 2e-6, i.sigma_max, i.sigma))))
 
 
@@ -111,7 +111,7 @@ def cps(i: StepInfo) -> Row:
 
 
 def _preserving(i: StepInfo, st: Number) -> Row:
-    """x' = (1 − σ')·x₀ + sqrt(σ'² − st²)·ε̂ + st·ε with the predicted x₀ and ε̂: the noise level stays σ'."""
+    """x' = (1 − σ')·x₀ + sqrt(σ'² − st²)·ε̂ + st·ε with the predicted x₀ and ε̂, so that x' has noise level σ'."""
     left = i.sigma_next**2 - st**2
     r = _sqrt(_where(left > 0.0, left, 0.0))
     a, b = (1.0 - i.sigma_next) + r, -i.sigma * (1.0 - i.sigma_next) + (1.0 - i.sigma) * r
@@ -121,7 +121,7 @@ def _preserving(i: StepInfo, st: Number) -> Row:
 def ddim(i: StepInfo) -> Row:
     """DDIM (arXiv 2010.02502, eq. 12 and 16) with ᾱ = (1 − σ)² / ((1 − σ)² + σ²): s² = η²·(1−ᾱ')/(1−ᾱ)·(1−ᾱ/ᾱ').
 
-    Its x is ours times sqrt(ᾱ) + sqrt(1 − ᾱ) (models/sd1.py), so st = s · sqrt((1 − σ')² + σ'²).
+    DDIM's x is our x times sqrt(ᾱ) + sqrt(1 − ᾱ) (models/sd1.py), so st = s · sqrt((1 − σ')² + σ'²).
     """
     square, square_next = ((1.0 - s) ** 2 + s**2 for s in (i.sigma, i.sigma_next))
     kept = ((1.0 - i.sigma) / (1.0 - i.sigma_next)) ** 2 * square_next / square  # ᾱ/ᾱ'
@@ -148,11 +148,11 @@ def sde_row(
     sigma_max: Number | None = None,
     sigma_min: Number = 0.0,
 ) -> Row:
-    """Coefficients of the step σ → σ' by a rule of `RULES`: of numbers, or element by element of fp64 tensors.
+    """Coefficients of the step σ → σ' under a rule of `RULES`, for floats or, elementwise, for fp64 tensors.
 
-    eta: the rule's η. sigma_max, sigma_min: the schedule's second and last σ; the second is σ' in the only step where
-    other rules than `wan` read it, the first. Raises ValueError for an unknown rule, and for numbers (tensors are not
-    read) that do not fall within [0, 1] or an η out of range.
+    eta: the rule's η. sigma_max, sigma_min: the schedule's second and last σ. sigma_max defaults to σ', which is right
+    for every rule but `wan`: the others read it in the first step only. Raises ValueError for an unknown rule, and
+    for sigmas that are not falling within [0, 1] or an η out of range (tensors are not checked).
     """
     if rule not in RULES:
         raise ValueError(f"unknown step rule '{rule}': expected one of {', '.join(RULES)}")
@@ -165,7 +165,7 @@ def sde_row(
 
 
 def check(info: StepInfo, rule: str) -> None:
-    """Raise ValueError unless the step goes down in σ within [0, 1] and η suits the rule."""
+    """Raise ValueError unless 0 ≤ σ' < σ ≤ 1 and η is in the rule's range."""
     if not 0.0 <= info.sigma_next < info.sigma <= 1.0:
         raise ValueError(
             f"sigmas must fall within [0, 1]: expected 0 <= sigma_next < sigma <= 1, got sigma={info.sigma}, "

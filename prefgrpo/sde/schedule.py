@@ -1,8 +1,8 @@
 """The noise schedule of one trajectory: σ_0 > … > σ_T and one coefficient row per step.
 
-σ is held once, in fp32: model and step, rollout and replay read the same numbers. Rows are computed in
-fp64 from those fp32 values and stored fp32, [T, 5], indexed on the device. Steps in `sde_steps` follow the
-chosen rule; all others are `ode` rows and carry no log-prob.
+There is one copy of σ, in fp32: the model, the step kernel, rollout and replay read the same values. Coefficient rows
+are computed from them in fp64, stored in fp32 [T, 5] and indexed on the device. Steps in `sde_steps` follow the chosen
+rule; all others are `ode` rows without a log-prob.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class Schedule:
     """σ and step coefficients of a T-step trajectory."""
 
     sigmas: Tensor
-    """[T + 1] fp32, strictly falling; the last is usually 0."""
+    """[T + 1] fp32, strictly decreasing; the last is usually 0."""
     coef: Tensor
     """[T, 5] fp32 rows (a, b, s, w, c)."""
     sde_steps: tuple[int, ...]
-    """Indices of the stochastic steps, rising."""
+    """Indices of the stochastic steps, ascending."""
     times: Tensor
-    """[T] fp32, the σ that the model is shown at each step: its own, or the truncated one."""
+    """[T] fp32, the σ passed to the model at each step: the step's own, or that value truncated."""
     trained: tuple[int, ...]
-    """Indices of the steps that are trained, rising: where stochastic, they are stored."""
+    """Indices of the steps to train on, ascending; the stochastic ones among them are stored."""
     weights: Tensor | None = None
-    """[T] fp32 factor of each step's loss; None: 1."""
+    """[T] fp32, weight of each step's loss; None: 1."""
 
     @property
     def steps(self) -> int:
@@ -40,7 +40,7 @@ class Schedule:
         return self.coef.shape[0]
 
     def to(self, device: torch.device | str) -> Schedule:
-        """The same schedule with its table on `device`; the sigmas stay on the host."""
+        """The same schedule with its coefficients and weights on `device`; the sigmas stay on the CPU."""
         weights = None if self.weights is None else self.weights.to(device)
         return replace(self, coef=self.coef.to(device), weights=weights)
 
@@ -55,10 +55,9 @@ def make_schedule(
 ) -> Schedule:
     """Schedule from `sigmas` [T + 1].
 
-    `sde_steps`: which steps follow `rule` (None: all; a rule of 'ode' has none). times: [T] the σ that the model is
-    shown (None: the step's own). trained: the steps that are trained (None: the stochastic
-    ones). Raises ValueError for an unknown rule, sigmas that do not fall, η out of range, or a step index outside
-    0 … T − 1.
+    sde_steps: the steps that follow `rule` (None: all; ignored for 'ode'). times: [T], the σ passed to the model
+    (None: each step's own). trained: the steps to train on (None: the stochastic ones). Raises ValueError for an
+    unknown rule, sigmas that do not decrease, η out of range, or a step index outside 0 … T − 1.
     """
     if rule not in RULES:
         raise ValueError(f"unknown step rule '{rule}': expected one of {', '.join(RULES)}")
@@ -82,12 +81,12 @@ def make_schedule(
 
 
 def truncated_times(sigmas: Tensor) -> Tensor:
-    """[T] int(1000 σ) / 1000 of `sigmas` [T + 1] fp32, which the published trainers show the model at each step."""
+    """[T] int(1000 σ) / 1000 of `sigmas` [T + 1] fp32: the timesteps that the published trainers pass to the model."""
     return (sigmas[:-1] * 1000).floor() / 1000
 
 
 def step_weights(schedule: Schedule, kind: str, over: Sequence[int]) -> Tensor:
-    """[T] fp32 weights of the steps' losses.
+    """[T] fp32, weight of each step's loss.
 
     inverse_step: 1 / |Δσ|. noise: s, velocity: s / |b|, each divided by its mean over the steps `over`; 0 where s = 0.
     """
@@ -99,14 +98,14 @@ def step_weights(schedule: Schedule, kind: str, over: Sequence[int]) -> Tensor:
 
 
 def consecutive(steps: Sequence[int], size: int, draw: int) -> tuple[int, ...]:
-    """`size` neighbours of `steps` (0: all), their start drawn by the number `draw` (Flow-GRPO-Fast)."""
+    """`size` consecutive entries of `steps` (0: all), from a random start seeded with `draw` (Flow-GRPO-Fast)."""
     size = size or len(steps)
     start = _uniform(len(steps) - size + 1, draw)
     return tuple(steps[start : start + size])
 
 
 def subset(steps: Sequence[int], size: int, draw: int) -> tuple[int, ...]:
-    """`size` of `steps` (0: all) in their order, drawn by the number `draw` (DanceGRPO, Pref-GRPO)."""
+    """A random subset of `size` entries of `steps` (0: all), in order, seeded with `draw` (DanceGRPO, Pref-GRPO)."""
     generator = torch.Generator().manual_seed(draw)
     chosen = torch.randperm(len(steps), generator=generator)[: size or len(steps)]
     return tuple(steps[k] for k in sorted(chosen.tolist()))
@@ -115,9 +114,9 @@ def subset(steps: Sequence[int], size: int, draw: int) -> tuple[int, ...]:
 def progressive(
     steps: Sequence[int], size: int, step: int, interval: int, stride: int, decay: float = 0.0, decay_from: int = 0
 ) -> tuple[int, ...]:
-    """`size` neighbours of `steps` at training step `step`: the start moves by `stride` and comes back (MixGRPO).
+    """`size` consecutive entries of `steps` at training step `step`: slides by `stride` in a cycle (MixGRPO).
 
-    It stays at the place p for ⌈interval · exp(−decay · max(0, steps[p] − decay_from))⌉ training steps.
+    It stays at position p for ⌈interval · exp(−decay · max(0, steps[p] − decay_from))⌉ training steps.
     """
     size = size or len(steps)
     places = range(0, len(steps) - size + 1, stride)
@@ -137,8 +136,8 @@ def _uniform(count: int, draw: int) -> int:
 def shifted_sigmas(steps: int, shift: float) -> Tensor:
     """σ_i = shift·t / (1 + (shift − 1)·t) for t = 1 … 0 in `steps` equal steps, [steps + 1] fp32.
 
-    As Pref-GRPO and DanceGRPO, in fp32 throughout: int(1000 σ) depends on the last bit (σ = 0.6 of
-    15 steps at shift 3 gives 599).
+    In fp32 throughout, as in Pref-GRPO and DanceGRPO, because int(1000 σ) depends on the last bit (with 15 steps and
+    shift 3, σ = 0.6 gives 599).
     """
     t = torch.linspace(1.0, 0.0, steps + 1)
     return (shift * t) / (1 + (shift - 1) * t)

@@ -1,7 +1,7 @@
-"""Published evaluation suites: their prompts, the layout of files that their own tools read, and their tables.
+"""Published evaluation suites: their prompts, the file layout that their own tools expect, and their tables.
 
-Invariant: a suite's module says what of its numbers is comparable with published ones; what is scored here by other
-means than the suite's own is labelled so.
+Invariant: each suite's module states which numbers are comparable with published ones; scores obtained by other means
+than the suite's own are labelled as such.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a suite is: prompts, where each sample's file lies, and tables, from scores or from its own tools' results.
+"""Interface of a suite: prompts, a file for each sample, and tables from our scores or from its own tools' results.
 
-Invariant: a mean is over what was scored; what is missing is counted beside it and named, never a 0.
+Invariant: means are over scored samples only; missing ones are counted and listed, never taken as 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rewards.base import Score
 
 Place = tuple[Prompt, int, Path]
-"""(prompt, number of the sample, its file)"""
+"""(prompt, index of the sample, its file)"""
 
 
 @dataclass(frozen=True)
@@ -29,30 +29,30 @@ class Row:
     mean: float | None
     """None if nothing was scored."""
     count: int
-    """How many values the mean is of."""
+    """Number of values in the mean."""
     missing: int = 0
-    """How many more there should have been."""
+    """Number of missing values."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """A suite's numbers."""
+    """A suite's results."""
 
     suite: str
     scored_by: str
-    """By what, and what that is comparable with."""
+    """How the numbers were obtained, and what they are comparable with."""
     summary: dict[str, float | None]
-    """The suite's headline numbers; None where something that they are made of is missing."""
+    """The suite's headline numbers; None if part of the data they are computed from is missing."""
     tables: dict[str, list[Row]]
     problems: list[str] = field(default_factory=list)
-    """What is missing, each with its reason."""
+    """Missing items, each with its reason."""
 
     def json(self) -> str:
-        """All of it as JSON."""
+        """The results as JSON."""
         return json.dumps(asdict(self), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
     def markdown(self, most_problems: int = 0) -> str:
-        """Tables and problems as a page; most_problems: shows only so many of them, 0: all."""
+        """Tables and problems as Markdown; most_problems: list at most this many problems, 0: all."""
         lines = [f"# {self.suite}", "", self.scored_by, *(["", "| | |", "|---|---:|"] if self.summary else [])]
         lines += [f"| {name} | {_percent(value)} |" for name, value in self.summary.items()]
         for title, rows in self.tables.items():
@@ -70,13 +70,13 @@ def _percent(value: float | None) -> str:
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Mean, None if there are no values or one of them is missing."""
+    """Mean; None if there are no values or any is missing."""
     listed = list(values)
     return sum(map(float, listed)) / len(listed) if listed and None not in listed else None  # type: ignore[arg-type]
 
 
 def tally(values: Iterable[tuple[str, float | None]]) -> list[Row]:
-    """A row per name, in order of first appearance, of (name, value or None if missing)."""
+    """One row per name, in order of first appearance, from (name, value or None if missing)."""
     by_name: dict[str, list[float | None]] = {}
     for name, value in values:
         by_name.setdefault(name, []).append(value)
@@ -88,66 +88,66 @@ def tally(values: Iterable[tuple[str, float | None]]) -> list[Row]:
 
 
 class Suite(ABC):
-    """One suite."""
+    """Base class of suites."""
 
     title: ClassVar[str]
     source: ClassVar[str]
-    """Which file or folder --prompts names, and where the suite keeps it."""
+    """What --prompts must point to, and where to find it in the suite's repository."""
     samples: ClassVar[int]
     """Images or clips per prompt."""
     takes: ClassVar[str] = "image"
     reward: ClassVar[str] = ""
-    """The reward that scores its files here; empty: only its own tools do."""
+    """Our reward that scores its samples; empty: only its own tools score them."""
     own_results: ClassVar[str]
-    """Which file or folder of its own tools --results names."""
+    """What --results must point to: output of the suite's own tools."""
     shares_files: ClassVar[bool] = False
-    """Equal prompts have one file."""
+    """Whether equal prompts share a file."""
 
     @abstractmethod
     def read(self, path: Path) -> list[Prompt]:
-        """Its prompts. Raises DataError for anything else."""
+        """Read the suite's prompts. Raises DataError if the file or folder is not the suite's."""
 
     @abstractmethod
     def places(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[Place]:
-        """Every sample with its file below `out`; samples: per prompt, 0: as many as the suite wants."""
+        """Every sample with its file below `out`; samples: per prompt, 0: the suite's own number."""
 
-    def finish(self, places: Sequence[Place], out: Path, world: World) -> None:  # noqa: B027  (most need nothing more)
-        """Write what the layout has besides the samples, each rank its share."""
+    def finish(self, places: Sequence[Place], out: Path, world: World) -> None:  # noqa: B027  (most have no others)
+        """Write the layout's files other than the samples; the work is divided among ranks."""
 
     def options(self, given: Mapping[str, Any], question: str) -> dict[str, Any]:
-        """Options of its reward; question: the judge's template, empty: the reward's own. Raises DataError."""
+        """Options for its reward; question: judge template, empty: the reward's default. Raises DataError."""
         if question:
             raise DataError(f"--question: {self.title} asks no judge")
         return dict(given)
 
     def results(self, files: Sequence[Generated], scores: Sequence[Score], options: Mapping[str, Any]) -> Results:
-        """Its tables from its reward's scores."""
+        """Tables from our reward's scores."""
         raise TypeError(f"{type(self).__name__} has no reward")
 
-    def write_scores(  # noqa: B027  (most of the suites' tools read no scores of others)
+    def write_scores(  # noqa: B027  (most suites' tools do not read external scores)
         self, files: Sequence[Generated], scores: Sequence[Score], out: Path
     ) -> None:
-        """Write scores as the suite's own tools write them."""
+        """Write scores in the format of the suite's own tools."""
 
     @abstractmethod
     def read_results(self, path: Path) -> Results:
-        """Its tables from what its own tools wrote. Raises DataError for anything else."""
+        """Tables from the output of the suite's own tools. Raises DataError if it cannot be read."""
 
 
 def problems(files: Sequence[Generated], scores: Sequence[Score]) -> list[str]:
-    """A line for every file without a score."""
+    """One line per file without a score."""
     return [f"{g.file.name}: {s.reason}" for g, s in zip(files, scores, strict=True) if s.value is None]
 
 
 def only_folder(path: Path, title: str, source: str) -> Path:
-    """The path if it is a folder, else DataError."""
+    """The path if it is a folder; DataError otherwise."""
     if not path.is_dir():
         raise DataError(f"{path}: expected a folder of {title}: {source}")
     return path
 
 
 def read_json(path: Path, expected: str) -> Any:
-    """The content of a JSON file. Raises DataError that says what was expected."""
+    """The contents of a JSON file. The DataError says what was expected."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""DPG-Bench (arXiv 2403.05135): 1,065 long prompts, four images of each in one 2×2 picture NAME.png.
+"""DPG-Bench (arXiv 2403.05135): 1,065 long prompts, with the four images of each in one 2×2 grid NAME.png.
 
 Its tool asks mPLUG-large about every proposition of every cell (`--pic-num 4`, `--resolution` of one cell). It skips
-the first row of its table and takes the categories' scores from the last cell alone, so they differ from the score.
+the first row of its table and computes category scores from the last cell only, so they differ from the overall score.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Dpg(Suite):
     own_results = "the dpg-bench_*_results.txt that its compute_dpg_bench.py wrote"
 
     def read(self, path: Path) -> list[Prompt]:
-        """A text file per prompt."""
+        """One prompt per text file."""
         files = sorted(only_folder(path, self.title, self.source).glob("*.txt"))
         prompts = [Prompt(k, f.read_text(encoding="utf-8").strip(), {"name": f.stem}) for k, f in enumerate(files)]
         if empty := [p.meta["name"] for p in prompts if not p.text]:
@@ -39,14 +39,14 @@ class Dpg(Suite):
         return prompts
 
     def places(self, prompts: Sequence[Prompt], samples: int, out: Path, ending: str) -> list[Place]:
-        """samples/NAME_3.png; `finish` puts them together."""
+        """samples/NAME_3.png; `finish` assembles the grids."""
         if samples not in (0, 1, 4):
-            raise DataError(f"--samples: {self.title} takes one image or a picture of four, got {samples}")
+            raise DataError(f"--samples: {self.title} needs 1 or 4 images per prompt, got {samples}")
         numbers = range(samples or self.samples)
         return [(p, k, out / "samples" / f"{p.meta['name']}_{k}{ending}") for p in prompts for k in numbers]
 
     def finish(self, places: Sequence[Place], out: Path, world: World) -> None:
-        """images/NAME.png: the samples row by row."""
+        """Write images/NAME.png: the samples, row by row."""
         cells: dict[str, list[Path]] = {}
         for prompt, _, file in places:
             cells.setdefault(prompt.meta["name"], []).append(file)
@@ -59,7 +59,7 @@ class Dpg(Suite):
                 part.replace(picture)
 
     def read_results(self, path: Path) -> Results:
-        """The score and the categories that the suite's tool prints."""
+        """The overall and category scores printed by the suite's tool."""
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except OSError as error:
@@ -75,12 +75,12 @@ class Dpg(Suite):
                 score = float(found["value"]) / 100
         if score is None:
             raise DataError(f"--results: {path}: expected {self.own_results}, found no line 'DPG-Bench score: …'")
-        by = f"Read from {path.name}, which the suite's own evaluation wrote (its categories: the last cell alone)."
+        by = f"Read from {path.name}, written by the suite's own evaluation (category scores: last cell only)."
         return Results(self.title, by, {"score": score}, tables)
 
 
 def _together(cells: Sequence[Image.Image]) -> Image.Image:
-    """One picture, or four as two rows of two."""
+    """A single image unchanged, or four as a 2×2 grid."""
     if len(cells) == 1:
         return cells[0]
     width, height = cells[0].size

@@ -1,9 +1,9 @@
-"""GenEval (arXiv 2310.11513): 553 prompts × 4 images; the share of correct images per task, and its mean over tasks.
+"""GenEval (arXiv 2310.11513): 553 prompts × 4 images; fraction of correct images per task, and its mean over tasks.
 
     NNNNN/metadata.jsonl, NNNNN/samples/NNNNN.png      results.jsonl: {filename, tag, prompt, correct, reason, …}
 
-The suite detects with mmdet 2's Mask2Former; the reward `geneval` with transformers', on other weights unless
-`detector_options` name the suite's. So numbers of ours are labelled.
+The suite uses mmdet 2's Mask2Former, the reward `geneval` that of transformers, with other weights unless
+`detector_options` selects the suite's. Our numbers are therefore labelled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from prefgrpo.rewards.geneval import TAGS
 from prefgrpo.suites.base import Place, Results, Suite, mean, problems, tally
 
 Image = tuple[str, str, float | None]
-"""(tag, prompt, 1 if it is correct)"""
+"""(tag, prompt, 1 if the image is correct, else 0; None: missing)"""
 
 
 class GenEval(Suite):
@@ -34,7 +34,7 @@ class GenEval(Suite):
     own_results = "the results.jsonl that its evaluation/evaluate_images.py wrote"
 
     def read(self, path: Path) -> list[Prompt]:
-        """One row of metadata per prompt."""
+        """One prompt per row of metadata."""
         prompts = read_prompts(path, unique=False)
         if lacking := [p for p in prompts if p.meta.get("tag") not in TAGS or "include" not in p.meta]:
             raise DataError(f"{path}: {lacking[0]}: expected columns tag and include; the suite's file: {self.source}")
@@ -46,14 +46,14 @@ class GenEval(Suite):
         return [(p, k, _folder(out, p) / "samples" / f"{k:05d}{ending}") for p in prompts for k in numbers]
 
     def finish(self, places: Sequence[Place], out: Path, world: World) -> None:
-        """Each prompt's metadata.jsonl."""
+        """Write each prompt's metadata.jsonl."""
         for prompt in {p.id: p for p, _, _ in places}.values():
             if world.main:
                 row = json.dumps({**prompt.meta, "prompt": prompt.text})
                 (_folder(out, prompt) / "metadata.jsonl").write_text(row, encoding="utf-8")
 
     def options(self, given: Mapping[str, Any], question: str) -> dict[str, Any]:
-        """The suite counts what is correct by its rule."""
+        """Sets `value: correct`, the suite's own rule."""
         return super().options(given, question) | {"value": "correct"}
 
     def results(self, files: Sequence[Generated], scores: Sequence[Score], options: Mapping[str, Any]) -> Results:
@@ -72,7 +72,7 @@ class GenEval(Suite):
             images = [(row["tag"], row["prompt"], float(bool(row["correct"]))) for row in rows]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"--results: {path}: expected {self.own_results}: {error!r}") from error
-        return table(f"Read from {path.name}, which the suite's own evaluation wrote.", images, [])
+        return table(f"Read from {path.name}, written by the suite's own evaluation.", images, [])
 
 
 def _folder(out: Path, prompt: Prompt) -> Path:
@@ -80,7 +80,7 @@ def _folder(out: Path, prompt: Prompt) -> Path:
 
 
 def table(scored_by: str, images: Iterable[Image], missing: list[str]) -> Results:
-    """Rows per task; the overall score is the mean of the six tasks' means."""
+    """One row per task; the overall score is the mean of the six task means."""
     listed = list(images)
     rows = sorted(tally((tag, value) for tag, _, value in listed), key=lambda row: TAGS.index(row.name))
     prompts: dict[str, float] = {}

@@ -1,9 +1,9 @@
 """T2I-CompBench++ (arXiv 2307.06350): 8 categories × 300 prompts × 10 images, one folder per category.
 
-    CATEGORY/samples/PROMPT_NNNNNN.png, numbered through      CATEGORY/…/vqa_result.json: [{question_id, answer}]
+    CATEGORY/samples/PROMPT_NNNNNN.png, numbered consecutively      CATEGORY/…/vqa_result.json: [{question_id, answer}]
 
-Its tools (BLIP-VQA, UniDet, CLIP, 3-in-1) take the prompt from the file's name, up to the first '_', and need diffusers
-0.15; each is run with a category's folder as its output folder, and its results are read from there.
+Its tools (BLIP-VQA, UniDet, CLIP, 3-in-1) take the prompt from the file name, up to the first '_', and need diffusers
+0.15. Run each with a category's folder as its output folder; results are read from there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESULTS = {
     "non_spatial": "annotation_clip",
     "complex": "annotation_3_in_1",
 }
-"""Category → folder in which its tool writes vqa_result.json."""
+"""Category → folder where its tool writes vqa_result.json."""
 _LONGEST = 255 - len("_000000.png")
 
 
@@ -37,7 +37,7 @@ class T2ICompBench(Suite):
     own_results = "the folder with a folder per category, in which its tools wrote vqa_result.json"
 
     def read(self, path: Path) -> list[Prompt]:
-        """The prompts of the categories that are there, in the suite's order."""
+        """The prompts of all categories found, in the suite's order."""
         files = {name: path / f"{name}_val.txt" for name in RESULTS} if path.is_dir() else {_category(path): path}
         prompts: list[Prompt] = []
         for name, file in files.items():
@@ -59,14 +59,14 @@ class T2ICompBench(Suite):
         return places
 
     def read_results(self, path: Path) -> Results:
-        """Mean answer of every category whose tool has run."""
+        """Mean answer of each category whose tool has been run."""
         only_folder(path, self.title, self.own_results)
         rows, absent = [], []
         for name, folder in RESULTS.items():
             file = path / name / folder / "vqa_result.json"
             if not file.is_file():
                 rows.append(Row(name, None, 0, 1))
-                absent.append(f"{name}: {file.relative_to(path)} is not there")
+                absent.append(f"{name}: {file.relative_to(path)} is missing")
                 continue
             try:
                 answers = [float(row["answer"]) for row in read_json(file, "[{question_id, answer}]")]
@@ -75,12 +75,12 @@ class T2ICompBench(Suite):
             rows.append(Row(name, mean(answers), len(answers)))
         if len(absent) == len(RESULTS):
             raise DataError(f"--results: {path}: expected {self.own_results}; it holds none")
-        by = f"Read from {path.name}, in which the suite's own tools wrote; each category has a scale of its own."
+        by = f"Read from {path.name}, written by the suite's own tools; each category has its own scale."
         return Results(self.title, by, {}, {"category": rows}, absent)
 
 
 def _category(file: Path) -> str:
-    """The category of a file CATEGORY_val.txt. Raises DataError for another name."""
+    """The category of a file CATEGORY_val.txt. Raises DataError for any other name."""
     name = file.stem.removesuffix("_val")
     if name not in RESULTS:
         raise DataError(f"{file}: expected a file CATEGORY_val.txt of {', '.join(RESULTS)}")

@@ -1,10 +1,10 @@
 """UniGenBench (arXiv 2510.18701): 600 prompts × 4 images, 1 to 10 test points each, marked by a served judge.
 
-    a test point's mark is 1 or 0; a row is the share of ones among all marks of its name over all images
+    a test point's mark is 1 or 0; each row is the fraction of ones among all marks of that name, over all images
 
-10 primary dimensions (the name up to its '-') and 27 test points. A reply that cannot be read, and a row of the table
-whose test points cannot be read (row 509 of test_prompts_en_long.csv), leaves all its marks out of every denominator,
-as the suite does; here they are counted and named.
+10 primary dimensions (the name up to its '-') and 27 test points. If a reply, or the test points of a table row (row
+509 of test_prompts_en_long.csv), cannot be parsed, its marks are left out of every denominator, as in the suite; here
+they are also counted and listed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from prefgrpo.rewards.unigenbench import points_of
 from prefgrpo.suites.base import Place, Results, Suite, mean, problems, tally
 
 COLUMNS = ("index", "prompt", "testpoint", "output", "result_json", "img_path")
-"""Of the table that the suite's tools write, one row per image."""
+"""Columns of the table written by the suite's tools, one row per image."""
 Mark = tuple[str, float | None]
-"""(name of the test point, 1, 0 or None if the reply could not be read)"""
+"""(name of the test point, 1 or 0; None if the reply could not be parsed)"""
 
 
 class UniGenBench(Suite):
-    """UniGenBench, English or Chinese, short or long: whichever table --prompts names."""
+    """UniGenBench, English or Chinese, short or long, depending on the table given by --prompts."""
 
     title = "UniGenBench"
     source = "data/test_prompts_{en,zh}[_long].csv of CodeGoat24/UniGenBench"
@@ -38,7 +38,7 @@ class UniGenBench(Suite):
     own_results = "results/MODEL_CATEGORY.csv of its eval/"
 
     def read(self, path: Path) -> list[Prompt]:
-        """The rows of a table, whether or not their test points can be read."""
+        """The rows of a table, including those whose test points cannot be parsed."""
         prompts = read_prompts(path, unique=False)
         if lacking := [
             p for p in prompts if not {"sub_dims_en", "sub_dims_zh"} & p.meta.keys() or "index" not in p.meta
@@ -53,7 +53,7 @@ class UniGenBench(Suite):
         return [(p, k, out / "images" / file_name(p, k, "unigenbench", ending)) for p in prompts for k in numbers]
 
     def options(self, given: Mapping[str, Any], question: str) -> dict[str, Any]:
-        """question: a template, or the suite's eval_common.py."""
+        """question: a judge template, or the suite's eval_common.py."""
         return dict(given) | ({"template": question} if question else {})
 
     def results(self, files: Sequence[Generated], scores: Sequence[Score], options: Mapping[str, Any]) -> Results:
@@ -71,7 +71,7 @@ class UniGenBench(Suite):
         return table(by, marks, problems(files, scores))
 
     def write_scores(self, files: Sequence[Generated], scores: Sequence[Score], out: Path) -> None:
-        """results.csv as the suite's eval/ writes it; eval/src/calculate_score.py reads it."""
+        """Write results.csv in the format of the suite's eval/, for eval/src/calculate_score.py."""
         with (out / "results.csv").open("w", newline="", encoding="utf-8") as file:
             rows = csv.writer(file)
             rows.writerow(COLUMNS)
@@ -82,7 +82,7 @@ class UniGenBench(Suite):
                 rows.writerow([g.prompt.meta["index"], g.prompt.text, str(names), s.raw, result, str(g.file)])
 
     def read_results(self, path: Path) -> Results:
-        """From a results table, of this command or of the suite's own tools."""
+        """From a results table written by this command or by the suite's own tools."""
         marks: list[Mark] = []
         unread: list[str] = []
         for row in _rows(path):
@@ -93,7 +93,7 @@ class UniGenBench(Suite):
                 raise DataError(f"--results: {path}: a row cannot be read: {error!r}") from error
             scored = result["score"] if result else [None] * len(names)
             marks += [(name, None if score is None else float(score == 1)) for name, score in zip(names, scored)]
-            unread += [] if result else [f"{Path(row['img_path']).name}: its reply was not read"]
+            unread += [] if result else [f"{Path(row['img_path']).name}: its reply could not be parsed"]
         return table(f"Read from {path.name}.", marks, unread)
 
 
@@ -112,7 +112,7 @@ def _rows(path: Path) -> Iterable[dict[str, str]]:
 
 
 def marks_of(prompt: Prompt, score: Score) -> list[Mark]:
-    """The marks of an image, None where its reply could not be read; none at all if its row has no readable points."""
+    """The marks of an image, all None if its reply could not be parsed; empty if its test points could not."""
     try:
         names = points_of(prompt.meta).names
     except ValueError:
@@ -122,7 +122,7 @@ def marks_of(prompt: Prompt, score: Score) -> list[Mark]:
 
 
 def table(scored_by: str, marks: Sequence[Mark], missing: list[str]) -> Results:
-    """Rows per primary dimension and per test point; the suite's overall score is the mean over primary dimensions."""
+    """A row per primary dimension and test point; the suite's overall score is the mean over primary dimensions."""
     primary = tally((name.split("-", 1)[0].strip(), value) for name, value in marks)
     every = tally(("all", value) for _, value in marks)
     summary = {

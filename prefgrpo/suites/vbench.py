@@ -1,10 +1,10 @@
-"""VBench (arXiv 2311.17982): 946 prompts × 5 clips, 25 of those for temporal flickering; 16 dimensions.
+"""VBench (arXiv 2311.17982): 946 prompts × 5 clips (25 for temporal flickering); 16 dimensions.
 
     PROMPT-K.mp4      NAME_eval_results.json: {dimension: [score, …]}
     normalised = (score − low) / (high − low);   quality, semantic: weighted means;   total = (4·quality + semantic) / 5
 
-Its tools need versions that conflict with everything else (transformers 4.33, numpy < 2, detectron2), so they run in an
-environment of their own; their results are read here. Limits and weights: scripts/constant.py of Vchitect/VBench.
+Its tools need conflicting versions (transformers 4.33, numpy < 2, detectron2), so they run in a separate environment;
+their results are read here. Limits and weights are from scripts/constant.py of Vchitect/VBench.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ SEMANTIC = {
 }
 """Dimension → (lowest, highest) score."""
 WEIGHTS = {"dynamic_degree": 0.5}
-"""Of dimensions whose weight is not 1."""
+"""Weights of dimensions other than 1."""
 FLICKERING, FLICKERING_SAMPLES = "temporal_flickering", 25
-"""Its clips without motion are filtered out, so it takes more of them."""
+"""This dimension discards clips without motion, so it needs more clips."""
 
 
 class VBench(Suite):
@@ -54,7 +54,7 @@ class VBench(Suite):
     shares_files = True
 
     def read(self, path: Path) -> list[Prompt]:
-        """From the JSON with its dimensions, or a plain list."""
+        """From the JSON with dimensions, or from a plain list."""
         if path.suffix != ".json":
             return read_prompts(path, unique=False)
         rows = read_json(path, self.source)
@@ -74,7 +74,7 @@ class VBench(Suite):
         ]
 
     def read_results(self, path: Path) -> Results:
-        """Normalised scores, and their means where all dimensions are there."""
+        """Normalised scores, and their means if all dimensions are present."""
         files = sorted(path.glob("**/*_eval_results.json")) if path.is_dir() else [path]
         scores: dict[str, float] = {}
         for file in files:
@@ -94,7 +94,7 @@ class VBench(Suite):
         }
         return Results(
             self.title,
-            f"Read from {path.name}, which the suite's own evaluation wrote.",
+            f"Read from {path.name}, written by the suite's own evaluation.",
             {"total": total, "quality": quality, "semantic": semantic},
             tables,
             [f"no score of {name}" for name in limits if name not in scores],
@@ -106,7 +106,7 @@ def _flickering(prompt: Prompt) -> bool:
 
 
 def _mean(values: dict[str, float], names: dict[str, tuple[float, float]]) -> float | None:
-    """The weighted mean; None unless every dimension is there."""
+    """The weighted mean; None unless all dimensions are present."""
     if names.keys() - values.keys():
         return None
     weights = {name: WEIGHTS.get(name, 1.0) for name in names}

@@ -1,6 +1,6 @@
-"""The small world the demo runs on: captioned 32x32 scenes, a tiny FluxPipeline, a tiny VLM judge.
+"""Data and models of the demo: captioned 32x32 scenes, a tiny FluxPipeline and a tiny VLM judge.
 
-`scenes` draws and scores the pictures; the models in `assets/` load with stock diffusers and transformers classes.
+`scenes` draws and scores the images; the models in `assets/` load with stock diffusers and transformers classes.
 `scripts/demo_world` trained them; README.md has commands and numbers.
 """
 
@@ -15,7 +15,7 @@ ASSETS = FOLDER / "assets"
 
 
 def demo_options() -> list[str]:
-    """The demo's recipe and the paths in it as options of `prefgrpo train`, absolute: they hold in any folder."""
+    """Arguments for `prefgrpo train`: the demo's recipe, and its paths made absolute so that any folder works."""
     recipe = FOLDER / "demo.yaml"
     paths = {key: value for key, value in flatten(read_yaml(recipe)).items() if str(value).startswith("prefgrpo/tiny/")}
     return [str(recipe), *(f"--{key}={FOLDER.parent.parent / value}" for key, value in paths.items())]

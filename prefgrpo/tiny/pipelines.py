@@ -1,7 +1,7 @@
 """Tiny random pipelines of every model family, from the real diffusers and transformers classes.
 
-`make(family, folder)` writes one with `save_pretrained`: below 2 MB, below a second, no downloads (tokenizers are
-built here). They prove the plumbing of a family, not its quality. Invariant: equal (family, seed) give equal weights.
+`make(family, folder)` writes one with `save_pretrained`: under 2 MB, in under a second, without downloads (tokenizers
+are built here). They test a family's code, not its quality. Invariant: equal (family, seed) give equal weights.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def t5_tokenizer() -> T5Tokenizer:
 
 
 def clip_text(tokenizer: CLIPTokenizer, cls: type[Any] = CLIPTextModel, width: int = TEXT_WIDTH) -> Any:
-    """CLIP text model of two layers; `cls` may be the variant with a projection."""
+    """CLIP text model with two layers; `cls` may be the variant with a projection."""
     return cls(
         transformers.CLIPTextConfig(
             vocab_size=len(tokenizer), hidden_size=width, intermediate_size=width, projection_dim=width,
@@ -65,7 +65,7 @@ def clip_text(tokenizer: CLIPTokenizer, cls: type[Any] = CLIPTextModel, width: i
 def t5_text(
     tokenizer: Any, cls: type[Any] = T5EncoderModel, config: type[Any] = T5Config, width: int = TEXT_WIDTH
 ) -> Any:
-    """T5 (or UMT5) encoder of two layers."""
+    """T5 (or UMT5) encoder with two layers."""
     return cls(
         config(
             vocab_size=len(tokenizer), d_model=width, d_ff=width, d_kv=8, num_layers=2, num_heads=4,
@@ -75,7 +75,7 @@ def t5_text(
 
 
 def qwen_tokenizer(*more: str) -> Qwen2Tokenizer:
-    """Byte-level Qwen tokenizer without merges, with its special tokens (and more) and a chat template."""
+    """Byte-level Qwen tokenizer without merges, with its special tokens (plus `more`) and a chat template."""
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *QWEN_TOKENS, *more]
     tokenizer = Qwen2Tokenizer(
         vocab={t: i for i, t in enumerate(tokens)}, merges=[], extra_special_tokens=[*QWEN_TOKENS[1:], *more],
@@ -119,7 +119,7 @@ def qwen_vl_text(tokenizer: Qwen2Tokenizer, layers: int = 2) -> Any:
 
 
 def qwen_processor(tokenizer: Qwen2Tokenizer) -> Any:
-    """Of text and of images, which become 4 tokens at most."""
+    """Processor for text and images; an image becomes at most 4 tokens."""
     return Qwen2VLProcessor(transformers.Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 56), tokenizer)
 
 
@@ -194,7 +194,7 @@ def sd3() -> Any:
 def qwen_image(pipeline: str = "QwenImagePipeline") -> Any:
     """Qwen-Image (or its editors): 2 dual-stream blocks of width 32, a 3-D VAE, dynamic shift to a last σ.
 
-    The VAE halves each side once; that of the editors thrice, as the real one, because sources become a million pixels.
+    The VAE halves each side once; the editors' three times, like the real one, because sources have a million pixels.
     """
     tokenizer, edits = qwen_tokenizer(), "Edit" in pipeline
     transformer = diffusers.QwenImageTransformer2DModel(
@@ -237,7 +237,7 @@ def qwen3_vl_text(tokenizer: Qwen2Tokenizer) -> Any:
 
 
 def qwen_image_21() -> Any:
-    """Qwen-Image-2.1: 2 blocks of width 32, an RGBA VAE of a sixteenth a side, dynamic shift to a last σ."""
+    """Qwen-Image-2.1: 2 blocks of width 32, an RGBA VAE with 16× downsampling, dynamic shift to a last σ."""
     tokenizer = qwen_tokenizer()
     transformer = diffusers.QwenImage21Transformer2DModel(
         in_channels=4, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2,
@@ -260,8 +260,8 @@ def qwen_image_21() -> Any:
 def wan(experts: bool = False, frame: bool = False, expand: bool = False) -> Any:
     """Wan: 2 blocks of width 24, a causal VAE that quarters each side and halves time; UniPC.
 
-    experts: Wan2.2, a second denoiser below σ = 0.875. frame: image-to-video, through CLIP too unless there are
-    experts. expand: Wan2.2 TI2V.
+    experts: Wan2.2, with a second denoiser below σ = 0.875. frame: image-to-video, with CLIP image features unless
+    `experts`. expand: Wan2.2 TI2V.
     """
     t5, seen = t5_tokenizer(), frame and not experts
     own: dict[str, Any] = {} if expand else {"boundary_ratio": (0.9 if frame else 0.875) if experts else None}
@@ -290,7 +290,7 @@ def wan(experts: bool = False, frame: bool = False, expand: bool = False) -> Any
 
 
 def hunyuan_video() -> Any:
-    """HunyuanVideo: a double and a single block of width 24, embedded guidance, a causal VAE of an eighth a side."""
+    """HunyuanVideo: a double and a single block of width 24, embedded guidance, a causal VAE with 8× downsampling."""
     clip, tokenizer = clip_tokenizer(), qwen_tokenizer()
     transformer = diffusers.HunyuanVideoTransformer3DModel(
         in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=12, num_layers=1, num_single_layers=1,
@@ -313,7 +313,7 @@ def hunyuan_video() -> Any:
 def hunyuan_video_15() -> Any:
     """HunyuanVideo-1.5: 2 blocks of width 24, a causal VAE that quarters each side and halves time.
 
-    18 MB, because its class has a projection of a fixed width.
+    18 MB, because the class contains a projection of fixed width.
     """
     qwen, byt5 = qwen_tokenizer(), transformers.ByT5Tokenizer()
     transformer = diffusers.HunyuanVideo15Transformer3DModel(
@@ -333,7 +333,7 @@ def hunyuan_video_15() -> Any:
 
 
 def ltx_video() -> Any:
-    """LTX-Video: 2 blocks of width 32, a VAE of an eighth a side and half the frames, dynamic shift to a last σ."""
+    """LTX-Video: 2 blocks of width 32, a VAE with 8× downsampling and half the frames, dynamic shift to a last σ."""
     t5 = t5_tokenizer()
     transformer = diffusers.LTXVideoTransformer3DModel(
         in_channels=8, out_channels=8, num_attention_heads=2, attention_head_dim=16, cross_attention_dim=32,
@@ -375,7 +375,7 @@ def gemma3_text(tokenizer: Qwen2Tokenizer) -> Any:
 
 
 def ltx2() -> Any:
-    """LTX-2: 2 blocks of widths 24 (clip) and 16 (sound), VAEs that halve the clip's sides and time; a last σ."""
+    """LTX-2: 2 blocks of widths 24 (video) and 16 (audio), VAEs that halve the video's sides and time; a last σ."""
     from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder
 
     tokenizer = qwen_tokenizer()
@@ -431,7 +431,7 @@ def z_image() -> Any:
 
 
 def mistral3_text(tokenizer: Qwen2Tokenizer) -> Any:
-    """Mistral 3 of width 16 and 31 layers, with its vision tower."""
+    """Mistral 3 with width 16 and 31 layers, with its vision tower."""
     return transformers.Mistral3ForConditionalGeneration(
         transformers.Mistral3Config(
             text_config={
@@ -449,13 +449,13 @@ def mistral3_text(tokenizer: Qwen2Tokenizer) -> Any:
 
 
 def pixtral_processor(tokenizer: Qwen2Tokenizer) -> Any:
-    """Of text."""
+    """Processor for text."""
     images = transformers.PixtralImageProcessor(size={"longest_edge": 28}, patch_size=14)
     return PixtralProcessor(images, tokenizer, patch_size=14, spatial_merge_size=2, chat_template=CHAT_OF_PARTS)
 
 
 def flux2(klein: bool = False) -> Any:
-    """FLUX.2: 2 double and 2 single blocks of width 32, text states of three of 31 layers (klein, base: of 28)."""
+    """FLUX.2: 2 double and 2 single blocks of width 32, hidden states of 3 of 31 text layers (klein, base: of 28)."""
     tokenizer = qwen_tokenizer(*() if klein else PIXTRAL_TOKENS)
     transformer = diffusers.Flux2Transformer2DModel(
         in_channels=16, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=2,
@@ -519,7 +519,7 @@ eval: {{height: {side}, width: {side}, steps: 2}}
 
 
 def prompts(folder: Path, sources: bool) -> Path:
-    """Write a few prompts into `folder`, of edits of one picture if `sources`, and return their file."""
+    """Write a few prompts into `folder`, as edits of one image if `sources`; the prompt file."""
     texts = [f"a {colour} {shape}" for colour in ("red", "green", "blue") for shape in ("circle", "square")]
     file = folder / ("prompts.jsonl" if sources else "prompts.txt")
     if sources:
@@ -530,9 +530,9 @@ def prompts(folder: Path, sources: bool) -> Path:
 
 
 def make(family: str, folder: str | Path, seed: int = 0, **scheduler: Any) -> Path:
-    """Write the tiny pipeline of a family, a few prompts and the values of a recipe that fit it into `folder`.
+    """Write a family's tiny pipeline, a few prompts and a matching recipe fragment into `folder`.
 
-    scheduler: overrides its scheduler's config.
+    scheduler: overrides for the scheduler's config.
     """
     if family not in FAMILIES:
         raise ModelError(f"no tiny pipeline of family '{family}': expected one of {', '.join(FAMILIES)}")
@@ -545,6 +545,6 @@ def make(family: str, folder: str | Path, seed: int = 0, **scheduler: Any) -> Pa
     own = "" if cls.default_frames is None else "\n  frames: 5"
     own += "" if cls.default_source_area is None else f"\n  source_area: {side * side}"
     file = json.dumps(str(prompts(Path(folder).resolve(), cls.needs_source)))
-    length = 1000 if family in ("flux2", "hunyuan_video_15") else 128  # a system message is in it, a letter a token
+    length = 1000 if family in ("flux2", "hunyuan_video_15") else 128  # includes a system message; one token per letter
     (Path(folder) / MODEL_VALUES).write_text(SMALL.format(side=side, own=own, prompts=file, length=length))
     return Path(folder)

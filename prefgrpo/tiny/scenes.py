@@ -1,10 +1,10 @@
-"""The world: one coloured shape somewhere on a dark 32x32 ground, its captions and its scorer.
+"""The demo's scenes: one coloured shape on a dark 32x32 background, its captions and its scorer.
 
 120 combinations (8 colours x 3 shapes x 5 places) x 3 caption templates. Shapes are soft-edged
-signed-distance fields with jittered position, area, colour and ground. The combinations are split
+signed-distance fields with jittered position, area, colour and background. The combinations are split
 by (colour + 2 shape + 3 place) mod 5 into test (0), dev (1) and train (2, 3, 4): 24 / 24 / 72.
-Invariant: nothing here learns. `read` finds the ground, mask, colour, shape and place by rule, and
-reads true scenes correctly (tests/test_scenes.py), so it can label and score generated pictures.
+Invariant: nothing here is learned. `read` finds background, mask, colour, shape and place by fixed
+rules and is correct on rendered scenes (tests/test_scenes.py), so it can score generated images.
 """
 
 import math
@@ -38,14 +38,14 @@ PLACES: dict[str, tuple[float, float]] = {  # caption phrase -> centre (x, y) in
 PHRASES: tuple[str, ...] = tuple(PLACES)
 TEMPLATES: tuple[str, ...] = ("{}", "a picture of {}", "there is {}")
 COUNTS: tuple[int, int, int] = (len(COLOURS), len(SHAPES), len(PHRASES))
-UNREADABLE = -1  # what `read` returns for an attribute that it cannot make out
+UNREADABLE = -1  # returned by `read` for an attribute that it cannot determine
 
 _RGB = torch.tensor(list(PALETTE.values()))  # [8, 3]
 _CENTRES = torch.tensor(list(PLACES.values()))  # [5, 2] x, y
 _YY, _XX = torch.meshgrid(torch.arange(SIZE).float(), torch.arange(SIZE).float(), indexing="ij")
 _AREA_PX = (80.0, 140.0)  # drawn area
-_READABLE_PX = (45.0, 260.0)  # area that still counts as one shape
-_MASK_CONTRAST = 0.22  # a pixel belongs to the shape when it differs this much from the ground
+_READABLE_PX = (45.0, 260.0)  # areas that count as one shape
+_MASK_CONTRAST = 0.22  # a pixel belongs to the shape if it differs this much from the background
 _MAX_COLOUR_DISTANCE = 0.35
 _MIN_SHAPE_IOU = 0.7
 _MAX_PLACE_PX = 4.5
@@ -53,7 +53,7 @@ _TRIANGLE_BASE = 1.1  # base / height
 
 
 class Combo(NamedTuple):
-    """One scene's meaning, as indices into COLOURS, SHAPES and PHRASES."""
+    """A scene's attributes, as indices into COLOURS, SHAPES and PHRASES."""
 
     colour: int
     shape: int
@@ -86,7 +86,7 @@ WORDS: list[str] = sorted({word for text in _BY_CAPTION for word in text.split()
 
 
 def parse_caption(text: str) -> Combo:
-    """The combination a caption names; ValueError when it is none of the world's captions."""
+    """The combination that a caption names; ValueError if it is not one of the demo's captions."""
     combo = _BY_CAPTION.get(" ".join(text.split()).lower())
     if combo is None:
         raise ValueError(
@@ -105,7 +105,7 @@ def prompts(split: str) -> list[str]:
 
 
 def _distances(centre: Tensor, area: Tensor) -> Tensor:
-    """Signed distance (< 0 inside) of each pixel to each shape of given centroid and area.
+    """Signed distance (< 0 inside) from each pixel to each shape with the given centroid and area.
 
     centre [n, 2] (x, y), area [n] -> [n, 3 shapes, 32, 32]. The triangle points up.
     """
@@ -157,12 +157,12 @@ def _to_world_size(images: Tensor) -> Tensor:
 
 
 class Evidence(NamedTuple):
-    """How near n pictures are to every answer, all float32."""
+    """How close n images are to every possible attribute; all float32."""
 
     colour: Tensor
     """[n, 8] distance of the shape's colour from each of COLOURS, in RGB of 0 … 1."""
     shape: Tensor
-    """[n, 3] intersection over union with each of SHAPES of the same centroid and area."""
+    """[n, 3] intersection over union with each of SHAPES at the same centroid and area."""
     place: Tensor
     """[n, 5] distance of the centroid from each of PHRASES, in pixels of 32 x 32."""
     pixels: Tensor
@@ -170,7 +170,7 @@ class Evidence(NamedTuple):
 
 
 def evidence(images: Tensor) -> Evidence:
-    """What `read` decides by, of [n, 3, H, W] in [0, 1]."""
+    """The measurements behind `read`, for images [n, 3, H, W] in [0, 1]."""
     x = _to_world_size(images)
     border = torch.cat([x[:, :, 0], x[:, :, -1], x[:, :, :, 0], x[:, :, :, -1]], 2)
     ground = border.median(2).values[:, :, None, None]
@@ -189,7 +189,7 @@ def evidence(images: Tensor) -> Evidence:
 
 
 def read(images: Tensor) -> Tensor:
-    """What a picture shows: [n, 3, H, W] in [0, 1] -> long [n, 3] (colour, shape, place or -1)."""
+    """Attributes of images [n, 3, H, W] in [0, 1] -> long [n, 3] (colour, shape, place; -1: unreadable)."""
     seen = evidence(images)
     colour_distance, colour = seen.colour.min(1)
     iou, shape = seen.shape.max(1)
@@ -207,9 +207,9 @@ def read(images: Tensor) -> Tensor:
 
 
 def hits(images: Tensor, captions: Sequence[str]) -> Tensor:
-    """Which of (colour, shape, place) each picture gets right -> bool [n, 3].
+    """Which of (colour, shape, place) each image gets right -> bool [n, 3].
 
-    images: float [n, 3, H, W] in [0, 1]; captions: n captions of this world.
+    images: float [n, 3, H, W] in [0, 1]; captions: n of the demo's captions.
     """
     if len(images) != len(captions):
         raise ValueError(f"expected one caption per image, got {len(images)} and {len(captions)}")

@@ -4,9 +4,9 @@ FluxTransformer2DModel (1 double + 3 single blocks, width 96, 0.86 M; words: 2 s
 0.34 M), one-layer CLIP and T5 text encoders, all trained together by flow matching:
 x_s = (1 - s) x_0 + s eps, target eps - x_0, with s drawn under the shift of 3 that the sampler
 uses. Each caption attribute is replaced at random with probability `noise`, so the model draws
-clean shapes or letters that are often not the ones asked for: that is the room that preference
-training has.
-Invariant: no image of a dev or test combination is ever seen here.
+clean shapes or letters that are often not the requested ones, which preference training can
+improve.
+Invariant: no image of a dev or test combination is used for training.
 """
 
 import json
@@ -41,34 +41,34 @@ from scripts.demo_world.worlds import WORLDS, World
 
 TEXT_WIDTH = 64
 CLIP_LENGTH = 16
-GUIDANCE = 3.5  # the one embedded guidance value the model knows
+GUIDANCE = 3.5  # the only embedded guidance value the model is trained with
 SHIFT = 3.0
 
 
 @dataclass(frozen=True)
 class BaseConfig:
-    """What to train and where to put it."""
+    """What to train, and where to save it."""
 
     vae: tyro.conf.Positional[Path]
     """Folder of the trained AutoencoderKL."""
     out: tyro.conf.Positional[Path]
     """Folder for the bf16 FluxPipeline."""
     world: Literal["scenes", "text"] = "scenes"
-    """What it draws (worlds.py)."""
+    """The world whose images it learns (worlds.py)."""
     start: Path | None = None
-    """Pipeline folder to train on from, instead of fresh weights."""
+    """Pipeline folder to continue training from, instead of random weights."""
     steps: int = 9000
     """Optimiser steps."""
     batch: int = 64
-    """Pictures per step."""
+    """Images per step."""
     lr: float = 2e-3
     """Peak learning rate of AdamW."""
     noise: float = 0.42
     """Probability that an attribute of the caption is replaced by a random one."""
     pictures: int = 24000
-    """Pictures drawn and encoded before training."""
+    """Images drawn and encoded before training."""
     seed: int = 0
-    """Seed of weights, pictures and noise."""
+    """Seed of weights, images and noise."""
 
 
 def clip_tokenizer(words: Sequence[str]) -> CLIPTokenizer:
@@ -148,7 +148,7 @@ def encode_captions(pipe: FluxPipeline, texts: list[str]) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def encode_pictures(vae: AutoencoderKL, world: World, n: int) -> tuple[Tensor, Tensor]:
-    """n train-split pictures as packed, scaled latents [n, tokens, 4C] and their codes [n, k]."""
+    """n train-split images as packed, scaled latents [n, tokens, 4C] and their codes [n, k]."""
     images, codes = world.draw("train", n, None)
     latents = torch.cat([vae.encode(x * 2 - 1).latent_dist.mode() for x in images.split(500)])
     latents = (latents - vae.config.shift_factor) * vae.config.scaling_factor
@@ -162,7 +162,7 @@ def draw_sigma(n: int, step: int) -> Tensor:
 
 
 def train_base(config: BaseConfig) -> FluxPipeline:
-    """Train transformer and text encoders together; the pipeline ends with the averaged weights."""
+    """Train transformer and text encoders together; afterwards the pipeline holds the EMA weights."""
     torch.manual_seed(config.seed)
     world = WORLDS[config.world]
     vae = AutoencoderKL.from_pretrained(config.vae.resolve()).eval().requires_grad_(False)
@@ -212,7 +212,7 @@ def sample(pipe: FluxPipeline, world: World, texts: list[str], seed: int, batch:
 
 
 def report(pipe: FluxPipeline, world: World, split: str, n: int = 720, seed: int = 1234) -> str:
-    """What share of n samples of a split's captions is right."""
+    """Text with the share of n samples of a split's captions that is correct."""
     texts = world.prompts(split)
     texts = (texts * (n // len(texts) + 1))[:n]
     return f"{split}: {world.report(sample(pipe, world, texts, seed), texts)}"
@@ -225,7 +225,7 @@ def save(pipe: FluxPipeline, out: Path) -> None:
     encoders a plain `FluxPipeline.from_pretrained` would mix the two and fail.
     """
     for part in (pipe, pipe.vae, pipe.transformer):
-        part.register_to_config(_name_or_path="")  # else it names a folder of this machine
+        part.register_to_config(_name_or_path="")  # otherwise it records a local path
     pipe.transformer.to(torch.bfloat16)
     pipe.vae.to(torch.bfloat16)
     pipe.save_pretrained(out)

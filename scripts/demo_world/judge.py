@@ -1,11 +1,11 @@
 """Train the tiny pairwise judge: `python -m scripts.demo_world.judge OUT --pool BASE.pt ...`.
 
-Three stages; the pair loss alone sits at chance for a long time, so heads that are thrown away
-afterwards teach the parts first. (1) The vision tower learns to name colour, shape and place.
-(2) Everything learns on scene pairs: after layer 1 the token behind each image names the picture's
+Three stages, because the pair loss alone stays at chance for a long time; auxiliary heads, which
+are then discarded, teach the parts. (1) The vision tower learns to name colour, shape and place.
+(2) All weights train on scene pairs: after layer 1 the token behind each image names the image's
 and the caption's attributes, after layer 2 the three matches, and the last token gives the verdict.
 (3) The same with half of the pairs from generator samples (`judge_data`).
-Invariant: every pair is learnt in both orders, and a tie asks for 0.5.
+Invariant: every pair is trained in both orders, and the target of a tie is 0.5.
 """
 
 import time
@@ -33,12 +33,12 @@ from scripts.demo_world.judge_data import (
 from scripts.demo_world.judge_model import IMAGE_TOKENS, WIDTH, PairJudge
 from scripts.demo_world.training import Schedule, fit, parameter_count
 
-TIES = 0.2  # share of ties that training keeps
+TIES = 0.2  # share of ties kept for training
 
 
 @dataclass(frozen=True)
 class JudgeConfig:
-    """What to train and where to put it."""
+    """What to train, and where to save it."""
 
     out: tyro.conf.Positional[Path]
     """Folder for the bf16 judge."""
@@ -47,11 +47,11 @@ class JudgeConfig:
     start: Path | None = None
     """Judge folder to start from; skips stages 1 and 2."""
     vision_steps: int = 800
-    """Stage 1, 128 scenes each."""
+    """Steps of stage 1, with 128 scenes each."""
     scene_steps: int = 1200
-    """Stage 2."""
+    """Steps of stage 2."""
     pool_steps: int = 1200
-    """Stage 3."""
+    """Steps of stage 3."""
     batch: int = 40
     """Pairs per step in stages 2 and 3, each in both orders."""
     lr: float = 1.5e-3
@@ -154,7 +154,7 @@ def train_pairs(judge: PairJudge, probes: Probes, pool: Pool | None, batch: int,
 
 
 def train_judge(config: JudgeConfig) -> PairJudge:
-    """All stages."""
+    """Run all stages."""
     torch.manual_seed(config.seed)
     judge, probes = PairJudge(config.start), Probes()
     judge.train()
@@ -173,7 +173,7 @@ def train_judge(config: JudgeConfig) -> PairJudge:
 
 
 def report(judge: PairJudge, name: str, pairs: Pairs) -> str:
-    """Accuracy on decided pairs per order and over both, and how often the order changes it."""
+    """Text with the accuracy on pairs that are no ties, per order and over both, and how often the order matters."""
     captions = [scenes.caption(scenes.Combo(*c), i % 3) for i, c in enumerate(pairs.asked.tolist())]
     forward = judge.prob(pairs.first, pairs.second, captions)
     backward = 1 - judge.prob(pairs.second, pairs.first, captions)

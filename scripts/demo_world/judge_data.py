@@ -1,9 +1,9 @@
-"""What the tiny judge learns from: pairs of clean scenes, spoilt scenes and generator samples.
+"""Training data of the tiny judge: pairs of clean scenes, corrupted scenes and generator samples.
 
-A pair is labelled by the scorer: the picture with more of (colour, shape, place) right is better,
-equal counts are a tie (target 0.5). Pools hold samples of the base model and of tuned adapters,
-made by the stock pipeline call: `python -m scripts.demo_world.judge_data BASE OUT [--lora DIR]`.
-Invariant: no test-split caption is ever asked, and labels are read before any augmentation.
+The scorer labels each pair: the image with more correct attributes (colour, shape, position) is
+better, equal counts are a tie (target 0.5). Pools hold samples of the base model and of trained
+LoRAs from the stock pipeline: `python -m scripts.demo_world.judge_data BASE OUT [--lora DIR]`.
+Invariant: no test-split caption is ever used, and labels are computed before any augmentation.
 """
 
 import io
@@ -28,7 +28,7 @@ ASKED = torch.tensor(scenes.SPLITS["train"] + scenes.SPLITS["dev"])  # [96, 3]
 
 @dataclass(frozen=True)
 class Pairs:
-    """Two pictures for each asked combination, and what each shows (-1 = unreadable)."""
+    """Two images for each requested combination, and what each shows (-1 = unreadable)."""
 
     first: Tensor  # [n, 3, 32, 32] in [0, 1]
     second: Tensor
@@ -38,28 +38,28 @@ class Pairs:
 
     @property
     def margin(self) -> Tensor:
-        """Attributes right in the first minus in the second: [n], 0 is a tie."""
+        """Correct attributes of the first image minus those of the second: [n], 0 is a tie."""
         right = [(shown == self.asked).sum(1) for shown in (self.shows_first, self.shows_second)]
         return (right[0] - right[1]).float()
 
     def rows(self, index: Tensor | slice) -> "Pairs":
-        """Some of the pairs."""
+        """A subset of the pairs."""
         return Pairs(*(getattr(self, name)[index] for name in self.__dataclass_fields__))
 
 
 def join(parts: Sequence[Pairs]) -> Pairs:
-    """All pairs of several sets."""
+    """Several sets of pairs, concatenated."""
     names = Pairs.__dataclass_fields__
     return Pairs(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 
 def keep_ties(pairs: Pairs, share: float) -> Pairs:
-    """Drop ties at random so that about `share` of them stay."""
+    """Drop ties at random so that about `share` of them remain."""
     return pairs.rows((pairs.margin != 0) | (torch.rand(len(pairs.asked)) < share))
 
 
 def jpeg(image: Tensor, quality: int = 95) -> Tensor:
-    """One picture [3, H, W] through a real JPEG with 4:2:0 chroma."""
+    """One image [3, H, W] after JPEG compression with 4:2:0 chroma."""
     buffer = io.BytesIO()
     array = (image.permute(1, 2, 0) * 255).round().byte().numpy()
     Image.fromarray(array).save(buffer, "JPEG", quality=quality)
@@ -67,7 +67,7 @@ def jpeg(image: Tensor, quality: int = 95) -> Tensor:
 
 
 def augment(images: Tensor, noise: float) -> Tensor:
-    """What may happen to a picture on its way: blur, noise, resampling, JPEG."""
+    """Random degradations of images: blur, noise, resampling, JPEG."""
     n = len(images)
     choice = torch.rand(n, 1, 1, 1)
     blurred = F.avg_pool2d(F.pad(images, (1,) * 4, mode="replicate"), 3, 1)
@@ -83,12 +83,12 @@ def augment(images: Tensor, noise: float) -> Tensor:
 
 
 def augment_pairs(pairs: Pairs, noise: float) -> Pairs:
-    """Both sides augmented; what they show is kept."""
+    """The pairs with both images augmented; the labels stay as they are."""
     return replace(pairs, first=augment(pairs.first, noise), second=augment(pairs.second, noise))
 
 
 def spoil(images: Tensor) -> Tensor:
-    """Pictures a failing generator might make: blends of two scenes, specks, heavy noise."""
+    """Images that a poor generator might make: blends of two scenes, specks, heavy noise."""
     n = len(images)
     other, level = images[torch.randperm(n)], torch.rand(n, 1, 1, 1)
     kind = torch.randint(4, (n, 1, 1, 1))
@@ -103,7 +103,7 @@ def spoil(images: Tensor) -> Tensor:
 
 
 def scene_pairs(n: int, asked: Tensor, spoilt: float = 0.15) -> Pairs:
-    """n pairs of fresh scenes sharing each asked attribute with probability 0.55."""
+    """n pairs of fresh scenes sharing each requested attribute with probability 0.55."""
     wanted = asked[torch.randint(len(asked), (n,))]
     sides: list[tuple[Tensor, Tensor]] = []
     for _ in range(2):
@@ -151,7 +151,7 @@ def load_pools(paths: Sequence[Path]) -> Pool:
 
 @dataclass(frozen=True)
 class PoolConfig:
-    """Sample a generator for the judge."""
+    """Sample a generator to train the judge."""
 
     base: tyro.conf.Positional[Path]
     """FluxPipeline folder."""
@@ -168,7 +168,7 @@ class PoolConfig:
 
 
 def make_pool(config: PoolConfig) -> Pool:
-    """Sample every caption of the splits with the stock call, and read what came out."""
+    """Sample every caption of the splits with the stock pipeline, and read what the images show."""
     pipe = FluxPipeline.from_pretrained(config.base.resolve())
     if config.lora is not None:
         pipe.load_lora_weights(config.lora.resolve())

@@ -56,7 +56,7 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-# A word takes the space before it; a digit stands alone.
+# A word includes the space before it; each digit is separate.
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
@@ -126,7 +126,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3VLForConditionalGene
 
 
 def messages(caption: str, image: object = None) -> list[dict[str, object]]:
-    """The chat of one comparison; `image` parts are left open (pixels travel separately)."""
+    """The chat of one comparison; `image` parts are empty (pixels are passed separately)."""
     before, between, after = USER_PARTS
     content = [
         {"type": "text", "text": before.format(caption)},

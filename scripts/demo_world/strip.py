@@ -1,6 +1,6 @@
-"""The picture of the README, docs/demo.png: some held-out prompts before and after, side by side, as one small PNG.
+"""Draws the README's docs/demo.png: some held-out prompts before and after training, side by side, in a small PNG.
 
-`python -m scripts.demo_world.strip runs/demo docs/demo.png` makes it again.
+`python -m scripts.demo_world.strip runs/demo docs/demo.png` redraws it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def write_strip(folder: Path, target: Path, columns: int = 6, limit: int = 150_0
 
 
 def _fit(pixels: NDArray[np.uint8], side: int) -> Image.Image:
-    """The image at most `side` pixels a side: small ones in whole multiples, large ones averaged down."""
+    """The image scaled to at most `side` pixels: small ones up by a whole factor, large ones averaged down."""
     image = Image.fromarray(pixels)
     longest = max(image.size)
     if longest <= SMALL and longest <= side:
@@ -56,7 +56,7 @@ def _fit(pixels: NDArray[np.uint8], side: int) -> Image.Image:
 
 
 def _wrap(text: str, font: ImageFont.ImageFont | ImageFont.FreeTypeFont, width: float, most: int) -> list[str]:
-    """Words in lines of at most `width` pixels; a text longer than `most` lines ends in …."""
+    """Text wrapped to lines of at most `width` pixels, cut off with … after `most` lines."""
     lines: list[str] = []
     for word in text.split():
         longer = f"{lines[-1]} {word}" if lines else word

@@ -1,10 +1,10 @@
-"""The world of words: two to four capital letters, 64x16 pixels, their prompts, and a check by templates.
+"""The world of words: images of two to four capital letters, 64x16 pixels, their prompts, and template matching.
 
-A prompt is `the word "CAB"`. A word stands at the left, one letter per cell of 16x16 pixels, drawn with Pillow's own
+A prompt is `the word "CAB"`. Words are left-aligned, one letter per cell of 16x16 pixels, drawn with Pillow's default
 font; position and brightness vary a little. 3000 words are drawn once and split into test (72), dev (72) and train.
-Invariant: nothing here learns or reads with the OCR package: `Letters`, for evaluation specs, compares every cell with
-drawings of the letters, so it judges independently of the reward `ocr`. This file imports nothing of this folder: a
-recipe names it by its path, scripts/demo_world/text.py:Letters.
+Invariant: nothing here is learned or uses the OCR package: `Letters`, for evaluation specs, compares every cell with
+rendered letters, so it is independent of the reward `ocr`. This file imports nothing from this folder, because recipes
+load it by its path, scripts/demo_world/text.py:Letters.
 """
 
 import random
@@ -25,13 +25,13 @@ HEIGHT, WIDTH = CELL, CELL * CELLS
 LETTERS = "ABCDEFHKLMNPRSTU"
 BLANK, UNREADABLE = len(LETTERS), -1  # codes of an empty cell, and of one that shows no letter
 FONT_SIZE = 14
-_SHIFT = 2  # pixels by which a drawn letter may lie beside its template
-_LIKE = 0.6  # least correlation with a template
+_SHIFT = 2  # maximum offset of a letter from its template, in pixels
+_LIKE = 0.6  # minimum correlation with a template
 _EMPTY = 0.06  # an empty cell has a smaller standard deviation
 
 
 def _words() -> list[str]:
-    """3000 different words: all of two letters, as many of three as of four."""
+    """3000 different words: all two-letter words, the rest half of three and half of four letters."""
     rng = random.Random(0)
     words = [a + b for a in LETTERS for b in LETTERS]
     seen = set(words)
@@ -51,7 +51,7 @@ VOCABULARY = ["the", "word"]
 
 
 def prompt(word: str) -> str:
-    """What asks for a word."""
+    """The prompt for a word."""
     return f'the word "{word}"'
 
 
@@ -61,7 +61,7 @@ def prompts(split: str) -> list[str]:
 
 
 def parse_prompt(text: str) -> str:
-    """The word of a prompt; ValueError when this world cannot draw it."""
+    """The word of a prompt; raises ValueError if this world cannot draw it."""
     word = text.split('"')[1] if text.count('"') == 2 else ""
     if not 2 <= len(word) <= CELLS or set(word) - set(LETTERS):
         raise ValueError(f"expected a prompt such as {prompt('CAB')!r}, of 2 to {CELLS} of {LETTERS}; got {text!r}")
@@ -91,14 +91,14 @@ def glyphs() -> Tensor:
 
 
 def _shifted(x: Tensor, dy: int, dx: int) -> Tensor:
-    """x [..., H, W] moved down and to the right, zeros where it came from."""
+    """x [..., H, W] shifted down and to the right, padded with zeros."""
     h, w = x.shape[-2:]
     padded = F.pad(x, (max(dx, 0), max(-dx, 0), max(dy, 0), max(-dy, 0)))
     return padded[..., max(-dy, 0) : max(-dy, 0) + h, max(-dx, 0) : max(-dx, 0) + w]
 
 
 def render(codes: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Draw one picture per row of codes [n, 4] -> float32 [n, 3, 16, 64] in [0, 1]; all moved by at most one pixel."""
+    """Draw one image per row of codes [n, 4] -> float32 [n, 3, 16, 64] in [0, 1]; all moved by at most one pixel."""
     n = len(codes)
     ink = glyphs()[codes].permute(0, 2, 1, 3).reshape(n, HEIGHT, WIDTH)
     move = torch.randint(-1, 2, (n, 2), generator=generator)
@@ -110,14 +110,14 @@ def render(codes: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 
 def draw(split: str, n: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    """n random pictures of a split's words, images [n, 3, 16, 64] in [0, 1], and their codes [n, 4]."""
+    """n random images of a split's words, [n, 3, 16, 64] in [0, 1], and their codes [n, 4]."""
     codes = encode(SPLITS[split])
     codes = codes[torch.randint(len(codes), (n,), generator=generator)]
     return render(codes, generator), codes
 
 
 def corrupt(codes: Tensor, probability: float) -> Tensor:
-    """Replace each letter by a random one with the given probability; a word that this makes a held-out one stays."""
+    """Replace each letter by a random one with the given probability; words that would become held-out are kept."""
     drawn = torch.where(
         (codes != BLANK) & (torch.rand(codes.shape) < probability), torch.randint(len(LETTERS), codes.shape), codes
     )
@@ -150,26 +150,26 @@ def read(images: Tensor) -> Tensor:
 
 
 def hits(images: Tensor, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Share of each prompt's letters that stand in their cells [n], and whether all four cells are right [n]."""
+    """Share of each prompt's letters that are in their cells [n], and whether all four cells are right [n]."""
     asked = encode([parse_prompt(text) for text in texts])
     right, letters = read(images) == asked, asked != BLANK
     return (right & letters).sum(1) / letters.sum(1), right.all(1)
 
 
 def report(images: Tensor, texts: Sequence[str]) -> str:
-    """Shares of words and letters that are right, and of cells that show no letter."""
+    """Text with the shares of correct words and letters, and of cells that show no letter."""
     letters, words = hits(images, texts)
     broken = (read(images) == UNREADABLE).float().mean()
     return f"all right {words.float().mean():.3f} (letters {letters.mean():.3f}) unreadable cells {broken:.3f}"
 
 
 class Letters(PointwiseReward):
-    """What share of the asked letters stand in their places, compared with drawings of them; part `all`: all do."""
+    """Share of the requested letters in their cells, by template matching; part `all`: whether all are."""
 
     probe: ClassVar[dict[str, Any]] = {"prompt": prompt("CAB")}
 
     def score(self, samples: list[Sample]) -> list[Score]:
-        """One score per sample; missing for a prompt or a size of another world."""
+        """One score per sample; missing if its prompt or size belongs to another world."""
         return self.in_batches(samples, 1, lambda one: [self._one(one[0])])
 
     def _one(self, sample: Sample) -> Score:

@@ -1,4 +1,4 @@
-"""The one training loop that the tiny VAE, base and judge share.
+"""The training loop shared by the tiny VAE, base and judge.
 
 AdamW with warm-up and linear decay, gradient clipping, an optional exponential moving average of
 the weights, a tqdm bar and one readable line every `log_every` steps. Counts steps, never seconds,
@@ -36,7 +36,7 @@ class Schedule:
 
 
 def parameter_count(module: nn.Module) -> int:
-    """How many scalars the module holds."""
+    """Number of parameters in a module."""
     return sum(p.numel() for p in module.parameters())
 
 
@@ -50,7 +50,7 @@ def fit(
 ) -> float:
     """Minimise `step_loss(step)` over `groups` = (parameters, lr factor); returns CPU seconds.
 
-    `step_loss` gives the loss and the numbers to print; they are averaged between two lines.
+    `step_loss` returns the loss and the numbers to print, which are averaged over the steps of a line.
     """
     optimizer = torch.optim.AdamW(
         [{"params": list(params), "factor": factor} for params, factor in groups],

@@ -1,7 +1,7 @@
 """Train the tiny AutoencoderKL of a world: `python -m scripts.demo_world.vae OUT`, or with `--world text`.
 
 165 k parameters; scenes: 32x32x3 pixels -> 8x8x4 latents (a FluxPipeline packs them to 16 tokens of 16), words:
-16x64x3 -> 4x16x8 (16 tokens of 32). Loss: L1 + MSE + 2e-3 KL per pixel, on freshly drawn pictures of the train split.
+16x64x3 -> 4x16x8 (16 tokens of 32). Loss: L1 + MSE + 2e-3 KL per pixel, on freshly drawn images of the train split.
 Invariant: the saved scaling_factor and shift_factor give latents of mean 0 and std 1.
 """
 
@@ -18,27 +18,27 @@ from torch import Tensor
 from scripts.demo_world.training import Schedule, fit, parameter_count
 from scripts.demo_world.worlds import WORLDS, World
 
-CHANNELS = (8, 16, 32)  # full-resolution channels are what costs
+CHANNELS = (8, 16, 32)  # the full-resolution channels dominate the cost
 
 
 @dataclass(frozen=True)
 class VAEConfig:
-    """What to train and where to put it."""
+    """What to train, and where to save it."""
 
     out: tyro.conf.Positional[Path]
     """Folder for the trained AutoencoderKL."""
     world: Literal["scenes", "text"] = "scenes"
-    """What it draws (worlds.py)."""
+    """The world whose images it learns (worlds.py)."""
     steps: int = 4000
     """Optimiser steps."""
     batch: int = 32
-    """Pictures per step."""
+    """Images per step."""
     lr: float = 4e-3
     """Peak learning rate of AdamW."""
     kl: float = 2e-3
     """Weight of the KL term."""
     seed: int = 0
-    """Seed of weights, pictures and noise."""
+    """Seed of weights, images and noise."""
 
 
 def build(world: World) -> AutoencoderKL:
@@ -61,7 +61,7 @@ def build(world: World) -> AutoencoderKL:
 
 
 def train_vae(config: VAEConfig) -> AutoencoderKL:
-    """Train on train-split pictures and set the latent scale."""
+    """Train on train-split images and set the latent scale."""
     torch.manual_seed(config.seed)
     world = WORLDS[config.world]
     vae = build(world).to(memory_format=torch.channels_last)  # 1.3-2.5x faster on CPU
@@ -92,7 +92,7 @@ def set_latent_scale(vae: AutoencoderKL, world: World, n: int = 2000) -> None:
 
 @torch.no_grad()
 def report(vae: AutoencoderKL, world: World, split: str, n: int = 1000) -> str:
-    """Reconstruction PSNR and the share of reconstructions that still read right."""
+    """Reconstruction PSNR and the share of reconstructions that still show the right codes."""
     images, codes = world.draw(split, n, torch.Generator().manual_seed(1))
     recon = vae.decode(vae.encode(images * 2 - 1).latent_dist.mode()).sample
     recon = (recon / 2 + 0.5).clamp(0, 1)

@@ -1,7 +1,7 @@
 """The two worlds whose tiny pipelines `vae.py` and `base.py` train: scenes of one shape, and short words.
 
-What differs between them is here: sizes, vocabulary, how training examples are drawn and how captions are made wrong.
-Invariant: neither file asks which world it trains.
+Their differences are defined here: sizes, vocabulary, how training examples are drawn and how captions are corrupted.
+Invariant: neither file depends on which world it trains.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +18,12 @@ Draw = Callable[[str, int, torch.Generator | None], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class World:
-    """A world of small pictures with captions. Codes [n, k], long, are what a picture shows."""
+    """A world of small images with captions. Codes [n, k], long, describe what an image shows."""
 
     height: int
     width: int
     words: Sequence[str]
-    """Vocabulary of the tokenizers; other letters are tokens of their own."""
+    """Vocabulary of the tokenizers; other letters are separate tokens."""
     t5_length: int
     """Longest caption in tokens."""
     latent_channels: int
@@ -38,9 +38,9 @@ class World:
     prompts: Callable[[str], list[str]]
     """All captions of a split."""
     report: Callable[[Tensor, list[str]], str]
-    """(images, captions) -> what share shows what was asked for."""
+    """(images, captions) -> text with the share of images that match their captions."""
     same: Callable[[Tensor, Tensor], Tensor]
-    """(images, codes) -> bool [n], whether a picture reads as its codes."""
+    """(images, codes) -> bool [n], whether an image is recognised as its codes."""
 
 
 def _draw_scenes(split: str, n: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -53,8 +53,8 @@ def _draw_scenes(split: str, n: int, generator: torch.Generator | None = None) -
 def corrupt_combos(combos: Tensor, probability: float, tries: int = 8) -> Tensor:
     """Replace each attribute by a random one with the given probability: [n, 3] -> [n, 3].
 
-    Draws again where the result is no train combination (and keeps the input after `tries` such
-    draws): a held-out caption that only ever came with other pictures would be learnt as such.
+    Redraws results that are not train combinations (keeping the input after `tries` draws), so that
+    the model does not learn to associate held-out captions with wrong images.
     """
     known = torch.zeros(scenes.COUNTS, dtype=torch.bool)
     known[tuple(torch.tensor(scenes.SPLITS["train"]).T)] = True
