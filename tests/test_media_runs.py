@@ -81,7 +81,7 @@ def test_a_reward_that_takes_images_refuses_clips(place, capsys):
         def judge_group(self, prompt, media, pairs):
             return [Verdict(0.5)] * len(pairs)
 
-    with pytest.raises(ConfigError, match=r"vlm_pairwise takes image.*over http only"):
+    with pytest.raises(ConfigError, match=r"vlm_pairwise takes image.*only over http"):
         training_scorer(from_dict(settings(place, "x", **over)), OneByOne(), None, [], ALONE)
     training_scorer(from_dict(settings(place, "x", **over, rollout={"frames": 1})), OneByOne(), None, [], ALONE)
 
