@@ -60,6 +60,9 @@ def test_a_monitor_that_falls_while_the_judge_rises():
     assert not Signs(["clip"], [row(25, 0.7, 0.82)]).add("eval", row(50, 0.6, 0.7)), "if all fall, it is no hacking"
     trained = [row(25, None, 0.8, **{"dev/clip": 0.3}), row(50, None, 0.7, **{"dev/clip": 0.35})]
     assert set(Signs(["clip"], trained[:1]).add("eval", trained[1])) == {"monitors"}
+    for r, wins in zip(trained, (0.5, 0.6), strict=True):
+        r |= {"dev/clip": 0.3 - wins, "dev/win_aesthetic": wins}
+    assert not Signs(["clip"], trained[:1]).add("eval", trained[1]), "no trained reward rose"
 
 
 def test_a_run_ends_at_a_sign(tmp_path, monkeypatch, capsys):

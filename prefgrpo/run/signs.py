@@ -75,14 +75,14 @@ class Signs:
         values = {
             k: v for k, v in row.items() if k.startswith(f"{name}/") and not k.endswith(("_before", *PARTS_OF_WINS))
         }
+        trained = {f"{name}/{way}{reward}" for reward in ("judge", *self._trained) for way in ("", "win_")}
         known = self._best.setdefault(name, {})
         best = {k: known.get(k, np.nan) for k in values}
         known |= {k: max(float(v), known.get(k, v)) for k, v in values.items() if v is not None}
-        goals = [k for k in values if "/win_" in k or k.split("/", 1)[1] in self._trained]
-        rising = [k for k in goals if values[k] is not None and values[k] >= best[k]]
+        rising = [k for k, v in values.items() if k in trained and v is not None and v >= best[k]]
         fallen = [
             f"{k} fell from {best[k]:.3f} to {v:.3f}"
             for k, v in values.items()
-            if k not in goals and v is not None and v < best[k] - FALLEN * abs(best[k])
+            if k not in trained and "/win_" not in k and v is not None and v < best[k] - FALLEN * abs(best[k])
         ]
         return {"monitors": f"{', '.join(fallen)}, while {', '.join(rising)} rose"} if rising and fallen else {}
