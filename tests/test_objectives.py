@@ -307,7 +307,7 @@ def test_the_gradient_is_that_of_the_published_formula(setting, family, lora, na
         truth = truth + loss_of_draw.detach() / (P * o.draws)
     exact = torch.cat([p.grad.double().flatten() for p in params])
     assert float(exact.norm()) > 0
-    assert float((ours - exact).norm() / exact.norm()) < 1e-5
+    assert float((ours - exact).norm() / exact.norm()) < 3e-5  # fp32 forwards of other batch sizes
     if "form" not in options or options["form"] != "ipo":
         assert loss == pytest.approx(float(truth), rel=1e-5, abs=1e-7)
 
