@@ -25,7 +25,7 @@ from prefgrpo.data.prompts import Prompt, prompt_sets
 from prefgrpo.judge.verdict import PairJudge, Verdict
 from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.rewards.scorer import Scorer
-from prefgrpo.rollout.deal import slot_prompts
+from prefgrpo.rollout.assignment import slot_prompts
 from prefgrpo.rollout.render import to_uint8
 from prefgrpo.run.checkpoint import CheckpointError, save_images
 from prefgrpo.run.evaluate import Held, held_out, load_before, summarise

@@ -38,7 +38,7 @@ from prefgrpo.rewards.base import PointwiseReward, Sample
 from prefgrpo.rewards.functions import FunctionPairwise
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.render import sample
-from prefgrpo.rollout.sampling import evaluation
+from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run import checkpoint, judging
 from prefgrpo.run.checkpoint import CheckpointError, write_atomic
 from prefgrpo.run.evaluate import Table, compare, held_out, over_ranks, verdict
@@ -139,7 +139,7 @@ def _facts(side: Side, prompts: Sequence[Prompt], samples: int) -> dict[str, Any
         "seed": c.seed,
         "prompts": fingerprint(prompts),
         "samples": samples,
-        "sampling": {k: v for k, v in asdict(evaluation(c)).items() if k != "batch_size"},
+        "sampling": {k: v for k, v in asdict(eval_sampling(c)).items() if k != "batch_size"},
     }
 
 
@@ -336,7 +336,7 @@ def _against(side: Side, other: Side, prompts: str, out: Path, judge2: str, fps:
 
 def _pair(config: Config, prompt: Prompt, now: Path, before: Path) -> tuple[Sample, ...]:
     """A prompt's samples of both sides, read from their files."""
-    return tuple(sample(prompt, read_media(file).pixels, evaluation(config)) for file in (now, before))
+    return tuple(sample(prompt, read_media(file).pixels, eval_sampling(config)) for file in (now, before))
 
 
 def _joined(parts: Sequence[Table]) -> Table:

@@ -29,7 +29,7 @@ from prefgrpo.parallel.shard import gathered
 from prefgrpo.parallel.world import World
 from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.render import Images, render, to_uint8
-from prefgrpo.rollout.sampling import Schedules, all_sizes, evaluation, of_prompt
+from prefgrpo.rollout.sampling import Schedules, all_sizes, eval_sampling, prompt_sampling
 from prefgrpo.run import checkpoint
 from prefgrpo.run.judging import makes_clips
 from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
@@ -113,7 +113,7 @@ def make(config: Config, weights: Weights, jobs: Sequence[Job], world: World, fp
     """
     missing = [job for job in jobs[world.dp_index :: world.dp_size] if not job.file.exists()]
     if world.any(bool(missing)):
-        prompts, shown = list({id(job.prompt): job.prompt for job in jobs}.values()), evaluation(config)
+        prompts, shown = list({id(job.prompt): job.prompt for job in jobs}.values()), eval_sampling(config)
         absent = uncached(config, encoding_jobs(replace(config, rollout=shown), prompts))
         adapter = _open(config, weights, world, encoders=bool(absent))
         with config_errors_as("eval, or a prompt's own size"):
@@ -154,17 +154,17 @@ def _render(config: Config, adapter: Adapter, jobs: Sequence[Job], any_job: Job,
 
     With `World.equal_forwards`, a rank with fewer batches renders `any_job` as padding, without writing it.
     """
-    r, own, m = evaluation(config), config.data.own_sizes, config.memory
+    r, own, m = eval_sampling(config), config.data.own_sizes, config.memory
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
     schedules = Schedules(config, adapter, world.device)
     by_size: dict[SamplingConfig, list[Job]] = {}
     for job in jobs:
-        by_size.setdefault(of_prompt(job.prompt, r, own), []).append(job)
+        by_size.setdefault(prompt_sampling(job.prompt, r, own), []).append(job)
     batches = [(s, js[k : k + r.batch_size]) for s, js in by_size.items() for k in range(0, len(js), r.batch_size)]
     count = len(batches)
     if world.equal_forwards:
         most = int(world.gather(np.array([float(count)])).max())
-        batches += [(of_prompt(any_job.prompt, r, own), [any_job])] * (most - count)
+        batches += [(prompt_sampling(any_job.prompt, r, own), [any_job])] * (most - count)
     with tqdm(total=len(jobs), unit="file", dynamic_ncols=True, disable=None if world.main else True) as bar:
         for number, (sizes, batch) in enumerate(batches):
             ids = torch.tensor([job.noise for job in batch], dtype=torch.int64, device=world.device)

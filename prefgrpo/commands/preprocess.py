@@ -44,7 +44,7 @@ def _encode(config: Config, jobs: list[EncodeJob], world: World) -> None:
     adapter = open_adapter(config, world.device)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache, 1)
     try:
-        with adapter.parked.hold():
+        with adapter.offload.keep_on_device():
             for job in tqdm(jobs, unit="prompt", dynamic_ncols=True, disable=None if world.main else True):
                 images = job.images()
                 embeddings.sources(images, job.frames) if job.text is None else embeddings.text(job.text, images)

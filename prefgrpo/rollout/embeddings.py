@@ -30,7 +30,7 @@ from prefgrpo.models import DTYPES, family, folder
 from prefgrpo.models.base import Adapter, Condition, Sampling
 from prefgrpo.models.condition import collate
 from prefgrpo.models.folder import ModelError
-from prefgrpo.rollout.sampling import evaluation, of_prompt
+from prefgrpo.rollout.sampling import eval_sampling, prompt_sampling
 
 logger = logging.getLogger(__name__)
 PER_SHARD, SHARD_BYTES = 64, 256 * 2**20
@@ -202,7 +202,7 @@ class Embeddings:
 
         def encode() -> dict[str, Tensor]:
             self.encoded += 1
-            with self._adapter.parked.present("text_encoder"):
+            with self._adapter.offload.on_device("text_encoder"):
                 return self._adapter.encode(prompt, self._max_length, sources).tensors()
 
         return Condition.of_text(self._kept(self.keys.text(prompt, sources), encode))
@@ -211,7 +211,7 @@ class Embeddings:
         """The `Condition.sources` of an edit's source images; frames: number of frames of the clip."""
 
         def encode() -> dict[str, Tensor]:
-            with self._adapter.parked.present("vae", "text_encoder"):
+            with self._adapter.offload.on_device("vae", "text_encoder"):
                 tensors = self._adapter.encode_sources(sources, frames)
             return {"source" if k == 1 else f"source_{k}": tensor for k, tensor in enumerate(tensors, 1)}
 
@@ -294,8 +294,8 @@ def encoding_jobs(config: Config, trained: Sequence[Prompt], evaluated: Sequence
     """
     check_sources(config, trained)
     check_sources(config, evaluated)
-    cls, shown = family(config.family), evaluation(config)
-    used = [(prompt, of_prompt(prompt, config.rollout, config.data.own_sizes)) for prompt in trained]
+    cls, shown = family(config.family), eval_sampling(config)
+    used = [(prompt, prompt_sampling(prompt, config.rollout, config.data.own_sizes)) for prompt in trained]
     jobs: dict[EncodeJob, None] = {}
     for prompt, sizes in [*used, *((prompt, shown) for prompt in evaluated)]:
         place = (prompt.source, sizes.height, sizes.width) if prompt.source else ()

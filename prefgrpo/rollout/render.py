@@ -70,7 +70,7 @@ def decode(
     def work(rows: Tensor) -> Tensor:
         return torch.cat([adapter.decode(part, sizes) for part in rows.split(at_once or len(rows))])
 
-    with adapter.parked.present("vae"):
+    with adapter.offload.on_device("vae"):
         return work(latents) if world is None else world.spread(latents, work)
 
 

@@ -22,9 +22,9 @@ from prefgrpo.models.base import Adapter
 from prefgrpo.objectives import objective
 from prefgrpo.parallel.mesh import Layout
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.deal import deal_batches
+from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.rollout.render import decode
-from prefgrpo.rollout.sampling import all_sizes, evaluation
+from prefgrpo.rollout.sampling import all_sizes, eval_sampling
 from prefgrpo.run.memory import blank_batch, estimate, free_bytes
 from prefgrpo.run.policy import Policy
 
@@ -47,7 +47,7 @@ def candidates(config: Config, indices: int) -> list[int]:
     def longest(size: int) -> int:
         made = Counter[tuple[int, int]]()
         sized = replace(config, rollout=replace(r, batch_size=size))
-        for b in deal_batches(sized, [r] * r.prompts_per_step, indices, whole_groups):
+        for b in assign_batches(sized, [r] * r.prompts_per_step, indices, whole_groups):
             made[b.update, b.index] += len(b.places)
         return sum(max(n for (u, _), n in made.items() if u == update) for update in {u for u, _ in made})
 
@@ -89,14 +89,14 @@ def tried(config: Config, adapter: Adapter, policy: Policy, world: World, prompt
     """`config` with the largest batch sizes, up to its own, that actually run. Raises ConfigError if none does."""
     if world.mesh is not None:
         return config
-    shown, largest = evaluation(config), _largest(config, prompts)
+    shown, largest = eval_sampling(config), _largest(config, prompts)
     kinds = [largest, replace(largest, rollout=shown)] if config.eval.every else [largest]
     moments = [torch.zeros_like(p) for p in policy.params for _ in range(2)]  # AdamW allocates them at its first step
 
     def forward(size: int) -> None:
         for kind in kinds:
             sized = _sized(kind, size)
-            with adapter.parked.present("vae"):
+            with adapter.offload.on_device("vae"):
                 x, sigma, condition = blank_batch(sized, adapter)
             x, condition = x.to(world.device), condition.to(world.device)
             with torch.no_grad():

@@ -31,7 +31,7 @@ from prefgrpo.rewards.base import GroupScores, Sample
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.embeddings import Embeddings, fitted_sources
 from prefgrpo.rollout.render import Images, preview, render, sample, to_uint8
-from prefgrpo.rollout.sampling import evaluation
+from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run.checkpoint import CheckpointError, save_images, write_atomic
 from prefgrpo.run.metrics import PARTS_OF_WINS
 from prefgrpo.run.run_folder import RunFolder
@@ -80,7 +80,7 @@ class Evaluator:
     ) -> None:
         self.held, self.config, self.adapter, self.schedule = held, config, adapter, schedule
         self.embeddings, self.scorers, self.world, self.folder = embeddings, scorers, world, folder
-        self.sizes = evaluation(config)
+        self.sizes = eval_sampling(config)
         self.before: Images = np.zeros((0, 1, 1, 3), np.uint8)
         """This rank's images of the initial policy."""
 

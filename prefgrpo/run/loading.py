@@ -82,7 +82,7 @@ def open_adapter(config: Config, device: torch.device, encoders: bool = True, sp
     with config_errors_as("memory"):
         adapter.vae_options(m.vae_slicing, m.vae_tiling)
     if m.offload and not split:
-        adapter.park(m.offload, device)
+        adapter.enable_offload(m.offload, device)
     if not encoders:
         adapter.fingerprint = cached_fingerprint(config)
     return adapter
@@ -115,5 +115,5 @@ def trainable(config: Config, adapter: Adapter, world: World | None = None) -> A
         context.enable(adapter, world)
         shard.split(adapter, world, config.parallel)
         if world.layout.split > 1:
-            adapter.park(config.memory.offload, world.device)
+            adapter.enable_offload(config.memory.offload, world.device)
     return adapter

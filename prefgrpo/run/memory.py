@@ -36,12 +36,12 @@ from prefgrpo.config.schema import Config, ConfigError, ParallelConfig
 from prefgrpo.data.prompts import read_prompts
 from prefgrpo.models import DTYPES, family
 from prefgrpo.models.base import Adapter, Condition
-from prefgrpo.models.folder import ASKED
-from prefgrpo.models.parking import KINDS
+from prefgrpo.models.folder import REQUIRED_PROCESSOR
+from prefgrpo.models.offload import KINDS
 from prefgrpo.objectives import objective
 from prefgrpo.parallel.mesh import Layout, problem
 from prefgrpo.parallel.shard import kept_whole
-from prefgrpo.rollout.deal import deal_batches
+from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.rollout.sampling import window_range
 from prefgrpo.run.loading import config_errors_as, model_options, trainable
 
@@ -124,7 +124,7 @@ def estimate(config: Config, meshes: Callable[[Adapter], Iterable[ParallelConfig
         return {name: held // (1 if name == "decode" else context) for name, (held, _) in each.items()}
 
     phases = under(layout.context)
-    samples = (1 + r.staleness) * dealt(config, layout.data)[0]
+    samples = (1 + r.staleness) * samples_per_index(config, layout.data)[0]
     parts["embeddings"] = samples * sum(value.nbytes for value in batch[2].all_tensors()) // r.batch_size
     texts = {} if config.data.cache else {"text encoders": DTYPES[config.dtype].itemsize * sum(encoders.values())}
     (phases if "text_encoder" in config.memory.offload else parts).update(texts)
@@ -142,7 +142,7 @@ def known_bytes(config: Config, adapter: Adapter, world: int) -> dict[str, int]:
     r, layout, goal = config.rollout, Layout.of(config, world), objective(config.train)
     stored = r.window_size or len(window_range(r)) if goal.collector == "trajectory" else 0
     stored *= 2 if r.window_policy == "subset" or goal.keeps_velocity else 1  # consecutive steps share latents
-    made, scored = (count * (1 + r.staleness) for count in dealt(config, layout.data))
+    made, scored = (count * (1 + r.staleness) for count in samples_per_index(config, layout.data))
     whole_ones = {id(p) for name in adapter.denoisers for p in kept_whole(getattr(adapter.pipe, name), adapter)}
     if layout.split == 1:
         whole_ones |= {id(p) for name in adapter.denoisers for p in getattr(adapter.pipe, name).parameters()}
@@ -174,7 +174,7 @@ def graph_bytes(config: Config, indices: int) -> int:
         one = scale.now()
     del velocity
     _clear_caches("prefgrpo.models")
-    first = Counter(b.index for b in deal_batches(config, [r] * r.prompts_per_step, indices) if b.update == 0)
+    first = Counter(b.index for b in assign_batches(config, [r] * r.prompts_per_step, indices) if b.update == 0)
     return one * max(first.values()) * (r.window_size or len(window_range(r)))
 
 
@@ -186,10 +186,10 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // here
 
 
-def dealt(config: Config, indices: int) -> tuple[int, int]:
+def samples_per_index(config: Config, indices: int) -> tuple[int, int]:
     """Maximum number of samples per step that one data-parallel index (of `indices`) generates, and that it scores."""
     r, made = config.rollout, Counter[int]()
-    for batch in deal_batches(config, [r] * r.prompts_per_step, indices):
+    for batch in assign_batches(config, [r] * r.prompts_per_step, indices):
         made[batch.index] += len(batch.places)
     return max(made.values()), -(-r.prompts_per_step // indices) * r.group_size
 
@@ -218,18 +218,18 @@ def _sources(config: Config, adapter: Adapter) -> int:
 def _phase(name: str, config: Config, adapter: Adapter, batch: Batch, known: list[Tensor]) -> tuple[int, float]:
     """(peak bytes, FLOP per sample) of one phase: a rollout forward, a decode, or a trained step."""
     x, sigma, condition = batch
-    r, parked, count = config.rollout, 0, len(x)
+    r, offloaded, count = config.rollout, 0, len(x)
     with Weigh(known) as scale, norms_of(config), torch.set_grad_enabled(name == "update"):
         if name == "decode":
             mine = -(-r.batch_size // (config.parallel.ring * config.parallel.ulysses))
             count = min(config.memory.decode_batch or mine, mine)
             adapter.decode(x[:count], r)
-            parked = _weights(adapter, *KINDS["vae"]) if "vae" in config.memory.offload else 0
+            offloaded = _weights(adapter, *KINDS["vae"]) if "vae" in config.memory.offload else 0
         else:
             v = adapter.velocity(x, sigma, condition, r)
             if name == "update":
                 v.float().square().mean().backward()
-    return scale.most + parked, scale.flop / count
+    return scale.most + offloaded, scale.flop / count
 
 
 def _facts(config: Config, adapter: Adapter) -> Facts:
@@ -318,7 +318,7 @@ def meta_pipeline(path: Path, pipeline: str, dtype: torch.dtype) -> tuple[Any, d
         elif name == "connectors":
             encoders[name] = _count(getattr(getattr(diffusers.pipelines, library), kind), path / name)
             parts[name] = None
-        elif kind == ASKED:
+        elif kind == REQUIRED_PROCESSOR:
             from prefgrpo.models.processors import NoProcessor
 
             parts[name] = NoProcessor()

@@ -18,7 +18,7 @@ from prefgrpo.models import family
 from prefgrpo.objectives import objective
 from prefgrpo.parallel.mesh import Layout, problem
 from prefgrpo.run.batch_size import FILLED, fitting
-from prefgrpo.run.memory import GIB, Estimate, dealt, estimate
+from prefgrpo.run.memory import GIB, Estimate, estimate, samples_per_index
 from prefgrpo.run.speed import (
     HARDWARE,
     MFU,
@@ -208,8 +208,8 @@ def _knobs(config: Config, part: str) -> list[tuple[str, Any]]:
     r, t, m, p = config.rollout, config.train, config.memory, config.parallel
     larger = range(config.gpus + 1, r.prompts_per_step * r.group_size * p.ring * p.ulysses + 1)
     fits = (n for n in larger if not problem(p, n))
-    now = dealt(config, Layout.of(config, config.gpus).data)
-    more = [n for n in fits if dealt(config, Layout.of(config, n).data) < now]
+    now = samples_per_index(config, Layout.of(config, config.gpus).data)
+    more = [n for n in fits if samples_per_index(config, Layout.of(config, n).data) < now]
     batch = [("rollout.batch_size", r.batch_size // 2)] if r.batch_size > 1 else []
     trained = [("train.lora_rank", t.lora_rank // 2 if t.lora_rank else 64)] if t.lora_rank != 1 else []
     if part in ("rollout", "update"):

@@ -34,12 +34,12 @@ from prefgrpo.parallel.world import World
 from prefgrpo.rewards import PYTHON, named_objects
 from prefgrpo.rewards.log import drop_from
 from prefgrpo.rewards.scorer import Scorer
+from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.rollout.batches import Rollouts
-from prefgrpo.rollout.deal import deal_batches
 from prefgrpo.rollout.embeddings import Embeddings, encoding_jobs, uncached
 from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.replay import TrajectoryCollector
-from prefgrpo.rollout.sampling import Schedules, all_sizes, evaluation
+from prefgrpo.rollout.sampling import Schedules, all_sizes, eval_sampling
 from prefgrpo.run import batch_size, checkpoint, judging, trackers
 from prefgrpo.run.evaluate import Evaluator, held_out
 from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
@@ -200,7 +200,7 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     config = batch_size.tried(config, adapter, policy, world, prompts) if auto else config
     schedules = open_schedules(config, adapter, world, prompts)
     embeddings = Embeddings(adapter, config.data.max_length, config.data.cache or None)
-    ode = schedules.ode(evaluation(config))
+    ode = schedules.ode(eval_sampling(config))
     evaluators = {}
     for number, (name, held) in enumerate(measured.items()):
         chosen = held_out(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
@@ -346,7 +346,7 @@ def _check_context(config: Config, world: World, prompts: list[Prompt]) -> None:
     if world.layout.context == 1:
         return
     adapter, _ = without_weights(config)
-    sizes = [*all_sizes(prompts, config.rollout, config.data.own_sizes), evaluation(config)]
+    sizes = [*all_sizes(prompts, config.rollout, config.data.own_sizes), eval_sampling(config)]
     problems = [text for s in sizes for text in undivided(adapter, s, config.data.max_length, world.layout)]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -380,7 +380,7 @@ def open_schedules(config: Config, adapter: Adapter, world: World, prompts: list
         for sizes in all_sizes(prompts, config.rollout, config.data.own_sizes):
             adapter.latent_shape(sizes)
             schedules.check(sizes)
-    shown = evaluation(config)
+    shown = eval_sampling(config)
     with config_errors_as("eval.height/width/frames"):
         adapter.latent_shape(shown)
     return schedules
@@ -457,7 +457,7 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
 def idle(config: Config, indices: int) -> str:
     """A message about idle processes if the batches of an update cannot be assigned evenly; '' if they can."""
     r = config.rollout
-    batches = Counter(b.update for b in deal_batches(config, [r] * r.prompts_per_step))
+    batches = Counter(b.update for b in assign_batches(config, [r] * r.prompts_per_step))
     rounds = sum(-(-count // indices) for count in batches.values())
     share = 1 - batches.total() / (rounds * indices)
     if not share:

@@ -5,7 +5,7 @@
 A single factor, mfu, covers everything that keeps kernels from the peak; docs/scale.md says where published runs differ
 from it. All-gathers of sharded weights are prefetched, so only the time beyond a phase's compute counts; all-to-alls
 and the all-reduce of a LoRA's gradients are exposed. Judging overlaps the rollout. Invariant: the work is that of the
-real run (`deal_batches`, same windows, forwards and passes), its FLOP counted by torch (`memory.estimate`).
+real run (`assign_batches`, same windows, forwards and passes), its FLOP counted by torch (`memory.estimate`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from prefgrpo.objectives.base import EndpointObjective, GroupObjective
 from prefgrpo.parallel.context import undivided, unsupported
 from prefgrpo.parallel.mesh import Layout, problem
 from prefgrpo.rewards import parse_reward_spec
-from prefgrpo.rollout.deal import deal_batches
+from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.rollout.sampling import window_range
 from prefgrpo.run.judging import PAIRWISE
 from prefgrpo.run.memory import Estimate, Facts
@@ -121,7 +121,7 @@ def work(config: Config, data: int, reuses: bool) -> Work:
     """The work of the busiest of `data` data-parallel indices; reuses: the first update reuses the rollout's graphs."""
     r, t, goal = config.rollout, config.train, objective(config.train)
     samples, batches, first = Counter[int](), Counter[int](), Counter[int]()
-    for batch in deal_batches(config, [r] * r.prompts_per_step, data, goal.whole_groups):
+    for batch in assign_batches(config, [r] * r.prompts_per_step, data, goal.whole_groups):
         samples[batch.index] += len(batch.places)
         batches[batch.index] += 1
         first[batch.index] += len(batch.places) * (batch.update == 0)
@@ -170,7 +170,7 @@ def graphs(config: Config, whole: Estimate) -> float:
     """Upper bound of the bytes of the first update's autograd graphs: activations times the number of trained steps."""
     data = Layout.of(config, config.gpus).data
     r = config.rollout
-    first = Counter(b.index for b in deal_batches(config, [r] * r.prompts_per_step, data) if b.update == 0)
+    first = Counter(b.index for b in assign_batches(config, [r] * r.prompts_per_step, data) if b.update == 0)
     return whole.phases["update"] * max(first.values()) * trained_steps(config)
 
 

@@ -26,8 +26,8 @@ from prefgrpo.parallel.shard import gathered, whole_copies
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.pairwise import VlmPairwise, judged
 from prefgrpo.rewards.scorer import StepScores
+from prefgrpo.rollout.assignment import update_of
 from prefgrpo.rollout.batches import Batch
-from prefgrpo.rollout.deal import update_of
 from prefgrpo.rollout.render import stills
 from prefgrpo.run import checkpoint
 from prefgrpo.run.advantage import CombineError, advantages, part_table
@@ -313,7 +313,7 @@ class TrainingLoop:
         samples = Counter(update_of(self.config, place) for place in places)
         trained = {update_of(self.config, place) for place in places if keep[place]}
         counted = self.objective.per_group(r.group_size) / r.group_size
-        left = self.rollouts.trained(step, batches, keep)
+        left = self.rollouts.training_batches(step, batches, keep)
         for update in sorted(trained):
             own = [batch for batch in left if batch.update == update]
             table += self.collector.accumulate(own, targets, samples[update] * counted)
