@@ -35,7 +35,7 @@ from benchmarks.harness import machine
 from benchmarks.peer_runs import Work, make_pipeline
 from prefgrpo.config.recipe import merged
 from prefgrpo.config.schema import from_dict
-from prefgrpo.run.memory import Weigh
+from prefgrpo.run.memory import MemoryTracker
 from prefgrpo.run.session import Clock
 from prefgrpo.run.trainer import TrainingLoop
 
@@ -130,9 +130,9 @@ class Side:
         policy = self.loop.policy
         held = [t for module in self.loop.adapter.modules().values() for t in [*module.parameters(), *module.buffers()]]
         held += [t for t in policy.state_dict().values() if isinstance(t, Tensor)]
-        with Weigh(held) as scale:
+        with MemoryTracker(held) as tracker:
             self.step()
-        return scale.most
+        return tracker.peak
 
 
 def compared(gradient: Tensor, truth: Tensor) -> dict[str, Any]:

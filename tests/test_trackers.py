@@ -170,10 +170,10 @@ def test_trackio_on_this_machine(folder, monkeypatch, tmp_path):
 
 def test_a_library_that_is_absent_is_named_at_the_start(monkeypatch, tmp_path):
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
-    (problem,) = trackers.mistakes(config(trackers=["wandb"]))
+    (problem,) = trackers.config_errors(config(trackers=["wandb"]))
     assert problem == "trackers: wandb is not installed; expected `pip install wandb`, or a run without it"
     monkeypatch.undo()
     (tmp_path / "no_such_library").mkdir()  # like ./wandb, which offline runs create
     monkeypatch.syspath_prepend(tmp_path)
     lacking = types.SimpleNamespace(trackers=("no_such_library",))
-    assert "no_such_library is not installed" in trackers.mistakes(lacking)[0]
+    assert "no_such_library is not installed" in trackers.config_errors(lacking)[0]

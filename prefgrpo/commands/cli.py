@@ -337,14 +337,14 @@ def _read(recipe: Path | None, values: Mapping[str, Any], command: str) -> Confi
     from prefgrpo.run.loading import unsupported
 
     model = str(values.get("model", ""))
-    config, mistakes = parse(recipe, model, values)
-    mistakes += check(config) + unsupported(config)
+    config, errors = parse(recipe, model, values)
+    errors += check(config) + unsupported(config)
     if command == "train":
         from prefgrpo.run import session
 
-        mistakes += session.mistakes(config)
-    if mistakes:
-        raise ConfigError(mistakes)
+        errors += session.config_errors(config)
+    if errors:
+        raise ConfigError(errors)
     changed = differences(parse(recipe)[0], parse(recipe, model)[0]) if model else {}
     if changed and os.environ.get("RANK", "0") == "0":
         shown = ", ".join(f"{key} {b} (was {a})" for key, (a, b) in changed.items())

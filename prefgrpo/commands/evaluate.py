@@ -316,7 +316,7 @@ def _against(side: Side, other: Side, prompts: str, out: Path, judge2: str, fps:
             each = -(-len(h.items) // world.dp_size)
             mine = range(world.dp_index * each, min((world.dp_index + 1) * each, len(h.items)))
             parts: list[Table] = []
-            for start in range(0, len(mine) * world.leads, AT_ONCE):
+            for start in range(0, len(mine) * world.is_dp_leader, AT_ONCE):
                 rows = mine[start : start + AT_ONCE]
                 pairs = [_pair(config, h.items[i], *(file(part, h.name, i) for part in facts)) for i in rows]
                 parts.append(compare(scorers, pairs))

@@ -170,7 +170,7 @@ def _render(config: Config, adapter: Adapter, jobs: Sequence[Job], any_job: Job,
             ids = torch.tensor([job.noise for job in batch], dtype=torch.int64, device=world.device)
             prompts, schedule = [job.prompt for job in batch], schedules.ode(sizes)
             media = render(adapter, schedule, embeddings, prompts, ids, sizes, config.seed, m.decode_batch, world)
-            if number < count and world.leads:
+            if number < count and world.is_dp_leader:
                 for job, pixels in zip(batch, to_uint8(media), strict=True):
                     write(job.file, pixels, fps)
             bar.update(len(batch) * (number < count))

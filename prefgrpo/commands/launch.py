@@ -66,10 +66,10 @@ def wait_for_first(code: int) -> None:
 def wait_for_cause(error: Exception) -> None:
     """Call before exiting with a traceback. If the error only follows from another process's end, waits for torchrun to
     end this process, without a traceback; returns after CAUSE_S, e.g. if no process of this machine has ended."""
-    from prefgrpo.parallel.world import follows
+    from prefgrpo.parallel.world import is_peer_failure
     from prefgrpo.run.session import Interrupt
 
-    if "TORCHELASTIC_RUN_ID" in os.environ and follows(error):
+    if "TORCHELASTIC_RUN_ID" in os.environ and is_peer_failure(error):
         if Interrupt.ever:  # torchrun has reported it already
             os._exit(1)
         _wait_for_torchrun(1, CAUSE_S)

@@ -158,8 +158,8 @@ def _check_inputs(rewards: Mapping[str, Any], files: Sequence[Generated]) -> Non
     """Raise ConfigError if rewards, or reward classes, cannot score these files."""
     prompts = list({g.prompt.id: g.prompt for g in files}.values())
     kinds = sorted({"video" if _is_clip(g) else "image" for g in files})
-    if mistakes := [m for k in kinds for m in unsupported(k, "--reward-spec:", "the folder holds", rewards, prompts)]:
-        raise ConfigError(list(dict.fromkeys(mistakes)))
+    if errors := [m for k in kinds for m in unsupported(k, "--reward-spec:", "the folder holds", rewards, prompts)]:
+        raise ConfigError(list(dict.fromkeys(errors)))
 
 
 def _groups(files: Sequence[Generated]) -> Groups:
@@ -185,7 +185,7 @@ def score_files(
     rewards: Mapping[str, Reward], files: Sequence[Generated], batch: int, seed: int, deadline_s: float, world: World
 ) -> list[dict[str, Score]]:
     """Scores of every file by reward, in the files' order, on every rank."""
-    mine = _units(_groups(files), batch)[world.dp_index :: world.dp_size] if world.leads else []
+    mine = _units(_groups(files), batch)[world.dp_index :: world.dp_size] if world.is_dp_leader else []
     scored: list[tuple[int, dict[str, Score]]] = []
     total = sum(len(group) for _, groups in mine for group in groups)
     with tqdm(total=total, unit="file", dynamic_ncols=True, disable=None if world.main else True) as bar:

@@ -31,7 +31,7 @@ from prefgrpo.rewards.pairwise import VlmPairwise
 from prefgrpo.run.checkpoint import write_atomic
 from prefgrpo.run.loading import unsupported
 from prefgrpo.run.run_folder import RunFolder
-from prefgrpo.run.session import mistakes
+from prefgrpo.run.session import config_errors
 from prefgrpo.run.trainer import Callbacks, TrainingLoop, TrainingStopped
 
 SECTIONS = ("data", "eval", "judge", "reward", "train")
@@ -149,7 +149,7 @@ class Trainer:
         self._objects, self._resume = objects, resume
         self._callbacks = Callbacks(on_step, on_evaluation, on_save)
         with named(objects):
-            if problems := unsupported(self.config) + mistakes(self.config):
+            if problems := unsupported(self.config) + config_errors(self.config):
                 raise ConfigError(problems)
 
     @classmethod

@@ -633,22 +633,22 @@ def leaves(section: Any, prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def _checked(config: Config, mistakes: list[str]) -> Config:
-    if mistakes := mistakes + check(config):
-        raise ConfigError(mistakes)
+def _checked(config: Config, errors: list[str]) -> Config:
+    if errors := errors + check(config):
+        raise ConfigError(errors)
     return config
 
 
 def _typed(content: Mapping[str, Any]) -> tuple[Config, list[str]]:
     """Like `parse`, for nested dicts."""
     data: dict[str, Any] = json.loads(json.dumps(content, default=str))
-    mistakes: list[str] = []
+    errors: list[str] = []
     while True:
         try:
-            return TypeAdapter(Config).validate_json(json.dumps(data)), mistakes  # JSON: lists become tuples
+            return TypeAdapter(Config).validate_json(json.dumps(data)), errors  # JSON: lists become tuples
         except ValidationError as error:
             wrong = _mistakes(error, data)
-        mistakes += wrong.values()
+        errors += wrong.values()
         for *sections, key in wrong:
             tree = data
             for section in sections:

@@ -298,13 +298,13 @@ class Sender:
 
 def validate(config: JudgeConfig) -> None:
     """Raise JudgeError for invalid addresses or a missing API key."""
-    mistakes = []
+    errors = []
     if not config.endpoints or not all(url.startswith(("http://", "https://")) for url in config.endpoints):
-        mistakes.append(f"endpoints must be http:// or https:// addresses, got {list(config.endpoints)}")
+        errors.append(f"endpoints must be http:// or https:// addresses, got {list(config.endpoints)}")
     if config.api_key_env and config.api_key_env not in os.environ:
-        mistakes.append(f"the environment variable {config.api_key_env} (api_key_env) is not set")
-    if mistakes:
-        raise JudgeError("judge: " + "; ".join(mistakes))
+        errors.append(f"the environment variable {config.api_key_env} (api_key_env) is not set")
+    if errors:
+        raise JudgeError("judge: " + "; ".join(errors))
 
 
 def message_of(payload: bytes) -> str:

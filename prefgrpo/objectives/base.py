@@ -82,7 +82,7 @@ class Objective(ABC):
         """Whether the old policy generates the rollouts."""
         return False
 
-    def mistakes(self, group_size: int) -> list[str]:
+    def option_errors(self, group_size: int) -> list[str]:
         """Errors for incompatible options, as 'field: what was expected, what was given'."""
         return []
 
@@ -147,7 +147,7 @@ class TrajectoryObjective(Objective):
     noise: s (TempFlow-GRPO), both divided by their mean over the trainable steps; or inverse_step: 1 / |Δσ|
     (GRPO-Guard)."""
 
-    def mistakes(self, group_size: int) -> list[str]:
+    def option_errors(self, group_size: int) -> list[str]:
         """best_of must be even and at most the group size."""
         fits = self.best_of % 2 == 0 and self.best_of <= group_size
         return [] if fits else [f"best_of: expected an even number up to {group_size}, got {self.best_of}"]

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
-from prefgrpo.parallel.shard import is_split, part_of
+from prefgrpo.parallel.shard import is_sharded, shard_like
 from prefgrpo.parallel.world import World
 from prefgrpo.run.run_folder import RunFolder, step_of
 
@@ -112,7 +112,7 @@ def save(
     final = run.checkpoint(step)
     if world.any(world.main and final.exists()):
         return
-    parts = {key: t.detach() for key, t in tensors.items() if is_split(t)}
+    parts = {key: t.detach() for key, t in tensors.items() if is_sharded(t)}
 
     def write(inside: Path) -> None:
         listing = _save_parts(inside, parts, world) if parts else {}
@@ -137,17 +137,17 @@ def save(
     except PartsError as error:
         causes = (f"process {rank}: {cause}" for rank, (cause, _) in error.failures.items())
         problem = f"the checkpoint cannot be written: {'; '.join(causes)}"
-    if first := next((text for text in world.every(problem) if text), None):
+    if first := next((text for text in world.all_gather_object(problem) if text), None):
         shutil.rmtree(_beside(final), ignore_errors=True)
         raise CheckpointError(first)
 
 
 def _save_parts(inside: Path | None, parts: dict[str, Tensor], world: World) -> dict[str, Any]:
     """Write sharded tensors into rank 0's folder `inside`; every rank calls it and hashes the files that it wrote."""
-    folder = next(place for place in world.every(inside) if place is not None)
+    folder = next(place for place in world.all_gather_object(inside) if place is not None)
     save_parts(parts, checkpoint_id=folder / PARTS)
     mine = [*(folder / PARTS).glob(f"__{world.rank}_*"), *((folder / PARTS).glob(".*") if world.main else ())]
-    return {name: facts for own in world.every(_listing(folder, mine)) for name, facts in own.items()}
+    return {name: facts for own in world.all_gather_object(_listing(folder, mine)) for name, facts in own.items()}
 
 
 def _listing(folder: Path, files: Iterable[Path]) -> dict[str, Any]:
@@ -164,13 +164,13 @@ def read(
     """
     problem = None
     try:
-        meta = _checked(path, world.rank, world.size)
+        meta = _verify(path, world.rank, world.size)
         tensors = load_file(path / STATE)
     except CheckpointError as error:
         problem = error
     except SafetensorError as error:
         problem = CheckpointError(f"{path} is damaged: {STATE}: {error}")
-    if first := next((p for p in world.every(problem) if p is not None), None):
+    if first := next((p for p in world.all_gather_object(problem) if p is not None), None):
         raise first
     if (path / PARTS).is_dir():
         names = FileSystemReader(path / PARTS).read_metadata().state_dict_metadata
@@ -198,7 +198,7 @@ def read_newest(
     return None
 
 
-def set_aside(run: RunFolder, newest: int) -> None:
+def rename_damaged(run: RunFolder, newest: int) -> None:
     """Rename the (damaged) checkpoints after step `newest` to step_NNNNNN.damaged; they will be written again."""
     for path in run.all_checkpoints():
         if step_of(path) > newest:
@@ -207,7 +207,7 @@ def set_aside(run: RunFolder, newest: int) -> None:
             os.replace(path, aside)
 
 
-def _checked(path: Path, rank: int, size: int) -> dict[str, Any]:
+def _verify(path: Path, rank: int, size: int) -> dict[str, Any]:
     """The meta of a checkpoint verified to be whole; each of `size` ranks hashes its share of the shard files."""
     try:
         meta = json.loads((path / META).read_text(encoding="utf-8"))
@@ -240,7 +240,7 @@ def load_into(parameters: dict[str, Tensor], tensors: dict[str, Tensor], prefix:
         )
     with torch.no_grad():
         for key, p in wanted.items():
-            p.copy_(part_of(stored[key], p))
+            p.copy_(shard_like(stored[key], p))
 
 
 def _hash(path: Path) -> str:

@@ -91,7 +91,7 @@ class Evaluator:
             self.before = load_before(self.folder, name, self.world.dp_size)[mine]
             return
         self.before = to_uint8(self.render(mine))
-        if self.world.leads:
+        if self.world.is_dp_leader:
             save_images(self.folder.before(name, self.world.dp_index, self.world.dp_size), images=self.before)
         if self.world.main:
             shown = [self.held.items[i] for i in self.shown()]
@@ -109,7 +109,7 @@ class Evaluator:
         items = [held.items[i] for i in index]
         pairs = [tuple(sample(p, m, self.sizes) for m in both) for p, both in zip(items, images, strict=True)]
         answers: list[list[Answered]] = [[] for _ in pairs]
-        table = compare(self.scorers, pairs if self.world.leads else [], answers)
+        table = compare(self.scorers, pairs if self.world.is_dp_leader else [], answers)
         out = over_ranks(self.world, held.name, held.group[index], table, len(held.items))
         self._save_shown(step, now)
         self._save_outcomes(step, table, answers)

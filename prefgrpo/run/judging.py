@@ -36,13 +36,13 @@ CALIBRATION_PAIRS = 8
 
 
 def specs(config: Config) -> tuple[dict[str, float], dict[str, float]]:
-    """(training, evaluation) reward weights. Raises ConfigError with what `mistakes` returns."""
-    if wrong := mistakes(config):
+    """(training, evaluation) reward weights. Raises ConfigError with what `config_errors` returns."""
+    if wrong := config_errors(config):
         raise ConfigError(wrong)
     return parse_reward_spec(config.reward.spec), parse_reward_spec(config.eval.spec) if config.eval.spec else {}
 
 
-def mistakes(config: Config) -> list[str]:
+def config_errors(config: Config) -> list[str]:
     """Mistakes in the reward specs, how rewards are combined, the pair plan and the pairwise judge's template."""
     wrong: list[str] = []
 
@@ -189,31 +189,31 @@ def makes_clips(config: Config) -> bool:
 def check_inputs(config: Config, field: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> None:
     """Raise ConfigError if rewards, or reward classes, cannot score the images or clips of this run's prompts."""
     kind = "video" if makes_clips(config) else "image"
-    if mistakes := unsupported(kind, f"{field}:", "this run makes", rewards, prompts):
-        raise ConfigError(mistakes)
+    if errors := unsupported(kind, f"{field}:", "this run makes", rewards, prompts):
+        raise ConfigError(errors)
 
 
 def unsupported(kind: str, field: str, made: str, rewards: Mapping[str, Any], prompts: Sequence[Prompt]) -> list[str]:
     """Why rewards, or reward classes, cannot score images or clips of these prompts. made: e.g. "this run makes"."""
-    mistakes = []
+    errors = []
     for name, reward in rewards.items():
         if kind not in reward.takes:
             media = "clips" if kind == "video" else "images"
             hint = "; a judge accepts clips only over http" if reward.judged and kind == "video" else ""
-            mistakes.append(f"{field} {name} takes {' or '.join(reward.takes)}, but {made} {media}{hint}")
+            errors.append(f"{field} {name} takes {' or '.join(reward.takes)}, but {made} {media}{hint}")
         lacking = [p for p in prompts if reward.needs_source and not p.source]
         if lacking:
-            mistakes.append(
+            errors.append(
                 f"{field} {name} scores edits, but {len(lacking)} prompt(s) have no source image, the first: "
                 f"{lacking[0].text[:60]!r}; expected a file with a source_image column"
             )
         for key in reward.meta_keys:
             if lacking := [p for p in prompts if key not in p.meta]:
-                mistakes.append(
+                errors.append(
                     f"{field} {name} needs the column '{key}', which {len(lacking)} prompt(s) lack, the first: "
                     f"{lacking[0].text[:60]!r} (its columns: {', '.join(lacking[0].meta) or 'none'})"
                 )
-    return mistakes
+    return errors
 
 
 def _built(
@@ -252,7 +252,8 @@ def training_scorer(
         raise ConfigError([f"{message} normalises its parts separately; change one of the two"])
     judged = any(isinstance(r, VlmPairwise) for r in rewards.values())
     log = folder / "judgements.jsonl" if folder and judged and config.judge.log else None
-    return Scorer(rewards, config.rollout.group_size, config.judge.deadline_s, config.seed, log, world.leads), weights
+    size, deadline_s = config.rollout.group_size, config.judge.deadline_s
+    return Scorer(rewards, size, deadline_s, config.seed, log, world.is_dp_leader), weights
 
 
 def evaluation_scorers(

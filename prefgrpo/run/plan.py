@@ -17,14 +17,14 @@ from prefgrpo.config.schema import AUTO, Config, ConfigError, ParallelConfig, fr
 from prefgrpo.models import family
 from prefgrpo.objectives import objective
 from prefgrpo.parallel.mesh import Layout, problem
-from prefgrpo.run.batch_size import FILLED, fitting
+from prefgrpo.run.batch_size import FILLED, estimate_batch_sizes
 from prefgrpo.run.memory import GIB, Estimate, estimate, samples_per_index
 from prefgrpo.run.speed import (
     HARDWARE,
     MFU,
     Machines,
     StepTime,
-    graphs,
+    estimated_graph_bytes,
     judge_servers,
     meshes,
     reuses_forwards,
@@ -49,7 +49,7 @@ def plan(
     if config.gpus % machines.nodes:
         raise ConfigError([f"gpus: expected a multiple of {machines.nodes} nodes, got {config.gpus}"])
     if config.rollout.batch_size == AUTO:
-        config = fitting(config, FILLED * memory_gib * GIB)
+        config = estimate_batch_sizes(config, FILLED * memory_gib * GIB)
         decoded = config.memory.decode_batch or config.rollout.batch_size
         print(f"rollout.batch_size: auto is {config.rollout.batch_size}, {decoded} decoded at once per process")
     whole = estimate(config, partial(meshes, config, machines=machines))
@@ -71,7 +71,7 @@ def plan(
     if levers:
         print("samples per second and GPU, and peak memory, with each option alone:")
         first = None
-        for name, rate, gib in with_levers(config, whole, machines):
+        for name, rate, gib in compare_levers(config, whole, machines):
             first, ratio = first or rate, f"×{rate / first:.2f}" if first else "     "
             print(f"  {name:<38} {rate:10.4g} {ratio} {gib:.4g} GiB{'' if gib < memory_gib else ', does not fit'}")
     return 0 if fits else 1
@@ -140,11 +140,11 @@ LEVERS: dict[str, dict[str, Any]] = {
     },
 }
 """Options that make steps cheaper, each tried alone."""
-COUNTED_ANEW = ("train.guidance_gradient: conditional", "no train.gradient_checkpointing")
+NEEDS_NEW_ESTIMATE = ("train.guidance_gradient: conditional", "no train.gradient_checkpointing")
 """The options that change the FLOP of a forward or backward, which need a new estimate."""
 
 
-def with_levers(config: Config, whole: Estimate, machines: Machines) -> Iterator[tuple[str, float, float]]:
+def compare_levers(config: Config, whole: Estimate, machines: Machines) -> Iterator[tuple[str, float, float]]:
     """(name, samples per second and GPU, GiB per GPU) without any of these options, then with each alone."""
     train = {"reuse_rollout_forward": False, "guidance_gradient": "both", "kl_fraction": 1.0, "min_advantage": 0.0}
     base = from_dict(merged(to_dict(config), {"train": train, "compile": False}))
@@ -154,18 +154,18 @@ def with_levers(config: Config, whole: Estimate, machines: Machines) -> Iterator
     def found(name: str, changed: Config, held: Estimate) -> tuple[str, float, float]:
         at, reuses = replace(machines, mfu=reached[changed.compile]), changed.train.reuse_rollout_forward is True
         taken = step_time(changed, held.flop, held.model, at, reuses)
-        return name, taken.rate(at), (held.total + (graphs(changed, held) if reuses else 0.0)) / GIB
+        return name, taken.rate(at), (held.total + (estimated_graph_bytes(changed, held) if reuses else 0.0)) / GIB
 
     yield found("none of them", base, plain)
     for name, changes in LEVERS.items():
-        if _without(base, name):
+        if _not_applicable(base, name):
             continue
         half = {"rollout": {"window_size": trained_steps(config) // 2}}
         changed = from_dict(merged(to_dict(base), changes or half))
-        yield found(name, changed, estimate(changed) if name in COUNTED_ANEW else plain)
+        yield found(name, changed, estimate(changed) if name in NEEDS_NEW_ESTIMATE else plain)
 
 
-def _without(config: Config, name: str) -> bool:
+def _not_applicable(config: Config, name: str) -> bool:
     """Whether an option does not apply to this run."""
     trajectory = objective(config.train).collector == "trajectory"
     guided = (cfg := family(config.family).cfg) is not None and cfg.active(config.rollout.guidance)
@@ -190,7 +190,7 @@ def _hint(config: Config, whole: Estimate) -> str:
     phase = max(whole.phases, key=lambda name: whole.phases[name])
     sizes = {name: size for name, size in whole.parts.items() if name != "activations"} | {phase: whole.phases[phase]}
     for part in sorted(sizes, key=lambda name: -sizes[name]):
-        for name, value in _knobs(config, part):
+        for name, value in _memory_reductions(config, part):
             section, _, key = name.rpartition(".")
             owner: Any = getattr(config, section) if section else config
             changed: dict[str, Any] = {key: value}
@@ -203,7 +203,7 @@ def _hint(config: Config, whole: Estimate) -> str:
     return "no field makes it smaller; more GPUs with a larger parallel.shard (or ulysses) do: docs/scale.md"
 
 
-def _knobs(config: Config, part: str) -> list[tuple[str, Any]]:
+def _memory_reductions(config: Config, part: str) -> list[tuple[str, Any]]:
     """(field, next value) of the fields that may still reduce this part or phase of an `Estimate`."""
     r, t, m, p = config.rollout, config.train, config.memory, config.parallel
     larger = range(config.gpus + 1, r.prompts_per_step * r.group_size * p.ring * p.ulysses + 1)

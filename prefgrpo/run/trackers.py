@@ -58,7 +58,7 @@ class Tracker(Protocol):
         """Send pending data."""
 
 
-def mistakes(config: Config) -> list[str]:
+def config_errors(config: Config) -> list[str]:
     """Errors for configured trackers whose libraries are not installed."""
     specs = {
         name: find_spec(name) for name in config.trackers

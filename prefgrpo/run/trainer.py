@@ -22,7 +22,7 @@ from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import fingerprint
 from prefgrpo.judge.information import Alarm, evidence
 from prefgrpo.objectives.base import Targets
-from prefgrpo.parallel.shard import gathered, whole_copies
+from prefgrpo.parallel.shard import full_copies, gathered
 from prefgrpo.rewards.base import Sample
 from prefgrpo.rewards.pairwise import VlmPairwise, judged
 from prefgrpo.rewards.scorer import StepScores
@@ -165,7 +165,7 @@ class TrainingLoop:
         with clock.phase("update"):
             metrics |= self.update(step, made.batches, self._targets(advantage, scores))
             metrics |= self._adapt_kl(metrics)
-            self.policy.follow(self.objective.old_decay(step))
+            self.policy.update_old(self.objective.old_decay(step))
         if self.config.rollout.staleness:
             metrics["policy/staleness"] = float(stale)
         if stale:
@@ -179,7 +179,7 @@ class TrainingLoop:
         """
         batches = list[Batch]()
         kept = gathered(self.adapter, self.config.parallel.keep_gathered)
-        maker = self.policy.holding(self.policy.old if self.objective.sampled_by_old else {})
+        maker = self.policy.use_weights(self.policy.old if self.objective.sampled_by_old else {})
         with maker, kept, self.log.bar("rollout", "sample", self.rollouts.count(step)) as bar:
             self.scorer.begin(step, self.rollouts.groups(step), ahead)
             for batch in self.rollouts(step, self.scorer.add):
@@ -402,7 +402,7 @@ class TrainingLoop:
     def _evaluate(self, step: int, name: str) -> None:
         """Compare the current (averaged) policy with the initial one on a held-out set."""
         clock = Clock()
-        with clock.phase("eval"), self.policy.averaged():
+        with clock.phase("eval"), self.policy.use_ema():
             self.evaluation = self.evaluators[name].run(step)
         self.log.row("eval", step, {"set": name} | self.evaluation | {"time/eval": clock.seconds["eval"]})
         self.verdict = eval_line(step, name, self.evaluation)
@@ -437,12 +437,12 @@ class TrainingLoop:
         """Full (averaged) copies of sharded trained weights on rank 0; every rank must call this."""
         if self.config.train.lora_rank or not self.world.equal_forwards:
             return {}
-        with self.policy.averaged():
-            return whole_copies(self.adapter, self.world)
+        with self.policy.use_ema():
+            return full_copies(self.adapter, self.world)
 
     def _export(self, folder: Path, copies: dict[str, nn.Module]) -> None:
         """The (averaged) weights in diffusers format."""
-        with self.policy.averaged():
+        with self.policy.use_ema():
             if self.config.train.lora_rank:
                 self.adapter.save_lora(str(folder))
             else:
@@ -461,7 +461,7 @@ class TrainingLoop:
         if self.world.main:
             checkpoint.write_folder(self.product, lambda folder: self._export(folder, copies))
         for evaluator in list(self.evaluators.values())[-1:]:
-            with self.policy.averaged():
+            with self.policy.use_ema():
                 evaluator.save_proof(min(4, c.rollout.batch_size))
         if self.world.main:
             self.log.say(f"finished after {done} steps; the result is in {self.folder.root}")
