@@ -187,7 +187,7 @@ def test_the_next_samples_are_made_before_the_scores_are_there(trainer, monkeypa
 
         setattr(owner, name, call)
 
-    noted(one, "make", "made", 10.0)
+    noted(one, "generate", "made", 10.0)
     noted(one.scorer, "finish", "scored", 1.0)
     noted(one, "update", "updated", 3.0)
     one.run()

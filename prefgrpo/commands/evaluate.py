@@ -41,7 +41,7 @@ from prefgrpo.rollout.render import sample
 from prefgrpo.rollout.sampling import eval_sampling
 from prefgrpo.run import checkpoint, judging
 from prefgrpo.run.checkpoint import CheckpointError, write_atomic
-from prefgrpo.run.evaluate import Table, compare, held_out, over_ranks, verdict
+from prefgrpo.run.evaluate import Table, compare, make_eval_set, over_ranks, verdict
 from prefgrpo.run.run_folder import RunFolder
 from prefgrpo.suites import Name, load_suite
 from prefgrpo.suites.base import Results, Suite
@@ -299,7 +299,8 @@ def _against(side: Side, other: Side, prompts: str, out: Path, judge2: str, fps:
         raise ConfigError(["--prompts: the run has no held-out prompts; expected a file of prompts to compare on"])
     samples = config.eval.samples_per_prompt
     held = [
-        held_out(name, own[: config.eval.max_prompts or None], samples, k) for k, (name, own) in enumerate(sets.items())
+        make_eval_set(name, own[: config.eval.max_prompts or None], samples, k)
+        for k, (name, own) in enumerate(sets.items())
     ]
     check_writing(config, out, 1, fps)
     judges, notes = _judges(config, judge2, out, world)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from prefgrpo.rewards import PYTHON, RewardSpecError, named, parse_reward_spec
 from prefgrpo.run.log import read_metrics
 from prefgrpo.run.run_folder import PRODUCTS, RunFolder, step_of
-from prefgrpo.run.signs import Signs
+from prefgrpo.run.signs import HackingMonitor
 
 Floats = NDArray[np.float64]
 Images = NDArray[np.uint8]
@@ -233,7 +233,7 @@ def read_run(folder: Path) -> Run:
 
 def _alarms(config: dict[str, Any], rows: list[dict[str, Any]]) -> list[tuple[int, str]]:
     """The warnings that the run gave, recomputed from its rows."""
-    signs, out = Signs(name for name, weight in _rewards(config).items() if weight), []
+    signs, out = HackingMonitor(name for name, weight in _rewards(config).items() if weight), []
     for row in rows:
         numbers = {k: v for k, v in row.items() if not np.isnan(_number(v))} | {"set": row.get("set")}
         out += [

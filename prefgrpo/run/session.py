@@ -41,7 +41,7 @@ from prefgrpo.rollout.endpoint import EndpointCollector
 from prefgrpo.rollout.replay import TrajectoryCollector
 from prefgrpo.rollout.sampling import Schedules, all_sizes, eval_sampling
 from prefgrpo.run import batch_size, checkpoint, judging, trackers
-from prefgrpo.run.evaluate import Evaluator, held_out
+from prefgrpo.run.evaluate import Evaluator, make_eval_set
 from prefgrpo.run.judging import evaluation_scorers, open_judge, training_scorer
 from prefgrpo.run.loading import config_errors_as, open_adapter, trainable
 from prefgrpo.run.memory import build_meta_adapter, free_bytes, graph_bytes, static_bytes
@@ -203,7 +203,7 @@ def _open(config: Config, resume: bool, world: World, folder: RunFolder, lock: i
     ode = schedules.ode(eval_sampling(config))
     evaluators = {}
     for number, (name, held) in enumerate(measured.items()):
-        chosen = held_out(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
+        chosen = make_eval_set(name, held[: config.eval.max_prompts or None], config.eval.samples_per_prompt, number)
         evaluators[name] = Evaluator(chosen, config, adapter, ode, embeddings, scorers[name], world, folder)
     graph = keeps_graph(config, goal, world)
     rollouts = Rollouts(config, adapter, embeddings, schedules, prompts, world, goal.whole_groups, graph)
@@ -424,7 +424,7 @@ def _notes(config: Config, session: Session) -> Iterator[str]:
         f"({what}, {c.dtype}) on {session.world.size} × {session.world.device}; {r.prompts_per_step} prompts × "
         f"{r.group_size} {media} {r.width}×{r.height} per step from {count} prompts"
     )
-    held = {name: len(set(evaluator.held.group.tolist())) for name, evaluator in session.evaluators.items()}
+    held = {name: len(set(evaluator.eval_set.group.tolist())) for name, evaluator in session.evaluators.items()}
     if not held:
         few = f"{count} prompts are too few for a held-out split (fewer than {FEWEST_TO_SPLIT})"
         why = "eval.every is 0" if not e.every else few if e.holdout else "eval.holdout is 0"
