@@ -132,7 +132,7 @@ class Scorer:
         if one is None:
             known = [g for one in self._begun for g in one.samples]
             raise ValueError(f"group {group} is not part of this step: {known}")
-        with self._lock, traffic.counted(one.counts):
+        with self._lock, traffic.collect_counts(one.counts):
             if not 0 <= member < self.group_size or member in one.samples[group]:
                 raise ValueError(f"member {member} of group {group} is out of range or was added before")
             one.samples[group][member] = sample
@@ -150,7 +150,7 @@ class Scorer:
             none = {name: [GroupScores([_ABSENT] * self.group_size) for _ in one.samples] for name in self.rewards}
             missing = np.full((len(one.samples), self.group_size), np.nan)
             return StepScores(dict.fromkeys(self.rewards, missing), none, {}, {})
-        with traffic.counted(one.counts):
+        with traffic.collect_counts(one.counts):
             groups = {name: self._in_process(one, name, r) for name, r in self.rewards.items() if not r.streams}
             started = time.monotonic()
             for name, sessions in one.sessions.items():

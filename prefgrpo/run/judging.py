@@ -17,7 +17,7 @@ import numpy as np
 from prefgrpo.config.schema import Config, ConfigError, JudgeConfig
 from prefgrpo.data.media import Media
 from prefgrpo.data.prompts import Prompt
-from prefgrpo.judge.information import compares, known_answers
+from prefgrpo.judge.information import ask_known_answers, is_pairwise
 from prefgrpo.judge.plans import get_plan
 from prefgrpo.judge.template import load_template
 from prefgrpo.judge.verdict import JudgeError, PairJudge
@@ -121,11 +121,11 @@ def connect(judge: JudgeConfig, clips: bool, world: World) -> tuple[PairJudge, l
 
     notes: list[str] = []
 
-    def look() -> None:
-        health = check(judge, bias_pairs=CALIBRATION_PAIRS, known=True, clips=clips)
+    def run_check() -> None:
+        health = check(judge, bias_pairs=CALIBRATION_PAIRS, known_answers=True, clips=clips)
         notes.extend(f"judge {line}" for line in health.summary().splitlines())
 
-    world.on_main(look, JudgeError)
+    world.on_main(run_check, JudgeError)
     return HttpJudge(judge), notes
 
 
@@ -137,8 +137,8 @@ def _local_judge(config: JudgeConfig, device: str) -> PairJudge:
     pictures = [Media(np.full((64, 64, 3), colour, np.uint8)) for colour in ((220, 30, 30), (30, 60, 220))]
     verdict = judge.judge_group("a plain red picture", pictures, [(0, 1)])[0]
     problem = f"gave no verdict on a probe pair: {verdict.reason}" if verdict.first is None else ""
-    if not problem and compares(judge.template):
-        problem = known_answers(judge, judge.template).problem
+    if not problem and is_pairwise(judge.template):
+        problem = ask_known_answers(judge, judge.template).problem
     if problem:
         raise JudgeError(
             f"the judge {config.model} {problem}. Expected a model that answers the template '{config.template}'; "
@@ -233,7 +233,7 @@ def _built(
         if issubclass(load_class(name), VlmPairwise) and isinstance(own, JudgeConfig):
             from prefgrpo.judge.client import check
 
-            world.on_main(partial(check, own, known=True, clips=makes_clips(config)), JudgeError)
+            world.on_main(partial(check, own, known_answers=True, clips=makes_clips(config)), JudgeError)
     rewards = build(weights, options)
     check_inputs(config, field, rewards, prompts)
     return rewards

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from prefgrpo.config.schema import Config
 from prefgrpo.data.prompts import fingerprint
-from prefgrpo.judge.information import Alarm, evidence
+from prefgrpo.judge.information import Alarm, verdict_counts
 from prefgrpo.objectives.base import Targets
 from prefgrpo.parallel.shard import full_copies, gathered
 from prefgrpo.rewards.base import Sample
@@ -287,7 +287,7 @@ class TrainingLoop:
         for name in self._alarms:
             reward = self.scorer.rewards[name]
             rounded = isinstance(reward, VlmPairwise) and reward.rating.verdict == "hard"
-            local.append(evidence([judged(g.comparisons) for g in scores.groups[name]], rounded))
+            local.append(verdict_counts([judged(g.comparisons) for g in scores.groups[name]], rounded))
         counts = self.world.gather(np.stack(local)[None]).sum(0)
         patience = self.config.judge.patience_steps
         for (name, alarm), row in zip(self._alarms.items(), counts, strict=True):
