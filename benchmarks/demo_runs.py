@@ -85,7 +85,7 @@ def measure(recipe: Path, file: Path, facts: Run, watch: Watch, steps: int, ever
     of the recipe, or arguments of `Trainer`.
     """
     from prefgrpo import Trainer
-    from prefgrpo.config.recipe import merged
+    from prefgrpo.config.recipe import merge
 
     def write() -> None:
         found = facts | {"machine": machine(), "signs": watch.seen, "columns": watch.columns.names}
@@ -98,7 +98,7 @@ def measure(recipe: Path, file: Path, facts: Run, watch: Watch, steps: int, ever
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         Trainer.from_recipe(
-            recipe, output=folder, **merged(fixed, values), on_step=watch.step, on_evaluation=watch.evaluation
+            recipe, output=folder, **merge(fixed, values), on_step=watch.step, on_evaluation=watch.evaluation
         ).train()
 
 

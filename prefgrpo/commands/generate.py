@@ -71,11 +71,11 @@ def generate(
     held = read_prompts(prompts or config.eval.prompts or config.data.prompts, unique=False)
     ending = ".mp4" if makes_clips(config) else ".png"
     places = [(p, j, out / file_name(p, j, naming, ending)) for p in held for j in range(samples)]
-    jobs = jobs_of(places, shared=naming == "vbench")
+    jobs = make_jobs(places, shared=naming == "vbench")
     there = sum(job.file.exists() for job in jobs)
     world = parallel.start(config.device)
     try:
-        make(config, Weights(lora=lora), jobs, world, fps)
+        generate_files(config, Weights(lora=lora), jobs, world, fps)
         if world.main:
             print(f"{len(jobs)} files are in {out}" + f"; {there} already existed and are unchanged" * (there > 0))
     finally:
@@ -95,7 +95,7 @@ def check_writing(config: Config, out: Path, samples: int, fps: int) -> None:
         raise ConfigError([f"--out: expected a folder that can be written: {error}"]) from error
 
 
-def jobs_of(places: Iterable[tuple[Prompt, int, Path]], shared: bool = False) -> list[Job]:
+def make_jobs(places: Iterable[tuple[Prompt, int, Path]], shared: bool = False) -> list[Job]:
     """A job per (prompt, sample number, file), each file once. Raises DataError if two prompts have one file, unless
     `shared`."""
     jobs: dict[Path, Job] = {}
@@ -106,7 +106,7 @@ def jobs_of(places: Iterable[tuple[Prompt, int, Path]], shared: bool = False) ->
     return list(jobs.values())
 
 
-def make(config: Config, weights: Weights, jobs: Sequence[Job], world: World, fps: int) -> None:
+def generate_files(config: Config, weights: Weights, jobs: Sequence[Job], world: World, fps: int) -> None:
     """Generate every missing file, each rank its share, then wait for all ranks; loads the model only if needed.
 
     Raises ConfigError, ModelError or CheckpointError.

@@ -48,7 +48,7 @@ def launch(argv: Sequence[str]) -> int:
     return 0
 
 
-def speaks() -> bool:
+def reports_errors() -> bool:
     """Whether this process reports errors: under torchrun, which starts several, only local rank 0 does."""
     return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("LOCAL_RANK", "0") == "0"
 
@@ -59,7 +59,7 @@ def wait_for_first(code: int) -> None:
     On other ranks, exits with `code` when torchrun sends SIGTERM because local rank 0 has ended, or returns after
     WAIT_S, if only this process has failed.
     """
-    if not speaks():
+    if not reports_errors():
         _wait_for_torchrun(code, WAIT_S)
 
 

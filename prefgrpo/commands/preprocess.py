@@ -13,7 +13,7 @@ from prefgrpo.config.schema import Config, ConfigError
 from prefgrpo.data.prompts import prompt_sets
 from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.world import World
-from prefgrpo.rollout.embeddings import Embeddings, EncodeJob, encoding_jobs, note_encoders, uncached
+from prefgrpo.rollout.embeddings import Embeddings, EncodeJob, encoding_jobs, record_encoders, uncached
 from prefgrpo.run.loading import open_adapter
 
 
@@ -31,7 +31,7 @@ def preprocess(config: Config) -> int:
             _encode(config, mine, world)
         world.barrier()
         if world.main:
-            note_encoders(config)
+            record_encoders(config)
             total = f"all of {len(prompts) + len(held)} prompts are in {config.data.cache}"
             print(f"{len(todo)} texts and sources encoded now; {total}")
     finally:

@@ -25,7 +25,7 @@ import torch
 import tyro
 from tqdm import tqdm
 
-from prefgrpo.config.recipe import merged, read_yaml
+from prefgrpo.config.recipe import merge, read_yaml
 from prefgrpo.config.schema import Config, ConfigError, RewardConfig
 from prefgrpo.data.file_names import CLIPS, Generated, find, read_media
 from prefgrpo.data.media import Media
@@ -131,7 +131,7 @@ def _options(files: Sequence[Path], names: Iterable[str], device: str) -> dict[s
     """Options per reward, merged from all files; `device` where a reward takes and lacks one. Raises ConfigError."""
     options: dict[str, dict[str, Any]] = {}
     for file in files:
-        options = merged(options, read_yaml(file))
+        options = merge(options, read_yaml(file))
     if wrong := [name for name, own in options.items() if not isinstance(own, dict)]:
         expected = "expected options of a reward, e.g. {model: …}"
         raise ConfigError([f"--options: {name}: {expected}, got {options[name]!r}" for name in wrong])

@@ -49,14 +49,14 @@ def curves(run: Run) -> tuple[list[Chart], list[Chart], list[Chart]]:
     """All charts of a run: (four that show whether it works, further results, health)."""
     watched = "dev" if "dev" in run.evals else next(iter(run.evals), "")  # the set evaluated during training
     wins, measured = [_wins(run, watched)], _measures(run.evals[watched], watched) if run.evals else []
-    rewards, doubts = _rewards(run.train), _doubts(run.train)
+    rewards, doubts = _rewards(run.train), _judge_consistency(run.train)
     policy, judge, time = _policy(run), _judge(run.train), _time(run.train)
-    key = [next((c for c in some if c.shows), None) for some in (wins, measured, rewards, doubts)]
-    key += [c for c in [*measured, *rewards, *policy[2:3]] if c.shows and not any(c is k for k in key)]
+    key = [next((c for c in some if c.has_data), None) for some in (wins, measured, rewards, doubts)]
+    key += [c for c in [*measured, *rewards, *policy[2:3]] if c.has_data and not any(c is k for k in key)]
     first = [c for c in key if c is not None][:4]
 
     def rest(charts: list[Chart]) -> list[Chart]:
-        return [c for c in charts if c.shows and not any(c is k for k in first)]
+        return [c for c in charts if c.has_data and not any(c is k for k in first)]
 
     return first, rest(measured + rewards), rest(policy + doubts + judge + time)
 
@@ -118,7 +118,7 @@ def _rewards(train: Rows) -> list[Chart]:
     ]
 
 
-def _doubts(train: Rows) -> list[Chart]:
+def _judge_consistency(train: Rows) -> list[Chart]:
     doubts = [("order swapped, other winner", "order_inconsistency"), ("first shown wins", "position_bias")]
     doubt, lines = _series(train, [*doubts, ("ties", "tie_rate")], "judge/"), ((0.5, "no bias"),)
     return [Chart("Judge: consistency", doubt, percent=True, include=(0.0,), lines=lines)]

@@ -20,7 +20,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from prefgrpo.rewards import PYTHON, RewardSpecError, named, parse_reward_spec
+from prefgrpo.rewards import PYTHON, RewardSpecError, parse_reward_spec, python_rewards
 from prefgrpo.run.log import read_metrics
 from prefgrpo.run.run_folder import PRODUCTS, RunFolder, step_of
 from prefgrpo.run.signs import HackingMonitor
@@ -142,12 +142,12 @@ class Run:
         return self.section("train")
 
     @property
-    def trained_on(self) -> dict[str, float]:
+    def reward_weights(self) -> dict[str, float]:
         """Weights of the rewards, empty if unknown."""
         return _rewards(self.config)
 
     @property
-    def planned(self) -> int:
+    def planned_steps(self) -> int:
         """Number of steps in the configuration, 0 if unknown."""
         steps = self.settings.get("steps")
         return steps if isinstance(steps, int) else 0
@@ -156,7 +156,7 @@ class Run:
     def finished(self) -> bool:
         """Whether the run ended: all steps done, or the time limit reached (the folder then has the final weights)."""
         exported = any((self.folder / name).exists() for name in PRODUCTS)
-        return 0 < self.planned <= self.step or (exported and bool(self.settings.get("max_minutes")))
+        return 0 < self.planned_steps <= self.step or (exported and bool(self.settings.get("max_minutes")))
 
     @property
     def status(self) -> str:
@@ -165,7 +165,7 @@ class Run:
             return ""
         file, steps = (
             RunFolder(self.folder).metrics,
-            f"{self.step} of {self.planned}" if self.planned else f"{self.step}",
+            f"{self.step} of {self.planned_steps}" if self.planned_steps else f"{self.step}",
         )
         written = datetime.fromtimestamp(file.stat().st_mtime, timezone.utc) if file.is_file() else None
         last = f"; last entry {written:%Y-%m-%d %H:%M UTC}" if written else ""
@@ -250,7 +250,7 @@ def _rewards(config: dict[str, Any]) -> dict[str, float]:
     options = own if isinstance(own := reward.get("options"), dict) else {}
     objects: dict[str, Any] = {k: v for k, v in options.items() if isinstance(v, dict) and PYTHON in v}
     try:
-        with named(objects):  # rewards of a Python program, which a spec names as they were called there
+        with python_rewards(objects):  # rewards of a Python program, which a spec names as they were called there
             return parse_reward_spec(reward.get("spec", ""))
     except RewardSpecError:
         return {}

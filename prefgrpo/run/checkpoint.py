@@ -47,7 +47,7 @@ class CheckpointError(RuntimeError):
 
 def write_atomic(path: Path, text: str) -> None:
     """Replace a small text file atomically."""
-    temporary = _beside(path)
+    temporary = _temporary_path(path)
     temporary.write_text(text, encoding="utf-8")
     _sync(temporary)
     os.replace(temporary, path)
@@ -55,7 +55,7 @@ def write_atomic(path: Path, text: str) -> None:
 
 def save_images(path: Path, **arrays: NDArray[Any]) -> None:
     """Write arrays (npz, no pickle) atomically."""
-    temporary = _beside(path)
+    temporary = _temporary_path(path)
     with temporary.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
     os.replace(temporary, path)
@@ -64,7 +64,7 @@ def save_images(path: Path, **arrays: NDArray[Any]) -> None:
 def write_folder(final: Path, write: Callable[[Path], None]) -> None:
     """Write a folder atomically: `write` fills a hidden folder next to it, which is renamed to `final`, replacing an
     existing one, after everything in it is on disk. `claim` removes leftovers of killed processes."""
-    temporary, old = _beside(final), _beside(final.with_name(f"{final.name}.old"))
+    temporary, old = _temporary_path(final), _temporary_path(final.with_name(f"{final.name}.old"))
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     write(temporary)
@@ -80,7 +80,7 @@ def write_folder(final: Path, write: Callable[[Path], None]) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _beside(path: Path) -> Path:
+def _temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 
@@ -128,8 +128,8 @@ def save(
         if world.main:
             write_folder(final, write)
             for old in run.all_checkpoints()[:-keep]:
-                os.replace(old, _beside(old))  # under this name, `claim` removes it if we are killed here
-                shutil.rmtree(_beside(old))
+                os.replace(old, _temporary_path(old))  # under this name, `claim` removes it if we are killed here
+                shutil.rmtree(_temporary_path(old))
         elif parts:
             _save_parts(None, parts, world)
     except (OSError, SafetensorError) as error:
@@ -138,7 +138,7 @@ def save(
         causes = (f"process {rank}: {cause}" for rank, (cause, _) in error.failures.items())
         problem = f"the checkpoint cannot be written: {'; '.join(causes)}"
     if first := next((text for text in world.all_gather_object(problem) if text), None):
-        shutil.rmtree(_beside(final), ignore_errors=True)
+        shutil.rmtree(_temporary_path(final), ignore_errors=True)
         raise CheckpointError(first)
 
 

@@ -264,7 +264,7 @@ def over_ranks(world: World, name: str, group: NDArray[np.int64], table: Table, 
 def _columns(kind: str, reward: str, groups: list[GroupScores]) -> Table:
     """Columns of one reward over groups (now, before): a judge's verdicts, or values and wins (1, tie ½, 0)."""
     if kind.startswith("judge"):
-        first, second = (np.array([g.shown(*order) for g in groups]) for order in ((0, 1), (1, 0)))
+        first, second = (np.array([g.mean_p_first(*order) for g in groups]) for order in ((0, 1), (1, 0)))
         return {
             f"win_{kind}": np.array([_win_rate(g) for g in groups]),
             f"win_{kind}_first": (np.sign(first - 0.5) + 1) / 2,

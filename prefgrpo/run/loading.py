@@ -107,7 +107,7 @@ def trainable(config: Config, adapter: Adapter, world: World | None = None) -> A
         adapter.checkpoint_gradients(t.checkpointing_share)
     cache.check(adapter.transformer, config.rollout)
     if world is not None:
-        attention.use(adapter, config, world.layout, world.device)
+        attention.set_backend(adapter, config, world.layout, world.device)
         if config.compile:
             adapter.compile_blocks()
         context.enable(adapter, world)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from prefgrpo.config.recipe import merged
+from prefgrpo.config.recipe import merge
 from prefgrpo.config.schema import AUTO, Config, ConfigError, ParallelConfig, from_dict, to_dict
 from prefgrpo.models import family
 from prefgrpo.objectives import objective
@@ -147,7 +147,7 @@ NEEDS_NEW_ESTIMATE = ("train.guidance_gradient: conditional", "no train.gradient
 def compare_levers(config: Config, whole: Estimate, machines: Machines) -> Iterator[tuple[str, float, float]]:
     """(name, samples per second and GPU, GiB per GPU) without any of these options, then with each alone."""
     train = {"reuse_rollout_forward": False, "guidance_gradient": "both", "kl_fraction": 1.0, "min_advantage": 0.0}
-    base = from_dict(merged(to_dict(config), {"train": train, "compile": False}))
+    base = from_dict(merge(to_dict(config), {"train": train, "compile": False}))
     plain = whole if config.train.guidance_gradient == "both" else estimate(base)
     reached = {False: MFU[False] if config.compile else machines.mfu, True: MFU[True]}
 
@@ -161,7 +161,7 @@ def compare_levers(config: Config, whole: Estimate, machines: Machines) -> Itera
         if _not_applicable(base, name):
             continue
         half = {"rollout": {"window_size": trained_steps(config) // 2}}
-        changed = from_dict(merged(to_dict(base), changes or half))
+        changed = from_dict(merge(to_dict(base), changes or half))
         yield found(name, changed, estimate(changed) if name in NEEDS_NEW_ESTIMATE else plain)
 
 
@@ -176,7 +176,7 @@ def _not_applicable(config: Config, name: str) -> bool:
         "train.guidance_gradient: conditional": not guided,
         "train.kl_fraction: 0.25": not config.train.kl_coef,
         "no train.gradient_checkpointing": not config.train.gradient_checkpointing,
-        "train.min_advantage: 0.25": not objective(config.train).weighs_advantages,
+        "train.min_advantage: 0.25": not objective(config.train).proportional_to_advantage,
         "rollout.window_size: halved": not trajectory or trained_steps(config) == 1,
         "train.objective: awm": not trajectory,
     }.get(name, False)

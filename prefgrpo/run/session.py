@@ -31,8 +31,8 @@ from prefgrpo.parallel import world as parallel
 from prefgrpo.parallel.context import context_errors
 from prefgrpo.parallel.watch import restart_count
 from prefgrpo.parallel.world import World
-from prefgrpo.rewards import PYTHON, named_objects
-from prefgrpo.rewards.log import drop_from
+from prefgrpo.rewards import PYTHON, get_python_rewards
+from prefgrpo.rewards.log import truncate_log
 from prefgrpo.rewards.scorer import Scorer
 from prefgrpo.rollout.assignment import assign_batches
 from prefgrpo.rollout.batches import Rollouts
@@ -260,7 +260,7 @@ def keeps_graph(config: Config, goal: Objective, world: World) -> bool:
         wanted == "auto"
         and not why
         and size % r.batch_size == 0
-        and goal.per_group(size) == size
+        and goal.samples_per_group(size) == size
         and not t.min_advantage
     ):
         there = replace(config, device="cpu" if world.device.type == "cpu" else "cuda")
@@ -309,7 +309,7 @@ def _objective_errors(config: Config) -> list[str]:
     if r.staleness and (goal.anchor == "old" or goal.sampled_by_old):
         why = f"{config.train.objective} has an old policy, which has to be the one that generated the samples"
         wrong.append(f"rollout.staleness: {why}: expected 0, got {r.staleness}")
-    if config.train.min_advantage and not goal.weighs_advantages:
+    if config.train.min_advantage and not goal.proportional_to_advantage:
         why = f"{config.train.objective} does not weight samples by their advantages"
         wrong.append(f"train.min_advantage: {why}: expected 0, got {config.train.min_advantage}")
     return wrong
@@ -318,7 +318,7 @@ def _objective_errors(config: Config) -> list[str]:
 def config_errors(config: Config) -> list[str]:
     """Errors that can be found without loading the model: files, rewards, judge, objective, number of updates."""
     r, e, options = config.rollout, config.eval, config.reward.options
-    if absent := [name for name, own in options.items() if PYTHON in own and name not in named_objects()]:
+    if absent := [name for name, own in options.items() if PYTHON in own and name not in get_python_rewards()]:
         origin = ", ".join(f"{name} is {options[name][PYTHON]}" for name in absent)
         advice = "resume it there, with prefgrpo.Trainer(…, resume=True)"
         return [f"reward.spec: {origin}, which exists only in the Python program that started the run; {advice}"]
@@ -410,7 +410,7 @@ def _start_folder(config: Config, session: Session, resume: bool) -> None:
         checkpoint.write_atomic(folder.config, text)  # first, since without it the run cannot be resumed
         folder.eval.mkdir(exist_ok=True)
         folder.groups.mkdir(exist_ok=True)
-        drop_from(folder.judgements, session.start)
+        truncate_log(folder.judgements, session.start)
     world.barrier()
 
 

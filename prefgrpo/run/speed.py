@@ -126,7 +126,7 @@ def work(config: Config, data: int, reuses: bool) -> Work:
         batches[batch.index] += 1
         first[batch.index] += len(batch.places) * (batch.update == 0)
     made = max(samples.values())
-    share = goal.per_group(r.group_size) / r.group_size * kept_share(config)
+    share = goal.samples_per_group(r.group_size) / r.group_size * kept_share(config)
     if isinstance(goal, EndpointObjective):
         passes = goal.draws
         two = isinstance(goal, GroupObjective) and r.batch_size % r.group_size != 0
@@ -161,7 +161,7 @@ def reuses_forwards(config: Config, whole: Estimate, memory_gib: float) -> bool:
     unable = goal.collector != "trajectory" or goal.sampled_by_old or layout.shard * layout.context > 1 or r.staleness
     if not wanted or unable or (t.kl_coef and not t.lora_rank):
         return False
-    if wanted == "auto" and (r.group_size % r.batch_size or goal.per_group(r.group_size) < r.group_size):
+    if wanted == "auto" and (r.group_size % r.batch_size or goal.samples_per_group(r.group_size) < r.group_size):
         return False
     return wanted is True or (
         not t.min_advantage and estimated_graph_bytes(config, whole) <= (memory_gib * 2**30 - whole.total) / 2

@@ -312,7 +312,7 @@ class TrainingLoop:
         places = [(p, g) for p in range(r.prompts_per_step) for g in range(r.group_size)]
         samples = Counter(update_of(self.config, place) for place in places)
         trained = {update_of(self.config, place) for place in places if keep[place]}
-        counted = self.objective.per_group(r.group_size) / r.group_size
+        counted = self.objective.samples_per_group(r.group_size) / r.group_size
         left = self.rollouts.training_batches(step, batches, keep)
         for update in sorted(trained):
             own = [batch for batch in left if batch.update == update]
