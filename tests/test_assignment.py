@@ -22,7 +22,7 @@ from prefgrpo.rewards.base import GroupScores, GroupwiseReward, PointwiseReward,
 from prefgrpo.rollout import batches
 from prefgrpo.rollout.assignment import assign_batches, rebalance
 from prefgrpo.rollout.replay import TrajectoryCollector
-from prefgrpo.run.session import Clock, idle
+from prefgrpo.run.session import Clock, idle_warning
 from prefgrpo.run.trainer import TrainingLoop
 
 
@@ -274,5 +274,7 @@ def test_what_is_level_stays_where_it_is():
 
 def test_a_run_says_that_processes_wait():
     c = config(rollout={"prompts_per_step": 1, "group_size": 8, "batch_size": 8})
-    assert idle(c, 1) == "" and "1 batches of up to 8 samples for 2 processes, which are idle 50% of it" in idle(c, 2)
-    assert idle(config(rollout={"prompts_per_step": 1, "group_size": 8, "batch_size": 4}), 2) == ""
+    assert idle_warning(
+        c, 1
+    ) == "" and "1 batches of up to 8 samples for 2 processes, which are idle 50% of it" in idle_warning(c, 2)
+    assert idle_warning(config(rollout={"prompts_per_step": 1, "group_size": 8, "batch_size": 4}), 2) == ""

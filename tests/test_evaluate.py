@@ -154,7 +154,7 @@ def test_sets_have_noise_of_their_own():
 def test_images_of_the_start_are_found_whole_or_not_at_all(tmp_path):
     def write(rank, size, count, value):
         images = np.full((count, 2, 2, 3), value, np.uint8)
-        save_images(folder.before("dev", rank, size), images=images)
+        save_images(folder.initial_images("dev", rank, size), images=images)
 
     folder = RunFolder(tmp_path)
     folder.eval.mkdir()
@@ -212,9 +212,9 @@ def run(place):
 
 def test_before_and_after_differ_in_the_weights_only(run):
     for name in ("dev", "test"):
-        with np.load(run.folder.shown(name, 0)) as start:
+        with np.load(run.folder.report_images(name, 0)) as start:
             assert np.array_equal(start["before"], start["now"])
-        with np.load(run.folder.shown(name, 3)) as end:
+        with np.load(run.folder.report_images(name, 3)) as end:
             assert not np.array_equal(end["before"], end["now"])
             assert np.abs(end["before"].astype(int) - end["now"]).mean() < 64, "the same noise gives a similar image"
     found = rows(run.folder.root)

@@ -218,7 +218,7 @@ def read_run(folder: Path) -> Run:
         origin = files.sources(name)
         sources = read(origin, lambda path: [np.load(path)["sources"]]) if origin.is_file() else []
         found = list[EvalImages]()
-        for path in files.all_shown(name):
+        for path in files.all_report_images(name):
             file = files.outcomes(name, step_of(path))
             outcomes = read(file, _outcomes) if file.is_file() else []
             found += read(path, partial(_eval_images, prompts=prompts, sources=sources, outcomes=outcomes))

@@ -92,7 +92,7 @@ class Evaluator:
             return
         self.before = to_uint8(self.render(mine))
         if self.world.is_dp_leader:
-            save_images(self.folder.before(name, self.world.dp_index, self.world.dp_size), images=self.before)
+            save_images(self.folder.initial_images(name, self.world.dp_index, self.world.dp_size), images=self.before)
         if self.world.main:
             shown = [self.eval_set.items[i] for i in self.report_indices()]
             write_atomic(self.folder.prompts(name), json.dumps([item.text for item in shown]))
@@ -158,7 +158,7 @@ class Evaluator:
         pairs = zip(preview(self.before[rows]), preview(now[rows]), strict=True) if rows else ()
         if (shown := self.world.gather_items(pairs)) and self.world.main:
             before, after = (np.stack([pair[k] for pair in shown]) for k in range(2))
-            save_images(self.folder.shown(self.eval_set.name, step), before=before, now=after)
+            save_images(self.folder.report_images(self.eval_set.name, step), before=before, now=after)
 
     def _save_outcomes(self, step: int, table: Table, answers: list[list[AnswerRow]]) -> None:
         """Store the wins of every image, and the judge's answers for the images in the report."""
@@ -317,7 +317,7 @@ def load_initial_images(folder: RunFolder, name: str, size: int) -> Images:
 
     Raises CheckpointError if any are missing.
     """
-    by_size = folder.all_before(name)
+    by_size = folder.all_initial_images(name)
     for files in sorted(by_size.values(), key=lambda files: len(files) != size):
         if all(f.is_file() for f in files):
             return np.concatenate([np.load(f, allow_pickle=False)["images"] for f in files])

@@ -172,7 +172,7 @@ def stored_media(
 ) -> tuple[str, list[MediaItem], Table | None] | None:
     """(name, images or clips, table) stored for a row of metrics: of the evaluation set `name`, or of the training
     step; None if the run stored none."""
-    if kind == "eval" and folder.shown(name, step).is_file():
+    if kind == "eval" and folder.report_images(name, step).is_file():
         return (f"eval/{name}", *_evaluation(folder, name, step))
     if kind == "train" and folder.group(step).is_file():
         with np.load(folder.group(step), allow_pickle=False) as file:
@@ -184,7 +184,7 @@ def stored_media(
 def _evaluation(folder: RunFolder, name: str, step: int) -> tuple[list[MediaItem], Table | None]:
     """Stored images, each as a row of (source, for edits), before and after training; and the judge's answers."""
     prompts = json.loads(folder.prompts(name).read_text(encoding="utf-8"))
-    with np.load(folder.shown(name, step), allow_pickle=False) as file:
+    with np.load(folder.report_images(name, step), allow_pickle=False) as file:
         parts = [file["before"], file["now"]]
     if folder.sources(name).is_file():
         with np.load(folder.sources(name), allow_pickle=False) as file:
